@@ -1,0 +1,70 @@
+"""Every environment variable read or set, each with its sentence."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Variable(NamedTuple):
+    """One variable; a name that ends with `*` stands for a family."""
+
+    name: str
+    use: Literal["read", "set", "read and set"]
+    sentence: str
+
+
+VARIABLES: tuple[Variable, ...] = (
+    # ours
+    Variable("RALLYPOINT_JOB", "set", "The id of the run, in every process that belongs to it."),
+    # torchrun's options
+    Variable("PET_*", "read", "The default of torchrun's option of that name: PET_MAX_RESTARTS for --max-restarts."),
+    Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "read", "The default of --grace, after PET_SHUTDOWN_TIMEOUT."),
+    Variable("PYTHON_EXEC", "read", "torchrun's other interpreter for the workers: not used, and one line says so."),
+    # what a worker finds, as under torchrun
+    Variable("RANK", "set", "The rank in the job, from 0."),
+    Variable("LOCAL_RANK", "set", "The rank on this node, from 0; 0 on every rank with --virtual-local-rank."),
+    Variable("GROUP_RANK", "set", "The number of the node, from 0."),
+    Variable("ROLE_RANK", "set", "The rank among those of the same role: all of them."),
+    Variable("ROLE_NAME", "set", "What --role says, or default."),
+    Variable("WORLD_SIZE", "set", "The number of ranks in the job."),
+    Variable("LOCAL_WORLD_SIZE", "set", "The number of ranks on this node."),
+    Variable("GROUP_WORLD_SIZE", "set", "The number of nodes."),
+    Variable("ROLE_WORLD_SIZE", "set", "The number of ranks of the same role: all of them."),
+    Variable("MASTER_ADDR", "set", "The address of the socket that is held for init_process_group."),
+    Variable("MASTER_PORT", "set", "Its port; a new one for every attempt, unless --master-port names it."),
+    Variable("TORCHELASTIC_RESTART_COUNT", "set", "The attempt, from 0."),
+    Variable("TORCHELASTIC_MAX_RESTARTS", "set", "What --max-restarts says."),
+    Variable("TORCHELASTIC_RUN_ID", "set", "What --rdzv-id says, or the id of the run."),
+    Variable("TORCHELASTIC_USE_AGENT_STORE", "set", "True: every rank is a client of the store at MASTER_ADDR and MASTER_PORT."),
+    Variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "set", "What --signals-to-handle says."),
+    Variable("TORCHELASTIC_ERROR_FILE", "set", "Where torch's @record writes the exception of this rank."),
+    Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "set", "1, unless it is set already."),
+    Variable("CUDA_VISIBLE_DEVICES", "read and set", "Read for -n gpu; set for each rank with --virtual-local-rank only."),
+    # threads and names
+    Variable("OMP_NUM_THREADS", "read and set", "1 in the workers when there are several and it is not set: they share the processors."),
+    Variable(
+        "OPENBLAS_NUM_THREADS", "read and set", "1 in the template, which must have one thread; the workers get the user's own value back."
+    ),
+    Variable("GOTO_NUM_THREADS", "read", "OpenBLAS's older name for its number of threads, honoured for the workers as OpenBLAS does."),
+    Variable("RES_OPTIONS", "read and set", "timeout:1 attempts:1 in the workers when it is not set: torch asks DNS for 127.0.0.1's name."),
+    # the terminal and files
+    Variable("NO_COLOR", "read", "Set and not empty: no colours."),
+    Variable("FORCE_COLOR", "read", "Set and not empty: colours also where there is no terminal; NO_COLOR wins."),
+    Variable("COLUMNS", "read", "The width to write reports in; at most 100 is used."),
+    Variable("TERM", "read", "dumb: no colours, and no line that redraws itself."),
+    Variable("PYTHONBREAKPOINT", "read", "Set by the user: breakpoint() is left as it says."),
+    Variable("XDG_STATE_HOME", "read", "The folder in which rallypoint/runs is kept; without it ~/.local/state."),
+    Variable("HOME", "read", "The home folder, for ~/.local/state."),
+    Variable("PATH", "read", "Where the program of --no-python is looked for."),
+)
+
+
+def covers(name: str) -> bool:
+    """Whether a row stands for `name`, a family's row included."""
+    return any(name == v.name or (v.name.endswith("*") and name.startswith(v.name[:-1])) for v in VARIABLES)
+
+
+def reference() -> str:
+    """The table of docs/reference/environment.md."""
+    rows = [f"| `{variable.name}` | {variable.use} | {variable.sentence} |" for variable in VARIABLES]
+    return "\n".join(["| variable | | meaning |", "|---|---|---|", *rows]) + "\n"
