@@ -1,0 +1,189 @@
+"""`rallypoint`: which command, and the one place where an exception becomes a message and an exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rallypoint import __version__
+from rallypoint.errors import InternalError, RallypointError, UsageError
+from rallypoint.launch import exits
+
+if TYPE_CHECKING:
+    from rallypoint.diagnosis.report import Report
+
+WIDEST = 100  # columns
+
+COMMANDS = {
+    "run": "start a job on this node (torchrun's options work)",
+    "explain": "what an error means",
+}
+
+HELP = """\
+usage: rallypoint run [options] script.py [arguments of the script]
+{commands}
+       rallypoint --version
+
+{listed}
+
+`rallypoint run --help` lists the options of run.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status it ends with. Never raises, `SystemExit` aside."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: dispatch(words))
+
+
+def dispatch(words: list[str]) -> int:
+    """Find the command and hand it the rest. Raises `UsageError` when there is no such command."""
+    if not words:
+        sys.stderr.write(help_text())
+        return exits.USAGE
+    name, rest = words[0], words[1:]
+    if name in ("-h", "--help"):
+        sys.stdout.write(help_text())
+        return 0
+    if name in ("-V", "--version"):
+        sys.stdout.write(f"rallypoint {__version__}\n")
+        return 0
+    if name == "run":
+        from rallypoint.cli import run
+
+        return run.main(rest)
+    if name == "explain":
+        from rallypoint.cli import explain
+
+        return explain.main(rest)
+    raise _no_command(name, words)
+
+
+def help_text() -> str:
+    width = max(map(len, COMMANDS)) + 3
+    commands = "\n".join(f"       rallypoint {name} ..." for name in COMMANDS if name != "run")
+    return HELP.format(commands=commands, listed="\n".join(f"  {name:<{width}}{sentence}" for name, sentence in COMMANDS.items()))
+
+
+def _no_command(name: str, words: list[str]) -> UsageError:
+    import difflib
+    import shlex
+
+    if name.startswith("-") or name.endswith(".py") or os.sep in name:
+        return UsageError(
+            "usage", f"rallypoint {name}: no command is given", help=(("say what to do with it", f"rallypoint run {shlex.join(words)}"),)
+        )
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    if near:
+        help = ((f"use {near[0]}", f"rallypoint {shlex.join([near[0], *words[1:]])}"),)
+    else:
+        help = (("see the commands", "rallypoint --help"),)
+    return UsageError("usage", f"rallypoint has no command {name}" + (f"; the nearest is {near[0]}" if near else ""), help=help)
+
+
+def guarded(command: Callable[[], int], error_format: Callable[[], str] = lambda: "text") -> int:
+    """Run `command`; turn whatever it raises into a message on stderr and an exit status. `error_format` is asked only then."""
+    try:
+        status = command()
+        if sys.stdout:  # None when descriptor 1 was closed at the start
+            sys.stdout.flush()  # here, so that a reader that has gone is noticed here
+        return status
+    except RallypointError as error:
+        return _complain(error, error_format())
+    except KeyboardInterrupt:
+        return exits.of_signal(signal.SIGINT)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end; it must find an open descriptor.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exits.of_signal(signal.SIGPIPE)
+    except Exception as error:
+        try:
+            return _complain(_internal(error), error_format())
+        except Exception:  # what shows errors is broken too: the bare traceback is better than nothing
+            sys.excepthook(*sys.exc_info())
+            return exits.INTERNAL
+
+
+def _complain(error: RallypointError, error_format: str) -> int:
+    """Show an error of ours; the status that goes with its kind."""
+    import msgspec
+
+    from rallypoint.diagnosis import render
+    from rallypoint.diagnosis.report import Said
+
+    report = render.report_of(error)
+    if error.__cause__ is not None and isinstance(error, InternalError):
+        import traceback
+
+        lines = "".join(traceback.format_exception(error.__cause__)).splitlines()
+        report = msgspec.structs.replace(report, said=(Said(who="Python", lines=tuple(lines)),))
+    show(report, error_format)
+    return report.exit_status
+
+
+def _internal(error: Exception) -> InternalError:
+    """A fault of ours, with what we need to know to mend it."""
+    import platform
+
+    fault = InternalError(
+        "internal-error",
+        f"rallypoint itself failed: {type(error).__name__}: {error}",
+        why=(
+            "this is a fault in rallypoint, not in your program or in how you called it",
+            f"rallypoint {__version__}, Python {platform.python_version()}, torch {torch_version() or 'not installed'}",
+            platform.platform(),
+        ),
+        help=(("please report it, with everything printed here and the command that you typed", ""),),
+    )
+    fault.__cause__ = error
+    return fault
+
+
+def torch_version() -> str:
+    """The installed torch by metadata, without importing it; "" when there is none, "unknown" when it has no metadata."""
+    from importlib.machinery import PathFinder
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        return installed("torch")
+    except PackageNotFoundError:
+        # A source build on PYTHONPATH has no metadata. The working directory does not count: a user's own torch.py is no torch.
+        elsewhere = [folder for folder in sys.path if folder and os.path.abspath(folder) != os.getcwd()]
+        return "unknown" if PathFinder.find_spec("torch", elsewhere) else ""
+
+
+def show(report: Report, error_format: str) -> None:
+    """Write a report to stderr, coloured and as wide as the terminal when there is one."""
+    if not sys.stderr:  # closed at the start: the exit status still tells
+        return
+    from rallypoint.diagnosis import render
+
+    text = render.json(report) if error_format == "json" else render.text(report, width=_width(), color=_wants_color())
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def _wants_color() -> bool:
+    """https://no-color.org and https://force-color.org: set and not empty; otherwise colour is for terminals."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _width() -> int:
+    """Columns to write in: COLUMNS, else the terminal's, else 92; prose wider than 100 is hard to read."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdigit() and int(given) > 0:
+        return min(int(given), WIDEST)
+    try:
+        return min(os.get_terminal_size(sys.stderr.fileno()).columns or 92, WIDEST)
+    except (OSError, ValueError):  # no terminal; or a stderr without a descriptor
+        return 92

@@ -1,0 +1,261 @@
+"""`rallypoint run`: a job on this node."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from rallypoint.cli import options
+from rallypoint.cli.main import guarded, show, torch_version
+
+if TYPE_CHECKING:
+    from rallypoint.diagnosis.report import Report
+    from rallypoint.launch.plan import Machine, Options, Program
+
+# Compiling costs about 1 s per 2 MB of source; a larger one is generated, and its rank will say what is wrong with it.
+LARGEST_CHECKED_SCRIPT = 512 * 1024  # bytes
+
+
+def main(argv: list[str]) -> int:
+    """`rallypoint run` with its arguments; the exit status. Errors of usage are printed, not raised."""
+    asked = "text"
+
+    def command() -> int:
+        nonlocal asked
+        line = options.take_apart(argv, os.environ)
+        asked = line.error_format
+        if line.wants_help:
+            sys.stdout.write(options.help_text())
+            return 0
+        return start(options.read(line), os.environ)
+
+    return guarded(command, lambda: asked)
+
+
+def start(wanted: Options, environ: Mapping[str, str]) -> int:
+    """Plan the job, look at the program before N ranks trip over it, and start; or print the plan."""
+    from rallypoint.launch import plan
+
+    made = plan.make(wanted, environ, this_machine(wanted, environ))
+    trouble = look_at(made.program, environ) or look_at_log_dir(wanted.log_dir)
+    if trouble:
+        show(trouble, wanted.error_format)
+        return trouble.exit_status
+    if wanted.dry_run:
+        sys.stdout.write(plan.describe(made))
+        return 0
+    from rallypoint.launch import agent
+
+    return agent.run(made)
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
+    """The facts that a plan depends on. Opens no GPU, asks no resolver, imports no torch."""
+    import datetime
+    import secrets
+
+    from rallypoint.launch.plan import Machine
+    from rallypoint.record.run_folder import default_root
+
+    return Machine(
+        cpus=len(os.sched_getaffinity(0)),
+        gpu_devices=_gpu_devices("/dev"),
+        names=_own_names(wanted.master_addr),
+        python=sys.executable,
+        torch=torch_version(),
+        now=datetime.datetime.now(),
+        suffix=secrets.token_hex(2),
+        cwd=os.getcwd(),
+        runs=default_root(environ),
+    )
+
+
+def _gpu_devices(folder: str) -> int:
+    """How many NVIDIA devices have a file here: nvidia0, nvidia1, ... (a container has those that it was given)."""
+    return sum(name.startswith("nvidia") and name[len("nvidia") :].isdigit() for name in os.listdir(folder))
+
+
+def _own_names(asked: str) -> tuple[str, ...]:
+    """This machine's name, short and long, and the asked address if it is one of ours: the kernel binds no other."""
+    import socket
+
+    name = socket.gethostname()
+    names = [name, name.split(".")[0]]
+    if asked and asked not in names and _is_local_address(asked):
+        names.append(asked)
+    return tuple(dict.fromkeys(names))
+
+
+def _is_local_address(text: str) -> bool:
+    import ipaddress
+    import socket
+
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False  # a name: the resolver is not asked
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((text, 0))
+    except OSError:
+        return False
+    return True
+
+
+# --- the program, before it starts -----------------------------------------------------------------------------------
+
+
+def look_at(program: Program, environ: Mapping[str, str]) -> Report | None:
+    """What is wrong with the program that can be seen without running it; None if nothing is."""
+    if program.kind == "script":
+        return look_at_script(program)
+    if program.kind == "command":
+        return look_at_command(program, environ)
+    return None  # finding a module imports its parent packages: the template does that
+
+
+def look_at_script(program: Program) -> Report | None:
+    """A script that is missing, a folder, unreadable, no regular file, or does not compile."""
+    path = program.target
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return _missing(program)
+    except OSError as refusal:
+        return _not_started(f"{path} cannot be opened: {refusal.strerror}")
+    if stat.S_ISDIR(mode):
+        inside = os.path.join(path, "__main__.py")
+        helps = [("name the script in it", _again(program, inside))] if os.path.exists(inside) else _near_files(program, path)
+        return _not_started(f"{path} is a folder, not a script", helps)
+    if not stat.S_ISREG(mode):
+        return _not_started(f"{path} is not a file that every rank could read", [("save the script to a file first", "")])
+    if not os.access(path, os.R_OK):
+        return _not_started(f"{path} may not be read by this user", [("let this user read it", f"chmod u+r {path}")])
+    if os.path.getsize(path) > LARGEST_CHECKED_SCRIPT or path.endswith(".pyc"):
+        return None
+    with open(path, "rb") as file:
+        return _look_at_source(path, file.read())
+
+
+def _look_at_source(path: str, source: bytes) -> Report | None:
+    import warnings
+
+    if b"\0" in source:
+        return _not_started(
+            f"{path} is not Python source: it holds zero bytes",
+            [("an executable or an archive is started as a program of its own", f"rallypoint run --no-python {os.path.join('.', path)}")],
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks say them
+            compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return _syntax_error(path, error)
+    except (RecursionError, MemoryError):
+        return None  # nested too deep for us here; the rank has a whole stack for it
+    return None
+
+
+def _syntax_error(path: str, error: SyntaxError) -> Report:
+    """The line and the place in it, as Python shows them; exit status 1, as Python's."""
+    import traceback
+
+    from rallypoint.diagnosis.report import Report, Said
+
+    said = tuple("".join(traceback.format_exception_only(error)).rstrip("\n").splitlines())
+    return Report(
+        code="start-failed",
+        headline=f"{path} does not compile: {type(error).__name__}: {error.msg}",
+        where=f"{path}:{error.lineno}" if error.lineno else path,
+        said=(Said(who="Python", lines=said),),
+        then="no rank was started",
+        exit_status=1,
+    )
+
+
+def look_at_command(program: Program, environ: Mapping[str, str]) -> Report | None:
+    """An executable that is not there, a folder, or not executable. Looked for along PATH as `execvp` does."""
+    name = program.target
+    places = [name] if os.sep in name else [os.path.join(folder, name) for folder in os.get_exec_path(environ)]
+    for place in places:
+        if os.path.isfile(place) and os.access(place, os.X_OK):
+            return None
+    here = os.path.join(".", name)
+    if os.sep not in name:
+        helps = [("a program of this folder is named with the folder", _again(program, here))] if os.path.isfile(name) else []
+        return _not_started(f"{name} is not found along PATH", helps)
+    if os.path.isdir(name):
+        return _not_started(f"{name} is a folder, not a program")
+    if os.path.exists(name):
+        helps = [("make it executable", f"chmod +x {name}")]
+        if name.endswith(".py"):
+            helps.append(("or let Python run it", _again(program, name, kind="")))
+        return _not_started(f"{name} is not executable", helps)
+    return _missing(program)
+
+
+def look_at_log_dir(path: str) -> Report | None:
+    """--log-dir names something that is there and no folder. (The run folder looks after itself.)"""
+    if not path or path == os.devnull or not os.path.exists(path) or os.path.isdir(path):
+        return None
+    from rallypoint.diagnosis.report import Help, Report
+
+    return Report(code="usage", headline=f"--log-dir {path} is not a folder", help=(Help("name another", "--log-dir logs"),), exit_status=2)
+
+
+def _missing(program: Program) -> Report:
+    path = program.target
+    if program.kind == "script" and os.path.basename(path).startswith("python") and program.args:
+        import shlex
+
+        return _not_started(f"{path} is not found", [("leave it out: python is understood", f"rallypoint run {shlex.join(program.args)}")])
+    helps = []
+    as_file = path.replace(".", os.sep) + ".py"
+    if program.kind == "script" and options.is_module_name(path) and "." in path and os.path.exists(as_file):
+        helps.append(("a module is named with -m", _again(program, path, kind="-m ")))
+    helps += _near_files(program, os.path.dirname(path) or ".")
+    return _not_started(f"{path} is not found", helps or [("name a file as seen from here", f"cd {os.getcwd()}")])
+
+
+def _near_files(program: Program, folder: str) -> list[tuple[str, str]]:
+    """Up to three files of a folder whose names are near, as commands to type."""
+    import difflib
+
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+    except OSError:
+        above = os.path.dirname(folder.rstrip(os.sep)) or "."
+        return [(f"the folder {folder} is not there either; list what is", f"ls {above}")]
+    if program.kind == "script":
+        names = [name for name in names if name.endswith(".py")]
+    asked = os.path.basename(program.target.rstrip(os.sep))
+    near = difflib.get_close_matches(asked, names, n=3, cutoff=0.6) or difflib.get_close_matches(asked + ".py", names, n=3, cutoff=0.6)
+    prefix = "" if folder == "." and not program.target.startswith("." + os.sep) else folder
+    return [(f"the nearest name is {name}" if i == 0 else "or", _again(program, os.path.join(prefix, name))) for i, name in enumerate(near)]
+
+
+def _again(program: Program, target: str, kind: str | None = None) -> str:
+    """The command to type, with another target."""
+    import shlex
+
+    flag = {"script": "", "module": "-m ", "command": "--no-python "}[program.kind] if kind is None else kind
+    return f"rallypoint run {flag}{shlex.join([target, *program.args])}"
+
+
+def _not_started(headline: str, helps: Iterable[tuple[str, str]] = ()) -> Report:
+    from rallypoint.diagnosis.report import Help, Report
+
+    return Report(
+        code="start-failed",
+        headline=headline,
+        then="no rank was started",
+        help=tuple(Help(sentence=sentence, command=command) for sentence, command in helps),
+        exit_status=2,
+    )

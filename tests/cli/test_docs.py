@@ -1,0 +1,42 @@
+"""The reference pages say what the tables say. `UPDATE_DOCS=1 pytest tests/cli/test_docs.py` writes them anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rallypoint import env_vars
+from rallypoint.cli import options
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+@pytest.mark.parametrize(
+    ("page", "section", "made"),
+    [("run.md", "options", options.reference), ("environment.md", "variables", env_vars.reference)],
+)
+def test_reference_page_has_the_table(page: str, section: str, made: Callable[[], str]) -> None:
+    path = REFERENCE / page
+    text = path.read_text()
+    begin, end = f"<!-- begin: {section} -->\n", f"<!-- end: {section} -->\n"
+    head, _, rest = text.partition(begin)
+    written, _, tail = rest.partition(end)
+    if os.environ.get("UPDATE_DOCS"):
+        path.write_text(head + begin + made() + end + tail)
+        return
+    assert written == made(), f"{page} is older than its table: UPDATE_DOCS=1 pytest {__file__}"
+
+
+def test_every_row_has_a_sentence_that_ends() -> None:
+    assert all(variable.sentence.endswith(".") for variable in env_vars.VARIABLES)
+    names = [variable.name for variable in env_vars.VARIABLES]
+    assert len(names) == len(set(names))
+
+
+def test_every_variable_of_an_option_is_documented() -> None:
+    variables = [name for option in options.TABLE for name in (option.variable, option.fallback) if name]
+    assert variables
+    assert [name for name in variables if not env_vars.covers(name)] == []

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rallypoint as rallypoint_package
+from rallypoint.cli import main as cli
+from rallypoint.errors import EnvironmentProblem
+
+SOURCE = Path(cli.__file__).parents[2]
+DEADLINE = 30.0  # seconds; each of these takes a tenth of one
+
+
+def rallypoint(*argv: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    """A real `rallypoint`, from the source that is tested."""
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "error"}
+    start = code or "import sys; from rallypoint.cli.main import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", start, *argv],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+def modules_after(*argv: str) -> set[str]:
+    ended = rallypoint(
+        *argv, code="import sys; from rallypoint.cli.main import main; main(); print(*sys.modules, file=sys.stderr, flush=True)"
+    )
+    return set(ended.stderr.split())
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert cli.main(["-h"]) == 0
+    out, err = capsys.readouterr()
+    assert all(f"rallypoint {name}" in out for name in cli.COMMANDS)
+    assert err == ""
+
+
+def test_no_command_is_help_and_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", cli.help_text())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"rallypoint {rallypoint_package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "headline", "command"),
+    [
+        (["rnu", "train.py"], "error[usage]: rallypoint has no command rnu; the nearest is run", "rallypoint run train.py"),
+        (["train.py", "--lr", "1"], "error[usage]: rallypoint train.py: no command is given", "rallypoint run train.py --lr 1"),
+        (["-n", "4", "train.py"], "error[usage]: rallypoint -n: no command is given", "rallypoint run -n 4 train.py"),
+        (["./a b"], "error[usage]: rallypoint ./a b: no command is given", "rallypoint run './a b'"),
+        (["frobnicate"], "error[usage]: rallypoint has no command frobnicate", "rallypoint --help"),
+        (["run", "-n", "0", "x.py"], "error[usage]: -n 0 starts no rank", "-n 4"),
+    ],
+)
+def test_wrong_usage(argv: list[str], headline: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[0] == headline
+    assert command in [line.strip() for line in lines]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("argv", [["--error-format", "json", "-n", "0", "x.py"], ["--error-format=json", "--nproc", "2", "x.py"]])
+def test_wrong_usage_as_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    assert cli.main(["run", *argv]) == 2
+    said = json.loads(capsys.readouterr().err)
+    assert said["exit_status"] == 2
+    assert said["reports"][0]["code"] in ("usage", "option-unknown")
+    assert said["reports"][0]["help"]
+
+
+def test_a_problem_of_the_machine_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise EnvironmentProblem("port-in-use", "port 29500 is taken", why=("by pid 7",), help=(("choose another", "--master-port 0"),))
+
+    assert cli.guarded(command) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error[port-in-use]: port 29500 is taken\n")
+    assert "by pid 7" in err
+    assert "--master-port 0" in err
+
+
+def test_a_fault_of_ours_is_70_and_says_what_to_report(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        return len(None)  # type: ignore[arg-type]
+
+    assert cli.guarded(command) == 70
+    err = capsys.readouterr().err
+    assert err.startswith("error[internal-error]: rallypoint itself failed: TypeError: object of type 'NoneType' has no len()\n")
+    assert f"Python {sys.version.split()[0]}, torch " in err
+    assert "in command" in err  # the traceback
+    assert "please report it" in err
+
+
+def test_a_fault_in_showing_a_fault_is_70_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise ZeroDivisionError("the first fault")
+
+    def broken() -> str:
+        raise LookupError("the second fault")
+
+    assert cli.guarded(command, broken) == 70
+    err = capsys.readouterr().err
+    assert "the first fault" in err
+    assert "the second fault" in err
+
+
+def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise KeyboardInterrupt
+
+    assert cli.guarded(command) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "colored"), [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)]
+)
+def test_colour(environ: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    cli.main(["run"])
+    assert ("\x1b[" in capsys.readouterr().err) == colored
+
+
+def test_a_reader_that_goes_away_makes_no_noise() -> None:
+    ended = rallypoint(
+        code="import os, sys; from rallypoint.cli.main import main; r, w = os.pipe(); os.close(r); os.dup2(w, 1);"
+        " sys.exit(main(['run', '--help']))"
+    )
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_closed_streams_make_no_traceback() -> None:
+    closed = "import os, sys; {}; from rallypoint.cli.main import main; sys.exit(main(['run', '-n', '0', 'x.py']))"
+    ended = rallypoint(code=closed.format("sys.stderr = None"))
+    assert (ended.returncode, ended.stderr) == (2, "")
+    ended = rallypoint(code=closed.format("sys.stdout = None"))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error[usage]: -n 0 starts no rank")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["--version"], ["run", "-n", "0", "x.py"], ["run", "--dry-run", __file__]])
+def test_nothing_heavy_is_imported(argv: list[str]) -> None:
+    loaded = modules_after(*argv)
+    assert "rallypoint.cli.main" in loaded
+    assert loaded.isdisjoint({"torch", "numpy", "rich", "psutil", "asyncio", "cloudpickle"})
+
+
+def test_help_imports_little() -> None:
+    assert modules_after("--help").isdisjoint({"msgspec", "argparse", "subprocess", "rallypoint.cli.run", "rallypoint.launch.plan"})
