@@ -1,0 +1,260 @@
+"""Start, watch, stop and reap; no orphan, grandchildren included."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, argument: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def become_subreaper() -> None:
+    """From now on orphans among our descendants become our children, not init's (prctl(2))."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with(parent: int) -> None:
+    """SIGKILL for this process when `parent`, which must be its parent, ends.
+
+    The kernel's promise is not retroactive, so a parent that is gone already is looked for afterwards. It is a second line only:
+    not inherited by children, cleared by a set-user-id exec, and fired by the end of the parent's starting *thread*.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Status(NamedTuple):
+    """What /proc/PID/stat says of a process; times in clock ticks."""
+
+    pid: int
+    name: str
+    state: str  # R running, S sleeping, D in the kernel, T stopped, Z ended but not reaped
+    parent: int
+    group: int
+    session: int
+    cpu: int  # user and system time together
+    started: int  # after boot: with the pid the identity of a process
+
+
+def status(pid: int | str) -> Status | None:
+    """The process's status, or None when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    head, _, tail = text.rpartition(b")")
+    number, _, command = head.partition(b"(")
+    fields = tail.split()
+    return Status(
+        int(number), command.decode("utf-8", "replace"), fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]),
+        int(fields[11]) + int(fields[12]), int(fields[19]),
+    )  # fmt: skip
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process with its spaces, "" when it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").strip().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process that are in memory, 0 when it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal (SigCgt): without one a real-time signal would end it."""
+    return bool(_signal_mask(pid, pid, b"SigCgt") & (1 << (number - 1)))
+
+
+def is_handling(pid: int, number: int) -> bool:
+    """Whether a signal that was sent is still pending, or its handler still runs in some thread (it blocks its own signal)."""
+    bit = 1 << (number - 1)
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    if _signal_mask(pid, pid, b"ShdPnd") & bit:
+        return True
+    return any((_signal_mask(pid, int(thread), b"SigBlk") | _signal_mask(pid, int(thread), b"SigPnd")) & bit for thread in threads)
+
+
+def _signal_mask(pid: int, thread: int, key: bytes) -> int:
+    try:
+        with open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
+            for line in file:
+                if line.startswith(key):
+                    return int(line.split()[1], 16)
+    except OSError:
+        return 0
+    return 0
+
+
+def main_thread_place(pid: int) -> tuple[str, int] | None:
+    """Where the main thread stands in the kernel: (system call with its arguments, CPU ticks so far), None when it runs or is gone.
+
+    Two equal answers a moment apart: it sat in one call all the while and cannot have run a handler. Reading needs the rights of
+    ptrace, which an ancestor has; without them the wait channel stands in.
+    """
+    found = status(f"{pid}/task/{pid}")
+    if found is None or found.state not in "SD":
+        return None
+    for source in ("syscall", "wchan"):
+        try:
+            with open(f"/proc/{pid}/task/{pid}/{source}", "rb") as file:
+                return file.read().decode("ascii", "replace"), found.cpu
+        except OSError:
+            continue
+    return None
+
+
+def threads(pid: int | str = "self") -> int:
+    """How many threads a process has."""
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def has_marker(pid: int, marker: bytes) -> bool:
+    """Whether a process was started with `marker` ("NAME=value") in its environment. False also where it may not be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return marker in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def family(marker: bytes, sessions: Iterable[int], *, spare: Iterable[int] = ()) -> list[Status]:
+    """Every living process that belongs to a job: in a session that one of its ranks leads, or started with its marker.
+
+    The marker finds what a rank moved into a session of its own (setsid, a daemon). `spare` and this process are left out.
+    """
+    ours, left_out = set(sessions), {os.getpid(), *spare}
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) in left_out:
+            continue
+        one = status(entry)
+        if one is not None and one.state not in "ZX" and (one.session in ours or has_marker(one.pid, marker)):
+            found.append(one)
+    return found
+
+
+def kill_family(marker: bytes, sessions: Iterable[int], *, deadline: float, spare: Iterable[int] = ()) -> list[Status]:
+    """SIGKILL for every process of a job until none is left; returns those that would not die within `deadline` seconds.
+
+    Each is held by pidfd and looked at again before the signal, so a number that was freed and given to a stranger is not hit.
+    Repeated until a look finds none: a process may fork while we look.
+    """
+    sessions, until = set(sessions), time.monotonic() + deadline
+    while True:
+        living = family(marker, sessions, spare=spare)
+        if not living or time.monotonic() > until:
+            return living
+        held: list[int] = []
+        for one in living:
+            try:
+                pidfd = os.pidfd_open(one.pid)
+            except ProcessLookupError:
+                continue
+            held.append(pidfd)
+            again = status(one.pid)
+            if again is not None and again.started == one.started:
+                send(pidfd, signal.SIGKILL)
+        wait_for_ends(held, until - time.monotonic())
+        for pidfd in held:
+            os.close(pidfd)
+
+
+def wait_for_ends(pidfds: Iterable[int], timeout: float) -> bool:
+    """Wait until all these processes have ended; False when the timeout (seconds) came first."""
+    poll, until = select.poll(), time.monotonic() + timeout
+    waiting = set(pidfds)
+    for pidfd in waiting:
+        poll.register(pidfd, select.POLLIN)
+    while waiting:
+        remaining = until - time.monotonic()
+        if remaining <= 0:
+            return False
+        for pidfd, _ in poll.poll(remaining * 1000 + 1):
+            poll.unregister(pidfd)
+            waiting.discard(pidfd)
+    return True
+
+
+def send(pidfd: int, number: int) -> bool:
+    """Signal exactly the process behind a pidfd; False when it has ended."""
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def send_group(leader: int, number: int) -> bool:
+    """Signal the group of a process that we started and that is not reaped (so that the number is still its own)."""
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def group_members(leader: int) -> list[Status]:
+    """The living processes of a session that `leader` (ended or not) led, itself left out."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            one = status(entry)
+            if one is not None and one.session == leader and one.pid != leader and one.state not in "ZX":
+                found.append(one)
+    return found
+
+
+def ended(info: os.waitid_result) -> tuple[int, int]:
+    """(exit code, signal) of a waitid result; one of them is 0."""
+    if info.si_code == os.CLD_EXITED:
+        return info.si_status, 0
+    return 0, info.si_status
+
+
+def memory_file(label: str) -> int:
+    """A memfd (close-on-exec): a file without a name that is gone with its last user."""
+    return os.memfd_create(label, os.MFD_CLOEXEC)
+
+
+def in_child(run: Callable[[], None]) -> int:
+    """Fork; the child runs `run` and leaves with os._exit, whatever happens. Returns the child's pid.
+
+    Only for a process with one thread: what other threads hold at the fork stays held in the child for ever.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid

@@ -1,0 +1,83 @@
+"""The closed list of things that happen: rank, time, because.
+
+One JSON line each in `events.jsonl`. The event log answers "why did you stop rank 3?": a decision carries
+its reason in `because`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from rallypoint.record.run_folder import KeptFile, RunFolder
+
+What = Literal[
+    "job-started",  # program, world_size, job
+    "template-started",  # pid
+    "template-ready",  # seconds
+    "template-unclean",  # because: which module did what; fresh interpreters are used
+    "port-held",  # host, port
+    "c10d-ready",  # address
+    "attempt-started",  # attempt
+    "worker-started",  # rank; pid
+    "phase",  # rank; phase
+    "handled-error",  # rank; type, message, call
+    "raised",  # rank; type, message
+    "ended",  # rank; code or signal
+    "evidence-asked",  # rank, or none: all; because
+    "signal-received",  # signal: one that the launcher itself got
+    "stop-sent",  # rank; signal; because
+    "killed",  # rank; because: SIGKILL sent by the launcher
+    "reaped",  # rank; user, system: seconds; resident: bytes
+    "left-running",  # rank; pids that outlived a successful rank
+    "attempt-ended",  # attempt; because
+    "report",  # code, headline
+    "job-ended",  # status
+]
+
+KINDS: tuple[What, ...] = get_args(What)
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that happened. `rank` None: the launcher. What belongs in `details` stands beside each name in `What`."""
+
+    at: float  # seconds since the job's start
+    what: What
+    rank: int | None = None
+    because: str = ""
+    details: dict[str, Any] = {}
+
+
+class EventLog:
+    """Appends events to `events.jsonl`, each at once and whole; a full disk ends it with one line (`RunFolder.trouble`).
+
+    Keeps them all in memory too: `events` is what the report and the timeline are made from.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.events: list[Event] = []
+        path = folder.file("events.jsonl")
+        self._file = KeptFile(path, folder.trouble, "events are no longer kept") if path else None
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
+
+    def write(self, event: Event) -> None:
+        """Keep an event. Never raises for what the disk does."""
+        self.events.append(event)
+        if self._file is not None:
+            self._file.write(self._encoder.encode(event) + b"\n")
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_events(path: str) -> list[Event]:
+    """The events of a run, in the order in which they were written. A last line that was cut off is left out.
+
+    Raises `OSError` if the file cannot be read and `msgspec.DecodeError` if another line is no event.
+    """
+    decoder = msgspec.json.Decoder(Event)
+    with open(path, "rb") as file:
+        return [decoder.decode(line) for line in file if line.endswith(b"\n")]

@@ -1,0 +1,319 @@
+"""One folder for each run: what was planned, what happened, what every rank said.
+
+    <run>/plan.json  events.jsonl  report.json  rank0.log ...  running
+
+`running` is locked by the launcher while the run lasts; the lock dies with it, so a run that was killed is not
+taken for a running one. Everything is private to the user. A folder that cannot be had, or a disk that fills up,
+costs the record and not the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rallypoint.errors import EnvironmentProblem, UsageError
+
+KEPT_RUNS = 20
+"""Runs kept in the default folder: an afternoon of trying things; at a few megabytes of log each, a small place."""
+
+OURS = re.compile(r"rank\d+\.log|events\.jsonl|plan\.json|report\.json|running")
+"""The names of the files that a run folder consists of. Nothing else in it is ever touched."""
+
+SECRET = re.compile(r"secret|token|passw|credential|api_?key|access_?key|private_?key|authorization|cookie", re.IGNORECASE)
+
+_locked_here: set[str] = set()
+"""Folders whose lock this process holds: a record lock does not keep its own process out, and closing any descriptor
+of the file would drop it (fcntl(2)), so these are never looked at."""
+
+
+def default_root(environ: Mapping[str, str]) -> str:
+    """The folder of all runs: `$XDG_STATE_HOME/rallypoint/runs`, else `~/.local/state/rallypoint/runs`."""
+    state = environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state):  # the XDG specification: a relative path is to be ignored
+        state = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
+    return os.path.join(state, "rallypoint", "runs")
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables with `***` for every value whose name looks like a secret's."""
+    return {name: "***" if SECRET.search(name) else value for name, value in environment.items()}
+
+
+def reason_of(error: OSError) -> str:
+    """The system's words. A file where a folder should be is "File exists" to mkdir; it is said as what it is."""
+    number = errno.ENOTDIR if error.errno == errno.EEXIST else error.errno
+    return os.strerror(number) if number else str(error)
+
+
+class Trouble:
+    """Says once that a file cannot be written: one line for the first, one more if it is not the only one."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._told = 0
+
+    def __call__(self, path: str, error: OSError, lost: str) -> None:
+        self._told += 1
+        reason = reason_of(error)
+        if self._told == 1:
+            self._say(f"rallypoint: cannot write {path}: {reason}; {lost}")
+        elif self._told == 2:
+            self._say(f"rallypoint: cannot write {path} either: {reason}; {lost}. Further such files are not named")
+
+
+class KeptFile:
+    """A file that is appended to for as long as that works. The first error is told to `trouble`, and no other follows."""
+
+    def __init__(self, path: str, trouble: Trouble, lost: str = "its output is no longer kept", fd: int | None = None) -> None:
+        self.path = path
+        self._trouble = trouble
+        self._lost = lost
+        self._fd = fd
+        if fd is None:
+            try:
+                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                trouble(path, error, lost)
+
+    def write(self, data: bytes) -> bool:
+        """Write all of it, unbuffered. False when the file was given up, now or before."""
+        rest = memoryview(data)
+        while rest and self._fd is not None:
+            try:
+                rest = rest[os.write(self._fd, rest) :]
+            except OSError as error:
+                self.close()
+                self._trouble(self.path, error, self._lost)
+        return self._fd is not None
+
+    def close(self) -> None:
+        """May be called twice."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            # Some file systems (NFS, quota) say only now that the data did not fit; write() said what it could.
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class RunFolder:
+    """The folder of this run; `path` is "" when there is none, and then everything asked of it is a no-op."""
+
+    def __init__(self, path: str, lock: int | None, trouble: Trouble) -> None:
+        self.path = path
+        self.trouble = trouble
+        self._lock = lock
+
+    def __repr__(self) -> str:
+        state = "closed" if self._lock is None else "open"
+        return f"<RunFolder {self.path}: {state}>" if self.path else "<RunFolder: none>"
+
+    def file(self, name: str) -> str:
+        """The path of a file in it, "" when there is no folder."""
+        return os.path.join(self.path, name) if self.path else ""
+
+    def write_plan(self, plan: Any) -> None:
+        """`plan.json`: the plan as it is, values of variables that look like secrets as `***`. Call before anything starts."""
+        shown = msgspec.to_builtins(plan)
+        for name in ("environment", "rank_environment"):
+            value = shown.get(name)
+            if isinstance(value, dict):
+                shown[name] = without_secrets(value)
+            elif isinstance(value, (list, tuple)):
+                shown[name] = [without_secrets(each) for each in value]
+        self.write_json("plan.json", shown)
+
+    def write_report(self, reports: Any) -> None:
+        """`report.json`: the reports, first cause first."""
+        self.write_json("report.json", reports)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a file whole or not at all: a reader never sees half of it."""
+        if not self.path:
+            return
+        path = self.file(name)
+        text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+        try:
+            _write_whole(path, text)
+        except OSError as error:
+            self.trouble(path, error, "it is not kept")
+
+    def close(self) -> None:
+        """The run is over: give the lock back. May be called twice."""
+        if self._lock is None:
+            return
+        lock, self._lock = self._lock, None
+        _locked_here.discard(self.path)
+        with contextlib.suppress(FileNotFoundError):  # the user removed the folder meanwhile
+            os.unlink(self.file("running"))
+        os.close(lock)
+
+
+class PastRun(NamedTuple):
+    """A run found in the default folder."""
+
+    job: str
+    path: str
+    started: float  # seconds since 1970
+    running: bool
+
+
+def open_run_folder(path: str, job: str, say: Callable[[str], None], *, asked_for: bool) -> RunFolder:
+    """Make and lock the folder of a run.
+
+    Not `asked_for` (the default place): when it cannot be made, one line is said and the run goes on without a folder;
+    older runs beside it are removed down to `KEPT_RUNS`, and `latest` points here.
+
+    `asked_for` (--run-dir): a folder that is absent or empty is used; in one that holds an earlier run, that run is
+    replaced (as when a command is typed again), other files in it are left alone. Raises `UsageError` `run-folder-used`
+    when a file of ours would overwrite one that no run of ours wrote, `run-folder-in-use` when a job that still runs
+    has it, `EnvironmentProblem` `run-folder-unwritable` when it cannot be made.
+    """
+    path = os.path.abspath(path)
+    trouble = Trouble(say)
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        folder = RunFolder(path, _take(path), trouble)
+        try:
+            _write_whole(folder.file("plan.json"), msgspec.json.encode({"job": job}))
+        except OSError:
+            folder.close()
+            raise
+    except OSError as error:
+        reason = reason_of(error)
+        if asked_for:
+            raise EnvironmentProblem(
+                "run-folder-unwritable",
+                f"the run folder {path} cannot be written: {reason}",
+                help=(("name a folder that you may write to", "--run-dir DIR"),),
+            ) from error
+        say(f"rallypoint: no record of this run is kept: {path}: {reason}")
+        return RunFolder("", None, trouble)
+    if not asked_for:
+        _point_latest(path)
+        remove_old_runs(os.path.dirname(path))
+    return folder
+
+
+def past_runs(root: str) -> list[PastRun]:
+    """The runs in a folder of runs, newest first. What is not a run of ours is not listed."""
+    runs = []
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    for name in names:
+        path = os.path.join(root, name)
+        if os.path.islink(path):
+            continue
+        try:
+            with open(os.path.join(path, "plan.json"), "rb") as file:
+                plan = msgspec.json.decode(file.read())
+                started = os.fstat(file.fileno()).st_mtime
+        except (OSError, msgspec.DecodeError):
+            continue
+        if isinstance(plan, dict) and plan.get("job") == name:
+            runs.append(PastRun(name, path, started, is_running(path)))
+    return sorted(runs, key=lambda run: (run.started, run.job), reverse=True)
+
+
+def is_running(path: str) -> bool:
+    """Whether the launcher of this run is alive: it holds the lock on `running`."""
+    path = os.path.abspath(path)
+    if path in _locked_here:
+        return True
+    try:
+        fd = os.open(os.path.join(path, "running"), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _lock(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_old_runs(root: str, keep: int = KEPT_RUNS) -> list[str]:
+    """Remove the oldest runs of a folder of runs; never one that is running, nor what is no run of ours. Returns what went."""
+    removed = []
+    for run in past_runs(root)[keep:]:
+        if not run.running:
+            # Two launchers may be at it at once, and a file may be open on NFS: what cannot go now goes next time.
+            shutil.rmtree(run.path, ignore_errors=True)
+            removed.append(run.path)
+    return removed
+
+
+def _take(path: str) -> int:
+    """Lock the folder and clear what an earlier run left in it."""
+    names = [name for name in os.listdir(path) if OURS.fullmatch(name)]
+    if names and names != ["running"] and not _has_plan_of_ours(path):
+        raise UsageError(
+            "run-folder-used",
+            f"{os.path.join(path, names[0])} is there already and no run wrote it",
+            help=(("name a folder that is empty or not there yet", "--run-dir DIR"),),
+        )
+    held = path in _locked_here
+    lock = -1 if held else os.open(os.path.join(path, "running"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if held or not _lock(lock):
+        if not held:
+            os.close(lock)
+        raise UsageError(
+            "run-folder-in-use",
+            f"the run folder {path} belongs to a job that is still running",
+            help=(("name another folder for this run", "--run-dir DIR"),),
+        )
+    for name in names:
+        if name != "running":
+            os.unlink(os.path.join(path, name))
+    _locked_here.add(path)
+    return lock
+
+
+def _has_plan_of_ours(path: str) -> bool:
+    try:
+        with open(os.path.join(path, "plan.json"), "rb") as file:
+            plan = msgspec.json.decode(file.read())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(plan, dict) and "job" in plan
+
+
+def _lock(fd: int) -> bool:
+    """Take the record lock if nobody has it. On a file system without locks (ENOLCK) nobody can tell: taken as free."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def _write_whole(path: str, text: bytes) -> None:
+    temporary = f"{path}.{os.getpid()}.new"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _point_latest(path: str) -> None:
+    """`latest` -> this run, replaced in one step. A file system without symbolic links goes without it."""
+    link = os.path.join(os.path.dirname(path), "latest")
+    temporary = f"{link}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        os.symlink(os.path.basename(path), temporary)
+        os.replace(temporary, link)

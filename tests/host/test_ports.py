@@ -1,0 +1,325 @@
+"""Ports that are held, and who holds the others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.ports import Holder, hold_port, holders
+
+SOON = 20.0
+
+SERVER = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A child that listens; its command line says `train.py`."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER, "train.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process, int(process.stdout.readline())
+    process.kill()
+    process.communicate()
+
+
+def free_port() -> int:
+    with hold_port() as held:
+        return held.port
+
+
+def test_what_is_held_listens_and_nobody_else_can_have_it() -> None:
+    with hold_port() as held:
+        assert re.fullmatch(rf"<HeldPort 127\.0\.0\.1:{held.port}: listening, fd {held.fileno()}>", repr(held))
+        assert not os.get_inheritable(held.fileno())
+        socket.create_connection(("127.0.0.1", held.port), timeout=SOON).close()
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            with socket.socket() as thief:
+                thief.setsockopt(socket.SOL_SOCKET, option, 1)
+                with pytest.raises(OSError, match="in use"):
+                    thief.bind(("127.0.0.1", held.port))
+    assert repr(held) == f"<HeldPort 127.0.0.1:{held.port}: released>"
+    held.release()
+    with pytest.raises(ValueError, match="released"):
+        held.fileno()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", held.port), timeout=SOON)
+
+
+def test_a_descriptor_that_was_handed_over_outlives_us() -> None:
+    held = hold_port()
+    fd = held.detach()
+    held.release()
+    assert "handed over" in repr(held)
+    with pytest.raises(ValueError, match="handed over"):
+        held.detach()
+    with socket.socket(fileno=fd) as listener, socket.create_connection(("127.0.0.1", held.port), timeout=SOON):
+        listener.accept()[0].close()
+
+
+def test_every_rank_of_a_big_job_fits_into_the_queue() -> None:
+    with hold_port() as held:
+        clients = [socket.create_connection(("127.0.0.1", held.port), timeout=SOON) for _ in range(300)]
+        for client in clients:
+            client.close()
+
+
+def test_the_holder_of_a_taken_port_is_named_quickly(server: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = server
+    with pytest.raises(EnvironmentProblem) as caught:
+        hold_port(port)
+    assert caught.value.code == "port-in-use"
+    user = holders(port)[0].user
+    line = caught.value.why[0]
+    assert re.fullmatch(
+        rf"python[\d.]* -c import .*\(pid {process.pid}, user {user}, started \d+ s ago\) is listening on 127\.0\.0\.1:{port}", line
+    )
+    assert str(caught.value) == f"port {port} on 127.0.0.1 is taken: {line}"
+    assert caught.value.help
+    took = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        holders(port)
+        took.append(time.perf_counter() - begun)
+    assert min(took) < 0.1
+
+
+def test_a_listener_on_all_addresses_is_found_on_ipv6_too() -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 on this machine")
+    with hold_port(host="::") as held:
+        assert held.address == f"[::]:{held.port}"
+        (holder,) = holders(held.port)
+        assert (holder.pid, holder.state, holder.host) == (os.getpid(), "listening", "::")
+        assert f"[::]:{held.port}" in holder.line()
+        with pytest.raises(EnvironmentProblem) as caught:
+            hold_port(held.port)
+        assert caught.value.code == "port-in-use"
+    with hold_port(host="::1") as held:
+        socket.create_connection(("::1", held.port), timeout=SOON).close()
+
+
+def test_connections_in_time_wait_do_not_count_and_are_told_apart() -> None:
+    held = hold_port()
+    client = socket.create_connection(("127.0.0.1", held.port), timeout=SOON)
+    with socket.socket(fileno=held.detach()) as listener:
+        accepted, _ = listener.accept()
+        accepted.close()  # who closes first keeps the TIME_WAIT
+        assert client.recv(1) == b""
+        client.close()
+    left = holders(held.port)
+    assert "time-wait" in {holder.state for holder in left}
+    assert any(re.search(r"still in TIME_WAIT", holder.line()) for holder in left)
+    hold_port(held.port).release()
+
+
+def test_a_connection_that_uses_the_number_is_named() -> None:
+    port = free_port()
+    with hold_port() as held, socket.socket() as client:
+        client.bind(("127.0.0.1", port))
+        client.connect(("127.0.0.1", held.port))
+        with pytest.raises(EnvironmentProblem) as caught:
+            hold_port(port)
+        assert f"(pid {os.getpid()}, " in caught.value.why[0]
+        assert f"is connected from 127.0.0.1:{port} to 127.0.0.1:{held.port}" in caught.value.why[0]
+
+
+def test_a_socket_that_is_bound_and_does_not_listen_cannot_be_seen_and_that_is_said() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(EnvironmentProblem) as caught:
+            hold_port(bound.getsockname()[1])
+        assert caught.value.code == "port-in-use"
+        assert "without listening" in caught.value.why[0]
+
+
+def test_lines_for_holders_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Holder(29500, "127.0.0.1", "listening", 0, 5112, "python train.py", 1000.0)
+    assert seen.line(now=1000 + 3 * 3600).endswith(
+        f"python train.py (pid 5112, user {seen.user}, started 3 h ago) is listening on 127.0.0.1:29500"
+    )
+    assert "started 5 days ago" in seen.line(now=1000 + 5 * 86400)
+    assert "started 40 s ago" in seen.line(now=1040)
+    assert "started 2 min ago" in seen.line(now=1120)
+    hidden = Holder(29500, "0.0.0.0", "listening", 54321)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert hidden.line() == "a process of user 54321 (only that user and root see which) is listening on 0.0.0.0:29500"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert hidden.line() == "a process of user 54321 (in another container) is listening on 0.0.0.0:29500"
+
+
+def test_another_users_port_without_root(server: tuple[subprocess.Popen[str], int]) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    _, port = server
+    said = as_nobody(f"hold_port({port})")
+    assert said == f"port-in-use: port {port} on 127.0.0.1 is taken: a process of user root (only that user and root see which) " + (
+        f"is listening on 127.0.0.1:{port}"
+    )
+
+
+def test_a_port_below_1024_without_the_privilege() -> None:
+    if os.geteuid() != 0:
+        with pytest.raises(EnvironmentProblem) as caught:
+            hold_port(81)
+        assert caught.value.code == "port-forbidden"
+    else:
+        assert as_nobody("hold_port(81)").startswith("port-forbidden: port 81 may not be bound by user nobody")
+
+
+def as_nobody(call: str) -> str:
+    """Run a call as user nobody; `code: headline` of what it raised."""
+    script = f"""
+import os, sys
+from rallypoint.errors import EnvironmentProblem
+from rallypoint.host.ports import hold_port, holders
+import psutil, pwd
+holders(1)  # loads what the interpreter may be unable to read as nobody
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    {call}
+except EnvironmentProblem as problem:
+    print(problem.code + ": " + problem.headline)
+"""
+    return subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(EnvironmentProblem) as caught:
+        hold_port(host="192.0.2.1")  # RFC 5737: nobody's
+    assert caught.value.code == "address-unavailable"
+    assert str(caught.value) == "192.0.2.1 is not an address of this machine"
+
+
+def test_a_name_without_an_address() -> None:
+    with pytest.raises(EnvironmentProblem) as caught:
+        hold_port(host="no-such-host.invalid")
+    assert caught.value.code == "address-unresolved"
+
+
+def test_names_are_looked_up() -> None:
+    with hold_port(host="localhost") as held:
+        assert held.host in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize(
+    ("port", "port_range"), [(65536, None), (-1, None), (0, (20100, 20000)), (0, (0, 10)), (0, (1, 70000)), (29500, (20000, 20100))]
+)
+def test_numbers_that_are_no_ports(port: int, port_range: tuple[int, int] | None) -> None:
+    with pytest.raises(UsageError) as caught:
+        hold_port(port, port_range=port_range)
+    assert caught.value.code == "port-invalid"
+
+
+def test_a_range_is_honoured_until_it_is_exhausted() -> None:
+    first = a_range_of(5)
+    held = [hold_port(port_range=(first, first + 4)) for _ in range(5)]
+    assert sorted(each.port for each in held) == list(range(first, first + 5))
+    with pytest.raises(EnvironmentProblem) as caught:
+        hold_port(port_range=(first, first + 4))
+    assert caught.value.code == "ports-exhausted"
+    assert str(caught.value) == f"none of the 5 ports {first}-{first + 4} is free on 127.0.0.1"
+    assert caught.value.why[1].endswith("holds 5")
+    assert f"(pid {os.getpid()}, " in caught.value.why[1]
+    held[3].release()
+    with hold_port(port_range=(first, first + 4)) as again:
+        assert again.port == held[3].port
+    for each in held:
+        each.release()
+
+
+def a_range_of(count: int) -> int:
+    """The first of some neighbouring ports outside the kernel's own range that are all free."""
+    for first in range(20000, 30000, count):
+        try:
+            for each in [hold_port(port) for port in range(first, first + count)]:
+                each.release()
+        except EnvironmentProblem:
+            continue
+        return first
+    raise AssertionError("no free range")
+
+
+def test_no_descriptors_left_is_said() -> None:
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(EnvironmentProblem) as caught:
+            hold_port()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert caught.value.code == "port-unavailable"
+    assert os.strerror(errno.EMFILE) in str(caught.value)
+
+
+SQUATTER = """
+import random, signal, socket, sys
+first, count = int(sys.argv[1]), int(sys.argv[2])
+signal.alarm(60)
+order, taken = random.Random(7), {}
+print("ready", flush=True)
+while True:
+    port = order.randrange(first, first + count)
+    if port in taken and order.random() < 0.5:
+        taken.pop(port).close()
+        continue
+    thief = socket.socket()
+    thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        thief.bind(("127.0.0.1", port))
+        if order.random() < 0.5:
+            thief.listen()
+        taken[port] = thief
+    except OSError:
+        thief.close()
+"""
+
+
+def test_beside_a_squatter_every_port_is_ours_alone() -> None:
+    """2,000 jobs, 8 at a time, in 300 ports that a thief grabs and frees: none fails, none shares."""
+    first = a_range_of(300)
+    thief = subprocess.Popen([sys.executable, "-c", SQUATTER, str(first), "300"], stdout=subprocess.PIPE, text=True)
+    assert thief.stdout is not None
+    assert thief.stdout.readline() == "ready\n"
+    failures: list[BaseException] = []
+    holding: set[int] = set()
+    lock = threading.Lock()
+
+    def jobs(any_port: bool) -> None:
+        for _ in range(250):
+            try:
+                held = hold_port(port_range=None if any_port else (first, first + 299))
+                with lock:
+                    assert held.port not in holding
+                    holding.add(held.port)
+                socket.create_connection(("127.0.0.1", held.port), timeout=SOON).close()
+                with lock:
+                    holding.discard(held.port)
+                held.release()
+            except BaseException as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=jobs, args=(number % 2 == 0,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    thief.kill()
+    thief.communicate()
+    assert failures == []

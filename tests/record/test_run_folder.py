@@ -1,0 +1,206 @@
+"""The run folder: private, locked while it runs, replaced or refused, and never in the job's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.record.run_folder import (
+    KEPT_RUNS,
+    RunFolder,
+    default_root,
+    is_running,
+    open_run_folder,
+    past_runs,
+    remove_old_runs,
+    without_secrets,
+)
+from rallypoint.record.torchrun_files import TorchrunFiles
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def opened(root: Path, job: str, said: list[str], asked_for: bool = False) -> RunFolder:
+    return open_run_folder(str(root / job), job, said.append, asked_for=asked_for)
+
+
+HOLD = """
+import sys
+from rallypoint.record.run_folder import open_run_folder
+folder = open_run_folder(sys.argv[1], sys.argv[2], print, asked_for=False)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_launcher(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process with the run tmp_path/running-job."""
+    arguments = [sys.executable, "-c", HOLD, str(tmp_path / "running-job"), "running-job"]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+class Plan(msgspec.Struct):
+    job: str
+    environment: dict[str, str]
+    rank_environment: tuple[dict[str, str], ...]
+
+
+def test_it_is_private_and_holds_the_plan_without_secrets(tmp_path: Path, said: list[str]) -> None:
+    folder = opened(tmp_path / "deep" / "runs", "job-1", said)
+    assert os.stat(folder.path).st_mode & 0o777 == 0o700
+    folder.write_plan(Plan("job-1", {"WANDB_API_KEY": "abc", "OMP_NUM_THREADS": "1"}, ({"RANK": "0", "HF_TOKEN": "x"},)))
+    plan = json.loads(Path(folder.file("plan.json")).read_text())
+    assert plan["environment"] == {"WANDB_API_KEY": "***", "OMP_NUM_THREADS": "1"}
+    assert plan["rank_environment"] == [{"RANK": "0", "HF_TOKEN": "***"}]
+    assert os.stat(folder.file("plan.json")).st_mode & 0o777 == 0o600
+    folder.write_report([{"code": "rank-raised"}])
+    assert json.loads(Path(folder.file("report.json")).read_text()) == [{"code": "rank-raised"}]
+    assert os.readlink(tmp_path / "deep" / "runs" / "latest") == "job-1"
+    assert is_running(folder.path)
+    folder.close()
+    folder.close()
+    assert not is_running(folder.path)
+    assert sorted(os.listdir(folder.path)) == ["plan.json", "report.json"]
+    assert said == []
+
+
+def test_names_that_look_like_secrets() -> None:
+    shown = without_secrets(dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "DB_PASSWORD", "KEYBOARD", "MONKEY", "PATH"), "v"))
+    assert [name for name, value in shown.items() if value == "***"] == ["AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "DB_PASSWORD"]
+
+
+def test_the_default_place_is_the_users_state_folder() -> None:
+    assert default_root({"HOME": "/home/ada"}) == "/home/ada/.local/state/rallypoint/runs"
+    assert default_root({"HOME": "/home/ada", "XDG_STATE_HOME": "/state"}) == "/state/rallypoint/runs"
+    assert default_root({"HOME": "/home/ada", "XDG_STATE_HOME": "state"}) == "/home/ada/.local/state/rallypoint/runs"
+
+
+def test_a_default_place_that_cannot_be_written_costs_the_record_only(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    folder = opened(tmp_path / "file", "job", said)
+    assert said == [f"rallypoint: no record of this run is kept: {tmp_path}/file/job: Not a directory"]
+    folder.write_plan(Plan("job", {}, ()))
+    folder.write_report([])
+    assert folder.file("rank0.log") == folder.path == ""
+    folder.close()
+
+
+def test_a_place_that_was_asked_for_must_be_writable(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match="Not a directory") as caught:
+        opened(tmp_path / "file", "job", said, asked_for=True)
+    assert caught.value.code == "run-folder-unwritable"
+
+
+def test_a_disk_that_fills_up_costs_the_report_and_a_line(tmp_path: Path, said: list[str]) -> None:
+    folder = opened(tmp_path, "job", said)
+    shutil.rmtree(folder.path)
+    folder.write_report([])
+    assert said == [f"rallypoint: cannot write {folder.path}/report.json: No such file or directory; it is not kept"]
+    folder.close()
+
+
+def test_the_same_command_again_replaces_its_run_and_nothing_else(tmp_path: Path, said: list[str]) -> None:
+    run = tmp_path / "out"
+    run.mkdir()
+    (run / "model.pt").write_text("mine")
+    opened(tmp_path, "out", said, asked_for=True).close()
+    (run / "rank7.log").write_text("old")
+    opened(tmp_path, "out", said, asked_for=True).close()
+    assert sorted(os.listdir(run)) == ["model.pt", "plan.json"]
+    assert not (tmp_path / "latest").exists()
+
+
+def test_a_file_that_no_run_wrote_is_not_overwritten(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "plan.json").write_text('{"my": "plan"}')
+    with pytest.raises(UsageError, match=r"plan\.json is there already and no run wrote it") as caught:
+        open_run_folder(str(tmp_path), "job", said.append, asked_for=True)
+    assert caught.value.code == "run-folder-used"
+    assert (tmp_path / "plan.json").read_text() == '{"my": "plan"}'
+
+
+def test_the_folder_of_a_running_job_is_refused_until_it_dies(
+    tmp_path: Path, said: list[str], other_launcher: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        opened(tmp_path, "running-job", said, asked_for=True)
+    assert caught.value.code == "run-folder-in-use"
+    assert is_running(str(tmp_path / "running-job"))
+    other_launcher.kill()
+    other_launcher.wait()
+    assert not is_running(str(tmp_path / "running-job"))
+    opened(tmp_path, "running-job", said, asked_for=True).close()
+
+
+def test_twice_in_one_process_is_refused_too(tmp_path: Path, said: list[str]) -> None:
+    folder = opened(tmp_path, "job", said)
+    with pytest.raises(UsageError):
+        opened(tmp_path, "job", said, asked_for=True)
+    assert is_running(folder.path)
+    folder.close()
+
+
+def test_the_last_runs_are_kept_and_only_runs_of_ours_are_removed(
+    tmp_path: Path, said: list[str], other_launcher: subprocess.Popen[str]
+) -> None:
+    os.utime(tmp_path / "running-job" / "plan.json", (1, 1))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "plan.json").write_text('{"job": "another name"}')
+    (tmp_path / "empty").mkdir()
+    for number in range(KEPT_RUNS + 4):
+        folder = opened(tmp_path, f"job-{number:02}", said)
+        os.utime(folder.file("plan.json"), (1000 + number, 1000 + number))
+        folder.close()
+    remove_old_runs(str(tmp_path))
+    runs = past_runs(str(tmp_path))
+    assert [run.job for run in runs if not run.running] == [f"job-{number:02}" for number in range(KEPT_RUNS + 3, 3, -1)]
+    assert [run.job for run in runs if run.running] == ["running-job"]
+    assert foreign.exists()
+    assert (tmp_path / "empty").exists()
+    assert os.readlink(tmp_path / "latest") == f"job-{KEPT_RUNS + 3:02}"
+
+
+def test_no_folder_of_runs_is_no_runs(tmp_path: Path) -> None:
+    assert past_runs(str(tmp_path / "none")) == []
+
+
+def test_torchruns_files_have_torchruns_names(tmp_path: Path) -> None:
+    files = TorchrunFiles(str(tmp_path / "logs"), "my/job", 2)
+    files.begin(0)
+    fd = files.open(0, 1, "stderr")
+    os.write(fd, b"hello\n")
+    os.close(fd)
+    run = Path(files.path)
+    assert run.parent == tmp_path / "logs"
+    assert run.name.startswith("my_job_")
+    assert (run / "attempt_0" / "1" / "stderr.log").read_text() == "hello\n"
+    assert files.error_file(0, 1) == str(run / "attempt_0" / "1" / "error.json")
+    assert files.filtered(0, "stdout") == str(run / "attempt_0" / "filtered_stdout.log")
+    files.begin(1)
+    assert sorted(os.listdir(run)) == ["attempt_0", "attempt_1"]
+    assert TorchrunFiles(str(tmp_path / "logs"), "my/job", 2).path != files.path
+
+
+def test_a_log_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match="Not a directory") as caught:
+        TorchrunFiles(str(tmp_path / "file"), "job", 1)
+    assert caught.value.code == "log-dir-unwritable"
