@@ -1,0 +1,649 @@
+"""The loop on each node: feeds the supervisor, does what it says."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from rallypoint.clock import Clock
+from rallypoint.diagnosis.evidence import Ended, HelperLost
+from rallypoint.diagnosis.report import Report
+from rallypoint.errors import EnvironmentProblem, RallypointError
+from rallypoint.host import processes, signals
+from rallypoint.launch import channel, guard, supervisor
+from rallypoint.launch.channel import (
+    AtPhase,
+    Caught,
+    Exited,
+    Finish,
+    Forked,
+    Imported,
+    ImportFailed,
+    Leaving,
+    Meets,
+    NotExecuted,
+    NotForked,
+    Ready,
+    Reap,
+    Reaped,
+    Setup,
+    Spawns,
+    StartHost,
+    StartWorker,
+    Uncatch,
+    Uncaught,
+)  # fmt: skip
+from rallypoint.launch.handles import HostHandle, RankHandle, TemplateHandle
+from rallypoint.launch.plan import Plan
+from rallypoint.launch.supervisor import (
+    Action,
+    AskEvidence,
+    CleanGroup,
+    CleanUp,
+    EvidenceIn,
+    Leave,
+    LookWhetherStuck,
+    MakeReport,
+    SetTimer,
+    SignalGroup,
+    StartRanks,
+    Stuck,
+    Supervisor,
+    Timer,
+)  # fmt: skip
+
+# Seconds for all ranks to write their stacks. A dump takes a millisecond; a rank that holds the interpreter's memory lock, or is
+# stopped, never answers, and the report must come within 0.3 s.
+EVIDENCE_DEADLINE = 0.2
+# Seconds between looks whether a dump is whole. The handler has no way to say so; its blocked signal in /proc does.
+EVIDENCE_LOOK = 0.004
+# Orders that the template may have waiting: enough to keep it busy, few enough that descriptors in flight stay far below limits.
+ORDERS_AHEAD = 4
+# Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that takes nothing makes it longer.
+DRAIN_TIMEOUT = 5.0
+KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see guard.py
+
+
+def run(plan: Plan) -> int:
+    """Carry out a plan; the exit status. Raises `EnvironmentProblem` or `UsageError` when nothing could be started."""
+    agent = Agent(plan)
+    try:
+        return agent.run()
+    finally:
+        agent.close()
+
+
+class Agent:
+    """One node's share of a job: owns the signals, the screen, the run folder and the listening socket."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.clock = Clock()
+        self._marker = f"RALLYPOINT_JOB={plan.job}".encode()
+        self._ignored = signals.ignored()
+        self._files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _raise_files_limit(self._files_limit)
+        processes.become_subreaper()
+        wanted = {signal.SIGINT, signal.SIGCHLD, *(signal.Signals[name] for name in plan.signals)}
+        self._signals = signals.SignalLog(wanted)
+        self.guard = guard.start(self._marker)
+        self._hooks = not plan.plain and plan.start != "exec"
+        self.template = self._start_template(imports=plan.start == "template")
+        # Everything below is done while the template imports.
+        from rallypoint.launch.account import Account
+
+        self.account = Account(plan, self.clock)
+        self.ranks: list[RankHandle] = []
+        self.host: HostHandle | None = None
+        self.reports: tuple[Report, ...] = ()
+        self.problem: RallypointError | Report | None = None  # why nothing could be started
+        self.lost: HelperLost | None = None
+        self.signalled_by = ""
+        self._supervisor = Supervisor(
+            world_size=plan.world.size, max_restarts=plan.max_restarts, grace=plan.grace, on_failure=plan.on_failure
+        )
+        self._orders: deque[tuple[RankHandle | None, Callable[[], None]]] = deque()
+        self._ahead = 0
+        self._timers: dict[str, float] = {}
+        self._order_of_ends = 0
+        self._attempt_began = 0.0
+        self._status: int | None = None
+        self._asked_until = 0.0
+        self._differing_told = False
+        self._spawns_told = False
+        self._epoll = select.epoll()
+        self._sources: dict[int, Callable[[], object]] = {}
+        self._watch(self._signals.fileno(), self._on_signal)
+        self._watch(self.guard.pidfd, self._on_guard_end)
+        self._watch_template()
+
+    # --- the loop
+
+    def run(self) -> int:
+        """Until the supervisor says `Leave`."""
+        self.account.start(self.plan)
+        if self.plan.start != "template":
+            self.account.live(None)
+        while self._status is None:
+            for fd, _ in self._epoll.poll(self._timeout()):
+                source = self._sources.get(fd)  # an earlier one of the same round may have taken it away
+                if source is not None:
+                    source()
+            self._ring()
+            self.account.show_phases(self.ranks, self._supervisor.state)
+        return self._status
+
+    def close(self) -> None:
+        """Leave nothing behind, whatever happened. May be called in any state."""
+        spare = [self.guard.pid]
+        self.template.order(Finish())
+        self.template.end()
+        left = processes.kill_family(self._marker, [handle.pid for handle in self.ranks if handle.pid], deadline=KILL_DEADLINE, spare=spare)
+        self._reap_orphans()
+        self.guard.farewell()
+        self.account.close(self._status, left)
+        for handle in self.ranks:
+            handle.close()
+        self._epoll.close()
+        self._signals.close()
+
+    def _watch(self, fd: int, act: Callable[[], object]) -> None:
+        self._sources[fd] = act
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def _unwatch(self, fd: int) -> None:
+        if self._sources.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def _timeout(self) -> float | None:
+        if not self._timers:
+            return None
+        return max(0.0, min(self._timers.values()) - self.clock.elapsed())
+
+    def _ring(self) -> None:
+        now = self.clock.elapsed()
+        for name in [name for name, at in self._timers.items() if at <= now]:
+            del self._timers[name]
+            if name == "evidence":
+                self._look_for_evidence(now)
+            else:
+                self._feed(Timer(name))
+
+    def _feed(self, event: supervisor.Event) -> None:
+        for action in self._supervisor.handle(event, self.clock.elapsed()):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case StartRanks():
+                self._start_ranks(action)
+            case AskEvidence():
+                self._ask_evidence(action)
+            case MakeReport():
+                self._make_report(action)
+            case SignalGroup():
+                self._signal_group(action)
+            case LookWhetherStuck():
+                stuck = tuple(number for number in action.ranks if self.ranks[number].alive and self.ranks[number].is_stuck())
+                self._feed(Stuck(stuck))
+            case CleanGroup():
+                self._clean_group(action)
+            case SetTimer():
+                self._timers[action.name] = action.at
+            case CleanUp():
+                self._clean_up(action)
+            case Leave():
+                self._status = action.status
+
+    # --- the template
+
+    def _start_template(self, *, imports: bool) -> TemplateHandle:
+        environment = {**os.environ, **self.plan.environment}
+        if imports:
+            environment["OPENBLAS_NUM_THREADS"] = "1"  # or it starts threads, and a process with threads must not be forked
+        setup = Setup(
+            agent_pid=os.getpid(), program=self.plan.program, preload=self.plan.preload if imports else (), imports=imports,
+            hooks=self._hooks, openblas_threads={**os.environ, **self.plan.environment}.get("OPENBLAS_NUM_THREADS"),
+        )  # fmt: skip
+        handle = TemplateHandle(setup, environment)
+        resource.prlimit(handle.pid, resource.RLIMIT_NOFILE, self._files_limit)
+        self.guard.register(handle.pid, handle.pidfd)
+        return handle
+
+    def _watch_template(self) -> None:
+        self.account.event("template-started", pid=self.template.pid)
+        self._watch(self.template.socket.fileno(), self._on_template)
+        self._watch(self.template.pidfd, self._on_template_end)
+
+    def _on_template(self, *, waits: bool = True) -> bool:
+        """Act on one packet; False when there is none (any more)."""
+        try:
+            message, _ = channel.receive(self.template.socket, flags=0 if waits else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        match message:
+            case None:
+                self._unwatch(self.template.socket.fileno())
+                return False
+            case Ready():
+                self._on_ready(message)
+            case ImportFailed():
+                self.problem = self.account.import_failed(message)
+                self._feed(supervisor.Impossible(f"{message.module} cannot be imported"))
+            case Forked():
+                self._on_forked(message)
+            case NotForked():
+                self._on_not_forked(message)
+            case Exited():
+                self._on_exited(message)
+            case Reaped():
+                self._on_reaped(message)
+        return True
+
+    def _on_ready(self, message: Ready) -> None:
+        if not message.unclean:
+            if self.template.imports:
+                self.account.event("template-ready", seconds=round(message.seconds, 3), torch=message.torch)
+            self._feed(supervisor.Prepared())
+            return
+        because = f"after importing {message.module} {message.unclean}"
+        self.account.event("template-unclean", because=because, module=message.module)
+        self.account.say_unclean(message)
+        self._use_fresh_interpreters()
+
+    def _use_fresh_interpreters(self) -> None:
+        self._unwatch(self.template.socket.fileno())
+        self._unwatch(self.template.pidfd)
+        self.template.end()
+        self.template = self._start_template(imports=False)
+        self._watch_template()
+
+    def _on_template_end(self) -> None:
+        """The template has ended though nobody told it to: its children are ours now, and die with it."""
+        self._unwatch(self.template.pidfd)
+        while self._on_template(waits=False):  # what it had said before
+            pass
+        code, number = self.template.reap()
+        for handle in self.ranks:
+            handle.ordered = False  # what it had not forked by now, it never will
+        if self.problem is None:
+            self._helper_lost("template", self.template.pid, code, number)
+        self._reap_orphans()
+
+    def _on_guard_end(self) -> None:
+        self._unwatch(self.guard.pidfd)
+        code, number = self.guard.reap()
+        self._reap_orphans()
+        self._helper_lost("guard", self.guard.pid, code, number)
+
+    def _helper_lost(self, name: str, pid: int, code: int, number: int) -> None:
+        self.lost = HelperLost(name, pid, Ended(code, number, self.clock.elapsed()))
+        self.account.event("ended", because=f"the {name} ended by itself", pid=pid, code=code, signal=number)
+        self._feed(supervisor.HelperLost(name))
+
+    # --- starting
+
+    def _start_ranks(self, action: StartRanks) -> None:
+        self._attempt_began = self.clock.wall()
+        for handle in self.ranks:
+            handle.close()
+        self.ranks = [RankHandle(seat.rank, seat.local_rank) for seat in self.plan.world.seats()]
+        try:
+            self.account.begin_attempt(action.attempt, action.because)
+            listener = self._hold(action.attempt)
+        except EnvironmentProblem as problem:
+            self.problem = problem
+            self._feed(supervisor.Impossible(str(problem)))
+            return
+        self._orders.clear()
+        self._ahead = 0
+        if listener is not None:
+            self._orders.append((None, lambda: self._order_host(*listener)))
+        for handle in self.ranks:
+            self._orders.append((handle, lambda handle=handle: self._order_worker(handle, action.attempt)))  # type: ignore[misc]
+        self._send_orders()
+
+    def _hold(self, attempt: int) -> tuple[int, int] | None:
+        """Bind this attempt's meeting point: (listening descriptor, port). None where nobody here could serve it (no torch)."""
+        from rallypoint.host import ports
+
+        held = ports.hold_port(self.plan.master_port, self.plan.master_addr, self.plan.port_range)
+        self.host = HostHandle(f"{self.plan.master_addr}:{held.port}")
+        self.account.event("port-held", host=self.plan.master_addr, port=held.port)
+        if self.plan.torch:
+            return held.detach(), held.port
+        held.release()  # the program's rank 0 must host it, as torchrun's static rendezvous does
+        return None
+
+    def _order_host(self, listener: int, port: int) -> None:
+        ready, theirs = os.pipe2(os.O_CLOEXEC)
+        self._watch(ready, lambda: self._on_host_ready(ready))
+        environment = {"RES_OPTIONS": self.plan.environment["RES_OPTIONS"]} if "RES_OPTIONS" in self.plan.environment else {}
+        self.template.order(StartHost(self.plan.master_addr, port, environment), [listener, theirs])
+        os.close(listener)
+        os.close(theirs)
+
+    def _on_host_ready(self, ready: int) -> None:
+        if os.read(ready, 1) and self.host is not None:
+            self.account.event("c10d-ready", address=self.host.address)
+        self._unwatch(ready)
+        os.close(ready)
+
+    def _order_worker(self, handle: RankHandle, attempt: int) -> None:
+        plan, (host, _, port) = self.plan, self.host.address.rpartition(":") if self.host else ("", "", "")
+        environment = {
+            **plan.rank_environment[handle.local_rank], "MASTER_ADDR": host, "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }  # fmt: skip
+        handle.error_file = self.account.error_file(attempt, handle)
+        if handle.error_file:
+            environment["TORCHELASTIC_ERROR_FILE"] = handle.error_file
+        single = plan.world.size == 1 and self._hooks
+        if not plan.torch or single:  # see hooks.py: a program that spawns its own ranks must find torch's plain meaning
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        streams, terminal = self.account.streams(attempt, handle)
+        debugger = handle.rank == plan.debug_rank
+        self.template.order(
+            StartWorker(
+                rank=handle.rank, environment=environment, ignored=self._ignored, takes_traceback=plan.world.size > 1,
+                debugger=debugger, held=self.host.address if self.host and plan.torch else "", began=self._attempt_began, single=single,
+            ),
+            [*streams, handle.their_control.fileno(), handle.evidence, *([terminal] if terminal >= 0 else [])],
+        )  # fmt: skip
+        self.account.close_streams(streams)
+
+    def _send_orders(self) -> None:
+        while self._orders and self._ahead < ORDERS_AHEAD:
+            self._ahead += 1
+            handle, order = self._orders.popleft()
+            if handle is not None:
+                handle.ordered = True
+            order()
+
+    def _on_forked(self, message: Forked) -> None:
+        self._ahead -= 1
+        self._send_orders()
+        if message.rank < 0:
+            if self.host is not None:
+                self.host.started(message.pid)
+                self.guard.register(message.pid, self.host.pidfd)
+            return
+        handle = self.ranks[message.rank]
+        handle.forked(message.pid)
+        self.guard.register(message.pid, handle.pidfd)  # before the program can start anything
+        if handle.sent:  # the job was stopped while it was being forked
+            processes.send(handle.pidfd, signal.SIGKILL)
+        else:
+            handle.go()
+        self.account.event("worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4))
+        self._watch(handle.control.fileno(), lambda: self._on_worker(handle))
+
+    def _on_not_forked(self, message: NotForked) -> None:
+        self._ahead -= 1
+        if message.unclean:
+            self.account.say_unclean(Ready(0.0, unclean=message.unclean))
+        self.problem = self.account.not_forked(message)
+        if message.rank >= 0:
+            self.ranks[message.rank].ordered = False
+        self._feed(supervisor.Impossible("a process could not be started"))
+
+    # --- what workers say
+
+    def _on_worker(self, handle: RankHandle, *, waits: bool = True) -> bool:
+        """Act on one packet; False when there is none (any more)."""
+        try:
+            message, _ = channel.receive(handle.control, flags=0 if waits else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        now = self.clock.elapsed()
+        match message:
+            case None:
+                self._unwatch(handle.control.fileno())
+                return False
+            case AtPhase(phase):
+                handle.phase, handle.phase_at = phase, now
+                if phase == "running" and handle.joined_at is None:
+                    handle.joined_at = now
+                self.account.event("phase", rank=handle.rank, phase=phase)
+                self._feed(supervisor.AtPhase(handle.rank, phase))
+            case Caught(serial, raised):
+                handle.caught[serial] = self.account.stamped(raised)
+                self.account.event("handled-error", rank=handle.rank, type=raised.type, message=raised.message[:500], call=raised.call)
+                self._feed(supervisor.Erred(handle.rank, raised.call))
+            case Uncatch(serial):
+                handle.caught.pop(serial, None)
+            case Uncaught():
+                self._on_uncaught(handle, message)
+            case Leaving():
+                handle.left_at = message.line
+            case Meets():
+                self._on_meets(handle, message)
+            case Spawns(line):
+                self._on_spawns(handle, line)
+            case Imported(name, seconds):
+                handle.imports[name] = seconds
+            case NotExecuted(number):
+                handle.not_executed = number
+        return True
+
+    def _on_uncaught(self, handle: RankHandle, message: Uncaught) -> None:
+        handle.raised, handle.traceback_printed = self.account.stamped(message.raised), message.printed
+        raised = message.raised
+        self.account.event("raised", rank=handle.rank, type=raised.type, message=raised.message[:500])
+        handle.log_line = self.account.log_line(handle.rank)
+        if not message.printed:
+            self.account.note(handle.rank, raised.traceback)
+        if message.keyboard and handle.sent:  # our own SIGINT
+            return
+        self._feed(supervisor.Raised(handle.rank, self.account.is_consequence(raised), f"rank {handle.rank} raised {raised.type}"))
+
+    def _on_meets(self, handle: RankHandle, message: Meets) -> None:
+        handle.meeting = message.meeting
+        if message.differs and not self._differing_told:
+            self._differing_told = True
+            self.account.say_differs(message.meeting, self.host.address if self.host else "")
+        places = {h.meeting.address for h in self.ranks if h.meeting and h.meeting.address and h.meeting.world_size == self.plan.world.size}
+        if len(places) > 1:
+            self._feed(supervisor.Misfit("the ranks would meet at different addresses"))
+
+    def _on_spawns(self, handle: RankHandle, line: str) -> None:
+        if self.plan.world.size == 1:
+            if handle.joined_at is None and self.host is not None:
+                self.host.end()
+            handle.released()
+        elif not self._spawns_told:
+            self._spawns_told = True
+            self.account.say_spawns(line)
+
+    # --- ends
+
+    def _on_exited(self, message: Exited) -> None:
+        handle = next((h for h in self.ranks if h.pid == message.pid), None)
+        if handle is None:
+            if self.host is not None and message.pid == self.host.pid and self._status is None:
+                self._on_host_end(message)
+            return
+        self._on_rank_end(handle, message.code, message.signal)
+
+    def _on_host_end(self, message: Exited) -> None:
+        """Reap it; a c10d host that ended by itself takes the meeting point with it."""
+        self.template.order(Reap(message.pid))
+        host, self.host = self.host, None
+        if host is not None and host.pidfd >= 0:
+            os.close(host.pidfd)
+            if any(handle.alive for handle in self.ranks):
+                self._helper_lost("c10d host", message.pid, message.code, message.signal)
+
+    def _on_rank_end(self, handle: RankHandle, code: int, number: int) -> None:
+        while self._on_worker(handle, waits=False):  # its last words come before its end
+            pass
+        self._unwatch(handle.control.fileno())
+        handle.ended = Ended(code, number, self.clock.elapsed(), self._order_of_ends)
+        self._order_of_ends += 1
+        self.account.event("ended", rank=handle.rank, code=code, signal=signals.name(number) if number else "")
+        lost_peer = self._has_lost_a_peer(handle)
+        # An abort and a plain exit code may be a program's answer to a lost peer; other signals and recorded exceptions are not.
+        sure = bool(number and number != signal.SIGABRT) or (handle.raised is not None and not lost_peer)
+        because = f"rank {handle.rank} ended with {signals.name(number) if number else f'exit code {code}'}"
+        self._feed(supervisor.RankEnded(handle.rank, code, number, sure and not handle.sent, because))
+
+    def _has_lost_a_peer(self, handle: RankHandle) -> bool:
+        seen = [*handle.caught.values(), *([handle.raised] if handle.raised else [])]
+        return any(self.account.is_consequence(one) for one in seen)
+
+    def _clean_group(self, action: CleanGroup) -> None:
+        handle = self.ranks[action.rank]
+        members = processes.group_members(handle.pid)
+        if members and not action.kill:
+            handle.leftovers = members
+            self.account.say_leftovers(handle.rank, members)
+            self.account.event("left-running", rank=handle.rank, pids=[one.pid for one in members])
+            return
+        if members:
+            processes.send_group(handle.pid, signal.SIGKILL)
+        self._reap(handle)
+
+    def _reap(self, handle: RankHandle) -> None:
+        """Give its number back: only after its group was signalled, since that frees the group's number, too."""
+        if handle.reaped or not handle.pid:
+            return
+        handle.reaped = True
+        if self.lost is None or self.lost.name != "template":
+            self.template.order(Reap(handle.pid))
+
+    def _on_reaped(self, message: Reaped) -> None:
+        handle = next((h for h in self.ranks if h.pid == message.pid), None)
+        if handle is not None:
+            self.account.event(
+                "reaped",
+                rank=handle.rank,
+                user=round(message.user_time, 3),
+                system=round(message.system_time, 3),
+                resident=message.resident_max,
+            )
+
+    def _reap_orphans(self) -> None:
+        """We are the subreaper of the job: what lost its parent is ours to reap. The template and the guard are looked after apart."""
+        while True:
+            try:
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            except ChildProcessError:
+                return
+            if info is None or info.si_pid in (self.template.pid, self.guard.pid):
+                return  # the pidfd's event follows, and calls this again
+            handle = next((h for h in self.ranks if h.pid == info.si_pid), None)
+            if handle is not None and handle.ended is None:
+                self._on_rank_end(handle, *processes.ended(info))
+            if handle is not None:
+                processes.send_group(handle.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, info.si_pid, os.WEXITED)
+
+    # --- evidence, reports
+
+    def _ask_evidence(self, action: AskEvidence) -> None:
+        now = self.clock.elapsed()
+        asked = [handle.rank for handle in self.ranks if handle.alive and handle.ask()]
+        self.account.event("evidence-asked", because=action.because, ranks=asked)
+        self._asked_until = now + EVIDENCE_DEADLINE
+        self._timers["evidence"] = now
+
+    def _look_for_evidence(self, now: float) -> None:
+        if now < self._asked_until and not all(handle.answered() for handle in self.ranks if handle.alive):
+            self._timers["evidence"] = now + EVIDENCE_LOOK
+            return
+        self._feed(EvidenceIn())
+
+    def _make_report(self, action: MakeReport) -> None:
+        if self.problem is not None and action.reason == "start":
+            reports = self.account.report_problem(self.problem)
+        else:
+            reports = self.account.report(
+                self.ranks, attempt=self._supervisor.attempt, held=self.host.address if self.host else "",
+                interrupted_by=self.signalled_by if action.reason == "interrupted" else "", helper=self.lost if action.reason == "helper" else None,
+                because=action.because,
+            )  # fmt: skip
+        self.reports = self.reports or reports
+        self._feed(supervisor.Judged(reports[0].exit_status))
+
+    # --- stopping
+
+    def _signal_group(self, action: SignalGroup) -> None:
+        handle = self.ranks[action.rank]
+        if not handle.pid:
+            handle.sent.append(action.signal)
+            self._orders = deque(entry for entry in self._orders if entry[0] is not handle)
+            if not handle.ordered:  # else it is killed when the template tells its pid
+                handle.ended = Ended(signal=signal.SIGTERM, at=self.clock.elapsed(), order=self._order_of_ends)
+                self._feed(supervisor.RankEnded(handle.rank, 0, signal.SIGTERM, False, "it was never started"))
+            return
+        if not handle.alive:
+            return
+        what: Literal["killed", "stop-sent"] = "killed" if action.signal == "SIGKILL" else "stop-sent"
+        self.account.event(what, rank=action.rank, because=action.because, signal=action.signal)
+        handle.signal_group(action.signal)
+
+    def _clean_up(self, action: CleanUp) -> None:
+        """Every rank has ended: end what they left running, and this attempt's host."""
+        leftovers = [handle for handle in self.ranks if handle.pid and not handle.reaped]
+        if action.gently:
+            self._end_leftovers(leftovers)
+        spare = [self.guard.pid, self.template.pid, *([self.host.pid] if self.host and self.host.pid else [])]
+        left = processes.kill_family(self._marker, [h.pid for h in self.ranks if h.pid], deadline=KILL_DEADLINE, spare=spare)
+        self.account.say_immortal(left)
+        for handle in leftovers:
+            self._reap(handle)
+        if self.host is not None:
+            self.host.end()
+        self._timers.clear()
+        self.account.settle(DRAIN_TIMEOUT)
+        self.account.event("attempt-ended", because=action.because, attempt=self._supervisor.attempt)
+
+    def _end_leftovers(self, handles: list[RankHandle]) -> None:
+        """What successful ranks left running: SIGTERM, the grace, and SIGKILL by the caller. A signal to us cuts the grace short."""
+        members = [one for handle in handles for one in processes.group_members(handle.pid)]
+        if not members:
+            return
+        pidfds = []
+        for one in members:
+            try:
+                pidfds.append(os.pidfd_open(one.pid))
+            except ProcessLookupError:
+                continue
+        for handle in handles:
+            processes.send_group(handle.pid, signal.SIGTERM)
+        poll, waiting = select.poll(), set(pidfds)
+        for fd in (*pidfds, self._signals.fileno()):
+            poll.register(fd, select.POLLIN)
+        until = self.clock.elapsed() + self.plan.grace
+        while waiting and (remaining := until - self.clock.elapsed()) > 0:
+            for fd, _ in poll.poll(remaining * 1000 + 1):
+                if fd == self._signals.fileno():
+                    if any(number != signal.SIGCHLD for number in self._signals.read()):
+                        until = 0.0
+                else:
+                    poll.unregister(fd)
+                    waiting.discard(fd)
+        for fd in pidfds:
+            os.close(fd)
+
+    def _on_signal(self) -> None:
+        for number in self._signals.read():
+            if number == signal.SIGCHLD:
+                self._reap_orphans()
+                continue
+            self.account.event("signal-received", signal=number.name)
+            self.signalled_by = self.signalled_by or number.name
+            self._feed(supervisor.Signalled(number.name, int(number)))
+
+
+def _raise_files_limit(limit: tuple[int, int]) -> None:
+    """A rank costs us five descriptors; the soft limit of 1024 would end at 200 ranks. The workers keep the user's limit."""
+    soft, hard = limit
+    if soft != resource.RLIM_INFINITY and soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,13 @@
+"""The first lines of every interpreter that we start.
+
+With `-c` the interpreter puts the working directory first on `sys.path`; it is taken away before anything is imported, so that a
+user's `re.py` cannot get in between.
+"""
+
+from __future__ import annotations
+
+_CLEAN = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\n"
+
+TEMPLATE = _CLEAN + "from rallypoint.launch.template import serve\nserve(%d, %d)()"  # setup and orders, descriptors
+FRESH = _CLEAN + "from rallypoint.launch.worker import fresh\nfresh(%d, %d, %d, %d, %d)"  # setup, order, control, evidence, terminal
+HOST = _CLEAN + "from rallypoint.launch.c10d_host import main\nmain()"

@@ -1,0 +1,118 @@
+"""A tiny process that outlives the others long enough to clean up.
+
+Forked from the agent before anything else is started, in a session of its own. It watches the agent by pidfd (a pipe's end may be
+held by a forked child). When the agent ends without a farewell it kills every process of the job and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+
+from rallypoint.host import processes
+from rallypoint.launch import channel
+from rallypoint.launch.channel import Farewell, Register
+
+# Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D state), which nobody can shorten.
+KILL_DEADLINE = 2.0
+
+
+class Guard:
+    """The agent's side: the guard's process and the line to it."""
+
+    def __init__(self, pid: int, sock: socket.socket) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self._sock = sock
+
+    def register(self, pid: int, pidfd: int) -> None:
+        """The guard looks after this process from now on: the packet is in its socket even if we are killed the next moment."""
+        try:
+            channel.send(self._sock, Register(pid), [pidfd])
+        except OSError:  # the guard is gone; its pidfd tells the agent's loop so
+            return
+
+    def farewell(self) -> None:
+        """The job is over and clean: the guard leaves. Waits for it."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(OSError):  # it has just ended by itself
+                channel.send(self._sock, Farewell())
+            self.reap()
+        self._sock.close()
+
+    def reap(self) -> tuple[int, int]:
+        """Wait for its end: (exit code, signal)."""
+        info = os.waitid(os.P_PID, self.pid, os.WEXITED)
+        os.close(self.pidfd)
+        self.pidfd = -1
+        return processes.ended(info) if info else (0, 0)
+
+
+def start(marker: bytes) -> Guard:
+    """Fork the guard. The caller must have one thread. `marker` is the environment entry that every process of the job has."""
+    agent = os.pidfd_open(os.getpid())
+    ours, theirs = channel.pair()
+    pid = processes.in_child(lambda: _watch(agent, theirs, marker))
+    os.close(agent)
+    theirs.close()
+    return Guard(pid, ours)
+
+
+def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    _close_others({agent, sock.fileno(), 2})
+    charges: dict[int, int] = {}  # pid -> pidfd
+    poll = select.poll()
+    poll.register(agent, select.POLLIN)
+    poll.register(sock, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if sock.fileno() in ready and not _listen(sock, charges):
+            poll.unregister(sock)
+        if agent in ready:
+            while _listen(sock, charges):
+                pass
+            break
+    _clean_up(charges, marker)
+
+
+def _listen(sock: socket.socket, charges: dict[int, int]) -> bool:
+    """One packet; False when there is none (any more). Leaves the process at a farewell."""
+    try:
+        message, fds = channel.receive(sock, flags=socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    if isinstance(message, Farewell):
+        os._exit(0)
+    if isinstance(message, Register):
+        charges[message.pid] = fds[0]
+    return message is not None
+
+
+def _clean_up(charges: dict[int, int], marker: bytes) -> None:
+    alive = sum(processes.send(pidfd, signal.SIGKILL) for pidfd in charges.values())
+    left = processes.kill_family(marker, charges, deadline=KILL_DEADLINE)
+    text = f"\nrallypoint: the launcher was killed; its {alive} processes were stopped\n"
+    for one in left:
+        text += f"rallypoint: pid {one.pid} ({one.name}) would not die: state {one.state}\n"
+    try:
+        os.write(2, text.encode())
+    except OSError:  # the terminal went away with the launcher: nobody is left to tell
+        sys.exit(1)
+
+
+def _close_others(keep: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd not in keep:
+            try:
+                os.close(fd)
+            except OSError:  # the listing's own descriptor is closed already
+                continue

@@ -1,0 +1,354 @@
+"""What is seen of the program from inside a worker: where it meets the others, and errors that it catches itself.
+
+Three functions of torch are wrapped (`init_process_group`, `cuda.set_device`, `multiprocessing.start_processes`); for the
+collectives nothing is, since torch itself logs every exception that leaves one and we listen to that logger. `--plain` goes
+without all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import inspect
+import linecache
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+from rallypoint.diagnosis import rules
+from rallypoint.diagnosis.evidence import Meeting
+from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.launch import channel, words
+from rallypoint.launch.channel import AtPhase, Caught, Meets, Message, Released, Spawns
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+CAUGHT_MOST = 100  # told per worker: a program that tries again for ever must not fill the agent
+RELEASE_TIMEOUT = 5.0  # seconds for the agent to give the port back; it answers in milliseconds unless it is being killed
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+_current: Hooks | None = None
+
+
+class Hooks:
+    """One worker's view, and its line to the agent."""
+
+    def __init__(self, control: socket.socket, *, held: str, began: float, single: bool) -> None:
+        self._control: socket.socket | None = control
+        self._pid = os.getpid()
+        self._held = held
+        self._began = began
+        self._single = single
+        self._serial = 0
+        self._calls: dict[int, str] = {}
+        self._group_line = ""
+        self._torch_hook: object = None
+        os.register_at_fork(after_in_child=self.forget)
+
+    def forget(self) -> None:
+        """In a forked child of the program: it is not the rank. The address rules still hold there, the agent hears nothing."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def tell(self, message: Message) -> bool:
+        """Tell the agent; False when it does not listen (any more), or this process is not the rank."""
+        if self._control is None or os.getpid() != self._pid:
+            return False
+        try:
+            channel.send(self._control, message)
+        except OSError:  # the agent is gone; the guard is about to end this process
+            return False
+        return True
+
+    def stop(self) -> None:
+        """The program has ended: what torch says while it is taken down is no longer the program's."""
+        self._calls.clear()
+        self._serial = CAUGHT_MOST
+
+    def excepthook_is_default(self) -> bool:
+        """Whether the program left the printing of uncaught exceptions to Python (or to torch's prefixing of the same)."""
+        return sys.excepthook is sys.__excepthook__ or sys.excepthook is self._torch_hook
+
+    def call_of(self, error: BaseException) -> str:
+        """The torch call that this exception, or one in its chain, left."""
+        return next((one.__dict__["_rallypoint_call"] for one in words.chain(error) if "_rallypoint_call" in one.__dict__), "")
+
+    def caught(self, error: BaseException | None, call: str) -> None:
+        """An exception leaves a call of torch's. Tell it, with the except clause that will catch it, if one will."""
+        if error is None or self._serial >= CAUGHT_MOST or self._control is None:
+            return
+        self._serial += 1
+        if not words.mark(error, self._serial):
+            self._serial -= 1
+            return
+        error.__dict__["_rallypoint_call"] = call
+        clause = words.except_line(error, words.user_frame(sys._getframe(1)))
+        self.tell(Caught(self._serial, words.raised(error, call=call, caught_at=clause)))
+
+    def joining(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`init_process_group`, with the meeting point looked at first."""
+        frame = words.user_frame(sys._getframe(1))
+        try:
+            meeting = self._meeting(original, args, kwargs, frame)
+            differs = self._differs(meeting)
+            self._check(meeting)
+            joined_before = _is_initialized()
+            hook_before = sys.excepthook
+            self.tell(AtPhase("joining"))
+            self.tell(Meets(meeting, differs))
+            with _Environment(AGENT_STORE, None if not self._held and not differs else str(not differs)):
+                result = original(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, ValueError) and _is_initialized() and self._group_line:
+                error.__dict__["_rallypoint_code"] = "group-twice"
+                error.__dict__["_rallypoint_why"] = (f"first opened at {self._group_line}", f"again at {words.line_of(frame)}")
+            if isinstance(error, Exception):
+                self.caught(error, "init_process_group")
+            raise
+        if not joined_before:
+            self._group_line = words.line_of(frame)
+        if sys.excepthook is not hook_before and hook_before is sys.__excepthook__:
+            self._torch_hook = sys.excepthook  # torch's own, which puts [rank2]: before each line
+        self.tell(AtPhase("running"))
+        return result
+
+    def _meeting(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Meeting:
+        try:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+        except TypeError:  # torch raises it itself, with its own words
+            given = {}
+        backend, rank, size = str(given.get("backend") or ""), given.get("rank", -1), given.get("world_size", -1)
+        rank, size = (value if isinstance(value, int) else -1 for value in (rank, size))
+        if given.get("store") is not None:
+            return Meeting("store", rank=rank, world_size=size, backend=backend, line=words.line_of(frame))
+        method = given.get("init_method") or "env://"
+        if not isinstance(method, str):
+            return Meeting("store", rank=rank, world_size=size, backend=backend, line=words.line_of(frame))
+        if method.startswith("env://"):
+            rank = rank if rank >= 0 else _integer(os.environ.get("RANK"))
+            size = size if size >= 0 else _integer(os.environ.get("WORLD_SIZE"))
+            host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+            address = f"{host}:{port}" if host and port else ""
+            line = _setting_line(frame) if address and not _same_address(address, self._held) else ""
+            return Meeting("env://", address, rank, size, backend, line or words.line_of(frame))
+        address = method
+        if method.startswith("tcp://"):
+            address = urlsplit(method).netloc.rpartition("@")[2]
+        elif method.startswith("file://"):
+            address = urlsplit(method).path
+        return Meeting(method, address, rank, size, backend, words.line_of(frame))
+
+    def _differs(self, meeting: Meeting) -> bool:
+        return meeting.method.startswith(("env://", "tcp://")) and bool(meeting.address) and not _same_address(meeting.address, self._held)
+
+    def _check(self, meeting: Meeting) -> None:
+        wrong = rules.check_init_method(meeting.method)
+        if wrong is not None:
+            raise UsageError(
+                "init-method-invalid", wrong.headline, why=(f"given at {meeting.line}", *filter(None, (wrong.why,))),
+                help=tuple((one.sentence, one.command) for one in wrong.help),
+            )  # fmt: skip
+        if meeting.method.startswith("file://"):
+            self._check_file(meeting)
+
+    def _check_file(self, meeting: Meeting) -> None:
+        folder = os.path.dirname(meeting.address) or "/"
+        if not os.path.isdir(folder):
+            raise EnvironmentProblem(
+                "init-method-invalid", f"the folder of the rendezvous file {meeting.address} does not exist",
+                why=(f"given at {meeting.line}",), help=(("make the folder, the same for all ranks", f"mkdir -p {folder}"),),
+            )  # fmt: skip
+        try:
+            found = os.stat(meeting.address)
+        except FileNotFoundError:
+            return
+        if found.st_size and found.st_mtime < self._began:
+            age = self._began - found.st_mtime
+            raise EnvironmentProblem(
+                "store-file-stale", f"the rendezvous file {meeting.address} is left over from an earlier run",
+                why=(
+                    f"it was last written {age:.0f} s before this attempt began and holds {found.st_size} bytes",
+                    f"given at {meeting.line}; its ranks would look for processes that are gone",
+                ),
+                help=(("remove the file, or use a new name for each run", f"rm {meeting.address}"), ("or leave out init_method: the launcher's own meeting point needs no file", "")),
+            )  # fmt: skip
+
+    def spawning(self) -> None:
+        """The program starts ranks of its own. As the only rank it gets the held port back: its children may want the number."""
+        self.tell(Spawns(words.line_of(words.user_frame(sys._getframe(1)))))
+        if not self._single or self._control is None or not self._held or _is_initialized():
+            return
+        self._control.settimeout(RELEASE_TIMEOUT)
+        try:
+            answer, _ = channel.receive(self._control)
+        except TimeoutError:
+            return
+        finally:
+            self._control.settimeout(None)
+        if isinstance(answer, Released):
+            self._held = ""
+
+
+class _Environment:
+    """One variable set for the length of a call; None leaves it alone."""
+
+    def __init__(self, name: str, value: str | None) -> None:
+        self._name, self._value = name, value
+
+    def __enter__(self) -> None:
+        self._former = os.environ.get(self._name)
+        if self._value is not None:
+            os.environ[self._name] = self._value
+
+    def __exit__(self, *_: object) -> None:
+        if self._value is None:
+            return
+        if self._former is None:
+            os.environ.pop(self._name, None)
+        else:
+            os.environ[self._name] = self._former
+
+
+class _Listener(logging.Handler):
+    """Hears of every exception that leaves a function of torch.distributed (`c10d_logger._exception_logger`)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _current is not None and isinstance(record.msg, dict) and "error" in record.msg:
+            name = str(record.msg.get("func_name", ""))
+            if name != "init_process_group":  # joining() tells that one
+                _current.caught(sys.exc_info()[1], name)
+
+
+def attach(hooks: Hooks) -> None:
+    """From now on what the wrapped functions see goes to `hooks`."""
+    global _current
+    _current = hooks
+
+
+def install() -> None:
+    """Wrap torch's functions in this process; torch.distributed must have been imported."""
+    import torch.distributed.distributed_c10d as c10d
+
+    original = c10d.init_process_group
+    if hasattr(original, "_rallypoint"):
+        return
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if _current is None:
+            return original(*args, **kwargs)
+        return _current.joining(original, args, kwargs)
+
+    init_process_group._rallypoint = True  # type: ignore[attr-defined]
+    _replace("torch.distributed", original, init_process_group)
+    logger = getattr(sys.modules.get("torch.distributed.c10d_logger"), "_c10d_logger", None)
+    if isinstance(logger, logging.Logger):  # torch's own name, not public: without it errors that are caught are not seen
+        logger.addHandler(_Listener(level=logging.DEBUG))
+
+    import torch.cuda
+
+    select = torch.cuda.set_device
+
+    @functools.wraps(select)
+    def set_device(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return select(*args, **kwargs)
+        except Exception as error:
+            if _current is not None:
+                _current.caught(error, "set_device")
+            raise
+
+    torch.cuda.set_device = set_device
+
+    import torch.multiprocessing
+
+    start: Callable[..., Any] = vars(torch.multiprocessing)["start_processes"]
+
+    @functools.wraps(start)
+    def start_processes(*args: Any, **kwargs: Any) -> Any:
+        if _current is not None:
+            _current.spawning()
+        return start(*args, **kwargs)
+
+    _replace("torch.multiprocessing", start, start_processes)
+
+
+def _replace(package: str, original: object, replacement: object) -> None:
+    """Put a function in the place of another in every loaded module of a package: `from x import f` made copies of the name."""
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(package + "."):
+            for attribute, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, attribute, replacement)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `install` once the program has imported torch.distributed by itself (fresh interpreters)."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch.distributed":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                if hasattr(module, "init_process_group"):  # a torch built without distributed has none
+                    install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install_when_imported() -> None:
+    """As `install`, at the moment the program imports torch.distributed; nothing when it never does."""
+    sys.meta_path.insert(0, _AfterImport())
+
+
+def _is_initialized() -> bool:
+    module = sys.modules.get("torch.distributed")
+    return bool(module is not None and module.is_initialized())
+
+
+def _integer(text: str | None) -> int:
+    try:
+        return int(text or "")
+    except ValueError:
+        return -1
+
+
+def _same_address(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    (host, _, port), (held, _, held_port) = one.rpartition(":"), other.rpartition(":")
+    return port == held_port and host.strip("[]") in _LOOPBACK and held.strip("[]") in _LOOPBACK
+
+
+_SETTING = re.compile(
+    r"""MASTER_(?:PORT|ADDR)["']\s*\]\s*=[^=]|(?:setdefault|putenv)\(\s*["']MASTER_(?:PORT|ADDR)|["']?MASTER_PORT["']?\s*[:=][^=]"""
+)
+
+
+def _setting_line(frame: FrameType | None) -> str:
+    """`train.py:7`: the line of the program that sets MASTER_PORT or MASTER_ADDR, "" when none is found."""
+    seen: set[str] = set()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name not in seen and not words.is_ours(name) and "site-packages" not in name:
+            seen.add(name)
+            lines = linecache.getlines(name)
+            hits = [number for number, text in enumerate(lines, 1) if _SETTING.search(text)]
+            ports = [number for number in hits if "MASTER_PORT" in lines[number - 1]]
+            if hits:
+                return f"{words.shown_path(name)}:{(ports or hits)[0]}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,240 @@
+"""The clean, preloaded process that workers are forked from.
+
+It imports torch (unless it is a starter of fresh interpreters) and the preload modules, and then does what the agent orders:
+fork a worker, fork a c10d host, reap. It holds no state of the job. `serve` returns only in its children, so that they run the
+program from the top level of the interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from rallypoint.host import processes
+from rallypoint.launch import boot, channel, words, worker
+from rallypoint.launch.channel import (
+    Exited, Finish, Forked, ImportFailed, NotExecuted, NotForked, Ready, Reap, Reaped, Setup, StartHost, StartWorker,
+)  # fmt: skip
+from rallypoint.launch.worker import Descriptors
+
+
+# Device files whose being open means that an accelerator's driver has state which does not survive a fork.
+_DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/habanalabs", "/dev/davinci")
+
+
+def serve(setup_fd: int, orders_fd: int) -> Callable[[], None]:
+    """The template's whole life. Returns in a child what it is to run; in the template itself it does not return."""
+    setup = worker.read_struct(setup_fd, Setup)
+    processes.die_with(setup.agent_pid)
+    orders = socket.socket(fileno=orders_fd)
+    if not _prepare(setup, orders):
+        os._exit(1)
+    return _Template(setup, orders).loop()
+
+
+def _prepare(setup: Setup, orders: socket.socket) -> bool:
+    began = time.monotonic()
+    if not setup.imports:
+        channel.send(orders, Ready(0.0))
+        return True
+    version = ""
+    for number, name in enumerate(("torch", "torch.distributed", *setup.preload)):
+        if number == 2:
+            _add_program_folder(setup)
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            words.strip(error)
+            channel.send(orders, ImportFailed(name, words.raised(error)))
+            return False
+        version = version or str(getattr(module, "__version__", ""))
+        why = unclean()
+        if why:
+            channel.send(orders, Ready(time.monotonic() - began, version, why, name))
+            return False
+    _remove_program_folder(setup)
+    if setup.hooks:
+        from rallypoint.launch import hooks
+
+        hooks.install()
+    gc.collect()
+    gc.freeze()  # the collector never touches what is shared, so its pages stay shared
+    channel.send(orders, Ready(time.monotonic() - began, version))
+    return True
+
+
+def _program_folder(setup: Setup) -> str:
+    return os.getcwd() if setup.program.kind == "module" else os.path.dirname(os.path.realpath(setup.program.target))
+
+
+def _add_program_folder(setup: Setup) -> None:
+    """A preload module may lie beside the program. Only now: a user's `re.py` must not get between torch and its own imports."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, _program_folder(setup))
+
+
+def _remove_program_folder(setup: Setup) -> None:
+    if setup.preload and not sys.flags.safe_path and sys.path[:1] == [_program_folder(setup)]:
+        del sys.path[0]
+
+
+def unclean() -> str:
+    """Why this process must not be forked, "" when it may: another thread, CUDA initialised, an accelerator's file open."""
+    count = processes.threads()
+    if count != 1:
+        return f"it has {count} threads"
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None and cuda.is_initialized():
+        return "CUDA is initialised"
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:  # the listing's own descriptor
+            continue
+        if target.startswith(_DEVICE_FILES):
+            return f"{target} is open"
+    return ""
+
+
+class _Template:
+    def __init__(self, setup: Setup, orders: socket.socket) -> None:
+        self._setup = setup
+        self._orders = orders
+        self._children: dict[int, int] = {}  # pidfd -> pid
+        self._epoll = select.epoll()
+        self._epoll.register(orders, select.EPOLLIN)
+
+    def loop(self) -> Callable[[], None]:
+        gc.disable()
+        while True:
+            for fd, _ in self._epoll.poll():
+                if fd != self._orders.fileno():
+                    self._ended(fd)
+                    continue
+                run = self._order()
+                if run is not None:
+                    return run
+
+    def _order(self) -> Callable[[], None] | None:
+        message, fds = channel.receive(self._orders)
+        match message:
+            case StartWorker():
+                return self._start(message.rank, fds, lambda parent: self._worker(message, fds, parent))
+            case StartHost():
+                return self._start(-1, fds, lambda parent: self._host(message, fds, parent))
+            case Reap(pid):
+                self._reap(pid)
+            case Finish() | None:
+                os._exit(0)
+        return None
+
+    def _start(self, rank: int, fds: list[int], become: Callable[[int], Callable[[], None]]) -> Callable[[], None] | None:
+        why = unclean() if self._setup.imports else ""
+        if why:
+            _close(fds)
+            channel.send(self._orders, NotForked(rank, 0, why))
+            return None
+        began, parent = time.monotonic(), os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _close(fds)
+            channel.send(self._orders, NotForked(rank, error.errno or 0))
+            return None
+        if pid == 0:
+            self._forget()
+            gc.enable()
+            return become(parent)
+        took = time.monotonic() - began
+        _close(fds)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = pid
+        channel.send(self._orders, Forked(rank, pid, took))
+        self._epoll.register(pidfd, select.EPOLLIN)
+        return None
+
+    def _forget(self) -> None:
+        """In the child: nothing of the template's stays open."""
+        self._epoll.close()
+        self._orders.close()
+        _close(self._children)
+        self._children = {}
+
+    def _worker(self, order: StartWorker, fds: list[int], parent: int) -> Callable[[], None]:
+        descriptors = Descriptors(fds)
+        if self._setup.imports:
+            return worker.forked(self._setup, order, descriptors, parent)
+        worker.become_rank(order, descriptors, parent)
+        self._execute(order, descriptors)
+
+    def _execute(self, order: StartWorker, fds: Descriptors) -> None:  # never returns
+        program, setup = self._setup.program, self._setup
+        os.environ.pop("OPENBLAS_NUM_THREADS", None)
+        if setup.openblas_threads is not None:
+            os.environ["OPENBLAS_NUM_THREADS"] = setup.openblas_threads
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them for itself; a program expects the default
+            signal.signal(number, signal.SIG_DFL)
+        control = socket.socket(fileno=fds.control)
+        if program.kind == "command":
+            answer, _ = channel.receive(control)
+            if answer is None:
+                os._exit(1)
+            arguments = [program.target, *program.args]
+        else:
+            passed = [_memory(setup), _memory(order), fds.control, fds.evidence, fds.terminal]
+            for fd in passed:
+                if fd >= 0:
+                    os.set_inheritable(fd, True)
+            arguments = [sys.executable, "-u", "-c", boot.FRESH % tuple(passed)]
+        try:
+            os.execvp(arguments[0], arguments)
+        except OSError as error:
+            channel.send(control, NotExecuted(error.errno or 0))
+            os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+    def _host(self, order: StartHost, fds: list[int], parent: int) -> Callable[[], None]:
+        from rallypoint.launch import c10d_host
+
+        listener, ready = fds[:2]
+        if self._setup.imports:
+            return lambda: c10d_host.forked(order.host, order.port, listener, ready, order.environment, parent)
+        os.setsid()
+        os.environ.update(order.environment)
+        for fd in (listener, ready):
+            os.set_inheritable(fd, True)
+        os.execv(sys.executable, [sys.executable, "-c", boot.HOST, order.host, str(order.port), str(listener), str(ready), str(parent)])
+
+    def _ended(self, pidfd: int) -> None:
+        self._epoll.unregister(pidfd)
+        info = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        if info is not None:
+            channel.send(self._orders, Exited(self._children[pidfd], *processes.ended(info)))
+
+    def _reap(self, pid: int) -> None:
+        for pidfd, child in self._children.items():
+            if child == pid:
+                del self._children[pidfd]
+                os.close(pidfd)
+                _, _, usage = os.wait4(pid, 0)
+                channel.send(self._orders, Reaped(pid, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024))
+                return
+
+
+def _memory(value: msgspec.Struct) -> int:
+    fd = processes.memory_file("rallypoint")
+    os.write(fd, msgspec.msgpack.encode(value))
+    return fd
+
+
+def _close(fds: Iterator[int] | list[int] | dict[int, int]) -> None:
+    for fd in fds:
+        os.close(fd)
