@@ -1,0 +1,217 @@
+"""Real jobs that are killed, interrupted, restarted: what the user reads, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from .job import DEADLINE, Result, run_job
+
+Act = Callable[[subprocess.Popen[bytes]], None]
+
+
+def events(state: Path) -> list[dict[str, Any]]:
+    """What has happened so far in the job that writes below `state`."""
+    found = list((state / "rallypoint" / "runs").glob("*-*/events.jsonl"))
+    return [json.loads(line) for line in found[0].read_text().splitlines() if line.endswith("}")] if found else []
+
+
+def wait_for(condition: Callable[[], bool], what: str, launcher: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + DEADLINE
+    while not condition():
+        assert launcher.poll() is None, f"the launcher ended with {launcher.returncode} before: {what}"
+        assert time.monotonic() < until, f"never happened: {what}"
+        time.sleep(0.01)
+
+
+def said(state: Path, launcher: subprocess.Popen[bytes], words: str, times: int = 1) -> None:
+    """Wait until the ranks' logs hold these words as often as that."""
+
+    def enough() -> bool:
+        logs = (state / "rallypoint" / "runs").glob("*-*/rank*.log")
+        return sum(log.read_text().count(words) for log in logs) >= times
+
+    wait_for(enough, f"{words!r} in the logs", launcher)
+
+
+def helper(state: Path, name: str, launcher: int) -> int:
+    """The pid of a process of the launcher's own."""
+    if name == "agent":
+        return launcher
+    template = next(event["details"]["pid"] for event in events(state) if event["what"] == "template-started")
+    if name == "template":
+        return int(template)
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return next(int(pid) for pid in children if int(pid) != template)
+
+
+@pytest.mark.parametrize("victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join)
+def test_nothing_survives_a_launcher_s_process(tmp_path: Path, victims: tuple[str, ...]) -> None:
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "is up", 2)
+        for pid in [helper(tmp_path, victim, process.pid) for victim in victims]:
+            os.kill(pid, signal.SIGKILL)
+
+    result = run_job(["-n", "2", "family.py", "wait"], state=tmp_path, act=act)  # fails when a process is left
+    if "agent" in victims:
+        assert result.rc == -signal.SIGKILL
+        assert "the launcher was killed; its" in result.err
+    else:
+        assert result.codes == ["launcher-died"], result.everything
+        assert f"rallypoint's {victims[0]} was ended by SIGKILL" in result.report
+        assert result.rc == 137
+
+
+def test_a_stranger_is_not_signalled(tmp_path: Path) -> None:
+    """A process of the same user, in no session of the job and without its marker, lives on."""
+    with subprocess.Popen(["sleep", "1004"], start_new_session=True) as stranger:
+        result = run_job(["-n", "2", "family.py", "raise"], state=tmp_path)
+        assert result.rc == 1
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_an_exception_on_one_rank(tmp_path: Path) -> None:
+    result = run_job(["-n", "4", "family.py", "raise"], state=tmp_path)
+    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
+    assert "rank 1 raised ValueError: boom" in result.report
+    assert "family.py:37 in main" in result.report
+    assert "ranks 0 and 2-3 were stopped; they are not at fault" in result.report
+    ours = [line for line in (result.out + result.err).splitlines() if "is up" not in line]
+    assert len(ours) <= 25, result.everything
+    log = (result.run_dir / "rank1.log").read_text()
+    assert "ValueError: boom" in log
+    assert "rallypoint" not in log  # only the user's frames
+
+
+def test_a_crash_names_the_line(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", "family.py", "segfault"], state=tmp_path)
+    assert (result.rc, result.codes) == (139, ["rank-crashed"]), result.everything
+    assert "family.py:39 in main" in result.report
+
+
+@pytest.mark.parametrize("answer", ["raise", "abort", "exit"])
+def test_the_killed_rank_is_the_cause_whatever_its_peers_do(tmp_path: Path, answer: str) -> None:
+    """The short form of `scripts/soak root-cause`."""
+    steps = random.Random(answer).randrange(300)
+    result = run_job(["-n", "4", "peers.py", answer, str(steps)], state=tmp_path)
+    assert (result.rc, result.codes) == (137, ["rank-killed"]), result.everything
+    assert "rank 1 was killed by SIGKILL" in result.report
+
+
+def interrupted(tmp_path: Path, manner: str, *numbers: int, options: tuple[str, ...] = ()) -> Result:
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "joins", 2)
+        said(tmp_path, process, "rank 0 sleeps")
+        wait_for(lambda: sum(e.get("details", {}).get("phase") == "joining" for e in events(tmp_path)) == 2, "two ranks join", process)
+        for number in numbers:
+            process.send_signal(number)
+            wait_for(lambda: any(e["what"] in ("stop-sent", "killed") for e in events(tmp_path)), "the first signal is passed on", process)
+
+    return run_job(["-n", "3", *options, "stopping.py", manner], state=tmp_path, act=act)
+
+
+def test_ctrl_c_tells_where_every_rank_was(tmp_path: Path) -> None:
+    result = interrupted(tmp_path, "plain", signal.SIGINT)
+    assert result.rc == 130
+    assert "stopped[interrupted]: the job was stopped by Ctrl-C" in result.err
+    assert "rank 0     stopping.py:31 in <module>" in result.err
+    assert "ranks 1-2  stopping.py:33 in <module> (torch init_process_group)" in result.err
+    assert "KeyboardInterrupt" not in result.err  # three tracebacks of it say nothing
+    sent = [(e["rank"], e["details"]["signal"]) for e in result.events if e["what"] == "stop-sent"]
+    assert sent == [(0, "SIGINT"), (1, "SIGINT"), (2, "SIGINT"), (1, "SIGTERM"), (2, "SIGTERM")], sent  # 1 and 2 stand inside torch
+
+
+def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
+    result = interrupted(tmp_path, "handler", signal.SIGTERM)
+    assert result.rc == 143
+    assert "rank 0 saves on SIGTERM" in result.out
+    assert "rank 0 has saved" in result.out
+    killed = [e["rank"] for e in result.events if e["what"] == "killed"]
+    assert killed == [1, 2]  # their handlers cannot run: they stand inside torch
+
+
+def test_who_ignores_everything_is_killed_after_the_grace(tmp_path: Path) -> None:
+    result = interrupted(tmp_path, "ignore", signal.SIGTERM, options=("--grace", "1"))
+    assert result.rc == 143
+    (zero,) = [e for e in result.events if e["what"] == "killed" and e["rank"] == 0]
+    assert zero["because"] == "it did not end within the grace of 1 s"
+
+
+def test_ctrl_c_twice_kills_now(tmp_path: Path) -> None:
+    result = interrupted(tmp_path, "ignore", signal.SIGINT, signal.SIGINT)
+    assert result.rc == 130
+    assert {e["rank"] for e in result.events if e["what"] == "killed"} == {0, 1, 2}
+    assert result.seconds < 25  # the grace is 30 s
+
+
+def test_a_stopped_rank_is_no_obstacle(tmp_path: Path) -> None:
+    result = interrupted(tmp_path, "frozen", signal.SIGTERM)
+    assert result.rc == 143
+    assert result.seconds < 25
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
+def test_other_signals_stop_the_job_with_their_number(tmp_path: Path, name: str) -> None:
+    result = interrupted(tmp_path, "plain", signal.Signals[name])
+    assert result.rc == 128 + signal.Signals[name]
+    assert f"the job was stopped by {name}" in result.err
+
+
+def test_ctrl_c_while_the_template_imports(tmp_path: Path) -> None:
+    def act(process: subprocess.Popen[bytes]) -> None:
+        wait_for(lambda: any(e["what"] == "template-started" for e in events(tmp_path)), "the template starts", process)
+        process.send_signal(signal.SIGINT)
+
+    result = run_job(["-n", "2", "stopping.py", "plain"], state=tmp_path, act=act)
+    assert result.rc == 130, result.everything
+    assert not any(e["what"] == "worker-started" for e in result.events)
+
+
+def test_a_restart_is_a_fresh_meeting(tmp_path: Path) -> None:
+    result = run_job(["-n", "3", "--max-restarts", "2", "again.py", "2"], state=tmp_path)
+    assert result.rc == 0, result.everything
+    assert [result.out.count(f"attempt {n} of 2 sums 3") for n in range(3)] == [3, 3, 3]
+    ports = [e["details"]["port"] for e in result.events if e["what"] == "port-held"]
+    assert len(ports) == 3
+    assert result.err.count("error[rank-exited]: rank 0 exited with code 3") == 2
+    assert "rallypoint: restarting all 3 ranks, attempt 2 of 2" in result.err
+
+
+def test_when_the_restarts_are_used_up_the_code_is_the_rank_s(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", "--max-restarts", "1", "again.py", "5"], state=tmp_path)
+    assert result.rc == 3, result.everything
+
+
+def test_what_a_successful_rank_leaves_is_named_and_ended(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", "leaves.py"], state=tmp_path)
+    assert result.rc == 0, result.everything
+    pid = result.of(1)[0].split()[1]
+    assert f"rank 1 has ended well and left running: sleep 1003 (pid {pid}); stopped when the job ends" in result.err
+
+
+def test_on_failure_continue_lets_the_others_finish(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('boom')\ntime.sleep(0.5)\nprint('finished', flush=True)\n"
+    )
+    result = run_job(["-n", "3", "--on-failure", "continue", program], state=tmp_path)
+    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
+    assert result.out.count("finished") == 2
+
+
+def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_path: Path) -> None:
+    """The agent raises its own limit on open files; a rank has the user's."""
+    program = tmp_path / "limit.py"
+    program.write_text("import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n")
+    result = run_job(["ulimit -Sn 300; exec \"$@\"", "sh", sys.executable, "-P", "-m", "rallypoint", "run", "-n", "2", program], state=tmp_path, launcher=("sh", "-c"))
+    assert result.of(0) == ["300"], result.everything
