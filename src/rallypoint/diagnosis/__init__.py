@@ -1,0 +1,1 @@
+"""Why it failed, and what to do."""

@@ -1,0 +1,785 @@
+"""One function per cause: the ranks at fault and their evidence, told as a Report."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal as signals
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from rallypoint.diagnosis import reading, stacks
+from rallypoint.diagnosis.evidence import Frame, JobEvidence, Meeting, Raised, RankEvidence
+from rallypoint.diagnosis.report import Confidence, Help, Moment, Report, Said
+from rallypoint.world import ranks_phrase
+
+SAID_LINES = 10  # of a rank's own words: what fits on a screen together with the rest
+TRACEBACK_LINES = 8  # so that the report of one raise stays below 19 lines
+LINE_CHARACTERS = 400  # of one quoted line; a rank can print megabytes without a newline
+HEADLINE_MESSAGE = 160  # characters of an exception's message in the headline: two lines of a terminal
+CRASH_FRAMES = 4  # of the last Python stack, innermost first: the library's call, and how the program came there
+TIMELINE = 7  # lines around the cause; the rest is in events.jsonl
+TIMELINE_WORDS = 72  # characters of one event, so that a line fits on 92 columns
+EVIDENCE_LINES = 7  # of a list with a line for each rank or place
+
+PHASES = {
+    "started": "",  # all that is known of a program which is not looked into (--plain, --no-python)
+    "preparing": "before the program began",
+    "importing": "while the program was importing",
+    "joining": "in init_process_group",
+    "running": "while running",
+    "finishing": "while the interpreter was closing down",
+    "done": "after the program's last line",
+}
+
+NOT_KNOWN = "where it was is not known"
+
+_DUMP = re.compile(r'^(Fatal Python error|Current thread|Thread 0x|  File "|Extension modules:|  <no Python frame>)')
+
+
+class Case(msgspec.Struct, frozen=True):
+    """What every account needs: the job, the ranks at fault (first one first), what the others did, how sure we are."""
+
+    job: JobEvidence
+    ranks: tuple[RankEvidence, ...]
+    then: str
+    confidence: Confidence = "certain"
+
+    @property
+    def first(self) -> RankEvidence:
+        return self.ranks[0]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(sorted(rank.rank for rank in self.ranks))
+
+    @property
+    def subject(self) -> str:
+        return subject(self.numbers, self.job.world_size)
+
+    @property
+    def root(self) -> str:
+        errors = [error for rank in self.job.ranks for error in (rank.raised, *rank.handled) if error is not None]
+        frames = [frame for error in errors for frame in error.frames]
+        return stacks.root_of(self.job.program, [*frames, *(frame for rank in self.job.ranks for frame in rank.stack)])
+
+
+# --- one per cause ---------------------------------------------------------------------------------------------------
+
+
+def raised(case: Case, error: Raised) -> Report:
+    """An exception left the program: by what it says, one of several codes."""
+    if error.code:
+        return _known(case, error)
+    if reading.group_twice(error.message):
+        return _group_twice(case, error)
+    if reading.port_in_use(error.message) or error.errno == errno.EADDRINUSE:
+        return _port_in_use(case, error)
+    if reading.out_of_memory(error.type, error.message):
+        return _memory_refused(case, error)
+    if reading.device_missing(error.message):
+        return _device_missing(case, error)
+    if starts_nothing(case.job.program, error):
+        return _start_failed(case, error)
+    return _told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, help=_help_for(error, case.job))
+
+
+def not_run(case: Case, number: int) -> Report:
+    """The kernel refused to execute the program. `number`: errno."""
+    program = case.job.program
+    helps: tuple[Help, ...] = ()
+    if number == errno.EACCES:
+        helps = (Help("make it executable", f"chmod +x {program}"),)
+    elif number == errno.ENOEXEC:
+        helps = (Help("say in its first line what runs it", "#!/bin/sh"),)
+    elif number == errno.ENOENT:
+        helps = (Help("see whether it is there, and the interpreter that its first line names", f"head -n 1 {program}"),)
+    return Report(
+        code="start-failed",
+        headline=f"{program} cannot be executed: {os.strerror(number)}",
+        where=f"execve, {_pids(case.ranks[:1])}",
+        help=helps,
+        ranks=case.numbers,
+        exit_status=127 if number == errno.ENOENT else 126,
+    )
+
+
+def killed(case: Case, number: int) -> Report:
+    """A signal from outside. Memory is looked at by `out_of_memory` first."""
+    name = signal_name(number)
+    memory = case.job.memory
+    evidence = [f"{case.subject} ended by {name}; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal"]
+    if number == signals.SIGKILL:
+        if memory.counted and not memory.oom_kills:
+            evidence.append("the kernel killed nothing in this cgroup for lack of memory: its oom_kill count did not change")
+        if memory.killed_pids:
+            others = ", ".join(str(pid) for pid in memory.killed_pids)
+            evidence.append(f"the kernel's log names kills for lack of memory, but of pid {others}")
+        elif memory.kernel_log_read:
+            evidence.append(f"the kernel's log names no kill of {_pids(case.ranks)}")
+        evidence += _resident(case.ranks)
+    helps: tuple[Help, ...] = ()
+    if number == signals.SIGKILL and not memory.kernel_log_read:
+        helps = (Help("ask the kernel whether it was for memory", "sudo dmesg -T | grep -i 'killed process'"),)
+    elif number == signals.SIGXCPU:
+        helps = (Help("see the limit on processor time", "ulimit -t"),)
+    elif number == signals.SIGXFSZ:
+        helps = (Help("see the limit on the size of files", "ulimit -f"),)
+    who = {signals.SIGXCPU: "the limit on processor time was reached", signals.SIGXFSZ: "the limit on the size of files was reached"}
+    return _of_end(
+        case,
+        "rank-killed",
+        f"{case.subject} {_was(case.ranks)} killed by {name}",
+        why=who.get(signals.Signals(number) if _is_named(number) else signals.SIGKILL, f"who sent {name} is not known"),
+        evidence=tuple(evidence),
+        help=helps,
+        status=128 + number,
+    )
+
+
+def out_of_memory(case: Case) -> Report:
+    """SIGKILL, and the kernel says that it killed for memory."""
+    memory = case.job.memory
+    in_log = [rank for rank in case.ranks if rank.pid in memory.killed_pids]
+    evidence = []
+    if in_log:
+        evidence.append(f"the kernel's log says that it killed {_pids(in_log)}")
+    if memory.oom_kills:
+        evidence.append(f"the cgroup's oom_kill count went up by {memory.oom_kills} since the job's start")
+    evidence.append(f"{case.subject} ended by SIGKILL; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal")
+    evidence += _resident(case.job.ranks)
+    limit = f"the cgroup may use {size(memory.limit)}" if memory.limit else "memory ran out on this machine"
+    certain = len(in_log) == len(case.ranks)
+    if not certain:
+        case = msgspec.structs.replace(case, confidence="likely")
+    return _of_end(
+        case,
+        "rank-out-of-memory",
+        f"{case.subject} {_was(case.ranks)} killed by the kernel for lack of memory",
+        why=limit if certain or not memory.limit else f"{limit}, and the kernel killed in it for lack of memory",
+        evidence=tuple(evidence),
+        help=_less_memory(case.job),
+        status=128 + signals.SIGKILL,
+    )
+
+
+def crashed(case: Case, number: int) -> Report:
+    """SIGSEGV, SIGABRT and their like, with the last Python stack."""
+    name, rank = signal_name(number), case.first
+    stack = last_stack(rank)
+    calls = tuple(frame for frame in stack if frame.function not in stacks.WRAPPERS)
+    evidence = [
+        ("called from " if i else "at ") + stacks.describe(frame, case.root) for i, frame in enumerate(reversed(calls[-CRASH_FRAMES:]))
+    ]
+    if number == signals.SIGBUS:
+        evidence.append("SIGBUS often means that /dev/shm or a mapped file's disk is full; that was not looked at")
+    helps = (Help("see whether shared memory is full", "df -h /dev/shm"),) if number == signals.SIGBUS else ()
+    main = stacks.main_frames(rank.stack_text)
+    if not stack and main:  # faulthandler marks no thread as the current one
+        evidence.append(f"it crashed in a thread of native code, while the main thread stood at {stacks.place(main, case.root)}")
+    elif not stack:
+        evidence.append("the rank left no Python stack")
+    words = tuple(line for line in rank.said if not _DUMP.match(line))
+    report = _of_end(
+        case,
+        "rank-crashed",
+        f"{case.subject} crashed with {name}" + (f" in {stacks.place(stack, case.root)}" if stack else ""),
+        why=_CRASHES.get(number, ""),
+        evidence=tuple(evidence),
+        help=helps,
+        status=128 + number,
+    )
+    return msgspec.structs.replace(report, said=said(rank, words))
+
+
+def exited(case: Case, code: int, caught: Raised | None) -> Report:
+    """An exit code that is not 0, and no exception that left the program."""
+    evidence = []
+    if caught is not None:
+        evidence.append(f"{caught.call or 'a call'} raised {named(caught)}{_caught_at(caught, case.root)}")
+    if code in (2, 70, 75):
+        evidence.append(f"{code} is the program's own exit code here, not rallypoint's")
+    if code > 128 and _is_named(code - 128):
+        evidence.append(f"{code} is how shells say that a program of theirs ended by {signal_name(code - 128)}")
+    if code in (126, 127):
+        evidence.append(f"{code} is how shells say: {'found, but not executable' if code == 126 else 'command not found'}")
+    where = f"{case.first.left_at}, pid {case.first.pid}" if case.first.left_at else ""
+    return _of_end(
+        case, "rank-exited", f"{case.subject} exited with code {code}", where=where, evidence=tuple(evidence), status=code, quote=True
+    )
+
+
+def left_early(case: Case) -> Report:
+    """Exit code 0 while the others went on."""
+    waiting = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
+    joining = [rank.rank for rank in waiting if rank.phase == "joining"]
+    seen = f"{ranks_phrase(joining)} {'wait' if len(joining) > 1 else 'waits'} in init_process_group" if joining else ""
+    return _of_end(
+        case,
+        "rank-left-early",
+        f"{case.subject} ended with exit code 0 while others still needed {'it' if len(case.ranks) == 1 else 'them'}",
+        why="every rank must make the same collective calls, and stay until the last one",
+        evidence=tuple(filter(None, (seen, *_never_joined(case)))),
+        help=(Help("let every rank make the same number of steps, and close the group together", "dist.destroy_process_group()"),),
+        status=1,
+        quote=True,
+    )
+
+
+def swallowed(case: Case, error: Raised) -> Report:
+    """An error in a shared call that the program caught before it went home."""
+    call = error.call or "a call of torch.distributed"
+    clause = error.caught_at
+    ended = case.first.ended
+    left = f"the rank then ended with exit code {ended.code if ended else 0} while others waited"
+    # The traceback of an exception that is still on its way has no frame of the program: it begins at the call.
+    raised_at = stacks.place(error.frames, case.root) if any(not stacks.library(frame) for frame in error.frames) else ""
+    report = _told(
+        case,
+        "error-swallowed",
+        f"{case.subject} caught an error of {call} and left: {named(error)}",
+        error,
+        why=f"{stacks.shown(clause.file, case.root)}:{clause.line} caught it; {left}" if clause else f"the program caught it; {left}",
+        evidence=(f"{call} was called at {raised_at}",) if raised_at else (),
+        help=(Help("let the exception leave the program, or end with a code that is not 0", "raise"),),
+    )
+    if clause is not None:
+        report = msgspec.structs.replace(report, where=f"{stacks.describe(clause, case.root)}, pid {case.first.pid}")
+    return msgspec.structs.replace(report, timeline=timeline(case))
+
+
+def address_differs(case: Case, meetings: Sequence[tuple[Meeting, tuple[int, ...]]]) -> Report:
+    """Ranks of one group that look for each other at different places."""
+    evidence = [f"{ranks_phrase(ranks)}: {at.address}" + (f", from {at.line}" if at.line else "") for at, ranks in meetings]
+    return Report(
+        code="address-differs",
+        headline=f"the ranks were told {len(meetings)} different meeting points: {', '.join(at.address for at, _ in meetings[:3])}",
+        where=meetings[0][0].line,
+        why="init_process_group brings together only those that come to the same address",
+        evidence=_listed(evidence),
+        then=case.then,
+        help=(Help("give every rank the same address, or leave it out: rallypoint sets MASTER_ADDR and MASTER_PORT"),),
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+    )
+
+
+def stale_file(case: Case, error: Raised, path: str) -> Report:
+    """A refused connection behind a file:// rendezvous: the file names processes that are gone."""
+    return _told(
+        case,
+        "store-file-stale",
+        f"the rendezvous file {path} sent {case.subject} to processes that are gone",
+        error,
+        why="gloo was refused at an address that stands in the file: an earlier run left it",
+        help=(Help("remove the file before a run, or use a new name for each", f"rm {path}"), Help("or leave init_method out")),
+    )
+
+
+def missing(case: Case, waiters: Sequence[RankEvidence], error: Raised) -> Report:
+    """Some waited until their timeout for `case.ranks`."""
+    call = error.call or ("init_process_group" if waiters[0].phase == "joining" else "a collective")
+    groups = stacks.group({rank.rank: rank.stack for rank in case.ranks})
+    first = next(rank for rank in case.ranks if rank.rank == groups[0].ranks[0])
+    lines = []
+    for group in groups if len(groups) > 1 else ():
+        here = next(rank for rank in case.ranks if rank.rank == group.ranks[0])
+        lines.append(f"{ranks_phrase(group.ranks)}: {stacks.place(group.frames, case.root) or _phase(here) or NOT_KNOWN}")
+    return Report(
+        code="ranks-missing",
+        headline=f"{ranks_phrase(rank.rank for rank in waiters)} waited in {call} until the timeout; {case.subject} never came",
+        where=_at(stacks.place(groups[0].frames, case.root) or _phase(first), first),
+        why=f"{case.subject} {_was(case.ranks)} still elsewhere when the others' time was up",
+        evidence=(*_listed(lines), f"rank {waiters[0].rank} raised {named(error)}"),
+        then=case.then,
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+    )
+
+
+def unknown(case: Case, error: Raised | None) -> Report:
+    """Nothing but consequences: what was ruled out, and who was the first."""
+    job = case.job
+    if not case.ranks:
+        return Report(
+            code="cause-unknown",
+            headline="the job was stopped, and no rank shows why",
+            why=job.stop_reason or "the cause is not known",
+            then=case.then,
+            logs=(job.run_dir,) if job.run_dir else (),
+        )
+    ruled_out = ["no rank was ended by a signal from outside, and none raised an error of its own"]
+    if job.memory.counted and not job.memory.oom_kills:
+        ruled_out.append("the kernel killed nothing in this cgroup for lack of memory")
+    what = f"lost another rank ({reading.in_short(error)})" if error else _how_ended(case.first)
+    report = _of_end(
+        case,
+        "cause-unknown",
+        f"{case.subject} {what}; the cause is not known",
+        where=where(case, case.first, error) if error else "",
+        why="every rank that failed says that it lost another one; this one was the first",
+        evidence=tuple(ruled_out),
+        status=_status(case.first),
+        quote=error is None,
+    )
+    return msgspec.structs.replace(report, said=traceback_said(case.first, error) if error else report.said)
+
+
+def interrupted(job: JobEvidence, then: str) -> Report:
+    """Somebody wanted the job to stop: where each rank was."""
+    name = job.interrupted_by
+    root = Case(job, job.ranks, "").root
+    alive = [rank for rank in job.ranks if rank.ended is None or rank.sent or rank.stack]
+    lines: list[tuple[str, str]] = []
+    placed = {rank.rank: rank.stack for rank in alive if rank.stack}
+    for group in stacks.group(placed):
+        lines.append((ranks_phrase(group.ranks), stacks.place(group.frames, root)))
+    by_phase: dict[str, list[RankEvidence]] = {}
+    for rank in job.ranks:
+        if rank.rank not in placed:
+            ended = rank.ended is not None and not rank.sent
+            by_phase.setdefault(_how_ended(rank) if ended else _phase(rank) or NOT_KNOWN, []).append(rank)
+    for phase, ranks in by_phase.items():
+        lines.append((ranks_phrase(rank.rank for rank in ranks), phase))
+    wide = max((len(who) for who, _ in lines), default=0)
+    number = getattr(signals, name, signals.SIGTERM) if name.startswith("SIG") else signals.SIGTERM
+    by = "Ctrl-C" if name == "SIGINT" else name
+    after = f", {job.now:.1f} s after its start" if job.now else ""
+    return Report(
+        code="interrupted",
+        headline=f"the job was stopped by {by}{after}",
+        why="where the ranks were:" if lines else "no rank had been started",
+        evidence=_listed([f"{who.ljust(wide)}  {at}" for who, at in lines]),
+        then=then,
+        logs=(job.run_dir,) if job.run_dir else (),
+        exit_status=128 + int(number),
+    )
+
+
+def launcher_died(job: JobEvidence, then: str) -> Report:
+    """The template, the guard or the c10d host ended by itself."""
+    lost = job.helper
+    assert lost is not None
+    ended = lost.ended
+    by_signal = ended.signal and ended.signal not in _CRASHES
+    how = f"was ended by {signal_name(ended.signal)}" if ended.signal else f"exited with code {ended.code}"
+    evidence = [f"it had pid {lost.pid} and ended {ended.at:.2f} s after the job's start"]
+    why = "a job cannot go on without it"
+    if lost.pid in job.memory.killed_pids:
+        why = "the kernel killed it for lack of memory: its log names the pid"
+    elif by_signal:
+        evidence.append("rallypoint ends it with no signal while a job runs, so the signal came from outside")
+    helps = () if by_signal else (Help("if it happens again, report it with this text and the logs"),)
+    return Report(
+        code="launcher-died",
+        headline=f"rallypoint's {lost.name} {how}",
+        why=why,
+        evidence=tuple(evidence),
+        then=then,
+        said=(Said(f"the {lost.name}", tuple(cut(line) for line in lost.words[-SAID_LINES:])),) if lost.words else (),
+        help=helps,
+        logs=(job.run_dir,) if job.run_dir else (),
+        exit_status=128 + ended.signal if by_signal else 70,
+    )
+
+
+# --- kinds of exceptions ---------------------------------------------------------------------------------------------
+
+
+def starts_nothing(program: str, error: Raised) -> bool:
+    """True when the exception says that the program itself could not begin: it does not compile, or is not found."""
+    short = error.type.rpartition(".")[2]
+    typed = program.removeprefix("./")
+    if short in ("SyntaxError", "IndentationError", "TabError"):
+        return bool(error.filename) and (error.filename == program or error.filename.endswith("/" + typed))
+    own = [frame for frame in error.frames if not stacks.hidden(frame)]
+    if short in ("ModuleNotFoundError", "ImportError"):
+        return not own and f"'{program.split('.')[0]}" in error.message
+    return short in ("FileNotFoundError", "PermissionError", "IsADirectoryError") and not own and error.filename.endswith(typed)
+
+
+def _start_failed(case: Case, error: Raised) -> Report:
+    helps: tuple[Help, ...] = ()
+    if error.type == "ModuleNotFoundError":
+        helps = (Help("start from the folder that holds the package, or install it", "python -m pip install -e ."),)
+    report = _told(case, "start-failed", f"{case.job.program} cannot be started: {named(error)}", error, help=helps)
+    # That it happened in every rank says nothing: they all began the same file.
+    return msgspec.structs.replace(report, then="", where="" if not error.frames and not error.filename else report.where)
+
+
+def _known(case: Case, error: Raised) -> Report:
+    """An exception of ours, raised in the rank, or one that our hook recognised: it brings its own words."""
+    if error.code == "group-twice":
+        return _group_twice(case, error)
+    return Report(
+        code=error.code,
+        headline=f"{case.subject}: {_first_line(error.message)}",
+        where=where(case, case.first, error),
+        why=error.why[0] if error.why else "",
+        evidence=error.why[1:],
+        then=case.then,
+        help=tuple(Help(sentence, command) for sentence, command in error.help[:3]),
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+    )
+
+
+def _group_twice(case: Case, error: Raised) -> Report:
+    first = case.first.meeting.line if case.first.meeting else ""
+    why = error.why or ((f"an earlier call is at {first}",) if first else ())
+    return _told(
+        case,
+        "group-twice",
+        f"{case.subject} called init_process_group a second time",
+        error,
+        why=why[0] if why else "",
+        evidence=tuple(why[1:]),
+        help=(Help("call it once, or close the first group before", "dist.destroy_process_group()"),),
+    )
+
+
+def _port_in_use(case: Case, error: Raised) -> Report:
+    port, job = reading.port_named(error.message), case.job
+    which = f"port {port}" if port else "an address"
+    own = [rank for rank in job.ranks if any(re.search(rf"\bpid {rank.pid}\b", holder) for holder in job.holders)]
+    evidence = tuple(job.holders[1:])
+    if own:
+        why = f"rank {own[0].rank} of this job has it: {job.holders[0]}"
+        helps: tuple[Help, ...] = (Help("bind it in one rank only, or give each rank its own", 'if os.environ["RANK"] == "0":'),)
+    else:
+        why = job.holders[0] if job.holders else "who holds it could not be seen"
+        chosen = case.first.meeting is not None and error.call == "init_process_group"
+        line = f" ({case.first.meeting.line})" if chosen and case.first.meeting and case.first.meeting.line else ""
+        advice = f"leave the port out of the program{line}: rallypoint holds a free one for init_process_group"
+        helps = (Help(advice) if chosen else Help("bind port 0, and ask the socket which number it got", "sock.getsockname()[1]"),)
+        if not job.holders and port:
+            helps += (Help("or see who holds it, as root", f"ss -ltnp 'sport = :{port}'"),)
+    return _told(
+        case, "port-in-use", f"{case.subject} could not listen on {which}: it is in use", error, why=why, evidence=evidence, help=helps
+    )
+
+
+def _memory_refused(case: Case, error: Raised) -> Report:
+    kind = reading.out_of_memory(error.type, error.message)
+    helps: tuple[Help, ...] = _less_memory(case.job)
+    if kind == "GPU":
+        helps = (Help("lower the batch size, or what the model keeps for the backward pass", "torch.utils.checkpoint.checkpoint(...)"),)
+        if "reserved" in error.message and "unallocated" in error.message:
+            setting = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            helps += (Help("or let the allocator grow its blocks, against fragmentation", setting),)
+    elif kind == "shared":
+        helps = (
+            Help("see how large shared memory is", "df -h /dev/shm"),
+            Help("give the container more of it", "docker run --shm-size=8g ..."),
+            Help("or start fewer loader processes", "DataLoader(..., num_workers=0)"),
+        )
+    what = {"GPU": "GPU memory", "host": "memory", "shared": "shared memory (/dev/shm)"}[kind]
+    return _told(case, "rank-out-of-memory", f"{case.subject} ran out of {what}: {named(error)}", error, help=helps)
+
+
+def _device_missing(case: Case, error: Raised) -> Report:
+    helps: tuple[Help, ...] = ()
+    program = case.job.program
+    if "invalid device ordinal" in error.message:
+        helps = (
+            Help("start one rank for each GPU", f"rallypoint run -n gpu {program}"),
+            Help("or use the rank's own number", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'),
+        )
+    elif "NCCL" in error.message:
+        helps = (Help("use the backend that needs no GPU", 'dist.init_process_group("gloo")'),)
+    else:
+        helps = (Help("see what torch finds", "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'"),)
+    return _told(case, "device-missing", f"{case.subject} asked for a device that is not there: {named(error)}", error, help=helps)
+
+
+_SCHEDULERS = {
+    "SLURM_PROCID": "RANK",
+    "SLURM_LOCALID": "LOCAL_RANK",
+    "SLURM_NTASKS": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK": "RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
+    "PMI_RANK": "RANK",
+    "PMI_SIZE": "WORLD_SIZE",
+}
+
+
+def _help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
+    """What to do, for the few exceptions where that is known."""
+    short = error.type.rpartition(".")[2]
+    if short == "ModuleNotFoundError" and (found := re.search(r"No module named '([\w.]+)'", error.message)):
+        name = found.group(1).partition(".")[0]
+        return (
+            Help("see which Python the ranks run, and whether it has the module", f"python -c 'import sys, {name}; print(sys.executable)'"),
+            Help("install it there (the package may have another name)", f"python -m pip install {name}"),
+        )
+    if short == "KeyError" and (ours := _SCHEDULERS.get(error.message.strip("'\""))):
+        return (Help("this is another launcher's variable; read the one that rallypoint and torchrun set", f'os.environ["{ours}"]'),)
+    if reading.cuda_forked(error.message):
+        return (
+            Help("start processes that use CUDA with spawn", 'torch.multiprocessing.set_start_method("spawn")'),
+            Help("or touch CUDA only after they were started"),
+        )
+    if (variable := reading.variable_missing(error.message)) and job.held_address:
+        return (
+            Help(
+                f"rallypoint sets {variable} for every rank: leave it in the environment",
+            ),
+        )
+    return ()
+
+
+# --- parts of a report -----------------------------------------------------------------------------------------------
+
+
+def _told(
+    case: Case, code: str, headline: str, error: Raised, *, why: str = "", evidence: tuple[str, ...] = (), help: tuple[Help, ...] = ()
+) -> Report:
+    """A report about an exception."""
+    quoted = traceback_said(case.first, error)
+    if not quoted and error.frames:
+        source = stacks.own_frame(error.frames)
+        if source is not None and source.source and not evidence and not why:
+            why = f"the line there: {cut(source.source)}" if case.confidence == "certain" else ""
+    if error.caught_at is None and case.first.ended is not None and case.first.ended.signal and not case.first.sent:
+        evidence += (f"its process then ended by {signal_name(case.first.ended.signal)}",)
+    return Report(
+        code=code,
+        headline=headline,
+        where=where(case, case.first, error),
+        why=why or ("" if case.confidence == "certain" else "its words may speak of another rank, or of something else that broke"),
+        evidence=evidence,
+        then=case.then,
+        said=quoted,
+        help=help,
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+    )
+
+
+def _of_end(
+    case: Case,
+    code: str,
+    headline: str,
+    *,
+    where: str = "",
+    why: str = "",
+    evidence: tuple[str, ...] = (),
+    help: tuple[Help, ...] = (),
+    status: int,
+    quote: bool = False,
+) -> Report:
+    """A report about how a process ended."""
+    rank = case.first
+    if not where:
+        where = _at(stacks.place(last_stack(rank), case.root) or _phase(rank), rank)
+    if case.confidence != "certain" and not why:
+        why = "other ranks ended too, and nothing shows that they ended for another reason"
+    return Report(
+        code=code,
+        headline=headline,
+        where=where,
+        why=why,
+        evidence=evidence,
+        then=case.then,
+        timeline=timeline(case),
+        said=said(rank, rank.said) if quote else (),
+        help=help,
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+        exit_status=status,
+    )
+
+
+def subject(ranks: Sequence[int], world_size: int) -> str:
+    """`rank 2`, `ranks 0-1 and 3`, `all 4 ranks`."""
+    if len(ranks) == world_size > 1:
+        return "both ranks" if world_size == 2 else f"all {world_size} ranks"
+    return ranks_phrase(ranks)
+
+
+def named(error: Raised) -> str:
+    """`ValueError: the message's first line`."""
+    line = _first_line(error.message)
+    return f"{error.type}: {line}" if line else error.type
+
+
+def where(case: Case, rank: RankEvidence, error: Raised) -> str:
+    """The program's innermost line, and the process."""
+    place = stacks.place(error.frames, case.root or stacks.root_of(case.job.program, error.frames))
+    if not place and error.filename:
+        line = re.search(r", line (\d+)\)$", error.message)  # SyntaxError's own words for the place
+        place = error.filename + (f":{line.group(1)}" if line else "")
+    return _at(place or _phase(rank), rank)
+
+
+def last_stack(rank: RankEvidence) -> tuple[Frame, ...]:
+    """The frames where the rank stood, or crashed; outermost first."""
+    return rank.stack or stacks.current_frames(rank.stack_text) or stacks.current_frames("\n".join(rank.said))
+
+
+def said(rank: RankEvidence, lines: Sequence[str]) -> tuple[Said, ...]:
+    """The rank's last words."""
+    words = [cut(line) for line in lines if line.strip()]
+    return (Said(f"rank {rank.rank}", tuple(words[-SAID_LINES:])),) if words else ()
+
+
+def traceback_said(rank: RankEvidence, error: Raised) -> tuple[Said, ...]:
+    """The traceback, its middle left out when it is long; () when the terminal has it already."""
+    if rank.said_traceback or not error.traceback:
+        return ()
+    lines = error.traceback.rstrip("\n").splitlines()
+    if error.caught_at is not None and all(stacks.library(frame) for frame in error.frames):
+        lines = lines[_ends_at(lines, error) :]  # caught near the call: what is above is the library's
+    if len(lines) > TRACEBACK_LINES:
+        lines = [line for line in lines if line.strip(" ~^") or not line.strip()]
+    if len(lines) > TRACEBACK_LINES:
+        end = _ends_at(lines, error)
+        head = 3 if end > 5 else 1  # "Traceback ...", and the outermost frame with its source line
+        tail = lines[max(head, end - (TRACEBACK_LINES - head - 2)) : end + 1]
+        left_out = len(lines) - head - len(tail)
+        file = f" in {rank.log.rpartition('/')[2]}:{rank.log_line}" if rank.log and rank.log_line else ""
+        lines = [*lines[:head], f"... {left_out} more lines{file}", *tail]
+    return (Said(f"rank {rank.rank}", tuple(cut(line) for line in lines)),)
+
+
+def _ends_at(lines: Sequence[str], error: Raised) -> int:
+    """The index of the line that names the exception: the first such, since what follows was raised while it was handled."""
+    return next((i for i, line in enumerate(lines) if line.startswith(error.type)), len(lines) - 1)
+
+
+def timeline(case: Case) -> tuple[Moment, ...]:
+    """What happened around the cause, as far as the evidence has times; () when there is no more than the end itself."""
+    at_fault = set(case.numbers)
+    moments: list[Moment] = []
+    for rank in case.job.ranks:
+        who = f"rank {rank.rank}"
+        error = rank.raised or (rank.handled[-1] if rank.handled else None)
+        if error is not None and error.at:
+            moments.append(Moment(error.at, who, cut(reading.in_short(error), TIMELINE_WORDS)))
+        follows = rank.raised is not None and rank.ended is not None and rank.ended.code == 1  # the end that every exception has
+        if rank.ended is not None and rank.ended.at and not follows and (rank.rank in at_fault or not rank.sent):
+            moments.append(Moment(rank.ended.at, who, _how_ended(rank)))
+    moments.sort(key=lambda moment: (moment.at, moment.who not in {f"rank {number}" for number in at_fault}, moment.who))
+    own = [i for i, moment in enumerate(moments) if moment.who == f"rank {case.first.rank}"]
+    start = max(own[-1] - 2, 0) if own else len(moments)
+    around = moments[start : start + TIMELINE]
+    return tuple(around) if len(around) > 1 else ()
+
+
+def logs(case: Case) -> tuple[str, ...]:
+    """The log of the first rank at fault, at the line of its last words."""
+    rank = case.first if case.ranks else None
+    if rank is None or not rank.log:
+        return (case.job.run_dir,) if case.job.run_dir else ()
+    return (f"{rank.log}:{rank.log_line}" if rank.log_line else rank.log,)
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; `SIGRTMIN+5`, `signal 77` for those without a name."""
+    if signals.SIGRTMIN < number < signals.SIGRTMAX:
+        return f"SIGRTMIN+{number - signals.SIGRTMIN}"
+    return signals.Signals(number).name if _is_named(number) else f"signal {number}"
+
+
+def size(count: int) -> str:
+    """Bytes for people: `18.9 GiB`."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
+def since(at: float) -> str:
+    """A moment of the job: `+0.31 s`."""
+    return f"+{at:.2f} s"
+
+
+def cut(line: str, most: int = LINE_CHARACTERS) -> str:
+    """A line, shortened with a note when it is far too long."""
+    return line if len(line) <= most else f"{line[:most]} ... ({len(line) - most} more characters)"
+
+
+_CRASHES: dict[int, str] = {
+    signals.SIGSEGV: "native code touched memory that it does not have",
+    signals.SIGABRT: "native code gave up (abort): an assertion, or a C++ exception that nobody caught",
+    signals.SIGBUS: "native code touched mapped memory that has nothing behind it",
+    signals.SIGFPE: "native code divided by zero, or the like",
+    signals.SIGILL: "native code has an instruction that this processor does not know",
+    signals.SIGSYS: "a system call was made that is forbidden here (seccomp)",
+    signals.SIGTRAP: "native code stopped at a breakpoint or an assertion",
+}
+CRASHES = frozenset(_CRASHES)
+
+
+def _at(place: str, rank: RankEvidence) -> str:
+    return f"{place}, pid {rank.pid}" if place else f"pid {rank.pid}"
+
+
+def _phase(rank: RankEvidence) -> str:
+    entered = f" since {since(rank.phase_at)}" if rank.phase_at and rank.phase in ("joining", "running", "importing") else ""
+    return PHASES.get(rank.phase, rank.phase) + entered
+
+
+def _is_named(number: int) -> bool:
+    return number in {int(known) for known in signals.Signals}
+
+
+def _first_line(message: str) -> str:
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return line if len(line) <= HEADLINE_MESSAGE else line[: HEADLINE_MESSAGE - 4] + " ..."
+
+
+def _caught_at(error: Raised, root: str) -> str:
+    return f", caught at {stacks.describe(error.caught_at, root)}" if error.caught_at else ""
+
+
+def _was(ranks: Sequence[RankEvidence]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
+def _pids(ranks: Iterable[RankEvidence]) -> str:
+    numbers = [str(rank.pid) for rank in ranks]
+    return f"pid {numbers[0]}" if len(numbers) == 1 else f"pids {', '.join(numbers)}"
+
+
+def _resident(ranks: Iterable[RankEvidence]) -> list[str]:
+    held = [f"rank {rank.rank} {size(rank.resident)}" for rank in ranks if rank.resident]
+    return [f"resident at the last look: {', '.join(held[:8])}{', ...' if len(held) > 8 else ''}"] if held else []
+
+
+def _less_memory(job: JobEvidence) -> tuple[Help, ...]:
+    helps = [Help("lower what each rank keeps in memory: batches, caches, loader processes", "DataLoader(..., num_workers=1)")]
+    if job.world_size > 1:
+        helps.append(Help("or start fewer ranks", f"rallypoint run -n {job.world_size // 2} {job.program}"))
+    return tuple(helps)
+
+
+def _listed(lines: Sequence[str]) -> tuple[str, ...]:
+    return tuple(lines) if len(lines) <= EVIDENCE_LINES else (*lines[: EVIDENCE_LINES - 1], f"and {len(lines) - EVIDENCE_LINES + 1} more")
+
+
+def _never_joined(case: Case) -> tuple[str, ...]:
+    """Only where others were seen to join: without our wrap of init_process_group nobody is."""
+    absent = [rank.rank for rank in case.ranks if rank.meeting is None]
+    seen = any(rank.meeting is not None for rank in case.job.ranks)
+    return (f"{ranks_phrase(absent)} never called init_process_group",) if absent and seen else ()
+
+
+def _how_ended(rank: RankEvidence) -> str:
+    if rank.ended is None:
+        return "has not ended"
+    return f"died: {signal_name(rank.ended.signal)}" if rank.ended.signal else f"exited with code {rank.ended.code}"
+
+
+def _status(rank: RankEvidence) -> int:
+    if rank.ended is None:
+        return 1
+    return 128 + rank.ended.signal if rank.ended.signal else rank.ended.code or 1

@@ -1,0 +1,112 @@
+"""The catalogue: every code, what it means in a line, and whose affair it is; the reports of what happens before there is a rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+
+from rallypoint.diagnosis.report import Help, Report
+
+Affair = Literal["program", "usage", "machine", "launcher", "person"]
+Label = Literal["error", "warning", "stopped"]
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """One code. The code is never renamed, and never used for anything else."""
+
+    code: str
+    meaning: str  # what `rallypoint explain` lists
+    affair: Affair  # your program · how rallypoint was called · this machine · rallypoint itself · somebody wanted it
+    label: Label = "error"  # what stands before the code in a report
+
+
+_LISTED = (
+    Cause("rank-raised", "an exception left the program in a rank", "program"),
+    Cause("rank-exited", "a rank ended with an exit code that is not 0", "program"),
+    Cause("rank-killed", "a signal that rallypoint did not send ended a rank", "machine"),
+    Cause("rank-out-of-memory", "a rank needed more memory than there was: host, GPU or shared", "machine"),
+    Cause("rank-crashed", "native code crashed in a rank: SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL", "program"),
+    Cause("rank-left-early", "a rank ended well while the others still needed it", "program"),
+    Cause("ranks-missing", "some ranks waited until their timeout for others that did not come", "program"),
+    Cause("cause-unknown", "the evidence names no cause", "program"),
+    Cause("error-swallowed", "a rank caught its own error in a call that it shares with the others, and went home", "program"),
+    Cause("address-differs", "the ranks were told different meeting points", "program"),
+    Cause("init-method-invalid", "the init_method given to init_process_group cannot work as it is written", "program"),
+    Cause("store-file-stale", "the file of a file:// rendezvous is left over from an earlier run", "machine"),
+    Cause("group-twice", "init_process_group was called a second time in one process", "program"),
+    Cause("spawn-inside-run", "every rank of the job starts ranks of its own", "program", "warning"),
+    Cause("start-failed", "the program could not be started: missing, not executable, not valid Python", "usage"),
+    Cause("port-in-use", "another program holds the port", "machine"),
+    Cause("ports-exhausted", "no port of the range that was asked for is free", "machine"),
+    Cause("port-forbidden", "the port is one that only a privileged user may bind", "usage"),
+    Cause("port-invalid", "the number is no port, or lies outside the range that was asked for", "usage"),
+    Cause("port-unavailable", "this machine refuses to listen on the port, for another reason than a holder", "machine"),
+    Cause("address-unavailable", "the address to listen on is not one of this machine's", "machine"),
+    Cause("address-unresolved", "a host name has no address here", "machine"),
+    Cause("device-missing", "an accelerator was asked for that is not there", "machine"),
+    Cause("cuda-in-template", "a module that is imported before the ranks start holds CUDA or runs a thread", "program"),
+    Cause("torch-missing", "there is no torch in this Python environment", "machine"),
+    Cause("torch-too-old", "the torch in this Python environment is too old", "machine"),
+    Cause("launcher-died", "a process of rallypoint's own was ended from outside, or crashed", "launcher"),
+    Cause("interrupted", "somebody stopped the job: Ctrl-C, or a signal to the launcher", "person", "stopped"),
+    Cause("run-folder-unwritable", "the run folder cannot be made or written", "machine"),
+    Cause("run-folder-used", "the run folder that was asked for holds files with our names that no run wrote", "usage"),
+    Cause("run-folder-in-use", "the run folder that was asked for belongs to a job that is running", "usage"),
+    Cause("log-dir-unwritable", "the folder of --log-dir cannot be made or written", "machine"),
+    Cause("usage", "rallypoint was called wrongly", "usage"),
+    Cause("option-unknown", "rallypoint has no such option", "usage"),
+    Cause("several-nodes", "an option that is for several nodes, which this version cannot start", "usage"),
+    Cause("internal-error", "a fault in rallypoint itself", "launcher"),
+)
+
+CATALOGUE = {cause.code: cause for cause in _LISTED}
+
+
+def page(code: str) -> str:
+    """The page that explains a code, as it stands in the package. Raises KeyError for a code that is not in the catalogue."""
+    if code not in CATALOGUE:
+        raise KeyError(code)
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "explain", f"{code}.md"), encoding="utf-8") as file:
+        return file.read()
+
+
+def nearest(name: str) -> tuple[str, ...]:
+    """Up to three codes that were perhaps meant."""
+    import difflib
+
+    words = name.lower().replace("_", "-").replace(" ", "-")
+    near = difflib.get_close_matches(words, CATALOGUE, n=3, cutoff=0.6)
+    return tuple(near) or tuple(code for code in CATALOGUE if words and words in code)[:3]
+
+
+def spawn_inside_run(line: str, world_size: int, program: str) -> Report:
+    """A warning: the program starts ranks of its own under `-n 2` or more. `line`: "train.py:30"."""
+    return Report(
+        code="spawn-inside-run",
+        headline=f"each of the {world_size} ranks starts ranks of its own at {line}",
+        why="a program that calls mp.spawn is its own launcher; its ranks multiply with -n, and mostly ask for the same port",
+        help=(
+            Help("start it once, and let it spawn", f"rallypoint run -n 1 {program}"),
+            Help("or take mp.spawn out of it, and read RANK and WORLD_SIZE from the environment", 'rank = int(os.environ["RANK"])'),
+        ),
+        exit_status=0,
+    )
+
+
+def cuda_in_template(module: str, line: str, found: str) -> Report:
+    """A preloaded module left what no fork survives. `line`: where, "pkg/ops.py:12", or ""; `found`: "CUDA is initialised", "2 threads"."""
+    return Report(
+        code="cuda-in-template",
+        headline=f"importing {module} leaves a process that must not be forked: {found}",
+        where=line or "during the import, before any rank was started",
+        why="a forked rank cannot use CUDA, nor locks that another thread held",
+        then="the job goes on: every rank gets a fresh interpreter, which starts more slowly",
+        help=(
+            Help(f"do not touch CUDA while {module} is imported: ask for devices in a function that the ranks call"),
+            Help("or leave the module out of --preload"),
+            Help("or ask for fresh interpreters, and this message goes", "rallypoint run --fresh ..."),
+        ),
+        exit_status=0,
+    )

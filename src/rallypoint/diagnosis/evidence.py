@@ -1,0 +1,240 @@
+"""What can be learned about a rank that died or stalled."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import msgspec
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+    source: str = ""  # the source line, stripped; "" when unknown
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """An exception that was seen in a rank."""
+
+    type: str  # qualified as Python prints it: "ValueError", "torch.distributed.DistNetworkError"
+    message: str
+    frames: tuple[Frame, ...]  # outermost first, ours and runpy's left out
+    traceback: str  # as Python prints it (with causes and contexts), our frames left out
+    at: float = 0.0  # seconds since the job's start
+    call: str = ""  # the torch call that it left: "init_process_group", "set_device", "all_reduce", ...; "" if none
+    caught_at: Frame | None = None  # the except line of the program that caught it, if it did
+    errno: int = 0
+    filename: str = ""  # OSError's or SyntaxError's
+    code: str = ""  # of an exception of ours (init-method-invalid, store-file-stale), or of what our hook recognised (group-twice)
+    why: tuple[str, ...] = ()  # with a code: the facts
+    help: tuple[tuple[str, str], ...] = ()  # with a code: (sentence, line to type)
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a process ended."""
+
+    code: int = 0  # exit code, when signal is 0
+    signal: int = 0  # number of the signal that ended it
+    at: float = 0.0  # seconds since the job's start
+    order: int = 0  # the order in which the kernel reported ends: 0 first
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """What a rank's call of init_process_group found: where it will meet the others."""
+
+    method: str  # "env://", "tcp://host:port", "file:///path", "store"
+    address: str = ""  # host:port, or the path
+    rank: int = -1
+    world_size: int = -1
+    backend: str = ""
+    line: str = ""  # "train.py:7" that set the address, or made the call
+
+
+class RankEvidence(msgspec.Struct, frozen=True):
+    """All that is known of one rank when the report is made."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    phase: str  # started, preparing, importing, joining (in init_process_group), running, finishing, done
+    phase_at: float = 0.0
+    ended: Ended | None = None
+    raised: Raised | None = None  # left the program uncaught: the first of the __context__ chain
+    handled: tuple[Raised, ...] = ()  # left set_device, init_process_group or a collective, oldest first
+    meeting: Meeting | None = None
+    sent: tuple[str, ...] = ()  # signals that this launcher had sent it, by name
+    stack: tuple[Frame, ...] = ()  # the main thread's, outermost first, when last asked or when it crashed
+    stack_text: str = ""  # the whole dump as faulthandler wrote it
+    said: tuple[str, ...] = ()  # its last lines on stderr and stdout, oldest first, without prefix
+    said_traceback: bool = False  # the raised traceback already stands in `said` / on the terminal
+    log: str = ""  # path of its log, "" if none
+    log_line: int = 0  # line of the log where its last words start
+    resident: int = 0  # bytes at the last look, 0 if unknown
+    left_at: str = ""  # "train.py:10 in main": the sys.exit that ended it, when the code is not 0
+    not_executed: int = 0  # errno of an execve that failed: the program never ran
+    error_file: str = ""  # the message that @record wrote, if any (JSON text)
+
+
+class MemoryEvidence(msgspec.Struct, frozen=True):
+    """What the kernel says about memory: the cgroup's counters before and after, and its log."""
+
+    oom_kills: int = 0  # how many more since the job's start
+    counted: bool = False  # the counter could be read both times; else oom_kills says nothing
+    limit: int = 0  # bytes; 0: none, or unknown
+    current: int = 0
+    killed_pids: tuple[int, ...] = ()  # from the kernel's log, when it may be read
+    kernel_log_read: bool = False
+
+
+class HelperLost(msgspec.Struct, frozen=True):
+    """A process of the launcher's own ended by itself: "template", "guard" or "c10d host"."""
+
+    name: str
+    pid: int
+    ended: Ended
+    words: tuple[str, ...] = ()
+
+
+class JobEvidence(msgspec.Struct, frozen=True):
+    """What a diagnosis is made from. Pure data: `rules.py` needs nothing else."""
+
+    program: str  # as typed: "train.py"
+    world_size: int
+    ranks: tuple[RankEvidence, ...]
+    attempt: int = 0
+    max_restarts: int = 0
+    held_address: str = ""  # host:port of the socket that the launcher holds for init_process_group
+    interrupted_by: str = ""  # the signal that the launcher itself got: "SIGINT", "SIGTERM", ...
+    stop_reason: str = ""
+    memory: MemoryEvidence = MemoryEvidence()
+    helper: HelperLost | None = None
+    holders: tuple[str, ...] = ()  # who holds the port that a rank could not bind, a line each
+    run_dir: str = ""
+    on_failure: str = "stop"
+    now: float = 0.0
+
+
+class MemoryCounters(msgspec.Struct, frozen=True):
+    """The memory counters of this process's cgroup at one moment."""
+
+    oom_kills: int = 0  # processes of the cgroup that the kernel has killed for memory, since the cgroup exists
+    limit: int = 0  # bytes; the smallest limit of the cgroup and those above it; 0: none, or unknown
+    current: int = 0  # bytes charged to the cgroup that has that limit
+    path: str = ""  # the file that oom_kills was read from; "" when there is none
+
+
+# cgroup v1 writes "no limit" as the largest page-aligned number; nobody has an exbibyte.
+_NO_LIMIT = 1 << 60
+_KILLED = re.compile(r"Kill(?:ed)? process (\d+)")
+# The kernel stamps its log with a clock that may run a little behind CLOCK_MONOTONIC.
+_LOG_SLACK = 1.0
+# One read gives one record, and the kernel's ring holds some ten thousand: a bound for a kernel that writes faster than we read.
+_LOG_RECORDS = 200_000
+_LOG_RECORD_BYTES = 8192
+
+
+def memory_counters(root: str = "/") -> MemoryCounters:
+    """What the kernel counts for this process's cgroup now, version 2 or 1; zeros where it tells nothing.
+
+    In a container the path of /proc/self/cgroup may lie outside what is mounted; then the nearest folder above it counts.
+    `root` is for tests.
+    """
+    v1, v2 = _cgroup_paths(os.path.join(root, "proc/self/cgroup"))
+    mounts = os.path.join(root, "sys/fs/cgroup")
+    if v1:
+        found = _counters(os.path.join(mounts, "memory"), v1, ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes"))
+        if found.path:
+            return found
+    for mount in (mounts, os.path.join(mounts, "unified")):
+        found = _counters(mount, v2, ("memory.events", "memory.max", "memory.current"))
+        if found.path or found.limit:
+            return found
+    return MemoryCounters()
+
+
+def difference(
+    before: MemoryCounters, after: MemoryCounters, killed_pids: tuple[int, ...] = (), kernel_log_read: bool = False
+) -> MemoryEvidence:
+    """What two looks at the counters, and one at the kernel's log, say together."""
+    counted = bool(after.path) and after.path == before.path
+    kills = max(after.oom_kills - before.oom_kills, 0) if counted else 0
+    return MemoryEvidence(kills, counted, after.limit, after.current, killed_pids, kernel_log_read)
+
+
+def kernel_oom_kills(since: float, path: str = "/dev/kmsg") -> tuple[tuple[int, ...], bool]:
+    """The pids that the kernel's log says were killed for memory, and whether the log could be read.
+
+    `since` is CLOCK_MONOTONIC in seconds. Never waits. The pids are those of the machine: inside a container with pids of its own
+    they match no rank (such a container can rarely read the log at all).
+    """
+    try:
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return (), False
+    pids: list[int] = []
+    try:
+        for _ in range(_LOG_RECORDS):
+            try:
+                record = os.read(log, _LOG_RECORD_BYTES)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # this record was overwritten while we read; the next one is the oldest that is left
+                continue
+            if not record:
+                break
+            # A device gives one record for one read; a plain file, as in tests, gives many lines.
+            for line in record.decode(errors="replace").splitlines():
+                head, semicolon, message = line.partition(";")
+                fields = head.split(",")
+                if not semicolon or len(fields) < 3 or not fields[2].isdigit() or int(fields[2]) / 1e6 < since - _LOG_SLACK:
+                    continue
+                pids += [int(pid) for pid in _KILLED.findall(message)]
+    except OSError:
+        return tuple(pids), False
+    finally:
+        os.close(log)
+    return tuple(dict.fromkeys(pids)), True
+
+
+def _cgroup_paths(path: str) -> tuple[str, str]:
+    """This process's cgroup for the v1 memory controller ("" if none) and for v2."""
+    v1 = v2 = ""
+    for line in _words(path).splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, cgroup = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            v2 = cgroup
+        elif "memory" in controllers.split(","):
+            v1 = cgroup
+    return v1, v2
+
+
+def _counters(mount: str, cgroup: str, names: tuple[str, str, str]) -> MemoryCounters:
+    events, limit_name, current_name = names
+    kills, source, limit, current = 0, "", 0, 0
+    parts = [part for part in cgroup.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        folder = os.path.join(mount, *parts[:depth])
+        if not source and (found := re.search(r"^oom_kill (\d+)", _words(os.path.join(folder, events)), re.MULTILINE)):
+            kills, source = int(found.group(1)), os.path.join(folder, events)
+        bound = _number(os.path.join(folder, limit_name))
+        if 0 < bound < _NO_LIMIT and (not limit or bound < limit):
+            limit, current = bound, _number(os.path.join(folder, current_name))
+    return MemoryCounters(kills, limit, current, source)
+
+
+def _number(path: str) -> int:
+    words = _words(path).strip()
+    return int(words) if words.isdigit() else 0
+
+
+def _words(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

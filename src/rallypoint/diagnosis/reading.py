@@ -1,0 +1,237 @@
+"""Another program's log to evidence: what the words of torch, gloo, NCCL and Python mean.
+
+Only phrases that were seen are listed (torch 2.7 to 2.13, gloo, NCCL's documented texts). What matches none is the rank's own affair:
+an exception that mentions no lost peer is a better candidate for the cause than one that does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from enum import Enum
+
+from rallypoint.diagnosis.evidence import Frame, Raised
+
+
+class Meaning(Enum):
+    """What an exception's text says about the other ranks."""
+
+    OWN = "own"  # says nothing about a peer
+    LOST = "lost"  # a connection of torch's to a peer, or to its store, broke
+    WAITED = "waited"  # the others, or the store, did not come within the time limit
+    MAYBE_LOST = "maybe"  # a bare ConnectionError, BrokenPipeError, EOFError: perhaps a peer, perhaps a database
+
+
+# Texts that only torch's own transports write. They count wherever they occur.
+_LOST = re.compile(
+    r"This is typically caused by a remote worker"
+    r"|\[.*pair\.cc:\d+\].*(closed|reset|refused|error|Broken pipe)"
+    r"|Application timeout caused pair closure|recvValue failed|recvVector failed|sendBytes failed"
+    r"|Failed to recv, got 0 bytes|Did the remote server shutdown or crash"
+    r"|remote process exit|ncclRemoteError|Connection closed by (remote )?peer|Connection closed by localRank"
+    r"|NCCL communicator was aborted|Socket Timeout|failed to connect to all addresses",
+    re.IGNORECASE,
+)
+# gloo checks what arrives: "[enforce fail at .../gloo/transport/tcp/pair.cc:456] ... 500 vs 252". That is no lost connection.
+_OWN = re.compile(r"enforce fail at|EnforceNotMet")
+_WAITED = re.compile(
+    r"Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms"
+    r"|The client socket has (timed out|failed to connect)|Watchdog caught collective operation timeout"
+    r"|collective operation timeout|failed to pass monitoredBarrier|timed out connecting|Connect timeout"
+    r"|Timed out in synchronization|Timeout waiting for key|Store.*timed? ?out",
+    re.IGNORECASE,
+)
+# Texts that others write too: they count when a torch call was left by them, or the type is torch's.
+_LOST_IN_TORCH = re.compile(
+    r"Connection (reset|refused|closed|aborted)|Broken pipe|EOF|Interrupted system call|Transport endpoint|socketProgress|NET/Socket"
+    r"|Software caused connection abort|ncclSystemError",
+    re.IGNORECASE,
+)
+_WAITED_IN_TORCH = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
+_TORCH_TYPES = ("DistNetworkError", "DistStoreError", "DistBackendError", "DistError", "C10dError")
+_BARE_TYPES = ("ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError", "EOFError")
+_BARE = re.compile(r"Connection (reset|closed|aborted|refused)|Broken pipe", re.IGNORECASE)
+
+_PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use|errno: 98\b|\[Errno 98\]", re.IGNORECASE)
+_PORT = re.compile(
+    r"\bport[:= ]+(\d{1,5})\b"  # torch
+    r"|\('[^']*', (\d{1,5})[,)]"  # socket.create_server, asyncio
+    r"|:(\d{2,5})\b(?=[^\d]*(?:EADDRINUSE|address already in use))",  # gRPC, uvicorn and others
+    re.IGNORECASE,
+)
+
+_GPU_MEMORY = re.compile(r"(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|\[Errno 12\]", re.IGNORECASE)
+_SHARED_MEMORY = re.compile(
+    r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory|killed by signal: Bus error", re.IGNORECASE
+)
+_DEVICE_MISSING = re.compile(
+    r"invalid device ordinal|No CUDA GPUs are available|Torch not compiled with CUDA enabled|Found no NVIDIA driver"
+    r"|no attribute '_cuda_|Distributed package doesn't have NCCL built in|no CUDA-capable device is detected"
+    r"|No HIP GPUs are available|ProcessGroupNCCL is only supported with GPUs",
+    re.IGNORECASE,
+)
+_GROUP_TWICE = re.compile(r"trying to initialize the default process group twice")
+_CUDA_FORKED = re.compile(r"Cannot re-initialize CUDA in forked subprocess")
+_MASTER_ENV = re.compile(r"environment variable (\w+) expected, but not set")
+
+
+def _short(kind: str) -> str:
+    return kind.rpartition(".")[2]
+
+
+def meaning(kind: str, message: str, call: str = "") -> Meaning:
+    """What an exception of type `kind` with this message says about the other ranks; `call` is the torch call that it left."""
+    short = _short(kind)
+    if _OWN.search(message) or port_in_use(message) or group_twice(message) or device_missing(message):
+        return Meaning.OWN
+    if _WAITED.search(message):
+        return Meaning.LOST if "refused" in message else Meaning.WAITED
+    if _LOST.search(message):
+        return Meaning.LOST
+    if call or short in _TORCH_TYPES:
+        if _LOST_IN_TORCH.search(message):
+            return Meaning.LOST
+        if _WAITED_IN_TORCH.search(message):
+            return Meaning.WAITED
+    if short in _BARE_TYPES or _BARE.search(message):
+        return Meaning.MAYBE_LOST
+    return Meaning.OWN
+
+
+_LOST_WORDS = re.compile(
+    r"Connection (closed|reset|refused|aborted) by (remote )?peer|Connection (refused|reset|closed|aborted)|Broken pipe|Socket Timeout"
+    r"|Failed to recv, got 0 bytes|Application timeout caused pair closure|remote process exit\w*|communicator was aborted"
+    r"|Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|has timed out after \d+ ?ms",
+    re.IGNORECASE,
+)
+
+
+def in_short(error: Raised) -> str:
+    """A consequence in a few words, "all_reduce: Connection closed by peer"; torch's own texts fill three lines."""
+    found = _LOST_WORDS.search(error.message) if meaning(error.type, error.message, error.call) is not Meaning.OWN else None
+    words = found.group(0) if found else f"{error.type}: {error.message}".partition("\n")[0]
+    return f"{error.call}: {words}" if error.call else words
+
+
+def says_lost(lines: Sequence[str]) -> bool:
+    """True when a rank's last words contain a text that only a broken connection of torch's leaves."""
+    return any(_LOST.search(line) and not _OWN.search(line) for line in lines)
+
+
+def says_waited(lines: Sequence[str]) -> bool:
+    """True when a rank's last words say that torch gave up waiting."""
+    return any(_WAITED.search(line) for line in lines)
+
+
+def port_in_use(message: str) -> bool:
+    """True for EADDRINUSE in any of torch's and Python's spellings."""
+    return bool(_PORT_IN_USE.search(message))
+
+
+def port_named(message: str) -> int:
+    """The port that such a message names; 0 if none."""
+    found = _PORT.search(message)
+    return int(next(filter(None, found.groups()))) if found else 0
+
+
+def out_of_memory(kind: str, message: str) -> str:
+    """ "GPU", "host" or "shared" when the exception says that this memory ran out; "" otherwise."""
+    if _short(kind) == "OutOfMemoryError" or _GPU_MEMORY.search(message):
+        return "GPU"
+    if _SHARED_MEMORY.search(message):
+        return "shared"
+    if _short(kind) == "MemoryError" or _HOST_MEMORY.search(message):
+        return "host"
+    return ""
+
+
+def device_missing(message: str) -> bool:
+    """True when torch says that an accelerator, or its support for one, is not there."""
+    return bool(_DEVICE_MISSING.search(message))
+
+
+def group_twice(message: str) -> bool:
+    """True when init_process_group says that there is a default group already."""
+    return bool(_GROUP_TWICE.search(message))
+
+
+def cuda_forked(message: str) -> bool:
+    """True when CUDA was up in the process that forked this one."""
+    return bool(_CUDA_FORKED.search(message))
+
+
+def variable_missing(message: str) -> str:
+    """The environment variable that init_process_group missed; "" if none."""
+    found = _MASTER_ENV.search(message)
+    return found.group(1) if found else ""
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's own excepthook puts it before each line once there is a group
+_DURING = "During handling of the above exception, another exception occurred:"
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+
+
+def exception_in(lines: Sequence[str]) -> Raised | None:
+    """The exception that a Python traceback at the end of a log tells of; None when the log does not end in one.
+
+    Of exceptions raised while another was handled it is the first one, as for `RankEvidence.raised`.
+    """
+    lines = [_RANK.sub("", line) for line in lines]
+    starts = [i for i, line in enumerate(lines) if line == _TRACEBACK]
+    found: Raised | None = None
+    last = len(lines)
+    for start in reversed(starts):
+        block = _block(lines, start)
+        if block is None:
+            break
+        raised, end = block
+        if found is None and any(line.strip() for line in lines[end:last][8:]):
+            return None  # it went on for long after that traceback: the traceback is not its end
+        found, last = raised, start
+        if not any(line == _DURING for line in lines[max(start - 2, 0) : start]):
+            break
+    return found
+
+
+def _block(lines: Sequence[str], start: int) -> tuple[Raised, int] | None:
+    frames: list[Frame] = []
+    for at in range(start + 1, len(lines)):
+        line = lines[at]
+        if (frame := _FRAME.match(line)) is not None:
+            source = lines[at + 1].strip() if at + 1 < len(lines) and lines[at + 1].startswith("    ") else ""
+            frames.append(Frame(frame.group("file"), int(frame.group("line")), frame.group("function") or "", source))
+        elif line and not line.startswith(" "):
+            told = _EXCEPTION.match(line)
+            if told is None:
+                return None
+            shown = "\n".join(lines[start : at + 1])
+            return Raised(told.group("type"), told.group("message") or "", tuple(frames), shown), at + 1
+    return None
+
+
+def error_file(text: str) -> Raised | None:
+    """The exception in the file that `torch.distributed.elastic`'s `@record` writes; None when it is not such a file.
+
+    `{"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "..."}}}`, or `message` a string.
+    """
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return None
+    message = told.get("message") if isinstance(told, dict) else None
+    extra: object = None
+    if isinstance(message, dict):
+        extra, message = message.get("extraInfo"), message.get("message")
+    if not isinstance(message, str) or not message:
+        return None
+    stack = extra.get("py_callstack") if isinstance(extra, dict) else None
+    traceback = stack.rstrip("\n") if isinstance(stack, str) else message
+    from_stack = exception_in(traceback.splitlines())
+    kind, colon, rest = message.partition(": ")
+    if colon and re.fullmatch(r"[A-Za-z_][\w.]*", kind):
+        return Raised(kind, rest, from_stack.frames if from_stack else (), traceback)
+    return from_stack or Raised("Exception", message, (), traceback)

@@ -1,0 +1,160 @@
+"""The same report for a terminal, a log, a program."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+import msgspec
+
+from rallypoint.diagnosis.causes import CATALOGUE
+from rallypoint.diagnosis.report import Help, Moment, Report, Said
+from rallypoint.errors import InternalError, RallypointError, UsageError
+
+_LABEL = 7  # columns of "where  ", "why    ", ...: the longest label and two blanks
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movement
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|\x9c|$)"  # OSC, DCS, SOS, PM, APC: titles, links, up to their end
+    r"|\x9b[0-?]*[ -/]*[@-~]"  # CSI as one byte
+    r"|\x1b[ -/]*[0-~]",  # the two- and three-byte ones
+    re.DOTALL,
+)
+# Controls but tab, and the marks that turn the direction of writing: a report must show what is there.
+_CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_RED, _CYAN, _OFF = "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
+
+
+def plain(words: str) -> str:
+    """One line of somebody's words without control sequences; of a line that redrew itself (`\\r`) only the last state."""
+    line = _ESCAPES.sub("", words)
+    if "\r" in line:
+        line = next((part for part in reversed(line.split("\r")) if part.strip()), "")
+    return _CONTROLS.sub(" ", line).rstrip()
+
+
+def cleaned(report: Report) -> Report:
+    """The report with every text in it made safe to print."""
+    return Report(
+        code=plain(report.code),
+        headline=plain(report.headline),
+        where=plain(report.where),
+        why=plain(report.why),
+        confidence=report.confidence,
+        evidence=tuple(plain(line) for line in report.evidence),
+        then=plain(report.then),
+        timeline=tuple(Moment(m.at, plain(m.who), plain(m.what)) for m in report.timeline),
+        said=tuple(Said(plain(s.who), tuple(plain(line) for line in s.lines)) for s in report.said),
+        help=tuple(Help(plain(h.sentence), "\n".join(plain(line) for line in h.command.splitlines())) for h in report.help),
+        logs=tuple(plain(log) for log in report.logs),
+        ranks=report.ranks,
+        exit_status=report.exit_status,
+    )
+
+
+def text(reports: Report | Sequence[Report], *, width: int = 92, color: bool = False) -> str:
+    """The reports as people read them, without a newline at the end. Whether colour is wanted is the caller's to know."""
+    listed = (reports,) if isinstance(reports, Report) else tuple(reports)
+    blocks = ["\n".join(_lines(cleaned(report), max(width, 40), color)) for report in listed]
+    if len(blocks) > 1:
+        blocks.insert(0, f"{len(blocks)} causes")
+    return "\n\n".join(blocks)
+
+
+def json(reports: Report | Sequence[Report]) -> str:
+    """The reports as one JSON object on one line: `exit_status` of the first cause, and `reports` with the fields of `Report`."""
+    listed = [cleaned(reports)] if isinstance(reports, Report) else [cleaned(report) for report in reports]
+    status = listed[0].exit_status if listed else 0
+    return msgspec.json.encode({"exit_status": status, "reports": listed}).decode()
+
+
+def report_of(error: RallypointError) -> Report:
+    """The report that an exception of ours stands for."""
+    status = 2 if isinstance(error, UsageError) else 70 if isinstance(error, InternalError) else 1
+    why = error.why[0] if error.why else ""
+    helps = tuple(Help(sentence, command) for sentence, command in error.help)
+    return Report(code=error.code, headline=error.headline, why=why, evidence=error.why[1:], help=helps, exit_status=status)
+
+
+def error_text(error: RallypointError, *, width: int = 92, color: bool = False) -> str:
+    """An exception of ours as the command line prints it."""
+    return text(report_of(error), width=width, color=color)
+
+
+def _lines(report: Report, width: int, color: bool) -> list[str]:
+    blocks = [
+        _account(report, width, color),
+        _timeline(report.timeline),
+        *(_said(said) for said in report.said),
+        [line for help in report.help for line in _help(help, width, color)],
+        _ends(report, color),
+    ]
+    lines = [_headline(report, color)]
+    for block in blocks:
+        if block:
+            lines += ["", *block]
+    return lines
+
+
+def _headline(report: Report, color: bool) -> str:
+    label = CATALOGUE[report.code].label if report.code in CATALOGUE else "error"
+    head = f"{label}[{report.code}]:"
+    return f"{_RED}{head}{_OFF} {report.headline}" if color else f"{head} {report.headline}"
+
+
+def _label(name: str, color: bool) -> str:
+    padded = name.ljust(_LABEL)
+    return f"  {_CYAN}{padded}{_OFF}" if color else f"  {padded}"
+
+
+def _wrapped(words: str, width: int, indent: int) -> list[str]:
+    room = max(width - indent, 20)
+    return textwrap.wrap(words, room, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _labelled(name: str, words: str, width: int, color: bool) -> list[str]:
+    indent = 2 + _LABEL
+    first, *rest = _wrapped(words, width, indent)
+    return [_label(name, color) + first, *(" " * indent + line for line in rest)]
+
+
+def _account(report: Report, width: int, color: bool) -> list[str]:
+    lines: list[str] = []
+    if report.where:
+        lines += _labelled("where", report.where, width, color)
+    why, evidence = report.why, report.evidence
+    if not why and evidence:
+        why, evidence = evidence[0], evidence[1:]
+    if report.confidence != "certain":
+        why = f"{why or 'this is where it began'} ({report.confidence})"
+    if why:
+        lines += _labelled("why", why, width, color)
+    for item in evidence:
+        first, *rest = _wrapped(item, width, 4 + _LABEL)
+        lines += [" " * (2 + _LABEL) + "- " + first, *(" " * (4 + _LABEL) + line for line in rest)]
+    if report.then:
+        lines += _labelled("then", report.then, width, color)
+    return lines
+
+
+def _timeline(moments: Sequence[Moment]) -> list[str]:
+    times = [f"+{moment.at:.3f}s" for moment in moments]
+    far = max((len(time) for time in times), default=0)
+    who = max((len(moment.who) for moment in moments), default=0)
+    return [f"  {time.rjust(far)}  {m.who.ljust(who)}  {m.what}" for time, m in zip(times, moments, strict=True)]
+
+
+def _said(said: Said) -> list[str]:
+    return [f"  {said.who} said:", *(f"    | {line}".rstrip() for line in said.lines)] if said.lines else []
+
+
+def _help(help: Help, width: int, color: bool) -> list[str]:
+    sentence = f"{help.sentence}:" if help.command else help.sentence
+    lines = _labelled("help", sentence, width, color)
+    return lines + [" " * (6 + _LABEL) + line for line in help.command.splitlines()]
+
+
+def _ends(report: Report, color: bool) -> list[str]:
+    lines = [(" " * (2 + _LABEL) if i else _label("logs", color)) + log for i, log in enumerate(report.logs)]
+    return [*lines, f"{_label('more', color)}rallypoint explain {report.code}"]

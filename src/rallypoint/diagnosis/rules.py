@@ -1,0 +1,429 @@
+"""Evidence to causes, with confidence.
+
+Ranked by the kind of evidence, never by the clock alone: a signal that nobody of us sent, and an exception that mentions no lost peer, are
+causes; "connection closed by peer", an abort after it, and whatever this launcher sent are consequences. The clock only orders causes of
+the same kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable
+from enum import Enum
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rallypoint.diagnosis import accounts, reading, stacks
+from rallypoint.diagnosis.accounts import Case
+from rallypoint.diagnosis.evidence import JobEvidence, Meeting, Raised, RankEvidence
+from rallypoint.diagnosis.reading import Meaning
+from rallypoint.diagnosis.report import Confidence, Help, Report
+from rallypoint.world import ranks_phrase
+
+MOST_REPORTS = 3  # causes told in full; more than three errors at once are mostly one that nobody has recognised
+SIGKILL, SIGABRT = 9, 6
+
+
+class Kind(Enum):
+    """What one rank's evidence says, looked at alone."""
+
+    NOT_RUN = "not run"  # the program's file could not be executed
+    KILLED = "killed"  # a signal that nobody of us sent
+    RAISED = "raised"  # an exception that mentions no lost peer
+    CRASHED = "crashed"  # SIGSEGV and its like
+    SWALLOWED = "swallowed"  # exit code 0 after an error of its own in a shared call
+    EXITED = "exited"  # an exit code that is not 0, with nothing that explains it
+    ABORTED = "aborted"  # SIGABRT with nothing that explains it: peers do that, too, when they lose a connection
+    DOUBTFUL = "doubtful"  # a bare "Connection reset": by a peer, or by a database
+    LOST = "lost"  # says that it lost a peer
+    WAITED = "waited"  # says that the others did not come
+    STOPPED = "stopped"  # ended by us, or with the launcher
+    ALIVE = "alive"
+    FINISHED = "finished"  # exit code 0
+
+
+# Causes in the order of their weight. Within a row they are independent of each other; a lower row is a consequence of a higher one.
+STRONG = (Kind.NOT_RUN, Kind.KILLED, Kind.RAISED, Kind.CRASHED)
+ROWS: tuple[tuple[Kind, ...], ...] = (STRONG, (Kind.SWALLOWED,), (Kind.EXITED,), (Kind.ABORTED,), (Kind.DOUBTFUL,))
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A rank, what kind of evidence it shows, and the exception that shows it."""
+
+    rank: RankEvidence
+    kind: Kind
+    error: Raised | None = None
+
+
+def diagnose(job: JobEvidence) -> tuple[Report, ...]:
+    """The causes of a job's failure, the first one first, each with its consequences folded in. Never empty; depends on nothing else."""
+    job = msgspec.structs.replace(job, ranks=tuple(sorted(job.ranks, key=lambda rank: rank.rank)))
+    verdicts = [_verdict(rank, job) for rank in job.ranks]
+    verdicts = [_stopped_after(verdict, verdicts) for verdict in verdicts]
+    verdicts = [_shared(verdict, verdicts) for verdict in verdicts]
+    first: tuple[Report, ...] = ()
+    rows = ROWS
+    if job.helper is not None:
+        first, rows = (accounts.launcher_died(job, _then(job, verdicts, [], STRONG)),), ROWS[:1]
+    elif job.interrupted_by:
+        rows = ROWS[:1]
+    for row in rows:
+        found = [verdict for verdict in verdicts if verdict.kind in row]
+        if found:
+            return (*first, *_reports(job, verdicts, found))
+    if first:
+        return first
+    if job.interrupted_by:
+        return (accounts.interrupted(job, ""),)
+    return (_of_consequences(job, verdicts),)
+
+
+def is_consequence(error: Raised) -> bool:
+    """True when an exception speaks of a lost or missing peer: the cause is then probably still to come."""
+    return not error.code and reading.meaning(error.type, error.message, error.call) is not Meaning.OWN
+
+
+def check_init_method(url: str) -> Report | None:
+    """What is wrong with an `init_method` as it is written, with the corrected text; None when nothing is known to be."""
+    scheme, _, rest = url.partition(":")
+    problem = correct = ""
+    if scheme == "file":
+        host, path = urlsplit(url).netloc, urlsplit(url).path
+        if host:
+            problem = f"{host!r} is taken for a host there, and the file for {path or '/'}"
+            correct = f"file:///{host}{path}" if host not in (".", "..") else ""
+        elif not path.strip("/"):
+            problem = "it names no file"
+    elif scheme == "tcp":
+        problem, correct = _check_tcp(rest)
+    elif scheme in ("http", "https"):
+        problem, correct = "torch meets over tcp:// or file://, not over HTTP", "tcp:" + rest
+        if _check_tcp(rest)[0]:
+            correct = _check_tcp(rest)[1]
+    elif re.fullmatch(r"[\w.-]+:\d+", url):
+        problem, correct = "the tcp:// before it is missing", f"tcp://{url}"
+    if not problem:
+        return None
+    helps: tuple[Help, ...]
+    if correct:
+        helps = (Help("write", f'init_method="{correct}"'),)
+    elif scheme == "file":
+        helps = (Help("write the whole path, with three slashes", 'init_method="file:///shared/folder/name"'),)
+    else:
+        helps = (Help("write", 'init_method="tcp://HOST:PORT"'),)
+    helps += (Help("or leave init_method out: rallypoint sets the address"),)
+    return Report(code="init-method-invalid", headline=f'init_method="{url}" cannot work: {problem}', help=helps)
+
+
+def _check_tcp(rest: str) -> tuple[str, str]:
+    """The problem with what follows `tcp:`, and the corrected whole; ("", "") when there is none."""
+    place = rest.lstrip("/")
+    netloc, mark, query = place.partition("?")
+    netloc = netloc.rstrip("/")
+    tail = mark + query
+    host, colon, port = netloc.rpartition(":") if not netloc.endswith("]") else (netloc, "", "")
+    if not colon:
+        host, port = netloc, ""
+    if not host:
+        return "it names no host", f"tcp://127.0.0.1:{port}{tail}" if _is_port(port) else ""
+    if not port:
+        return "it names no port", f"tcp://{host}:29500{tail}"
+    if not _is_port(port):
+        return f"{port} is no port; they go from 1 to 65535", f"tcp://{host}:29500{tail}"
+    if not rest.startswith("//") or rest.startswith("///"):
+        return "two slashes belong before the host", f"tcp://{netloc}{tail}"
+    return "", ""
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535
+
+
+# --- one rank alone --------------------------------------------------------------------------------------------------
+
+
+def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
+    error, ended = _last_exception(rank), rank.ended
+    if error is not None:
+        return Verdict(rank, _kind_of(error), error)
+    if rank.not_executed:
+        return Verdict(rank, Kind.NOT_RUN)
+    if ended is None:
+        return Verdict(rank, Kind.STOPPED if rank.sent else Kind.ALIVE)
+    # Whom we only asked, and who died of SIGKILL all the same, was killed by somebody else: the kernel needs a second for a large process.
+    asked = bool(rank.sent) and not (ended.signal == SIGKILL and "SIGKILL" not in rank.sent)
+    if asked or _by_launcher(rank, job):
+        return Verdict(rank, Kind.FINISHED if ended.code == 0 and not ended.signal and not rank.sent else Kind.STOPPED)
+    peer = next((one for one in reversed(rank.handled) if _kind_of(one) in (Kind.LOST, Kind.WAITED)), None)
+    own = next((one for one in rank.handled if _kind_of(one) is Kind.RAISED), None)
+    if ended.signal:
+        if ended.signal == SIGKILL or (ended.signal not in accounts.CRASHES and peer is None):
+            return Verdict(rank, Kind.KILLED)
+        if peer is not None or reading.says_lost(rank.said):
+            return Verdict(rank, _kind_of(peer) if peer else Kind.LOST, peer)
+        return Verdict(rank, Kind.ABORTED if ended.signal == SIGABRT else Kind.CRASHED)
+    if ended.code == 0:
+        return Verdict(rank, Kind.SWALLOWED if own else Kind.FINISHED, own or peer)
+    if rank.handled and peer is rank.handled[-1]:
+        return Verdict(rank, _kind_of(peer), peer)
+    if own is None and reading.says_lost(rank.said):
+        return Verdict(rank, Kind.LOST)
+    if own is None and reading.says_waited(rank.said):
+        return Verdict(rank, Kind.WAITED)
+    return Verdict(rank, Kind.EXITED, own)
+
+
+def _last_exception(rank: RankEvidence) -> Raised | None:
+    """What left the program: as our hook saw it, as `@record` wrote it, or as the log shows it."""
+    error = rank.raised
+    if error is None and rank.error_file:
+        error = reading.error_file(rank.error_file)
+    if error is None and rank.ended is not None and rank.ended.code == 1:
+        error = reading.exception_in(rank.said)
+    return None if error is not None and error.type.rpartition(".")[2] in ("KeyboardInterrupt", "SystemExit") else error
+
+
+def _kind_of(error: Raised) -> Kind:
+    if error.code:
+        return Kind.RAISED
+    kinds = {Meaning.OWN: Kind.RAISED, Meaning.LOST: Kind.LOST, Meaning.WAITED: Kind.WAITED, Meaning.MAYBE_LOST: Kind.DOUBTFUL}
+    return kinds[reading.meaning(error.type, error.message, error.call)]
+
+
+def _by_launcher(rank: RankEvidence, job: JobEvidence) -> bool:
+    """Ended with the launcher: by the signal that it got, too (batch systems signal every process), or by the death of its parent."""
+    ended = rank.ended
+    if ended is None:
+        return False
+    if job.interrupted_by:
+        return not ended.signal or accounts.signal_name(ended.signal) == job.interrupted_by
+    return job.helper is not None and ended.signal == SIGKILL
+
+
+# --- one rank beside the others --------------------------------------------------------------------------------------
+
+
+def _stopped_after(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
+    """What a rank raised after we had told it to stop is no cause of its own, unless it came before every other one."""
+    if verdict.kind is not Kind.RAISED or not verdict.rank.sent:
+        return verdict
+    others = [_moment(one) for one in verdicts if any(one.kind in row for row in ROWS) and not one.rank.sent]
+    if others and (not verdict.error or not verdict.error.at or verdict.error.at >= min(others)):
+        return Verdict(verdict.rank, Kind.STOPPED)
+    return verdict
+
+
+def _shared(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
+    """An error that a rank swallowed is no cause when another rank swallowed the same and went on, or when nobody was left behind."""
+    if verdict.kind is not Kind.SWALLOWED or verdict.error is None:
+        return verdict
+    same = (verdict.error.type, verdict.error.call)
+    for one in verdicts:
+        if one.rank.ended is None and any((error.type, error.call) == same for error in one.rank.handled):
+            return Verdict(verdict.rank, Kind.FINISHED)
+    left = any(one.kind not in (Kind.FINISHED, Kind.SWALLOWED) for one in verdicts)
+    return verdict if left or all(one.kind is Kind.SWALLOWED for one in verdicts) else Verdict(verdict.rank, Kind.FINISHED)
+
+
+def _moment(verdict: Verdict) -> float:
+    if verdict.error is not None and verdict.error.at:
+        return verdict.error.at
+    return verdict.rank.ended.at if verdict.rank.ended is not None else 0.0
+
+
+def _place_in_order(verdict: Verdict) -> tuple[float, int, int]:
+    ended = verdict.rank.ended
+    return (_moment(verdict), ended.order if ended is not None else 1 << 30, verdict.rank.rank)
+
+
+# --- causes ----------------------------------------------------------------------------------------------------------
+
+
+def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) -> tuple[Report, ...]:
+    """A report for each cause: ranks that show the same are one."""
+    groups: dict[Hashable, list[Verdict]] = {}
+    for verdict in sorted(found, key=_place_in_order):
+        groups.setdefault(_same(verdict, job), []).append(verdict)
+    causes = list(groups.values())
+    confidence: Confidence = "certain"
+    if found[0].kind is Kind.EXITED and len(causes) > 1 and job.on_failure != "continue":
+        causes, confidence = causes[:1], "likely"
+    elif found[0].kind in (Kind.DOUBTFUL, Kind.SWALLOWED):
+        confidence = "likely" if found[0].kind is Kind.DOUBTFUL else "certain"
+    told = causes[:MOST_REPORTS]
+    at_fault = [verdict for group in causes for verdict in group]
+    then = _then(job, verdicts, at_fault, STRONG)
+    reports = []
+    for i, group in enumerate(told):
+        last = i == len(told) - 1
+        rest = [verdict.rank.rank for more in causes[MOST_REPORTS:] for verdict in more] if last else []
+        more = f"{ranks_phrase(rest)} failed in other ways still: see their logs" if rest else ""
+        case = Case(job, tuple(v.rank for v in group), "; ".join(filter(None, (more, then if i == 0 else ""))), confidence)
+        reports.append(ACCOUNTS[group[0].kind](case, group[0]))
+    return tuple(reports)
+
+
+def _same(verdict: Verdict, job: JobEvidence) -> Hashable:
+    """What makes two ranks' failures one cause."""
+    rank, error = verdict.rank, verdict.error
+    if error is not None and verdict.kind is not Kind.EXITED:
+        frame = stacks.own_frame(error.frames)
+        place: Hashable = (frame.file, frame.line) if frame else error.message
+        return (verdict.kind, error.type, error.code, place)
+    if verdict.kind is Kind.NOT_RUN:
+        return (Kind.NOT_RUN, rank.not_executed)
+    ended = rank.ended
+    assert ended is not None
+    if verdict.kind is Kind.KILLED:
+        return (Kind.KILLED, ended.signal, _for_memory(rank, job))
+    return (verdict.kind, ended.signal, ended.code)
+
+
+def _for_memory(rank: RankEvidence, job: JobEvidence) -> bool:
+    if rank.ended is None or rank.ended.signal != SIGKILL:
+        return False
+    return rank.pid in job.memory.killed_pids or (job.memory.oom_kills > 0 and not job.memory.killed_pids)
+
+
+def _not_run(case: Case, verdict: Verdict) -> Report:
+    return accounts.not_run(case, verdict.rank.not_executed)
+
+
+def _killed(case: Case, verdict: Verdict) -> Report:
+    if _for_memory(verdict.rank, case.job):
+        return accounts.out_of_memory(case)
+    return accounts.killed(case, verdict.rank.ended.signal if verdict.rank.ended else SIGKILL)
+
+
+def _crashed(case: Case, verdict: Verdict) -> Report:
+    return accounts.crashed(case, verdict.rank.ended.signal if verdict.rank.ended else SIGABRT)
+
+
+def _exited(case: Case, verdict: Verdict) -> Report:
+    return accounts.exited(case, verdict.rank.ended.code if verdict.rank.ended else 1, verdict.error)
+
+
+def _raised(case: Case, verdict: Verdict) -> Report:
+    assert verdict.error is not None
+    return accounts.raised(case, verdict.error)
+
+
+def _swallowed(case: Case, verdict: Verdict) -> Report:
+    assert verdict.error is not None
+    return accounts.swallowed(case, verdict.error)
+
+
+ACCOUNTS: dict[Kind, Callable[[Case, Verdict], Report]] = {
+    Kind.NOT_RUN: _not_run,
+    Kind.KILLED: _killed,
+    Kind.RAISED: _raised,
+    Kind.CRASHED: _crashed,
+    Kind.SWALLOWED: _swallowed,
+    Kind.EXITED: _exited,
+    Kind.ABORTED: _crashed,
+    Kind.DOUBTFUL: _raised,
+}
+
+
+# --- only consequences -----------------------------------------------------------------------------------------------
+
+
+def _of_consequences(job: JobEvidence, verdicts: list[Verdict]) -> Report:
+    """No rank shows a cause of its own: what the ranks show together, or that the cause is not known."""
+    hurt = sorted((v for v in verdicts if v.kind in (Kind.LOST, Kind.WAITED)), key=_place_in_order)
+    meetings = _meetings(job)
+    if len(meetings) > 1:
+        ranks = {rank for _, numbers in meetings for rank in numbers}
+        return accounts.address_differs(_case(job, verdicts, [v for v in verdicts if v.rank.rank in ranks], "certain"), meetings)
+    stale = [v for v in hurt if v.error is not None and _by_stale_file(v)]
+    if stale:
+        meeting, error = stale[0].rank.meeting, stale[0].error
+        assert meeting is not None
+        assert error is not None
+        return accounts.stale_file(_case(job, verdicts, stale, "likely"), error, meeting.address)
+    left = _left_before(verdicts, hurt)
+    if left:
+        hid = [v for v in left if v.error is not None]
+        error = hid[0].error if hid else None
+        if error is not None and len(hid) == len(left):
+            return accounts.swallowed(_case(job, verdicts, hid, "likely"), error)
+        return accounts.left_early(_case(job, verdicts, [v for v in left if v.error is None], "likely"))
+    waited = [v for v in hurt if v.kind is Kind.WAITED and v.error is not None]
+    absent = [v for v in verdicts if v.kind in (Kind.ALIVE, Kind.STOPPED) and v.rank.phase != "joining"]
+    if waited and waited[0].error is not None and absent and len(waited) == len(hurt):
+        case = Case(job, tuple(v.rank for v in absent), _then(job, verdicts, [*absent, *waited], ()), "likely")
+        return accounts.missing(case, [v.rank for v in waited], waited[0].error)
+    first = hurt[:1] or [v for v in verdicts if v.kind is Kind.STOPPED and v.rank.ended is not None and not v.rank.sent][:1]
+    return accounts.unknown(_case(job, verdicts, first, "possible" if first else "certain"), first[0].error if first else None)
+
+
+def _case(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], confidence: Confidence) -> Case:
+    return Case(job, tuple(v.rank for v in at_fault), _then(job, verdicts, at_fault, ()), confidence)
+
+
+def _meetings(job: JobEvidence) -> list[tuple[Meeting, tuple[int, ...]]]:
+    """The different places at which ranks of the whole job's group look for each other."""
+    found: dict[str, tuple[Meeting, list[int]]] = {}
+    for rank in job.ranks:
+        meeting = rank.meeting
+        if meeting is None or not meeting.address or meeting.method == "store" or meeting.world_size not in (-1, job.world_size):
+            continue
+        place = re.sub(r"^(localhost|127\.0\.0\.1|\[?::1\]?):", "loopback:", meeting.address)
+        found.setdefault(place, (meeting, []))[1].append(rank.rank)
+    return [(meeting, tuple(ranks)) for meeting, ranks in found.values()]
+
+
+def _by_stale_file(verdict: Verdict) -> bool:
+    meeting, error = verdict.rank.meeting, verdict.error
+    if meeting is None or error is None or not meeting.method.startswith("file:"):
+        return False
+    return error.call in ("", "init_process_group") and "connectFullMesh" in error.message and "refused" in error.message
+
+
+def _left_before(verdicts: list[Verdict], hurt: list[Verdict]) -> list[Verdict]:
+    """Ranks that ended well before the first of those that were hurt did; all that ended well when the others are still there."""
+    finished = [v for v in verdicts if v.kind is Kind.FINISHED]
+    if not finished or len(finished) == len(verdicts):
+        return []
+    ends = [v.rank.ended.order for v in hurt if v.rank.ended is not None]
+    if not ends:
+        return finished
+    return [v for v in finished if v.rank.ended is not None and v.rank.ended.order < min(ends)]
+
+
+# --- consequences ----------------------------------------------------------------------------------------------------
+
+
+def _then(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], certain: Iterable[Kind]) -> str:
+    """What became of the ranks that are not at fault, in a sentence."""
+    blamed = {verdict.rank.rank for verdict in at_fault}
+    kinds: dict[Kind, list[int]] = {}
+    for verdict in verdicts:
+        if verdict.rank.rank not in blamed and not (not at_fault and verdict.kind in certain):
+            kinds.setdefault(verdict.kind, []).append(verdict.rank.rank)
+    lost, waited = _ranks(kinds, Kind.LOST, Kind.DOUBTFUL), _ranks(kinds, Kind.WAITED)
+    stopped, alive = _ranks(kinds, Kind.STOPPED), _ranks(kinds, Kind.ALIVE)
+    going_on = alive if job.on_failure == "continue" else []
+    stopped = sorted({*stopped, *alive} - {*going_on})
+    innocent = [
+        f"{ranks_phrase(lost)} lost the connection to a peer" if lost else "",
+        f"{ranks_phrase(waited)} waited for a peer until the timeout" if waited else "",
+        f"{ranks_phrase(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped" if stopped else "",
+        f"{ranks_phrase(going_on)} {'goes' if len(going_on) == 1 else 'go'} on" if going_on else "",
+    ]
+    told = len(lost) + len(waited) + len(stopped)
+    blameless = "" if not told else "it is not at fault" if told == 1 else "they are not at fault"
+    others = []
+    for kind, words in ((Kind.EXITED, "exited with a code that is not 0"), (Kind.ABORTED, "aborted")):
+        if kinds.get(kind):
+            others.append(f"{ranks_phrase(kinds[kind])} {words}, likely for that reason")
+    if kinds.get(Kind.FINISHED):
+        others.append(f"{ranks_phrase(kinds[Kind.FINISHED])} ended with exit code 0")
+    if kinds.get(Kind.SWALLOWED):
+        others.append(f"{ranks_phrase(kinds[Kind.SWALLOWED])} caught an error and ended with exit code 0")
+    return "; ".join(filter(None, (*innocent, blameless, *others)))
+
+
+def _ranks(kinds: dict[Kind, list[int]], *wanted: Kind) -> list[int]:
+    return sorted(rank for kind in wanted for rank in kinds.get(kind, ()))

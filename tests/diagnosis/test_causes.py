@@ -1,0 +1,74 @@
+"""Every code has a page, every page its four parts and a script; docs/errors.md is the list of them."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from rallypoint.diagnosis.causes import CATALOGUE, cuda_in_template, nearest, page, spawn_inside_run
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SOURCE = ROOT / "src" / "rallypoint"
+PARTS = ["What you see", "Why it happens", "How to make sure", "How to fix it"]
+
+INTRODUCTION = """\
+# Errors
+
+Every report of rallypoint has a code. `rallypoint explain CODE` prints its page: what you see, why it happens, how to make sure, how to
+fix it. Codes are never renamed, and never used for anything else.
+
+| code | meaning |
+|---|---|
+"""
+
+
+@pytest.mark.parametrize("code", CATALOGUE)
+def test_a_page_has_its_four_parts_and_a_script(code: str) -> None:
+    text = page(code)
+    assert text.startswith(f"# {code}\n")
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[:4] == PARTS
+    sections = re.split(r"^## .*$", text, flags=re.MULTILINE)[1:5]
+    assert all(section.strip() for section in sections)
+    assert f"[{code}]" in sections[0]
+    note = re.search(r"^<!-- (produces|not produced): (.+) -->$", text, re.MULTILINE)
+    assert note, "neither a command that produces it nor the reason why there is none"
+    assert ("```python script.py" in text) == (note.group(1) == "produces")
+
+
+def test_there_is_no_page_without_a_code() -> None:
+    assert {path.stem for path in (SOURCE / "diagnosis" / "explain").iterdir()} == set(CATALOGUE)
+
+
+def test_every_code_in_the_source_is_in_the_catalogue() -> None:
+    """Reports and exceptions name their code as a literal: `code="..."`, or the first argument of one of our exceptions."""
+    made = re.compile(
+        r"(?:\bcode=|(?:UsageError|EnvironmentProblem|InternalError|_told|_of_end)\(\s*(?:case,\s*)?)\"([a-z]+(?:-[a-z]+)*)\""
+    )
+    found = {code: path for path in SOURCE.rglob("*.py") for code in made.findall(path.read_text(encoding="utf-8"))}
+    assert len(found) > 15
+    assert {code: str(path) for code, path in found.items() if code not in CATALOGUE} == {}
+
+
+def test_the_list_in_the_documentation() -> None:
+    rows = (f"| [{cause.code}](../src/rallypoint/diagnosis/explain/{cause.code}.md) | {cause.meaning} |\n" for cause in CATALOGUE.values())
+    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == INTRODUCTION + "".join(rows)
+
+
+def test_codes_that_are_nearly_right() -> None:
+    assert nearest("rank-kiled")[0] == "rank-killed"
+    assert nearest("Rank Killed")[0] == "rank-killed"
+    assert "rank-out-of-memory" in nearest("memory")
+    assert nearest("xyzzy") == ()
+
+
+def test_warnings_name_the_place_and_what_to_type() -> None:
+    spawn = spawn_inside_run("train.py:30", 4, "train.py")
+    assert spawn.headline == "each of the 4 ranks starts ranks of its own at train.py:30"
+    assert spawn.help[0].command == "rallypoint run -n 1 train.py"
+    unclean = cuda_in_template("ops", "ops/cuda.py:12", "CUDA is initialised")
+    assert unclean.where == "ops/cuda.py:12"
+    assert "ops" in unclean.headline
+    assert (spawn.exit_status, unclean.exit_status) == (0, 0)

@@ -1,0 +1,882 @@
+"""Situations with a name, and what must be said of each: code, ranks, confidence, headline, exit status, and the whole text.
+
+The texts are tests/stories/reports/<name>.txt; `UPDATE_STORIES=1 pytest` writes them, a person reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from rallypoint.diagnosis import render
+from rallypoint.diagnosis.causes import CATALOGUE
+from rallypoint.diagnosis.evidence import (
+    Ended,
+    Frame,
+    HelperLost,
+    JobEvidence,
+    Meeting,
+    MemoryEvidence,
+    Raised,
+    RankEvidence,
+)
+from rallypoint.diagnosis.rules import check_init_method, diagnose, is_consequence
+
+STORIES = pathlib.Path(__file__).parent.parent / "stories" / "reports"
+
+CLOSED = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21933. This is "
+    "typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error. GLHF!"
+)
+RESET = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:21933: Connection reset by peer. This "
+    "is typically caused by a remote worker hanging or bugs in the application."
+)
+TORCH = "/venv/lib/python3.11/site-packages/torch/distributed"
+MAIN = Frame("/home/ada/exp/train.py", 120, "<module>", "main()")
+STEP = Frame("/home/ada/exp/train.py", 88, "train_step", "dist.all_reduce(loss)")
+ALL_REDUCE = (
+    MAIN,
+    STEP,
+    Frame(f"{TORCH}/c10d_logger.py", 81, "wrapper", "return func(*args, **kwargs)"),
+    Frame(f"{TORCH}/distributed_c10d.py", 2936, "all_reduce", "work.wait()"),
+)
+LOADING = (MAIN, Frame("/home/ada/exp/data.py", 12, "build_index", "time.sleep(60)"))
+
+
+def raised(kind: str, message: str, frames: tuple[Frame, ...] = (MAIN, STEP), **more: Any) -> Raised:
+    lines = ["Traceback (most recent call last):"]
+    for frame in frames:
+        lines += [f'  File "{frame.file}", line {frame.line}, in {frame.function}', f"    {frame.source}"]
+    lines.append(f"{kind}: {message}" if message else kind)
+    return Raised(kind, message, frames, "\n".join(lines) + "\n", **more)
+
+
+def rank(number: int, code: int | None = None, *, sig: int = 0, order: int = 0, at: float = 0.0, **more: Any) -> RankEvidence:
+    ended = None if code is None and not sig else Ended(code or 0, sig, at, order)
+    more.setdefault("phase", "running")
+    log = {"log": f"/state/runs/a1/rank{number}.log", "log_line": 40}
+    return RankEvidence(number, number, 24314 + number, ended=ended, **{**log, **more})
+
+
+def lost(number: int, code: int = 1, *, order: int = 1, at: float = 1.5, message: str = CLOSED, **more: Any) -> RankEvidence:
+    """A rank that a lost connection ended, as an uncaught exception."""
+    error = raised("RuntimeError", message, ALL_REDUCE, at=at, call="all_reduce")
+    return rank(number, code, order=order, at=at, raised=error, said_traceback=True, **more)
+
+
+def gave_in(number: int, *, code: int = 0, sig: int = 0, order: int = 1, at: float = 1.5, message: str = CLOSED) -> RankEvidence:
+    """A rank that caught the lost connection, and ended itself."""
+    error = raised(
+        "RuntimeError", message, ALL_REDUCE, at=at, call="all_reduce", caught_at=Frame("/home/ada/exp/train.py", 90, "train_step")
+    )
+    return rank(number, code, sig=sig, order=order, at=at, handled=(error,))
+
+
+def stopped(number: int, stack: tuple[Frame, ...] = ALL_REDUCE, **more: Any) -> RankEvidence:
+    return rank(number, sent=("SIGTERM",), stack=stack, **more)
+
+
+def waited(number: int, message: str = "wait timeout after 4000ms, keys: /default_pg/0//cpu//0/0", **more: Any) -> RankEvidence:
+    call = more.pop("call", "init_process_group")
+    error = raised("torch.distributed.DistStoreError", message, (MAIN,), at=4.0, call=call)
+    return rank(number, 1, order=1, at=4.0, raised=error, said_traceback=True, **{"phase": "joining", **more})
+
+
+def job(*ranks: RankEvidence, **more: Any) -> JobEvidence:
+    return JobEvidence("train.py", more.pop("world_size", len(ranks)), ranks, run_dir="/state/runs/a1", **more)
+
+
+def same(count: int, **more: Any) -> list[RankEvidence]:
+    return [rank(i, order=i, **more) for i in range(count)]
+
+
+class History(NamedTuple):
+    name: str
+    job: JobEvidence
+    code: str
+    ranks: tuple[int, ...]
+    headline: str
+    confidence: str = "certain"
+    status: int = 1
+    others: tuple[str, ...] = ()  # codes of the further reports
+
+
+VALUE = raised("ValueError", "shapes do not match: 512 and 500", at=1.2)
+MEMORY = MemoryEvidence(oom_kills=1, counted=True, limit=64 << 30, killed_pids=(24316,), kernel_log_read=True)
+COUNTED = MemoryEvidence(counted=True, kernel_log_read=True)
+CUDA_FAILED = raised(
+    "RuntimeError",
+    "CUDA error: initialization error",
+    (MAIN,),
+    at=0.9,
+    call="set_device",
+    caught_at=Frame("/home/ada/exp/train.py", 31, "main", "except RuntimeError as error:"),
+)
+SEGV = (MAIN, STEP, Frame("/usr/lib/python3.11/ctypes/__init__.py", 519, "string_at"))
+
+HISTORIES = [
+    History(
+        "one-raises",
+        job(stopped(0), lost(1), rank(2, 1, raised=VALUE, at=1.3), stopped(3)),
+        "rank-raised",
+        (2,),
+        "rank 2 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "one-raises-shown",
+        job(stopped(0), lost(1), rank(2, 1, raised=VALUE, at=1.3, said_traceback=True), stopped(3)),
+        "rank-raised",
+        (2,),
+        "rank 2 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "one-raises-and-hangs-in-its-end",
+        job(lost(0), rank(1, raised=VALUE, sent=("SIGTERM",), phase="finishing")),
+        "rank-raised",
+        (1,),
+        "rank 1 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "raises-in-its-handler-after-we-asked",
+        job(rank(0, 3, at=1.0), rank(1, 1, raised=raised("RuntimeError", "told to stop", at=1.2), sent=("SIGTERM",), at=1.3, order=1)),
+        "rank-exited",
+        (0,),
+        "rank 0 exited with code 3",
+        status=3,
+    ),
+    History(
+        "killed-peers-raise",
+        job(lost(0), lost(1, message=RESET, order=2, at=1.502), rank(2, sig=9, at=1.498), lost(3, order=3, at=1.503), memory=COUNTED),
+        "rank-killed",
+        (2,),
+        "rank 2 was killed by SIGKILL",
+        status=137,
+    ),
+    History(
+        "killed-peers-abort-first-in-order",
+        job(gave_in(0, sig=6, order=0), gave_in(1, sig=6, order=1), rank(2, sig=9, order=3, at=1.6), gave_in(3, sig=6, order=2)),
+        "rank-killed",
+        (2,),
+        "rank 2 was killed by SIGKILL",
+        status=137,
+    ),
+    History(
+        "killed-peers-abort-unseen",
+        job(rank(0, sig=6, order=0), rank(1, sig=6, order=1), rank(2, sig=9, order=3), rank(3, sig=6, order=2)),
+        "rank-killed",
+        (2,),
+        "rank 2 was killed by SIGKILL",
+        status=137,
+    ),
+    History(
+        "killed-peers-exit",
+        job(gave_in(0, code=1, order=0), rank(1, 1, order=1), rank(2, sig=9, order=3), stopped(3)),
+        "rank-killed",
+        (2,),
+        "rank 2 was killed by SIGKILL",
+        status=137,
+    ),
+    History(
+        "killed-while-we-asked-it-to-stop",
+        job(lost(0, order=0), rank(1, sig=9, order=1, sent=("SIGTERM",)), memory=COUNTED),
+        "rank-killed",
+        (1,),
+        "rank 1 was killed by SIGKILL",
+        status=137,
+    ),
+    History(
+        "killed-by-sigterm",
+        job(rank(0, sig=15), stopped(1)),
+        "rank-killed",
+        (0,),
+        "rank 0 was killed by SIGTERM",
+        status=143,
+    ),
+    History(
+        "out-of-memory-in-the-log",
+        job(lost(0), rank(1, resident=15 << 30), rank(2, sig=9, at=1.4, resident=19 << 30), stopped(3), memory=MEMORY),
+        "rank-out-of-memory",
+        (2,),
+        "rank 2 was killed by the kernel for lack of memory",
+        status=137,
+    ),
+    History(
+        "out-of-memory-counted",
+        job(lost(0), rank(1, sig=9), memory=MemoryEvidence(oom_kills=1, counted=True, limit=1 << 30)),
+        "rank-out-of-memory",
+        (1,),
+        "rank 1 was killed by the kernel for lack of memory",
+        "likely",
+        137,
+    ),
+    History(
+        "killed-while-the-kernel-killed-another",
+        job(lost(0), rank(1, sig=9), memory=MemoryEvidence(oom_kills=1, counted=True, killed_pids=(99,), kernel_log_read=True)),
+        "rank-killed",
+        (1,),
+        "rank 1 was killed by SIGKILL",
+        status=137,
+    ),
+    History(
+        "gpu-memory",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
+                said_traceback=True,
+            ),
+            stopped(1),
+        ),
+        "rank-out-of-memory",
+        (0,),
+        "rank 0 ran out of GPU memory: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...",
+    ),
+    History(
+        "exit-code-alone",
+        job(lost(0), lost(1), rank(2, 3, at=1.4, left_at="train.py:10 in main", said=("epoch 3", "giving up")), stopped(3)),
+        "rank-exited",
+        (2,),
+        "rank 2 exited with code 3",
+        status=3,
+    ),
+    History(
+        "exit-code-and-aborts",
+        job(rank(0, sig=6, order=0), rank(1, 1, order=1), rank(2, sig=6, order=2)),
+        "rank-exited",
+        (1,),
+        "rank 1 exited with code 1",
+    ),
+    History(
+        "two-exit-codes",
+        job(rank(0, 1, order=1, at=1.1), rank(1, 7, order=0, at=1.0)),
+        "rank-exited",
+        (1,),
+        "rank 1 exited with code 7",
+        "likely",
+        7,
+    ),
+    History(
+        "all-exit-alike",
+        job(*same(4, code=2, said=("usage: train.py [-h]",))),
+        "rank-exited",
+        (0, 1, 2, 3),
+        "all 4 ranks exited with code 2",
+        status=2,
+    ),
+    History(
+        "plain-traceback-in-the-log",
+        job(rank(0, 1, said=tuple(VALUE.traceback.splitlines())), rank(1, 1, order=1, said=("x", f"RuntimeError: {CLOSED}"))),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "recorded-by-record",
+        job(
+            rank(
+                0,
+                1,
+                error_file='{"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1"}}}',
+            ),
+            lost(1),
+        ),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: x",
+    ),
+    History(
+        "segfault",
+        job(lost(0), rank(1, sig=11, at=1.2, stack=SEGV), stopped(2)),
+        "rank-crashed",
+        (1,),
+        "rank 1 crashed with SIGSEGV in train.py:88 in train_step (ctypes string_at)",
+        status=139,
+    ),
+    History(
+        "abort-with-words",
+        job(
+            lost(0),
+            lost(1, order=2),
+            rank(
+                2,
+                sig=6,
+                at=1.4,
+                stack=ALL_REDUCE,
+                said=(
+                    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+                    "  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 500 vs 252",
+                ),
+            ),
+        ),
+        "rank-crashed",
+        (2,),
+        "rank 2 crashed with SIGABRT in train.py:88 in train_step (torch all_reduce)",
+        status=134,
+    ),
+    History(
+        "abort-in-a-thread-of-native-code",
+        job(
+            lost(0),
+            rank(
+                1,
+                sig=6,
+                at=1.4,
+                stack_text="Fatal Python error: Aborted\n\nThread 0x00007f41a2246b80 (most recent call first):\n"
+                '  File "/home/ada/exp/train.py", line 88 in train_step\n',
+            ),
+        ),
+        "rank-crashed",
+        (1,),
+        "rank 1 crashed with SIGABRT",
+        status=134,
+    ),
+    History(
+        "all-raise-alike",
+        job(*same(4, code=1, raised=raised("ModuleNotFoundError", "No module named 'einops'", (MAIN,)), said_traceback=True)),
+        "rank-raised",
+        (0, 1, 2, 3),
+        "all 4 ranks raised ModuleNotFoundError: No module named 'einops'",
+    ),
+    History(
+        "several-raise-alike",
+        job(rank(0, 1, raised=VALUE), lost(1), rank(2, 1, raised=VALUE), stopped(3)),
+        "rank-raised",
+        (0, 2),
+        "ranks 0 and 2 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "two-causes",
+        job(rank(0, 1, raised=VALUE, at=1.3), rank(1, sig=9, order=1, at=1.4), stopped(2)),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: shapes do not match: 512 and 500",
+        others=("rank-killed",),
+    ),
+    History(
+        "database-lost",
+        job(
+            lost(0), rank(1, 1, order=2, raised=raised("ConnectionResetError", "[Errno 104] Connection reset by peer"), said_traceback=True)
+        ),
+        "rank-raised",
+        (1,),
+        "rank 1 raised ConnectionResetError: [Errno 104] Connection reset by peer",
+        "likely",
+    ),
+    History(
+        "syntax-error",
+        job(
+            *same(4, code=1, phase="importing", raised=raised("SyntaxError", "invalid syntax (train.py, line 3)", (), filename="train.py"))
+        ),
+        "start-failed",
+        (0, 1, 2, 3),
+        "train.py cannot be started: SyntaxError: invalid syntax (train.py, line 3)",
+    ),
+    History(
+        "not-executable",
+        job(*same(4, code=126, not_executed=13)),
+        "start-failed",
+        (0, 1, 2, 3),
+        "train.py cannot be executed: Permission denied",
+        status=126,
+    ),
+    History(
+        "port-held-by-a-stranger",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "torch.distributed.DistNetworkError",
+                    "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, "
+                    "name: EADDRINUSE, message: address already in use",
+                    (MAIN,),
+                    call="init_process_group",
+                ),
+                said_traceback=True,
+                meeting=Meeting("env://", "127.0.0.1:29500", 0, 2, "gloo", "train.py:7"),
+            ),
+            stopped(1, phase="joining"),
+            holders=("python train.py (pid 5112, user ada, started 3 h ago) is listening on 0.0.0.0:29500",),
+        ),
+        "port-in-use",
+        (0,),
+        "rank 0 could not listen on port 29500: it is in use",
+    ),
+    History(
+        "port-held-by-another-rank",
+        job(
+            stopped(0),
+            rank(1, 1, raised=raised("OSError", "[Errno 98] Address already in use", errno=98), said_traceback=True),
+            holders=("python train.py (pid 24314, user ada) is listening on 0.0.0.0:6006",),
+        ),
+        "port-in-use",
+        (1,),
+        "rank 1 could not listen on an address: it is in use",
+    ),
+    History(
+        "error-swallowed",
+        job(rank(0, 0, at=1.0, handled=(CUDA_FAILED,)), rank(1, phase="joining"), rank(2, phase="joining"), rank(3, phase="joining")),
+        "error-swallowed",
+        (0,),
+        "rank 0 caught an error of set_device and left: RuntimeError: CUDA error: initialization error",
+    ),
+    History(
+        "timeout-swallowed",
+        job(
+            rank(
+                0,
+                0,
+                handled=(
+                    raised(
+                        "torch.distributed.DistStoreError",
+                        "Timed out after 5 seconds waiting for clients. 3/4 clients joined.",
+                        (MAIN,),
+                        call="init_process_group",
+                    ),
+                ),
+            ),
+            rank(1, phase="joining"),
+        ),
+        "error-swallowed",
+        (0,),
+        "rank 0 caught an error of init_process_group and left: torch.distributed.DistStoreError: "
+        "Timed out after 5 seconds waiting for clients. 3/4 clients joined.",
+        "likely",
+    ),
+    History(
+        "backend-tried-and-left",
+        job(
+            rank(
+                0,
+                0,
+                handled=(raised("RuntimeError", "Distributed package doesn't have NCCL built in", (MAIN,), call="init_process_group"),),
+            ),
+            rank(
+                1, handled=(raised("RuntimeError", "Distributed package doesn't have NCCL built in", (MAIN,), call="init_process_group"),)
+            ),
+        ),
+        "rank-left-early",
+        (0,),
+        "rank 0 ended with exit code 0 while others still needed it",
+        "likely",
+    ),
+    History(
+        "left-early",
+        job(rank(0, 0, at=1.0, phase="done"), lost(1), lost(2, order=2), stopped(3)),
+        "rank-left-early",
+        (0,),
+        "rank 0 ended with exit code 0 while others still needed it",
+        "likely",
+    ),
+    History(
+        "left-before-joining",
+        job(rank(0, 0, at=0.4, phase="importing"), rank(1, phase="joining"), rank(2, phase="joining")),
+        "rank-left-early",
+        (0,),
+        "rank 0 ended with exit code 0 while others still needed it",
+        "likely",
+    ),
+    History(
+        "finished-beside-a-cause",
+        job(rank(0, 0), rank(1, 1, order=1, raised=VALUE, said_traceback=True)),
+        "rank-raised",
+        (1,),
+        "rank 1 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "addresses-differ",
+        job(
+            waited(0, meeting=Meeting("env://", "127.0.0.1:29500", 0, 3, "gloo", "train.py:7")),
+            rank(1, phase="joining", meeting=Meeting("env://", "127.0.0.1:29501", 1, 3, "gloo", "train.py:7")),
+            rank(2, phase="joining", meeting=Meeting("env://", "localhost:29500", 2, 3, "gloo", "train.py:7")),
+        ),
+        "address-differs",
+        (0, 1, 2),
+        "the ranks were told 2 different meeting points: 127.0.0.1:29500, 127.0.0.1:29501",
+    ),
+    History(
+        "stale-file",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "RuntimeError",
+                    "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: Connection refused, "
+                    "remote=[127.0.0.1]:34227",
+                    (MAIN,),
+                    call="init_process_group",
+                ),
+                said_traceback=True,
+                meeting=Meeting("file:///tmp/ddp", "/tmp/ddp", 0, 2, "gloo", "train.py:7"),
+            ),
+            rank(1, phase="joining"),
+        ),
+        "store-file-stale",
+        (0,),
+        "the rendezvous file /tmp/ddp sent rank 0 to processes that are gone",
+        "likely",
+    ),
+    History(
+        "stale-file-recognised",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "rallypoint.errors.EnvironmentProblem",
+                    "the rendezvous file /tmp/ddp is left over from an earlier run",
+                    (MAIN,),
+                    code="store-file-stale",
+                    why=("it was last written 300 s before this attempt began", "given at train.py:7"),
+                    help=(("remove the file", "rm /tmp/ddp"),),
+                ),
+            ),
+            rank(1, phase="joining"),
+        ),
+        "store-file-stale",
+        (0,),
+        "rank 0: the rendezvous file /tmp/ddp is left over from an earlier run",
+    ),
+    History(
+        "group-twice",
+        job(
+            *same(
+                2,
+                code=1,
+                said_traceback=True,
+                raised=raised(
+                    "ValueError",
+                    "trying to initialize the default process group twice!",
+                    (MAIN,),
+                    code="group-twice",
+                    why=("first opened at train.py:7", "again at train.py:20"),
+                ),
+            )
+        ),
+        "group-twice",
+        (0, 1),
+        "both ranks called init_process_group a second time",
+    ),
+    History(
+        "one-never-joins",
+        job(waited(0), waited(1), rank(2, phase="importing", phase_at=0.3, stack=LOADING)),
+        "ranks-missing",
+        (2,),
+        "ranks 0-1 waited in init_process_group until the timeout; rank 2 never came",
+        "likely",
+    ),
+    History(
+        "one-never-reduces",
+        job(
+            waited(0, "Timed out waiting 4000ms for recv operation to complete", call="all_reduce", phase="running"), rank(1, stack=LOADING)
+        ),
+        "ranks-missing",
+        (1,),
+        "rank 0 waited in all_reduce until the timeout; rank 1 never came",
+        "likely",
+    ),
+    History(
+        "everybody-lost",
+        job(lost(0, order=1, at=1.6), lost(1, order=0, at=1.5), memory=COUNTED),
+        "cause-unknown",
+        (1,),
+        "rank 1 lost another rank (all_reduce: Connection closed by peer); the cause is not known",
+        "possible",
+    ),
+    History(
+        "nothing-seen", job(*same(2, code=0), stop_reason="asked to"), "cause-unknown", (), "the job was stopped, and no rank shows why"
+    ),
+    History(
+        "template-killed",
+        job(
+            rank(0, sig=9),
+            rank(1, sig=9, order=1),
+            helper=HelperLost("template", 4711, Ended(signal=9, at=2.0)),
+        ),
+        "launcher-died",
+        (),
+        "rallypoint's template was ended by SIGKILL",
+        status=137,
+    ),
+    History(
+        "template-crashed",
+        job(stopped(0), helper=HelperLost("template", 4711, Ended(signal=11, at=2.0), ("Fatal Python error: Segmentation fault",))),
+        "launcher-died",
+        (),
+        "rallypoint's template was ended by SIGSEGV",
+        status=70,
+    ),
+    History(
+        "ctrl-c",
+        job(
+            stopped(0),
+            stopped(1),
+            stopped(2),
+            rank(3, sent=("SIGINT",), stack=LOADING),
+            rank(4, sent=("SIGINT",), phase="importing", phase_at=0.31),
+            interrupted_by="SIGINT",
+            now=12.34,
+        ),
+        "interrupted",
+        (),
+        "the job was stopped by Ctrl-C, 12.3 s after its start",
+        status=130,
+    ),
+    History(
+        "scheduler-signals-everybody",
+        job(rank(0, sig=15), rank(1, sig=15, order=1), interrupted_by="SIGTERM"),
+        "interrupted",
+        (),
+        "the job was stopped by SIGTERM",
+        status=143,
+    ),
+    History(
+        "raised-before-ctrl-c",
+        job(rank(0, 1, raised=VALUE, said_traceback=True), rank(1, sent=("SIGINT",)), interrupted_by="SIGINT"),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "another-launchers-variable",
+        job(rank(0, 1, raised=raised("KeyError", "'SLURM_PROCID'", (MAIN,)), said_traceback=True)),
+        "rank-raised",
+        (0,),
+        "rank 0 raised KeyError: 'SLURM_PROCID'",
+    ),
+    History(
+        "no-such-device",
+        job(
+            stopped(0),
+            rank(1, 1, raised=raised("torch.AcceleratorError", "CUDA error: invalid device ordinal", (MAIN,)), said_traceback=True),
+        ),
+        "device-missing",
+        (1,),
+        "rank 1 asked for a device that is not there: torch.AcceleratorError: CUDA error: invalid device ordinal",
+    ),
+]
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
+def test_history(history: History) -> None:
+    first, *others = diagnose(history.job)
+    assert (first.code, first.ranks) == (history.code, history.ranks)
+    assert (first.confidence, first.exit_status) == (history.confidence, history.status)
+    assert tuple(report.code for report in others) == history.others
+    if history.headline:
+        assert first.headline == history.headline
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
+def test_story(history: History) -> None:
+    told = render.text(diagnose(history.job)) + "\n"
+    path = STORIES / f"{history.name}.txt"
+    if os.environ.get("UPDATE_STORIES"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(told, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == told
+
+
+def test_every_story_has_its_history() -> None:
+    assert {path.stem for path in STORIES.glob("*.txt")} == {history.name for history in HISTORIES}
+
+
+def test_one_raise_is_told_in_18_lines() -> None:
+    deep = tuple(Frame(f"/home/ada/exp/layer{i}.py", i, "forward", "x = self.inner(x)") for i in range(1, 30))
+    long = raised("ValueError", "too deep\n" + "more words\n" * 40, (MAIN, *deep))
+    for error in (VALUE, long):
+        for shown in (False, True):
+            reports = diagnose(job(stopped(0), lost(1), rank(2, 1, raised=error, said_traceback=shown), stopped(3)))
+            assert len(render.text(reports).splitlines()) <= 18
+
+
+def test_a_long_traceback_keeps_its_ends() -> None:
+    deep = tuple(Frame(f"/home/ada/exp/layer{i}.py", i, "forward", f"x = self.inner{i}(x)") for i in range(1, 30))
+    (report,) = diagnose(job(rank(0, 1, raised=raised("ValueError", "too deep", (MAIN, *deep)))))
+    (said,) = report.said
+    assert said.lines[0] == "Traceback (most recent call last):"
+    assert "train.py" in said.lines[1]
+    assert said.lines[3] == "... 55 more lines in rank0.log:40"
+    assert said.lines[-1] == "ValueError: too deep"
+
+
+def test_of_an_error_caught_near_the_call_only_its_words_are_quoted() -> None:
+    """Its traceback, taken while it was on its way, has no line of the program."""
+    inside = (Frame(f"{TORCH}/distributed_c10d.py", 2072, "_new_process_group_helper", "raise AssertionError(...)"),)
+    error = raised("AssertionError", "no such backend", inside, call="init_process_group", caught_at=STEP)
+    (report,) = diagnose(job(rank(0, 0, handled=(error,)), rank(1, phase="joining")))
+    assert report.where == "/home/ada/exp/train.py:88 in train_step, pid 24314"
+    assert report.said[0].lines == ("AssertionError: no such backend",)
+    assert report.evidence == ()
+
+
+def test_a_rank_that_ends_late_is_still_the_cause_when_everyone_else_speaks_of_a_peer() -> None:
+    """The order of ends is chance: whatever it is, the rank that was killed is named."""
+    for order in range(4):
+        orders = iter(i for i in range(4) if i != order)
+        ranks = [rank(i, sig=9, order=order) if i == 2 else gave_in(i, sig=6, order=next(orders)) for i in range(4)]
+        (report,) = diagnose(job(*ranks))
+        assert (report.code, report.ranks) == ("rank-killed", (2,))
+
+
+def test_more_than_three_causes_are_not_told_one_by_one() -> None:
+    ranks = [rank(i, 1, order=i, raised=raised("ValueError", "x", (Frame("/a.py", i, "f"),))) for i in range(8)]
+    reports = diagnose(job(*ranks))
+    assert [report.ranks for report in reports] == [(0,), (1,), (2,)]
+    assert reports[-1].then == "ranks 3-7 failed in other ways still: see their logs"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call", "expected"),
+    [
+        ("RuntimeError", CLOSED, "", True),
+        ("RuntimeError", RESET, "all_reduce", True),
+        ("torch.distributed.DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed.", "", True),
+        ("torch.distributed.DistNetworkError", "Broken pipe", "", True),
+        ("RuntimeError", "Application timeout caused pair closure", "", True),
+        ("RuntimeError", "Socket Timeout", "", True),
+        ("torch.distributed.DistBackendError", "ncclRemoteError: A call failed possibly due to a remote process exiting", "", True),
+        ("RuntimeError", "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation", "", True),
+        ("torch.distributed.DistStoreError", "Timed out after 5 seconds waiting for clients. 3/4 clients joined.", "", True),
+        ("torch.distributed.DistNetworkError", "The client socket has timed out after 2000ms while trying to connect", "", True),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer", "", True),
+        ("RuntimeError", "[enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 500 vs 252", "", False),
+        ("ValueError", "bad shape", "", False),
+        ("TimeoutError", "the read operation timed out", "", False),  # a download of the program's own
+        ("torch.distributed.DistNetworkError", "name: EADDRINUSE, message: address already in use", "", False),
+        ("torch.distributed.DistBackendError", "NCCL error: unhandled cuda error: Call to CUDA function failed.", "barrier", False),
+        ("ValueError", "trying to initialize the default process group twice!", "init_process_group", False),
+    ],
+)
+def test_what_is_a_consequence(kind: str, message: str, call: str, expected: bool) -> None:
+    assert is_consequence(Raised(kind, message, (), "", call=call)) is expected
+
+
+@pytest.mark.parametrize(
+    ("url", "correct"),
+    [
+        ("file://tmp/x", "file:///tmp/x"),
+        ("tcp://127.0.0.1", "tcp://127.0.0.1:29500"),
+        ("tcp://127.0.0.1:99999", "tcp://127.0.0.1:29500"),
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:29500"),
+        ("tcp://:29500", "tcp://127.0.0.1:29500"),
+        ("tcp:/127.0.0.1:29501", "tcp://127.0.0.1:29501"),
+        ("tcp://[::1]", "tcp://[::1]:29500"),
+        ("http://node7:29500", "tcp://node7:29500"),
+        ("https://node7", "tcp://node7:29500"),
+        ("localhost:29500", "tcp://localhost:29500"),
+        ("10.0.4.8:23456", "tcp://10.0.4.8:23456"),
+        ("file://", ""),
+        ("file://./x", ""),
+    ],
+)
+def test_an_init_method_that_cannot_work(url: str, correct: str) -> None:
+    report = check_init_method(url)
+    assert report is not None
+    assert report.code == "init-method-invalid"
+    assert url in report.headline
+    if correct:
+        assert report.help[0].command == f'init_method="{correct}"'
+        assert check_init_method(correct) is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "env://",
+        "tcp://127.0.0.1:29500",
+        "tcp://[::1]:29500",
+        "tcp://node7:29500?rank=0&world_size=2",
+        "file:///tmp/x",
+        "file:/tmp/x",
+        "mine://x",
+    ],
+)
+def test_an_init_method_that_may_work(url: str) -> None:
+    assert check_init_method(url) is None
+
+
+# --- any evidence at all -------------------------------------------------------------------------------------------------
+
+words = some.text(max_size=30) | some.sampled_from(
+    [CLOSED, RESET, "address already in use port: 5", "Timed out waiting 4ms", "out of memory", "Traceback (most recent call last):"]
+)
+frames = some.lists(some.builds(Frame, words, some.integers(0, 9), words), max_size=3).map(tuple)
+errors = some.builds(
+    Raised,
+    some.sampled_from(["ValueError", "RuntimeError", "ConnectionResetError", "SyntaxError", "KeyboardInterrupt", "torch.OutOfMemoryError"]),
+    words,
+    frames,
+    words,
+    at=some.floats(0, 9),
+    call=some.sampled_from(["", "all_reduce", "init_process_group"]),
+    code=some.sampled_from(["", "group-twice", "store-file-stale"]),
+    filename=some.sampled_from(["", "train.py"]),
+)
+ends = some.none() | some.builds(
+    Ended,
+    some.sampled_from([0, 1, 2, 3, 127, 139]),
+    some.sampled_from([0, 0, 2, 6, 7, 9, 11, 15, 34, 40, 99]),
+    some.floats(0, 9),
+    some.integers(0, 4),
+)
+meetings = some.none() | some.builds(
+    Meeting,
+    some.sampled_from(["env://", "file:///x", "store"]),
+    some.sampled_from(["", "a:1", "b:1"]),
+    world_size=some.sampled_from([-1, 2, 4]),
+)
+evidence = some.builds(
+    RankEvidence,
+    some.just(0),
+    some.just(0),
+    some.integers(1, 9),
+    some.sampled_from(["started", "importing", "joining", "running", "done", "?"]),
+    ended=ends,
+    raised=some.none() | errors,
+    handled=some.lists(errors, max_size=2).map(tuple),
+    meeting=meetings,
+    sent=some.sampled_from([(), ("SIGTERM",)]),
+    stack=frames,
+    said=some.lists(words, max_size=3).map(tuple),
+    not_executed=some.sampled_from([0, 0, 0, 2]),
+    error_file=some.sampled_from(["", "{", "[]", '{"message": "ValueError: x"}', '{"message": {"message": "x"}}']),
+)
+jobs = some.builds(
+    lambda ranks, **more: JobEvidence(
+        "train.py", len(ranks), tuple(msgspec.structs.replace(one, rank=i, local_rank=i) for i, one in enumerate(ranks)), **more
+    ),
+    some.lists(evidence, max_size=5),
+    interrupted_by=some.sampled_from(["", "SIGINT", "SIGTERM"]),
+    helper=some.none() | some.builds(HelperLost, some.just("template"), some.integers(1, 9), ends.map(lambda end: end or Ended())),
+    memory=some.builds(MemoryEvidence, some.integers(0, 2), some.booleans(), killed_pids=some.sampled_from([(), (1, 2, 3)])),
+    holders=some.lists(words, max_size=2).map(tuple),
+    on_failure=some.sampled_from(["stop", "continue"]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(jobs, some.randoms(use_true_random=False))
+def test_any_evidence_gives_a_report_that_does_not_depend_on_the_order_of_ranks(evidence: JobEvidence, chance: Any) -> None:
+    reports = diagnose(evidence)
+    assert reports
+    assert all(report.code in CATALOGUE for report in reports)
+    assert all(0 < report.exit_status < 256 for report in reports)
+    assert render.text(reports)
+    shuffled = list(evidence.ranks)
+    chance.shuffle(shuffled)
+    assert diagnose(msgspec.structs.replace(evidence, ranks=tuple(shuffled))) == reports
+
+
+def test_the_signals_of_the_table_are_this_systems() -> None:
+    assert (signal.SIGKILL, signal.SIGABRT) == (9, 6)

@@ -1,0 +1,116 @@
+"""What faulthandler wrote, as frames; and stacks grouped by rank."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import subprocess
+import sys
+import tempfile
+
+from hypothesis import given
+from hypothesis import strategies as some
+
+from rallypoint.diagnosis import stacks
+from rallypoint.diagnosis.evidence import Frame
+
+DUMP = """\
+Thread 0x00007f41a17dc6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Current thread 0x00007f41a2246b80 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2936 in all_reduce
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "/home/ada/exp/train.py", line 42 in step
+  File "/home/ada/exp/train.py", line 60 in <module>
+  File "/venv/lib/python3.11/site-packages/rallypoint/launch/worker.py", line 99 in run
+  File "<frozen runpy>", line 88 in _run_code
+  File "<string>", line 1 in <module>
+"""
+STEP = Frame("/home/ada/exp/train.py", 42, "step")
+TOP = Frame("/home/ada/exp/train.py", 60, "<module>")
+
+
+def test_frames_are_outermost_first_and_without_ours() -> None:
+    frames = stacks.main_frames(DUMP)
+    assert [frame.function for frame in frames] == ["<module>", "step", "wrapper", "all_reduce"]
+    assert frames[:2] == (TOP, STEP)
+    assert stacks.current_frames(DUMP) == frames
+
+
+def test_a_stack_in_one_line_names_the_programs_line_and_the_call_it_is_in() -> None:
+    root = stacks.root_of("train.py", stacks.main_frames(DUMP))
+    assert root == "/home/ada/exp/"
+    assert stacks.place(stacks.main_frames(DUMP), root) == "train.py:42 in step (torch all_reduce)"
+    assert stacks.place((TOP, STEP)) == "/home/ada/exp/train.py:42 in step"
+    assert stacks.place(()) == ""
+
+
+def test_the_main_thread_is_the_last_one_and_the_crashed_one_is_marked() -> None:
+    dump = DUMP.replace("Current thread", "Thread").replace("Thread", "Current thread", 1)
+    assert stacks.main_frames(dump)[1] == STEP
+    assert [frame.function for frame in stacks.current_frames(dump)] == ["run", "wait"]
+
+
+def test_a_rank_that_was_asked_twice_tells_the_later_place() -> None:
+    later = DUMP.replace("line 42", "line 43")
+    assert stacks.main_frames(DUMP + later)[1].line == 43
+    assert len(stacks.parse(DUMP + later)) == 2
+
+
+def test_lines_of_newer_pythons_are_understood() -> None:
+    dump = """\
+Fatal Python error: Segmentation fault
+
+<Cannot show all threads while the GIL is disabled>
+Current thread 0x00007f41a2246b80 [train] (most recent call first):
+  Garbage-collecting
+  File "/a.py", line ??? in f
+  ...
+
+Current thread's C stack trace (most recent call first):
+  Binary file "/usr/bin/python3", at _Py_DumpStack+0x48 [0x6c1c18]
+
+Extension modules: numpy, torch._C (total: 2)
+"""
+    (thread,) = stacks.parse(dump)
+    assert thread.name == "train"
+    assert thread.frames == (Frame("/a.py", 0, "f"),)
+
+
+def test_the_odd_one_comes_first() -> None:
+    groups = stacks.group({3: (TOP,), 0: (STEP,), 2: (STEP,), 1: (STEP,)})
+    assert [group.ranks for group in groups] == [(3,), (0, 1, 2)]
+
+
+def test_root_is_the_folder_from_which_the_program_was_typed() -> None:
+    frame = Frame("/home/ada/exp/src/train.py", 1, "f")
+    assert stacks.root_of("./src/train.py", [frame]) == "/home/ada/exp/"
+    assert stacks.root_of("/home/ada/exp/src/train.py", [frame]) == ""
+    assert stacks.root_of("other.py", [frame]) == ""
+    assert stacks.describe(frame, "/home/ada/exp/") == "src/train.py:1 in f"
+
+
+def test_a_dump_of_this_very_process() -> None:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        dump = file.read()
+    assert stacks.main_frames(dump)[-1].function == "test_a_dump_of_this_very_process"
+
+
+def test_the_dump_of_a_real_crash() -> None:
+    program = f"import {ctypes.__name__}\ndef fall():\n    ctypes.string_at(0)\nfall()\n"
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(program)
+        file.flush()
+        done = subprocess.run([sys.executable, "-X", "faulthandler", file.name], stderr=subprocess.PIPE, text=True, timeout=60)
+        frames = stacks.current_frames(done.stderr)
+        assert stacks.place(frames) == f"{file.name}:3 in fall (ctypes string_at)"
+
+
+@given(some.lists(some.sampled_from(DUMP.splitlines()) | some.text(max_size=40)))
+def test_any_text_can_be_read(lines: list[str]) -> None:
+    for thread in stacks.parse("\n".join(lines)):
+        stacks.place(thread.frames)

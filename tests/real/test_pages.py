@@ -1,0 +1,59 @@
+"""Every page's script produces its code: the erroneous example of an explanation is compiled, so to speak.
+
+A page names its command in `<!-- produces: ... -->` and has its files as fenced blocks, "python NAME" after the fence.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rallypoint.diagnosis.causes import CATALOGUE, page
+
+DEADLINE = 60.0  # seconds for one script; most take two
+
+_COMMAND = re.compile(r"^<!-- produces: (.+) -->$", re.MULTILINE)
+_FILE = re.compile(r"^```python (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = {code: found.group(1) for code in CATALOGUE if (found := _COMMAND.search(page(code)))}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("code", PAGES)
+def test_the_script_of_a_page_produces_its_code(code: str, tmp_path: pathlib.Path) -> None:
+    for name, text in _FILE.findall(page(code)):
+        (tmp_path / name).write_text(text)
+    python = shlex.quote(sys.executable)
+    command = re.sub(r"(?<![\w/-])rallypoint run", f"{python} -P -m rallypoint run", PAGES[code])
+    command = re.sub(r"(?<![\w/-])python script", f"{python} script", command)
+    command = command.replace("PYTHONPATH=.", 'PYTHONPATH=".:$PYTHONPATH"')
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")}
+    environment = {**kept, "XDG_STATE_HOME": str(tmp_path / "state")}
+    job = subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        told, _ = job.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGTERM)
+        told, _ = job.communicate(timeout=DEADLINE)
+        pytest.fail(f"not ended within {DEADLINE} s:\n{told}")
+    assert job.returncode >= 0, f"the launcher was ended by signal {-job.returncode}:\n{told}"
+    label = CATALOGUE[code].label
+    assert f"{label}[{code}]: " in told, told
+    assert (job.returncode == 0) == (label == "warning" or code == "cuda-in-template"), told
+    assert "internal-error" not in told or code == "internal-error"
