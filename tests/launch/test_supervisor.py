@@ -217,7 +217,7 @@ def test_an_error_that_the_program_recovered_from_is_none() -> None:
 
 def test_a_rank_that_never_joined_and_left_while_all_others_wait() -> None:
     play = Play(3).running()
-    play.at(2.0, sv.AtPhase(0, "importing"), sv.AtPhase(1, "joining"), ended(0))
+    play.at(2.0, sv.AtPhase(0, "importing"), sv.AtPhase(1, "joining"), sv.AtPhase(0, "finishing"), ended(0))
     assert play.machine.state is State.RUNNING  # rank 2 may yet do something
     play.at(2.5, sv.AtPhase(2, "joining"))
     assert play.machine.state is State.JUDGING

@@ -138,8 +138,7 @@ def holders(port: int) -> list[Holder]:
     Not seen are sockets that were bound and do not listen (the kernel lists them nowhere in /proc) and other network
     namespaces, which are no hindrance. Takes milliseconds; reads every process's descriptors only until all are found.
     """
-    sockets = [entry for entry in _sockets() if entry.port == port]
-    return _holders_of(sockets)
+    return _holders_of(list(_sockets(port, port)))
 
 
 def _try(family: socket.AddressFamily, ip: str, port: int) -> HeldPort:
@@ -230,7 +229,7 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
 def _exhausted(ip: str, low: int, high: int, who: str) -> EnvironmentProblem:
     """No port left: who holds how many."""
     counts: dict[str, int] = {}
-    for holder in _holders_of([entry for entry in _sockets() if low <= entry.port <= high and entry.state == LISTENING]):
+    for holder in _holders_of([entry for entry in _sockets(low, high) if entry.state == LISTENING]):
         name = f"{holder.command} (pid {holder.pid}, user {holder.user})" if holder.pid else f"processes of user {holder.user}"
         counts[name] = counts.get(name, 0) + 1
     by_count = sorted(counts.items(), key=lambda item: -item[1])
@@ -254,8 +253,8 @@ class _Socket(NamedTuple):
     inode: int
 
 
-def _sockets() -> Iterator[_Socket]:
-    """All TCP sockets of this network namespace that the kernel lists (proc_net_tcp.txt)."""
+def _sockets(low: int, high: int) -> Iterator[_Socket]:
+    """The TCP sockets on these ports of this network namespace, as far as the kernel lists them (proc_net_tcp.txt)."""
     for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         try:
             with open(path, encoding="ascii") as file:
@@ -264,6 +263,8 @@ def _sockets() -> Iterator[_Socket]:
             continue
         for line in lines:
             fields = line.split()
+            if not low <= int(fields[1][-4:], 16) <= high:  # a busy server has tens of thousands of others
+                continue
             host, port = _decode(fields[1])
             yield _Socket(host, port, _address(*_decode(fields[2])), int(fields[3], 16), int(fields[7]), int(fields[9]))
 

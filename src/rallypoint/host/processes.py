@@ -213,7 +213,12 @@ def send(pidfd: int, number: int) -> bool:
 
 
 def send_group(leader: int, number: int) -> bool:
-    """Signal the group of a process that we started and that is not reaped (so that the number is still its own)."""
+    """Signal the group of a process that we started and that is not reaped (so that the number is still its own).
+
+    ValueError for a number that is no process of ours: 0 would be our own group, and our caller's.
+    """
+    if leader <= 1:
+        raise ValueError(f"{leader} leads no group of ours")
     try:
         os.killpg(leader, number)
     except ProcessLookupError:

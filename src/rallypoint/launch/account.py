@@ -43,16 +43,18 @@ class Account:
         self._events = EventLog(self._folder)
         self._files: TorchrunFiles | None = None
         logs = plan.logs
-        if logs.log_dir or any(logs.redirects) or any(logs.tee):
+        if logs.log_dir:
             self._files = TorchrunFiles(logs.log_dir, plan.environment.get("TORCHELASTIC_RUN_ID", "none"), plan.world.local_size)
         self._pump = LogPump(
             self._folder.path if len(self._ranks) > 1 or self._kept_alone() else "", self._ranks, console=set(logs.console)
         )
         self._same_output = _same_file(1, 2)
         self._live = ""
+        self._handed = False  # a single rank has the terminal itself
         self._before = evidence.memory_counters()
         self._began = clock.monotonic()
         self._reported = False
+        self._late: set[str] = set()
         self._folder.write_plan(plan)
         self.event("job-started", job=plan.job, program=plan.program.target, world_size=plan.world.size)
 
@@ -82,7 +84,7 @@ class Account:
 
     def show_phases(self, ranks: Sequence[RankHandle], state: State) -> None:
         """The live start-up line: how many ranks are where. Gone once they run, or when the program joins nothing."""
-        if state is State.PREPARING or not self._pump.terminal:
+        if state is State.PREPARING or self._handed or not self._pump.terminal:
             return
         waiting = sum(handle.phase == "joining" for handle in ranks)
         before = sum(handle.phase in ("preparing", "started") for handle in ranks)
@@ -109,9 +111,13 @@ class Account:
         self.say(render.text((causes.spawn_inside_run(line, self._plan.world.size, self._plan.program.target),), color=_wants_color()))
 
     def say_leftovers(self, rank: int, members: Sequence[Status]) -> None:
-        """What a successful rank left running."""
-        names = ", ".join(f"{command_line(one.pid)[:60] or one.name} (pid {one.pid})" for one in members[:3])
-        more = f" and {len(members) - 3} more" if len(members) > 3 else ""
+        """What a successful rank left running; not `multiprocessing`'s own helpers, which see the rank's end and leave by themselves."""
+        words = {one.pid: command_line(one.pid) for one in members}
+        left = [one for one in members if not words[one.pid].partition(" -c ")[2].startswith("from multiprocessing.")]
+        if not left:
+            return
+        names = ", ".join(f"{words[one.pid][:60] or one.name} (pid {one.pid})" for one in left[:3])
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         self.say(f"rallypoint: rank {rank} has ended well and left running: {names}{more}; stopped when the job ends")
 
     def say_immortal(self, left: Sequence[Status]) -> None:
@@ -119,10 +125,16 @@ class Account:
         for one in left:
             self.say(f"rallypoint: pid {one.pid} ({one.name}) would not die: state {one.state}")
 
-    def say_unclean(self, ready: Ready) -> None:
-        """The template may not be forked."""
-        after = f"importing {ready.module} left it so that " if ready.module else ""
-        self.say(f"rallypoint: the template cannot be forked: {after}{ready.unclean}; starting new interpreters instead (as --fresh)")
+    def say_unclean(self, ready: Ready, line: str) -> None:
+        """The template may not be forked: a notice, since the job goes on without. `line`: what spoilt it, "" when not known."""
+        report = causes.cuda_in_template(ready.module, line, ready.unclean)
+        self.say(render.text((report,), color=_wants_color()))
+
+    def say_late(self, name: str, line: str) -> None:
+        """The program sets a variable that has been read already. Once for each, not for every rank."""
+        if name not in self._late and not self._plan.quiet:
+            self._late.add(name)
+            self.say(f"rallypoint: {line or 'the program'} sets {name} after torch was imported in the template: export it, or --fresh")
 
     # --- what is kept
 
@@ -180,6 +192,9 @@ class Account:
         redirects, tee = self._plan.logs.redirects[handle.local_rank], self._plan.logs.tee[handle.local_rank]
         shown = handle.local_rank in self._plan.logs.console
         if len(self._ranks) == 1 and not redirects and not self._kept_alone() and shown:
+            self.live(None)  # from here on the terminal is the program's, and nothing of ours may be drawn over its words
+            self._pump.settle(SETTLE_TIMEOUT)
+            self._handed = True
             return [stdin, _dup_or_null(1), _dup_or_null(2)], terminal
         if self._same_output and not redirects and not tee:
             reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -190,6 +205,8 @@ class Account:
 
     def _stream(self, attempt: int, handle: RankHandle, bit: int, redirects: int, tee: int) -> int:
         name: Any = "stdout" if bit == _STDOUT else "stderr"
+        if redirects & bit and not self._files:  # --log-dir /dev/null
+            return os.open(os.devnull, os.O_WRONLY)
         file = self._files.open(attempt, handle.local_rank, name) if self._files and (redirects | tee) & bit else None
         if file is not None and not tee & bit:
             return file
@@ -241,12 +258,17 @@ class Account:
     ) -> tuple[Report, ...]:
         """Diagnose what the ranks told, print it, keep it; the first cause first."""
         self._pump.settle(SETTLE_TIMEOUT)
+        untold = [handle for handle in ranks if not handle.told]
+        if self._plan.on_failure == "continue" and not interrupted_by:  # each failure is told once, when its rank has ended
+            untold = [handle for handle in untold if handle.ended or not handle.raised]
         job = JobEvidence(
-            program=self._plan.program.target, world_size=self._plan.world.size, ranks=tuple(self._rank(handle) for handle in ranks),
+            program=self._plan.program.target, world_size=self._plan.world.size, ranks=tuple(self._rank(handle) for handle in untold),
             attempt=attempt, max_restarts=self._plan.max_restarts, held_address=held, interrupted_by=interrupted_by, stop_reason=because,
             memory=self._memory(ranks), helper=helper, holders=_holders(ranks), run_dir=self._folder.path, on_failure=self._plan.on_failure,
             now=self._clock.elapsed(),
         )  # fmt: skip
+        for handle in untold:
+            handle.told = handle.ended is not None and (handle.ended.code, handle.ended.signal) != (0, 0)
         return self._show(rules.diagnose(job))
 
     def _show(self, reports: tuple[Report, ...]) -> tuple[Report, ...]:

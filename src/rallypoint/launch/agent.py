@@ -9,7 +9,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.evidence import Ended, HelperLost
@@ -32,6 +32,7 @@ from rallypoint.launch.channel import (
     Ready,
     Reap,
     Reaped,
+    SetLate,
     Setup,
     Spawns,
     StartHost,
@@ -57,6 +58,9 @@ from rallypoint.launch.supervisor import (
     Supervisor,
     Timer,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from rallypoint.launch.culprit import Search
 
 # Seconds for all ranks to write their stacks. A dump takes a millisecond; a rank that holds the interpreter's memory lock, or is
 # stopped, never answers, and the report must come within 0.3 s.
@@ -98,7 +102,13 @@ class Agent:
         # Everything below is done while the template imports.
         from rallypoint.launch.account import Account
 
-        self.account = Account(plan, self.clock)
+        try:
+            self.account = Account(plan, self.clock)
+        except BaseException:  # the run folder belongs to somebody else: the user reads that, and nothing may stay behind
+            self.template.end()
+            self.guard.farewell()
+            self._signals.close()
+            raise
         self.ranks: list[RankHandle] = []
         self.host: HostHandle | None = None
         self.reports: tuple[Report, ...] = ()
@@ -117,6 +127,8 @@ class Agent:
         self._asked_until = 0.0
         self._differing_told = False
         self._spawns_told = False
+        self._unclean: Ready | None = None  # why there is no template, until it has been said
+        self._search: Search | None = None
         self._epoll = select.epoll()
         self._sources: dict[int, Callable[[], object]] = {}
         self._watch(self._signals.fileno(), self._on_signal)
@@ -141,12 +153,15 @@ class Agent:
 
     def close(self) -> None:
         """Leave nothing behind, whatever happened. May be called in any state."""
+        self._on_culprit()
         spare = [self.guard.pid]
         self.template.order(Finish())
         self.template.end()
         left = processes.kill_family(self._marker, [handle.pid for handle in self.ranks if handle.pid], deadline=KILL_DEADLINE, spare=spare)
         self._reap_orphans()
         self.guard.farewell()
+        if self._status == 0:
+            self.account.say_imports(self.ranks)
         self.account.close(self._status, left)
         for handle in self.ranks:
             handle.close()
@@ -172,6 +187,8 @@ class Agent:
             del self._timers[name]
             if name == "evidence":
                 self._look_for_evidence(now)
+            elif name == "culprit":
+                self._on_culprit()
             else:
                 self._feed(Timer(name))
 
@@ -254,8 +271,34 @@ class Agent:
             return
         because = f"after importing {message.module} {message.unclean}"
         self.account.event("template-unclean", because=because, module=message.module)
-        self.account.say_unclean(message)
         self._use_fresh_interpreters()
+        self._look_for_culprit(message)
+
+    def _look_for_culprit(self, message: Ready) -> None:
+        """Find the line while the job starts all the same; the notice waits for it, at most until the job is over."""
+        from rallypoint.launch import culprit, program
+
+        self._unclean = message
+        if message.module in self.plan.preload:
+            modules = self.plan.preload[: self.plan.preload.index(message.module) + 1]
+            environment = {**os.environ, **self.plan.environment, "OPENBLAS_NUM_THREADS": "1"}  # the template's
+            self._search = culprit.Search(modules, program.folder(self.plan.program), environment)
+            self._watch(self._search.fileno(), self._on_culprit)
+            self._timers["culprit"] = self.clock.elapsed() + culprit.DEADLINE
+        else:
+            self._on_culprit()
+
+    def _on_culprit(self) -> None:
+        """Say what spoilt the template, with the line if it is known by now. Only once."""
+        message, search, self._unclean, self._search = self._unclean, self._search, None, None
+        self._timers.pop("culprit", None)
+        line = ""
+        if search is not None:
+            line = search.answer()
+            self._unwatch(search.fileno())
+            search.end()
+        if message is not None:
+            self.account.say_unclean(message, line)
 
     def _use_fresh_interpreters(self) -> None:
         self._unwatch(self.template.socket.fileno())
@@ -347,6 +390,9 @@ class Agent:
         single = plan.world.size == 1 and self._hooks
         if not plan.torch or single:  # see hooks.py: a program that spawns its own ranks must find torch's plain meaning
             environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        columns = self.account.columns()
+        if columns and "COLUMNS" not in os.environ:
+            environment["COLUMNS"] = str(columns)
         streams, terminal = self.account.streams(attempt, handle)
         debugger = handle.rank == plan.debug_rank
         self.template.order(
@@ -387,7 +433,7 @@ class Agent:
     def _on_not_forked(self, message: NotForked) -> None:
         self._ahead -= 1
         if message.unclean:
-            self.account.say_unclean(Ready(0.0, unclean=message.unclean))
+            self.account.say_unclean(Ready(0.0, unclean=message.unclean), "")
         self.problem = self.account.not_forked(message)
         if message.rank >= 0:
             self.ranks[message.rank].ordered = False
@@ -428,6 +474,8 @@ class Agent:
                 self._on_spawns(handle, line)
             case Imported(name, seconds):
                 handle.imports[name] = seconds
+            case SetLate(name, line):
+                self.account.say_late(name, line)
             case NotExecuted(number):
                 handle.not_executed = number
         return True
@@ -486,7 +534,7 @@ class Agent:
         self._unwatch(handle.control.fileno())
         handle.ended = Ended(code, number, self.clock.elapsed(), self._order_of_ends)
         self._order_of_ends += 1
-        self.account.event("ended", rank=handle.rank, code=code, signal=signals.name(number) if number else "")
+        self.account.event("ended", rank=handle.rank, **({"signal": signals.name(number)} if number else {"code": code}))
         lost_peer = self._has_lost_a_peer(handle)
         # An abort and a plain exit code may be a program's answer to a lost peer; other signals and recorded exceptions are not.
         sure = bool(number and number != signal.SIGABRT) or (handle.raised is not None and not lost_peer)
@@ -499,6 +547,8 @@ class Agent:
 
     def _clean_group(self, action: CleanGroup) -> None:
         handle = self.ranks[action.rank]
+        if not handle.pid:  # it was never started
+            return
         members = processes.group_members(handle.pid)
         if members and not action.kill:
             handle.leftovers = members

@@ -22,6 +22,7 @@ def forked(host: str, port: int, listener: int, ready: int, environment: dict[st
     silence = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
         os.dup2(silence, number)
+    os.close(silence)
     serve(host, port, listener, ready)
 
 
@@ -31,14 +32,13 @@ def serve(host: str, port: int, listener: int, ready: int) -> None:
 
     import torch.distributed as dist
 
-    store = dist.TCPStore(
+    _store = dist.TCPStore(  # type: ignore[attr-defined]  # it serves as long as somebody refers to it
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener, timeout=timedelta(seconds=60), use_libuv=True
     )
     os.write(ready, b"1")
     os.close(ready)
     while True:
         signal.pause()
-    del store
 
 
 def main() -> None:

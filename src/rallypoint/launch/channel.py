@@ -170,6 +170,13 @@ class Imported(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class SetLate(msgspec.Struct, frozen=True, tag=True):
+    """worker -> agent: the program set a variable that libraries in the template had read before. `line`: where, "" if not known."""
+
+    name: str
+    line: str
+
+
 class NotExecuted(msgspec.Struct, frozen=True, tag=True):
     """worker -> agent: execve failed; the process leaves with 126 or 127."""
 
@@ -196,7 +203,7 @@ class Farewell(msgspec.Struct, frozen=True, tag=True):
 
 Message = (
     StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught | Leaving
-    | Caught | Uncatch | Meets | Spawns | Imported | NotExecuted | Go | Released | Register | Farewell
+    | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Farewell
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

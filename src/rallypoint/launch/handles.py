@@ -103,6 +103,7 @@ class RankHandle:
         self.joined_at: float | None = None
         self.ended: Ended | None = None
         self.reaped = False
+        self.told = False  # its failure stands in a report
         self.raised: Raised | None = None
         self.traceback_printed = False
         self.caught: dict[int, Raised] = {}
@@ -172,6 +173,7 @@ class RankHandle:
         self._place = processes.main_thread_place(self.pid)
         self.sent.append(name)
         processes.send_group(self.pid, signal.Signals[name])
+        processes.send_group(self.pid, signal.SIGCONT)  # one that was stopped could not act on it
 
     def is_stuck(self) -> bool:
         """Whether its main thread cannot have seen the last signal: it stands in the same call of torch's as before.

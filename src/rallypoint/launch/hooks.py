@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 from rallypoint.diagnosis import rules
 from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.launch import channel, words
-from rallypoint.launch.channel import AtPhase, Caught, Meets, Message, Released, Spawns
+from rallypoint.launch import channel, variables, words
+from rallypoint.launch.channel import AtPhase, Caught, Meets, Message, Released, SetLate, Spawns
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 CAUGHT_MOST = 100  # told per worker: a program that tries again for ever must not fill the agent
@@ -103,6 +103,8 @@ class Hooks:
             hook_before = sys.excepthook
             self.tell(AtPhase("joining"))
             self.tell(Meets(meeting, differs))
+            for name, line in variables.set_late():
+                self.tell(SetLate(name, line))
             with _Environment(AGENT_STORE, None if not self._held and not differs else str(not differs)):
                 result = original(*args, **kwargs)
         except BaseException as error:

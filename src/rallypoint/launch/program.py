@@ -9,10 +9,11 @@ import sys
 from types import CodeType, ModuleType
 
 from rallypoint.launch import words
-from rallypoint.launch.channel import AtPhase, Leaving, Uncaught, Uncatch
+from rallypoint.launch.channel import AtPhase, Leaving, Uncatch, Uncaught
 from rallypoint.launch.hooks import Hooks
 from rallypoint.launch.plan import Program
 
+_placed: list[str] = []  # what we have put first on sys.path
 _first_main: list[ModuleType] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
 
 
@@ -28,6 +29,8 @@ def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool) -> None
             code, main = load(program)
             _first_main.append(sys.modules["__main__"])
             sys.modules["__main__"] = main
+            if "__mp_main__" in sys.modules:  # multiprocessing's name for it, under which children send back the program's classes
+                sys.modules["__mp_main__"] = main
             exec(code, main.__dict__)
         except SystemExit as leaving:
             if hooks:
@@ -69,6 +72,19 @@ def _tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
     hooks.tell(Leaving(code, f"{words.shown_path(mine[-1].file)}:{mine[-1].line} in {mine[-1].function}" if mine else ""))
 
 
+def folder(program: Program) -> str:
+    """What the interpreter puts first on `sys.path` before anything of the program runs."""
+    return os.getcwd() if program.kind == "module" else os.path.dirname(os.path.realpath(program.target))
+
+
+def place_folder(program: Program) -> None:
+    """Put it there, once in a process: the template does it for its preload modules, which may lie beside the program and may change
+    the path themselves."""
+    if not sys.flags.safe_path and not _placed:
+        _placed.append(folder(program))
+        sys.path.insert(0, _placed[0])
+
+
 def load(program: Program) -> tuple[CodeType, ModuleType]:
     """The program's code and its empty `__main__`; sets `sys.argv` and `sys.path[0]` as the interpreter would."""
     return _module(program) if program.kind == "module" else _script(program)
@@ -78,8 +94,7 @@ def _script(program: Program) -> tuple[CodeType, ModuleType]:
     path = os.path.abspath(program.target)
     sys.argv = [program.target, *program.args]
     sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
-    if not sys.flags.safe_path:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    place_folder(program)
     with open(path, "rb") as file:
         source = file.read()
     main = _main(path, importlib.machinery.SourceFileLoader("__main__", path))
@@ -92,8 +107,7 @@ def _module(program: Program) -> tuple[CodeType, ModuleType]:
 
     sys.argv = ["-m", *program.args]  # what a package's __init__ sees while it is searched
     sys.orig_argv[:] = [sys.executable, "-u", "-m", program.target, *program.args]
-    if not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())
+    place_folder(program)
     try:
         _, spec, code = runpy._get_module_details(program.target)  # type: ignore[attr-defined]  # what `python -m` itself calls
     except runpy._Error as problem:  # type: ignore[attr-defined]

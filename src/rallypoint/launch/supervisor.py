@@ -191,12 +191,13 @@ Action = (
 
 
 class _Rank:
-    __slots__ = ("asked", "ended", "erred", "failed", "phase")
+    __slots__ = ("asked", "ended", "erred", "failed", "met", "phase")
 
     def __init__(self, *, started: bool) -> None:
         self.phase = "started"
         self.ended = not started
         self.failed = False
+        self.met = False  # it has called init_process_group
         self.erred = False  # an error left init_process_group or set_device, and it has not joined since
         self.asked = ""  # the last signal that we sent
 
@@ -249,6 +250,7 @@ class Supervisor:
         assert isinstance(event, AtPhase)
         rank = self._ranks[event.rank]
         rank.phase = event.phase
+        rank.met = rank.met or event.phase == "joining"
         if event.phase == "running":
             rank.erred = False
         return self._look_for_absent(now)
@@ -262,11 +264,7 @@ class Supervisor:
     def _look_for_absent(self, now: float) -> list[Action]:
         """Some wait in init_process_group for a rank that has left with exit code 0: nobody else will end that."""
         waiting = [number for number, rank in enumerate(self._ranks) if not rank.ended and rank.phase == "joining"]
-        gone = [
-            n
-            for n, rank in enumerate(self._ranks)
-            if rank.ended and not rank.failed and (rank.erred or rank.phase in ("importing", "started"))
-        ]
+        gone = [number for number, rank in enumerate(self._ranks) if rank.ended and not rank.failed and (rank.erred or not rank.met)]
         alive = [number for number, rank in enumerate(self._ranks) if not rank.ended]
         swallowed = [number for number in gone if self._ranks[number].erred]
         if self._continue or not waiting or not (swallowed or (gone and waiting == alive)):
@@ -287,7 +285,7 @@ class Supervisor:
     def _rank_ended(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, RankEnded)
         rank = self._ranks[event.rank]
-        rank.ended, rank.phase = True, rank.phase if rank.phase in ("importing", "started", "joining") else "done"
+        rank.ended = True
         if event.code == 0 and event.signal == 0:
             actions: list[Action] = [CleanGroup(event.rank, kill=False, because="it ended well")]
             return actions + (self._all_ended(now) if self._nobody_left() else self._look_for_absent(now))

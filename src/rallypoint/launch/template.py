@@ -8,24 +8,34 @@ program from the top level of the interpreter.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import msgspec
 
 from rallypoint.host import processes
-from rallypoint.launch import boot, channel, words, worker
+from rallypoint.launch import boot, channel, program, words, worker
 from rallypoint.launch.channel import (
-    Exited, Finish, Forked, ImportFailed, NotExecuted, NotForked, Ready, Reap, Reaped, Setup, StartHost, StartWorker,
+    Exited,
+    Finish,
+    Forked,
+    ImportFailed,
+    NotExecuted,
+    NotForked,
+    Ready,
+    Reap,
+    Reaped,
+    Setup,
+    StartHost,
+    StartWorker,
 )  # fmt: skip
 from rallypoint.launch.worker import Descriptors
-
 
 # Device files whose being open means that an accelerator's driver has state which does not survive a fork.
 _DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/habanalabs", "/dev/davinci")
@@ -42,26 +52,26 @@ def serve(setup_fd: int, orders_fd: int) -> Callable[[], None]:
 
 
 def _prepare(setup: Setup, orders: socket.socket) -> bool:
+    """Import all that is to be shared, and say how it went; False when nobody can be forked from this process."""
     began = time.monotonic()
     if not setup.imports:
         channel.send(orders, Ready(0.0))
         return True
     version = ""
-    for number, name in enumerate(("torch", "torch.distributed", *setup.preload)):
-        if number == 2:
-            _add_program_folder(setup)
+    for name in ("torch", "torch.distributed", *setup.preload):
+        if name in setup.preload:
+            program.place_folder(setup.program)  # only now: a user's `re.py` must not get between torch and its own imports
         try:
-            module = importlib.import_module(name)
-        except Exception as error:
+            __import__(name)
+        except BaseException as error:  # SystemExit, too: a script without its `if __name__ == "__main__"` may be asked for
             words.strip(error)
             channel.send(orders, ImportFailed(name, words.raised(error)))
             return False
-        version = version or str(getattr(module, "__version__", ""))
+        version = version or str(getattr(sys.modules[name], "__version__", ""))
         why = unclean()
         if why:
             channel.send(orders, Ready(time.monotonic() - began, version, why, name))
             return False
-    _remove_program_folder(setup)
     if setup.hooks:
         from rallypoint.launch import hooks
 
@@ -72,26 +82,11 @@ def _prepare(setup: Setup, orders: socket.socket) -> bool:
     return True
 
 
-def _program_folder(setup: Setup) -> str:
-    return os.getcwd() if setup.program.kind == "module" else os.path.dirname(os.path.realpath(setup.program.target))
-
-
-def _add_program_folder(setup: Setup) -> None:
-    """A preload module may lie beside the program. Only now: a user's `re.py` must not get between torch and its own imports."""
-    if not sys.flags.safe_path:
-        sys.path.insert(0, _program_folder(setup))
-
-
-def _remove_program_folder(setup: Setup) -> None:
-    if setup.preload and not sys.flags.safe_path and sys.path[:1] == [_program_folder(setup)]:
-        del sys.path[0]
-
-
 def unclean() -> str:
     """Why this process must not be forked, "" when it may: another thread, CUDA initialised, an accelerator's file open."""
     count = processes.threads()
     if count != 1:
-        return f"it has {count} threads"
+        return f"{count} threads"
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
         return "CUDA is initialised"
@@ -114,7 +109,6 @@ class _Template:
         self._epoll.register(orders, select.EPOLLIN)
 
     def loop(self) -> Callable[[], None]:
-        gc.disable()
         while True:
             for fd, _ in self._epoll.poll():
                 if fd != self._orders.fileno():
@@ -143,20 +137,22 @@ class _Template:
             _close(fds)
             channel.send(self._orders, NotForked(rank, 0, why))
             return None
-        began, parent = time.monotonic(), os.getpid()
+        began, parent, pid = time.monotonic(), os.getpid(), -1
         try:
             pid = os.fork()
+            pidfd = os.pidfd_open(pid) if pid else -1
         except OSError as error:
+            if pid > 0:  # no descriptor left to watch it with; it waits for its `Go` and has run nothing
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
             _close(fds)
             channel.send(self._orders, NotForked(rank, error.errno or 0))
             return None
         if pid == 0:
             self._forget()
-            gc.enable()
             return become(parent)
         took = time.monotonic() - began
         _close(fds)
-        pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid
         channel.send(self._orders, Forked(rank, pid, took))
         self._epoll.register(pidfd, select.EPOLLIN)
@@ -176,19 +172,19 @@ class _Template:
         worker.become_rank(order, descriptors, parent)
         self._execute(order, descriptors)
 
-    def _execute(self, order: StartWorker, fds: Descriptors) -> None:  # never returns
-        program, setup = self._setup.program, self._setup
+    def _execute(self, order: StartWorker, fds: Descriptors) -> NoReturn:
+        setup = self._setup
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
         if setup.openblas_threads is not None:
             os.environ["OPENBLAS_NUM_THREADS"] = setup.openblas_threads
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them for itself; a program expects the default
             signal.signal(number, signal.SIG_DFL)
         control = socket.socket(fileno=fds.control)
-        if program.kind == "command":
+        if setup.program.kind == "command":
             answer, _ = channel.receive(control)
             if answer is None:
                 os._exit(1)
-            arguments = [program.target, *program.args]
+            arguments = [setup.program.target, *setup.program.args]
         else:
             passed = [_memory(setup), _memory(order), fds.control, fds.evidence, fds.terminal]
             for fd in passed:
@@ -235,6 +231,6 @@ def _memory(value: msgspec.Struct) -> int:
     return fd
 
 
-def _close(fds: Iterator[int] | list[int] | dict[int, int]) -> None:
+def _close(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)

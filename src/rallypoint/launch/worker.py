@@ -1,4 +1,7 @@
-"""The first code in every worker: identity, logs, last words, then yours."""
+"""The first code in every worker: identity, logs, last words, then yours.
+
+A fork of the template is made to look like a fresh interpreter here; where it still differs is docs/concepts/template.md.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,26 @@ import ctypes
 import faulthandler
 import io
 import os
+import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from types import FrameType
+import threading
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
 
 from rallypoint.host import processes
 from rallypoint.host.signals import EVIDENCE_SIGNAL
-from rallypoint.launch import channel, hooks, program
+from rallypoint.launch import channel, hooks, imports, program, variables, words
 from rallypoint.launch.channel import AtPhase, Setup, StartWorker
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+_OPENBLAS_SETTERS = (  # by how it was built: scipy's prefix, 64-bit suffix
+    "scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads64_", "openblas_set_num_threads",
+)  # fmt: skip
 
 _keep: list[object] = []  # what must live as long as the process: the evidence file behind faulthandler
 
@@ -55,12 +63,15 @@ def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> C
     become_rank(order, fds, parent)
     _restore_openblas(setup.openblas_threads)
     _renew_streams()
+    _renew_identity()
     _renew_randomness()
     return lambda: _run(setup, order, fds)
 
 
 def fresh(setup_fd: int, order_fd: int, control: int, evidence: int, terminal: int) -> None:
     """In an interpreter of its own (`--fresh`), started by the starter with the standard descriptors in place."""
+    for fd in (control, evidence, *([terminal] if terminal >= 0 else [])):
+        os.set_inheritable(fd, False)  # they came through an exec; the program's own children do not get them
     setup = read_struct(setup_fd, Setup)
     order = read_struct(order_fd, StartWorker)
     if setup.hooks:
@@ -80,19 +91,29 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     if not setup.hooks:
         _wait_for_go(control)
         control.close()
-        os.close(fds.evidence)
+        for fd in (fds.evidence, *([fds.terminal] if fds.terminal >= 0 else [])):
+            os.close(fd)
         program.run(setup.program, None, takes_traceback=False)
         return
     seen = hooks.Hooks(control, held=order.held, began=order.began, single=order.single)
     hooks.attach(seen)
-    evidence = os.fdopen(fds.evidence, "ab", buffering=0)
+    evidence = os.fdopen(fds.evidence, "ab", buffering=0, closefd=False)  # a program that closes all descriptors is not to hear of it
     _keep.append(evidence)
     faulthandler.enable(evidence, all_threads=True)
     faulthandler.register(EVIDENCE_SIGNAL, evidence, all_threads=True, chain=False)
     _choose_debugger(order, fds.terminal)
     seen.tell(AtPhase("started"))
     _wait_for_go(control)
-    program.run(setup.program, seen, takes_traceback=order.takes_traceback)
+    folder = program.folder(setup.program)
+    times = imports.ImportTimes(folder)
+    if setup.imports:  # in a fresh interpreter nothing could have been shared, and nothing was read before
+        times.install()
+        variables.remember(folder)
+    try:
+        program.run(setup.program, seen, takes_traceback=order.takes_traceback)
+    finally:
+        for imported in times.slow():
+            seen.tell(imported)
 
 
 def _wait_for_go(control: socket.socket) -> None:
@@ -104,7 +125,7 @@ def _wait_for_go(control: socket.socket) -> None:
 
 def _renew_streams() -> None:
     """`sys.stdin`, `sys.stdout` and `sys.stderr` as `python -u` makes them for the descriptors that are there now."""
-    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    encoding, errors = sys.stdin.encoding, sys.stdin.errors  # the interpreter chose them for all three
     for number, name in ((1, "stdout"), (2, "stderr")):
         raw = io.FileIO(number, "wb", closefd=False)
         raw.name = f"<{name}>"
@@ -115,21 +136,31 @@ def _renew_streams() -> None:
         stream.mode = "w"  # type: ignore[misc]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    source = open(0, "rb", closefd=False)
+    source = io.BufferedReader(io.FileIO(0, "rb", closefd=False))
     source.raw.name = "<stdin>"
-    stdin = io.TextIOWrapper(source, encoding=sys.stdin.encoding, errors=sys.stdin.errors)
+    stdin = io.TextIOWrapper(source, encoding=encoding, errors=errors, newline=None, write_through=True)
     stdin.mode = "r"  # type: ignore[misc]
     sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
 
 
-def _renew_randomness() -> None:
-    """What fresh processes have of their own. Python's `random` reseeds itself at a fork; torch's default seed is a constant."""
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
+def _renew_identity() -> None:
+    """What the interpreter and its modules remember of the template's process."""
+    main = threading.main_thread()
+    if hasattr(main, "_set_native_id"):  # Python's own after-fork work renews `ident` only
+        main._set_native_id()
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
+
+
+def _renew_randomness() -> None:
+    """Random state per process, as fresh ones have: Python's `random` does it itself at a fork, numpy's and torch's generators do not."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:  # its CPU generator starts at a number from the system; those of accelerators start at a constant
+        torch.default_generator.seed()
 
 
 def _restore_openblas(wanted: str | None) -> None:
@@ -137,18 +168,23 @@ def _restore_openblas(wanted: str | None) -> None:
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
     if wanted is not None:
         os.environ["OPENBLAS_NUM_THREADS"] = wanted
-    if "numpy" not in sys.modules:
-        return
-    count = next((int(v) for v in (wanted, os.environ.get("GOTO_NUM_THREADS"), os.environ.get("OMP_NUM_THREADS")) if v and v.isdigit() and int(v)), 0)
-    count = count or len(os.sched_getaffinity(0))
+    count = _openblas_threads(os.environ, len(os.sched_getaffinity(0)))
     if count == 1:
         return
     for path in _openblas_libraries():
         library = ctypes.CDLL(path)
-        for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads64_", "openblas_set_num_threads"):
-            if hasattr(library, name):
-                getattr(library, name)(count)
-                break
+        name = next((name for name in _OPENBLAS_SETTERS if hasattr(library, name)), None)
+        if name is not None:
+            getattr(library, name)(count)
+
+
+def _openblas_threads(environment: Mapping[str, str], processors: int) -> int:
+    """How many threads OpenBLAS takes when it loads (its memory.c, `blas_get_cpu_number`): never more than there are processors."""
+    for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_DEFAULT_NUM_THREADS"):
+        number = re.match(r"\s*\+?(\d+)", environment.get(name, ""))  # as C's atoi: "4,2" is 4
+        if number and int(number[1]) > 0:
+            return min(int(number[1]), processors)
+    return processors
 
 
 def _openblas_libraries() -> set[str]:
@@ -157,34 +193,43 @@ def _openblas_libraries() -> set[str]:
 
 
 def _choose_debugger(order: StartWorker, terminal: int) -> None:
-    """`breakpoint()`: on the terminal in the rank that has it, one line in the others, whatever PYTHONBREAKPOINT names if it is set."""
-    if os.environ.get("PYTHONBREAKPOINT"):
+    """`breakpoint()`: on the terminal in the rank that has it, one line in the others; as PYTHONBREAKPOINT says where it is set."""
+    chosen = bool(os.environ.get("PYTHONBREAKPOINT"))
+    if terminal >= 0 and (chosen or not order.debugger):
+        os.close(terminal)
+    if chosen:
         return
     if not order.debugger:
-        sys.breakpointhook = _skipped_breakpoint(order.rank)
+        sys.breakpointhook = _left_out(order.rank)
     elif terminal >= 0:
-        sys.breakpointhook = _terminal_debugger(terminal)
+        sys.breakpointhook = _on_terminal(terminal)
 
 
-def _skipped_breakpoint(rank: int) -> Callable[..., None]:
-    """A breakpoint() in a rank whose stdin is /dev/null would end it; say so and go on."""
+def _left_out(rank: int) -> Callable[..., None]:
+    """A debugger would end a rank whose stdin is /dev/null: say so once for each place, and go on."""
+    said: set[str] = set()
 
-    def skip(*args: object, **kwargs: object) -> None:
-        frame = sys._getframe(1)
-        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        print(f"rallypoint: breakpoint() at {place} left out: the terminal belongs to another rank; --debug-rank {rank}", file=sys.stderr)
+    def breakpointhook(*args: object, **kwargs: object) -> None:
+        place = words.line_of(sys._getframe(1))
+        if place not in said:
+            said.add(place)
+            print(f"rallypoint: breakpoint() at {place} left out: another rank has the terminal; --debug-rank {rank}", file=sys.stderr)
 
-    return skip
+    return breakpointhook
 
 
-def _terminal_debugger(terminal: int) -> Callable[..., None]:
-    def debug(*args: object, **kwargs: object) -> None:
+def _on_terminal(terminal: int) -> Callable[..., None]:
+    """The debugger on the terminal itself: the rank's own stdout is a pipe, whose lines get a prefix."""
+    ends: list[io.TextIOWrapper] = []  # one reader for all calls: what was typed ahead must not be lost with it
+
+    def breakpointhook(*args: object, **kwargs: object) -> None:
         import pdb
 
-        reader, writer = open(terminal, closefd=False), open(terminal, "w", closefd=False)
-        debugger = pdb.Pdb(stdin=reader, stdout=writer)
-        debugger.use_rawinput = False
-        caller: FrameType | None = sys._getframe(1)
-        debugger.set_trace(caller)
+        if not ends:
+            ends.append(io.TextIOWrapper(io.BufferedReader(io.FileIO(terminal, "r", closefd=False))))
+            ends.append(io.TextIOWrapper(io.FileIO(terminal, "w", closefd=False), write_through=True))
+        debugger = pdb.Pdb(stdin=ends[0], stdout=ends[1])
+        debugger.use_rawinput = False  # input() would write its prompt to sys.stdout
+        debugger.set_trace(sys._getframe(1))
 
-    return debug
+    return breakpointhook

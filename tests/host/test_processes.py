@@ -1,0 +1,127 @@
+"""Processes of ours are found, signalled and ended; nobody else's are."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from rallypoint.host import processes
+
+MARKER = "RALLYPOINT_JOB=test-of-processes"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with our marker, in a session of its own, that has said it is up."""
+    program = "import sys, time; print('up', flush=True); time.sleep(1000)"
+    name, _, value = MARKER.partition("=")
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, name: value}, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        yield process
+        process.kill()
+
+
+def test_a_group_that_is_not_ours_is_refused() -> None:
+    """`killpg(0)` is the caller's own group: it once took the user's shell along."""
+    for leader in (-1, 0, 1):
+        with pytest.raises(ValueError, match="leads no group of ours"):
+            processes.send_group(leader, signal.SIGKILL)
+
+
+def test_status_of_a_process(child: subprocess.Popen[bytes]) -> None:
+    found = processes.status(child.pid)
+    assert found is not None
+    assert (found.pid, found.parent, found.group, found.session) == (child.pid, os.getpid(), child.pid, child.pid)
+    assert found.started > 0
+    assert "sleep(1000)" in processes.command_line(child.pid)
+    assert processes.resident(child.pid) > 1_000_000
+
+
+def test_status_of_none() -> None:
+    assert processes.status(2**22 + 1) is None
+    assert processes.resident(2**22 + 1) == 0
+    assert processes.command_line(2**22 + 1) == ""
+
+
+def test_the_family_is_found_by_marker_and_by_session(child: subprocess.Popen[bytes]) -> None:
+    by_marker = processes.family(MARKER.encode(), [])
+    assert [one.pid for one in by_marker] == [child.pid]
+    by_session = processes.family(b"NO=SUCH", [child.pid])
+    assert [one.pid for one in by_session] == [child.pid]
+    assert processes.family(b"NO=SUCH", []) == []
+    assert processes.family(MARKER.encode(), [child.pid], spare=[child.pid]) == []
+
+
+def test_the_family_is_ended(child: subprocess.Popen[bytes]) -> None:
+    assert processes.kill_family(MARKER.encode(), [], deadline=20) == []
+    assert child.wait(20) == -signal.SIGKILL
+
+
+def test_members_of_a_group_without_its_leader() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 1000 & echo $!; exit"], stdout=subprocess.PIPE, start_new_session=True) as leader:
+        assert leader.stdout is not None
+        pid = int(leader.stdout.readline())
+        info = os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)  # not reaped: its group's number is still its own
+        assert info is not None
+        assert processes.ended(info) == (0, 0)
+        assert [one.pid for one in processes.group_members(leader.pid)] == [pid]
+        pidfd = os.pidfd_open(pid)
+        assert processes.send_group(leader.pid, signal.SIGKILL)
+        assert processes.wait_for_ends([pidfd], 20)
+        os.close(pidfd)
+
+
+def test_a_wait_for_ends_has_an_end(child: subprocess.Popen[bytes]) -> None:
+    pidfd = os.pidfd_open(child.pid)
+    assert not processes.wait_for_ends([pidfd], 0.01)
+    assert processes.send(pidfd, signal.SIGKILL)
+    assert processes.wait_for_ends([pidfd], 20)
+    child.wait()
+    assert not processes.send(pidfd, signal.SIGKILL)  # it is gone, and the pidfd cannot mean anybody else
+    os.close(pidfd)
+
+
+def test_whether_a_signal_is_handled(child: subprocess.Popen[bytes]) -> None:
+    assert processes.handles(child.pid, signal.SIGINT)  # Python's KeyboardInterrupt
+    assert not processes.handles(child.pid, signal.SIGRTMIN + 7)
+    assert not processes.is_handling(child.pid, signal.SIGINT)
+
+
+def test_a_pending_signal_is_being_handled(child: subprocess.Popen[bytes]) -> None:
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    os.kill(child.pid, signal.SIGINT)
+    assert processes.is_handling(child.pid, signal.SIGINT)
+
+
+def test_where_a_main_thread_stands(child: subprocess.Popen[bytes]) -> None:
+    first, second = processes.main_thread_place(child.pid), processes.main_thread_place(child.pid)
+    assert first is not None
+    assert first == second
+    assert processes.main_thread_place(2**22 + 1) is None
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    """The whole chain: a parent is killed, its child had asked to go with it."""
+    program = (
+        "import os, sys, time\nfrom rallypoint.host import processes\nparent = os.getpid()\npid = os.fork()\n"
+        "if pid == 0:\n    processes.die_with(parent)\n    print(os.getpid(), flush=True)\n    time.sleep(1000)\ntime.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        pidfd = os.pidfd_open(pid)
+        parent.kill()
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        assert poll.poll(20_000)
+        os.close(pidfd)
