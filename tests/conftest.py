@@ -1,0 +1,49 @@
+"""What every test gets: a place of its own for run folders, and a skip with its reason where the machine lacks something."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+@cache
+def _no_compiler() -> str:
+    command = shlex.split(os.environ.get("CC") or "cc")
+    if shutil.which(command[0]) is None:
+        return f"no C compiler: {command[0]} was not found"
+    done = subprocess.run([*command, "--version"], capture_output=True, check=False)
+    return "" if done.returncode == 0 else f"no C compiler: {shlex.join(command)} --version ends with status {done.returncode}"
+
+
+@cache
+def _no_gpu() -> str:
+    return "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU"
+
+
+@cache
+def _no_root() -> str:
+    return "" if os.geteuid() == 0 else "not root"
+
+
+MISSING: dict[str, Callable[[], str]] = {"compiler": _no_compiler, "gpu": _no_gpu, "root": _no_root}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, missing in MISSING.items():
+        if item.get_closest_marker(marker) and (reason := missing()):
+            pytest.skip(reason)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run folders of the jobs that tests start go here, not among the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield

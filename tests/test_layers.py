@@ -1,0 +1,183 @@
+"""The architecture, as a test: imports only go down, torch comes late, pure modules are pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rallypoint
+from rallypoint import env_vars
+
+SRC = Path(rallypoint.__file__).parent
+MODULES = sorted(SRC.rglob("*.py"))
+
+# A row imports from any row below it, and nothing beside it. This list is the architecture.
+LAYERS = (
+    {"__main__"},
+    {"cli"},
+    {"launch"},
+    {"diagnosis"},
+    {"primitives", "record", "clusters"},
+    {"store"},
+    {"host"},
+    {"wire", "world"},
+    {"clock", "env_vars", "errors"},
+)
+HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
+
+# Where torch may be imported, and there only inside functions.
+TORCH = ("wire/values.py", "primitives/", "store/c10d.py", "host/devices.py", "diagnosis/checks/", "launch/")
+
+PURE = (
+    "world.py", "wire/", "store/state.py", "store/waiting.py", "store/backoff.py", "record/timeline.py", "diagnosis/rules.py",
+    "diagnosis/render.py", "launch/plan.py", "launch/joining.py", "launch/supervisor.py", "launch/exits.py",
+)  # fmt: skip
+IMPURE = {"asyncio", "random", "select", "selectors", "socket", "subprocess", "threading", "time", "multiprocessing", "psutil"}
+
+# Who reads a clock. Beside clock.py only what waits for the kernel until a deadline, or measures how long something took,
+# in a process that has no clock of the agent's.
+CLOCKS = ("clock.py", "host/processes.py", "launch/imports.py", "launch/template.py")
+
+FORBIDDEN_NAMES = {"base", "common", "core", "helper", "helpers", "misc", "shared", "tools", "util", "utils"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SRC).as_posix()
+
+
+def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """(line, what is imported by full name, whether it is inside a function), `import a` and `from a import b` alike."""
+    tree = ast.parse(path.read_text("utf-8"))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, id(node) in inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are written in full: from rallypoint.host import ports"
+            yield from ((node.lineno, f"{node.module}.{alias.name}", id(node) in inside) for alias in node.names)
+
+
+def test_imports_only_go_down() -> None:
+    wrong = []
+    for path in MODULES:
+        here = path.relative_to(SRC).with_suffix("").parts[0]
+        if here in {"__init__", "testing"}:
+            continue
+        assert here in HEIGHT, f"{path}:1: {here} is in no layer"
+        for line, target, _ in imports(path):
+            root, _, rest = target.partition(".")
+            there = rest.partition(".")[0]
+            if root != "rallypoint" or there in {"__version__", here}:
+                continue
+            if there not in HEIGHT or HEIGHT[there] >= HEIGHT[here]:
+                wrong.append(f"{path}:{line}: {here} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_is_imported_late_and_only_where_it_may_be() -> None:
+    wrong = [
+        f"{path}:{line}: {'here' if late else 'at the top'}: {target}"
+        for path in MODULES
+        for line, target, late in imports(path)
+        if target.partition(".")[0] == "torch" and not (late and name_of(path).startswith(TORCH))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pure_modules_touch_no_clock_socket_thread_or_process() -> None:
+    wrong = [
+        f"{path}:{line}: {target}"
+        for path in MODULES
+        if name_of(path).startswith(PURE)
+        for line, target, _ in imports(path)
+        if target.partition(".")[0] in IMPURE or (target.partition(".")[0] == "os" and not target.startswith("os.path"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    mute = [str(path) for path in MODULES if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
+    assert not mute
+
+
+def test_no_module_is_named_after_nothing() -> None:
+    assert not [str(path) for path in SRC.rglob("*") if path.stem.strip("_") in FORBIDDEN_NAMES]
+
+
+def test_no_decision_reads_a_clock() -> None:
+    wrong = [
+        f"{path}:{line}"
+        for path in MODULES
+        if name_of(path) not in CLOCKS
+        for line, target, _ in imports(path)
+        if target.partition(".")[0] == "time"
+    ]
+    assert not wrong
+
+
+def test_every_variable_of_ours_is_in_the_table() -> None:
+    unknown = [
+        f"{path}: {name}"
+        for path in MODULES
+        for name in sorted(set(re.findall(r"\bRALLYPOINT_[A-Z_]*[A-Z]\b", path.read_text("utf-8"))))
+        if not env_vars.covers(name)
+    ]
+    assert not unknown
+
+
+def test_every_variable_that_is_read_or_set_by_name_is_in_the_table() -> None:
+    unknown = [
+        f"{path}:{line}: {name}"
+        for path in MODULES
+        for line, name in _names_of_variables(ast.parse(path.read_text("utf-8")))
+        if not env_vars.covers(name)
+    ]
+    assert not unknown, "\n".join(unknown)
+
+
+def _names_of_variables(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The literals in environ["X"], environ.get("X") and getenv("X"), whatever `environ` is an attribute of."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and _is_environment(node.value):
+            found = node.slice
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            method = node.func
+            if not (method.attr == "getenv" or (method.attr in {"get", "pop", "setdefault"} and _is_environment(method.value))):
+                continue
+            found = node.args[0]
+        else:
+            continue
+        if isinstance(found, ast.Constant) and isinstance(found.value, str):
+            yield found.lineno, found.value
+
+
+def _is_environment(node: ast.AST) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name in {"environ", "environment"}
+
+
+def test_the_public_names_are_there_and_no_others() -> None:
+    assert sorted(rallypoint.__all__) == rallypoint.__all__
+    public = {name for name in vars(rallypoint) if not name.startswith("_")} - {path.stem for path in SRC.iterdir()}
+    assert public | {"__version__"} == set(rallypoint.__all__)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-c", "import rallypoint"], *(["-m", "rallypoint", *words, "--help"] for words in ([], ["run"], ["explain"]))]
+)
+def test_import_and_help_load_neither_torch_nor_what_is_slow(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "rallypoint" in loaded
+    assert not loaded & {"torch", "numpy", "rich", "psutil", "asyncio", "cloudpickle"}
