@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from .job import DEADLINE, Result, run_job
 
 Act = Callable[[subprocess.Popen[bytes]], None]
@@ -209,5 +210,9 @@ def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_pa
     """The agent raises its own limit on open files; a rank has the user's."""
     program = tmp_path / "limit.py"
     program.write_text("import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n")
-    result = run_job(["ulimit -Sn 300; exec \"$@\"", "sh", sys.executable, "-P", "-m", "rallypoint", "run", "-n", "2", program], state=tmp_path, launcher=("sh", "-c"))
+    result = run_job(
+        ['ulimit -Sn 300; exec "$@"', "sh", sys.executable, "-P", "-m", "rallypoint", "run", "-n", "2", program],
+        state=tmp_path,
+        launcher=("sh", "-c"),
+    )
     assert result.of(0) == ["300"], result.everything

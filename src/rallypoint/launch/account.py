@@ -112,11 +112,11 @@ class Account:
 
     def say_leftovers(self, rank: int, members: Sequence[Status]) -> None:
         """What a successful rank left running; not `multiprocessing`'s own helpers, which see the rank's end and leave by themselves."""
-        words = {one.pid: command_line(one.pid) for one in members}
-        left = [one for one in members if not words[one.pid].partition(" -c ")[2].startswith("from multiprocessing.")]
+        words = {one.pid: command_line(one.pid) for one in members}  # "" for one that is ending: its memory is gone already
+        left = [one for one in members if words[one.pid] and not words[one.pid].partition(" -c ")[2].startswith("from multiprocessing.")]
         if not left:
             return
-        names = ", ".join(f"{words[one.pid][:60] or one.name} (pid {one.pid})" for one in left[:3])
+        names = ", ".join(f"{words[one.pid][:60]} (pid {one.pid})" for one in left[:3])
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         self.say(f"rallypoint: rank {rank} has ended well and left running: {names}{more}; stopped when the job ends")
 
@@ -243,10 +243,9 @@ class Account:
     def not_forked(self, message: NotForked) -> Report:
         """A process could not be started."""
         reason = message.unclean or os.strerror(message.errno)
-        return Report(
-            code="start-failed", headline=f"rank {message.rank} could not be started: {reason}" if message.rank >= 0 else f"the c10d host could not be started: {reason}",
-            help=(Help("look at the limits on processes and memory", "ulimit -a"),) if message.errno else (),
-        )  # fmt: skip
+        who = f"rank {message.rank}" if message.rank >= 0 else "the c10d host"
+        helps = (Help("look at the limits on processes and memory", "ulimit -a"),) if message.errno else ()
+        return Report(code="start-failed", headline=f"{who} could not be started: {reason}", help=helps)
 
     def report_problem(self, problem: RallypointError | Report) -> tuple[Report, ...]:
         """Why nothing could be started."""
@@ -287,12 +286,27 @@ class Account:
         log, lines = self._pump.log_position(handle.rank)
         tail = self._pump.tail(handle.rank)
         return RankEvidence(
-            rank=handle.rank, local_rank=handle.local_rank, pid=handle.pid, phase=handle.phase, phase_at=handle.phase_at, ended=handle.ended,
-            raised=handle.raised, handled=tuple(handle.caught.values()), meeting=handle.meeting, sent=tuple(handle.sent), stack=handle.stack(),
-            stack_text=handle.dump(), said=tail, said_traceback=handle.traceback_printed, log=log,
-            log_line=handle.log_line or max(1, lines - len(tail) + 1), resident=handle.resident, left_at=handle.left_at,
-            error_file=_read_error_file(handle.error_file), not_executed=handle.not_executed,
-        )  # fmt: skip
+            rank=handle.rank,
+            local_rank=handle.local_rank,
+            pid=handle.pid,
+            phase=handle.phase,
+            phase_at=handle.phase_at,
+            ended=handle.ended,
+            raised=handle.raised,
+            handled=tuple(handle.caught.values()),
+            meeting=handle.meeting,
+            sent=tuple(handle.sent),
+            stack=handle.stack(),
+            stack_text=handle.dump(),
+            said=tail,
+            said_traceback=handle.traceback_printed,
+            log=log,
+            log_line=handle.log_line or max(1, lines - len(tail) + 1),
+            resident=handle.resident,
+            left_at=handle.left_at,
+            error_file=_read_error_file(handle.error_file),
+            not_executed=handle.not_executed,
+        )
 
     def _memory(self, ranks: Sequence[RankHandle]) -> MemoryEvidence:
         killed = any(handle.ended and handle.ended.signal == 9 and not handle.sent for handle in ranks)

@@ -7,8 +7,7 @@ import resource
 import select
 import signal
 import socket
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from rallypoint.clock import Clock
@@ -35,12 +34,10 @@ from rallypoint.launch.channel import (
     SetLate,
     Setup,
     Spawns,
-    StartHost,
-    StartWorker,
     Uncatch,
     Uncaught,
-)  # fmt: skip
-from rallypoint.launch.handles import HostHandle, RankHandle, TemplateHandle
+)
+from rallypoint.launch.handles import RankHandle, TemplateHandle
 from rallypoint.launch.plan import Plan
 from rallypoint.launch.supervisor import (
     Action,
@@ -57,9 +54,10 @@ from rallypoint.launch.supervisor import (
     Stuck,
     Supervisor,
     Timer,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
+    from rallypoint.launch.attempt import Attempt, Order
     from rallypoint.launch.culprit import Search
 
 # Seconds for all ranks to write their stacks. A dump takes a millisecond; a rank that holds the interpreter's memory lock, or is
@@ -76,6 +74,7 @@ KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see gu
 
 def run(plan: Plan) -> int:
     """Carry out a plan; the exit status. Raises `EnvironmentProblem` or `UsageError` when nothing could be started."""
+    _open_standard_descriptors()
     agent = Agent(plan)
     try:
         return agent.run()
@@ -109,20 +108,17 @@ class Agent:
             self.guard.farewell()
             self._signals.close()
             raise
-        self.ranks: list[RankHandle] = []
-        self.host: HostHandle | None = None
-        self.reports: tuple[Report, ...] = ()
+        self.attempt = self._new_attempt(0, started=False)
         self.problem: RallypointError | Report | None = None  # why nothing could be started
         self.lost: HelperLost | None = None
         self.signalled_by = ""
         self._supervisor = Supervisor(
             world_size=plan.world.size, max_restarts=plan.max_restarts, grace=plan.grace, on_failure=plan.on_failure
         )
-        self._orders: deque[tuple[RankHandle | None, Callable[[], None]]] = deque()
+        self._orders: Iterator[Order] = iter(())
         self._ahead = 0
         self._timers: dict[str, float] = {}
         self._order_of_ends = 0
-        self._attempt_began = 0.0
         self._status: int | None = None
         self._asked_until = 0.0
         self._differing_told = False
@@ -134,6 +130,11 @@ class Agent:
         self._watch(self._signals.fileno(), self._on_signal)
         self._watch(self.guard.pidfd, self._on_guard_end)
         self._watch_template()
+
+    @property
+    def ranks(self) -> list[RankHandle]:
+        """The ranks of this attempt, by rank; none before the first."""
+        return self.attempt.ranks
 
     # --- the loop
 
@@ -163,8 +164,7 @@ class Agent:
         if self._status == 0:
             self.account.say_imports(self.ranks)
         self.account.close(self._status, left)
-        for handle in self.ranks:
-            handle.close()
+        self.attempt.close()
         self._epoll.close()
         self._signals.close()
 
@@ -333,92 +333,50 @@ class Agent:
     # --- starting
 
     def _start_ranks(self, action: StartRanks) -> None:
-        self._attempt_began = self.clock.wall()
-        for handle in self.ranks:
-            handle.close()
-        self.ranks = [RankHandle(seat.rank, seat.local_rank) for seat in self.plan.world.seats()]
+        self.attempt.close()
+        self.attempt = self._new_attempt(action.attempt)
         try:
             self.account.begin_attempt(action.attempt, action.because)
-            listener = self._hold(action.attempt)
+            port = self.attempt.hold()
         except EnvironmentProblem as problem:
             self.problem = problem
             self._feed(supervisor.Impossible(str(problem)))
             return
-        self._orders.clear()
+        self.account.event("port-held", host=self.plan.master_addr, port=port)
+        self._orders = self.attempt.orders(self.account)
         self._ahead = 0
-        if listener is not None:
-            self._orders.append((None, lambda: self._order_host(*listener)))
-        for handle in self.ranks:
-            self._orders.append((handle, lambda handle=handle: self._order_worker(handle, action.attempt)))  # type: ignore[misc]
         self._send_orders()
 
-    def _hold(self, attempt: int) -> tuple[int, int] | None:
-        """Bind this attempt's meeting point: (listening descriptor, port). None where nobody here could serve it (no torch)."""
-        from rallypoint.host import ports
+    def _new_attempt(self, number: int, *, started: bool = True) -> Attempt:
+        from rallypoint.launch.attempt import Attempt
 
-        held = ports.hold_port(self.plan.master_port, self.plan.master_addr, self.plan.port_range)
-        self.host = HostHandle(f"{self.plan.master_addr}:{held.port}")
-        self.account.event("port-held", host=self.plan.master_addr, port=held.port)
-        if self.plan.torch:
-            return held.detach(), held.port
-        held.release()  # the program's rank 0 must host it, as torchrun's static rendezvous does
-        return None
-
-    def _order_host(self, listener: int, port: int) -> None:
-        ready, theirs = os.pipe2(os.O_CLOEXEC)
-        self._watch(ready, lambda: self._on_host_ready(ready))
-        environment = {"RES_OPTIONS": self.plan.environment["RES_OPTIONS"]} if "RES_OPTIONS" in self.plan.environment else {}
-        self.template.order(StartHost(self.plan.master_addr, port, environment), [listener, theirs])
-        os.close(listener)
-        os.close(theirs)
-
-    def _on_host_ready(self, ready: int) -> None:
-        if os.read(ready, 1) and self.host is not None:
-            self.account.event("c10d-ready", address=self.host.address)
-        self._unwatch(ready)
-        os.close(ready)
-
-    def _order_worker(self, handle: RankHandle, attempt: int) -> None:
-        plan, (host, _, port) = self.plan, self.host.address.rpartition(":") if self.host else ("", "", "")
-        environment = {
-            **plan.rank_environment[handle.local_rank], "MASTER_ADDR": host, "MASTER_PORT": port,
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        }  # fmt: skip
-        handle.error_file = self.account.error_file(attempt, handle)
-        if handle.error_file:
-            environment["TORCHELASTIC_ERROR_FILE"] = handle.error_file
-        single = plan.world.size == 1 and self._hooks
-        if not plan.torch or single:  # see hooks.py: a program that spawns its own ranks must find torch's plain meaning
-            environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        columns = self.account.columns()
-        if columns and "COLUMNS" not in os.environ:
-            environment["COLUMNS"] = str(columns)
-        streams, terminal = self.account.streams(attempt, handle)
-        debugger = handle.rank == plan.debug_rank
-        self.template.order(
-            StartWorker(
-                rank=handle.rank, environment=environment, ignored=self._ignored, takes_traceback=plan.world.size > 1,
-                debugger=debugger, held=self.host.address if self.host and plan.torch else "", began=self._attempt_began, single=single,
-            ),
-            [*streams, handle.their_control.fileno(), handle.evidence, *([terminal] if terminal >= 0 else [])],
-        )  # fmt: skip
-        self.account.close_streams(streams)
+        return Attempt(self.plan, number, began=self.clock.wall(), ignored=self._ignored, hooks=self._hooks, started=started)
 
     def _send_orders(self) -> None:
-        while self._orders and self._ahead < ORDERS_AHEAD:
+        while self._ahead < ORDERS_AHEAD and (order := next(self._orders, None)) is not None:
             self._ahead += 1
-            handle, order = self._orders.popleft()
-            if handle is not None:
-                handle.ordered = True
-            order()
+            if order.handle is not None:
+                order.handle.ordered = True
+            else:
+                ready = self.attempt.host_ready
+                self._watch(ready, lambda ready=ready: self._on_host_ready(ready))  # type: ignore[misc]
+            self.template.order(order.message, order.fds)
+            for fd in order.ours:
+                os.close(fd)
+
+    def _on_host_ready(self, ready: int) -> None:
+        if os.read(ready, 1):
+            self.account.event("c10d-ready", address=self.attempt.held)
+        self._unwatch(ready)
+        os.close(ready)
 
     def _on_forked(self, message: Forked) -> None:
         self._ahead -= 1
         self._send_orders()
         if message.rank < 0:
-            if self.host is not None:
-                self.host.started(message.pid)
-                self.guard.register(message.pid, self.host.pidfd)
+            if self.attempt.host is not None:
+                self.attempt.host.started(message.pid)
+                self.guard.register(message.pid, self.attempt.host.pidfd)
             return
         handle = self.ranks[message.rank]
         handle.forked(message.pid)
@@ -495,15 +453,15 @@ class Agent:
         handle.meeting = message.meeting
         if message.differs and not self._differing_told:
             self._differing_told = True
-            self.account.say_differs(message.meeting, self.host.address if self.host else "")
+            self.account.say_differs(message.meeting, self.attempt.held)
         places = {h.meeting.address for h in self.ranks if h.meeting and h.meeting.address and h.meeting.world_size == self.plan.world.size}
         if len(places) > 1:
             self._feed(supervisor.Misfit("the ranks would meet at different addresses"))
 
     def _on_spawns(self, handle: RankHandle, line: str) -> None:
         if self.plan.world.size == 1:
-            if handle.joined_at is None and self.host is not None:
-                self.host.end()
+            if handle.joined_at is None:
+                self.attempt.release()
             handle.released()
         elif not self._spawns_told:
             self._spawns_told = True
@@ -513,20 +471,14 @@ class Agent:
 
     def _on_exited(self, message: Exited) -> None:
         handle = next((h for h in self.ranks if h.pid == message.pid), None)
-        if handle is None:
-            if self.host is not None and message.pid == self.host.pid and self._status is None:
-                self._on_host_end(message)
+        if handle is not None:
+            self._on_rank_end(handle, message.code, message.signal)
             return
-        self._on_rank_end(handle, message.code, message.signal)
-
-    def _on_host_end(self, message: Exited) -> None:
-        """Reap it; a c10d host that ended by itself takes the meeting point with it."""
-        self.template.order(Reap(message.pid))
-        host, self.host = self.host, None
-        if host is not None and host.pidfd >= 0:
-            os.close(host.pidfd)
-            if any(handle.alive for handle in self.ranks):
-                self._helper_lost("c10d host", message.pid, message.code, message.signal)
+        self.template.order(Reap(message.pid))  # a c10d host: this attempt's, or an earlier one's that was ended
+        host = self.attempt.host
+        if host is not None and host.pid == message.pid and host.pidfd >= 0 and any(h.alive for h in self.ranks):
+            host.end()
+            self._helper_lost("c10d host", message.pid, message.code, message.signal)
 
     def _on_rank_end(self, handle: RankHandle, code: int, number: int) -> None:
         while self._on_worker(handle, waits=False):  # its last words come before its end
@@ -614,11 +566,13 @@ class Agent:
             reports = self.account.report_problem(self.problem)
         else:
             reports = self.account.report(
-                self.ranks, attempt=self._supervisor.attempt, held=self.host.address if self.host else "",
-                interrupted_by=self.signalled_by if action.reason == "interrupted" else "", helper=self.lost if action.reason == "helper" else None,
+                self.ranks,
+                attempt=self._supervisor.attempt,
+                held=self.attempt.held,
+                interrupted_by=self.signalled_by if action.reason == "interrupted" else "",
+                helper=self.lost if action.reason == "helper" else None,
                 because=action.because,
-            )  # fmt: skip
-        self.reports = self.reports or reports
+            )
         self._feed(supervisor.Judged(reports[0].exit_status))
 
     # --- stopping
@@ -627,7 +581,7 @@ class Agent:
         handle = self.ranks[action.rank]
         if not handle.pid:
             handle.sent.append(action.signal)
-            self._orders = deque(entry for entry in self._orders if entry[0] is not handle)
+            self._orders = iter(())  # nothing more is started
             if not handle.ordered:  # else it is killed when the template tells its pid
                 handle.ended = Ended(signal=signal.SIGTERM, at=self.clock.elapsed(), order=self._order_of_ends)
                 self._feed(supervisor.RankEnded(handle.rank, 0, signal.SIGTERM, False, "it was never started"))
@@ -643,13 +597,13 @@ class Agent:
         leftovers = [handle for handle in self.ranks if handle.pid and not handle.reaped]
         if action.gently:
             self._end_leftovers(leftovers)
-        spare = [self.guard.pid, self.template.pid, *([self.host.pid] if self.host and self.host.pid else [])]
+        host = self.attempt.host
+        spare = [self.guard.pid, self.template.pid, *([host.pid] if host and host.pid else [])]
         left = processes.kill_family(self._marker, [h.pid for h in self.ranks if h.pid], deadline=KILL_DEADLINE, spare=spare)
         self.account.say_immortal(left)
         for handle in leftovers:
             self._reap(handle)
-        if self.host is not None:
-            self.host.end()
+        self.attempt.release()
         self._timers.clear()
         self.account.settle(DRAIN_TIMEOUT)
         self.account.event("attempt-ended", because=action.because, attempt=self._supervisor.attempt)
@@ -697,3 +651,12 @@ def _raise_files_limit(limit: tuple[int, int]) -> None:
     soft, hard = limit
     if soft != resource.RLIM_INFINITY and soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _open_standard_descriptors() -> None:
+    """One that was closed when we started becomes /dev/null: else a pipe or socket of ours would get its number, and a rank's words."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one

@@ -71,6 +71,7 @@ class HostHandle:
 
     def __init__(self, address: str) -> None:
         self.address = address  # host:port
+        self.port = int(address.rpartition(":")[2])
         self.pid = 0
         self.pidfd = -1
 

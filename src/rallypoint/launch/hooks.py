@@ -179,7 +179,10 @@ class Hooks:
                     f"it was last written {age:.0f} s before this attempt began and holds {found.st_size} bytes",
                     f"given at {meeting.line}; its ranks would look for processes that are gone",
                 ),
-                help=(("remove the file, or use a new name for each run", f"rm {meeting.address}"), ("or leave out init_method: the launcher's own meeting point needs no file", "")),
+                help=(
+                    ("remove the file, or use a new name for each run", f"rm {meeting.address}"),
+                    ("or leave out init_method: the launcher's own meeting point needs no file", ""),
+                ),
             )  # fmt: skip
 
     def spawning(self) -> None:
@@ -275,9 +278,13 @@ def install() -> None:
 
     @functools.wraps(start)
     def start_processes(*args: Any, **kwargs: Any) -> Any:
-        if _current is not None:
-            _current.spawning()
-        return start(*args, **kwargs)
+        if _current is None:
+            return start(*args, **kwargs)
+        _current.spawning()
+        with _Environment(
+            AGENT_STORE, "False"
+        ):  # a group of the program's own: its rank 0 hosts, or fails at once and does not wait for us
+            return start(*args, **kwargs)
 
     _replace("torch.multiprocessing", start, start_processes)
 

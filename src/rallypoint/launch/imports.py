@@ -66,7 +66,7 @@ class ImportTimes(importlib.abc.MetaPathFinder):
             spec = self._found(name, path, target)
         finally:
             self._busy = False
-        if spec is not None and isinstance(spec.loader, _LOADERS) and not (spec.origin or "").startswith(self._folder):
+        if spec is not None and isinstance(spec.loader, _LOADERS) and not self._is_the_programs(spec):
             spec.loader.__dict__["exec_module"] = self._timed(spec.loader, name)
         return spec
 
@@ -78,6 +78,11 @@ class ImportTimes(importlib.abc.MetaPathFinder):
                 if spec is not None:
                     return spec
         return None
+
+    def _is_the_programs(self, spec: ModuleSpec) -> bool:
+        """Whether a module is the program's own; an environment that lies in the program's folder is not."""
+        origin = spec.origin or ""
+        return origin.startswith(self._folder) and "-packages" + os.sep not in origin
 
     def _timed(self, loader: importlib.abc.Loader, name: str) -> Callable[[ModuleType], None]:
         @_untraced

@@ -62,7 +62,7 @@ def _place(name: str) -> str:
     )
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None) or ""
-        if path.startswith(_folder) and path.endswith(".py") and "site-packages" not in path:
+        if path.startswith(_folder) and path.endswith(".py") and "-packages" + os.sep not in path:
             for number, text in enumerate(linecache.getlines(path), 1):
                 if sets.search(text):
                     return f"{words.shown_path(path)}:{number}"

@@ -123,12 +123,18 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
     filename = getattr(first, "filename", None) if isinstance(first, OSError | SyntaxError) else None
     ours = first if isinstance(first, RallypointError) else None
     return Raised(
-        type=type_name(type(first)), message=cut(message_of(first)), frames=frames_of(first.__traceback__),
-        traceback=cut(traceback_text(error)), call=call, caught_at=caught_at, errno=number,
+        type=type_name(type(first)),
+        message=cut(message_of(first)),
+        frames=frames_of(first.__traceback__),
+        traceback=cut(traceback_text(error)),
+        call=call,
+        caught_at=caught_at,
+        errno=number,
         filename=filename if isinstance(filename, str) else "",
-        code=ours.code if ours else str(getattr(first, "_rallypoint_code", "")), why=ours.why if ours else tuple(getattr(first, "_rallypoint_why", ())),
+        code=ours.code if ours else str(getattr(first, "_rallypoint_code", "")),
+        why=ours.why if ours else tuple(getattr(first, "_rallypoint_why", ())),
         help=ours.help if ours else (),
-    )  # fmt: skip
+    )
 
 
 def mark(error: BaseException, serial: int) -> bool:

@@ -1,0 +1,118 @@
+"""One attempt: where its ranks meet, and the orders that start them. A restart makes a new one; nothing is carried over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rallypoint.host import ports
+from rallypoint.launch.account import Account
+from rallypoint.launch.channel import StartHost, StartWorker
+from rallypoint.launch.handles import HostHandle, RankHandle
+from rallypoint.launch.plan import Plan
+
+
+class Order(NamedTuple):
+    """What the template is to fork. The descriptors travel with it and are closed here afterwards (`done`)."""
+
+    handle: RankHandle | None  # None: the c10d host
+    message: StartHost | StartWorker
+    fds: list[int]
+    ours: list[int]  # of those, what is ours no longer once it is sent
+
+
+class Attempt:
+    """The socket that is held, the c10d host that serves it, the ranks. Empty (no rank, no host) before the first."""
+
+    def __init__(self, plan: Plan, number: int, *, began: float, ignored: tuple[int, ...], hooks: bool, started: bool = True) -> None:
+        self.number = number
+        self.host: HostHandle | None = None
+        self.host_ready = -1  # a pipe's end that becomes readable when the host serves
+        self.ranks = [RankHandle(seat.rank, seat.local_rank) for seat in plan.world.seats()] if started else []
+        self._plan = plan
+        self._began = began  # wall clock: a rendezvous file older than this is stale
+        self._ignored = ignored
+        self._hooks = hooks
+        self._listener = -1
+
+    @property
+    def held(self) -> str:
+        """host:port of the meeting point, "" when there is none (any more)."""
+        return self.host.address if self.host else ""
+
+    def hold(self) -> int:
+        """Bind the meeting point, before any rank starts; the port. Raises as `hold_port`.
+
+        Where nobody here could serve it (no torch), it is given back: the program's rank 0 hosts it, as under torchrun's static
+        rendezvous.
+        """
+        held = ports.hold_port(self._plan.master_port, self._plan.master_addr, self._plan.port_range)
+        self.host = HostHandle(f"{self._plan.master_addr}:{held.port}")
+        if self._plan.torch:
+            self._listener = held.detach()
+        else:
+            held.release()
+        return self.host.port
+
+    def orders(self, account: Account) -> Iterator[Order]:
+        """The host first, then the ranks. Each one's descriptors are made when it is asked for: few are open at a time."""
+        if self._listener >= 0:
+            self.host_ready, theirs = os.pipe2(os.O_CLOEXEC)
+            listener, self._listener = self._listener, -1
+            environment = {name: value for name, value in self._plan.environment.items() if name == "RES_OPTIONS"}
+            port = self.host.port if self.host else 0
+            yield Order(None, StartHost(self._plan.master_addr, port, environment), [listener, theirs], [listener, theirs])
+        for handle in self.ranks:
+            yield self._worker(handle, account)
+
+    def _worker(self, handle: RankHandle, account: Account) -> Order:
+        plan = self._plan
+        handle.error_file = account.error_file(self.number, handle)
+        streams, terminal = account.streams(self.number, handle)
+        message = StartWorker(
+            rank=handle.rank,
+            environment=self._environment(handle, account.columns()),
+            ignored=self._ignored,
+            takes_traceback=plan.world.size > 1,
+            debugger=handle.rank == plan.debug_rank,
+            held=self.held if plan.torch else "",
+            began=self._began,
+            single=self._is_single(),
+        )
+        fds = [*streams, handle.their_control.fileno(), handle.evidence, *([terminal] if terminal >= 0 else [])]
+        return Order(handle, message, fds, streams)
+
+    def _environment(self, handle: RankHandle, columns: int) -> dict[str, str]:
+        plan = self._plan
+        host, _, port = self.held.rpartition(":")
+        environment = {
+            **plan.rank_environment[handle.local_rank],
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": str(self.number),
+        }
+        if handle.error_file:
+            environment["TORCHELASTIC_ERROR_FILE"] = handle.error_file
+        if not plan.torch or self._is_single():  # see hooks.py: a program that spawns its own ranks must find torch's plain meaning
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        if columns and "COLUMNS" not in os.environ:
+            environment["COLUMNS"] = str(columns)
+        return environment
+
+    def _is_single(self) -> bool:
+        return self._plan.world.size == 1 and self._hooks
+
+    def release(self) -> None:
+        """Give the meeting point back: end its host, wherever it is by now."""
+        if self._listener >= 0:
+            os.close(self._listener)
+            self._listener = -1
+        if self.host is not None:
+            self.host.end()
+
+    def close(self) -> None:
+        """Give every descriptor back. The processes have ended."""
+        self.release()
+        for handle in self.ranks:
+            handle.close()
