@@ -27,9 +27,10 @@ MARKER = "TEST_OF_A_JOB"  # in the environment of every process of a job, the la
 # What another launcher, a CI system or a shell's start-up file may have set, and would change what is tested.
 _FOREIGN = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|RALLYPOINT_.*|TORCHELASTIC_.*|PET_.*|OMP_NUM_THREADS"
-    r"|OPENBLAS_NUM_THREADS|PYTHONUNBUFFERED|PYTHONBREAKPOINT|COLUMNS|NO_COLOR|FORCE_COLOR|CUDA_VISIBLE_DEVICES|RES_OPTIONS|SLURM_.*"
+    r"|OPENBLAS_NUM_THREADS|PYTHONUNBUFFERED|PYTHONBREAKPOINT|COLUMNS|NO_COLOR|FORCE_COLOR|CUDA_VISIBLE_DEVICES|RES_OPTIONS|SLURM_.*|PYTEST_.*"
 )
 _PREFIX = re.compile(r"\[(\d+)\] ?(.*)")
+_VALUE = re.compile(r"\[[a-z]*(\d+)\]:? ?(\{.*\})")  # torchrun's prefix has the role, too
 
 
 class Result(NamedTuple):
@@ -58,7 +59,7 @@ class Result(NamedTuple):
 
     def values(self) -> list[Any]:
         """What the ranks printed as JSON, by rank."""
-        found = {int(match[1]): json.loads(match[2]) for match in map(_PREFIX.fullmatch, self.lines) if match and match[2].startswith("{")}
+        found = {int(match[1]): json.loads(match[2]) for match in map(_VALUE.fullmatch, self.lines) if match}
         return [found[rank] for rank in sorted(found)]
 
     @property
@@ -132,6 +133,7 @@ def run_job(
     cwd: str | Path | None = None,
     timeout: float = DEADLINE,
     before: Callable[[], None] | None = None,
+    pass_fds: Sequence[int] = (),
     errors: str = "replace",
     act: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> Result:
@@ -150,6 +152,7 @@ def run_job(
         env=environment(state, marker, env),
         cwd=cwd or SCRIPTS,
         preexec_fn=before,
+        pass_fds=pass_fds,
         start_new_session=True,
     )
     try:

@@ -255,12 +255,19 @@ def test_a_reader_that_never_reads_does_not_keep_us_from_leaving(tmp_path: Path)
     pump.start()
     mine, theirs = os.pipe()
     pump.attach(0, "stdout", mine)
-    write_later(theirs, b"line\n" * 100_000)
+    os.set_blocking(write_end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write_end, b"full ")
+    os.set_blocking(write_end, True)
+    write(theirs, b"line\n")
+    os.close(theirs)
     assert not pump.drain(0.2)
     assert not pump.close(0.2)
-    Reader(read)  # let the threads end
+    reader = Reader(read)  # now the thread can end
     assert pump.close(SOON)
     os.close(write_end)
+    assert reader.whole().endswith(b"full [0] line\n")
 
 
 def test_a_terminal_made_non_blocking_by_someone_loses_nothing(tmp_path: Path) -> None:

@@ -398,7 +398,7 @@ def starts_nothing(program: str, error: Raised) -> bool:
         return bool(error.filename) and (error.filename == program or error.filename.endswith("/" + typed))
     own = [frame for frame in error.frames if not stacks.hidden(frame)]
     if short in ("ModuleNotFoundError", "ImportError"):
-        return not own and f"'{program.split('.')[0]}" in error.message
+        return not own and program.split(".")[0] in re.split(r"[\s'.]+", error.message)
     return short in ("FileNotFoundError", "PermissionError", "IsADirectoryError") and not own and error.filename.endswith(typed)
 
 

@@ -109,7 +109,8 @@ def _module(program: Program) -> tuple[CodeType, ModuleType]:
     sys.orig_argv[:] = [sys.executable, "-u", "-m", program.target, *program.args]
     place_folder(program)
     try:
-        _, spec, code = runpy._get_module_details(program.target)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        # What `python -m` itself calls; its own kind of error, or an ImportError of the module's would look the same.
+        _, spec, code = runpy._get_module_details(program.target, runpy._Error)  # type: ignore[attr-defined]
     except runpy._Error as problem:  # type: ignore[attr-defined]
         raise ModuleNotFoundError(str(problem), name=program.target) from None
     sys.argv[0] = spec.origin
