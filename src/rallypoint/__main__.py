@@ -1,10 +1,23 @@
-"""`python -m rallypoint`: the same as the command `rallypoint`."""
+"""The command `rallypoint`, also as `python -m rallypoint`."""
 
 from __future__ import annotations
 
+# First of all, before anything else is imported: until the agent writes signals down itself, Ctrl-C ends this process as it ends any other
+# program. Python's KeyboardInterrupt in the middle of somebody's import is a traceback, an ignored exception or, inside an
+# extension module's initialisation, a crash. `_signal` is the interpreter's own module and is there already.
+import _signal  # type: ignore[import-not-found]
 import sys
 
-from rallypoint.cli.main import main
+if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+
+def main() -> int:
+    """Arguments from the command line; the exit status."""
+    from rallypoint.cli.main import main as command
+
+    return command()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -232,6 +232,7 @@ def test_a_lost_helper_ends_the_job(when: str) -> None:
         play.at(2.0, raised(0))
     play.at(3.0, sv.HelperLost("template"))
     assert play.of(sv.MakeReport)[-1].reason == "helper"
+    assert signalled(play.actions) == ([] if when == "preparing" else [(0, "SIGKILL")])  # no grace: nothing may outlive it for long
     if when != "preparing":
         play.at(3.1, ended(0, signal=9))
     assert play.status == 1

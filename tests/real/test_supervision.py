@@ -72,6 +72,16 @@ def test_nothing_survives_a_launcher_s_process(tmp_path: Path, victims: tuple[st
         assert result.rc == 137
 
 
+def test_a_rank_that_ignores_sigterm_does_not_outlive_the_guard(tmp_path: Path) -> None:
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "rank 0 sleeps")
+        os.kill(helper(tmp_path, "guard", process.pid), signal.SIGKILL)
+
+    result = run_job(["-n", "2", "stopping.py", "ignore"], state=tmp_path, act=act)
+    assert result.codes == ["launcher-died"], result.everything
+    assert not any(e["what"] == "stop-sent" for e in result.events)  # SIGKILL at once: the grace is 30 s
+
+
 def test_a_stranger_is_not_signalled(tmp_path: Path) -> None:
     """A process of the same user, in no session of the job and without its marker, lives on."""
     with subprocess.Popen(["sleep", "1004"], start_new_session=True) as stranger:
@@ -176,6 +186,22 @@ def test_ctrl_c_while_the_template_imports(tmp_path: Path) -> None:
     result = run_job(["-n", "2", "stopping.py", "plain"], state=tmp_path, act=act)
     assert result.rc == 130, result.everything
     assert not any(e["what"] == "worker-started" for e in result.events)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.003, 0.008, 0.015, 0.03, 0.06])
+def test_ctrl_c_in_the_first_moments_is_quiet(tmp_path: Path, after: float) -> None:
+    """Before the launcher listens, Ctrl-C ends it as it ends any program: no traceback, no crash inside an import, not lost."""
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_for(lambda: "_struct" in maps.read_text() or "msgspec" in maps.read_text(), "our first imports", process)
+        time.sleep(after)  # not to synchronise: any moment from here on will do
+        process.send_signal(signal.SIGINT)
+
+    result = run_job(["-n", "2", "stopping.py", "plain"], state=tmp_path, act=act)
+    assert result.rc in (130, -signal.SIGINT), result.everything
+    assert "Traceback" not in result.err, result.everything
+    assert "internal-error" not in result.err
 
 
 def test_a_restart_is_a_fresh_meeting(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.cli import options
 from rallypoint.cli.main import guarded, show, torch_version
+from rallypoint.errors import UsageError
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.report import Report
@@ -44,6 +45,7 @@ def start(wanted: Options, environ: Mapping[str, str]) -> int:
     if trouble:
         show(trouble, wanted.error_format)
         return trouble.exit_status
+    made = plan.with_parts(made, _source(made.program))
     if wanted.dry_run:
         sys.stdout.write(plan.describe(made))
         return 0
@@ -71,9 +73,16 @@ def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
         torch=torch_version(),
         now=datetime.datetime.now(),
         suffix=secrets.token_hex(2),
-        cwd=os.getcwd(),
+        cwd=_working_folder(),
         runs=default_root(environ),
     )
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("usage", "the folder that you are in has been removed", help=(("go to one that exists", "cd ~"),)) from None
 
 
 def _gpu_devices(folder: str) -> int:
@@ -142,6 +151,14 @@ def look_at_script(program: Program) -> Report | None:
         return None
     with open(path, "rb") as file:
         return _look_at_source(path, file.read())
+
+
+def _source(program: Program) -> bytes:
+    """A script's text, as far as it is looked at; b"" for what is none."""
+    if program.kind != "script":
+        return b""
+    with open(program.target, "rb") as file:
+        return file.read(LARGEST_CHECKED_SCRIPT)
 
 
 def _look_at_source(path: str, source: bytes) -> Report | None:

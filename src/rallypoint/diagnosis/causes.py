@@ -46,7 +46,7 @@ _LISTED = (
     Cause("address-unavailable", "the address to listen on is not one of this machine's", "machine"),
     Cause("address-unresolved", "a host name has no address here", "machine"),
     Cause("device-missing", "an accelerator was asked for that is not there", "machine"),
-    Cause("cuda-in-template", "a module that is imported before the ranks start holds CUDA or runs a thread", "program"),
+    Cause("cuda-in-template", "a module that is imported before the ranks start holds CUDA or runs a thread", "program", "warning"),
     Cause("torch-missing", "there is no torch in this Python environment", "machine"),
     Cause("torch-too-old", "the torch in this Python environment is too old", "machine"),
     Cause("launcher-died", "a process of rallypoint's own was ended from outside, or crashed", "launcher"),
@@ -104,7 +104,7 @@ def cuda_in_template(module: str, line: str, found: str) -> Report:
         why="a forked rank cannot use CUDA, nor locks that another thread held",
         then="the job goes on: every rank gets a fresh interpreter, which starts more slowly",
         help=(
-            Help(f"do not touch CUDA while {module} is imported: ask for devices in a function that the ranks call"),
+            Help(f"do not touch CUDA, or start threads, while {module} is imported: do it in a function that the ranks call"),
             Help("or leave the module out of --preload"),
             Help("or ask for fresh interpreters, and this message goes", "rallypoint run --fresh ..."),
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -51,6 +52,7 @@ from rallypoint.launch.supervisor import (
     SetTimer,
     SignalGroup,
     StartRanks,
+    State,
     Stuck,
     Supervisor,
     Timer,
@@ -69,6 +71,9 @@ EVIDENCE_LOOK = 0.004
 ORDERS_AHEAD = 4
 # Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that takes nothing makes it longer.
 DRAIN_TIMEOUT = 5.0
+# Seconds that a successful rank's children may take to notice its end (multiprocessing's resource tracker, a closing pipe) before they
+# count as left running.
+LEFTOVER_PATIENCE = 0.5
 KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see guard.py
 
 
@@ -189,6 +194,8 @@ class Agent:
                 self._look_for_evidence(now)
             elif name == "culprit":
                 self._on_culprit()
+            elif name == "leftovers":
+                self._tell_leftovers()
             else:
                 self._feed(Timer(name))
 
@@ -225,7 +232,7 @@ class Agent:
         if imports:
             environment["OPENBLAS_NUM_THREADS"] = "1"  # or it starts threads, and a process with threads must not be forked
         setup = Setup(
-            agent_pid=os.getpid(), program=self.plan.program, preload=self.plan.preload if imports else (), imports=imports,
+            agent_pid=os.getpid(), program=self.plan.program, preload=(*self.plan.parts, *self.plan.preload) if imports else (), imports=imports,
             hooks=self._hooks, openblas_threads={**os.environ, **self.plan.environment}.get("OPENBLAS_NUM_THREADS"),
         )  # fmt: skip
         handle = TemplateHandle(setup, environment)
@@ -503,13 +510,29 @@ class Agent:
             return
         members = processes.group_members(handle.pid)
         if members and not action.kill:
-            handle.leftovers = members
-            self.account.say_leftovers(handle.rank, members)
-            self.account.event("left-running", rank=handle.rank, pids=[one.pid for one in members])
+            handle.left_at_exit = self.clock.elapsed()
+            self._timers.setdefault("leftovers", handle.left_at_exit + LEFTOVER_PATIENCE)
             return
         if members:
             processes.send_group(handle.pid, signal.SIGKILL)
         self._reap(handle)
+
+    def _tell_leftovers(self) -> None:
+        """Name what successful ranks have left running for a while now, once each; reap those whose helpers have gone by themselves."""
+        now = self.clock.elapsed()
+        for handle in self.ranks:
+            if handle.left_at_exit is None or handle.reaped:
+                continue
+            if now < handle.left_at_exit + LEFTOVER_PATIENCE and self._supervisor.state is State.RUNNING:
+                self._timers.setdefault("leftovers", handle.left_at_exit + LEFTOVER_PATIENCE)
+                continue
+            handle.left_at_exit = None
+            members = processes.group_members(handle.pid)
+            if members:
+                self.account.say_leftovers(handle.rank, members)
+                self.account.event("left-running", rank=handle.rank, pids=[one.pid for one in members])
+            else:
+                self._reap(handle)
 
     def _reap(self, handle: RankHandle) -> None:
         """Give its number back: only after its group was signalled, since that frees the group's number, too."""
@@ -610,7 +633,11 @@ class Agent:
 
     def _end_leftovers(self, handles: list[RankHandle]) -> None:
         """What successful ranks left running: SIGTERM, the grace, and SIGKILL by the caller. A signal to us cuts the grace short."""
-        members = [one for handle in handles for one in processes.group_members(handle.pid)]
+        for handle in handles:
+            if handle.left_at_exit is not None:  # not named yet
+                self._await_members(handle)
+        self._tell_leftovers()
+        members = [one for handle in handles if not handle.reaped for one in processes.group_members(handle.pid)]
         if not members:
             return
         pidfds = []
@@ -633,6 +660,17 @@ class Agent:
                 else:
                     poll.unregister(fd)
                     waiting.discard(fd)
+        for fd in pidfds:
+            os.close(fd)
+
+    def _await_members(self, handle: RankHandle) -> None:
+        """Give what a rank left the rest of its patience to end by itself."""
+        until = (handle.left_at_exit or 0.0) + LEFTOVER_PATIENCE
+        pidfds = []
+        for one in processes.group_members(handle.pid):
+            with contextlib.suppress(ProcessLookupError):
+                pidfds.append(os.pidfd_open(one.pid))
+        processes.wait_for_ends(pidfds, max(0.0, until - self.clock.elapsed()))
         for fd in pidfds:
             os.close(fd)
 

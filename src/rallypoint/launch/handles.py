@@ -116,7 +116,7 @@ class RankHandle:
         self.error_file = ""
         self.log_line = 0
         self.imports: dict[str, float] = {}
-        self.leftovers: list[processes.Status] = []
+        self.left_at_exit: float | None = None  # when it ended well with processes left in its group, until they are named
         self._asked = False
         self._place: tuple[str, int] | None = None
 

@@ -62,7 +62,23 @@ class Plan(msgspec.Struct, frozen=True):
     signals: tuple[str, ...]  # names of the signals that stop the job, besides SIGINT
     notes: tuple[str, ...] = ()  # said once at the start, a line each
     remarks: tuple[str, ...] = ()  # what we chose without being asked; said by --dry-run only
+    parts: tuple[str, ...] = ()  # of torch: what the program will import late, imported once in the template instead
     torch: str = ""  # installed version by metadata, "" when there is none (then nobody can serve torch's TCPStore)
+
+
+# DDP's constructor, and every optimizer at its first use, import torch._dynamo: one to three seconds, in every rank.
+_USES_DYNAMO = re.compile(rb"optim|DistributedDataParallel|fully_shard|FullyShardedDataParallel|torch\.compile|accelerate|lightning")
+
+
+def with_parts(plan: Plan, source: bytes) -> Plan:
+    """The plan, with the parts of torch in the template that this program will want; `source` is the program's text.
+
+    A guess that costs one import when it is wrong, and saves one in each rank when it is right. Only for several forked ranks.
+    """
+    if plan.start != "template" or plan.world.size == 1 or not _USES_DYNAMO.search(source):
+        return plan
+    remark = "torch._dynamo is imported once, before the ranks are forked: the program's optimizer or DDP would import it in each of them"
+    return msgspec.structs.replace(plan, parts=("torch._dynamo",), remarks=(*plan.remarks, remark))
 
 
 class Options(msgspec.Struct, frozen=True):

@@ -219,6 +219,7 @@ class Supervisor:
         self._sure = False  # a failure that is nobody's consequence has been seen
         self._evidence_in = False
         self._settle_until = 0.0
+        self._at_once = False
         self._asked_by: Signalled | None = None
 
     def __repr__(self) -> str:
@@ -298,6 +299,8 @@ class Supervisor:
     def _helper_lost(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, HelperLost)
         self._reason, self._because = "helper", f"the {event.name} ended by itself"
+        # Without its guard or its template a job has lost the promise that nothing outlives it: there is no time for a grace.
+        self._at_once = event.name in ("guard", "template")
         return self._conclude(now)
 
     def _signalled(self, event: Event, now: float) -> list[Action]:
@@ -362,6 +365,8 @@ class Supervisor:
         assert isinstance(event, Judged)
         if self._status is None:
             self._status = event.status
+        if self.state is State.STOPPING and self._at_once:
+            return self._kill(self._living(), self._because, now) or self._all_ended(now)
         if self.state is State.STOPPING:
             return self._stop(self._asked_by.name if self._asked_by else "SIGTERM", self._because, now)
         return self._all_ended(now) if self._nobody_left() else []
@@ -414,6 +419,10 @@ class Supervisor:
             why = f"{rank.asked} did not reach it: its main thread stands in a call"
             actions += self._ask(number, following, why)
         return [*actions, SetTimer("stuck", now + STUCK_AFTER)] if actions else []
+
+    def _helper_lost_while_stopping(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, HelperLost)
+        return self._kill(self._living(), f"the {event.name} ended by itself", now)
 
     def _signal_while_stopping(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Signalled)
@@ -476,4 +485,5 @@ TABLE = {
     (State.STOPPING, Timer): Supervisor._timer_while_stopping,
     (State.STOPPING, Stuck): Supervisor._stuck,
     (State.STOPPING, Signalled): Supervisor._signal_while_stopping,
+    (State.STOPPING, HelperLost): Supervisor._helper_lost_while_stopping,
 }

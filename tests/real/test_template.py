@@ -1,0 +1,436 @@
+"""A worker that was forked looks like a fresh interpreter: field by field, and where it does not, docs/concepts/template.md says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint.launch import culprit
+
+from .conftest import Run, Write
+from .job import DEADLINE, MARKER, RALLYPOINT, environment, left_behind
+
+SCRIPTS = Path(__file__).parent / "template_scripts"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "template.md"
+
+OURS_IN_THE_ENVIRONMENT = {
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RALLYPOINT_JOB", "RANK",
+    "RES_OPTIONS", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WORLD_SIZE",
+}  # fmt: skip
+DIFFERENT_IN_EVERY_PROCESS = {
+    "authkey", "numpy", "random/random", "random/system", "random/temporary", "random/uuid1", "random/uuid4", "torch/rand", "torch/seed",
+}  # fmt: skip
+INTERNAL_SIGNALS = (32, 33)  # glibc's own: no program can ask for them
+CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {key: one for name, inner in value.items() for key, one in flat(inner, f"{path}/{name}" if path else name).items()}
+    return {path: re.sub(r" at 0x[0-9a-f]+", "", value) if isinstance(value, str) else value}
+
+
+def as_given() -> None:
+    """What a user's shell may have set up: signals ignored, limits, file mode, priority."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    os.umask(0o027)
+    os.nice(3)
+
+
+def look_alone(folder: Path, *options: str, before: Callable[[], None] | None, **extra: str) -> dict[str, Any]:
+    """What a plain `python -u` sees."""
+    found = folder / "plain.json"
+    subprocess.run(
+        [sys.executable, "-u", SCRIPTS / "look.py", found, "--torch", *options], check=True, stdin=subprocess.DEVNULL, capture_output=True,
+        env=environment(folder, "alone", extra), cwd=folder, preexec_fn=before, start_new_session=True,
+    )  # fmt: skip
+    return dict(json.loads(found.read_text()))
+
+
+@pytest.fixture(scope="module", params=[None, as_given], ids=["plainly", "as given"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fresh, forked): what the same program sees alone, and as the only rank of a job."""
+    from .job import run_job
+
+    folder = tmp_path_factory.mktemp("look")
+    found = folder / "plain.json"  # the same name, so that the arguments are the same
+    fresh = look_alone(folder, before=request.param)
+    found.unlink()
+    result = run_job(["-n", "1", SCRIPTS / "look.py", found, "--torch"], state=folder, cwd=folder, before=request.param)
+    assert (result.rc, result.out, result.err) == (0, "", ""), result.everything
+    return fresh, json.loads(found.read_text())
+
+
+def test_only_what_the_page_lists_differs(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    fresh, forked = map(flat, seen)
+    differs = {name for name in fresh.keys() | forked.keys() if fresh.get(name, "absent") != forked.get(name, "absent")}
+    differs -= DIFFERENT_IN_EVERY_PROCESS
+    differs = {re.sub(r"^(descriptors|environ)( after torch)?/.*", r"\1", name) for name in differs}
+    several = {"status/Threads"} if fresh["threads after torch"] != "1" else set()  # OpenBLAS starts none on one processor
+    # Each of them is looked at in a test below.
+    assert differs == several | {
+        "descriptors", "environ", "faulthandler", "first environ", "gc/frozen", "logging after torch/loggers",
+        "modules", "modules after torch", "prctl/pdeathsig", "status/SigCgt", "status/SigIgn", "status after torch/SigCgt",
+        "status after torch/SigIgn", "sys/meta_path", "sys/path_importer_cache", "warnings",
+    }  # fmt: skip
+
+
+def test_the_page_lists_the_variables_that_are_read_at_load() -> None:
+    from rallypoint.launch import variables
+
+    listed = set(re.findall(r"`([A-Z_]+\*?)`", PAGE.read_text().partition("\nTried, ")[0].rpartition("## ")[2]))
+    assert listed == set(variables._NAMES) | {f"{family}*" for family in variables._FAMILIES}
+
+
+def test_random_state_is_a_processs_own(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    fresh, forked = map(flat, seen)
+    assert {name for name in DIFFERENT_IN_EVERY_PROCESS if fresh[name] == forked[name]} == set()
+
+
+def test_the_environment_has_the_contract_and_nothing_else(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    fresh, forked = seen
+    for key in ("environ", "environ after torch"):
+        assert {name for name, value in forked[key].items() if fresh[key].get(name) != value} - {MARKER} == OURS_IN_THE_ENVIRONMENT
+        assert fresh[key].keys() <= forked[key].keys()
+
+
+def test_no_descriptor_but_the_channel_and_the_evidence(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    fresh, forked = seen
+    for key in ("descriptors", "descriptors after torch"):
+        ours = [value for number, value in forked[key].items() if number not in fresh[key]]
+        assert sorted(ours) == [["/memfd", False], ["socket", False]]
+        assert {number: value for number, value in forked[key].items() if number in fresh[key]} == fresh[key]
+
+
+def test_signals(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    fresh, forked = seen
+    assert fresh["handlers"] == forked["handlers"]  # as Python sees them: the same
+    assert fresh["mask"] == forked["mask"] == []
+    internal = sum(1 << (number - 1) for number in INTERNAL_SIGNALS)
+    ours = sum(1 << (number - 1) for number in (*CRASHES, signal.SIGRTMIN + 7))
+    for key in ("status", "status after torch"):
+        assert int(forked[key]["SigIgn"], 16) & ~internal == int(fresh[key]["SigIgn"], 16) & ~internal
+        assert int(forked[key]["SigCgt"], 16) & ~internal == int(fresh[key]["SigCgt"], 16) & ~internal | ours
+
+
+def test_modules(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Before its first import a worker has what torch imports; after it, only ours are more."""
+    fresh, forked = seen
+    assert set(fresh["modules"]) <= set(forked["modules"])
+    more = {name.partition(".")[0] for name in set(forked["modules after torch"]) - set(fresh["modules after torch"])}
+    assert more <= {"rallypoint", "msgspec", "decimal", "_decimal"}
+    assert set(fresh["modules after torch"]) <= set(forked["modules after torch"])
+    assert forked["sys"]["meta_path"].startswith("[<rallypoint.launch.imports.ImportTimes object")
+    assert forked["sys"]["meta_path"].count(",") == fresh["sys"]["meta_path"].count(",") + 1
+
+
+def test_what_torch_leaves_at_its_import_is_there_before(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    fresh, forked = seen
+    assert forked["status"]["Threads"] == fresh["threads after torch"]
+    assert sorted(forked["warnings"].split("), (")) == sorted(forked["warnings after torch"].split("), ("))
+    assert forked["warnings after torch"] == fresh["warnings after torch"]
+    assert forked["gc"]["frozen"] > 10_000
+    assert (fresh["gc"]["enabled"], fresh["gc"]["thresholds"]) == (forked["gc"]["enabled"], forked["gc"]["thresholds"])
+
+
+def test_our_hold_on_it(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    _, forked = seen
+    assert forked["prctl"]["pdeathsig"] == signal.SIGKILL
+    assert forked["faulthandler"]
+    assert all(forked["ids"][name] for name in ("session leader", "group leader", "thread", "ident"))
+    assert f"RALLYPOINT_JOB={forked['environ']['RALLYPOINT_JOB']}" in forked["first environ"]
+    assert not any(entry.startswith(("RANK=", "MASTER_PORT=")) for entry in forked["first environ"])  # the template's
+
+
+@pytest.mark.parametrize("threads", ["1", "999"])
+def test_as_many_threads_as_a_fresh_process(run: Run, tmp_path: Path, threads: str) -> None:
+    fresh = look_alone(tmp_path, before=None, OMP_NUM_THREADS=threads)
+    result = run(SCRIPTS / "look.py", tmp_path / "forked.json", "--torch", cwd=tmp_path, env={"OMP_NUM_THREADS": threads})
+    assert result.rc == 0, result.everything
+    forked = json.loads((tmp_path / "forked.json").read_text())
+    for key in ("openblas", "gomp", "threads after torch"):
+        assert forked[key] == fresh[key], key
+    assert forked["torch"]["threads"] == fresh["torch"]["threads"]
+    assert "OPENBLAS_NUM_THREADS" not in forked["environ"]
+
+
+def test_ranks_draw_different_numbers(run: Run, write: Write) -> None:
+    program = write(
+        "train.py",
+        "import json, random, torch, numpy, uuid\n"
+        "numbers = [torch.initial_seed(), torch.rand(1).item(), numpy.random.rand(), random.random(), str(uuid.uuid4())]\n"
+        "print(json.dumps({'all': numbers}))\n",
+    )
+    result = run("-n", "2", program)
+    one, other = (value["all"] for value in result.values())
+    assert all(a != b for a, b in zip(one, other, strict=True)), result.everything
+
+
+def test_closed_standard_descriptors_are_dev_null(run: Run, write: Write) -> None:
+    program = write("train.py", "import os, sys\nprint('lost')\nsys.stderr.write(os.readlink('/proc/self/fd/1'))\n")
+    result = run(program, before=lambda: os.closerange(0, 2))
+    assert (result.rc, result.out, result.err) == (0, "", "/dev/null"), result.everything
+
+
+@pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
+def test_children_of_the_program_get_no_descriptor_of_ours(run: Run, write: Write, way: tuple[str, ...]) -> None:
+    program = write(
+        "train.py", "import os, subprocess\nprint(os.listdir('/proc/self/fd'))\nsubprocess.run(['ls', '/proc/self/fd'], close_fds=False)\n"
+    )
+    result = run(*way, program, stdin="")
+    assert result.rc == 0, result.everything
+    assert [line for line in result.lines[1:] if int(line) > 3] == [], result.everything
+
+
+def test_it_may_close_every_descriptor(run: Run, write: Write) -> None:
+    """As programs do that become daemons: nothing is said, and the job ends well."""
+    program = write("train.py", "import os\nos.closerange(3, 256)\nprint('closed')\n")
+    result = run(program, env={"PYTHONDEVMODE": "1"})
+    assert (result.rc, result.out, result.err) == (0, "closed\n", ""), result.everything
+
+
+def test_developers_mode_hears_nothing_of_us(run: Run, write: Write) -> None:
+    program = write("train.py", "import gc\ngc.collect()\nprint('fine')\n")
+    result = run("-n", "2", program, env={"PYTHONDEVMODE": "1"})
+    assert (result.rc, sorted(result.lines), result.err) == (0, ["[0] fine", "[1] fine"], ""), result.everything
+
+
+def test_torch_compile_with_its_own_processes(run: Run, write: Write) -> None:
+    """Its pool of compiling processes is started from the rank, and goes with it."""
+    program = write(
+        "train.py",
+        "from torch._inductor.async_compile import AsyncCompile, get_compile_threads\n"
+        "import torch._inductor.config as config\n"
+        "config.compile_threads = 2\n"
+        "from concurrent.futures import wait\n"
+        "pool = AsyncCompile.process_pool()\n"
+        "print(pool.submit(sum, (1, 2)).result(60))\n",
+    )
+    result = run(program)
+    assert (result.rc, result.lines) == (0, ["3"]), result.everything
+
+
+# --- the clean check --------------------------------------------------------------------------------------------------
+
+STARTS_A_THREAD = """\
+import threading, time
+
+def begin():
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
+begin()
+"""
+
+
+def test_a_module_that_starts_a_thread_is_named_with_its_line(run: Run, write: Write) -> None:
+    """The job works all the same. The notice waits for the line, at most until the job is over: this one waits for the notice."""
+    write("busy.py", STARTS_A_THREAD)
+    write("outer.py", "import json\nimport busy\n")
+    program = write("train.py", "import sys\nsys.stdin.readline()\nimport outer\nprint('done', outer.busy.__name__)\n")
+    said: list[bytes] = []
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        assert process.stdin is not None
+        while not said or b"rallypoint explain" not in said[-1]:
+            said.append(process.stderr.readline())
+        process.stdin.write(b"\n")
+
+    result = run("-n", "2", "--preload", "outer", program, cwd=program.parent, stdin="\n", act=act)
+    assert (result.rc, sorted(result.lines)) == (0, ["[0] done busy", "[1] done busy"]), result.everything
+    text = b"".join(said).decode()
+    assert "[cuda-in-template]: importing outer leaves a process that must not be forked: 2 threads" in text
+    assert "where  busy.py:4" in text
+    assert result.err == ""  # said once
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "import torch\nrows = torch.ones(500, 500)\nfor _ in range(2):\n    rows = rows @ rows\nlast = 1\n",
+            "suspect.py:2",
+        ),  # OpenMP's pool
+        ("import helper\n\nhelper.double(2)\nhelper.begin(\n)\n", "helper.py:7"),
+        ("import os\nheld = os.open('/dev/null', os.O_RDONLY)\nlast = 1\n", ""),  # nothing that would spoil a process
+        ("raise ValueError('not in the template')\n", ""),
+    ],
+    ids=["native", "called", "clean", "raises"],
+)
+def test_the_line_that_spoils_a_process(write: Write, monkeypatch: pytest.MonkeyPatch, text: str, line: str) -> None:
+    write(
+        "helper.py",
+        "import threading, time\n\ndef double(x):\n    return 2 * x\n\ndef begin():\n"
+        "    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n",
+    )
+    folder = write("suspect.py", text).parent
+    monkeypatch.chdir(folder)
+    before = len(os.listdir("/proc/self/fd"))
+    search = culprit.Search(("json", "suspect"), str(folder), {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"})
+    assert select.select([search.fileno()], [], [], DEADLINE)[0]
+    assert search.answer() == line
+    search.end()
+    os.waitpid(search.pid, 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_short_job_is_not_kept_waiting_for_the_line(run: Run, write: Write) -> None:
+    write("busy.py", STARTS_A_THREAD + "time.sleep(0.5)\n")
+    program = write("train.py", "print('done')\n")
+    result = run("-n", "2", "--preload", "busy", program, cwd=program.parent)
+    assert (result.rc, sorted(result.lines)) == (0, ["[0] done", "[1] done"]), result.everything
+    assert result.err.count("cuda-in-template]") == 1, result.everything
+
+
+def test_a_preload_module_beside_the_script(run: Run, write: Write) -> None:
+    """It is imported once, in the template, from where the program would import it."""
+    write("mine.py", "import os, sys\npid = os.getpid()\nfirst = sys.path[0]\n")
+    program = write(
+        "train.py",
+        "import json, os, sys\nimport mine\nprint(json.dumps({'same': mine.pid, 'first': mine.first == sys.path[0], 'path': sys.path}))\n",
+    )
+    result = run("-n", "2", "--preload", "mine", program)
+    one, other = result.values()
+    assert one == other, result.everything
+    assert one["first"], result.everything
+    assert one["path"].count(str(program.parent)) == 1, result.everything
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (None, "ModuleNotFoundError: No module named 'mine'"),
+        ("value = 1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit('usage: mine FILE')\n", "SystemExit: usage: mine FILE"),
+    ],
+    ids=["absent", "raises", "exits"],
+)
+def test_a_preload_module_that_cannot_be_imported_is_said_once(run: Run, write: Write, text: str | None, error: str) -> None:
+    program = write("train.py", "print('never')\n")
+    if text is not None:
+        write("mine.py", text)
+    result = run("-n", "2", "--preload", "mine", program)
+    assert (result.rc, result.codes, result.out) == (1, ["start-failed"], ""), result.everything
+    assert error in result.err, result.everything
+    assert "importlib" not in result.err, result.everything
+
+
+# --- what is noticed --------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_import_is_named_once_at_the_end(run: Run, write: Write) -> None:
+    """The package, though a module of the program's own imports it; not with --preload, and not under --plain."""
+    packages = write("site-packages/heavy/__init__.py", "").parent.parent
+    write("site-packages/heavy/parts.py", "import time\ntime.sleep(1.05)\n")
+    write("mine.py", "import heavy.parts\n")
+    program = write("train.py", "import mine\nprint('done')\n")
+    env = {"PYTHONPATH": os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    result = run("-n", "2", program, env=env)
+    assert re.fullmatch(r"rallypoint: heavy\.parts was imported 2 times, 1\.\d s each: --preload heavy\.parts\n", result.err), (
+        result.everything
+    )
+    for way in (("--preload", "heavy.parts"), ("--plain",)):
+        result = run("-n", "2", *way, program, env=env)
+        assert (result.rc, result.err) == (0, ""), result.everything
+
+
+@pytest.mark.parametrize(
+    ("way", "env", "lines"),
+    [
+        ((), {}, ["train.py:2 sets OMP_NUM_THREADS", "settings.py:1 sets TORCH_LOGS"]),
+        ((), {"OMP_NUM_THREADS": "2", "TORCH_LOGS": "+distributed"}, []),
+        (("--fresh",), {}, []),
+    ],
+    ids=["set late", "set before", "fresh"],
+)
+def test_a_variable_that_is_set_too_late_is_said_once(
+    run: Run, write: Write, way: tuple[str, ...], env: dict[str, str], lines: list[str]
+) -> None:
+    write("settings.py", "import os; os.environ.update({'TORCH_LOGS': '+distributed'})\n")
+    program = write(
+        "train.py",
+        "import os, settings\nos.environ['OMP_NUM_THREADS'] = '2'\nos.environ['NCCL_DEBUG'] = 'WARN'\n"
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n",
+    )
+    result = run("-n", "2", *way, program, env=env, cwd=program.parent)
+    assert result.rc == 0, result.everything
+    found = [line for line in result.err.splitlines() if line.startswith("rallypoint: ")]
+    assert sorted(found) == sorted(
+        f"rallypoint: {line} after torch was imported in the template: export it, or --fresh" for line in lines
+    ), result.everything
+
+
+# --- breakpoint() -----------------------------------------------------------------------------------------------------
+
+STOPS = "import os\nvalue = int(os.environ['RANK'])\nfor _ in range(2):\n    breakpoint()\nprint('value', value)\n"
+
+
+def typed_at_the_prompts(arguments: list[str], answers: list[bytes], folder: Path, **env: str) -> tuple[int, str]:
+    """Run a job on a terminal, and type an answer at every `(Pdb) `: (exit status, what the terminal showed)."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*RALLYPOINT, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True,
+        env={**environment(folder / "state", str(folder), env), "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown, until, waiting = b"", time.monotonic() + DEADLINE, list(answers)
+    while time.monotonic() < until:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # EIO: nobody has the terminal open any more
+            break
+        shown += data
+        if waiting and shown.count(b"(Pdb) ") > len(answers) - len(waiting):
+            os.write(ours, waiting.pop(0) + b"\n")
+    os.close(ours)
+    status = process.wait(DEADLINE)
+    assert left_behind(str(folder)) == []
+    return status, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n")
+
+
+@pytest.mark.timeout(DEADLINE)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_breakpoint_on_the_terminal(write: Write, tmp_path: Path, rank: int) -> None:
+    program = write("train.py", STOPS)
+    chosen = ["--debug-rank", str(rank)] if rank else []
+    status, shown = typed_at_the_prompts(["-n", "2", *chosen, str(program)], [b"value += 40", b"c", b"c"], tmp_path)
+    assert status == 0, shown
+    assert f"[{rank}] value {rank + 40}" in shown, shown
+    assert f"[{1 - rank}] value {1 - rank}" in shown, shown
+    assert shown.count(f"breakpoint() at train.py:4 left out: another rank has the terminal; --debug-rank {1 - rank}") == 1, shown
+    assert re.search(r"^\(Pdb\) ", shown, re.MULTILINE), shown  # no prefix
+
+
+@pytest.mark.timeout(DEADLINE)
+def test_breakpoint_of_a_rank_alone(write: Write, tmp_path: Path) -> None:
+    status, shown = typed_at_the_prompts([str(write("train.py", STOPS))], [b"value += 40", b"c", b"c"], tmp_path)
+    assert status == 0, shown
+    assert "\nvalue 40" in shown, shown
+
+
+@pytest.mark.timeout(DEADLINE)
+def test_breakpoint_as_the_user_has_set_it(write: Write, tmp_path: Path) -> None:
+    write("hook.py", "def stop():\n    print('my own')\n")
+    program = write("train.py", STOPS)
+    status, shown = typed_at_the_prompts(["-n", "2", str(program)], [], tmp_path, PYTHONBREAKPOINT="hook.stop")
+    assert (status, shown.count("my own")) == (0, 4), shown
+    status, shown = typed_at_the_prompts(["-n", "2", str(program)], [], tmp_path, PYTHONBREAKPOINT="0")
+    assert (status, "Pdb" in shown, "left out" in shown) == (0, False, False), shown
