@@ -214,6 +214,14 @@ def test_a_restart_is_a_fresh_meeting(tmp_path: Path) -> None:
     assert "rallypoint: restarting all 3 ranks, attempt 2 of 2" in result.err
 
 
+def test_restarts_leave_nothing_in_the_template(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", "--max-restarts", "3", "children.py"], state=tmp_path)
+    assert result.rc == 0, result.everything
+    said_by_attempt = [line for line in result.of(0) if line.startswith("template has")]
+    assert len(said_by_attempt) == 4
+    assert len(set(said_by_attempt)) == 1, said_by_attempt
+
+
 def test_when_the_restarts_are_used_up_the_code_is_the_rank_s(tmp_path: Path) -> None:
     result = run_job(["-n", "2", "--max-restarts", "1", "again.py", "5"], state=tmp_path)
     assert result.rc == 3, result.everything
