@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RUN = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".demo"
 """The run folder: its logs stay there to be looked at."""
 
-# What the example imports beside torch; imported once, in the template. torch._dynamo is what torch.optim imports.
-PRELOAD = "sklearn.datasets,torch._dynamo"
+# What the example imports beside torch; imported once, in the template.
+PRELOAD = "sklearn.datasets"
 COMMAND = ("rallypoint", "run", "-n", str(RANKS), "--preload", PRELOAD, "--run-dir", str(RUN), str(ROOT / "examples" / "digits_ddp.py"))
 
 
