@@ -1,0 +1,1 @@
+"""Every published figure, with the peer measured in the same run."""

@@ -1,0 +1,142 @@
+"""`scripts/bench`: measure, and make the page of what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import death, figures, harness, samples, start
+from bench.harness import ROOT, say
+from bench.samples import Case, Sample
+
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often a case is measured: `turns`, and with --quick `quick` of them (0: not at all)."""
+
+    measure: Callable[[int, bool], Iterator[Sample]]
+    turns: int
+    quick: int = 1
+    large: bool = False  # only with --large, or asked for by name
+
+
+def _start(ranks: int, **peers: int) -> Callable[[int, bool], Iterator[Sample]]:
+    """`peers`: in how many turns the slow ones take part; the forkserver is quick and is in all of them."""
+
+    def measure(turns: int, quick: bool) -> Iterator[Sample]:
+        named = {
+            "torchrun": peers.get("torchrun", turns),
+            "mp.spawn": peers.get("spawn", turns),
+            "forkserver": peers.get("forkserver", turns),
+        }
+        if quick and ranks > 4:
+            named["mp.spawn"] = 0  # it takes longer than all the others together
+        return start.first_all_reduce(ranks, turns, named)
+
+    return measure
+
+
+CASES: dict[str, dict[str, Plan]] = {
+    "start": {
+        "start-2": Plan(_start(2), 5),
+        "start-4": Plan(_start(4), 5),
+        "start-16": Plan(_start(16), 3),
+        "start-64": Plan(_start(64, spawn=1), 3, quick=0),  # torchrun and mp.spawn take a minute and more each, on two cores
+        "start-128": Plan(_start(128, torchrun=0, spawn=0, forkserver=0), 3, quick=0, large=True),
+        "start-256": Plan(_start(256, torchrun=0, spawn=0, forkserver=0), 3, quick=0, large=True),
+        "memory-16": Plan(lambda turns, quick: start.memory(16, turns), 2),
+        "slow-import-4": Plan(lambda turns, quick: start.slow_import(4, turns), 2),
+        "commands": Plan(lambda turns, quick: start.commands(turns), 7, quick=3),
+        "restart-4": Plan(lambda turns, quick: start.restart(4, turns, *((1, 15.0) if quick else (2, start.RESTART_TIMEOUT))), 10),
+    },
+    "death": {
+        "killed": Plan(lambda turns, quick: death.killed(turns), 5),
+        "raised": Plan(lambda turns, quick: death.raised(turns), 5),
+        "launcher-killed": Plan(lambda turns, quick: death.launcher_killed(turns), 3),
+        "ctrl-c": Plan(lambda turns, quick: death.interrupted(turns), 3),
+    },
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="scripts/bench", description="Measure rallypoint beside its peers, in the same run.", allow_abbrev=False
+    )
+    commands = made.add_subparsers(dest="command", required=True)
+    for group, cases in CASES.items():
+        one = commands.add_parser(group, allow_abbrev=False, help=f"cases: {', '.join(cases)}")
+        one.add_argument("--only", metavar="CASE,...", help="these cases, by name")
+        one.add_argument("--turns", type=int, metavar="N", help="how often each is measured")
+        one.add_argument("--quick", action="store_true", help="one turn of what is quick; kept apart, not published")
+        if group == "start":
+            one.add_argument("--large", action="store_true", help="128 and 256 ranks too, rallypoint alone")
+        one.add_argument("--output", type=Path, metavar="FILE", help="the file of results (default: bench/results/)")
+    commands.add_parser("docs", allow_abbrev=False, help="write docs/benchmarks.md from bench/results/")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 0 whatever the figures are, since a target that is missed is a result."""
+    asked = parser().parse_args(argv)
+    if asked.command == "docs":
+        return docs()
+    plans = CASES[asked.command]
+    large = asked.command == "start" and asked.large
+    names = asked.only.split(",") if asked.only else usual(plans, quick=asked.quick, large=large)
+    unknown = [name for name in names if name not in plans]
+    if unknown:
+        parser().error(f"no such case: {', '.join(unknown)}; there are {', '.join(plans)}")
+    output = asked.output or RESULTS / f"{asked.command}{'-quick' if asked.quick else ''}.json"
+    measured: dict[str, Case] = {}
+    for name in names:
+        measured[name] = _measure(asked.command, name, plans[name], asked.turns, asked.quick)
+        samples.write(output, [measured[name]])  # at once: the next may take minutes, and be interrupted
+    for table in figures.tables(measured):
+        print(f"\n{table.title}\n\n{figures.text(table)}", end="")
+    return 0
+
+
+def usual(plans: dict[str, Plan], *, quick: bool, large: bool) -> list[str]:
+    """The cases that are measured when none is named."""
+    return [name for name, plan in plans.items() if (plan.quick or not quick) and (large or not plan.large)]
+
+
+def _measure(group: str, name: str, plan: Plan, turns: int | None, quick: bool) -> Case:
+    count = turns or (max(plan.quick, 1) if quick else plan.turns)
+    before, began = harness.load(), time.monotonic()
+    say(f"{name}: {count} turn{'s' * (count > 1)}, load average {before}")
+    taken = harness.now()
+    found = list(plan.measure(count, quick))
+    say(f"{name}: done in {time.monotonic() - began:.0f} s")
+    command = f"scripts/bench {group} --only {name}"
+    return Case(name, command, taken, harness.machine(), (before, harness.load()), found)
+
+
+def docs() -> int:
+    """Write the page from what is kept."""
+    cases: dict[str, Case] = {}
+    for group in CASES:
+        kept = samples.read(RESULTS / f"{group}.json")
+        cases |= {name: kept[name] for name in CASES[group] if name in kept}
+    if not cases:
+        say("nothing was measured yet: scripts/bench start, scripts/bench death")
+        return 1
+    PAGE.write_text(figures.page(cases))
+    say(f"{PAGE.relative_to(ROOT)} was written from {len(cases)} cases")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        say("interrupted; the cases that were finished are kept")
+        sys.exit(130)
