@@ -13,11 +13,13 @@ from typing import NamedTuple
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-_libc = ctypes.CDLL(None, use_errno=True)
+# Prepared once: in a forked worker every object that is made on the way writes to pages that are shared until then.
+_libc_prctl = ctypes.CDLL(None, use_errno=True).prctl
+_libc_prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
 
 
 def _prctl(option: int, argument: int) -> None:
-    if _libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+    if _libc_prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
