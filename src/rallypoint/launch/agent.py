@@ -164,7 +164,7 @@ class Agent:
         self.template.order(Finish())
         self.template.end()
         left = processes.kill_family(self._marker, [handle.pid for handle in self.ranks if handle.pid], deadline=KILL_DEADLINE, spare=spare)
-        self._reap_orphans()
+        self._reap_everything()
         self.guard.farewell()
         if self._status == 0:
             self.account.say_imports(self.ranks)
@@ -232,9 +232,13 @@ class Agent:
         if imports:
             environment["OPENBLAS_NUM_THREADS"] = "1"  # or it starts threads, and a process with threads must not be forked
         setup = Setup(
-            agent_pid=os.getpid(), program=self.plan.program, preload=(*self.plan.parts, *self.plan.preload) if imports else (), imports=imports,
-            hooks=self._hooks, openblas_threads={**os.environ, **self.plan.environment}.get("OPENBLAS_NUM_THREADS"),
-        )  # fmt: skip
+            agent_pid=os.getpid(),
+            program=self.plan.program,
+            preload=(*self.plan.parts, *self.plan.preload) if imports else (),
+            imports=imports,
+            hooks=self._hooks,
+            openblas_threads={**os.environ, **self.plan.environment}.get("OPENBLAS_NUM_THREADS"),
+        )
         handle = TemplateHandle(setup, environment)
         resource.prlimit(handle.pid, resource.RLIMIT_NOFILE, self._files_limit)
         self.guard.register(handle.pid, handle.pidfd)
@@ -568,6 +572,12 @@ class Agent:
             if handle is not None:
                 processes.send_group(handle.pid, signal.SIGKILL)
             os.waitid(os.P_PID, info.si_pid, os.WEXITED)
+
+    def _reap_everything(self) -> None:
+        """At the very end: nobody asks how they ended any more."""
+        with contextlib.suppress(ChildProcessError):
+            while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None and info.si_pid != self.guard.pid:
+                os.waitid(os.P_PID, info.si_pid, os.WEXITED)
 
     # --- evidence, reports
 
