@@ -1,0 +1,310 @@
+"""Programs that choose where their ranks meet, and programs that hide or spoil the meeting."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run, Write
+
+pytestmark = pytest.mark.torch
+
+# Seconds in which the launcher ends after a rank went home with its error hidden. Half a second is what the bench measures; the
+# program's own start, and a machine that runs other things, too, are in here.
+SOON = 30.0
+
+SUM = """\
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()}: {total.item():g}", flush=True)
+dist.destroy_process_group()
+"""
+TUTORIAL = f"""\
+import os
+import torch
+import torch.distributed as dist
+
+os.environ["MASTER_ADDR"] = "localhost"
+os.environ["MASTER_PORT"] = "@"
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+{SUM}"""
+BY_METHOD = f"""\
+import os, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+{SUM}"""
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def squatter() -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """Another program that listens on a port: the port, and its process."""
+    code = "import socket\ns = socket.create_server(('127.0.0.1', 0))\nprint(s.getsockname()[1], flush=True)\nwhile True: s.accept()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline()), process
+        process.kill()
+
+
+# --- a meeting point of the program's own ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
+def test_a_tutorial_that_sets_its_own_port_works(run: Run, write: Write, port: int, way: tuple[str, ...]) -> None:
+    program = write("train.py", TUTORIAL.replace("@", str(port)))
+    result = run(*way, "-n", "2", "train.py", cwd=program.parent)
+    assert (result.rc, result.of(0), result.of(1)) == (0, ["rank 0: 2"], ["rank 1: 2"]), result.everything
+    (held,) = [event["details"]["port"] for event in result.events if event["what"] == "port-held"]
+    assert result.err == f"rallypoint: train.py:6 sets MASTER_PORT={port}; the held port {held} is not used\n", result.everything
+
+
+def test_setdefault_leaves_the_held_port(run: Run, write: Write) -> None:
+    program = write(
+        "train.py",
+        "import os\nimport torch\nimport torch.distributed as dist\nos.environ.setdefault('MASTER_PORT', '29500')\n"
+        "os.environ['MASTER_ADDR'] = 'localhost'\ndist.init_process_group('gloo')\n" + SUM,
+    )
+    result = run("-n", "2", program)
+    assert (result.rc, result.of(0), result.of(1), result.err) == (0, ["rank 0: 2"], ["rank 1: 2"], ""), result.everything
+
+
+def test_tcp(run: Run, write: Write, port: int) -> None:
+    program = write("train.py", BY_METHOD)
+    result = run("-n", "2", "train.py", f"tcp://127.0.0.1:{port}", cwd=program.parent)
+    assert (result.rc, result.of(0), result.of(1)) == (0, ["rank 0: 2"], ["rank 1: 2"]), result.everything
+    assert result.err.startswith(f"rallypoint: train.py:5 names tcp://127.0.0.1:{port}; the held port "), result.everything
+    assert len(result.err.splitlines()) == 1, result.everything
+
+
+def test_a_file_twice_in_a_row(run: Run, write: Write, tmp_path: Path) -> None:
+    program = write("train.py", BY_METHOD)
+    for _ in range(2):
+        result = run("-n", "2", program, f"file://{tmp_path}/meeting")
+        assert (result.rc, result.of(0), result.of(1), result.err) == (0, ["rank 0: 2"], ["rank 1: 2"], ""), result.everything
+
+
+def test_a_file_that_a_killed_run_left(run: Run, write: Write, tmp_path: Path) -> None:
+    """Its ranks would look for processes that are gone: a hang, or a refused connection, in about a third of the runs of plain torch."""
+    meeting = tmp_path / "meeting"
+    killed = write("killed.py", BY_METHOD.split("total")[0] + "dist.barrier()\nos.kill(os.getpid(), 9)\n")
+    assert run("-n", "2", killed, f"file://{meeting}").rc == 137
+    assert meeting.stat().st_size > 0
+    program = write("train.py", BY_METHOD)
+    result = run("-n", "2", "train.py", f"file://{meeting}", cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["store-file-stale"]), result.everything
+    assert f"the rendezvous file {meeting} is left over from an earlier run" in result.report
+    assert "given at train.py:5" in result.report
+    assert f"rm {meeting}" in result.report
+    assert "Traceback" not in result.err, result.everything
+
+
+# --- meeting points that cannot work --------------------------------------------------------------------------------
+
+
+def test_every_rank_sets_another_port(run: Run, write: Write, port: int) -> None:
+    program = write(
+        "train.py",
+        f"import os\nimport torch.distributed as dist\nos.environ['MASTER_PORT'] = str({port} + int(os.environ['RANK']))\n"
+        "dist.init_process_group('gloo')\n",
+    )
+    result = run("-n", "2", "train.py", cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["address-differs"]), result.everything
+    lines = result.report.splitlines()
+    assert f"         - rank 0: 127.0.0.1:{port}, from train.py:3" in lines, result.everything
+    assert f"         - rank 1: 127.0.0.1:{port + 1}, from train.py:3" in lines, result.everything
+    assert result.seconds < SOON, "torch alone waits for five minutes"
+    assert "Traceback" not in result.err, result.everything
+
+
+def test_a_port_that_another_program_has(run: Run, write: Write, squatter: tuple[int, subprocess.Popen[str]]) -> None:
+    number, holder = squatter
+    program = write("train.py", TUTORIAL.replace("@", str(number)))
+    result = run("-n", "2", "train.py", cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["port-in-use"]), result.everything
+    assert result.report.startswith(f"error[port-in-use]: rank 0 could not listen on port {number}: it is in use\n"), result.everything
+    assert f"(pid {holder.pid}, user " in result.report, result.everything
+    assert "train.py:6" in result.report, result.everything
+    assert result.seconds < SOON
+
+
+def test_the_port_asked_for_is_taken(run: Run, squatter: tuple[int, subprocess.Popen[str]]) -> None:
+    number, holder = squatter
+    result = run("-n", "2", "--master-port", str(number), "facts.py")
+    assert (result.rc, result.codes, result.out) == (1, ["port-in-use"], ""), result.everything
+    assert f"(pid {holder.pid}, user " in result.report, result.everything
+
+
+WRONG = {
+    "file://tmp/x": 'init_method="file:///tmp/x"',
+    "http://127.0.0.1:29500": 'init_method="tcp://127.0.0.1:29500"',
+    "tcp://127.0.0.1:99999": 'init_method="tcp://127.0.0.1:29500"',
+    "127.0.0.1:29500": 'init_method="tcp://127.0.0.1:29500"',
+    "file:///no/such/folder/x": "mkdir -p /no/such/folder",
+}
+
+
+@pytest.mark.parametrize("method", WRONG)
+def test_a_method_that_cannot_work_is_corrected(run: Run, write: Write, method: str) -> None:
+    program = write("train.py", BY_METHOD)
+    result = run("--fresh", "-n", "2", "train.py", method, cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["init-method-invalid"]), result.everything
+    assert f"             {WRONG[method]}" in result.report.splitlines(), result.everything
+    assert "train.py:5" in result.report
+    assert "Traceback" not in result.err, result.everything
+    assert len(result.err.splitlines()) <= 20, result.everything
+
+
+# --- programs that spawn their own ranks ----------------------------------------------------------------------------
+
+SPAWNS = """\
+import os
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, size):
+    if len(sys.argv) > 1:
+        os.environ["MASTER_ADDR"] = "localhost"
+        os.environ["MASTER_PORT"] = sys.argv[1]
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"rank {rank}: {total.item():g}", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(2,), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "way"), [(True, ()), (False, ()), (False, ("--fresh",))], ids=["own-port", "port-as-set", "port-as-set-fresh"]
+)
+def test_a_program_that_spawns_its_ranks_runs_as_one(run: Run, write: Write, port: int, own: bool, way: tuple[str, ...]) -> None:
+    result = run(*way, "-n", "1", write("train.py", SPAWNS), *([str(port)] if own else []))
+    assert (result.rc, sorted(result.lines), result.err) == (0, ["rank 0: 2", "rank 1: 2"], ""), result.everything
+
+
+def test_a_program_that_spawns_its_ranks_and_is_started_twice(run: Run, write: Write, squatter: tuple[int, subprocess.Popen[str]]) -> None:
+    """One warning; and nobody waits: each group's rank 0 asks for the port itself (as clients all of them would wait for minutes)."""
+    program = write("train.py", SPAWNS)
+    result = run("-n", "2", "train.py", str(squatter[0]), cwd=program.parent)
+    warning = "warning[spawn-inside-run]: each of the 2 ranks starts ranks of its own at train.py:18\n"
+    assert result.err.startswith(warning), result.everything
+    assert result.err.count("spawn-inside-run") == 2, result.everything  # the headline, and `rallypoint explain`
+    assert "rallypoint run -n 1 train.py" in result.err, result.everything
+    assert result.rc == 1, result.everything
+    assert "in use" in result.report, result.everything
+    assert result.seconds < SOON
+
+
+# --- errors that the program hides, and ranks that leave ------------------------------------------------------------
+
+
+def test_opening_the_group_twice(run: Run, write: Write) -> None:
+    program = write(
+        "train.py",
+        "import torch.distributed as dist\n\ndef setup():\n    dist.init_process_group('gloo')\n\n"
+        "setup()\ndist.init_process_group('gloo')\n",
+    )
+    result = run("-n", "2", "train.py", cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["group-twice"]), result.everything
+    assert "first opened at train.py:4" in result.report, result.everything
+    assert "again at train.py:7" in result.report, result.everything
+
+
+def test_a_second_opening_that_is_caught_harms_nobody(run: Run, write: Write) -> None:
+    program = write(
+        "train.py",
+        "import torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\ntry:\n    dist.init_process_group('gloo')\n"
+        "except ValueError:\n    pass\n" + SUM,
+    )
+    result = run("-n", "2", program)
+    assert (result.rc, result.of(0), result.err) == (0, ["rank 0: 2"], ""), result.everything
+
+
+HIDES = """\
+import os
+import torch
+import torch.distributed as dist
+
+def main():
+    try:
+        if os.environ["RANK"] == "1":
+            FAILS
+        dist.init_process_group("gloo")
+    except Exception as error:
+        print("something went wrong:", type(error).__name__)
+        return
+    dist.barrier()
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "call", "error"),
+    [
+        ("dist.init_process_group('gloo', rank=5, world_size=2)", "init_process_group", "RuntimeError"),
+        ("torch.cuda.set_device(1000)", "set_device", "Error"),  # more than any machine has
+    ],
+    ids=["init_process_group", "set_device"],
+)
+@pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
+def test_an_error_that_the_program_hides(run: Run, write: Write, fails: str, call: str, error: str, way: tuple[str, ...]) -> None:
+    """The rank prints it, returns and exits with 0, and the others would wait for it until their timeout of many minutes."""
+    program = write("train.py", HIDES.replace("FAILS", fails))
+    result = run(*way, "-n", "2", "train.py", cwd=program.parent)
+    assert result.seconds < SOON
+    assert (result.rc, result.codes) == (1, ["error-swallowed"]), result.everything
+    (said,) = result.of(1)
+    assert said.startswith("something went wrong:"), result.everything
+    headline = result.report.splitlines()[0]
+    assert headline.startswith(f"error[error-swallowed]: rank 1 caught an error of {call} and left: "), headline
+    assert error in headline
+    assert "train.py:10" in result.report, "the except line"
+    assert "rank 0 was stopped; it is not at fault" in result.report
+    ends = {event["rank"]: event["at"] for event in result.events if event["what"] == "ended"}
+    (judged,) = [event["at"] for event in result.events if event["what"] == "report"]
+    assert judged - ends[1] < SOON / 10
+
+
+def test_the_first_exception_is_the_cause(run: Run, write: Write) -> None:
+    program = write(
+        "train.py",
+        "import torch.distributed as dist\ntry:\n    dist.init_process_group('gloo', rank=7, world_size=2)\n"
+        "finally:\n    dist.destroy_process_group()\n",
+    )
+    result = run("-n", "2", "train.py", cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
+    assert "RuntimeError" in result.report.splitlines()[0], result.everything
+    assert "AssertionError" not in result.report.splitlines()[0]
+    assert "  where  train.py:3 in <module>" in result.report, result.everything
+
+
+def test_a_rank_that_leaves_before_the_meeting(run: Run, write: Write) -> None:
+    program = write(
+        "train.py",
+        "import os, sys\nimport torch.distributed as dist\nif os.environ['RANK'] == '1':\n    print('nothing to do')\n    sys.exit(0)\n"
+        "dist.init_process_group('gloo')\n",
+    )
+    result = run("-n", "2", "train.py", cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["rank-left-early"]), result.everything
+    for fact in ("rank 1 ended with exit code 0", "rank 0 waits in init_process_group", "rank 1 never called init_process_group"):
+        assert fact in result.report, result.everything
+    assert result.seconds < SOON

@@ -1,0 +1,102 @@
+"""Programs that were written for torchrun run unchanged."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run
+from .job import SCRIPTS, Result
+
+pytestmark = pytest.mark.torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WAYS = pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
+
+
+SLOW_IMPORT = re.compile(r"rallypoint: \S+ was imported 2 times, .* s each: --preload \S+")
+
+
+def complaints(result: Result) -> list[str]:
+    """What was written to stderr, less the line about slow imports: how slow they are the machine decides."""
+    return [line for line in result.err.splitlines() if not SLOW_IMPORT.fullmatch(line)]
+
+
+@WAYS
+def test_plain_ddp(run: Run, way: tuple[str, ...]) -> None:
+    result = run(*way, "-n", "2", "plain_ddp.py")
+    assert (result.rc, complaints(result)) == (0, []), result.everything
+    for rank in range(2):
+        assert result.of(rank) == [f"rank {rank} of 2, local rank {rank}: same weights"], result.everything
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_fsdp(run: Run, version: str) -> None:
+    """The parameters are spread over the ranks, and the model learns."""
+    result = run("-n", "2", "fsdp.py", version)
+    assert (result.rc, result.of(0), result.of(1)) == (0, [f"FSDP{version}: True"], [f"FSDP{version}: True"]), result.everything
+
+
+@pytest.mark.parametrize("way", [(), ("--plain",), ("--fresh",)], ids=["template", "plain", "fresh"])
+def test_what_record_wrote_is_read(run: Run, way: tuple[str, ...]) -> None:
+    """The program shows its exception to nobody and leaves with code 1: only its error file says why."""
+    result = run(*way, "-n", "2", "recorded.py", "silent")
+    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
+    assert result.report.startswith("error[rank-raised]: rank 1 raised OverflowError: loss is infinite\n"), result.everything
+    assert "  where  recorded.py:12 in main" in result.report, result.everything
+    assert "OverflowError" not in (result.run_dir / "rank1.log").read_text()
+    assert '"OverflowError: loss is infinite"' in (result.run_dir / "rank1-attempt0-error.json").read_text()
+
+
+def test_record_beside_an_exception_that_leaves(run: Run) -> None:
+    result = run("-n", "2", "recorded.py")
+    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
+    assert result.report.startswith("error[rank-raised]: rank 1 raised OverflowError: loss is infinite\n"), result.everything
+    assert len(result.err.splitlines()) <= 25, result.everything
+
+
+@needs("accelerate")
+@pytest.mark.slow
+def test_accelerate(run: Run) -> None:
+    result = run("-n", "2", "with_accelerate.py")
+    assert (result.rc, complaints(result)) == (0, []), result.everything
+    for rank in range(2):
+        assert result.of(rank) == [f"process {rank} of 2: 4 batches, MULTI_CPU"], result.everything
+
+
+@needs("lightning")
+@pytest.mark.slow
+def test_lightning(run: Run, tmp_path: Path) -> None:
+    result = run("-n", "2", "with_lightning.py", tmp_path / "lightning")
+    assert result.rc == 0, result.everything
+    for rank in range(2):
+        assert result.of(rank)[-1] == f"rank {rank} of 2: 4 steps, TorchElasticEnvironment", result.everything
+    assert not result.codes, result.everything
+
+
+@needs("sklearn")
+@pytest.mark.slow
+def test_the_digits_of_the_demo(run: Run) -> None:
+    """Shortened: the demo itself goes on to an accuracy of 0.95."""
+    result = run("-n", "2", EXAMPLES / "digits_ddp.py", "--epochs", "2", "--lr", "0.005")
+    assert result.rc == 0, result.everything
+    (line,) = [line for line in result.of(0) if line.startswith("test accuracy")]
+    assert float(line.split()[-1]) > 0.8, result.everything
+    assert len([line for line in result.lines if "first step, loss" in line]) == 2, result.everything
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+def test_compile_in_every_rank(run: Run, tmp_path: Path) -> None:
+    result = run("-n", "2", SCRIPTS / "compiled.py", env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    assert (result.rc, result.of(0), result.of(1)) == (0, ["128.0"], ["128.0"]), result.everything
+    assert complaints(result) == [], result.everything
