@@ -65,13 +65,20 @@ def main() -> None:
     if use_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if use_gpu else "gloo")
-    rank = dist.get_rank()
+    train_and_test(args, device)
+    # After the model is gone, which still uses the group. Not in a `finally`: after an error on one rank the others are still
+    # waiting for it in a collective, and tidying up here would wait with them, or hide the error behind one of its own.
+    dist.destroy_process_group()
 
+
+def train_and_test(args: argparse.Namespace, device: torch.device) -> None:
+    """Each rank trains on its share of the digits; at the end all have the same model, and each tests it."""
+    rank = dist.get_rank()
     torch.manual_seed(args.seed)
     train, test = load_data(args.seed)
     sampler = DistributedSampler(train, shuffle=True, seed=args.seed)
     loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler)
-    model = DistributedDataParallel(build_model().to(device), device_ids=[device] if use_gpu else None)
+    model = DistributedDataParallel(build_model().to(device), device_ids=[device] if device.type == "cuda" else None)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     loss_of = nn.CrossEntropyLoss()
 
@@ -97,9 +104,6 @@ def main() -> None:
     result = accuracy(model.module, test, device)
     if rank == 0:
         print(f"test accuracy {result:.4f}", flush=True)
-    # At the end, and not in a `finally`: after an error on one rank the others are still waiting for it in a
-    # collective, and tidying up here would wait with them, or hide the error behind one of its own.
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

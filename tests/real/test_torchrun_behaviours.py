@@ -106,7 +106,6 @@ def test_a_program_sees_no_other_difference(theirs: list[dict[str, Any]], ours: 
         assert mine["orig_argv"] == other["orig_argv"]
 
 
-@pytest.mark.xfail(strict=True, reason="the template keeps what the launcher's caller left open")
 def test_no_descriptor_of_somebody_elses_is_open(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert (other["descriptors"], other["inherited by its children"]) == ([], [])
@@ -157,7 +156,6 @@ def test_the_exit_status_is_the_failing_ranks(run: Run, write: Write, ending: st
         assert len(result.err.splitlines()) <= 25, result.everything
 
 
-@pytest.mark.xfail(strict=True, reason="every KeyboardInterrupt is taken for ours")
 @WAYS
 def test_a_keyboard_interrupt_of_the_programs_own(run: Run, write: Write, way: tuple[str, ...]) -> None:
     """Nobody pressed Ctrl-C and nobody of us sent SIGINT: it is an exception as any other."""

@@ -144,7 +144,7 @@ def _is_port(text: str) -> bool:
 
 
 def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
-    error, ended = _last_exception(rank), rank.ended
+    error, ended = _last_exception(rank, job), rank.ended
     if error is not None:
         return Verdict(rank, _kind_of(error), error)
     if rank.not_executed:
@@ -174,14 +174,16 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
     return Verdict(rank, Kind.EXITED, own)
 
 
-def _last_exception(rank: RankEvidence) -> Raised | None:
-    """What left the program: as our hook saw it, as `@record` wrote it, or as the log shows it."""
+def _last_exception(rank: RankEvidence, job: JobEvidence) -> Raised | None:
+    """What left the program: as our hook saw it, as `@record` wrote it, or as the log shows it. Not the KeyboardInterrupt of our SIGINT."""
     error = rank.raised
     if error is None and rank.error_file:
         error = reading.error_file(rank.error_file)
     if error is None and rank.ended is not None and rank.ended.code == 1:
         error = reading.exception_in(rank.said)
-    return None if error is not None and error.type.rpartition(".")[2] in ("KeyboardInterrupt", "SystemExit") else error
+    kind = error.type.rpartition(".")[2] if error is not None else ""
+    ours = kind == "SystemExit" or (kind == "KeyboardInterrupt" and bool(rank.sent or job.interrupted_by))
+    return None if ours else error
 
 
 def _kind_of(error: Raised) -> Kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -265,3 +266,12 @@ def in_child(run: Callable[[], None]) -> int:
         finally:
             os._exit(code)
     return pid
+
+
+def close_others(keep: Iterable[int]) -> None:
+    """Close every descriptor of this process but these."""
+    kept = set(keep)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
+                os.close(int(name))

@@ -67,7 +67,7 @@ def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    _close_others({agent, sock.fileno(), 2})
+    processes.close_others({agent, sock.fileno(), 2})
     charges: dict[int, int] = {}  # pid -> pidfd
     poll = select.poll()
     poll.register(agent, select.POLLIN)
@@ -107,12 +107,3 @@ def _clean_up(charges: dict[int, int], marker: bytes) -> None:
     except OSError:  # the terminal went away with the launcher: nobody is left to tell
         sys.exit(1)
 
-
-def _close_others(keep: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        if fd not in keep:
-            try:
-                os.close(fd)
-            except OSError:  # the listing's own descriptor is closed already
-                continue

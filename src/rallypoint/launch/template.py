@@ -45,6 +45,7 @@ def serve(setup_fd: int, orders_fd: int) -> Callable[[], None]:
     """The template's whole life. Returns in a child what it is to run; in the template itself it does not return."""
     setup = worker.read_struct(setup_fd, Setup)
     processes.die_with(setup.agent_pid)
+    processes.close_others({0, 1, 2, orders_fd})  # what whoever started us had open is not the ranks'
     orders = socket.socket(fileno=orders_fd)
     if not _prepare(setup, orders):
         os._exit(1)
