@@ -133,6 +133,18 @@ def test_a_second_ctrl_c_kills_now() -> None:
     assert signalled(play.at(5.1, sv.Signalled("SIGINT", 2))) == [(0, "SIGKILL"), (1, "SIGKILL")]
 
 
+def test_a_second_ctrl_c_while_the_evidence_of_the_first_comes_in() -> None:
+    play = Play(2, status=130).running()
+    play.at(5.0, sv.Signalled("SIGINT", 2))
+    assert signalled(play.at(5.1, sv.Signalled("SIGINT", 2))) == [(0, "SIGKILL"), (1, "SIGKILL")]
+
+
+def test_a_lost_c10d_host_does_not_shorten_the_grace() -> None:
+    play = Play(1, status=143).running()
+    play.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn(), sv.HelperLost("c10d host"))
+    assert signalled(play.actions) == [(0, "SIGTERM")]
+
+
 def test_ctrl_c_before_any_rank_was_started() -> None:
     play = Play(2, status=130)
     play.at(0.5, sv.Signalled("SIGINT", 2))

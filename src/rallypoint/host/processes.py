@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
@@ -148,23 +148,36 @@ def has_marker(pid: int, marker: bytes) -> bool:
         return False
 
 
-def family(marker: bytes, sessions: Iterable[int], *, spare: Iterable[int] = ()) -> list[Status]:
+def family(marker: bytes, sessions: Iterable[int], *, ancestor: int = 0, spare: Iterable[int] = ()) -> list[Status]:
     """Every living process that belongs to a job: in a session that one of its ranks leads, or started with its marker.
 
-    The marker finds what a rank moved into a session of its own (setsid, a daemon). `spare` and this process are left out.
+    The marker finds what a rank moved into a session of its own (setsid, a daemon). A subreaper names itself as `ancestor` and
+    finds the rest among its descendants: what was started with an empty environment, and a job inside the job. `spare` and this
+    process are left out.
     """
     ours, left_out = set(sessions), {os.getpid(), *spare}
+    everyone = {one.pid: one for entry in os.listdir("/proc") if entry.isdigit() and (one := status(entry)) is not None}
     found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) in left_out:
+    for one in everyone.values():
+        if one.pid in left_out or one.state in "ZX":
             continue
-        one = status(entry)
-        if one is not None and one.state not in "ZX" and (one.session in ours or has_marker(one.pid, marker)):
+        if one.session in ours or has_marker(one.pid, marker) or (ancestor and _descends(one, ancestor, everyone)):
             found.append(one)
     return found
 
 
-def kill_family(marker: bytes, sessions: Iterable[int], *, deadline: float, spare: Iterable[int] = ()) -> list[Status]:
+def _descends(one: Status, ancestor: int, everyone: Mapping[int, Status]) -> bool:
+    seen: set[int] = set()  # the table was not read in one moment
+    parent: Status | None = one
+    while parent is not None and parent.pid not in seen:
+        seen.add(parent.pid)
+        if parent.parent == ancestor:
+            return True
+        parent = everyone.get(parent.parent)
+    return False
+
+
+def kill_family(marker: bytes, sessions: Iterable[int], *, deadline: float, ancestor: int = 0, spare: Iterable[int] = ()) -> list[Status]:
     """SIGKILL for every process of a job until none is left; returns those that would not die within `deadline` seconds.
 
     Each is held by pidfd and looked at again before the signal, so a number that was freed and given to a stranger is not hit.
@@ -172,7 +185,7 @@ def kill_family(marker: bytes, sessions: Iterable[int], *, deadline: float, spar
     """
     sessions, until = set(sessions), time.monotonic() + deadline
     while True:
-        living = family(marker, sessions, spare=spare)
+        living = family(marker, sessions, ancestor=ancestor, spare=spare)
         if not living or time.monotonic() > until:
             return living
         held: list[int] = []
@@ -210,7 +223,7 @@ def send(pidfd: int, number: int) -> bool:
     """Signal exactly the process behind a pidfd; False when it has ended."""
     try:
         signal.pidfd_send_signal(pidfd, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # PermissionError: it became somebody else's (sudo); the caller sees that it lives on
         return False
     return True
 

@@ -16,6 +16,7 @@ from rallypoint.diagnosis.evidence import HelperLost, JobEvidence, Meeting, Memo
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.errors import RallypointError
 from rallypoint.host.processes import Status, command_line
+from rallypoint.launch import words
 from rallypoint.launch.channel import ImportFailed, NotForked, Ready
 from rallypoint.launch.handles import RankHandle
 from rallypoint.launch.plan import Plan
@@ -56,7 +57,7 @@ class Account:
         self._reported = False
         self._late: set[str] = set()
         self._folder.write_plan(plan)
-        self.event("job-started", job=plan.job, program=plan.program.target, world_size=plan.world.size)
+        self.event("job-started", job=plan.job, program=words.sayable(plan.program.target), world_size=plan.world.size)
 
     def _kept_alone(self) -> bool:
         """Whether a single rank's output goes through us: only when a copy was asked for, else it has the terminal itself."""
@@ -261,11 +262,21 @@ class Account:
         if self._plan.on_failure == "continue" and not interrupted_by:  # each failure is told once, when its rank has ended
             untold = [handle for handle in untold if handle.ended or not handle.raised]
         job = JobEvidence(
-            program=self._plan.program.target, world_size=self._plan.world.size, ranks=tuple(self._rank(handle) for handle in untold),
-            attempt=attempt, max_restarts=self._plan.max_restarts, held_address=held, interrupted_by=interrupted_by, stop_reason=because,
-            memory=self._memory(ranks), helper=helper, holders=_holders(ranks), run_dir=self._folder.path, on_failure=self._plan.on_failure,
+            program=words.sayable(self._plan.program.target),
+            world_size=self._plan.world.size,
+            ranks=tuple(self._rank(handle) for handle in untold),
+            attempt=attempt,
+            max_restarts=self._plan.max_restarts,
+            held_address=held,
+            interrupted_by=interrupted_by,
+            stop_reason=because,
+            memory=self._memory(ranks),
+            helper=helper,
+            holders=_holders(ranks),
+            run_dir=self._folder.path,
+            on_failure=self._plan.on_failure,
             now=self._clock.elapsed(),
-        )  # fmt: skip
+        )
         for handle in untold:
             handle.told = handle.ended is not None and (handle.ended.code, handle.ended.signal) != (0, 0)
         return self._show(rules.diagnose(job))

@@ -97,6 +97,7 @@ class Agent:
         self._ignored = signals.ignored()
         self._files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         _raise_files_limit(self._files_limit)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would reap our children before we have asked how they ended
         processes.become_subreaper()
         wanted = {signal.SIGINT, signal.SIGCHLD, *(signal.Signals[name] for name in plan.signals)}
         self._signals = signals.SignalLog(wanted)
@@ -149,9 +150,10 @@ class Agent:
         if self.plan.start != "template":
             self.account.live(None)
         while self._status is None:
-            for fd, _ in self._epoll.poll(self._timeout()):
-                source = self._sources.get(fd)  # an earlier one of the same round may have taken it away
-                if source is not None:
+            ready = [(fd, self._sources.get(fd)) for fd, _ in self._epoll.poll(self._timeout())]
+            for fd, source in ready:
+                # An earlier one of the round may have closed it, and even given its number to somebody else.
+                if source is not None and self._sources.get(fd) is source:
                     source()
             self._ring()
             self.account.show_phases(self.ranks, self._supervisor.state)
@@ -163,7 +165,7 @@ class Agent:
         spare = [self.guard.pid]
         self.template.order(Finish())
         self.template.end()
-        left = processes.kill_family(self._marker, [handle.pid for handle in self.ranks if handle.pid], deadline=KILL_DEADLINE, spare=spare)
+        left = self._kill_family([handle for handle in self.ranks if handle.pid and not handle.reaped], spare)
         self._reap_everything()
         self.guard.farewell()
         if self._status == 0:
@@ -172,6 +174,13 @@ class Agent:
         self.attempt.close()
         self._epoll.close()
         self._signals.close()
+
+    def _kill_family(self, handles: list[RankHandle], spare: list[int]) -> list[processes.Status]:
+        """SIGKILL for all that these ranks, which are not reaped yet, started, and for whatever else of the job is our descendant."""
+        sessions = [handle.pid for handle in handles]
+        if self._search is not None:
+            spare = [*spare, self._search.pid]
+        return processes.kill_family(self._marker, sessions, deadline=KILL_DEADLINE, ancestor=os.getpid(), spare=spare)
 
     def _watch(self, fd: int, act: Callable[[], object]) -> None:
         self._sources[fd] = act
@@ -189,7 +198,8 @@ class Agent:
     def _ring(self) -> None:
         now = self.clock.elapsed()
         for name in [name for name, at in self._timers.items() if at <= now]:
-            del self._timers[name]
+            if self._timers.pop(name, None) is None:  # an earlier one of this round ended the attempt, and all its timers
+                continue
             if name == "evidence":
                 self._look_for_evidence(now)
             elif name == "culprit":
@@ -237,6 +247,7 @@ class Agent:
             preload=(*self.plan.parts, *self.plan.preload) if imports else (),
             imports=imports,
             hooks=self._hooks,
+            signal_mask=tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())),
             openblas_threads={**os.environ, **self.plan.environment}.get("OPENBLAS_NUM_THREADS"),
         )
         handle = TemplateHandle(setup, environment)
@@ -345,13 +356,15 @@ class Agent:
 
     def _start_ranks(self, action: StartRanks) -> None:
         self.attempt.close()
-        self.attempt = self._new_attempt(action.attempt)
         try:
+            self.attempt = self._new_attempt(action.attempt)
             self.account.begin_attempt(action.attempt, action.because)
             port = self.attempt.hold()
         except EnvironmentProblem as problem:
-            self.problem = problem
-            self._feed(supervisor.Impossible(str(problem)))
+            self._cannot_start(problem)
+            return
+        except OSError as error:
+            self._cannot_start(_exhausted(error, self.plan.world.local_size))
             return
         self.account.event("port-held", host=self.plan.master_addr, port=port)
         self._orders = self.attempt.orders(self.account)
@@ -364,7 +377,14 @@ class Agent:
         return Attempt(self.plan, number, began=self.clock.wall(), ignored=self._ignored, hooks=self._hooks, started=started)
 
     def _send_orders(self) -> None:
-        while self._ahead < ORDERS_AHEAD and (order := next(self._orders, None)) is not None:
+        while self._ahead < ORDERS_AHEAD:
+            try:
+                order = next(self._orders, None)
+            except OSError as error:
+                self._cannot_start(_exhausted(error, self.plan.world.local_size))
+                return
+            if order is None:
+                return
             self._ahead += 1
             if order.handle is not None:
                 order.handle.ordered = True
@@ -374,6 +394,11 @@ class Agent:
             self.template.order(order.message, order.fds)
             for fd in order.ours:
                 os.close(fd)
+
+    def _cannot_start(self, problem: EnvironmentProblem) -> None:
+        self.problem = problem
+        self._orders = iter(())
+        self._feed(supervisor.Impossible(str(problem)))
 
     def _on_host_ready(self, ready: int) -> None:
         if os.read(ready, 1):
@@ -405,8 +430,16 @@ class Agent:
             self.account.say_unclean(Ready(0.0, unclean=message.unclean), "")
         self.problem = self.account.not_forked(message)
         if message.rank >= 0:
-            self.ranks[message.rank].ordered = False
+            handle = self.ranks[message.rank]
+            handle.ordered = False
+            if handle.sent:  # the job is being stopped, and the supervisor waits for this one's end
+                self._never_started(handle)
+                return
         self._feed(supervisor.Impossible("a process could not be started"))
+
+    def _never_started(self, handle: RankHandle) -> None:
+        handle.ended = Ended(signal=signal.SIGTERM, at=self.clock.elapsed(), order=self._order_of_ends)
+        self._feed(supervisor.RankEnded(handle.rank, 0, signal.SIGTERM, False, "it was never started"))
 
     # --- what workers say
 
@@ -485,6 +518,7 @@ class Agent:
         if handle is not None:
             self._on_rank_end(handle, message.code, message.signal)
             return
+        self.guard.forget(message.pid)
         self.template.order(Reap(message.pid))  # a c10d host: this attempt's, or an earlier one's that was ended
         host = self.attempt.host
         if host is not None and host.pid == message.pid and host.pidfd >= 0 and any(h.alive for h in self.ranks):
@@ -509,8 +543,8 @@ class Agent:
         return any(self.account.is_consequence(one) for one in seen)
 
     def _clean_group(self, action: CleanGroup) -> None:
-        handle = self.ranks[action.rank]
-        if not handle.pid:  # it was never started
+        handle = self.ranks[action.rank] if action.rank < len(self.ranks) else None
+        if handle is None or not handle.pid:  # it was never started
             return
         members = processes.group_members(handle.pid)
         if members and not action.kill:
@@ -543,6 +577,7 @@ class Agent:
         if handle.reaped or not handle.pid:
             return
         handle.reaped = True
+        self.guard.forget(handle.pid)  # from here on the number may be a stranger's
         if self.lost is None or self.lost.name != "template":
             self.template.order(Reap(handle.pid))
 
@@ -611,13 +646,15 @@ class Agent:
     # --- stopping
 
     def _signal_group(self, action: SignalGroup) -> None:
+        if action.rank >= len(self.ranks):  # not even its handle could be made
+            self._feed(supervisor.RankEnded(action.rank, 0, signal.SIGTERM, False, "it was never started"))
+            return
         handle = self.ranks[action.rank]
         if not handle.pid:
             handle.sent.append(action.signal)
             self._orders = iter(())  # nothing more is started
             if not handle.ordered:  # else it is killed when the template tells its pid
-                handle.ended = Ended(signal=signal.SIGTERM, at=self.clock.elapsed(), order=self._order_of_ends)
-                self._feed(supervisor.RankEnded(handle.rank, 0, signal.SIGTERM, False, "it was never started"))
+                self._never_started(handle)
             return
         if not handle.alive:
             return
@@ -632,14 +669,14 @@ class Agent:
             self._end_leftovers(leftovers)
         host = self.attempt.host
         spare = [self.guard.pid, self.template.pid, *([host.pid] if host and host.pid else [])]
-        left = processes.kill_family(self._marker, [h.pid for h in self.ranks if h.pid], deadline=KILL_DEADLINE, spare=spare)
+        left = self._kill_family(leftovers, spare)
         self.account.say_immortal(left)
         for handle in leftovers:
             self._reap(handle)
         self.attempt.release()
         self._timers.clear()
         self.account.settle(DRAIN_TIMEOUT)
-        self.account.event("attempt-ended", because=action.because, attempt=self._supervisor.attempt)
+        self.account.event("attempt-ended", because=action.because, attempt=self.attempt.number)
 
     def _end_leftovers(self, handles: list[RankHandle]) -> None:
         """What successful ranks left running: SIGTERM, the grace, and SIGKILL by the caller. A signal to us cuts the grace short."""
@@ -692,6 +729,17 @@ class Agent:
             self.account.event("signal-received", signal=number.name)
             self.signalled_by = self.signalled_by or number.name
             self._feed(supervisor.Signalled(number.name, int(number)))
+
+
+def _exhausted(error: OSError, ranks: int) -> EnvironmentProblem:
+    """The operating system refuses what starting ranks needs: descriptors, mostly."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return EnvironmentProblem(
+        "start-failed",
+        f"{ranks} ranks cannot be started: {os.strerror(error.errno or 0)}",
+        why=(f"the launcher keeps about six descriptors for each rank; its limit is {soft} (hard limit {hard})",),
+        help=(("raise the limit in the shell that starts the job", "ulimit -n 4096"),),
+    )
 
 
 def _raise_files_limit(limit: tuple[int, int]) -> None:

@@ -7,9 +7,10 @@ descriptors (SCM_RIGHTS). Nothing here leaves the machine or outlives the job, s
 from __future__ import annotations
 
 import array
+import json
 import socket
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -31,6 +32,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     preload: tuple[str, ...]
     imports: bool  # False: a starter of fresh interpreters, which imports nothing
     hooks: bool  # look into the workers (not --plain)
+    signal_mask: tuple[int, ...]  # the workers'; the template itself takes no signal but SIGKILL
     openblas_threads: str | None  # what the user had set; None: nothing
 
 
@@ -197,17 +199,34 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """agent -> guard: this process is about to be reaped; its number is nobody's any more."""
+
+    pid: int
+
+
 class Farewell(msgspec.Struct, frozen=True, tag=True):
     """agent -> guard: the job is over and clean; leave."""
 
 
 Message = (
     StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught | Leaving
-    | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Farewell
+    | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Forget | Farewell
 )  # fmt: skip
 
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
+
+
+def exact(value: msgspec.Struct) -> bytes:
+    """A struct as bytes, with what a packet refuses: arguments and paths that are not UTF-8 (surrogates in Python)."""
+    return json.dumps(msgspec.to_builtins(value)).encode()
+
+
+def from_exact(data: bytes, kind: type[_Struct]) -> _Struct:
+    """The way back."""
+    return msgspec.convert(json.loads(data), kind)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

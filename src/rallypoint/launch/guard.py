@@ -15,7 +15,7 @@ import sys
 
 from rallypoint.host import processes
 from rallypoint.launch import channel
-from rallypoint.launch.channel import Farewell, Register
+from rallypoint.launch.channel import Farewell, Forget, Register
 
 # Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D state), which nobody can shorten.
 KILL_DEADLINE = 2.0
@@ -34,6 +34,13 @@ class Guard:
         try:
             channel.send(self._sock, Register(pid), [pidfd])
         except OSError:  # the guard is gone; its pidfd tells the agent's loop so
+            return
+
+    def forget(self, pid: int) -> None:
+        """This process is being reaped: its number, and its session's, may soon be somebody else's."""
+        try:
+            channel.send(self._sock, Forget(pid))
+        except OSError:
             return
 
     def farewell(self) -> None:
@@ -65,8 +72,8 @@ def start(marker: bytes) -> Guard:
 def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
+    # Slurm and systemd signal every process of a job. The agent decides what that means; this process leaves when the agent does.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     processes.close_others({agent, sock.fileno(), 2})
     charges: dict[int, int] = {}  # pid -> pidfd
     poll = select.poll()
@@ -93,6 +100,8 @@ def _listen(sock: socket.socket, charges: dict[int, int]) -> bool:
         os._exit(0)
     if isinstance(message, Register):
         charges[message.pid] = fds[0]
+    if isinstance(message, Forget) and (pidfd := charges.pop(message.pid, -1)) >= 0:
+        os.close(pidfd)
     return message is not None
 
 
@@ -106,4 +115,3 @@ def _clean_up(charges: dict[int, int], marker: bytes) -> None:
         os.write(2, text.encode())
     except OSError:  # the terminal went away with the launcher: nobody is left to tell
         sys.exit(1)
-

@@ -7,8 +7,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Ended, Frame, Meeting, Raised
 from rallypoint.host import processes
@@ -25,7 +23,7 @@ class TemplateHandle:
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
         ours, theirs = channel.pair()
         setup_fd = processes.memory_file("rallypoint-setup")
-        os.write(setup_fd, msgspec.msgpack.encode(setup))
+        os.write(setup_fd, channel.exact(setup))
         for fd in (setup_fd, theirs.fileno()):
             os.set_inheritable(fd, True)
         self.imports = setup.imports
@@ -35,7 +33,8 @@ class TemplateHandle:
             dict(environment),
             file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
             setsid=True,
-            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD],
+            setsigmask=signal.valid_signals(),  # what a scheduler sends to every process of the job is the agent's to act on
         )
         self.pidfd = os.pidfd_open(self.pid)
         os.close(setup_fd)

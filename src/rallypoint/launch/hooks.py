@@ -48,6 +48,7 @@ class Hooks:
         self._serial = 0
         self._calls: dict[int, str] = {}
         self._group_line = ""
+        self.groups = 0  # how often this process has joined
         self._torch_hook: object = None
         os.register_at_fork(after_in_child=self.forget)
 
@@ -114,6 +115,7 @@ class Hooks:
             if isinstance(error, Exception):
                 self.caught(error, "init_process_group")
             raise
+        self.groups += 1
         if not joined_before:
             self._group_line = words.line_of(frame)
         if sys.excepthook is not hook_before and hook_before is sys.__excepthook__:
@@ -253,6 +255,7 @@ def install() -> None:
 
     init_process_group._rallypoint = True  # type: ignore[attr-defined]
     _replace("torch.distributed", original, init_process_group)
+    _renew_keys()
     logger = getattr(sys.modules.get("torch.distributed.c10d_logger"), "_c10d_logger", None)
     if isinstance(logger, logging.Logger):  # torch's own name, not public: without it errors that are caught are not seen
         logger.addHandler(_Listener(level=logging.DEBUG))
@@ -287,6 +290,24 @@ def install() -> None:
             return start(*args, **kwargs)
 
     _replace("torch.multiprocessing", start, start_processes)
+
+
+def _renew_keys() -> None:
+    """A group that is opened again finds the held store as its predecessor left it; with a prefix of its own it reads none of that."""
+    import torch.distributed as dist
+
+    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")  # the attribute of that name is a function
+    create: Callable[..., Any] | None = getattr(rendezvous, "_create_c10d_store", None)  # torch's own name, not public
+    if create is None:
+        return
+
+    @functools.wraps(create)
+    def create_store(*args: Any, **kwargs: Any) -> Any:
+        store = create(*args, **kwargs)
+        groups = _current.groups if _current is not None and os.environ.get(AGENT_STORE) == "True" else 0
+        return dist.PrefixStore(f"group{groups}", store) if groups else store  # type: ignore[attr-defined]
+
+    rendezvous._create_c10d_store = create_store
 
 
 def _replace(package: str, original: object, replacement: object) -> None:

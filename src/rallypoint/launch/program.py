@@ -89,7 +89,7 @@ def _already_shown(*_: object) -> None:
 
 
 def _tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
-    code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    code = leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)  # as much as an exit status holds
     if code == 0:
         hooks.tell(AtPhase("finishing"))
         return

@@ -305,8 +305,12 @@ class Supervisor:
 
     def _signalled(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Signalled)
+        self._at_once = self._asked_by is not None  # asked a second time, while the evidence of the first comes in: kill
         self._asked_by = event
         self._reason, self._sure = "interrupted", True
+        if self._at_once:
+            self._because = f"the launcher got {event.name} a second time"
+            return self._conclude(now)
         if self._nobody_left():
             self._because = f"the launcher got {event.name}"
             return self._conclude(now)
@@ -422,6 +426,8 @@ class Supervisor:
 
     def _helper_lost_while_stopping(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, HelperLost)
+        if event.name not in ("guard", "template"):
+            return []  # the c10d host: nobody needs a meeting point any more
         return self._kill(self._living(), f"the {event.name} ended by itself", now)
 
     def _signal_while_stopping(self, event: Event, now: float) -> list[Action]:

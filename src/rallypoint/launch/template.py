@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
@@ -26,6 +27,7 @@ from rallypoint.launch.channel import (
     Finish,
     Forked,
     ImportFailed,
+    Message,
     NotExecuted,
     NotForked,
     Ready,
@@ -69,14 +71,14 @@ def _prepare(setup: Setup, orders: socket.socket) -> bool:
             channel.send(orders, ImportFailed(name, words.raised(error)))
             return False
         version = version or str(getattr(sys.modules[name], "__version__", ""))
+        if name == "torch.distributed" and setup.hooks:
+            from rallypoint.launch import hooks
+
+            hooks.install()  # before any preload module: `from torch.distributed import init_process_group` copies the name
         why = unclean()
         if why:
             channel.send(orders, Ready(time.monotonic() - began, version, why, name))
             return False
-    if setup.hooks:
-        from rallypoint.launch import hooks
-
-        hooks.install()
     gc.collect()
     gc.freeze()  # the collector never touches what is shared, so its pages stay shared
     channel.send(orders, Ready(time.monotonic() - began, version))
@@ -108,12 +110,34 @@ class _Template:
         self._children: dict[int, int] = {}  # pidfd -> pid
         self._epoll = select.epoll()
         self._epoll.register(orders, select.EPOLLIN)
+        self._unsent: deque[Message] = deque()
+
+    def _tell(self, message: Message) -> None:
+        """Tell the agent, without waiting: it may itself be waiting for us to read an order."""
+        self._unsent.append(message)
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        try:
+            while self._unsent:
+                channel.send(self._orders, self._unsent[0], flags=socket.MSG_DONTWAIT)
+                self._unsent.popleft()
+        except BlockingIOError:  # the rest when it has read some
+            self._epoll.modify(self._orders, select.EPOLLIN | select.EPOLLOUT)
+            return
+        except OSError:  # the agent is gone
+            os._exit(0)
+        self._epoll.modify(self._orders, select.EPOLLIN)
 
     def loop(self) -> Callable[[], None]:
         while True:
-            for fd, _ in self._epoll.poll():
+            for fd, events in self._epoll.poll():
                 if fd != self._orders.fileno():
                     self._ended(fd)
+                    continue
+                if events & select.EPOLLOUT:
+                    self._send_unsent()
+                if not events & ~select.EPOLLOUT:
                     continue
                 run = self._order()
                 if run is not None:
@@ -133,10 +157,15 @@ class _Template:
         return None
 
     def _start(self, rank: int, fds: list[int], become: Callable[[int], Callable[[], None]]) -> Callable[[], None] | None:
-        why = unclean() if self._setup.imports else ""
+        try:
+            why = unclean() if self._setup.imports else ""
+        except OSError as error:  # no descriptor is left to look with
+            _close(fds)
+            self._tell(NotForked(rank, error.errno or 0))
+            return None
         if why:
             _close(fds)
-            channel.send(self._orders, NotForked(rank, 0, why))
+            self._tell(NotForked(rank, 0, why))
             return None
         began, parent, pid = time.monotonic(), os.getpid(), -1
         try:
@@ -147,7 +176,7 @@ class _Template:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             _close(fds)
-            channel.send(self._orders, NotForked(rank, error.errno or 0))
+            self._tell(NotForked(rank, error.errno or 0))
             return None
         if pid == 0:
             self._forget()
@@ -155,7 +184,7 @@ class _Template:
         took = time.monotonic() - began
         _close(fds)
         self._children[pidfd] = pid
-        channel.send(self._orders, Forked(rank, pid, took))
+        self._tell(Forked(rank, pid, took))
         self._epoll.register(pidfd, select.EPOLLIN)
         return None
 
@@ -170,7 +199,7 @@ class _Template:
         descriptors = Descriptors(fds)
         if self._setup.imports:
             return worker.forked(self._setup, order, descriptors, parent)
-        worker.become_rank(order, descriptors, parent)
+        worker.become_rank(self._setup, order, descriptors, parent)
         self._execute(order, descriptors)
 
     def _execute(self, order: StartWorker, fds: Descriptors) -> NoReturn:
@@ -214,7 +243,7 @@ class _Template:
         self._epoll.unregister(pidfd)
         info = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
         if info is not None:
-            channel.send(self._orders, Exited(self._children[pidfd], *processes.ended(info)))
+            self._tell(Exited(self._children[pidfd], *processes.ended(info)))
 
     def _reap(self, pid: int) -> None:
         for pidfd, child in self._children.items():
@@ -222,13 +251,13 @@ class _Template:
                 del self._children[pidfd]
                 os.close(pidfd)
                 _, _, usage = os.wait4(pid, 0)
-                channel.send(self._orders, Reaped(pid, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024))
+                self._tell(Reaped(pid, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024))
                 return
 
 
 def _memory(value: msgspec.Struct) -> int:
     fd = processes.memory_file("rallypoint")
-    os.write(fd, msgspec.msgpack.encode(value))
+    os.write(fd, channel.exact(value))
     return fd
 
 

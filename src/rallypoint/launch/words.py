@@ -17,6 +17,7 @@ from rallypoint.launch.channel import cut
 _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # The template's own first line (`python -c`), and runpy's, which a fresh `python -m` has, too, but hides.
 _HIDDEN_FILES = frozenset({"<string>", "<frozen runpy>"})
+SOURCE_LINE_MOST = 500  # characters of a source line: generated code has lines of a megabyte
 FRAMES_MOST = 60  # of one exception: a recursion has a thousand that say the same
 SOURCE_BYTES_MOST = 2 * 1024 * 1024  # a larger source file is not searched for its except clauses
 
@@ -107,13 +108,22 @@ def traceback_text(error: BaseException) -> str:
 def frames_of(tb: TracebackType | None) -> tuple[Frame, ...]:
     """The user's frames of a traceback, outermost first."""
     found = [
-        Frame(tb_frame.f_code.co_filename, line, tb_frame.f_code.co_name, linecache.getline(tb_frame.f_code.co_filename, line).strip())
+        _frame(tb_frame.f_code.co_filename, line, tb_frame.f_code.co_name)
         for tb_frame, line in traceback.walk_tb(tb)
         if not is_ours(tb_frame.f_code.co_filename)
     ]
     if len(found) > FRAMES_MOST:
         found = found[: FRAMES_MOST // 2] + found[-FRAMES_MOST // 2 :]
     return tuple(found)
+
+
+def sayable(text: str) -> str:
+    """Text that can be sent and printed: names that are not UTF-8 (surrogates in Python) are written as `\\udce9`."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _frame(filename: str, line: int, function: str) -> Frame:
+    return Frame(sayable(filename), line, sayable(function), sayable(linecache.getline(filename, line).strip())[:SOURCE_LINE_MOST])
 
 
 def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = None) -> Raised:
@@ -123,14 +133,14 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
     filename = getattr(first, "filename", None) if isinstance(first, OSError | SyntaxError) else None
     ours = first if isinstance(first, RallypointError) else None
     return Raised(
-        type=type_name(type(first)),
-        message=cut(message_of(first)),
+        type=sayable(type_name(type(first))),
+        message=cut(sayable(message_of(first))),
         frames=frames_of(first.__traceback__),
-        traceback=cut(traceback_text(error)),
+        traceback=cut(sayable(traceback_text(error))),
         call=call,
         caught_at=caught_at,
         errno=number,
-        filename=filename if isinstance(filename, str) else "",
+        filename=sayable(filename) if isinstance(filename, str) else "",
         code=ours.code if ours else str(getattr(first, "_rallypoint_code", "")),
         why=ours.why if ours else tuple(getattr(first, "_rallypoint_why", ())),
         help=ours.help if ours else (),
@@ -169,8 +179,8 @@ def shown_path(path: str) -> str:
     try:
         relative = os.path.relpath(path)
     except (OSError, ValueError):
-        return path
-    return path if relative.startswith("..") else relative
+        return sayable(path)
+    return sayable(path if relative.startswith("..") else relative)
 
 
 def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
@@ -184,7 +194,7 @@ def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
         if not is_ours(code.co_filename):
             found = _clause(code.co_filename, frame.f_lineno, names)
             if found is not None:
-                return Frame(code.co_filename, found, code.co_name, linecache.getline(code.co_filename, found).strip())
+                return _frame(code.co_filename, found, code.co_name)
         frame = frame.f_back
     return None
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import io
 import os
+import resource
 import signal
 import socket
 import sys
@@ -29,6 +31,8 @@ _OPENBLAS_SETTERS = (  # by how it was built: scipy's prefix, 64-bit suffix
     "scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads64_", "openblas_set_num_threads",
 )  # fmt: skip
 
+HIGH_DESCRIPTOR = 1024  # what programs that close all descriptors go up to
+
 _keep: list[object] = []  # what must live as long as the process: the evidence file behind faulthandler
 
 
@@ -42,12 +46,13 @@ class Descriptors:
         self.terminal = fds[5] if len(fds) > 5 else -1
 
 
-def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
+def become_rank(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> None:
     """Identity: a session of its own, the standard descriptors, environment and signal dispositions as given."""
     os.setsid()
     processes.die_with(parent)
     for number in order.ignored:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
     for source, target in ((fds.stdin, 0), (fds.stdout, 1), (fds.stderr, 2)):
         os.dup2(source, target)
         os.close(source)
@@ -59,7 +64,7 @@ def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> C
 
     It runs from the template's top level, so that nothing of ours but one frame lies below the program.
     """
-    become_rank(order, fds, parent)
+    become_rank(setup, order, fds, parent)
     _restore_openblas(setup.openblas_threads)
     _renew_streams()
     _renew_identity()
@@ -82,11 +87,11 @@ def read_struct(fd: int, kind: type[_Struct]) -> _Struct:
     """A struct from a memfd, which is closed."""
     with os.fdopen(fd, "rb") as file:
         file.seek(0)
-        return msgspec.msgpack.decode(file.read(), type=kind)
+        return channel.from_exact(file.read(), kind)
 
 
 def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
-    control = socket.socket(fileno=fds.control)
+    control = socket.socket(fileno=_out_of_the_way(fds.control))
     if not setup.hooks:
         _wait_for_go(control)
         control.close()
@@ -96,7 +101,9 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
         return
     seen = hooks.Hooks(control, held=order.held, began=order.began, single=order.single)
     hooks.attach(seen)
-    evidence = os.fdopen(fds.evidence, "ab", buffering=0, closefd=False)  # a program that closes all descriptors is not to hear of it
+    evidence = os.fdopen(
+        _out_of_the_way(fds.evidence), "ab", buffering=0, closefd=False
+    )  # a program that closes all descriptors is not to hear of it
     _keep.append(evidence)
     faulthandler.enable(evidence, all_threads=True)
     faulthandler.register(EVIDENCE_SIGNAL, evidence, all_threads=True, chain=False)
@@ -113,6 +120,18 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     finally:
         for imported in times.slow():
             seen.tell(imported)
+
+
+def _out_of_the_way(fd: int) -> int:
+    """The same file under a high number: a program that closes all descriptors and opens its own must not get it for one of them, with
+    our stacks written into the user's file."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(3, min(soft, HIGH_DESCRIPTOR) - 16))
+    except OSError:  # a limit of a few descriptors: it stays where it is
+        return fd
+    os.close(fd)
+    return high
 
 
 def _wait_for_go(control: socket.socket) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from rallypoint.record.run_folder import KeptFile, RunFolder
+from rallypoint.record.run_folder import KeptFile, RunFolder, as_json
 
 What = Literal[
     "job-started",  # program, world_size, job
@@ -59,13 +59,12 @@ class EventLog:
         self.events: list[Event] = []
         path = folder.file("events.jsonl")
         self._file = KeptFile(path, folder.trouble, "events are no longer kept") if path else None
-        self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     def write(self, event: Event) -> None:
         """Keep an event. Never raises for what the disk does."""
         self.events.append(event)
         if self._file is not None:
-            self._file.write(self._encoder.encode(event) + b"\n")
+            self._file.write(as_json(event) + b"\n")
 
     def close(self) -> None:
         """May be called twice."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -52,6 +53,14 @@ def reason_of(error: OSError) -> str:
     """The system's words. A file where a folder should be is "File exists" to mkdir; it is said as what it is."""
     number = errno.ENOTDIR if error.errno == errno.EEXIST else error.errno
     return os.strerror(number) if number else str(error)
+
+
+def as_json(value: Any) -> bytes:
+    """JSON, also of text that is not UTF-8 (arguments, paths): what cannot be written stands as `?`."""
+    try:
+        return msgspec.json.encode(value, enc_hook=str)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(value, enc_hook=str), ensure_ascii=False).encode("utf-8", "replace")
 
 
 class Trouble:
@@ -140,7 +149,7 @@ class RunFolder:
         if not self.path:
             return
         path = self.file(name)
-        text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+        text = msgspec.json.format(as_json(value), indent=2) + b"\n"
         try:
             _write_whole(path, text)
         except OSError as error:
