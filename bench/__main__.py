@@ -86,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0 whatever the figures are, since a target that is missed is a result."""
     asked = parser().parse_args(argv)
+    harness.take_signals_as_usual()
     if asked.command == "docs":
         return docs()
     plans = CASES[asked.command]

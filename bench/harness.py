@@ -31,6 +31,13 @@ MARK = "BENCH_RUN"  # in the environment of every process of a run, of any launc
 LOOK = 0.005  # seconds between two looks at a file: no measured time hangs on it, and looking costs the ranks a hundredth of a processor
 
 
+def take_signals_as_usual() -> None:
+    """Started in the background, or with nohup, this process ignores SIGINT and SIGHUP, and so would the launchers that it signals."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
+
+
 def rallypoint() -> list[str]:
     """The command `rallypoint` of this Python: installed, or out of the source tree."""
     return _script("rallypoint", "rallypoint")

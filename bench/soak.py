@@ -376,6 +376,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """0 when every repetition went well."""
     asked = parser().parse_args(argv)
+    harness.take_signals_as_usual()
     failed = 0
     for mode in MODES if asked.mode == "all" else [asked.mode]:
         _, count, jobs = MODES[mode]

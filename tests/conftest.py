@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -39,6 +40,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, missing in MISSING.items():
         if item.get_closest_marker(marker) and (reason := missing()):
             pytest.skip(reason)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_as_usual() -> None:
+    """A suite started in the background, or with nohup, ignores SIGINT and SIGHUP, and so would the launchers that its tests signal."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session", autouse=True)
