@@ -68,7 +68,7 @@ def test_the_family_is_ended(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_members_of_a_group_without_its_leader() -> None:
-    with subprocess.Popen(["sh", "-c", "sleep 1000 & echo $!; exit"], stdout=subprocess.PIPE, start_new_session=True) as leader:
+    with subprocess.Popen(["/bin/sh", "-c", "sleep 1000 & echo $!; exit"], stdout=subprocess.PIPE, start_new_session=True) as leader:
         assert leader.stdout is not None
         pid = int(leader.stdout.readline())
         info = os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)  # not reaped: its group's number is still its own

@@ -36,7 +36,7 @@ def test_the_script_of_a_page_produces_its_code(code: str, tmp_path: pathlib.Pat
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")}
     environment = {**kept, "XDG_STATE_HOME": str(tmp_path / "state")}
     job = subprocess.Popen(
-        ["bash", "-c", command],
+        ["/bin/bash", "-c", command],
         cwd=tmp_path,
         env=environment,
         stdin=subprocess.DEVNULL,

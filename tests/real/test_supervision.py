@@ -261,7 +261,7 @@ def test_few_descriptors_are_said_to_be_few(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("print('here')\n")
     shell = ['ulimit -n 64; exec "$@"', "sh", sys.executable, "-P", "-m", "rallypoint", "run", "-n", "16", str(program)]
-    result = run_job(shell, state=tmp_path, launcher=("sh", "-c"))
+    result = run_job(shell, state=tmp_path, launcher=("/bin/sh", "-c"))
     assert (result.rc, result.codes) == (1, ["start-failed"]), result.everything
     assert "16 ranks cannot be started: Too many open files" in result.err
     assert "ulimit -n 4096" in result.err
@@ -296,7 +296,7 @@ def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_pa
     result = run_job(
         ['ulimit -Sn 300; exec "$@"', "sh", sys.executable, "-P", "-m", "rallypoint", "run", "-n", "2", program],
         state=tmp_path,
-        launcher=("sh", "-c"),
+        launcher=("/bin/sh", "-c"),
     )
     assert result.of(0) == ["300"], result.everything
 

@@ -248,7 +248,7 @@ def test_a_program_that_is_not_python(run: Run, write: Write) -> None:
     assert result.of(1) == ["1 of 2: -x a b"]
     assert result.rc == 4, result.everything
     assert result.codes == ["rank-exited"], result.everything
-    found = run("--no-python", "-n", "2", "bash", "-c", "echo $LOCAL_RANK")
+    found = run("--no-python", "-n", "2", "/bin/bash", "-c", "echo $LOCAL_RANK")
     assert (found.rc, found.of(0), found.of(1)) == (0, ["0"], ["1"]), found.everything
 
 

@@ -550,7 +550,7 @@ def test_a_word_after_the_end_still_reaches_stderr(tmp_path: Path) -> None:
 def test_a_pipe_that_a_grandchild_keeps_open_does_not_hold_up_the_end(rigs: Callable[..., Rig]) -> None:
     rig = rigs(2)
     fd = rig.rank(0)
-    child = subprocess.Popen(["sh", "-c", "echo hello; sleep 60 & exec true"], stdout=fd)
+    child = subprocess.Popen(["/bin/sh", "-c", "echo hello; sleep 60 & exec true"], stdout=fd)
     assert child.wait(SOON) == 0
     begun = time.monotonic()
     assert rig.pump.drain(SOON)
