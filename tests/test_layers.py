@@ -41,8 +41,8 @@ PURE = (
 IMPURE = {"asyncio", "random", "select", "selectors", "socket", "subprocess", "threading", "time", "multiprocessing", "psutil"}
 
 # Who reads a clock. Beside clock.py only what waits for the kernel until a deadline, or measures how long something took,
-# in a process that has no clock of the agent's.
-CLOCKS = ("clock.py", "host/processes.py", "launch/imports.py", "launch/template.py")
+# in a process that has no clock of the agent's; and gloo.py, which sleeps.
+CLOCKS = ("clock.py", "host/processes.py", "launch/gloo.py", "launch/imports.py", "launch/template.py")
 
 FORBIDDEN_NAMES = {"base", "common", "core", "helper", "helpers", "misc", "shared", "tools", "util", "utils"}
 

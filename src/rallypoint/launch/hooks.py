@@ -1,8 +1,8 @@
 """What is seen of the program from inside a worker: where it meets the others, and errors that it catches itself.
 
-Three functions of torch are wrapped (`init_process_group`, `cuda.set_device`, `multiprocessing.start_processes`); for the
-collectives nothing is, since torch itself logs every exception that leaves one and we listen to that logger. `--plain` goes
-without all of it.
+Four functions of torch are wrapped (`init_process_group`, `destroy_process_group`, `cuda.set_device`,
+`multiprocessing.start_processes`), and where a second group finds its store; for the collectives nothing is, since torch itself logs
+every exception that leaves one and we listen to that logger. `--plain` goes without all of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from rallypoint.diagnosis import rules
 from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.launch import channel, variables, words
+from rallypoint.launch import channel, gloo, variables, words
 from rallypoint.launch.channel import AtPhase, Caught, Meets, Message, Released, SetLate, Spawns
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -256,6 +256,7 @@ def install() -> None:
     init_process_group._rallypoint = True  # type: ignore[attr-defined]
     _replace("torch.distributed", original, init_process_group)
     _renew_keys()
+    _destroy_with_care(c10d.destroy_process_group)
     logger = getattr(sys.modules.get("torch.distributed.c10d_logger"), "_c10d_logger", None)
     if isinstance(logger, logging.Logger):  # torch's own name, not public: without it errors that are caught are not seen
         logger.addHandler(_Listener(level=logging.DEBUG))
@@ -290,6 +291,16 @@ def install() -> None:
             return start(*args, **kwargs)
 
     _replace("torch.multiprocessing", start, start_processes)
+
+
+def _destroy_with_care(original: Callable[..., None]) -> None:
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        if _current is not None:
+            gloo.let_threads_finish()
+        original(*args, **kwargs)
+
+    _replace("torch.distributed", original, destroy_process_group)
 
 
 def _renew_keys() -> None:

@@ -6,16 +6,13 @@ import builtins
 import importlib.machinery
 import os
 import sys
-import time
 from types import CodeType, ModuleType
 
-from rallypoint.launch import words
+from rallypoint.launch import gloo, words
 from rallypoint.launch.channel import AtPhase, Leaving, Uncatch, Uncaught
 from rallypoint.launch.hooks import Hooks
 from rallypoint.launch.plan import Program
 
-# Seconds: twice the interpreter's switch interval, after which a waiting thread gets its lock from a busy one; this one sleeps.
-GLOO_FINISHES = 0.01
 _placed: list[str] = []  # what we have put first on sys.path
 _first_main: list[ModuleType] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
 
@@ -59,29 +56,7 @@ def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool) -> None
             hooks.tell(AtPhase("finishing"))
     finally:
         sys.modules.setdefault("__main__", ModuleType("__main__"))
-        _let_gloo_finish()
-
-
-def _let_gloo_finish() -> None:
-    """Give gloo's threads the interpreter once more before it closes down.
-
-    They drop the last collective's tensors after the program has gone on, and need the interpreter's lock for that; up to Python 3.13
-    a thread that asks for it too late is ended, which C++ answers with `terminate called without an active exception` (SIGABRT).
-    Of a plain DDP program's runs on a busy machine, 4 of 20 ended so in new interpreters, and 4 of 12 under torchrun.
-    """
-    if "torch.distributed" in sys.modules and any(name == "pt_gloo_runloop" for name in _threads()):
-        time.sleep(GLOO_FINISHES)
-
-
-def _threads() -> list[str]:
-    names = []
-    for number in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{number}/comm") as file:
-                names.append(file.read().rstrip())
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            continue
-    return names
+        gloo.let_threads_finish()
 
 
 def _already_shown(*_: object) -> None:
