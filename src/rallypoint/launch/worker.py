@@ -56,7 +56,8 @@ def become_rank(setup: Setup, order: StartWorker, fds: Descriptors, parent: int)
     for source, target in ((fds.stdin, 0), (fds.stdout, 1), (fds.stderr, 2)):
         os.dup2(source, target)
         os.close(source)
-    os.environ.update(order.environment)
+    for name, value in order.environment.items():  # not `update`, which asks the abstract base classes first: 160 kB written
+        os.environ[name] = value
 
 
 def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> Callable[[], None]:
