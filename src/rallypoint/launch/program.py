@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import importlib.machinery
 import os
+import signal
 import sys
+from collections.abc import Iterable
 from types import CodeType, ModuleType
 
 from rallypoint.launch import gloo, words
@@ -17,13 +19,16 @@ _placed: list[str] = []  # what we have put first on sys.path
 _first_main: list[ModuleType] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
 
 
-def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool) -> None:
+def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool, signal_mask: Iterable[int]) -> None:
     """Run it to its end. Returns, or lets the exception that left it through to the interpreter, which then leaves as always.
+
+    `signal_mask` is the program's: until now all signals were held back, so that a Ctrl-C meets the program and not our preparations.
 
     The interpreter's own way out matters: threads are joined, atexit handlers run, open files are flushed.
     """
     try:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
             if hooks:
                 hooks.tell(AtPhase("importing"))
             code, main = load(program)

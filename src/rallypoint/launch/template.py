@@ -199,7 +199,7 @@ class _Template:
         descriptors = Descriptors(fds)
         if self._setup.imports:
             return worker.forked(self._setup, order, descriptors, parent)
-        worker.become_rank(self._setup, order, descriptors, parent)
+        worker.become_rank(order, descriptors, parent)
         self._execute(order, descriptors)
 
     def _execute(self, order: StartWorker, fds: Descriptors) -> NoReturn:
@@ -214,6 +214,9 @@ class _Template:
             answer, _ = channel.receive(control)
             if answer is None:
                 os._exit(1)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # one that waits is the program's, not this interpreter's
+            signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
             arguments = [setup.program.target, *setup.program.args]
         else:
             passed = [_memory(setup), _memory(order), fds.control, fds.evidence, fds.terminal]

@@ -46,13 +46,12 @@ class Descriptors:
         self.terminal = fds[5] if len(fds) > 5 else -1
 
 
-def become_rank(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> None:
+def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
     """Identity: a session of its own, the standard descriptors, environment and signal dispositions as given."""
     os.setsid()
     processes.die_with(parent)
     for number in order.ignored:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
     for source, target in ((fds.stdin, 0), (fds.stdout, 1), (fds.stderr, 2)):
         os.dup2(source, target)
         os.close(source)
@@ -65,7 +64,7 @@ def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> C
 
     It runs from the template's top level, so that nothing of ours but one frame lies below the program.
     """
-    become_rank(setup, order, fds, parent)
+    become_rank(order, fds, parent)
     _restore_openblas(setup.openblas_threads)
     _renew_streams()
     _renew_identity()
@@ -98,7 +97,7 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
         control.close()
         for fd in (fds.evidence, *([fds.terminal] if fds.terminal >= 0 else [])):
             os.close(fd)
-        program.run(setup.program, None, takes_traceback=False)
+        program.run(setup.program, None, takes_traceback=False, signal_mask=setup.signal_mask)
         return
     seen = hooks.Hooks(control, held=order.held, began=order.began, single=order.single)
     hooks.attach(seen)
@@ -117,7 +116,7 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
         times.install()
         variables.remember(folder)
     try:
-        program.run(setup.program, seen, takes_traceback=order.takes_traceback)
+        program.run(setup.program, seen, takes_traceback=order.takes_traceback, signal_mask=setup.signal_mask)
     finally:
         for imported in times.slow():
             seen.tell(imported)
