@@ -46,7 +46,6 @@ class Hooks:
         self._began = began
         self._single = single
         self._serial = 0
-        self._calls: dict[int, str] = {}
         self._group_line = ""
         self.groups = 0  # how often this process has joined
         self._torch_hook: object = None
@@ -70,7 +69,6 @@ class Hooks:
 
     def stop(self) -> None:
         """The program has ended: what torch says while it is taken down is no longer the program's."""
-        self._calls.clear()
         self._serial = CAUGHT_MOST
 
     def excepthook_is_default(self) -> bool:
