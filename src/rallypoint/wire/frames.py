@@ -1,0 +1,86 @@
+"""Cut a byte stream into frames, within a limit.
+
+A frame is a header of 12 bytes (the message's length, 4 bytes, and the body's, 8, little-endian), the message, and the body.
+Both lengths are checked as soon as the header is there, before anything of what they announce is read or allocated.
+
+A body that is longer than what has arrived with its message is not collected here: `Cutter.next` returns the frame with the
+part of the body that is there and `missing`, the rest, which whoever reads the socket puts where it belongs, straight from the
+socket. That is why bytes of a tensor are never copied in Python.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+HEADER = struct.Struct("<IQ")
+HEADER_BYTES = HEADER.size
+
+
+class FrameError(Exception):
+    """The stream is not what it should be; nothing after this can be understood. `first` are the first bytes of the frame."""
+
+    def __init__(self, text: str, first: bytes) -> None:
+        super().__init__(text)
+        self.first = first
+
+
+class Frame(NamedTuple):
+    """One frame; `body` is the beginning of the body, `missing` how many bytes of it are still to come."""
+
+    message: bytes
+    body: bytes
+    missing: int
+
+
+def header(message: int, body: int = 0) -> bytes:
+    """The header of a frame with a message and a body of these lengths, in bytes."""
+    return HEADER.pack(message, body)
+
+
+class Cutter:
+    """What has arrived and is not yet a frame."""
+
+    def __init__(self, message_bytes: int, body_bytes: int) -> None:
+        """The longest message and the longest body that are accepted; both may be changed between frames."""
+        self.message_bytes = message_bytes
+        self.body_bytes = body_bytes
+        self._data = b""
+        self._at = 0
+
+    def __len__(self) -> int:
+        """How many bytes have arrived and were not returned yet."""
+        return len(self._data) - self._at
+
+    def feed(self, data: bytes) -> None:
+        """Add what was read. Call `next` until it returns None before feeding again, or memory grows with what is fed."""
+        self._data = self._data[self._at :] + data if self._at < len(self._data) else data
+        self._at = 0
+
+    def next(self) -> Frame | None:
+        """The next frame, None when more must arrive first. Raises FrameError when a length is over its limit.
+
+        When `missing` is not 0, everything that was fed has been used, and what follows in the stream is the rest of the body:
+        exactly `missing` bytes of it must not be fed.
+        """
+        start = self._at
+        there = len(self._data) - start
+        if there < HEADER_BYTES:
+            return None
+        length, body = HEADER.unpack_from(self._data, start)
+        if length > self.message_bytes or length == 0 or body > self.body_bytes:
+            first = self._data[start : start + 64]
+            if length == 0:
+                raise FrameError("a frame without a message", first)
+            what, size, limit = ("message", length, self.message_bytes) if length > self.message_bytes else ("body", body, self.body_bytes)
+            raise FrameError(f"a frame whose {what} has {size} bytes, {limit} are allowed", first)
+        end = start + HEADER_BYTES + length
+        if start + there < end:
+            return None
+        message = self._data[start + HEADER_BYTES : end]
+        if not body:
+            self._at = end
+            return Frame(message, b"", 0)
+        self._at = min(end + body, start + there)
+        part = self._data[end : self._at]
+        return Frame(message, part, body - len(part))

@@ -1,0 +1,455 @@
+"""Every request, reply and notice, as frozen structs.
+
+A message is the small part of a frame (`wire/frames.py`), in msgpack, an array whose first element is its number. A value
+travels inside the message when its encoding has at most `INLINE_BYTES`, otherwise as the frame's body or, between two ends on
+one host, as a descriptor of shared memory that accompanies the frame. An encoded value is never empty, so `value == b""` says
+"not here: it is the body", and `shared > 0` says "its `shared` bytes are in the descriptor".
+
+`seq` numbers the requests of a session from 1; `acked` says that the replies to all requests up to that number have arrived,
+so that the server may forget them. A reply carries the `seq` of its request and the store's `revision` when it was given.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+TAG = "rallypoint"
+"""The first word of the first message of either side."""
+
+VERSIONS = (1, 1)
+"""The oldest and newest version of the protocol that this code speaks."""
+
+INLINE_BYTES = 64 * 1024
+"""The largest value that travels inside its message: below this a copy costs less than a second read."""
+
+HELLO_BYTES = 4096
+"""The largest message before both sides have proved who they are; it has no body."""
+
+MESSAGE_BYTES = 64 * 1024 * 1024
+"""The largest message afterwards: a list of a million keys fits."""
+
+
+class Limits(msgspec.Struct, frozen=True, array_like=True):
+    """What a server allows. The defaults, with their reasons, are in `store/limits.py`."""
+
+    store_bytes: int  # keys and values in all
+    value_bytes: int  # one encoded value
+    key_bytes: int
+    keys: int
+    sessions: int
+    waiting: int  # requests that wait, of all sessions
+
+
+class Identity(msgspec.Struct, frozen=True, array_like=True):
+    """Who a session belongs to, as people want to read it in an error."""
+
+    host: str
+    pid: int
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        process = f"pid {self.pid} on {self.host}"
+        return process if self.rank is None else f"rank {self.rank} ({process})"
+
+
+# --- the handshake: Hello, Challenge, Proof, Welcome; or a Refusal instead of the second or the fourth ---
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """client -> server."""
+
+    tag: str  # TAG
+    oldest: int  # VERSIONS
+    newest: int
+    software: str  # the version of rallypoint, for people
+    job: str  # "" when the client does not belong to one, or does not care
+    session: bytes  # 16 random bytes, chosen by the client; the same again after a reconnect
+    nonce: bytes  # 32 random bytes
+
+
+class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """server -> client: the server proves itself first."""
+
+    tag: str
+    version: int
+    software: str
+    job: str
+    nonce: bytes
+    proof: bytes  # HMAC-SHA256, see wire/connection.py
+
+
+class Proof(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """client -> server."""
+
+    proof: bytes
+    ttl: float  # seconds without a sign of life after which the session ends
+    identity: Identity
+    resume: bool  # True: this session was welcomed before; do not begin a new one
+    acked: int
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """server -> client: the conversation is open."""
+
+    server: bytes  # 16 random bytes: another server (also a restarted one) has others
+    software: str
+    limits: Limits
+    local: str  # path of the server's Unix socket, "" when it has none
+    revision: int
+    ttl: float  # of the session, as the server counts it
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """server -> client: no conversation. `code` is one of REFUSALS; before the server's proof it is only a hint.
+
+    With `session-lost`, `known` says whether the server remembers the session, and then `happened` are the requests after
+    `acked` that it did carry out; the others did not happen.
+    """
+
+    code: str
+    text: str
+    oldest: int = 0  # the server's VERSIONS and software, with "version-skew"
+    newest: int = 0
+    software: str = ""
+    known: bool = False
+    happened: tuple[int, ...] = ()
+
+
+REFUSALS = ("version-skew", "wrong-job", "wrong-secret", "session-lost", "store-full", "store-closed")
+
+
+# --- requests ---
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What every request begins with."""
+
+    changes: ClassVar[bool] = False  # the reply is kept until it is acknowledged, so that a repeated request is not run again
+
+    seq: int
+    acked: int
+
+
+class Ping(Request, frozen=True, tag=1):
+    """A sign of life. Reply: Done."""
+
+
+class Get(Request, frozen=True, tag=2):
+    """Read a key; with `timeout`, wait that many seconds until it exists. Reply: Value, Absent or TimedOut."""
+
+    key: str
+    timeout: float | None = None
+
+
+class Set(Request, frozen=True, tag=3):
+    """Write a key. Reply: Done with `replaced`, or Failed("fence-stale").
+
+    `ttl`: seconds after which the key goes. `ephemeral`: it goes with the session. `fence`: the token of a lock that is held.
+    `seen`: the revision of this key that the client read last (0: it read that there was none; None: it never read it).
+    """
+
+    changes: ClassVar[bool] = True
+    key: str
+    value: bytes
+    shared: int = 0
+    ttl: float | None = None
+    ephemeral: bool = False
+    fence: int | None = None
+    seen: int | None = None
+
+
+class CompareAndSet(Request, frozen=True, tag=4):
+    """Write a key if it is as expected. Reply: Done, or Value or Absent as it is instead.
+
+    Expected is `expected` (the encoded value; None: absent) when `modified` is None, otherwise the key's revision `modified`
+    (0: absent).
+    """
+
+    changes: ClassVar[bool] = True
+    key: str
+    value: bytes
+    shared: int = 0
+    expected: bytes | None = None
+    modified: int | None = None
+    ttl: float | None = None
+    fence: int | None = None
+
+
+class Delete(Request, frozen=True, tag=5):
+    """Remove a key. Reply: Value (what it was) if `wanted`, Done if not, Absent if there was none."""
+
+    changes: ClassVar[bool] = True
+    key: str
+    wanted: bool = False
+    fence: int | None = None
+
+
+class Keys(Request, frozen=True, tag=6):
+    """The keys that begin with `prefix`, sorted. Reply: Names, or Integer when `count`."""
+
+    prefix: str = ""
+    count: bool = False
+
+
+class Exists(Request, frozen=True, tag=7):
+    """Which of `keys` exist; with `timeout`, wait until all do. Reply: Names (those that exist, in the order asked) or TimedOut
+    (`missing` says which do not)."""
+
+    keys: tuple[str, ...]
+    timeout: float | None = None
+
+
+class Add(Request, frozen=True, tag=8):
+    """Add to an integer of 64 bits; a missing key counts as 0. Reply: Integer.
+
+    `text`: the integer is kept as a bytes value of decimal digits, as torch's stores do.
+    """
+
+    changes: ClassVar[bool] = True
+    key: str
+    amount: int
+    text: bool = False
+
+
+class Append(Request, frozen=True, tag=9):
+    """Append to a bytes value; a missing key counts as empty. Reply: Integer (its length afterwards)."""
+
+    changes: ClassVar[bool] = True
+    key: str
+    data: bytes
+
+
+class Push(Request, frozen=True, tag=10):
+    """Put a value at the end of a queue. Reply: Integer (its length afterwards, 0 when a waiter took it at once)."""
+
+    changes: ClassVar[bool] = True
+    queue: str
+    value: bytes
+    shared: int = 0
+
+
+class Pop(Request, frozen=True, tag=11):
+    """Take the first value of a queue, waiting `timeout` seconds (None: do not wait). Reply: Value (`modified` is the item's
+    number), Absent or TimedOut. With `hold` it comes back to the front unless `Settle` accepts it before the session ends."""
+
+    changes: ClassVar[bool] = True
+    queue: str
+    timeout: float | None = None
+    hold: bool = False
+
+
+class Settle(Request, frozen=True, tag=12):
+    """Accept a held item of a queue, or put it back to the front. Reply: Done, Absent when it is not held by this session."""
+
+    changes: ClassVar[bool] = True
+    queue: str
+    item: int
+    accept: bool
+
+
+class Length(Request, frozen=True, tag=13):
+    """How many values wait in a queue. Reply: Integer."""
+
+    queue: str
+
+
+class Watch(Request, frozen=True, tag=14):
+    """The changes after revision `since` to keys that begin with `prefix`; waits `timeout` seconds for the first. Reply:
+    Changes, TimedOut, or Failed("compacted") when they are no longer all known. `since=None`: none, only the revision now."""
+
+    prefix: str
+    since: int | None
+    timeout: float
+
+
+class Claim(Request, frozen=True, tag=15):
+    """`once`: the first to claim a name computes its value. Reply: Granted (compute, then Resolve), Value (somebody has;
+    `modified` is its revision), Failed("once-failed") with the first one's error, or TimedOut."""
+
+    changes: ClassVar[bool] = True
+    name: str
+    timeout: float | None
+
+
+class Resolve(Request, frozen=True, tag=16):
+    """The outcome of a claim: a value for everybody, or `failed` and the value is the encoded error; `retry`: the next waiter may
+    try, nobody is told. Reply: Done, Absent when the claim is no longer held."""
+
+    changes: ClassVar[bool] = True
+    name: str
+    value: bytes
+    shared: int = 0
+    failed: bool = False
+    retry: bool = False
+
+
+class Lock(Request, frozen=True, tag=17):
+    """Join the queue for a lock. Reply: Granted (the token is the revision at the grant), TimedOut with `holder` and `queue`, or
+    Failed("lock-twice") when this session's `owner` holds it already. `timeout=0`: do not wait; None: for ever."""
+
+    changes: ClassVar[bool] = True
+    name: str
+    owner: str  # which thread of the session
+    timeout: float | None
+
+
+class Unlock(Request, frozen=True, tag=18):
+    """Give a lock back. Reply: Done, Absent when it is not held with this token."""
+
+    changes: ClassVar[bool] = True
+    name: str
+    token: int
+
+
+class Arrive(Request, frozen=True, tag=19):
+    """Arrive at a barrier. Reply: Integer (its generation) when all `size` are there, TimedOut or Failed("barrier-broken",
+    "barrier-size") with who is there."""
+
+    changes: ClassVar[bool] = True
+    name: str
+    size: int
+    timeout: float | None
+
+
+class Status(Request, frozen=True, tag=20):
+    """What the server holds. Reply: State."""
+
+
+class Bye(Request, frozen=True, tag=21):
+    """End the session and release what it holds. Reply: Done, the last one."""
+
+    changes: ClassVar[bool] = True
+
+
+class Cancel(Request, frozen=True, tag=22):
+    """No reply. The reply to request `target` will not be looked at: stop waiting; and if it has been given already, take back
+    what it gave (an item of a queue, a lock, a claim)."""
+
+    target: int
+
+
+class Release(Request, frozen=True, tag=23):
+    """No reply. The shared memory that came with the replies to requests `of` has been read."""
+
+    of: tuple[int, ...]
+
+
+# --- replies ---
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What every reply begins with."""
+
+    seq: int
+    revision: int
+
+
+class Done(Reply, frozen=True, tag=1):
+    """It is done. `replaced`: the revision of the key that a Set wrote over (0: none). `by`: when that is not the revision which
+    the client had seen and another session wrote it, who."""
+
+    replaced: int = 0
+    by: str = ""
+
+
+class Value(Reply, frozen=True, tag=2):
+    """A value, and the revision at which it was written."""
+
+    modified: int
+    value: bytes
+    shared: int = 0
+
+
+class Absent(Reply, frozen=True, tag=3):
+    """There is none."""
+
+
+class Integer(Reply, frozen=True, tag=4):
+    """A number."""
+
+    number: int
+
+
+class Names(Reply, frozen=True, tag=5):
+    """Keys."""
+
+    names: tuple[str, ...]
+
+
+class Granted(Reply, frozen=True, tag=6):
+    """A lock or a claim; the token is the revision of the grant."""
+
+    token: int
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True):
+    """One change of a key: its encoded value, or None when it was removed. `b""` with `large`: read it with Get."""
+
+    key: str
+    revision: int
+    value: bytes | None
+    large: bool = False
+
+
+class Changes(Reply, frozen=True, tag=7, gc=True):
+    """Changes in order, the last of them at `until`; ask again with `since=until`."""
+
+    changes: tuple[Change, ...]
+    until: int
+
+
+class TimedOut(Reply, frozen=True, tag=8, gc=True):
+    """The request's own timeout passed on the server; nothing was changed by it."""
+
+    missing: tuple[str, ...] = ()  # Exists: keys; Arrive: nothing
+    present: tuple[Identity, ...] = ()  # Arrive: who is there
+    holder: Identity | None = None  # Lock, Claim
+    held_for: float = 0.0  # seconds
+    queue: tuple[Identity, ...] = ()  # Lock: who waits in front
+
+
+class Failed(Reply, frozen=True, tag=9, gc=True):
+    """It was not done. `code` is one of FAILURES; `text` a complete sentence; `details` the figures in it, by name; `present` who is
+    concerned."""
+
+    code: str
+    text: str
+    details: tuple[tuple[str, int | float | str], ...] = ()
+    present: tuple[Identity, ...] = ()
+    value: bytes = b""  # once-failed: the encoded error
+
+
+class State(Reply, frozen=True, tag=10, gc=True):
+    """What the server holds."""
+
+    keys: int
+    used_bytes: int
+    sessions: int
+    waiting: int
+    limits: Limits
+
+
+class Closing(Reply, frozen=True, tag=11):
+    """Notice (`seq` 0): the server stops. Nothing more will be answered."""
+
+    text: str
+
+
+FAILURES = (
+    "value-too-large", "store-full", "key-too-long", "too-many-keys", "too-many-waiting", "wrong-type", "integer-overflow",
+    "fence-stale", "compacted", "once-failed", "lock-twice", "barrier-size", "barrier-broken", "store-closed", "bad-request",
+)  # fmt: skip
+
+AnyHandshake = Hello | Challenge | Proof | Welcome | Refusal
+AnyRequest = (
+    Ping | Get | Set | CompareAndSet | Delete | Keys | Exists | Add | Append | Push | Pop | Settle | Length | Watch | Claim | Resolve
+    | Lock | Unlock | Arrive | Status | Bye | Cancel | Release
+)  # fmt: skip
+AnyReply = Done | Value | Absent | Integer | Names | Granted | Changes | TimedOut | Failed | State | Closing
+
+encode = msgspec.msgpack.Encoder().encode
+decode_handshake = msgspec.msgpack.Decoder(AnyHandshake).decode
+decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
+decode_reply = msgspec.msgpack.Decoder(AnyReply).decode
