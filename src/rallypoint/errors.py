@@ -60,7 +60,13 @@ class StoreTimeout(EnvironmentProblem, TimeoutError):
     `store-timeout` (no answer came; `outcome` says what is known about the request)."""
 
     def __init__(
-        self, code: str, headline: str, *, outcome: Outcome = "did not happen", why: tuple[str, ...] = (), help: tuple[tuple[str, str], ...] = ()
+        self,
+        code: str,
+        headline: str,
+        *,
+        outcome: Outcome = "did not happen",
+        why: tuple[str, ...] = (),
+        help: tuple[tuple[str, str], ...] = (),
     ) -> None:
         super().__init__(code, headline, why=why, help=help)
         self.outcome = outcome
