@@ -25,10 +25,20 @@ class RallypointError(Exception):
         self.headline = headline
         self.why = why
         self.help = help
+        # What Python prints below the headline in a traceback. `str()` stays the headline alone: it stands in logs and chat messages.
+        self.add_note("\n".join((*(f"  why    {line}" for line in why), *map(_help, help), f"  more   rallypoint explain {code}")))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are rebuilt from `args`, which holds the headline alone: an error that crosses a process must keep the rest.
         return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _help(help: tuple[str, str]) -> str:
+    sentence, command = help
+    lines = command.splitlines()
+    if len(lines) < 2:
+        return f"  help   {sentence}: {command}" if command else f"  help   {sentence}"
+    return "\n".join((f"  help   {sentence}:", *(f"             {line}" for line in lines)))
 
 
 def _rebuilt(kind: type[RallypointError], args: tuple[object, ...], attributes: dict[str, object]) -> RallypointError:
@@ -74,13 +84,22 @@ class StoreTimeout(EnvironmentProblem, TimeoutError):
 
 class SessionLost(EnvironmentProblem, ConnectionError):
     """`session-lost`: the server ended this client's session, and what it held (locks, seats, ephemeral keys, taken items) was
-    released. `outcome` says whether the request that was under way happened. The next call begins a new session."""
+    released. `outcome` says whether the request that was under way happened; `same_server` that the store and its keys are still
+    there (False: it is another server, or that is not known). The next call begins a new session."""
 
     def __init__(
-        self, code: str, headline: str, *, outcome: Outcome = "unknown", why: tuple[str, ...] = (), help: tuple[tuple[str, str], ...] = ()
+        self,
+        code: str,
+        headline: str,
+        *,
+        outcome: Outcome = "unknown",
+        same_server: bool = False,
+        why: tuple[str, ...] = (),
+        help: tuple[tuple[str, str], ...] = (),
     ) -> None:
         super().__init__(code, headline, why=why, help=help)
         self.outcome = outcome
+        self.same_server = same_server
 
 
 class StoreClosed(EnvironmentProblem, ConnectionError):
@@ -100,6 +119,10 @@ class LimitExceeded(EnvironmentProblem, MemoryError):
 
 class ValueUnsupported(UsageError, TypeError):
     """`value-unsupported`: something in the value, named by its path, is not of the closed set; or `value-malformed`."""
+
+
+class StorePickled(UsageError, TypeError):
+    """`store-pickled`: a store was to be pickled, and not on its way into a new process. It carries its secret."""
 
 
 class WrongType(UsageError, TypeError):

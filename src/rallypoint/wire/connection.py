@@ -24,6 +24,7 @@ import msgspec
 from rallypoint.wire.messages import (
     REFUSALS,
     TAG,
+    UNDECODABLE,
     VERSIONS,
     Challenge,
     Hello,
@@ -169,9 +170,7 @@ class Joining:
 def _decoded(message: bytes) -> Hello | Challenge | Proof | Welcome | Refusal:
     try:
         said: Hello | Challenge | Proof | Welcome | Refusal = decode_handshake(message)
-    except RecursionError as error:
-        raise HandshakeFailed("foreign", "a message that is nested too deeply") from error
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise HandshakeFailed("foreign", f"a message that is not rallypoint's: {error}") from error
     return said
 

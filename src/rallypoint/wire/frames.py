@@ -46,16 +46,23 @@ class Cutter:
         self.message_bytes = message_bytes
         self.body_bytes = body_bytes
         self._data = b""
-        self._at = 0
+        self._at = 0  # what comes before it in `_data` was returned
+        self._later: list[bytes] = []  # arrived after `_data`: joined only once, or a long message would be copied for every read
+        self._later_bytes = 0
+        self._need = 0  # with fewer bytes than this there is no frame yet
 
     def __len__(self) -> int:
         """How many bytes have arrived and were not returned yet."""
-        return len(self._data) - self._at
+        return len(self._data) - self._at + self._later_bytes
 
     def feed(self, data: bytes) -> None:
         """Add what was read. Call `next` until it returns None before feeding again, or memory grows with what is fed."""
-        self._data = self._data[self._at :] + data if self._at < len(self._data) else data
-        self._at = 0
+        if self._at < len(self._data):
+            self._later.append(data)
+            self._later_bytes += len(data)
+        else:
+            self._data = data
+            self._at = 0
 
     def next(self) -> Frame | None:
         """The next frame, None when more must arrive first. Raises FrameError when a length is over its limit.
@@ -63,9 +70,17 @@ class Cutter:
         When `missing` is not 0, everything that was fed has been used, and what follows in the stream is the rest of the body:
         exactly `missing` bytes of it must not be fed.
         """
+        if self._later:
+            if len(self) < self._need:
+                return None
+            self._data = b"".join((self._data[self._at :], *self._later))
+            self._at = 0
+            self._later = []
+            self._later_bytes = 0
         start = self._at
         there = len(self._data) - start
         if there < HEADER_BYTES:
+            self._need = HEADER_BYTES
             return None
         length, body = HEADER.unpack_from(self._data, start)
         if length > self.message_bytes or length == 0 or body > self.body_bytes:
@@ -76,7 +91,9 @@ class Cutter:
             raise FrameError(f"a frame whose {what} has {size} bytes, {limit} are allowed", first)
         end = start + HEADER_BYTES + length
         if start + there < end:
+            self._need = HEADER_BYTES + length
             return None
+        self._need = 0
         message = self._data[start + HEADER_BYTES : end]
         if not body:
             self._at = end

@@ -5,18 +5,27 @@ travels inside the message when its encoding has at most `INLINE_BYTES`, otherwi
 one host, as a descriptor of shared memory that accompanies the frame. An encoded value is never empty, so `value == b""` says
 "not here: it is the body", and `shared > 0` says "its `shared` bytes are in the descriptor".
 
+Shared memory goes over Unix sockets only. Each request with `shared` comes with one descriptor (SCM_RIGHTS, with the frame's
+first byte): a memfd of at least that size, sealed against shrinking and growing. `segment` is the client's own number for it:
+when nothing on the server needs these bytes any more, `Freed` names it and the client may write the next value into the same
+pages, which is ten times faster than fresh ones. Until then it must not write to it. The server keeps the descriptor only as
+long as it needs the bytes, so it accompanies every use; numbers mean something on one connection only, and a request that is
+repeated on another connection makes its memory unfit for reuse. Segment 0 is never reported. A Value reply with `shared` comes
+with a descriptor likewise; the server leaves its bytes alone until `Release`.
+
 `seq` numbers the requests of a session from 1; `acked` says that the replies to all requests up to that number have arrived,
 so that the server may forget them. A reply carries the `seq` of its request and the store's `revision` when it was given.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
-TAG = "rallypoint"
-"""The first word of the first message of either side."""
+TAG = "rallypoint\r\n\r\n"
+"""The first word of the first message of either side. With the empty line a web server, which reads until there is one, answers at
+once that it does not understand, and is recognised; it would wait for more until the deadline otherwise."""
 
 VERSIONS = (1, 1)
 """The oldest and newest version of the protocol that this code speaks."""
@@ -29,6 +38,10 @@ HELLO_BYTES = 4096
 
 MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message afterwards: a list of a million keys fits."""
+
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""Of a request. None is ever so large: the server has room above for "all of them"."""
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +100,7 @@ class Proof(msgspec.Struct, frozen=True, array_like=True, tag=3):
     ttl: float  # seconds without a sign of life after which the session ends
     identity: Identity
     resume: bool  # True: this session was welcomed before; do not begin a new one
-    acked: int
+    acked: Number
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -128,8 +141,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     changes: ClassVar[bool] = False  # the reply is kept until it is acknowledged, so that a repeated request is not run again
 
-    seq: int
-    acked: int
+    seq: Number
+    acked: Number
 
 
 class Ping(Request, frozen=True, tag=1):
@@ -158,6 +171,7 @@ class Set(Request, frozen=True, tag=3):
     ephemeral: bool = False
     fence: int | None = None
     seen: int | None = None
+    segment: int = 0
 
 
 class CompareAndSet(Request, frozen=True, tag=4):
@@ -175,6 +189,7 @@ class CompareAndSet(Request, frozen=True, tag=4):
     modified: int | None = None
     ttl: float | None = None
     fence: int | None = None
+    segment: int = 0
 
 
 class Delete(Request, frozen=True, tag=5):
@@ -187,7 +202,8 @@ class Delete(Request, frozen=True, tag=5):
 
 
 class Keys(Request, frozen=True, tag=6):
-    """The keys that begin with `prefix`, sorted. Reply: Names, or Integer when `count`."""
+    """The keys that begin with `prefix`, in no order: the server serves others while the client sorts a million. Reply: Names, or
+    Integer when `count`."""
 
     prefix: str = ""
     count: bool = False
@@ -228,6 +244,7 @@ class Push(Request, frozen=True, tag=10):
     queue: str
     value: bytes
     shared: int = 0
+    segment: int = 0
 
 
 class Pop(Request, frozen=True, tag=11):
@@ -283,6 +300,7 @@ class Resolve(Request, frozen=True, tag=16):
     shared: int = 0
     failed: bool = False
     retry: bool = False
+    segment: int = 0
 
 
 class Lock(Request, frozen=True, tag=17):
@@ -327,13 +345,18 @@ class Cancel(Request, frozen=True, tag=22):
     """No reply. The reply to request `target` will not be looked at: stop waiting; and if it has been given already, take back
     what it gave (an item of a queue, a lock, a claim)."""
 
-    target: int
+    target: Number
 
 
 class Release(Request, frozen=True, tag=23):
-    """No reply. The shared memory that came with the replies to requests `of` has been read."""
+    """No reply. The shared memory that came with the replies to requests `of` has been read.
+
+    `arrived`: requests above `acked` whose replies are in their callers' hands: the server may forget them. For a client in which
+    one thread waits, for hours perhaps, while others work: `acked` stands still meanwhile. Nothing of them can be cancelled any more.
+    """
 
     of: tuple[int, ...]
+    arrived: tuple[int, ...] = ()
 
 
 # --- replies ---
@@ -437,6 +460,12 @@ class Closing(Reply, frozen=True, tag=11):
     text: str
 
 
+class Freed(Reply, frozen=True, tag=12, gc=True):
+    """Notice (`seq` 0), right behind a reply: the client may write into its segments of these numbers again."""
+
+    numbers: tuple[int, ...]
+
+
 FAILURES = (
     "value-too-large", "store-full", "key-too-long", "too-many-keys", "too-many-waiting", "wrong-type", "integer-overflow",
     "fence-stale", "compacted", "once-failed", "lock-twice", "barrier-size", "barrier-broken", "store-closed", "bad-request",
@@ -447,7 +476,10 @@ AnyRequest = (
     Ping | Get | Set | CompareAndSet | Delete | Keys | Exists | Add | Append | Push | Pop | Settle | Length | Watch | Claim | Resolve
     | Lock | Unlock | Arrive | Status | Bye | Cancel | Release
 )  # fmt: skip
-AnyReply = Done | Value | Absent | Integer | Names | Granted | Changes | TimedOut | Failed | State | Closing
+AnyReply = Done | Value | Absent | Integer | Names | Granted | Changes | TimedOut | Failed | State | Closing | Freed
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What the decoders raise for bytes that are no message: text that is not UTF-8 and deep nesting are no MsgspecError."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_handshake = msgspec.msgpack.Decoder(AnyHandshake).decode
