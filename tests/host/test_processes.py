@@ -127,3 +127,16 @@ def test_a_child_dies_with_its_parent() -> None:
         poll.register(pidfd, select.POLLIN)
         assert poll.poll(20_000)
         os.close(pidfd)
+
+
+def test_a_sealed_memory_file_is_read_and_never_written() -> None:
+    fd = processes.sealed_memory_file("test", b"0123456789")
+    try:
+        assert os.pread(fd, 100, 0) == os.pread(fd, 100, 0) == b"0123456789"
+        assert not os.get_inheritable(fd)
+        with pytest.raises(PermissionError):
+            os.pwrite(fd, b"x", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)

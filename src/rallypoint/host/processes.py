@@ -265,6 +265,16 @@ def memory_file(label: str) -> int:
     return os.memfd_create(label, os.MFD_CLOEXEC)
 
 
+def sealed_memory_file(label: str, content: bytes) -> int:
+    """A memfd with this content, which nobody who gets it can change any more. Read it with `os.pread`: its offset is shared."""
+    import fcntl
+
+    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, content)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
+
+
 def in_child(run: Callable[[], None]) -> int:
     """Fork; the child runs `run` and leaves with os._exit, whatever happens. Returns the child's pid.
 

@@ -1,0 +1,160 @@
+"""Unix sockets that only this user reaches, in folders that do not outlive their process.
+
+Each socket has a fresh folder (0700), because a path can be protected and an abstract name cannot. The owner holds a record lock
+on a file in it: the kernel drops it with the process, whatever ends that, and it means the same in every PID namespace that shares
+the folder (a pid would not). What dead owners left is swept when the next socket is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import stat
+
+from rallypoint.errors import EnvironmentProblem
+
+LONGEST_PATH = 107
+"""Bytes of a socket's path: `sun_path` has 108, with the final zero (unix(7))."""
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: as many as ranks on a node, which may all come before the server looks."""
+
+_FOLDER = re.compile(r"rallypoint-[0-9a-f]{12}")
+_LOCK = "lock"
+
+_held: dict[str, tuple[int, int]] = {}
+"""Folders of this process: the lock's descriptor, and the pid, which a forked child does not share. Never looked at by a sweep: closing
+any descriptor of the lock file would drop the lock (fcntl(2))."""
+
+
+def private_socket(name: str) -> tuple[socket.socket, str]:
+    """A listening stream socket named `name` in a folder of its own, and its path. `remove(path)` when it is no longer needed.
+
+    The folder is made below XDG_RUNTIME_DIR, TMPDIR or /tmp, the first that will do. `EnvironmentProblem` ("socket-unavailable")
+    when none does. The path is always text that can be written as UTF-8.
+    """
+    reasons = []
+    for place, said in _places():
+        _sweep(place)
+        try:
+            return _make(place, name)
+        except OSError as error:
+            reasons.append(f"{said}: {os.strerror(error.errno) if error.errno else error}")
+    raise EnvironmentProblem(
+        "socket-unavailable",
+        "there is no folder here in which a Unix socket can be made",
+        why=tuple(reasons),
+        help=(("name a folder of your own with a short path", "export TMPDIR=/dev/shm"),),
+    )
+
+
+def remove(path: str) -> None:
+    """Remove a socket of `private_socket` and its folder; nothing when they are gone.
+
+    The socket itself is not closed: others may hold it. Does nothing in a forked child of the process that made it.
+    """
+    folder = os.path.dirname(path)
+    lock, owner = _held.get(folder, (-1, os.getpid()))
+    if owner != os.getpid():
+        return
+    _delete(folder)
+    if lock >= 0:
+        del _held[folder]
+        os.close(lock)
+
+
+def _places() -> list[tuple[str, str]]:
+    """Where to try, and how to name it in an error."""
+    found = []
+    for name, place in (("XDG_RUNTIME_DIR", os.environ.get("XDG_RUNTIME_DIR")), ("TMPDIR", os.environ.get("TMPDIR"))):
+        if place and os.path.isabs(place):  # a relative one is to be ignored (XDG), and would mean something else elsewhere
+            found.append((place, f"{name}={os.fsencode(place).decode('utf-8', 'replace')}"))
+    return [*found, ("/tmp", "/tmp")]
+
+
+def _make(place: str, name: str) -> tuple[socket.socket, str]:
+    """OSError when this place will not do; then nothing of it is left."""
+    folder = os.path.join(place, f"rallypoint-{'0' * 12}")
+    path = os.path.join(folder, name)
+    try:
+        length = len(path.encode())
+    except UnicodeEncodeError:
+        raise OSError("its name is not UTF-8") from None
+    if length > LONGEST_PATH:
+        raise OSError(f"{path} has {length} bytes, and a socket's path at most {LONGEST_PATH}")
+    folder, lock = _claim(place)
+    path = os.path.join(folder, name)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(path)
+        os.chmod(path, 0o600)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        _delete(folder)
+        os.close(lock)
+        raise
+    _held[folder] = (lock, os.getpid())
+    return sock, path
+
+
+def _claim(place: str) -> tuple[str, int]:
+    """A fresh folder and its lock. Somebody's sweep may take it between two of these lines; then another is made."""
+    for _ in range(100):  # a sweep happens once in a process's start: two in a row that hit this are unheard of
+        folder = os.path.join(place, f"rallypoint-{os.urandom(6).hex()}")
+        os.mkdir(folder, 0o700)
+        lock = -1
+        try:
+            os.chmod(folder, 0o700)  # the umask may have taken some of it
+            lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_nlink:
+                return folder, lock
+        except (FileNotFoundError, BlockingIOError):
+            pass  # it is being swept
+        except BaseException:
+            _delete(folder)
+            if lock >= 0:
+                os.close(lock)
+            raise
+        if lock >= 0:
+            os.close(lock)
+    raise OSError("other processes remove what is made there")
+
+
+def _sweep(place: str) -> None:
+    """Remove the folders whose owners are dead. What cannot be looked at is left alone."""
+    with contextlib.suppress(OSError), os.scandir(place) as entries:
+        for entry in entries:
+            if _FOLDER.fullmatch(entry.name) and entry.path not in _held:
+                with contextlib.suppress(OSError):
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                        _remove_if_dead(entry.path)
+
+
+def _remove_if_dead(folder: str) -> None:
+    """OSError when its owner lives."""
+    try:
+        lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:  # it is being made, and its maker takes another; or the maker died then
+        os.rmdir(folder)
+        return
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _delete(folder)
+    finally:
+        os.close(lock)
+
+
+def _delete(folder: str) -> None:
+    """The sockets first: while the lock file is there, somebody else can finish what was begun. Other files, and their folder, stay."""
+    with contextlib.suppress(OSError):  # it is gone, or holds something that is not ours
+        for name in sorted(os.listdir(folder), key=lambda name: name == _LOCK):
+            path = os.path.join(folder, name)
+            if name == _LOCK or stat.S_ISSOCK(os.lstat(path).st_mode):
+                os.unlink(path)
+        os.rmdir(folder)
