@@ -1,0 +1,190 @@
+"""What all kinds of things in the store share: the revision, who is answered what, and that it happens once.
+
+`State` (`store/state.py`) is a ledger, and hands itself to the kinds: keys, queues, locks, claims, barriers. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rallypoint.store.budget import Budget, Large, failed
+from rallypoint.store.waiting import NEVER, Lines, Waiter, Waiting
+from rallypoint.wire.messages import Absent, Failed, Identity, Limits, Reply, Request, TimedOut
+
+if TYPE_CHECKING:
+    from rallypoint.store.queues import Item
+
+Answer = tuple[Reply, Large | None]
+
+_ANOTHER = object()
+
+
+class Kept:
+    """What there is to know about a cached reply that carries a value. `loan`: see `Budget.lend`. `item`: the item of a queue that
+    went out with it. `changed`: False when the request changed nothing although its answer is a value."""
+
+    __slots__ = ("changed", "item", "loan")
+
+    def __init__(self, loan: object | None, item: Item | None, changed: bool) -> None:
+        self.loan = loan
+        self.item = item
+        self.changed = changed
+
+
+class Numbers:
+    """A set of whole numbers, kept as stretches without gaps: a million in a row cost what one costs."""
+
+    __slots__ = ("_stretches",)
+
+    def __init__(self) -> None:
+        self._stretches: list[tuple[int, int]] = []  # first and last, ascending, never touching each other
+
+    def __bool__(self) -> bool:
+        return bool(self._stretches)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._stretches, (number, NEVER)) - 1
+        return at >= 0 and number <= self._stretches[at][1]
+
+    def add(self, number: int) -> None:
+        """May be in it already."""
+        if number in self:
+            return
+        stretches = self._stretches
+        at = bisect_right(stretches, (number, NEVER))
+        first = last = number
+        end = at
+        if at < len(stretches) and stretches[at][0] == number + 1:
+            last = stretches[at][1]
+            end = at + 1
+        if at and stretches[at - 1][1] == number - 1:
+            at -= 1
+            first = stretches[at][0]
+        stretches[at:end] = [(first, last)]
+
+    def forget(self, upto: int) -> None:
+        """Remove all numbers up to and including this one."""
+        self._stretches = [(max(first, upto + 1), last) for first, last in self._stretches if last > upto]
+
+
+class Session:
+    """One client, across all its connections. The server sets `heard` at every sign of life; everything else belongs to the state.
+
+    `replies` has, by seq, the answers to changing requests that are not acknowledged; None: it is being waited for, or nobody wants
+    the answer any more. What follows in the list of attributes is what the session holds and gives back when it ends.
+    """
+
+    __slots__ = (
+        "acked", "claims", "deadline", "ended", "ephemeral", "heard", "id", "identity", "items", "kept", "locks", "released", "replies",
+        "ttl", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, id: bytes, identity: Identity, ttl: float, now: float) -> None:
+        self.id = id
+        # An object of its own, so that "was it this session?" is asked by `is`, and an entry that outlives its writer keeps only this.
+        self.identity = Identity(identity.host, identity.pid, identity.rank)
+        self.ttl = ttl
+        self.heard = now
+        self.deadline = NEVER
+        self.ended = False
+        self.acked = 0
+        self.replies: dict[int, Answer | None] = {}
+        self.kept: dict[int, Kept] = {}
+        self.released = Numbers()  # answered, the answer has arrived, but a request before it is not acknowledged
+        self.waiting: dict[int, Waiter] = {}  # by seq, in the order in which they came
+        self.locks: dict[int, str] = {}  # name by token, in the order of the grants
+        self.claims: dict[int, str] = {}  # likewise
+        self.items: dict[int, Item] = {}  # held items of queues, by number
+        self.ephemeral: dict[str, None] = {}  # keys, in the order in which they were written
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended else f"{len(self.waiting)} waiting"
+        return f"<Session {self.id.hex()[:8]} of {self.identity}: {state}>"
+
+    def happened(self, seq: int) -> bool:
+        """Whether a request whose reply is kept did change something."""
+        answer = self.replies[seq]
+        if answer is None or isinstance(answer[0], Failed | TimedOut | Absent):
+            return False
+        return seq not in self.kept or self.kept[seq].changed
+
+
+class Ledger:
+    """One revision, one order of answers."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.revision = 0
+        self.woken: list[tuple[Session, Reply, Large | None]] = []
+        self.budget = Budget(limits)
+        self.waiting = Waiting()
+
+    def changed(self) -> int:
+        """Something that others can see has changed: the revision is one higher, and returned."""
+        self.revision += 1
+        return self.revision
+
+    def failed(self, request: Request, code: str, text: str, **details: int | float | str) -> tuple[Failed, None]:
+        """The answer that it was not done. `text` is a complete sentence in lower case, `details` the figures in it."""
+        return failed(request.seq, self.revision, code, text, details), None
+
+    def wait(
+        self, now: float, session: Session, request: Request, timeout: float | None, lines: Lines, names: Sequence[str]
+    ) -> tuple[Failed, None] | None:
+        """Let the request wait in these lines. None, which `apply` returns, or the failure when too many wait. Asked again (a read that
+        is repeated after a reconnect) it keeps its place and its deadline."""
+        if session.ended or request.seq in session.waiting:
+            return None
+        budget, seq, revision = self.budget, request.seq, self.revision
+        refused = budget.refuse_waiter(len(self.waiting), seq, revision)
+        for name in names:
+            refused = refused or budget.refuse_name(name, seq, revision)
+        if refused is not None:
+            return refused, None
+        waiter = Waiter(session, request, lines, now)
+        session.waiting[request.seq] = waiter
+        self.waiting.add(waiter, names, NEVER if timeout is None else now + timeout)
+        return None
+
+    def remove(self, waiter: Waiter) -> None:
+        """Whatever it waited for, it does so no longer, and is not answered."""
+        self.waiting.remove(waiter)
+        del waiter.session.waiting[waiter.request.seq]
+
+    def answer(self, waiter: Waiter, reply: Reply, large: Large | None = None) -> None:
+        """The end of a wait."""
+        self.remove(waiter)
+        session = waiter.session
+        if waiter.request.changes:
+            session.replies[reply.seq] = (reply, large)
+        self.woken.append((session, reply, large))
+
+    def keep(self, session: Session, seq: int, thing: object, size: int, *, stored: bool, changed: bool, item: Item | None = None) -> None:
+        """The cached reply to a changing request carries this value (`thing`: the bytes or the Large). `stored`: the store holds it too."""
+        session.kept[seq] = Kept(self.budget.lend(thing, size, stored=stored), item, changed)
+
+    def acknowledge(self, session: Session, upto: int) -> None:
+        """The replies up to this one have arrived, or nobody wants them."""
+        if upto - session.acked > len(session.replies):
+            numbers: Iterable[int] = [seq for seq in session.replies if seq <= upto]
+        else:
+            numbers = range(session.acked + 1, upto + 1)
+        session.acked = upto
+        for seq in numbers:
+            self.forget(session, seq)
+        if session.released:
+            session.released.forget(upto)
+
+    def abandon(self, session: Session, seq: int) -> None:
+        """If this request waits, it does so for nobody: it is not answered."""
+        waiter = session.waiting.get(seq)
+        if waiter is not None:
+            self.remove(waiter)
+
+    def forget(self, session: Session, seq: int) -> None:
+        """Drop a cached reply, and with it what only the reply kept alive."""
+        if session.replies.pop(seq, _ANOTHER) is None:
+            self.abandon(session, seq)
+        if session.kept and (kept := session.kept.pop(seq, None)) is not None and kept.loan is not None:
+            self.budget.settle(kept.loan)
