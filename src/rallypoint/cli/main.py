@@ -20,6 +20,7 @@ WIDEST = 100  # columns
 
 COMMANDS = {
     "run": "start a job on this node (torchrun's options work)",
+    "serve": "the coordination store alone",
     "explain": "what an error means",
 }
 
@@ -56,6 +57,10 @@ def dispatch(words: list[str]) -> int:
         from rallypoint.cli import run
 
         return run.main(rest)
+    if name == "serve":
+        from rallypoint.cli import serve
+
+        return serve.main(rest)
     if name == "explain":
         from rallypoint.cli import explain
 

@@ -1,10 +1,10 @@
-"""Every option of `rallypoint run`, in one table: the parser, `--help` and the reference page are made from it."""
+"""Every option of `rallypoint run` and `rallypoint serve`, in a table each: parser, `--help` and the reference page are made from it."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -229,6 +229,22 @@ def _read_address(text: str) -> str:
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text
 
 
+def _read_host(text: str) -> str:
+    host = _read_address(text)
+    if not host:
+        raise ValueError("is not an address to listen on")
+    return host
+
+
+def _read_size(text: str) -> int:
+    from rallypoint.store.limits import size
+
+    try:
+        return size(text)
+    except UsageError:
+        raise ValueError("is not a size in bytes") from None
+
+
 def _read_settings(text: str) -> tuple[str, ...]:
     settings = tuple(part.strip() for part in text.split(",")) if text.strip() else ()
     if not all(re.fullmatch(r"[^=]+=.+", setting) for setting in settings):
@@ -421,12 +437,34 @@ TABLE: tuple[Option, ...] = (
 BY_KEY = {option.key: option for option in TABLE}
 BY_SPELLING = {spelling: option for option in TABLE for spelling in option.spellings}
 
+SERVE: tuple[Option, ...] = (
+    Option(
+        names=("--host",), metavar="H", read=_read_host, default="127.0.0.1", example="--host 127.0.0.1",
+        sentence="the address to listen on, and no other; 0.0.0.0 or :: for all of this machine's; without it only clients on this host",
+    ),
+    Option(names=("--port",), metavar="P", read=_read_port, default=0, example="--port 29500", sentence="the port; 0 is any free one"),
+    Option(
+        names=("--port-file",), metavar="F", example="--port-file port",
+        sentence="write the port's number into this file when clients may come; the file is whole or absent",
+    ),
+    Option(
+        names=("--secret-file",), metavar="F", example="--secret-file secret",
+        sentence="a file (mode 0600) with the secret that clients must know; without it one is made, and its path printed",
+    ),
+    Option(
+        names=("--max-bytes",), metavar="N", read=_read_size, example="--max-bytes 2GiB",
+        sentence="what keys and values may take in all; without it a quarter of this machine's memory",
+    ),
+    BY_KEY["error_format"],
+    BY_KEY["help"],
+)  # fmt: skip
+
 
 # --- a command line to options ---------------------------------------------------------------------------------------
 
 
-def take_apart(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
-    """Separate our options from the program's words, without reading any value. Raises nothing: `read` does."""
+def take_apart(argv: Sequence[str], environ: Mapping[str, str], command: str = "run", table: tuple[Option, ...] = TABLE) -> CommandLine:
+    """Separate our options from the program's words, without reading any value. Raises nothing: `read` and `values` do."""
     import argparse
 
     typed: dict[str, tuple[Given, ...]] = {}
@@ -436,8 +474,8 @@ def take_apart(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
             given = Given(spelling=spelling or "", text=value if isinstance(value, str) else "")
             typed[self.dest] = (*typed.get(self.dest, ()), given)
 
-    parser = argparse.ArgumentParser(prog="rallypoint run", add_help=False, allow_abbrev=False, exit_on_error=False)
-    for option in TABLE:
+    parser = argparse.ArgumentParser(prog=f"rallypoint {command}", add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in table:
         parser.add_argument(*option.spellings, dest=option.key, action=Take, nargs=None if option.metavar else 0, default=argparse.SUPPRESS)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     words: list[str] = []
@@ -445,44 +483,46 @@ def take_apart(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     try:
         namespace, unknown = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
-        refusal = _incomplete(error)
+        refusal = _incomplete(error, command, table)
     else:
         words = namespace.words[1:] if namespace.words[:1] == ["--"] else namespace.words
-        refusal = _unknown(unknown[0], argv) if unknown else None
+        refusal = _unknown(unknown[0], argv, command, table) if unknown else None
     given = dict(typed)
-    for option in TABLE:
+    for option in table:
         variable = next((name for name in (option.variable, option.fallback) if name and name in environ), "")
         if variable and option.key not in given:
             given[option.key] = (Given(spelling=variable, text=environ[variable]),)
     return CommandLine(given=given, words=tuple(words), refusal=refusal)
 
 
-def _incomplete(refusal: Any) -> UsageError:
+def _incomplete(refusal: Any, command: str, table: tuple[Option, ...]) -> UsageError:
     spelling = (refusal.argument_name or "").split("/")[0]
-    option = BY_SPELLING[spelling]
+    option = next(option for option in table if spelling in option.spellings)
     if option.metavar:
-        return UsageError("usage", f"{spelling} lacks its value, {option.metavar}", help=_example(option))
+        return UsageError("usage", f"{spelling} lacks its value, {option.metavar}", help=_example(option, command))
     return UsageError("usage", f"{spelling} is a flag and takes no value", help=(("give it alone", spelling),))
 
 
-def _unknown(word: str, argv: Sequence[str]) -> UsageError:
+def _unknown(word: str, argv: Sequence[str], command: str, table: tuple[Option, ...]) -> UsageError:
     """Name the nearest option, and show the command with it."""
     name, equals, value = word.partition("=")
-    near = _nearest_option(name)
+    near = _nearest_option(name, table)
     helps = []
     if near:
         import shlex
 
         at = argv.index(word)
-        helps.append((f"use {near}", "rallypoint run " + shlex.join([*argv[:at], f"{near}{equals}{value}", *argv[at + 1 :]])))
-    helps.append(("put the program's own options after its name", f"rallypoint run train.py {word}"))
+        helps.append((f"use {near}", f"rallypoint {command} " + shlex.join([*argv[:at], f"{near}{equals}{value}", *argv[at + 1 :]])))
+    if command == "run":
+        helps.append(("put the program's own options after its name", f"rallypoint run train.py {word}"))
+    helps = helps or [("see the options", f"rallypoint {command} --help")]
     nearest = f"; the nearest is {near}" if near else ""
-    return UsageError("option-unknown", f"rallypoint run has no option {name}{nearest}", help=tuple(helps))
+    return UsageError("option-unknown", f"rallypoint {command} has no option {name}{nearest}", help=tuple(helps))
 
 
-def _nearest_option(name: str) -> str:
+def _nearest_option(name: str, table: tuple[Option, ...]) -> str:
     hyphened = name.replace("_", "-")
-    names = [n for option in TABLE for n in option.names if n.startswith("--")]
+    names = [n for option in table for n in option.names if n.startswith("--")]
     if len(hyphened) > 3:  # an abbreviation, which torchrun takes: `--nproc`
         started = [n for n in names if n.startswith(hyphened)]
         if started:
@@ -496,8 +536,21 @@ def _nearest(word: str, words: Any) -> str:
     return next(iter(difflib.get_close_matches(word, list(words), n=1)), "")
 
 
-def _example(option: Option) -> tuple[tuple[str, str], ...]:
-    return (("give, for example", option.example),) if option.example else (("see the options", "rallypoint run --help"),)
+def _example(option: Option, command: str = "run") -> tuple[tuple[str, str], ...]:
+    return (("give, for example", option.example),) if option.example else (("see the options", f"rallypoint {command} --help"),)
+
+
+def values(line: CommandLine, command: str, table: tuple[Option, ...]) -> dict[str, Any]:
+    """The values of a command that takes options alone, by key. Raises `UsageError`: `option-unknown`, or `usage`."""
+    if line.refusal:
+        raise line.refusal
+    if line.words:
+        raise UsageError(
+            "usage",
+            f"rallypoint {command} takes options only, and got {line.words[0]}",
+            help=(("see the options", f"rallypoint {command} --help"),),
+        )
+    return {option.key: _value(option, line.given.get(option.key, ())) for option in table}
 
 
 def read(line: CommandLine) -> Options:
@@ -642,25 +695,40 @@ not abbreviated. torchrun's PET_* variables set its options too.
 """
 
 
+SERVE_HEAD = """\
+usage: rallypoint serve [options]
+
+Start a coordination store and keep it running until Ctrl-C or SIGTERM. Whoever knows the secret may use it:
+rallypoint.connect() with RALLYPOINT_STORE and RALLYPOINT_SECRET_FILE set as this command prints them.
+"""
+
+
 def help_text() -> str:
     """What `rallypoint run --help` prints."""
-    import textwrap
-
     parts = [HELP_HEAD]
     for fate, title in FATES.items():
-        parts.append(f"{title}:")
-        for option in TABLE:
-            if option.fate != fate:
-                continue
-            names = f"  {', '.join(option.names)} {option.metavar}".rstrip()
-            sentence = textwrap.wrap(option.sentence, width=72)
-            if len(names) > 30:
-                parts.append(names)
-            else:
-                sentence[0] = f"{names:<32}{sentence[0]}"
-            parts += [line if line.startswith("  -") else f"{'':<32}{line}" for line in sentence]
-        parts.append("")
+        parts += [f"{title}:", *_rows(option for option in TABLE if option.fate == fate), ""]
     return "\n".join(parts)
+
+
+def serve_help_text() -> str:
+    """What `rallypoint serve --help` prints."""
+    return "\n".join([SERVE_HEAD, *_rows(SERVE), ""])
+
+
+def _rows(options: Iterable[Option]) -> list[str]:
+    import textwrap
+
+    parts = []
+    for option in options:
+        names = f"  {', '.join(option.names)} {option.metavar}".rstrip()
+        sentence = textwrap.wrap(option.sentence, width=72)
+        if len(names) > 30:
+            parts.append(names)
+        else:
+            sentence[0] = f"{names:<32}{sentence[0]}"
+        parts += [line if line.startswith("  -") else f"{'':<32}{line}" for line in sentence]
+    return parts
 
 
 def reference() -> str:

@@ -1,0 +1,234 @@
+"""`rallypoint serve`: the coordination store alone, as a process."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from typing import TYPE_CHECKING
+
+from rallypoint.cli import options
+from rallypoint.cli.main import guarded
+from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.launch import exits
+
+if TYPE_CHECKING:
+    import signal
+
+    from rallypoint.host.signals import SignalLog
+    from rallypoint.store.server import Server
+
+SECRET_NAME = "secret"
+
+
+def main(argv: list[str]) -> int:
+    """`rallypoint serve` with its arguments; the exit status: 0 after SIGTERM or SIGHUP, 130 after Ctrl-C."""
+    asked = "text"
+
+    def command() -> int:
+        nonlocal asked
+        line = options.take_apart(argv, {}, "serve", options.SERVE)
+        asked = line.error_format
+        if line.wants_help:
+            _print(options.serve_help_text())
+            return 0
+        values = options.values(line, "serve", options.SERVE)
+        return serve(values["host"], values["port"], values["port_file"], values["secret_file"], values["max_bytes"])
+
+    return guarded(command, lambda: asked)
+
+
+def serve(host: str, port: int, port_file: str | None, secret_file: str | None, max_bytes: int | None) -> int:
+    """Serve until a signal comes; the exit status."""
+    import signal
+    import threading
+
+    from rallypoint.host.signals import SignalLog
+    from rallypoint.store.logbook import logger
+    from rallypoint.store.place import secret_from_file
+    from rallypoint.store.server import Server
+
+    port_kept = None if port_file is None else _PortFile(port_file)  # looks at it, before anything is started
+    logger(loud=True)
+    # First of all: between here and serving, a signal must not leave files behind.
+    signals = SignalLog((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    folder = ""
+    came: list[signal.Signals] = []
+    try:
+        if secret_file is None:
+            folder, secret_file = _new_secret()
+        secret = secret_from_file(secret_file)
+        try:
+            server = Server(host=host, port=port, max_bytes=max_bytes, secret=secret)
+        except (UsageError, EnvironmentProblem) as error:
+            raise _with_options(error) from error
+        try:
+            if port_kept is not None:
+                port_kept.write(server.address.rpartition(":")[2])
+            _announce(server, secret_file)
+            threading.Thread(target=_stop_at, args=(server, signals, came), name="rallypoint: signals", daemon=True).start()
+            server.serve_forever()
+        finally:
+            server.stop()
+            if port_kept is not None:
+                port_kept.remove()
+    finally:
+        signals.close()
+        if folder:
+            _remove_folder(folder)
+    return exits.of_signal(signal.SIGINT) if signal.SIGINT in came else 0
+
+
+def _announce(server: Server, secret_file: str) -> None:
+    import shlex
+
+    gib = server.limits.store_bytes / 1024**3
+    path = shlex.quote(os.path.abspath(secret_file))
+    _print(
+        f"the store is at {server.address}, for at most {gib:.3g} GiB; its clients call rallypoint.connect() after\n"
+        f"export RALLYPOINT_STORE={server.address} RALLYPOINT_SECRET_FILE={path}\n"
+    )
+
+
+def _print(text: str) -> None:
+    """Write to stdout now. `UsageError` when it takes nothing, as when a disk is full; a reader that has gone is not our affair."""
+    if not sys.stdout:  # closed at the start
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What could not be written is kept, and tried again at the interpreter's end: by then it must work.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UsageError(
+            "usage",
+            f"the standard output cannot be written: {os.strerror(error.errno or 0)}",
+            help=(("send it elsewhere", "rallypoint serve > FILE"),),
+        ) from error
+
+
+def _with_options(error: UsageError | EnvironmentProblem) -> UsageError | EnvironmentProblem:
+    """An error about what `Server` was called with, its help in terms of our options."""
+    options = {'max_bytes="2GiB"': "--max-bytes 2GiB", "port=0": "--port 0", 'host="127.0.0.1"': "--host 127.0.0.1"}
+    help = tuple((sentence, options.get(command, command)) for sentence, command in error.help)
+    return type(error)(error.code, error.headline, why=error.why, help=help)
+
+
+def _stop_at(server: Server, signals: SignalLog, came: list[signal.Signals]) -> None:
+    """Wait for a signal, and stop the server."""
+    import select
+
+    while not came:
+        select.select([signals], [], [])
+        came += signals.read()
+    server.stop(f"rallypoint serve got {came[0].name}")
+
+
+def _new_secret() -> tuple[str, str]:
+    """A secret in a file of its own, in a private folder: the folder, and the file's path."""
+    import secrets
+    import tempfile
+
+    place, folder = os.environ.get("XDG_RUNTIME_DIR"), ""
+    try:
+        folder = tempfile.mkdtemp(prefix="rallypoint-serve-", dir=place if place and os.access(place, os.W_OK) else None)
+        path = os.path.join(folder, SECRET_NAME)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            file.write(f"{secrets.token_hex(32)}\n")
+    except OSError as error:
+        if folder:
+            _remove_folder(folder)
+        raise EnvironmentProblem(
+            "secret-unreadable",
+            f"the secret cannot be kept in a file: {error}",
+            help=(("name a file for it", "rallypoint serve --secret-file F"),),
+        ) from error
+    return folder, path
+
+
+class _PortFile:
+    """The file that holds the port while the server lives. Whoever waits for it finds nothing, or all of it.
+
+    What is there already is replaced only when it is what a server has left behind: a regular file with a port in it.
+    """
+
+    def __init__(self, path: str) -> None:
+        """`UsageError` for a file that is not ours to replace; nothing is written yet."""
+        self._path = path
+        self._fd = -1  # kept open, so that no other file gets the number of ours
+        self._text = b""
+        self._check()
+
+    def write(self, port: str) -> None:
+        import secrets
+
+        self._check()  # once more: it may have come since
+        self._text = f"{port}\n".encode("ascii")
+        beside = f"{self._path}.{secrets.token_hex(4)}"
+        made = False
+        try:
+            self._fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            made = True
+            os.write(self._fd, self._text)
+            os.replace(beside, self._path)
+        except OSError as error:
+            if made:
+                _remove(beside)
+            self._close()
+            raise self._refused(f"the port cannot be written to {self._path}: {os.strerror(error.errno or 0)}") from error
+
+    def remove(self) -> None:
+        """Remove the file if it still is the one that was written: another server may have put its own in its place."""
+        if self._fd < 0:
+            return
+        try:
+            ours, there = os.fstat(self._fd), os.lstat(self._path)
+            if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino) and os.pread(self._fd, 64, 0) == self._text:
+                os.unlink(self._path)
+        except OSError:  # it is not there, or no longer ours to remove
+            pass
+        self._close()
+
+    def _check(self) -> None:
+        try:
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):
+                raise self._refused(f"{self._path} is no regular file, and is not replaced by one with the port")
+            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                content = os.read(fd, 64)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise self._refused(f"the port cannot be written to {self._path}: {os.strerror(error.errno or 0)}") from error
+        if not re.fullmatch(rb"[0-9]{1,5}\n?", content):
+            raise self._refused(f"{self._path} holds something else than a port, and is not replaced")
+
+    def _refused(self, headline: str) -> UsageError:
+        return UsageError("usage", headline, help=(("name another file", "--port-file F"),))
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _remove_folder(folder: str) -> None:
+    """The secret's folder; it stays when somebody has put something else into it."""
+    _remove(os.path.join(folder, SECRET_NAME))
+    try:
+        os.rmdir(folder)
+    except OSError:
+        pass
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:  # it is not there, or no longer ours to remove
+        pass

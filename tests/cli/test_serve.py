@@ -1,0 +1,227 @@
+"""`rallypoint serve` as people start it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rallypoint.cli import main as cli
+from rallypoint.cli import options
+from rallypoint.store.place import secret_from_file
+from rallypoint.wire.messages import Add, Closing
+
+from ..store.raw import Raw
+
+SOURCE = Path(cli.__file__).parents[2]
+DEADLINE = 30.0  # seconds; each of these takes a tenth of one
+
+
+@contextmanager
+def served(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "error", **variables}
+    command = [sys.executable, "-m", "rallypoint", "serve", *argv]
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE)
+
+
+def announced(process: subprocess.Popen[str]) -> tuple[str, dict[str, str]]:
+    assert process.stdout is not None
+    said, line = process.stdout.readline(), process.stdout.readline()
+    word, *settings = shlex.split(line)
+    assert word == "export", process.stderr.read() if process.stderr else ""
+    return said, dict(setting.split("=", 1) for setting in settings)
+
+
+def test_two_lines_say_how_to_connect_and_sigterm_ends_it(tmp_path: Path) -> None:
+    with served(XDG_RUNTIME_DIR=str(tmp_path)) as process:
+        said, variables = announced(process)
+        address, path = variables["RALLYPOINT_STORE"], variables["RALLYPOINT_SECRET_FILE"]
+        assert re.fullmatch(r"the store is at tcp://127\.0\.0\.1:\d+, for at most .* GiB; .*rallypoint\.connect\(\) after\n", said)
+        assert address in said
+        assert os.stat(path).st_mode & 0o777 == 0o600
+        assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
+        with Raw(address, secret_from_file(path)) as client:
+            assert client.ask(Add, "n", 3).number == 3
+            process.send_signal(signal.SIGTERM)
+            assert client.reply() == Closing(0, 1, "rallypoint serve got SIGTERM")
+        assert process.communicate(timeout=DEADLINE) == ("", "")
+        assert process.returncode == 0
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 0)])
+def test_signals(number: signal.Signals, status: int) -> None:
+    with served("--max-bytes", "64MiB") as process:
+        said, variables = announced(process)
+        assert "0.0625 GiB" in said
+        process.send_signal(number)
+        assert process.communicate(timeout=DEADLINE) == ("", "")
+        assert process.returncode == status
+        assert not os.path.exists(os.path.dirname(variables["RALLYPOINT_SECRET_FILE"]))
+
+
+def test_a_secret_and_a_port_file_of_the_users_own(tmp_path: Path) -> None:
+    secret, port = tmp_path / "the secret", tmp_path / "port"
+    secret.write_text("0123456789abcdef\n")
+    secret.chmod(0o600)
+    with served("--secret-file", str(secret), "--port-file", str(port)) as process:
+        _, variables = announced(process)
+        assert port.read_text() == variables["RALLYPOINT_STORE"].rpartition(":")[2] + "\n"
+        assert variables["RALLYPOINT_SECRET_FILE"] == str(secret)
+        with Raw(f"tcp://127.0.0.1:{port.read_text().strip()}", b"0123456789abcdef") as client:
+            assert client.ask(Add, "n", 1).number == 1
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE)
+    assert sorted(os.listdir(tmp_path)) == ["the secret"], "the port is nobody's any more"
+
+
+@pytest.mark.parametrize(
+    ("argv", "headline"),
+    [
+        (["--max-bytes", "3Q"], "error[usage]: --max-bytes 3Q is not a size in bytes"),
+        (["--max-bytes", "2"], "error[usage]: a store of 2 bytes holds nothing: the least is 1048576"),
+        (["--prot", "1"], "error[option-unknown]: rallypoint serve has no option --prot; the nearest is --port"),
+        (["--port"], "error[usage]: --port lacks its value, P"),
+        (["--port", "70000"], "error[usage]: --port 70000 is not a port: they go from 1 to 65535, and 0 means any free one"),
+        (["train.py"], "error[usage]: rallypoint serve takes options only, and got train.py"),
+        (["--host", ""], "error[usage]: --host '' is not an address to listen on"),
+    ],
+)
+def test_wrong_usage(argv: list[str], headline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[0] == headline
+
+
+def test_problems_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = tmp_path / "secret"
+    assert cli.main(["serve", "--secret-file", str(secret)]) == 1
+    assert capsys.readouterr().err.startswith(f"error[secret-unreadable]: the secret in {secret} cannot be used: No such file")
+    secret.write_text("0123456789abcdef\n")
+    secret.chmod(0o644)
+    assert cli.main(["serve", "--secret-file", str(secret)]) == 1
+    assert f"chmod 600 {secret}" in capsys.readouterr().err
+    secret.chmod(0o600)
+    assert cli.main(["serve", "--max-bytes", "2"]) == 2
+    assert "give the unit: --max-bytes 2GiB" in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["serve", "--secret-file", str(secret), "--port-file", str(tmp_path / "no" / "port")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+    with served() as process:
+        _, variables = announced(process)
+        port = variables["RALLYPOINT_STORE"].rpartition(":")[2]
+        assert cli.main(["serve", "--port", port, "--error-format", "json"]) == 1
+        err = capsys.readouterr().err
+        assert f"pid {process.pid}" in err
+        assert "--port 0" in err
+    assert sorted(os.listdir(tmp_path)) == ["secret"]
+
+
+def started(port: Path) -> list[str]:
+    return ["serve", "--port-file", str(port)]
+
+
+@pytest.mark.parametrize("content", ["precious", "29500\n29501\n", "123456\n", "", "29500 \n"])
+def test_a_file_that_is_not_a_port_s_is_left_alone(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    assert cli.main(started(path)) == 2
+    assert f"{path} holds something else than a port" in capsys.readouterr().err
+    assert path.read_text() == content
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "device"])
+def test_nothing_but_a_regular_file_is_replaced_by_a_port(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, other = tmp_path / "port", tmp_path / "other"
+    if kind == "link":
+        other.write_text("29500\n")
+    if kind.endswith("link"):
+        path.symlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path = Path("/dev/full")
+    before = os.lstat(path), sorted(os.listdir(tmp_path))
+    assert cli.main(started(path)) == 2
+    assert f"error[usage]: {path} is no regular file" in capsys.readouterr().err
+    found = os.lstat(path)
+    assert (found.st_ino, found.st_mode) == (before[0].st_ino, before[0].st_mode)
+    assert sorted(os.listdir(tmp_path)) == before[1]
+    assert kind != "link" or other.read_text() == "29500\n"
+
+
+def test_the_port_of_a_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    port = tmp_path / "port"
+    port.write_text("1\n")
+    with served("--port-file", str(port)) as process:
+        _, variables = announced(process)
+        assert variables["RALLYPOINT_STORE"].endswith(f":{port.read_text().strip()}")
+        assert port.stat().st_mode & 0o111 == 0
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_port_file_of_another_server_is_left_to_it(tmp_path: Path) -> None:
+    port = tmp_path / "port"
+    with served("--port-file", str(port)) as first:
+        announced(first)
+        with served("--port-file", str(port)) as second:
+            _, variables = announced(second)
+            first.send_signal(signal.SIGTERM)
+            first.communicate(timeout=DEADLINE)
+            assert variables["RALLYPOINT_STORE"].endswith(f":{port.read_text().strip()}")
+            second.send_signal(signal.SIGTERM)
+            second.communicate(timeout=DEADLINE)
+            assert not port.exists()
+
+
+def test_what_somebody_has_written_into_the_port_file_is_left_to_him(tmp_path: Path) -> None:
+    port = tmp_path / "port"
+    with served("--port-file", str(port)) as process:
+        announced(process)
+        port.write_text("precious")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE)
+    assert port.read_text() == "precious"
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+def test_a_standard_output_that_is_full(argv: list[str], tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "XDG_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "rallypoint", "serve", *argv]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error[usage]: the standard output cannot be written: No space left on device\n")
+    assert "Exception ignored" not in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_help_has_every_option_and_loads_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert all(name in out for option in options.SERVE for name in option.names)
+    assert max(map(len, out.splitlines())) <= 110
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-X", "importtime", "-m", "rallypoint", "serve", "--help"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert not loaded & {"torch", "numpy", "rich", "psutil", "asyncio", "logging", "socket", "subprocess"}

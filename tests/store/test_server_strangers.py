@@ -1,0 +1,288 @@
+"""Whoever has not proved itself, and whoever does not keep to the protocol: refused, bounded, and without harm to the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from rallypoint.clock import Clock
+from rallypoint.store import gate
+from rallypoint.store.server import Server
+from rallypoint.wire.connection import Joining
+from rallypoint.wire.frames import HEADER, header
+from rallypoint.wire.messages import HELLO_BYTES, TAG, Add, Done, Failed, Hello, Identity, Ping, Refusal, Set, decode_handshake, encode
+
+from .raw import DEADLINE, Closed, Raw, plug, refused
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(max_bytes="64MiB") as made:
+        yield made
+
+
+def joining(secret: bytes, session: bytes = b"s" * 16) -> Joining:
+    return Joining(
+        secret,
+        "",
+        "test",
+        session=session,
+        nonce=os.urandom(32),
+        identity=Identity("here", 1),
+        ttl=10.0,
+        resume=False,
+        acked=0,
+    )
+
+
+def rest(sock: socket.socket) -> bytes:
+    """Everything until the end."""
+    found = b""
+    try:
+        while data := sock.recv(65536):
+            found += data
+    except ConnectionError:
+        pass
+    return found
+
+
+def still_serves(server: Server) -> bool:
+    with Raw(server.address, server.secret) as client:
+        return isinstance(client.ask(Ping), Done)
+
+
+def test_http_gets_one_line(server: Server) -> None:
+    with plug(server.address) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = rest(sock)
+    assert answer.startswith(b"HTTP/1.0 400 ")
+    assert answer.endswith(b"this is a rallypoint store, not a web server\n")
+    assert still_serves(server)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 64,  # TLS
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        HEADER.pack(0, 0),
+        HEADER.pack(HELLO_BYTES + 1, 0),
+        HEADER.pack(2**32 - 1, 2**64 - 1),
+        HEADER.pack(10, 1),
+        header(5) + b"\xc1\xc1\xc1\xc1\xc1",
+        header(4000) + b"\x91" * 4000,  # nested
+        header(3) + b"\x93\x01\xa5",
+        header(9) + b"\x97\x01\xa4\xff\xfe\xff\xfe\x01\x01",  # text that is not UTF-8
+        header(len(encode(Add(1, 0, "n", 1)))) + encode(Add(1, 0, "n", 1)),
+    ],
+)
+def test_what_is_not_the_protocol_is_closed(server: Server, said: bytes) -> None:
+    with plug(server.address) as sock:
+        sock.sendall(said)
+        if not said:
+            sock.shutdown(socket.SHUT_WR)
+        assert len(rest(sock)) < 200
+    assert still_serves(server)
+
+
+def test_random_bytes_before_and_after_the_proof(server: Server) -> None:
+    chance = random.Random(3)
+    for turn in range(150):
+        noise = chance.randbytes(chance.randrange(1, 300))
+        if turn % 3 == 0:  # a header that is in order
+            noise = header(min(len(noise), HELLO_BYTES)) + noise
+        if turn % 2:
+            with Raw(server.address, server.secret) as client:
+                client.sock.sendall(noise)
+                client.sock.shutdown(socket.SHUT_WR)
+                rest(client.sock)
+        else:
+            with plug(server.address) as sock:
+                sock.sendall(noise)
+                sock.shutdown(socket.SHUT_WR)
+                rest(sock)
+    assert still_serves(server)
+
+
+def test_wrong_secret_wrong_job_wrong_version(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rallypoint"), plug(server.address) as sock:
+        joins = joining(b"not the secret at all")
+        sock.sendall(header(len(joins.start())) + joins.start())
+        length, _ = HEADER.unpack(sock.recv(HEADER.size, socket.MSG_WAITALL))
+        challenge = decode_handshake(sock.recv(length, socket.MSG_WAITALL))
+        # An honest client sees that the server's proof is not of its secret; a stranger goes on.
+        assert not isinstance(challenge, Refusal)
+        message = msgspec.msgpack.encode((3, b"p" * 32, 10.0, ("here", 1, None), False, 0))
+        sock.sendall(header(len(message)) + message)
+        length, _ = HEADER.unpack(sock.recv(HEADER.size, socket.MSG_WAITALL))
+        refusal = decode_handshake(sock.recv(length, socket.MSG_WAITALL))
+        assert isinstance(refusal, Refusal)
+        assert refusal.code == "wrong-secret"
+        assert rest(sock) == b""
+    assert ["127.0.0.1: the client does not know this store's secret" in record.message for record in caplog.records] == [True]
+    with Server(max_bytes="2MiB", job="a", secret=server.secret) as other:
+        assert refused(other.address, other.secret, job="b").code == "wrong-job"
+    with plug(server.address) as sock:
+        message = encode(Hello(TAG, 7, 9, "12.0", "", b"s" * 16, b"n" * 32))
+        sock.sendall(header(len(message)) + message)
+        refusal = decode_handshake(rest(sock)[HEADER.size :])
+        assert isinstance(refusal, Refusal)
+        assert (refusal.code, refusal.oldest, refusal.newest) == ("version-skew", 1, 1)
+
+
+def test_a_replayed_handshake_is_refused(server: Server) -> None:
+    sent: list[bytes] = []
+
+    class Recorded(socket.socket):
+        def sendall(self, data: bytes, *_: object) -> None:  # type: ignore[override]
+            sent.append(bytes(data))
+            super().sendall(data)
+
+    plain = plug(server.address)
+    recorded = Recorded(fileno=plain.detach())
+    recorded.settimeout(DEADLINE)
+    Raw(recorded, server.secret).close()
+    assert len(sent) == 2
+    with plug(server.address) as sock:
+        for frame in sent:
+            sock.sendall(frame)
+        said = rest(sock)
+    at, answers = 0, []
+    while at < len(said):
+        length, _ = HEADER.unpack_from(said, at)
+        at += HEADER.size + length
+        answers.append(decode_handshake(said[at - length : at]))
+    assert isinstance(answers[-1], Refusal)
+    assert answers[-1].code == "wrong-secret"
+
+
+def test_nothing_is_decoded_before_the_proof(server: Server) -> None:
+    with plug(server.address) as sock:
+        joins = joining(server.secret)
+        request = encode(Add(1, 0, "n", 1))
+        sock.sendall(header(len(joins.start())) + joins.start() + header(len(request)) + request)
+        said = rest(sock)
+    assert said == b""
+    with Raw(server.address, server.secret) as client:
+        assert client.ask(Add, "n", 0).number == 0
+
+
+def test_a_slow_loris_has_five_seconds_whatever_it_sends(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gate.GREETING == 5.0
+    monkeypatch.setattr("rallypoint.store.loop.GREETING", 0.2)
+    with plug(server.address) as silent, plug(server.address) as slow:
+        slow.settimeout(0.02)
+        clock = Clock()
+        message = joining(server.secret).start()
+        for byte in header(len(message)) + message:
+            try:
+                slow.sendall(bytes([byte]))
+                if slow.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            raise AssertionError("the slow one was served")
+        assert rest(silent) == b""
+        assert clock.elapsed() < DEADLINE
+    assert still_serves(server)
+
+
+def test_half_open_connections_do_not_lock_anybody_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "STRANGERS", 100)
+    crowd = [plug(server.address) for _ in range(500)]
+    try:
+        assert still_serves(server)
+        assert server._loop is not None
+        assert len(server._loop._gate) <= 100
+        assert rest(crowd[0]) == b"", "the oldest went"
+        crowd[-1].settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            crowd[-1].recv(1)
+    finally:
+        for sock in crowd:
+            sock.close()
+    assert still_serves(server)
+
+
+def test_the_log_has_one_line_for_a_source(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rallypoint"):
+        for _ in range(20):
+            with plug(server.address) as sock:
+                sock.sendall(b"\x1b[31mGET / with\nlines and colours")
+                rest(sock)
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("the store turned away 127.0.0.1: ")
+    assert line.isprintable()
+
+
+def test_many_sources_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    told = gate.Gate()
+    with caplog.at_level(logging.WARNING, "rallypoint"):
+        for number in range(5000):
+            told.complain(f"source {number}", "it said nothing", 1000.0)
+        assert len(caplog.records) == gate.LINES
+        assert len(told._told) == gate.SOURCES
+        told.complain("another", "it said nothing", 1000.0 + gate.QUIET)
+    assert caplog.records[-2].message == f"the store left out {5000 - gate.LINES} more lines like these in the last minute"
+
+
+def test_without_a_descriptor_newcomers_are_turned_away_and_the_others_served(server: Server) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Raw(server.address, server.secret) as client:
+        socks = [socket.socket() for _ in range(5)]
+        port = int(server.address.rpartition(":")[2])
+        used = max(map(int, os.listdir("/proc/self/fd"))) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+        try:
+            fill = []
+            while True:
+                try:
+                    fill.append(os.dup(0))
+                except OSError:
+                    break
+            for sock in socks:
+                sock.settimeout(DEADLINE)
+                sock.connect(("127.0.0.1", port))
+                assert rest(sock) == b""
+            assert isinstance(client.ask(Ping), Done)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in fill:
+                os.close(fd)
+            for sock in socks:
+                sock.close()
+    assert still_serves(server)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        header(4) + b"\x91\x7f\x01\x02",
+        header(2000) + b"\x91" * 2000,
+        HEADER.pack(2**32 - 1, 0),
+        header(len(encode(Ping(1, 0))), 5) + encode(Ping(1, 0)) + b"12345",  # a Ping has no value
+        header(len(encode(Set(1, 0, "k", b"x"))), 5) + encode(Set(1, 0, "k", b"x")) + b"12345",  # two values
+        header(len(encode(Set(1, 0, "k", b"", shared=5)))) + encode(Set(1, 0, "k", b"", shared=5)),  # and no memory
+        header(9) + b"\x95\x02\x01\x00\xa3\xff\xfe\xff\xc0",
+    ],
+)
+def test_a_malformed_request_is_answered_and_the_connection_closed(server: Server, frame: bytes) -> None:
+    with Raw(server.address, server.secret) as client:
+        client.sock.sendall(frame)
+        failed = client.reply()
+        assert isinstance(failed, Failed)
+        assert failed.code == "bad-request"
+        with pytest.raises(Closed):
+            client.reply()
+    assert still_serves(server)
