@@ -1,0 +1,75 @@
+"""Where a store is: `tcp://host:port`, `tcp://[::1]:port`, `unix:///path`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rallypoint.errors import UsageError
+
+
+class Address(NamedTuple):
+    """A parsed address; `path` is set for a Unix socket, `host` and `port` otherwise."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix://{self.path}"
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+def parse(text: str) -> Address:
+    """Raises UsageError `address-malformed`, with an address that would do, for anything else than the three forms above. Spaces around
+    it and one slash behind it, as copying leaves them there, are no part of it."""
+    given, text = text, text.strip()
+    if bare := text.strip("\"'"):
+        if bare != text:
+            raise _malformed(given, "there are quotes around it", bare.strip())
+        text = text.removesuffix("/")
+    kind, separator, rest = text.partition("://")
+    if not separator:
+        kind, rest = "tcp", text
+        if text.startswith("/"):
+            raise _malformed(given, "there is no scheme in front of it", f"unix://{text}")
+    if kind == "unix":
+        if not rest.startswith("/"):
+            raise _malformed(given, "the path of a Unix socket is absolute", f"unix:///{rest.lstrip('/')}")
+        return Address(path=rest)
+    if kind != "tcp":
+        raise _malformed(given, f"{kind} is no scheme of a store", f"tcp://{rest}")
+    host, colon, digits = rest.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        if rest.endswith("]") or (not _is_ipv6(host) and _is_ipv6(rest)):
+            raise _malformed(given, "there is no port", f"tcp://[{rest.strip('[]')}]:29500")
+        raise _malformed(given, "an IPv6 address stands in brackets", f"tcp://[{host.strip('[]')}]:{digits if _is_port(digits) else 29500}")
+    if not colon or not digits.isascii() or not digits.isdigit():
+        raise _malformed(given, "there is no port", f"tcp://{host if colon else rest}:29500")
+    if not _is_port(digits):
+        raise _malformed(given, f"a port lies between 1 and 65535, not at {digits}", f"tcp://{host}:29500")
+    if not host or any(letter in host for letter in "/ @?#"):
+        raise _malformed(given, "there is no host name", f"tcp://127.0.0.1:{digits}")
+    if not separator:
+        raise _malformed(given, "there is no scheme in front of it", f"tcp://{text}")
+    return Address(host, int(digits))
+
+
+def _is_port(digits: str) -> bool:
+    return digits.isascii() and digits.isdigit() and 1 <= int(digits) <= 65535
+
+
+def _is_ipv6(text: str) -> bool:
+    import ipaddress  # here: only for a malformed address
+
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _malformed(text: str, why: str, right: str) -> UsageError:
+    return UsageError("address-malformed", f"{text!r} is not the address of a store: {why}", help=(("write it so", right),))

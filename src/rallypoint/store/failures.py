@@ -1,0 +1,77 @@
+"""What the server refused, and what was lost with a session, as the exception that says so."""
+
+from __future__ import annotations
+
+import math
+
+from rallypoint.errors import (
+    Compacted,
+    FenceStale,
+    InternalError,
+    LimitExceeded,
+    Outcome,
+    RallypointError,
+    SessionLost,
+    StoreClosed,
+    StoreUnreachable,
+    UsageError,
+    WrongType,
+)
+from rallypoint.wire.messages import Failed
+
+_LIMITS = {"value-too-large", "store-full", "key-too-long", "too-many-keys", "too-many-waiting"}
+_TYPES = {"wrong-type", "integer-overflow"}
+
+
+def failure(reply: Failed) -> RallypointError:
+    """The exception for a Failed reply; a new code of the protocol gets its class here."""
+    code, text = reply.code, reply.text
+    if code in _LIMITS:
+        return LimitExceeded(code, text)
+    if code in _TYPES:
+        return WrongType(code, text)
+    if code == "fence-stale":
+        return FenceStale(code, text, why=("a lock was lost, or given back, before this write: somebody else may hold it now",))
+    if code == "compacted":
+        return Compacted(code, text, help=(("read the keys again and watch from that revision", "store.watch(prefix)"),))
+    if code == "store-closed":
+        return StoreClosed(code, text, outcome="did not happen")
+    if code == "bad-request":
+        return InternalError("internal-error", f"the server refused a request of this client as malformed: {text}")
+    return UsageError(code, text)
+
+
+class Loss:
+    """The end of a session, told to each who waits; `headline` is the same for all."""
+
+    def __init__(self, address: str, ttl: float, silent: float, *, known: bool, unreached: StoreUnreachable | None = None) -> None:
+        """`silent`: seconds since the last sign of life that the server confirmed. `known`: the server remembers the session.
+        `unreached`: no server has said anything: what became of the attempts to reach it."""
+        self._same_server = known
+        self._help: tuple[tuple[str, str], ...] = ()
+        if unreached is not None:
+            self.headline = f"the store at {address} has not been reached for {silent:.1f} s, longer than the session's ttl of {ttl:g} s"
+            self._why: tuple[str, ...] = (
+                str(unreached),
+                *unreached.why,
+                "if it still runs, it has released what this session held; if it was ended, its data went with it",
+            )
+            self._help = unreached.help
+        elif known:
+            self.headline = (
+                f"the session at {address} is over: the server had no sign of life from this client for {silent:.1f} s (ttl {ttl:g} s)"
+            )
+            self._why = (
+                "a process that is stopped, has lost its network, or holds the GIL (a long call into C) cannot say that it lives",
+                "what the session held is released: locks, barrier seats, ephemeral keys, taken items",
+            )
+            self._help = (("give it a longer lease", f"rallypoint.connect(..., ttl={max(60, 3 * math.ceil(silent))})"),)
+        else:
+            self.headline = f"the store at {address} does not know this session: it is another server than before, with none of its data"
+            self._why = ("the server was restarted, or its address was given to another one",)
+
+    def error(self, outcome: Outcome, *why: str) -> SessionLost:
+        """For one of them; `why`: what is known about its own request."""
+        return SessionLost(
+            "session-lost", self.headline, outcome=outcome, same_server=self._same_server, why=(*self._why, *why), help=self._help
+        )

@@ -1,0 +1,940 @@
+"""A lease: kept alive, lost visibly, releasing what it held.
+
+A session is what the server knows a client by. It outlives connections: every request has a number, and after a reconnect the
+session repeats, on the new connection, whatever has no answer yet; the server answers a number it has seen with its first answer.
+
+**Who reads the socket.** There is no reader thread: handing a reply from thread to thread would double the time of a small
+request. The thread that waits for a reply *drives* the connection: it polls, reads, delivers everybody's replies, and opens a new
+connection when there is none. Other waiting threads sleep on a lock of their own; when the driver has its reply, or its deadline
+has passed, it wakes one of them to drive on. When no thread waits, the keeper's thread (`store/keeper.py`) looks in.
+
+**One step.** There is no lock around all this. In CPython threads change, and signal handlers run, only where something is called, a
+loop begins again, or a wait is interrupted: what must be one step is written without a call in it, and says so. That is faster, and
+it is the only way that holds for signal handlers: one that uses the store would wait for ever for a lock that the frame below it
+holds, and one that raises would leave it locked. (It needs the GIL: on a free-threaded build this file would have to change.)
+
+**What an exception leaves.** What comes in two steps has the second one made up for by the keeper, if an exception struck after the
+first. A request stays in `_pending` until its own thread has the answer in hand, and `acked` stays below it: an answer that nobody
+got can always be cancelled. A link on which bytes were on their way is thrown away, which costs a reconnect and nothing else; and a
+handler that finds the link in use in the frames below it takes another one.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any
+
+import msgspec
+
+from rallypoint import __version__
+from rallypoint.clock import Clock
+from rallypoint.errors import Outcome, SessionLost, StoreClosed, StoreTimeout, StoreUnreachable
+from rallypoint.store import reach
+from rallypoint.store.address import Address
+from rallypoint.store.dial import DialFailed, Opened, OpenSocket
+from rallypoint.store.dues import Dues
+from rallypoint.store.failures import Loss
+from rallypoint.store.link import Link, LinkBroken, TooLate, Unread
+from rallypoint.store.pending import YES, Pending, grace, outcome_of, told_of
+from rallypoint.store.reach import Reach
+from rallypoint.wire.connection import NONCE_BYTES, SESSION_BYTES, Joining
+from rallypoint.wire.frames import HEADER
+from rallypoint.wire.messages import (
+    AnyReply,
+    Bye,
+    Closing,
+    Done,
+    Failed,
+    Identity,
+    Limits,
+    Refusal,
+    Request,
+    encode,
+)
+from rallypoint.wire.values import Parts
+
+BYE_SECONDS = 1.0
+"""For the server's answer to the end of a session. Without it everything is released when the lease is over."""
+
+AHEAD = 256
+"""Replies that the server keeps although they have arrived, before it is told so."""
+
+PIPELINE = 64
+"""Requests of `ask_many` that are under way at once. More gain nothing, and their replies must fit in the socket's buffers: the
+server stops reading from a client that does not read."""
+
+TURN = 0.02
+"""Seconds between two looks whether the link is free for another large value: a hundredth of what one takes that is worth waiting
+for."""
+
+LONGEST_POLL = 86_400.0
+"""Seconds. The kernel counts the milliseconds of a poll in 31 bits."""
+
+LOOKS = 64
+"""Reads of one look-in by the keeper, which has other sessions to keep: 4 MB."""
+
+PAY_SECONDS = 0.05
+"""For small messages that others have queued behind one of ours that needs no answer. A server without room for them is stuck."""
+
+FINAL = frozenset({"foreign", "wrong-secret", "version-skew", "wrong-job", "store-full"})
+"""Failures that another attempt would only repeat."""
+
+_pack = HEADER.pack
+
+
+class Session:
+    """See the module. Thread-safe. Belongs to the process that made it: a forked child makes its own (`Store` sees to that)."""
+
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        identity: Identity,
+        *,
+        timeout: float,
+        ttl: float,
+        job: str = "",
+        same_host: bool = True,
+        clock: Clock | None = None,
+        open_socket: OpenSocket | None = None,
+        say: Callable[[str, str], None] = lambda level, text: None,
+    ) -> None:
+        """`timeout`: seconds, for connecting and for every answer that waits for nobody. `ttl`: seconds. `same_host=False`: stay on
+        the given address and use no shared memory. `say(level, text)` gets a line for the log."""
+        self.address = address
+        self.identity = identity
+        self.timeout = timeout
+        self.ttl = ttl
+        self._silence = min(ttl, LONGEST_POLL)
+        self.foreign = False  # it is the parent's, and this a forked child
+        self.closed_before_fork = ""  # why nothing could be asked in the parent any more
+        self.reconnects = 0
+        self.sessions = 0
+        self.limits: Limits | None = None
+        self._secret = secret
+        self._job = job
+        self._clock = clock or Clock()
+        self._now = self._clock.monotonic
+        self._reach = Reach(address, same_host=same_host, patience=timeout, clock=self._clock, open_socket=open_socket)
+        self._say = say
+        self._news: deque[tuple[str, str]] = deque()  # for the log, between two calls: a log may be slow, or use a store
+        self._seq = 0  # never begins anew: threads may still hold requests of a session that was lost
+        self._pending: dict[int, Pending] = {}  # in the order of their numbers; each is removed by its own thread
+        self._waiting: dict[int, Pending] = {}  # those whose threads sleep until they have an answer or are to drive
+        self._dues = Dues(self._pending, self._acked, self._now)
+        self._stuck = (0, 0)  # the link on which the last sign of life could not be sent, and how much had been sent on it
+        self._driver = 0  # the thread that reads, 0: none
+        self._driving: Pending | None = None  # and for which request, if it is for one
+        self._link: Link | None = None
+        self._links = 0
+        self._closed = ""  # why nothing can be asked any more
+        self._lost: SessionLost | None = None  # for the next one who asks
+        self._refusing = False  # one of the two
+        self._bytes = [0, 0]  # sent and received by links that are gone
+        self._server = b""  # which server it was: one that is started again is another one, and empty
+        self._begin()
+
+    def _begin(self) -> None:
+        """A new session, on the server as well once connected."""
+        self.id = os.urandom(SESSION_BYTES)
+        self.sessions += 1
+        self._welcomed = False
+        self._confirmed = self._now()  # the server had a sign of life that was sent at this time
+
+    # --- asking ---
+
+    def ask(self, kind: type[Request], fields: tuple[Any, ...], wait: float | None) -> tuple[AnyReply, memoryview | None]:
+        """Send a request and return its reply, with the bytes of a large value beside it.
+
+        `fields` are those after `seq` and `acked`; an encoded value among them, at its place, may be `Parts`. `wait`: the seconds
+        that the server may let it wait, as in its `timeout` field (math.inf: for ever); None or 0: it is answered at once. Raises
+        StoreTimeout, SessionLost, StoreClosed, StoreUnreachable. After any exception, also a signal handler's, the server is told to
+        take back what only the reply would have handed over.
+        """
+        began = self._now()
+        me = get_ident()
+        pending = Pending(began, began + (wait + grace(wait) if wait else self.timeout), not wait)
+        if len(fields) > 1 and type(fields[1]) is Parts:
+            pending.parts = fields[1]
+            fields = (fields[0], b"", *fields[2:])
+        driver = -1
+        try:
+            try:
+                while self._refusing:
+                    self._refuse()
+                # One step, from the last look at `_refusing` on.
+                pending.seq = seq = self._seq + 1
+                self._pending[seq] = pending
+                self._seq = seq
+                for oldest in self._pending:  # noqa: B007  (`_acked`, without the call)
+                    break
+                pending.request = kind(seq, oldest - 1, *fields)
+                message = encode(pending.request)
+                frame = _pack(len(message), 0) + message
+                link = self._link
+                if link is not None and pending.parts is None and pending.on != link.number:
+                    pending.on = link.number  # one step with the question above: whoever opens a link asks it too
+                    try:
+                        sent = link.post(frame, pending, me)
+                        if sent:
+                            driver = self._driver
+                            if driver == 0:  # one step
+                                self._driver = me
+                                self._driving = pending
+                        elif link.writer == me:
+                            self._pump(link, pending.deadline, self.timeout if pending.patient else 0.0, me)
+                    except LinkBroken as broken:
+                        _not_on(pending, link)
+                        self._unsendable(link, broken)
+                if driver == 0:
+                    self._drive(pending, began)
+            finally:
+                if driver == 0:
+                    self._driver = 0
+                    if self._waiting:
+                        self._hand_over()
+            if pending.reply is None:
+                self._await(pending, me)
+                if pending.reply is None:
+                    raise pending.error or self._timed_out(pending)
+            if pending.body is not None or len(self._pending) > 1:
+                self._took(pending)
+        except BaseException:
+            pending.given_up = YES
+            link = None  # the traceback keeps this frame, and should not keep the link
+            self._give_up((pending,), me)
+            pending.error = None  # which has the traceback
+            raise
+        # From here on nothing is called: the reply is in hand, or it can be cancelled.
+        del self._pending[seq]
+        return pending.reply, pending.body
+
+    def ask_many(self, requests: Sequence[tuple[type[Request], tuple[Any, ...]]]) -> list[tuple[AnyReply, memoryview | None]]:
+        """Send several requests that wait for nobody without waiting in between, and return their replies in the same order.
+
+        After an exception those before it in the order have happened, of the others some may have.
+        """
+        me = get_ident()
+        replies: list[tuple[AnyReply, memoryview | None]] = []
+        under_way: deque[Pending] = deque()
+        given_up = [False]  # of all together, in one step
+        left = iter(requests)
+        try:
+            while True:
+                self._send_many(list(itertools.islice(left, PIPELINE - len(under_way))), under_way, given_up, me)
+                if not under_way:
+                    return replies
+                for _ in range(max(1, len(under_way) - PIPELINE // 2)):
+                    pending = under_way[0]
+                    pending.deadline = max(pending.deadline, self._now() + self.timeout)
+                    self._await(pending, me)
+                    if pending.reply is None:
+                        raise pending.error or self._timed_out(pending)
+                    if pending.body is not None or len(self._pending) > len(under_way):
+                        self._took(pending)
+                    replies.append((pending.reply, pending.body))
+                    del self._pending[pending.seq]
+                    under_way.popleft()
+        except BaseException:
+            given_up[0] = True
+            self._give_up(tuple(under_way), me)
+            raise
+
+    def _send_many(
+        self, batch: Sequence[tuple[type[Request], tuple[Any, ...]]], under_way: deque[Pending], given_up: Sequence[bool], me: int
+    ) -> None:
+        """Send a batch, small requests in one piece. Each is in `under_way` before it can have reached the server."""
+        small: list[Pending] = []
+        for kind, fields in batch:
+            began = self._now()
+            pending = Pending(began, began + self.timeout, True)
+            pending.given_up = given_up
+            if len(fields) > 1 and type(fields[1]) is Parts:
+                self._post_many(small, me)
+                small = []
+                pending.parts = fields[1]
+                fields = (fields[0], b"", *fields[2:])
+            under_way.append(pending)
+            while self._refusing:
+                self._refuse()
+            # One step, from the last look at `_refusing` on.
+            pending.seq = seq = self._seq + 1
+            self._pending[seq] = pending
+            self._seq = seq
+            pending.request = kind(seq, self._acked(), *fields)
+            if pending.parts is None:
+                small.append(pending)
+            else:
+                self._transmit(pending, me)
+        self._post_many(small, me)
+
+    def _post_many(self, small: Sequence[Pending], me: int) -> None:
+        """Send small requests that are pending already, in one piece."""
+        if not small:
+            return
+        link = self._link
+        if link is None:
+            return
+        mine = []
+        for pending in small:
+            if pending.on != link.number and self._link is link:
+                pending.on = link.number  # one step with the questions above: whoever opens a link asks them too
+                mine.append(pending)
+        if not mine:
+            return
+        try:
+            if not link.post(_frames(mine), mine[-1], me) and link.writer == me:
+                self._pump(link, mine[-1].deadline, self.timeout, me)
+        except LinkBroken as broken:
+            for pending in mine:
+                _not_on(pending, link)
+            self._unsendable(link, broken)
+
+    def _acked(self) -> int:
+        """Up to which number all replies have arrived."""
+        for first in self._pending:  # one step, without a call: other threads remove theirs at any time
+            return first - 1
+        return self._seq
+
+    def _refuse(self) -> None:
+        if self._closed:
+            raise StoreClosed("store-closed", self._closed, outcome="did not happen")
+        lost, self._lost = self._lost, None
+        self._refusing = self._closed != ""
+        if lost is not None:
+            raise lost
+
+    def _took(self, pending: Pending) -> None:
+        """The reply is about to be handed over: soon the server need not keep it, and now not the memory that came with it."""
+        dues = self._dues
+        if getattr(pending.reply, "shared", 0):
+            dues.read.append(pending.seq)
+        if dues.read or len(dues.arrived) >= AHEAD:
+            self._pay()
+        if pending.request.changes and self._acked() < pending.seq - 1:
+            dues.arrived.append(pending.seq)  # last: when the server has been told, nothing can be cancelled any more
+
+    # --- sending ---
+
+    def _transmit(self, pending: Pending, me: int) -> None:
+        """Send a request that is pending already, unless that was done on this link. If the link breaks it stays pending."""
+        link = self._link
+        if link is None or pending.on == link.number:
+            return
+        if pending.parts is None:
+            self._post_many((pending,), me)
+            return
+        try:
+            if not (link.shared and self._transmit_lent(link, pending, pending.parts, me)):
+                self._transmit_with(link, pending, pending.parts, me)
+        except LinkBroken as broken:
+            _not_on(pending, link)
+            self._unsendable(link, broken)
+
+    def _transmit_lent(self, link: Link, pending: Pending, value: Parts, me: int) -> bool:
+        """By shared memory; False when there is none."""
+        try:
+            number, segment = link.fill(value)
+        except OSError:  # no memory, or no descriptor: the socket will do
+            return False
+        message = encode(msgspec.structs.replace(pending.request, shared=value.size, segment=number))
+        pending.on = link.number
+        link.post_lent(message, number, segment, pending, me)
+        self._sent(link, pending, me)
+        return True
+
+    def _transmit_with(self, link: Link, pending: Pending, value: Parts, me: int) -> None:
+        """By the socket, when no other large value is on its way there."""
+        message = encode(pending.request)
+        while link.writer not in (0, me) and not link.closed:
+            if self._now() >= max(pending.deadline, link.moved + self.timeout):
+                return
+            select.poll().poll(TURN * 1000.0)
+        pending.on = link.number
+        link.post_with(message, value, pending, me)
+        self._sent(link, pending, me)
+
+    def _sent(self, link: Link, pending: Pending, me: int) -> None:
+        """A large value was given to this link: see it out, and then wait for the answer as if it had been asked for now."""
+        if link.writer == me:
+            self._pump(link, pending.deadline, self.timeout, me)
+        moved = self._now() if pending.on == link.number else link.moved
+        pending.deadline = max(pending.deadline, moved + self.timeout)
+
+    def _pump(self, link: Link, deadline: float, patience: float, me: int) -> None:
+        """Send what is queued on a link whose writer this thread is."""
+        try:
+            link.pump(deadline, patience, self.look_in)
+        except (LinkBroken, TooLate) as error:
+            for owner in link.unsent():
+                if isinstance(owner, Pending):
+                    _not_on(owner, link)  # a frame that is not complete does nothing
+            if isinstance(error, LinkBroken):
+                self._unsendable(link, error)
+            else:
+                self._broken(link, "the server did not take what was sent to it")
+        except BaseException:
+            self._broken(link, "interrupted")
+            raise
+        finally:
+            if link.writer == me:
+                link.writer = 0
+            if link.closed:
+                link.dispose()
+
+    # --- waiting ---
+
+    def _await(self, pending: Pending, me: int) -> None:
+        """Return when there is a reply or an error, or the deadline has passed."""
+        while pending.reply is None and pending.error is None:
+            self._transmit(pending, me)
+            driver = -1
+            below: Pending | None = None
+            waiter: threading.Lock | None = None
+            try:
+                driver, below = self._driver, self._driving
+                if driver == 0 or driver == me:  # one step
+                    self._driver = me
+                    self._driving = pending
+                    if driver == me:
+                        self._nest()
+                    self._drive(pending, self._now())
+                else:
+                    waiter = self._line_up(pending)
+            finally:
+                if driver == 0:
+                    self._driver = 0
+                    if self._waiting:
+                        self._hand_over()
+                elif driver == me:
+                    self._driving = below
+                    self._unnest(below)
+            if waiter is not None:
+                self._sleep(pending, waiter)
+            if self._now() >= self._limit(pending):
+                return
+
+    def _limit(self, pending: Pending) -> float:
+        """Until when to wait for the reply: a large value may take longer for as long as its bytes move."""
+        link = self._link
+        if pending.patient and link is not None:
+            if link.filling == pending.seq:
+                pending.deadline = max(pending.deadline, link.heard + self.timeout)
+            elif pending.parts is not None and pending in link.unsent():
+                pending.deadline = max(pending.deadline, link.moved + self.timeout)
+        return pending.deadline
+
+    def _line_up(self, pending: Pending) -> threading.Lock:
+        """Another thread drives: what to sleep on."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        pending.waiter = waiter
+        self._waiting[pending.seq] = pending
+        # The driver brings a reply, or leaves, and only then looks at `waiter` and `_waiting`.
+        if self._driver == 0 or pending.reply is not None or pending.error is not None:
+            _wake(pending)
+        return waiter
+
+    def _sleep(self, pending: Pending, waiter: threading.Lock) -> None:
+        try:
+            waiter.acquire(timeout=min(max(0.0, pending.deadline - self._now()), threading.TIMEOUT_MAX))
+        finally:
+            pending.waiter = None
+            self._waiting.pop(pending.seq, None)
+            if self._driver == 0 and self._waiting:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let one of those who wait drive on: who came last, for in a thread whose signal handler waits only that one can."""
+        for pending in reversed(list(self._waiting.values())):
+            if _wake(pending):
+                return
+
+    def _nest(self) -> None:
+        """This thread drives already, and is in a signal handler in the middle of that."""
+        link = self._link
+        if link is not None and link.receiving:
+            self._broken(link, "a signal handler used the store")
+
+    def _unnest(self, below: Pending | None) -> None:
+        """Back to the driver below. If what it waits for was received here, its poll must not go on: an answer ends it."""
+        if below is not None and (below.reply is not None or below.error is not None) and not self._pay(ping=True):
+            link = self._link
+            if link is not None:
+                self._broken(link, "a signal handler used the store")
+
+    # --- driving ---
+
+    def _drive(self, pending: Pending, now: float) -> None:
+        """Read until this request has its reply or an error, or its deadline passes; or until it has to be sent anew."""
+        while pending.reply is None and pending.error is None:
+            link = self._link
+            if link is None:
+                if now >= pending.deadline:
+                    return
+                self._connect(pending.deadline)
+                now = self._now()
+                continue
+            if pending.on != link.number:
+                return
+            heard = link.heard
+            silent = (heard if heard > pending.began else pending.began) + self._silence
+            until = pending.deadline if pending.deadline < silent else silent
+            link.driven += 1  # before looking whether it is closed: `close` looks in the other order
+            try:
+                if link.closed:
+                    self._broken(link, "closed")
+                    continue
+                ready = link.wait(until - now if now < until else 0.0)
+                if ready:
+                    self._receive(link)
+            finally:
+                link.driven -= 1
+                if link.closed:
+                    link.dispose()
+            if pending.reply is not None:
+                return
+            now = self._now()
+            if now >= pending.deadline and now >= self._limit(pending):
+                return  # also when something was ready: a stream that never ends must not hold it here
+            if not ready and now >= silent:
+                self._broken(link, f"no sign of life from the server for {now - link.heard:.1f} s")
+
+    def _receive(self, link: Link, *, backlog: bool = False) -> None:
+        """Take in what has arrived. By the driver."""
+        try:
+            for reply, body in link.backlog() if backlog else link.receive():
+                pending = self._pending.get(reply.seq)
+                if pending is None or pending.given_up[0]:
+                    self._unclaimed(link, reply)
+                    continue
+                if pending.began > self._confirmed:
+                    self._confirmed = pending.began
+                if type(body) is Unread:
+                    self._unclaimed(link, reply)
+                    pending.error = body.error
+                else:
+                    pending.body = body  # type: ignore[assignment]
+                    pending.reply = reply
+                if pending.waiter is not None:
+                    _wake(pending)
+        except LinkBroken as broken:
+            self._broken(link, str(broken))
+        except BaseException:
+            self._broken(link, "interrupted")
+            raise
+
+    def _unclaimed(self, link: Link, reply: AnyReply) -> None:
+        """A notice; or a reply that nobody gets: that the server knows, or will."""
+        if reply.seq:
+            if getattr(reply, "shared", 0):
+                self._dues.read.append(reply.seq)
+        elif isinstance(reply, Closing):
+            self._finish(f"the store at {self.address} was closed: {reply.text}", nothing_more=True)
+            self._broken(link, "closed")
+        elif isinstance(reply, Done):
+            if link is self._link:
+                self._confirmed = max(self._confirmed, self._dues.answered(link))
+        elif isinstance(reply, Failed):
+            raise LinkBroken(f"the server ended the conversation: {reply.text}")
+
+    def _broken(self, link: Link, why: str) -> None:
+        """Throw a link away; the next driver opens another one."""
+        link.close()
+        if self._link is link:
+            self._link = None  # one step with the question above
+            if (value := self._pending.get(link.filling)) is not None:
+                value.deadline = max(value.deadline, link.heard + self.timeout)
+            self._bytes[0] += link.sent_bytes
+            self._bytes[1] += link.received_bytes
+            self._reach.forget()
+            if not self._closed:
+                self._news.append(("warning", f"lost the connection to the store at {self.address}: {why}"))
+
+    def _unsendable(self, link: Link, broken: LinkBroken) -> None:
+        """Nothing can be sent on it. If the server has closed it, what it said last may still be there."""
+        if not broken.gone or self.look_in():
+            self._broken(link, str(broken))  # otherwise another thread reads, and finds out
+
+    def _tell(self) -> None:
+        """Write what has happened into the log."""
+        while self._news:
+            self._say(*self._news.popleft())
+
+    # --- giving up ---
+
+    def _give_up(self, pendings: Sequence[Pending], me: int) -> None:
+        """Nobody will look at the replies to these requests any more: let the server take back what they gave."""
+        link = self._link
+        if link is not None and link.writer == me:
+            self._broken(link, "interrupted")
+        for pending in pendings:
+            pending.parts = pending.body = pending.waiter = None
+            self._waiting.pop(pending.seq, None)
+            if pending.seq in self._dues.arrived:
+                self._dues.arrived.remove(pending.seq)
+            if not (pending.on or pending.repeated) or isinstance(pending.error, SessionLost | StoreClosed):
+                self._pending.pop(pending.seq, None)
+        self._pay()
+        if self._driver == 0 and self._waiting:
+            self._hand_over()
+        self._tell()
+
+    def _pay(self, *, ping: bool = False) -> bool:
+        """Tell the server what it is to be told, as far as that goes now. `ping`: and that we live; whether that went."""
+        link = self._link
+        if link is None:
+            return False
+        me = get_ident()
+        try:
+            pinged = self._dues.pay(link, me, ping=ping)
+        except LinkBroken as broken:
+            self._unsendable(link, broken)
+            return False
+        if link.writer == me:
+            self._pump(link, self._now() + PAY_SECONDS, 0.0, me)
+        return pinged
+
+    def _fail(self, pending: Pending, error: Exception) -> None:
+        if pending.reply is None and pending.error is None:
+            pending.error = error
+            _wake(pending)
+
+    def _finish(self, why: str, *, nothing_more: bool = False) -> None:
+        """Nothing can be asked any more; who waits is told. `nothing_more`: the server has said so, which means that it did not carry out
+        what it has not answered on this link."""
+        self._closed = self._closed or why
+        self._refusing = True
+        for pending in list(self._pending.values()):
+            outcome: Outcome = "did not happen" if nothing_more and not pending.repeated else outcome_of(pending)
+            self._fail(pending, StoreClosed("store-closed", self._closed, outcome=outcome))
+
+    # --- connecting ---
+
+    def connect(self) -> None:
+        """Open the first connection, trying again while nobody listens there, until `timeout`. Raises StoreUnreachable."""
+        deadline = self._now() + self.timeout
+        try:
+            self._driver = get_ident()
+            while self._link is None and not self._closed:
+                self._connect(deadline, first=True)
+                if self._link is None and self._now() >= deadline:
+                    raise self._reach.problem()
+        finally:
+            self._driver = 0
+        if self._closed:
+            self._refuse()
+
+    def _connect(self, deadline: float, *, first: bool = False) -> None:
+        """One attempt, or the pause that is due before it; returns whether or not it succeeded, at the latest at `deadline`.
+
+        Raises StoreUnreachable, if `first`, for what another attempt would only repeat; otherwise all pending requests fail with it.
+        """
+        self._tell()
+        if self._closed:
+            self._finish(self._closed)
+            return
+        if self._link is not None:
+            return  # a handler of the log uses the store, and has connected it
+        began = self._now()
+        wait = self._reach.pause(began, deadline, first=first)
+        if wait > 0.0:
+            select.poll().poll(wait * 1000.0)
+            return
+        try:
+            opened = self._reach.open(self._greeting, self._welcomed, deadline)
+        except DialFailed as failed:
+            self._failed(failed, first)
+        else:
+            self._opened(opened, began, deadline)
+        self._tell()
+
+    def _greeting(self, resume: bool) -> Joining:
+        return Joining(
+            self._secret,
+            self._job,
+            __version__,
+            session=self.id,
+            nonce=os.urandom(NONCE_BYTES),
+            identity=self.identity,
+            ttl=self.ttl,
+            resume=resume,
+            acked=self._acked(),
+        )
+
+    def _opened(self, opened: Opened, began: float, deadline: float) -> None:
+        """Take the new link into use, whose greeting was sent after `began`: first what was given up, then all that has no answer, except
+        large values: those are sent by their own threads."""
+        me = get_ident()
+        link = Link(opened, self._clock, self._links + 1, shared_memory=self._reach.local_allowed)
+        self._links = link.number
+        former_server, self._server = self._server, opened.welcome.server
+        if former_server not in (b"", self._server):  # after an outage of more than a ttl: nobody was told that the data is gone
+            link.close()
+            link.dispose()
+            self._session_lost(Refusal("session-lost", "", known=False))
+            return
+        again, self._welcomed = self._welcomed, True
+        self.limits = opened.welcome.limits
+        self.ttl = opened.welcome.ttl  # there is a shortest and a longest one
+        self._silence = min(self.ttl, LONGEST_POLL)
+        self._confirmed = max(self._confirmed, began)
+        self._dues.begin()
+        former, self._link = self._link, link
+        if former is not None:  # of a signal handler in the middle of connecting, who was quicker
+            former.close()
+        if self._closed:  # meanwhile
+            link.try_post(encode(Bye(self._seq + 1, self._acked())), me)
+            self._broken(link, "closed")
+            return
+        if again:
+            self.reconnects += 1
+            self._news.append(("warning", f"connected to the store at {self.address} again, by {link.where}"))
+        small = self._again(link)
+        self._pay()
+        try:
+            if small and not link.post(_frames(small), None, me) and link.writer == me:
+                self._pump(link, deadline, 0.0, me)
+        except LinkBroken as broken:
+            self._unsendable(link, broken)
+        self._receive(link, backlog=True)
+
+    def _again(self, link: Link) -> list[Pending]:
+        """The small requests that have no answer yet, as given to this link now. The threads of the large ones are woken."""
+        small = []
+        for pending in list(self._pending.values()):
+            if pending.on == link.number:
+                continue
+            pending.repeated = pending.repeated or pending.on != 0
+            pending.on = 0
+            if pending.reply is not None or pending.error is not None or pending.given_up[0]:
+                continue
+            if pending.parts is not None:
+                _wake(pending)
+            elif pending.request is not None and pending.on == 0:
+                pending.on = link.number  # one step with the question above: its own thread asks it too
+                small.append(pending)
+        return small
+
+    def _failed(self, failed: DialFailed, first: bool) -> None:
+        told = failed.told
+        if told.reason == "session-lost" and told.refusal is not None:
+            self._session_lost(told.refusal)
+        elif told.reason == "store-closed" and not first:
+            self._finish(f"the store at {self.address} is closing")
+        elif told.reason in FINAL:
+            problem = self._reach.problem()
+            if first:
+                raise problem
+            for pending in list(self._pending.values()):
+                self._fail(pending, copy.copy(problem))  # each thread raises its own
+        elif not first and self._now() - self._confirmed > max(self.ttl, self.timeout):
+            self._session_lost(Refusal("session-lost", "", known=False), self._reach.problem())
+
+    def _session_lost(self, refusal: Refusal, unreached: StoreUnreachable | None = None) -> None:
+        """All that this session held is released; everybody who waits is told, or else the next one who asks."""
+        silent = self._now() - self._confirmed
+        happened = frozenset(refusal.happened) if refusal.known else None
+        loss = Loss(str(self.address), self.ttl, silent, known=refusal.known, unreached=unreached)
+        if unreached is None and not refusal.known:
+            self._server = b""  # it is told now that this is another one
+        self._begin()
+        told = False
+        for pending in list(self._pending.values()):
+            if pending.given_up[0]:
+                self._pending.pop(pending.seq, None)
+            elif pending.reply is None and pending.error is None:
+                outcome = outcome_of(pending, happened)
+                self._fail(pending, loss.error(outcome, told_of(pending, outcome)))
+                told = True
+        if not told:
+            self._lost, self._refusing = loss.error("did not happen"), True
+        self._news.append(("error", loss.headline))
+
+    def _timed_out(self, pending: Pending) -> StoreTimeout:
+        outcome = outcome_of(pending)
+        headline = (
+            f"the store at {self.address} gave no answer to {type(pending.request).__name__} within {self._now() - pending.began:.1f} s"
+        )
+        why = [told_of(pending, outcome)]
+        if self._link is None and self._reach.failing:
+            why.append(str(self._reach.problem(look=False)))
+        elif not (pending.on or pending.repeated):
+            why.append("the server did not take what was sent to it")
+        return StoreTimeout("store-timeout", headline, outcome=outcome, why=tuple(why))
+
+    # --- keeping ---
+
+    @property
+    def lease_left(self) -> float:
+        """Seconds for which the server surely keeps this session, counted from when the last confirmed sign of life was *sent*."""
+        return self._confirmed + self.ttl - self._now()
+
+    def keep(self) -> bool:
+        """Called by the keeper: say that we live, and do what others were kept from doing. Returns whether a connection is there."""
+        link = self._link
+        if link is not None and not self._closed:
+            link.trim()
+            if self._pay(ping=True):
+                self._stuck = (0, 0)
+            elif self._stuck == (link.number, link.sent_bytes):
+                # Large values hold it up that do not move, or a signal handler that ran in the middle of sending and has not returned.
+                self._broken(link, "nothing could be sent, and the lease must be kept")
+            else:
+                self._stuck = (link.number, link.sent_bytes)
+        if self._driver == 0 and self._waiting:
+            self._hand_over()
+        self._tell()
+        return self._link is not None
+
+    def look_in(self) -> bool:
+        """Read what has arrived, unless another thread is about to; then False. Called by the keeper, and by who waits for room to send."""
+        me = get_ident()
+        driver = -1
+        try:
+            link = self._link
+            driver = self._driver
+            if driver == 0:  # one step
+                self._driver = me
+                self._driving = None
+            if link is None:
+                return True
+            if driver not in (0, me) or link.receiving:
+                return False
+            link.driven += 1
+            try:
+                for _ in range(LOOKS):
+                    if link.closed or not link.wait(0.0):
+                        break
+                    self._receive(link)
+            finally:
+                link.driven -= 1
+                if link.closed:
+                    link.dispose()
+            now = self._now()
+            if now - link.heard > self.ttl:
+                self._broken(link, f"no sign of life from the server for {now - link.heard:.1f} s")
+            return True
+        finally:
+            if driver == 0:
+                self._driver = 0
+                if self._waiting:
+                    self._hand_over()
+
+    def revive(self) -> None:
+        """Called in a thread of its own, for a session whose connection broke while nobody asked: connect again, for as long as the
+        lease may last."""
+        until = self._now() + max(self.ttl, self.timeout) + reach.ATTEMPT_SECONDS
+        while self._now() < until and self._revive_once(until):
+            pass
+
+    def _revive_once(self, until: float) -> bool:
+        driver = -1
+        try:
+            me = get_ident()
+            if self._link is not None or self._refusing or self._driver != 0:
+                return False
+            driver = 0
+            self._driver = me  # one step with the questions above
+            self._driving = None
+            self._connect(until)
+            return True
+        finally:
+            if driver == 0:
+                self._driver = 0
+                if self._waiting:
+                    self._hand_over()
+
+    @property
+    def worth_reviving(self) -> bool:
+        """Whether the connection is gone and nobody is making another one."""
+        return self._link is None and self._driver == 0 and not self._refusing
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is something to keep."""
+        return not self._closed
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self._link is not None
+
+    @property
+    def local(self) -> bool:
+        """Whether the connection is a Unix socket."""
+        link = self._link
+        return link is not None and link.local
+
+    def bytes(self) -> tuple[int, int]:
+        """Sent and received, beside what went by shared memory."""
+        link = self._link
+        return (self._bytes[0] + (link.sent_bytes if link else 0), self._bytes[1] + (link.received_bytes if link else 0))
+
+    # --- closing ---
+
+    def close(self, wait: float = BYE_SECONDS) -> None:
+        """End the session: the server releases what it held. Threads that wait get StoreClosed. May be called again. `wait`: seconds for
+        the server's answer. In a forked child it does nothing: the session is the parent's."""
+        if self.foreign:
+            return
+        me = get_ident()
+        now = self._now()
+        bye = Pending(now, now + wait, False)
+        link = self._link
+        try:
+            already, self._closed = self._closed, self._closed or "this store object was closed"  # one step
+            self._finish(self._closed)
+            if link is not None and not already:
+                # One step.
+                bye.seq = seq = self._seq + 1
+                self._pending[seq] = bye
+                self._seq = seq
+                bye.on = link.number
+                bye.request = Bye(seq, self._acked())
+                if not link.post(_frames((bye,)), bye, me) and link.writer == me:  # behind what others send: they have just been woken
+                    self._pump(link, bye.deadline, 0.0, me)
+                if wait > 0:
+                    self._await(bye, me)
+        except LinkBroken:
+            return
+        finally:
+            self._pending.pop(bye.seq, None)
+            if link is not None:
+                self._broken(link, "closed")
+
+    def abandon(self) -> None:
+        """In a forked child: the session is the parent's, and so is the connection, of which the child closes its descriptors."""
+        self.foreign = True
+        self.closed_before_fork = self._closed
+        link, self._link = self._link, None
+        if link is not None:
+            link.abandon()
+        self._finish("the call was begun in the parent process, before the fork")
+
+
+def _frames(pendings: Sequence[Pending]) -> bytes:
+    """Their requests, as they are sent."""
+    return b"".join([part for message in [encode(pending.request) for pending in pendings] for part in (_pack(len(message), 0), message)])
+
+
+def _not_on(pending: Pending, link: Link) -> None:
+    """This link did not take all of its request."""
+    if pending.on == link.number:
+        pending.on = 0  # one step with the question above: it may be on another one by now
+
+
+def _wake(pending: Pending) -> bool:
+    """Wake its thread, if that sleeps."""
+    waiter, pending.waiter = pending.waiter, None  # one step: two threads may want to
+    if waiter is None:
+        return False
+    waiter.release()
+    return True

@@ -1,0 +1,114 @@
+"""Why no conversation came about, from the failures of all attempts: one error, told apart by its code."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from rallypoint.errors import StoreUnreachable
+from rallypoint.store.address import Address
+from rallypoint.store.dial import TELLING, Failure, Reason
+
+CODES: dict[Reason, str] = {
+    "refused": "port-refused",
+    "unresolved": "address-unresolved",
+    "unreachable": "address-unreachable",
+    "foreign": "store-foreign",
+    "silent": "store-silent",
+    "closed": "store-silent",
+    "wrong-secret": "wrong-secret",
+    "version-skew": "version-skew",
+    "wrong-job": "wrong-job",
+    "session-lost": "session-lost",
+    "store-full": "store-full",
+    "store-closed": "store-closed",
+}
+
+HELP: dict[str, tuple[tuple[str, str], ...]] = {
+    "port-refused": (
+        ("is the server running, and is this its port? it prints its address when it starts", "rallypoint serve --port 29500"),
+    ),
+    "address-unresolved": (
+        ("ask this machine's resolver", "getent hosts {host}"),
+        ("or give the address instead of the name", ""),
+    ),
+    "address-unreachable": (("see which way packets to it go, and whether a firewall drops them", "ip route get {host}"),),
+    "store-foreign": (("give the port of the store: rallypoint serve prints it", ""),),
+    "store-silent": (("is it a store, and is it running? a stopped process still has its port", "ss -ltnp 'sport = :{port}'"),),
+    "wrong-secret": (("give the secret of this server: server.secret, or the file", 'rallypoint.connect(address, secret_file="...")'),),
+    "version-skew": (("install the same version of rallypoint on both sides", "python -m pip install -U rallypoint"),),
+    "wrong-job": (("give the address of this job's own store, or leave job= out", ""),),
+    "store-full": (("close stores that are no longer used, or start the server with a larger limit", ""),),
+}
+
+
+def unreachable(address: Address, failures: Sequence[Failure], since: float, now: float, *, look: bool = True) -> StoreUnreachable:
+    """The error for `failures` (in the order they came) of the attempts between `since` and `now`, in seconds. `look`: name who has the
+    port, when that can be seen; it takes a moment."""
+    if not failures:
+        return StoreUnreachable("store-silent", f"the store at {address} gave no answer", help=_help("store-silent", address))
+    last = failures[-1]
+    told = min(reversed(failures), key=lambda failure: TELLING.index(failure.reason))
+    if last.reason != told.reason and TELLING.index(told.reason) > TELLING.index("foreign"):
+        told = last  # what it is like now counts, unless an earlier answer says more than that nobody answers
+    code = CODES[told.reason]
+    why = [_folded(failures, since, now)] if len(failures) > 1 else []
+    if told.first:
+        why.insert(0, f"it said first: {_shown(told.first)}")
+    if look and told.reason in ("foreign", "silent", "closed") and (holder := _holder(address)):
+        why.insert(0, holder)
+    return StoreUnreachable(code, _headline(address, told), why=tuple(why), help=_help(code, address))
+
+
+def _headline(address: Address, told: Failure) -> str:
+    where = f" ({told.where})" if told.where not in str(address) else ""
+    if told.reason == "refused":
+        return f"no store at {address}: {told.text}{where}"
+    if told.reason == "unresolved":
+        return f"no store at {address}: the host name {address.host} has no address here ({told.text})"
+    if told.reason == "unreachable":
+        return f"no store at {address}: {told.text}{where}"
+    if told.reason in ("foreign", "silent", "closed"):
+        return f"no store at {address}: {told.text}{where}"
+    if told.reason == "wrong-secret":
+        return f"the store at {address} has another secret than this client was given"
+    return f"the store at {address} refused this client: {told.text}"
+
+
+def _folded(failures: Sequence[Failure], since: float, now: float) -> str:
+    """'14 attempts in 9.9 s: 12 x nothing listens there (127.0.0.1:29500), 2 x ...'"""
+    counts: dict[str, int] = {}
+    for failure in failures:
+        line = f"{failure.text} ({failure.where})"
+        counts[line] = counts.get(line, 0) + 1
+    most = sorted(counts.items(), key=lambda entry: -entry[1])
+    parts = [f"{count} x {line}" for line, count in most[:4]]
+    if len(most) > 4:
+        parts.append(f"and {len(most) - 4} more kinds")
+    return f"{len(failures)} attempts in {max(0.0, now - since):.1f} s: {', '.join(parts)}"
+
+
+def _shown(first: bytes) -> str:
+    """The first line of what a service said, as text if it is text."""
+    line = first[:64].splitlines()[0] if first.strip() else first[:64]
+    return repr(line.decode("ascii")) if line.isascii() and all(32 <= byte < 127 or byte == 9 for byte in line) else line[:16].hex(" ")
+
+
+def _holder(address: Address) -> str:
+    """Who listens on the port, when that is this machine and can be seen."""
+    try:
+        local = address.host == "localhost" or ipaddress.ip_address(address.host).is_loopback
+    except ValueError:
+        local = False
+    if address.path or not local:
+        return ""
+    from rallypoint.host.ports import holders
+
+    listeners = [holder.line() for holder in holders(address.port) if holder.state == "listening"]
+    return f"on this machine {listeners[0]}" if listeners else ""
+
+
+def _help(code: str, address: Address) -> tuple[tuple[str, str], ...]:
+    if address.path and code in ("port-refused", "store-silent"):
+        return (("is its server running? the socket's folder goes with it", f"ls -l {address.path}"),)
+    return tuple((text, line.format(host=address.host or address.path, port=address.port)) for text, line in HELP.get(code, ()))

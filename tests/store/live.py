@@ -1,0 +1,107 @@
+"""What tests with real threads and processes share: results that are handed over, waits with a deadline, programs of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rallypoint.clock import Clock
+
+DEADLINE = 60.0
+"""Seconds within which what is to come comes, on a busy machine."""
+
+
+class Thread(threading.Thread):
+    """Runs at once, and hands over what its function returned or raised."""
+
+    def __init__(self, does: Callable[..., Any], *args: Any) -> None:
+        super().__init__(daemon=True)
+        self._does = does
+        self._given = args
+        self._error: BaseException | None = None
+        self._result: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._result = self._does(*self._given)
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self.join(DEADLINE)
+        assert not self.is_alive(), "it still runs"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def until(what: Callable[[], object], seconds: float = DEADLINE) -> None:
+    """Wait for what can only be looked at."""
+    clock = Clock()
+    while not what():
+        assert clock.elapsed() < seconds, "it did not come true"
+        threading.Event().wait(0.005)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without what a job or a user has said about rallypoint."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT")} | more
+
+
+def output_of(program: str, *arguments: str, **more: str) -> list[str]:
+    """The lines that a Python program printed, to stdout and stderr; it must have ended well."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout.splitlines()
+
+
+@contextmanager
+def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python program with pipes; killed at the end if it still runs."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ended_well(pid: int) -> bool:
+    """Whether a forked child has ended with status 0; it is killed when it does not end in time."""
+    clock = Clock()
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        if clock.elapsed() > DEADLINE:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return False
+        threading.Event().wait(0.005)
+
+
+def descriptors() -> list[str]:
+    """What this process has open, sorted."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}").split(":")[0])
+        except FileNotFoundError:  # the one that lists them
+            continue
+    return sorted(found)

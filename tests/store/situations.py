@@ -1,0 +1,197 @@
+"""What the tests of the client share: calls that are interrupted, children that report, descriptors and threads that are counted."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from rallypoint.clock import Clock
+from rallypoint.store.client import Store
+from rallypoint.wire.messages import Pop, Push, Value
+
+DEADLINE = 60.0
+"""Seconds within which what has to happen happens, on a busy machine: never used up by a test that passes."""
+
+SLACK = 1.5
+"""Seconds that a call may end after its deadline on a busy machine. (Alone on it, it is some 10 ms.)"""
+
+LONG = 50.0
+"""Seconds, the timeout of calls that are to end long before."""
+
+
+class Interruption(Exception):
+    """What a signal handler raises here; like KeyboardInterrupt, but nothing else does."""
+
+
+def eventually(condition: Callable[[], object], what: Callable[[], str] = lambda: "it did not come true") -> None:
+    """Return when it has come true; look again and again until then."""
+    clock, pause = Clock(), threading.Event()
+    while not condition():
+        assert clock.elapsed() < DEADLINE / 3, what()
+        pause.wait(0.005)
+
+
+@contextlib.contextmanager
+def alarm(seconds: float, handler: Callable[[], object]) -> Iterator[None]:
+    """Call the handler once, in the main thread, `seconds` from now."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        handler()
+
+    former = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, former)
+
+
+class Storm:
+    """Signals at random moments of a call: the first within `soon` seconds, then every 2 ms. The handler calls `handle` with the random
+    numbers, and raises Interruption with the probability `raising`.
+
+    To be used in a child: a handler's exception that strikes in a finalizer is printed by Python, and pytest minds.
+    """
+
+    def __init__(
+        self, seed: int, handle: Callable[[random.Random], object] = lambda chance: None, *, raising: float = 0.5, soon: float = 0.003
+    ) -> None:
+        self.chance = random.Random(seed)
+        self._soon = soon
+        self.on = False
+        self.raised = 0
+        self._handle = handle
+        self._raising = raising
+
+    def _handler(self, number: int, frame: FrameType | None) -> None:
+        if self.on:
+            self._handle(self.chance)
+            if self.on and self.chance.random() < self._raising:
+                self.raised += 1
+                raise Interruption
+
+    def strike(self, call: Callable[[], object]) -> bool:
+        """Call this while signals come; whether it ended by itself."""
+        try:
+            self.on = True
+            signal.setitimer(signal.ITIMER_REAL, 0.00001 + self.chance.random() * self._soon, 0.002)
+            call()
+            self.on = False
+        except Interruption:
+            self.on = False
+            return False
+        finally:
+            self.on = False
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        return True
+
+    def __enter__(self) -> Storm:
+        self._former = signal.signal(signal.SIGALRM, self._handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.on = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, self._former)
+
+
+def in_child(run: Callable[[], Any]) -> Any:
+    """Fork, run it there, and return what it returned; the child's traceback is the failure."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        sys.unraisablehook = lambda unraisable: None
+        try:
+            watch = threading.Timer(DEADLINE + 10.0, _give_up)
+            watch.daemon = True
+            watch.start()
+            try:
+                said = {"returned": run()}
+                status = 0
+            except BaseException:
+                said = {"raised": traceback.format_exc()}
+            os.write(writing, json.dumps(said).encode())
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = json.loads(pipe.read() or '{"raised": "it said nothing"}')
+    os.waitpid(pid, 0)
+    assert "raised" not in said, said["raised"]
+    return said["returned"]
+
+
+def _give_up() -> None:
+    faulthandler.dump_traceback()
+    os._exit(1)
+
+
+def descriptors() -> dict[int, str]:
+    """The open descriptors of this process, and what they are."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one with which they are listed
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def of_process(pid: int, kind: str) -> list[str]:
+    """The open descriptors of another process that are of a kind: "socket:", "/memfd:"."""
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            if target.startswith(kind):
+                found.append(target)
+    return found
+
+
+def our_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("rallypoint: "))
+
+
+def start(*runs: Callable[[], object]) -> Callable[[], None]:
+    """Run each in a thread; call what is returned to wait for them. What one raises is raised then."""
+    raised: list[BaseException] = []
+
+    def keep(run: Callable[[], object]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=keep, args=(run,), daemon=True) for run in runs]
+    for thread in threads:
+        thread.start()
+
+    def join() -> None:
+        for thread in threads:
+            thread.join(DEADLINE)
+            assert not thread.is_alive(), "a thread hangs"
+        if raised:
+            raise raised[0]
+
+    return join
+
+
+def put(store: Store, queue: str, value: object) -> None:
+    """A queue's `put`, as it will be built on `ask`."""
+    store.ask(Push, queue, store.encoded(value))
+
+
+def take(store: Store, queue: str, timeout: float | None = None) -> Any:
+    """The first value of a queue, or None."""
+    reply, body = store.ask(Pop, queue, timeout, wait=timeout)
+    return store.decoded(reply, body) if isinstance(reply, Value) else None

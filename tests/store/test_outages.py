@@ -1,0 +1,71 @@
+"""What is said after an outage that was longer than the session's lease, and what a signal handler may raise in a wait."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import pytest
+
+import rallypoint
+from rallypoint.errors import SessionLost, StoreTimeout
+from rallypoint.testing import ChaosProxy
+
+SECRET = b"sixteen bytes or more"
+
+
+def outage(store: rallypoint.Store) -> SessionLost:
+    """Ask until the store gives its session up."""
+    for _ in range(20):
+        try:
+            store.add("n")
+        except SessionLost as lost:
+            return lost
+        except StoreTimeout:
+            continue
+    pytest.fail("the session was never given up")
+
+
+def test_a_server_that_is_gone_is_not_blamed_on_the_client_and_one_that_is_new_is_told() -> None:
+    with rallypoint.serve(secret=SECRET) as first, ChaosProxy(first.address) as proxy:
+        store = rallypoint.connect(proxy.address, secret=SECRET, ttl=0.5, timeout=0.6, same_host=False)
+        store.add("n", 5)
+        gone = proxy.refuse()
+        proxy.reset()
+        lost = outage(store)
+        assert "has not been reached for" in str(lost)
+        assert not lost.same_server
+        said = " ".join((str(lost), *lost.why, *(text + command for text, command in lost.help)))
+        assert "nothing listens there" in said
+        assert "GIL" not in said
+        assert "ttl=" not in said
+        with rallypoint.serve(secret=SECRET) as second:
+            proxy.retarget(second.address)
+            gone.heal()
+            with pytest.raises(SessionLost, match="another server than before, with none of its data") as told:
+                for _ in range(20):  # those that still find nobody time out
+                    try:
+                        store.add("n")
+                    except StoreTimeout:
+                        continue
+                    break
+            assert told.value.outcome == "did not happen"
+            assert store.add("n") == 1
+            store.close()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyboardInterrupt, TimeoutError])
+def test_whatever_a_signal_handler_raises_in_a_wait_comes_out(kind: type[BaseException]) -> None:
+    def raises(number: int, frame: FrameType | None) -> None:
+        raise kind("60 s left")
+
+    before = signal.signal(signal.SIGALRM, raises)
+    try:
+        with rallypoint.serve() as server, rallypoint.connect(server.address, secret=server.secret) as store:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(kind, match="60 s left"):
+                store.wait("go", timeout=30.0)
+            assert store.add("n") == 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

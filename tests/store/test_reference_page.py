@@ -1,0 +1,62 @@
+"""docs/reference/store.md says what the code says: every public method, every option with its default, every limit."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import rallypoint
+from rallypoint.store import gate, history, keys, limits
+
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "reference" / "store.md").read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(rallypoint.Store) if not name.startswith("_")))
+def test_every_public_method_is_there(name: str) -> None:
+    assert re.search(rf"`store\.{name}\b", PAGE), f"store.{name} is not in the reference"
+
+
+@pytest.mark.parametrize(
+    "name", ["get", "read", "wait", "set", "set_many", "get_many", "add", "compare_and_set", "update", "delete", "watch", "c10d"]
+)
+def test_methods_are_shown_with_their_arguments(name: str) -> None:
+    assert f"`store.{name}({_arguments(getattr(rallypoint.Store, name))}" in PAGE
+
+
+@pytest.mark.parametrize("name", ["connect", "serve", "retry"])
+def test_functions_are_shown_with_their_arguments(name: str) -> None:
+    assert f"`rallypoint.{name}({_arguments(getattr(rallypoint, name))}" in PAGE
+
+
+def test_the_limits() -> None:
+    for number in (limits.KEY_BYTES, f"{limits.KEYS:,}", f"{limits.SESSIONS:,}", f"{limits.WAITING:,}", f"{gate.STRANGERS} at a time"):
+        assert f"| {number}" in PAGE
+    assert f"{history.CHANGES:,} changes, or {history.CHANGE_BYTES >> 20} MiB" in PAGE
+    assert f"| {keys.APPEND_BYTES >> 20} MiB |" in PAGE
+    assert limits.SHARE == 4, "a quarter of the memory"
+    assert limits.SMALLEST_STORE == 1 << 20, "at least 1 MiB"
+
+
+def _arguments(function: object) -> str:
+    """As one would write a call's signature, without `self` and types."""
+    parts: list[str] = []
+    keyword_only = False
+    for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            parts.append("*")
+        default = parameter.default
+        if default is parameter.empty:
+            parts.append(parameter.name)
+        elif isinstance(default, str):
+            parts.append(f'{parameter.name}="{default}"')
+        elif isinstance(default, tuple):
+            parts.append(f"{parameter.name}=({', '.join(one.__name__ for one in default)},)")
+        else:
+            parts.append(f"{parameter.name}={default!r}")
+    return ", ".join(parts) + ")"

@@ -1,0 +1,294 @@
+"""How threads share one session: who drives, who is woken, what is acknowledged, and what one thread's trouble is to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import rallypoint
+from rallypoint.clock import Clock
+from rallypoint.errors import SessionLost, StoreTimeout
+from rallypoint.store import link as links
+from rallypoint.store import session as sessions
+from rallypoint.store.client import ABSENT, Store
+from rallypoint.store.server import Server
+from rallypoint.testing import ChaosProxy
+from rallypoint.wire import values
+from rallypoint.wire.messages import Length
+
+from .situations import LONG, Interruption, eventually, our_threads, put, start, take
+
+LARGE = b"L" * 3_000_000
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(max_bytes="256MiB") as made:
+        yield made
+
+
+@pytest.fixture(params=[True, False], ids=["shared-memory", "tcp"])
+def store(server: Server, request: pytest.FixtureRequest) -> Iterator[Store]:
+    with rallypoint.connect(server.address, secret=server.secret, same_host=request.param, timeout=LONG, ttl=LONG) as made:
+        yield made
+
+
+@pytest.fixture
+def other(server: Server) -> Iterator[Store]:
+    with rallypoint.connect(server.address, secret=server.secret, timeout=LONG) as made:
+        yield made
+
+
+# --- driving
+
+
+def test_who_drives_hands_over_when_its_time_is_up(store: Store, other: Store) -> None:
+    """The thread that polls leaves; one that slept drives on. No keeper comes by in time: the lease is long."""
+    got: list[Any] = []
+    begun = threading.Event()
+
+    def short() -> None:
+        begun.set()
+        with pytest.raises(StoreTimeout):
+            store.wait("never", timeout=0.3)
+        other["long"] = 1
+
+    first = start(short)
+    assert begun.wait(LONG)
+    eventually(lambda: store._session._driver != 0)
+    clock = Clock()
+    second = start(lambda: got.append(store.wait("long", timeout=LONG)))
+    first()
+    second()
+    assert got == [1]
+    assert clock.elapsed() < LONG / 5
+
+
+def test_who_drives_hands_over_when_a_handler_ends_it(store: Store, other: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the exception strikes right after the wait."""
+    real = store._session._receive
+    struck = threading.Event()
+
+    def strike(link: links.Link, **named: Any) -> None:
+        real(link, **named)
+        if threading.current_thread().name == "the one" and not struck.is_set():
+            struck.set()
+            raise Interruption
+
+    monkeypatch.setattr(store._session, "_receive", strike)
+
+    def drive() -> None:
+        threading.current_thread().name = "the one"
+        with pytest.raises(Interruption):
+            store.wait("a", timeout=LONG)
+
+    first = start(drive)
+    eventually(lambda: store._session._driver != 0)
+    got: list[Any] = []
+    second = start(lambda: got.append(store.wait("b", timeout=LONG)))
+    eventually(lambda: store._session._waiting)
+    other["a"] = 1
+    first()
+    other["b"] = 2
+    second()
+    assert got == [2]
+    assert store["a"] == 1
+
+
+def test_a_hundred_waiters_and_one_that_works(store: Store, other: Store) -> None:
+    got: list[Any] = []
+    join = start(*(lambda index=index: got.append(store.wait(f"k{index}", timeout=LONG)) for index in range(100)))
+    eventually(lambda: store.status()["waiting"] == 100)
+    for count in range(200):
+        assert store.add("n") == count + 1
+    other.set_many({f"k{index}": index for index in range(100)})
+    join()
+    assert sorted(got) == list(range(100))
+    assert not store._session._waiting
+    assert not store._session._pending
+
+
+# --- what the server may forget
+
+
+def kept_by(server: Server, store: Store) -> int:
+    """How many answers the server keeps for this client."""
+    state = server._loop._state  # type: ignore[union-attr]
+    return len(state._sessions[store._session.id].replies)
+
+
+def test_the_server_may_forget_answers_although_one_thread_waits(server: Server, store: Store) -> None:
+    join = start(lambda: store.wait("k", timeout=LONG))
+    eventually(lambda: store.status()["waiting"] == 1)
+    for _ in range(5 * sessions.AHEAD):
+        store.add("n")
+    assert kept_by(server, store) <= sessions.AHEAD + 2
+    store["k"] = 1
+    join()
+    store.get("k")
+    store.get("k")
+    assert kept_by(server, store) == 0
+
+
+def test_memory_that_was_read_is_given_back_at_once(server: Server, store: Store, other: Store) -> None:
+    """Also for what is taken from a queue, and for an answer that nobody looks at any more."""
+    store["k"] = LARGE
+
+    def lent() -> int:
+        peer = server._loop._by_session[server._loop._state._sessions[store._session.id]]  # type: ignore[union-attr]
+        return len(peer.lent or ())
+
+    for _ in range(5):
+        assert store.get("k") == LARGE
+        put(store, "q", LARGE)
+        assert take(store, "q") == LARGE
+    eventually(lambda: lent() == 0)
+
+
+# --- one thread's trouble
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is set there is no memory for large values."""
+    tight = threading.Event()
+    real = values.alloc
+
+    def alloc(size: int) -> memoryview:
+        if tight.is_set():
+            raise MemoryError
+        return real(size)
+
+    monkeypatch.setattr(links, "alloc", alloc)
+    return tight
+
+
+def test_a_value_for_which_there_is_no_memory(store: Store, no_room: threading.Event) -> None:
+    """Who asked for it is told, and nobody else: not the thread that happens to drive."""
+    store["k"] = LARGE
+    drives = start(lambda: store.wait("driver", timeout=LONG))
+    eventually(lambda: store._session._driver != 0)
+    no_room.set()
+    with pytest.raises(MemoryError, match="there is no memory here for a value of 30"):
+        store.get("k")
+    no_room.clear()
+    assert store["k"] == LARGE
+    store["driver"] = 1
+    drives()
+    assert store.statistics()["reconnects"] == 0
+
+
+def test_an_item_for_which_there_is_no_memory_stays_in_the_queue(store: Store, other: Store, no_room: threading.Event) -> None:
+    put(store, "q", LARGE)
+    no_room.set()
+    with pytest.raises(MemoryError):
+        take(store, "q")
+    no_room.clear()
+    eventually(lambda: other.ask(Length, "q")[0].number == 1)  # type: ignore[union-attr]
+    assert take(store, "q") == LARGE
+
+
+def test_a_request_that_cannot_be_written_down_leaves_nothing(store: Store) -> None:
+    for wrong in ("\ud800", 5):
+        with pytest.raises((TypeError, ValueError)):
+            store.get(wrong)  # type: ignore[arg-type]
+    with pytest.raises(OverflowError):
+        store.add("n", 1 << 63)
+    assert not store._session._pending
+    assert store.add("n") == 1
+
+
+def test_numbers_go_on_after_a_session_was_lost(server: Server) -> None:
+    """Threads may still hold requests of the lost one; in the new one they must not be taken for others."""
+    with contextlib.ExitStack() as stack:
+        second = stack.enter_context(Server(max_bytes="16MiB", secret=server.secret))
+        proxy = stack.enter_context(ChaosProxy(server.address))
+        store = stack.enter_context(rallypoint.connect(proxy.address, secret=server.secret, same_host=False, timeout=LONG))
+        store["k"] = 1
+        before = store._session._seq
+        lost: list[SessionLost] = []
+
+        def wait() -> None:
+            try:
+                store.wait("never", timeout=LONG)
+            except SessionLost as error:
+                lost.append(error)
+                assert store.add("n") > 0  # told once
+
+        join = start(*[wait] * 8)
+        eventually(lambda: store.status()["waiting"] == 8)
+        proxy.retarget(second.address)
+        proxy.reset()
+        join()
+        assert len(lost) == 8
+        assert {error.outcome for error in lost} == {"did not happen"}
+        assert store["n"] == 8
+        assert store._session._seq > before + 8
+        assert store.statistics()["sessions"] == 2
+
+
+# --- the lease
+
+
+def test_a_lease_is_kept_while_a_handler_stands_in_the_middle_of_sending(server: Server) -> None:
+    """Nobody can send on that link, perhaps for minutes; the keeper then makes another one."""
+    with rallypoint.connect(server.address, secret=server.secret, ttl=0.6, timeout=LONG) as store:
+        link = store._session._link
+        assert link is not None
+        link.writer = -12345  # a thread that does not come back
+        eventually(lambda: store._session._link not in (None, link))
+        assert store.add("n") == 1
+        seen = store.statistics()
+        assert (seen["sessions"], seen["reconnects"]) == (1, 1)
+
+
+def test_signs_of_life_go_on_when_one_had_no_answer(server: Server) -> None:
+    """Whatever becomes of a single one, the next is due."""
+    with rallypoint.connect(server.address, secret=server.secret, ttl=0.6, timeout=LONG) as store:
+        store._session._dues._pings.append(0.0)  # one that was never sent: an exception struck
+        clock = Clock()
+        while clock.elapsed() < 2.0:
+            with pytest.raises(StoreTimeout):
+                store.wait("never", timeout=0.5)
+        assert store.statistics()["sessions"] == 1
+
+
+def test_the_keeper_ends_with_the_last_store(server: Server) -> None:
+    with rallypoint.connect(server.address, secret=server.secret), rallypoint.connect(server.address, secret=server.secret):
+        assert our_threads() == ["rallypoint: keeper"]
+    eventually(lambda: not our_threads())
+
+
+# --- watching
+
+
+def test_a_watch_that_is_interrupted_while_it_reads_a_large_value(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The changes of one answer are given one by one, each exactly once."""
+    changes = store.watch("w/", timeout=LONG)
+    store["w/a"] = 1
+    store["w/b"] = LARGE
+    store["w/c"] = 3
+    del store["w/a"]
+    real = store.read
+    fails = [True, True]
+
+    def read(key: str, **named: Any) -> Any:
+        if fails:
+            fails.pop()
+            raise Interruption
+        return real(key, **named)
+
+    monkeypatch.setattr(store, "read", read)
+    seen: list[tuple[str, Any]] = []
+    while len(seen) < 4:
+        try:
+            change = next(changes)
+        except Interruption:
+            continue
+        seen.append((change.key, change.value))
+    assert seen == [("w/a", 1), ("w/b", LARGE), ("w/c", 3), ("w/a", ABSENT)]
+    assert not fails

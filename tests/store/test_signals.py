@@ -1,0 +1,419 @@
+"""Signal handlers run at once in every blocking call; they may raise, and they may use the store."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import rallypoint
+from rallypoint.clock import Clock
+from rallypoint.errors import StoreTimeout
+from rallypoint.store.client import Store
+from rallypoint.store.server import Server
+from rallypoint.testing import ChaosProxy
+from rallypoint.wire.messages import Add, AnyReply, Done, Granted, Lock, Pop, Unlock, Value
+
+from .processes import ServerProcess
+from .situations import DEADLINE, LONG, Interruption, Storm, alarm, eventually, in_child, put, start, take
+
+LARGE = b"x" * (32 << 20)
+"""More than the buffers of any socket."""
+
+NOTHING = (Done(0, 0), None)
+
+TTL = 20.0
+"""Seconds, of leases that must not be what ends something."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(max_bytes="256MiB") as made:
+        yield made
+
+
+@pytest.fixture
+def process() -> Iterator[ServerProcess]:
+    with ServerProcess() as made:
+        yield made
+
+
+@pytest.fixture(params=[True, False], ids=["shared-memory", "tcp"])
+def store(server: Server, request: pytest.FixtureRequest) -> Iterator[Store]:
+    with rallypoint.connect(server.address, secret=server.secret, same_host=request.param, timeout=LONG, ttl=TTL) as made:
+        yield made
+
+
+CALLS: dict[str, Callable[[Store], object]] = {
+    "get": lambda store: store.get("k"),
+    "add": lambda store: store.add("n"),
+    "wait": lambda store: store.wait("never", timeout=LONG),
+    "wait for ever": lambda store: store.wait("never"),
+    "pop": lambda store: take(store, "empty", LONG),
+    "get many": lambda store: store.get_many([f"k{i}" for i in range(100)]),
+    "set large": lambda store: store.set("large", LARGE),
+    "watch": lambda store: next(store.watch("w/")),
+}
+
+
+@pytest.mark.parametrize("same_host", [True, False], ids=["shared-memory", "tcp"])
+@pytest.mark.parametrize("call", CALLS)
+def test_ctrl_c_in_a_call_to_a_frozen_server(process: ServerProcess, same_host: bool, call: str) -> None:
+    """As with KeyboardInterrupt; and then the same store goes on."""
+    with rallypoint.connect(process.address, secret=process.secret, same_host=same_host, timeout=LONG) as store:
+        store["k"] = 1
+        process.stop()
+        clock = Clock()
+        with alarm(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+            CALLS[call](store)
+        assert clock.elapsed() < LONG / 5
+        process.go_on()
+        before = store.get("n", 0)
+        assert store.add("n") == before + 1
+        assert store.statistics()["sessions"] == 1
+
+
+def test_ctrl_c_while_connecting(process: ServerProcess) -> None:
+    process.stop()
+    clock = Clock()
+    with alarm(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+        rallypoint.connect(process.address, secret=process.secret, timeout=LONG)
+    assert clock.elapsed() < LONG / 5
+
+
+def test_ctrl_c_while_trying_again() -> None:
+    clock = Clock()
+    with alarm(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+        rallypoint.connect("tcp://127.0.0.1:1", secret=b"x" * 16, timeout=LONG)
+    assert clock.elapsed() < LONG / 5
+
+
+def test_ctrl_c_while_another_thread_drives(store: Store) -> None:
+    """The main thread does not poll then, but sleeps on a lock."""
+    join = start(lambda: store.wait("a", timeout=LONG))
+    eventually(lambda: store._session._driver != 0)
+    clock = Clock()
+    with alarm(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+        store.wait("never", timeout=LONG)
+    assert clock.elapsed() < LONG / 5
+    store["a"] = 1
+    join()
+    assert store.statistics()["reconnects"] == 0
+
+
+def test_ctrl_c_while_a_large_value_arrives(server: Server) -> None:
+    with (
+        ChaosProxy(server.address) as proxy,
+        rallypoint.connect(proxy.address, secret=server.secret, same_host=False, timeout=LONG) as store,
+    ):
+        store["large"] = LARGE
+        with proxy.bandwidth(1e6, to="client"):
+            clock = Clock()
+            with alarm(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+                store.get("large")
+            assert clock.elapsed() < LONG / 5
+        assert store["large"] == LARGE
+
+
+@pytest.mark.parametrize("call", ["wait", "pop", "watch"])
+def test_a_handler_that_returns_leaves_the_call_waiting(store: Store, server: Server, call: str) -> None:
+    """SIGTERM that only writes something down."""
+    seen = []
+    answered = threading.Event()
+
+    def handler() -> None:
+        seen.append(1)
+        answered.set()
+
+    def answer() -> None:
+        assert answered.wait(DEADLINE)
+        with rallypoint.connect(server.address, secret=server.secret) as other:
+            other["never"] = 7
+            other["w/x"] = 7
+            put(other, "empty", 7)
+
+    join = start(answer)
+    with alarm(0.1, handler):
+        returned = CALLS[call](store)
+    join()
+    assert seen == [1]
+    assert returned in (7, ("w/x", 7, returned[2] if isinstance(returned, tuple) else 0))
+    assert store.statistics()["reconnects"] == 0
+
+
+# --- handlers that use the store
+
+
+def test_a_handler_uses_the_store_in_the_middle_of_a_wait(store: Store) -> None:
+    """And brings what is waited for: the call below ends at once, on the same connection."""
+    clock = Clock()
+    with alarm(0.1, lambda: store.set("k", store.add("n"))):
+        assert store.wait("k", timeout=LONG) == 1
+    assert clock.elapsed() < LONG / 5
+    assert store.statistics()["reconnects"] == 0
+
+
+def test_a_handler_reads_the_answer_of_the_call_below_it(store: Store, server: Server) -> None:
+    """It waits itself, and meanwhile the other answer comes: it must not be lost, nor noticed only when something else arrives."""
+
+    def handler() -> None:
+        with rallypoint.connect(server.address, secret=server.secret) as other:
+            other["below"] = 1
+            join = start(lambda: other.set("above", 2))
+            assert store.wait("above", timeout=LONG) == 2
+            join()
+
+    clock = Clock()
+    with alarm(0.1, handler):
+        assert store.wait("below", timeout=LONG) == 1
+    assert clock.elapsed() < LONG / 5
+    assert store.statistics()["reconnects"] == 0
+
+
+def test_a_handler_waits_in_a_thread_that_does_not_drive(store: Store) -> None:
+    """Both the handler and the call below it sleep, in one thread; whoever drives must wake the right one, also when it leaves."""
+    first = start(lambda: store.wait("driver", timeout=LONG))
+    eventually(lambda: store._session._driver != 0)
+
+    def handler() -> None:
+        store["driver"] = 1  # who drives now has what it waited for
+        first()
+        assert store.add("n") == 1
+        store["below"] = 2
+
+    clock = Clock()
+    with alarm(0.1, handler):
+        assert store.wait("below", timeout=LONG) == 2
+    assert clock.elapsed() < LONG / 5
+
+
+def test_a_handler_uses_the_store_while_a_large_value_is_sent(server: Server) -> None:
+    """The link has half a frame on it, so that the handler takes another one; both are carried out, once."""
+    with (
+        ChaosProxy(server.address) as proxy,
+        rallypoint.connect(proxy.address, secret=server.secret, same_host=False, timeout=LONG) as store,
+    ):
+        seen = []
+
+        def handler() -> None:
+            proxy.heal()
+            seen.append(store.add("n"))
+
+        proxy.bandwidth(1e6, to="server")
+        with alarm(0.3, handler):
+            store["large"] = LARGE
+        assert seen == [1]
+        assert store["large"] == LARGE
+        assert store["n"] == 1
+
+
+def test_a_handler_uses_the_store_while_it_connects_again(server: Server) -> None:
+    with (
+        ChaosProxy(server.address) as proxy,
+        rallypoint.connect(proxy.address, secret=server.secret, same_host=False, timeout=LONG) as store,
+    ):
+        seen = []
+
+        def handler() -> None:
+            proxy.heal()
+            seen.append(store.add("n"))
+
+        proxy.refuse()
+        proxy.reset()
+        with alarm(0.2, handler):
+            store.add("m")
+        assert (seen, store["n"], store["m"]) == ([1], 1, 1)
+
+
+def test_a_handler_closes_the_store(store: Store) -> None:
+    clock = Clock()
+    with alarm(0.1, store.close), pytest.raises(rallypoint.StoreClosed):
+        store.wait("never", timeout=LONG)
+    assert clock.elapsed() < LONG / 5
+
+
+# --- what an interrupted call leaves
+
+
+ENOUGH = 200
+"""Interruptions: some hit every line on the way of a request."""
+
+
+def test_an_item_whose_reply_was_lost_to_a_handler_comes_back(store: Store) -> None:
+    """Interrupted anywhere, a pop has either returned its item or given it back: each is got exactly once."""
+
+    def run() -> list[int]:
+        box: list[tuple[AnyReply, memoryview | None]] = []
+        got: list[int] = []
+
+        def pop() -> None:
+            box[0] = store.ask(Pop, "q")  # one step: nothing is called after the answer
+
+        items = 0
+        with Storm(1, raising=0.8, soon=0.00015) as storm:
+            while storm.raised < ENOUGH:
+                put(store, "q", items)
+                items += 1
+                box[:] = [NOTHING]
+                storm.strike(pop)
+                reply = box[0][0]
+                if isinstance(reply, Value):
+                    got.append(store.decoded(reply, None))
+        while len(got) < items:  # the last is given back at the next sign of life, if that could not be done at once
+            store._session.keep()
+            item = take(store, "q", 0.1)
+            if item is not None:
+                got.append(item)
+        assert take(store, "q") is None
+        assert sorted(got) == list(range(items))
+        return got
+
+    assert in_child(run)
+
+
+def test_a_lock_whose_grant_was_lost_to_a_handler_is_given_back(store: Store) -> None:
+    def run() -> bool:
+        box: list[tuple[AnyReply, memoryview | None]] = []
+
+        def acquire() -> None:
+            box[0] = store.ask(Lock, "l", "owner", LONG, wait=LONG)
+
+        with Storm(2, raising=0.8, soon=0.00015) as storm:
+            while storm.raised < ENOUGH:
+                box[:] = [NOTHING]
+                storm.strike(acquire)
+                reply = box[0][0]
+                if isinstance(reply, Granted):
+                    store.ask(Unlock, "l", reply.token)
+        store.get("any request connects again, if that has to be done")
+        return True
+
+    assert in_child(run)
+    clock = Clock()
+    reply, _ = store.ask(Lock, "l", "owner", LONG, wait=LONG)
+    assert isinstance(reply, Granted), reply
+    assert clock.elapsed() < TTL / 2, "it was released by the end of the child's session"
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["", "and-resets"])
+@pytest.mark.parametrize("threads", [0, 3])
+def test_interrupted_at_random(server: Server, threads: int, resets: bool) -> None:
+    """Handlers that use the store and raise, in the main thread; other threads beside it; connections that are cut: nothing is lost,
+    doubled or stuck."""
+
+    def run(address: str) -> dict[str, int]:
+        with rallypoint.connect(address, secret=server.secret, timeout=LONG) as store:
+            return storm_of_calls(store, threads)
+
+    with ChaosProxy(server.address, seed=threads) as proxy:
+        address = server.address
+        if resets:
+            proxy.reset_every(0.05, jitter=0.04)
+            address = proxy.address
+        print(in_child(lambda: run(address)))
+
+
+def storm_of_calls(store: Store, threads: int) -> dict[str, int]:
+    nested = 0
+
+    def handle(chance: random.Random) -> None:
+        nonlocal nested
+        if chance.random() < 0.3:
+            store.add("nested")
+            nested += 1
+
+    stop = threading.Event()
+    others = [0] * threads
+
+    def work(index: int) -> None:
+        while not stop.is_set():
+            store.add("others")
+            others[index] += 1
+
+    join = start(*(functools.partial(work, index) for index in range(threads)))
+    done = interrupted = 0
+    longest = 0.0
+    value = b"v" * 200_000
+    clock = Clock()
+    with Storm(threads, handle) as storm:
+        while clock.elapsed() < 2.5:
+            kind, call = storm.chance.random(), Clock()
+            if kind < 0.6:
+                if storm.strike(lambda: store.ask(Add, "n", 1)):
+                    done += 1
+                else:
+                    interrupted += 1
+            elif kind < 0.8:
+                storm.strike(lambda: store.set("large", value))
+            else:
+                storm.strike(lambda: store.get_many(["large", "n", "nothing"] * 5))
+            longest = max(longest, call.elapsed())
+    stop.set()
+    join()
+    assert storm.raised > 20
+    assert done <= store["n"] <= done + interrupted
+    assert store.get("nested", 0) >= nested
+    assert store.get("others", 0) == sum(others)
+    assert store["large"] == value
+    assert longest < LONG / 5, "a call was stuck"
+    session = store._session
+
+    def settled() -> bool:
+        store.get("connects again, if that is to be done")
+        return session.keep() and session.look_in() and not session._pending
+
+    eventually(settled, lambda: f"nobody waits for these: {[vars(pending) for pending in session._pending.values()]}")
+    assert not session._waiting
+    return {"done": done, "raised": storm.raised, "others": sum(others), "longest": int(longest * 1000)}
+
+
+def test_a_call_that_is_interrupted_leaves_nothing_waiting_on_the_server(store: Store) -> None:
+    for _ in range(5):
+        with alarm(0.02, _interrupt), pytest.raises(Interruption):
+            store.wait("never")
+    eventually(lambda: store.status()["waiting"] == 0)
+
+
+def _interrupt() -> None:
+    raise Interruption
+
+
+def test_a_wait_that_timed_out_leaves_nothing_waiting_on_the_server(store: Store) -> None:
+    with pytest.raises(StoreTimeout):
+        store.wait("never", timeout=0.05)
+    assert store.status()["waiting"] == 0
+
+
+def test_a_program_that_dies_of_sigpipe_does_not_die_of_us(process: ServerProcess) -> None:
+    """`signal(SIGPIPE, SIG_DFL)` is what command line tools do; a server that goes must not end them."""
+    program = f"""
+import signal, sys
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+import rallypoint
+def connect(same_host):
+    return rallypoint.connect({process.address!r}, secret={process.secret!r}, same_host=same_host, timeout=0.5)
+stores = [connect(True), connect(False)]
+print("connected", flush=True)
+sys.stdin.readline()
+for store in stores:
+    for _ in range(3):
+        try:
+            store.add("n")
+        except rallypoint.StoreTimeout as error:
+            print(error.code, flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "connected\n"
+        process.kill()
+        said, _ = child.communicate("go on\n", timeout=DEADLINE)
+    assert said == "store-timeout\n" * 6
+    assert child.returncode == 0
