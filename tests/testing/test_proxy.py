@@ -1,0 +1,1273 @@
+"""Each fault of the chaos proxy as the client of a plain echo server sees it."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import hashlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.errors import InternalError, UsageError
+from rallypoint.testing import ChaosProxy, ManualClock, ProxyStatistics
+
+PATIENCE = 30.0
+"""Seconds after which something that must happen has not: only a broken proxy, or a machine that stands still, needs them."""
+
+Dial = Callable[[], socket.socket]
+
+
+class Echo:
+    """Sends back what it gets, and ends its side after the client's. `received` and `endings` are by connection."""
+
+    def __init__(self, family: int = socket.AF_INET, where: object = ("127.0.0.1", 0)) -> None:
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.bind(where)  # type: ignore[arg-type]
+        self._listener.listen(1024)
+        name = self._listener.getsockname()
+        self.address = f"unix://{name}" if isinstance(name, str) else f"tcp://{f'[{name[0]}]' if len(name) > 2 else name[0]}:{name[1]}"
+        self.received: list[bytearray] = []
+        self.endings: list[str] = []
+        self.news = threading.Condition()
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            with self.news:
+                self._sockets.append(sock)
+                self.received.append(bytearray())
+                self.endings.append("")
+                thread = threading.Thread(target=self._serve, args=(sock, len(self.received) - 1))
+                self._threads.append(thread)
+                self.news.notify_all()
+            thread.start()
+
+    def _serve(self, sock: socket.socket, number: int) -> None:
+        ending = "end"
+        try:
+            while data := sock.recv(1 << 16):
+                with self.news:
+                    self.received[number] += data
+                    self.news.notify_all()
+                sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            ending = type(error).__name__
+        with self.news:
+            self.endings[number] = ending
+            self.news.notify_all()
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        with self.news:
+            assert self.news.wait_for(condition, PATIENCE), (self.received, self.endings)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join()
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        for sock in self._sockets:
+            sock.close()
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    with contextlib.closing(Echo()) as server:
+        yield server
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def proxy(echo: Echo) -> Iterator[ChaosProxy]:
+    with ChaosProxy(echo.address, seed=1) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def moved(echo: Echo, clock: ManualClock) -> Iterator[ChaosProxy]:
+    """A proxy whose seconds pass when the test says so."""
+    with ChaosProxy(echo.address, seed=1, clock=clock) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def open_sockets() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def dial(proxy: ChaosProxy, open_sockets: contextlib.ExitStack) -> Dial:
+    return lambda: open_sockets.enter_context(connect(proxy))
+
+
+def connect(proxy: ChaosProxy, timeout: float = PATIENCE) -> socket.socket:
+    scheme, _, rest = proxy.address.partition("://")
+    if scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), timeout)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout)
+    try:
+        sock.connect(rest)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def say(sock: socket.socket, data: bytes) -> bytes:
+    """Send, and read as many bytes as were sent."""
+    sock.sendall(data)
+    return read(sock, len(data))
+
+
+def read(sock: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes; fewer only when the stream ends."""
+    found = bytearray()
+    while len(found) < size and (data := sock.recv(size - len(found))):
+        found += data
+    return bytes(found)
+
+
+def is_silent(sock: socket.socket) -> bool:
+    """Whether there is nothing to be read at this moment: no bytes, no end, no error."""
+    sock.setblocking(False)
+    try:
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    finally:
+        sock.settimeout(PATIENCE)
+    return False
+
+
+def overflow(sock: socket.socket) -> int:
+    """Send until nothing more is taken for a while; how many bytes were."""
+    sock.settimeout(0.3)
+    sent = 0
+    try:
+        while sent < 1 << 30:
+            sent += sock.send(bytes(1 << 20))
+    except TimeoutError:
+        return sent
+    finally:
+        sock.settimeout(PATIENCE)
+    raise AssertionError("it takes everything")
+
+
+def rst(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+# No fault
+
+
+def test_without_a_fault_bytes_pass_and_are_counted(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    first, second = dial(), dial()
+    assert (say(first, b"hello"), say(second, b"you")) == (b"hello", b"you")
+    seen = proxy.statistics()
+    assert (seen.connections, seen.open, seen.resets) == (2, 2, 0)
+    assert (seen.to_server.bytes, seen.to_client.bytes) == (8, 8)
+    assert [(c.number, c.bytes_to_server, c.bytes_to_client, c.is_open) for c in proxy.connections] == [(0, 5, 5, True), (1, 3, 3, True)]
+
+
+def test_an_end_passes_in_each_direction_by_itself(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    sock.sendall(b"last words")
+    sock.shutdown(socket.SHUT_WR)
+    assert read(sock, 100) == b"last words"
+    echo.wait_for(lambda: echo.endings == ["end"])
+    assert proxy.wait_for(lambda seen: not seen.open).connections == 1
+
+
+def test_a_reset_of_the_client_reaches_the_server(proxy: ChaosProxy, echo: Echo) -> None:
+    sock = connect(proxy)
+    say(sock, b"hello")
+    rst(sock)
+    echo.wait_for(lambda: echo.endings == ["ConnectionResetError"])
+    assert proxy.wait_for(lambda seen: not seen.open).resets == 0  # not the proxy's doing
+
+
+def test_a_reset_of_the_server_reaches_the_client_after_what_the_server_said(open_sockets: contextlib.ExitStack) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ChaosProxy(server.getsockname()) as proxy:
+        sock = open_sockets.enter_context(connect(proxy))
+        peer, _ = server.accept()
+        peer.sendall(b"too busy")
+        rst(peer)
+        assert read(sock, 8) == b"too busy"
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+        proxy.wait_for(lambda seen: not seen.open)
+
+
+def test_a_server_that_answers_and_resets_before_the_proxy_looks(open_sockets: contextlib.ExitStack) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ChaosProxy(server.getsockname()) as proxy:
+
+        def serve(seen: ProxyStatistics) -> bool:
+            """In the proxy's thread, which cannot have seen yet that it is connected."""
+            if seen.connections:
+                peer, _ = server.accept()
+                peer.sendall(b"too busy")
+                rst(peer)
+            return seen.connections > 0
+
+        sock = open_sockets.enter_context(connect(proxy))
+        proxy.wait_for(serve)
+        assert read(sock, 8) == b"too busy"
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+        assert proxy.statistics().unreached == 0
+
+
+def test_a_reset_after_the_end_of_the_other_direction_is_noticed(proxy: ChaosProxy, open_sockets: contextlib.ExitStack) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        proxy.retarget(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        sock = open_sockets.enter_context(connect(proxy))
+        peer, _ = server.accept()
+        peer.shutdown(socket.SHUT_WR)
+        assert sock.recv(1) == b""
+        rst(peer)
+        proxy.wait_for(lambda seen: not seen.open)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            sock.sendall(b"anyone?")
+
+
+def test_bulk_arrives_as_it_was_sent(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    block = os.urandom(1 << 20)
+    sent = hashlib.sha256()
+
+    def send() -> None:
+        for _ in range(64):
+            sock.sendall(block)
+        sock.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    found = hashlib.sha256()
+    while data := sock.recv(1 << 20):
+        found.update(data)
+    thread.join()
+    for _ in range(64):
+        sent.update(block)
+    assert found.digest() == sent.digest()
+
+
+def test_a_sender_waits_for_a_slow_receiver_through_the_proxy(proxy: ChaosProxy) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        proxy.retarget(server.getsockname())
+        with connect(proxy) as sock, server.accept()[0]:
+            # Two pairs of kernel buffers and one read of the proxy.
+            assert overflow(sock) < 64 << 20
+
+
+def test_a_target_that_is_not_there_resets_the_client(open_sockets: contextlib.ExitStack) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        with ChaosProxy(nobody.getsockname()) as proxy:
+            with contextlib.suppress(ConnectionResetError):
+                sock = open_sockets.enter_context(connect(proxy))
+                assert sock.recv(1) == b"never"
+            seen = proxy.wait_for(lambda seen: not seen.open)
+            assert (seen.connections, seen.unreached, seen.resets) == (1, 1, 0)
+
+
+def test_every_address_of_a_name_is_tried(echo: Echo) -> None:
+    # localhost may be ::1 first, where nobody listens.
+    with ChaosProxy(f"tcp://localhost:{echo.address.rpartition(':')[2]}") as proxy, connect(proxy) as sock:
+        assert say(sock, b"hello") == b"hello"
+
+
+def test_a_server_that_moved_is_found_again(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    old = dial()
+    say(old, b"first")
+    with contextlib.closing(Echo()) as moved:
+        proxy.retarget(moved.address)
+        assert say(dial(), b"second") == b"second"
+        assert (bytes(echo.received[0]), bytes(moved.received[0])) == (b"first", b"second")
+        assert say(old, b"still") == b"still"
+
+
+@pytest.mark.parametrize("listen", ["tcp", "unix"])
+@pytest.mark.parametrize("target", ["tcp", "unix"])
+def test_unix_sockets_on_either_side(tmp_path: Path, listen: str, target: str) -> None:
+    server = Echo(socket.AF_UNIX, str(tmp_path / "echo")) if target == "unix" else Echo()
+    door = f"unix://{tmp_path}/door" if listen == "unix" else "tcp://127.0.0.1:0"
+    with contextlib.closing(server), ChaosProxy(server.address, listen=door) as proxy, connect(proxy) as sock:
+        assert say(sock, b"hello") == b"hello"
+        with proxy.refuse(), pytest.raises(ConnectionRefusedError):
+            connect(proxy)
+        with proxy.black_hole(accept=False), pytest.raises((TimeoutError, BlockingIOError)):
+            connect(proxy, 0.1)
+        with connect(proxy) as other:
+            assert say(other, b"hello") == b"hello"
+        assert say(sock, b"still") == b"still"
+        proxy.reset()
+        with contextlib.suppress(ConnectionResetError):  # Unix sockets end without one
+            assert sock.recv(1) == b""
+    assert not (tmp_path / "door").exists()
+
+
+def test_a_path_that_somebody_else_has_is_not_taken(tmp_path: Path, echo: Echo) -> None:
+    (tmp_path / "door").touch()
+    with pytest.raises(OSError, match="Address already in use"):
+        ChaosProxy(echo.address, listen=f"unix://{tmp_path}/door")
+    assert (tmp_path / "door").exists()
+
+
+def test_descriptors_pass_between_unix_sockets_and_no_copy_is_left(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "server"))
+        server.listen()
+        with ChaosProxy(f"unix://{tmp_path}/server", listen=f"unix://{tmp_path}/door") as proxy, connect(proxy) as sock:
+            peer, _ = server.accept()
+            peer.settimeout(PATIENCE)
+            descriptors = count_descriptors()
+            for fault in (proxy.heal, lambda: proxy.slices(3)):
+                fault()
+                read_end, write_end = os.pipe()
+                socket.send_fds(sock, [b"take this"], [write_end])
+                os.close(write_end)
+                data, found, _, _ = socket.recv_fds(peer, 100, 1)
+                data += read(peer, 9 - len(data))
+                assert (data, len(found)) == (b"take this", 1)
+                os.write(found[0], b"through")
+                os.close(found[0])
+                assert os.read(read_end, 100) == b"through"
+                assert os.read(read_end, 100) == b""  # the last copy of the writing end is closed
+                os.close(read_end)
+            with proxy.black_hole(to="server"):
+                read_end, write_end = os.pipe()
+                socket.send_fds(sock, [b"gone"], [write_end])
+                os.close(write_end)
+                assert os.read(read_end, 1) == b""
+                os.close(read_end)
+            assert array.array("i", [descriptors, descriptors - 2]).index(count_descriptors()) >= 0  # less the two that were reset
+            peer.close()
+
+
+def test_ipv6(open_sockets: contextlib.ExitStack) -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists() or not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("no IPv6 on this machine")
+    with contextlib.closing(Echo(socket.AF_INET6, ("::1", 0))) as server, ChaosProxy(server.address, listen="tcp://[::1]:0") as proxy:
+        assert proxy.address.startswith("tcp://[::1]:")
+        assert say(open_sockets.enter_context(connect(proxy)), b"hello") == b"hello"
+
+
+# Slow lines
+
+
+def test_latency_is_added_in_each_direction(moved: ChaosProxy, echo: Echo, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+    sock = open_sockets.enter_context(connect(moved))
+    moved.latency(0.05)
+    sock.sendall(b"hello")
+    moved.wait_for(lambda seen: seen.to_server.held == 5)
+    clock.advance(0.049)
+    assert moved.statistics().to_server.bytes == 0
+    clock.advance(0.002)
+    moved.wait_for(lambda seen: seen.to_client.held == 5)
+    assert echo.received == [b"hello"]
+    clock.advance(0.049)
+    assert is_silent(sock)
+    clock.advance(0.002)
+    assert read(sock, 5) == b"hello"
+
+
+def test_latency_by_the_real_clock(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    proxy.latency(0.05)
+    began = time.monotonic()
+    assert say(sock, b"hello") == b"hello"
+    assert 0.1 <= time.monotonic() - began < PATIENCE
+
+
+def test_latency_holds_back_the_end_too(moved: ChaosProxy, echo: Echo, clock: ManualClock) -> None:
+    with connect(moved) as sock:
+        say(sock, b"hello")
+        moved.latency(1.0, to="server")
+        sock.sendall(b"bye")
+        moved.wait_for(lambda seen: seen.to_server.held == 3)
+    assert echo.endings == [""]
+    moved.wait_for(lambda _: all(connection.to_server.exhausted for connection in moved._engine.connections))
+    assert echo.endings == [""]
+    clock.advance(1.0)
+    echo.wait_for(lambda: echo.endings != [""])
+    assert echo.received == [b"hellobye"]
+
+
+def test_jitter_varies_within_its_bounds(moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+    sock = open_sockets.enter_context(connect(moved))
+    moved.latency(1.0, jitter=0.5, to="server")
+    delays: list[int] = []
+    for number in range(10):
+        sock.sendall(bytes([number]))
+        moved.wait_for(lambda seen: seen.to_server.held == 1)
+        delays.append(0)
+        while moved.statistics().to_server.held:
+            clock.advance(0.1)
+            delays[-1] += 1
+    assert all(5 <= delay <= 16 for delay in delays)
+    assert len(set(delays)) > 3
+
+
+def test_jitter_keeps_the_order(moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+    sock = open_sockets.enter_context(connect(moved))
+    moved.latency(1.0, jitter=1.0, to="server")
+    for number in range(20):
+        sock.sendall(bytes([number]))
+        moved.wait_for(lambda seen, sent=number + 1: seen.to_server.held + seen.to_server.bytes == sent)  # type: ignore[misc]
+    clock.advance(2.01)
+    assert read(sock, 20) == bytes(range(20))
+
+
+def test_what_is_under_way_arrives_when_the_latency_ends(moved: ChaosProxy, open_sockets: contextlib.ExitStack) -> None:
+    sock = open_sockets.enter_context(connect(moved))
+    with moved.latency(3600.0, to="server"):
+        sock.sendall(b"hello")
+        moved.wait_for(lambda seen: seen.to_server.held == 5)
+    assert read(sock, 5) == b"hello"
+
+
+def test_bandwidth_is_shared_by_all_connections(moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+    socks = [open_sockets.enter_context(connect(moved)) for _ in range(2)]
+    moved.bandwidth(1000, to="server")
+    for sock in socks:
+        sock.sendall(bytes(1000))
+    moved.wait_for(lambda seen: seen.to_server.held + seen.to_server.bytes == 2000)
+    for second in (1, 2):
+        clock.advance(1.0)
+        # A turn is 10 bytes, and each of the two began with one.
+        assert second * 1000 <= moved.statistics().to_server.bytes <= second * 1000 + 20
+        assert abs(moved.connections[0].bytes_to_server - moved.connections[1].bytes_to_server) <= 50
+
+
+def test_bandwidth_by_the_real_clock(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    proxy.bandwidth(1_000_000, to="client")
+    began = time.monotonic()
+    assert say(sock, bytes(200_000)) == bytes(200_000)
+    assert 0.18 <= time.monotonic() - began < PATIENCE
+
+
+def cuts(seed: int, echo: Echo) -> list[int]:
+    """Where the stream to the server is cut, as positions."""
+    clock = ManualClock()
+    with ChaosProxy(echo.address, seed=seed, clock=clock) as proxy, connect(proxy) as sock:
+        proxy.slices(100, 10, pause=1.0, to="server")
+        data = os.urandom(1000)
+        sock.sendall(data)
+        proxy.wait_for(lambda seen: seen.to_server.held + seen.to_server.bytes == 1000)
+        found: list[int] = []
+        while not found or found[-1] < 1000:
+            found.append(proxy.statistics().to_server.bytes)
+            clock.advance(1.0)
+        assert proxy.statistics().to_server.pieces == len(found)
+        assert read(sock, 1000) == data
+        return found
+
+
+def test_slices_are_cut_where_the_seed_says(echo: Echo) -> None:
+    first = cuts(7, echo)
+    sizes = [end - start for start, end in zip([0, *first], first, strict=False)]
+    assert all(10 <= size <= 100 for size in sizes[:-1])
+    assert len(set(sizes)) > 3
+    assert cuts(7, echo) == first
+    assert cuts(8, echo) != first
+
+
+def test_a_receiver_sees_slices_one_by_one(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    proxy.slices(10, 10, pause=0.02, to="client")
+    sock.sendall(bytes(100))
+    pieces: list[int] = []
+    while sum(pieces) < 100:
+        pieces.append(len(sock.recv(100)))
+    assert len(pieces) > 1
+
+
+# Silence
+
+
+def test_in_a_black_hole_all_vanishes_and_nobody_is_told(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"before")
+    with proxy.black_hole():
+        sock.sendall(b"lost")
+        proxy.wait_for(lambda seen: seen.to_server.swallowed == 4)
+        assert is_silent(sock)
+        assert echo.received == [b"before"]
+    with pytest.raises(ConnectionResetError):  # TCP would not let a stream with a hole go on
+        sock.recv(1)
+    echo.wait_for(lambda: echo.endings == ["ConnectionResetError"])
+    assert say(dial(), b"after") == b"after"
+
+
+def test_an_end_vanishes_in_a_black_hole(proxy: ChaosProxy, echo: Echo) -> None:
+    sock = connect(proxy)
+    say(sock, b"hello")
+    hole = proxy.black_hole()
+    rst(sock)
+    proxy.wait_for(lambda _: all(connection.to_server.exhausted for connection in proxy._engine.connections))
+    assert echo.endings == [""]
+    assert proxy.statistics().open == 1
+    hole.heal()
+    echo.wait_for(lambda: echo.endings == ["ConnectionResetError"])
+    assert proxy.statistics().open == 0
+
+
+def test_a_black_hole_in_one_direction(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"before")
+    proxy.black_hole(to="client")
+    sock.sendall(b"done?")
+    echo.wait_for(lambda: echo.received == [b"beforedone?"])  # the server has acted on it
+    assert proxy.wait_for(lambda seen: seen.to_client.swallowed == 5).to_server.swallowed == 0
+    assert is_silent(sock)
+
+
+def test_a_connection_that_lost_nothing_goes_on_after_the_black_hole(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"before")
+    with proxy.black_hole():
+        pass
+    assert say(sock, b"after") == b"after"
+
+
+def test_new_connections_in_a_black_hole_are_accepted_and_silent(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    with proxy.black_hole():
+        sock = dial()
+        loser = dial()
+        loser.sendall(b"lost")
+        proxy.wait_for(lambda seen: seen.connections == 2 and seen.to_server.swallowed == 4)
+        assert is_silent(sock)
+        assert echo.received == []  # the server has not heard of them
+    assert say(sock, b"after") == b"after"
+    with pytest.raises(ConnectionResetError):
+        loser.recv(1)
+
+
+def test_a_black_hole_that_accepts_nobody(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    for _ in range(3):
+        with proxy.black_hole(accept=False), pytest.raises(TimeoutError):
+            connect(proxy, 0.2)
+    assert say(dial(), b"after") == b"after"
+    assert say(sock, b"still") == b"still"
+    # The client that gave up was dropped by the kernel, and the proxy's own are not counted.
+    assert proxy.statistics().connections == 2
+
+
+def test_a_client_that_waits_gets_in_when_the_hole_ends(proxy: ChaosProxy) -> None:
+    hole = proxy.black_hole(accept=False)
+    found: list[bytes] = []
+
+    def client() -> None:
+        with connect(proxy) as sock:
+            found.append(say(sock, b"patient"))
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    hole.heal()
+    thread.join(PATIENCE)
+    assert found == [b"patient"]
+
+
+def test_frozen_nothing_moves_and_nothing_is_lost(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"before")
+    with proxy.freeze() as frost:
+        late = dial()  # the kernel accepts it, the proxy does not
+        late.sendall(b"late")
+        sent = overflow(sock)
+        seen = proxy.statistics()
+        assert (seen.connections, seen.to_server.bytes) == (1, 6)
+        assert is_silent(late)
+        assert frost.active
+    assert not frost.active
+    assert read(late, 4) == b"late"
+    found = 0
+    while found < sent:
+        found += len(sock.recv(1 << 20))
+    assert say(sock, b"after") == b"after"
+
+
+def test_frozen_in_one_direction(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    with proxy.freeze(to="client"):
+        sock.sendall(b"hello")
+        echo.wait_for(lambda: echo.received == [b"hello"])
+        assert is_silent(sock)
+    assert read(sock, 5) == b"hello"
+
+
+def test_refused_while_open_connections_go_on_and_the_port_stays_ours(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    port = int(proxy.address.rpartition(":")[2])
+    for _ in range(3):
+        with proxy.refuse():
+            with pytest.raises(ConnectionRefusedError):
+                connect(proxy)
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+            assert say(sock, b"still") == b"still"
+        assert say(dial(), b"again") == b"again"
+
+
+# Cuts
+
+
+def test_reset_cuts_all_connections_for_both_sides(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    socks = [dial() for _ in range(3)]  # connect() has returned, no more
+    proxy.reset()
+    for sock in socks:
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+    assert (proxy.statistics().resets, proxy.statistics().open) == (3, 0)
+    assert say(dial(), b"again") == b"again"
+
+
+def test_reset_of_one_chosen_by_the_seed(echo: Echo) -> None:
+    def survivors(seed: int) -> list[int]:
+        with ChaosProxy(echo.address, seed=seed) as proxy, contextlib.ExitStack() as stack:
+            for _ in range(6):
+                stack.enter_context(connect(proxy))
+            proxy.reset(count=1)
+            proxy.reset(count=2)
+            assert proxy.statistics().resets == 3
+            return [connection.number for connection in proxy.connections]
+
+    assert survivors(1) == survivors(1)
+    assert len({tuple(survivors(seed)) for seed in range(8)}) > 1
+
+
+def test_reset_of_a_certain_connection(proxy: ChaosProxy, dial: Dial) -> None:
+    first, second = dial(), dial()
+    proxy.connection_of(first).reset()
+    with pytest.raises(ConnectionResetError):
+        first.recv(1)
+    assert say(second, b"still") == b"still"
+    with pytest.raises(UsageError, match="no open connection"):
+        proxy.connection_of(first)
+
+
+def test_reset_every_so_often(moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+    fault = moved.reset_every(0.05)
+    for number in range(1, 4):
+        sock = open_sockets.enter_context(connect(moved))
+        assert say(sock, b"hello") == b"hello"
+        clock.advance(0.05)
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+        assert fault.times == number
+    clock.advance(1.01)
+    assert fault.times == 23
+    fault.heal()
+    sock = open_sockets.enter_context(connect(moved))
+    clock.advance(1.0)
+    assert say(sock, b"hello") == b"hello"
+    assert (fault.times, moved.statistics().resets) == (23, 3)
+
+
+def test_reset_every_so_often_by_the_real_clock(proxy: ChaosProxy) -> None:
+    proxy.reset_every(0.01)
+    cut = 0
+    while cut < 5:
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError), connect(proxy) as sock:
+            while say(sock, b"hello") == b"hello":
+                pass
+        cut += 1
+    assert proxy.statistics().resets >= 5
+
+
+@pytest.mark.parametrize("size", [1, 5, 100_000])
+def test_reset_after_so_many_bytes_to_the_client(proxy: ChaosProxy, dial: Dial, size: int) -> None:
+    proxy.reset_after(size, of="client")
+    for _ in range(2):  # each connection
+        sock = dial()
+        sock.sendall(bytes(200_000))
+        assert len(read(sock, size)) == size
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+
+
+def test_reset_after_so_many_bytes_to_the_server(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"before")  # counted from the beginning of the fault
+    proxy.reset_after(3, of="server")
+    sock.sendall(b"abcdef")
+    echo.wait_for(lambda: echo.endings == ["ConnectionResetError"])
+    assert echo.received == [b"beforeabc"]
+
+
+def test_reset_after_so_many_bytes_of_both_directions(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    proxy.reset_after(8)
+    sock = dial()
+    assert say(sock, b"abc") == b"abc"
+    sock.sendall(b"defg")
+    echo.wait_for(lambda: echo.endings == ["ConnectionResetError"])
+    assert echo.received == [b"abcde"]
+
+
+def test_an_answer_that_never_arrives(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    assert say(sock, b"one") == b"one"
+    proxy.after_bytes(0, of="client").reset()
+    sock.sendall(b"two")
+    with pytest.raises(ConnectionResetError):
+        sock.recv(1)
+    assert echo.received == [b"onetwo"]
+
+
+def test_a_reset_that_only_one_side_learns_of(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"hello")
+    proxy.reset(to="client")
+    with pytest.raises(ConnectionResetError):
+        sock.recv(1)
+    seen = proxy.statistics()
+    assert (seen.resets, seen.open, echo.endings) == (1, 1, [""])
+    proxy.heal()
+    echo.wait_for(lambda: echo.endings == ["ConnectionResetError"])
+    assert proxy.statistics().open == 0
+
+
+def test_half_close_to_the_server(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"hello")
+    proxy.half_close(to="server")
+    assert sock.recv(1) == b""  # the echo server ends after its client
+    echo.wait_for(lambda: echo.endings == ["end"])
+    sock.sendall(b"anyone?")
+    seen = proxy.wait_for(lambda seen: seen.to_server.swallowed == 7)
+    assert (seen.half_closes, seen.resets) == (1, 0)
+    sock.close()
+    proxy.wait_for(lambda seen: not seen.open)
+
+
+def test_half_close_to_the_client(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    proxy.half_close(to="client")
+    assert sock.recv(1) == b""
+    sock.sendall(b"still heard")
+    echo.wait_for(lambda: echo.received == [b"still heard"])
+    sock.close()
+    echo.wait_for(lambda: echo.endings == ["end"])
+    proxy.wait_for(lambda seen: not seen.open)
+
+
+# Damage
+
+
+def test_one_byte_is_corrupted_at_its_place(echo: Echo) -> None:
+    def heard(seed: int) -> bytes:
+        with ChaosProxy(echo.address, seed=seed) as proxy, connect(proxy) as sock:
+            proxy.after_bytes(7, of="client").corrupt(to="client")
+            found = say(sock, bytes(20)) + say(sock, bytes(20))
+            assert (proxy.statistics().to_client.corrupted, proxy.statistics().to_server.corrupted) == (1, 0)
+            return found
+
+    first = heard(1)
+    assert [position for position, byte in enumerate(first) if byte] == [7]
+    assert heard(1) == first
+    assert len({heard(seed) for seed in range(6)}) > 1
+
+
+def test_the_next_byte_is_corrupted_once(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    say(sock, bytes(5))
+    proxy.corrupt(to="server")
+    say(sock, bytes(5))
+    assert [position for position, byte in enumerate(echo.received[0]) if byte] == [5]
+
+
+def test_a_byte_is_corrupted_again_and_again(proxy: ChaosProxy, dial: Dial) -> None:
+    proxy.after_bytes(10, of="server", again=True).corrupt(to="server")
+    assert [position for position, byte in enumerate(say(dial(), bytes(35))) if byte] == [10, 20, 30]
+
+
+def test_a_chunk_is_sent_twice(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"one ")
+    proxy.duplicate(to="server")
+    sock.sendall(b"two ")
+    assert read(sock, 8) == b"two two "
+    assert say(sock, b"three ") == b"three "
+    assert proxy.statistics().to_server.duplicated == 4
+
+
+def test_a_repeated_part_of_a_message(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    proxy.after_bytes(3, of="server").duplicate(to="server")
+    sock = dial()
+    sock.sendall(b"abcdef")
+    assert read(sock, 9) == b"abcdefdef"
+
+
+# When, and together
+
+
+def test_a_fault_that_begins_and_ends_by_itself(moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+    def is_open() -> bool:
+        try:
+            open_sockets.enter_context(connect(moved))
+        except ConnectionRefusedError:
+            return False
+        return True
+
+    fault = moved.after(2.0, lasting=3.0).refuse()
+    seen = []
+    for _ in range(6):
+        seen.append(is_open())
+        clock.advance(1.0)
+    assert seen == [True, True, False, False, False, True]
+    assert (fault.active, fault.times, moved.faults) == (False, 1, ())
+
+    moved.after(0, lasting=1.0).refuse()
+    assert not is_open()
+    clock.advance(1.0)
+    assert is_open()
+
+    moved.every(10.0, lasting=1.0).refuse()
+    seen = []
+    for _ in range(22):
+        seen.append(is_open())
+        clock.advance(1.0)
+    assert [second for second, is_on in enumerate(seen) if not is_on] == [10, 20]
+
+
+def test_a_jittered_interval_stays_near_its_beat(moved: ChaosProxy, clock: ManualClock) -> None:
+    fault = moved.every(10.0, jitter=1.0).reset()
+    clock.advance(8.9)
+    assert fault.times == 0
+    for beat in range(1, 20):
+        clock.advance(2.2)
+        assert fault.times == beat
+        clock.advance(7.8)
+
+
+def test_healed_before_it_began(moved: ChaosProxy, clock: ManualClock) -> None:
+    one, other = moved.after(1.0).refuse(), moved.after(1.0).freeze()
+    one.heal()
+    moved.heal()
+    one.heal()
+    clock.advance(2.0)
+    assert (one.times, other.times) == (0, 0)
+    connect(moved).close()
+
+
+def test_the_last_of_a_kind_counts_and_then_the_earlier_one_again(
+    moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack
+) -> None:
+    sock = open_sockets.enter_context(connect(moved))
+
+    def seconds() -> float:
+        sock.sendall(b"x")
+        moved.wait_for(lambda seen: seen.to_server.held == 1)
+        waited = 0
+        while moved.statistics().to_server.held:
+            clock.advance(1.0)
+            waited += 1
+        assert read(sock, 1) == b"x"
+        return waited
+
+    with moved.latency(2.0, to="server"):
+        with moved.latency(5.0, to="server"), moved.slices(1):
+            assert seconds() == 5
+        assert seconds() == 2
+    assert say(sock, b"at once") == b"at once"
+
+
+def test_a_fault_of_one_connection_leaves_the_others_alone(proxy: ChaosProxy, dial: Dial) -> None:
+    lost, fine = dial(), dial()
+    with proxy.connection_of(lost).black_hole() as hole:
+        lost.sendall(b"lost")
+        assert say(fine, b"fine") == b"fine"
+        assert say(dial(), b"new") == b"new"
+        proxy.wait_for(lambda seen: seen.to_server.swallowed == 4)
+        assert repr(hole) == "<Fault black hole on connection 0: on, 1 time so far>"
+    with pytest.raises(ConnectionResetError):
+        lost.recv(1)
+
+
+def test_a_fault_ends_with_its_only_connection(proxy: ChaosProxy, dial: Dial) -> None:
+    fault = proxy.connection_of(dial()).latency(1.0)
+    assert repr(fault).endswith("on, 1 time so far>")
+    proxy.reset()
+    assert not fault.active
+    assert proxy.faults == ()
+
+
+def test_after_so_many_bytes_any_fault_may_begin(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+    proxy.after_bytes(4, of="server").black_hole()
+    sock, other = dial(), dial()
+    sock.sendall(b"heardlost")
+    proxy.wait_for(lambda seen: seen.to_server.swallowed == 5)
+    echo.wait_for(lambda: b"hear" in echo.received)
+    assert say(other, b"abc") == b"abc"
+    assert is_silent(sock)
+    proxy.heal()
+    assert say(other, b"defgh") == b"defgh"
+
+
+def test_heal_ends_everything(proxy: ChaosProxy, dial: Dial) -> None:
+    proxy.latency(100.0)
+    proxy.freeze()
+    proxy.refuse()
+    proxy.after_bytes(1).reset()
+    proxy.reset_every(100.0)
+    assert len(proxy.faults) == 5
+    proxy.heal()
+    assert not proxy.faults
+    assert say(dial(), b"well") == b"well"
+
+
+def test_all_at_once_loses_no_byte_that_it_should_not(proxy: ChaosProxy) -> None:
+    """Resets, cuts and delays: whatever a client got back is a beginning of what it sent."""
+    proxy.slices(500)
+    proxy.latency(0.002, jitter=0.002)
+    proxy.reset_every(0.02, count=2)
+    proxy.reset_after(20_000)
+    wrong: list[object] = []
+
+    def client(number: int) -> None:
+        for _ in range(10):
+            data, found = os.urandom(15_000), b""
+            try:
+                with connect(proxy) as sock:
+                    sock.sendall(data)
+                    while len(found) < len(data):
+                        more = sock.recv(1 << 16)
+                        if not more:
+                            wrong.append((number, "end"))
+                            break
+                        found += more
+            except (ConnectionResetError, BrokenPipeError):
+                pass
+            if not data.startswith(found):
+                wrong.append((number, len(found)))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not wrong
+    seen = proxy.wait_for(lambda seen: not seen.open)
+    assert seen.connections == 80
+    assert seen.resets == 80  # none gets 15,000 bytes there and back with 20,000
+
+
+# What it says, and how it fails
+
+
+def test_it_says_what_it_is_and_does(echo: Echo) -> None:
+    with ChaosProxy(echo.address) as proxy:
+        names = f"{proxy.address} -> {proxy.target}"
+        assert repr(proxy) == f"<ChaosProxy {names}: 0 connections, no fault>"
+        with connect(proxy) as sock:
+            say(sock, b"hello")
+            client = "tcp://{}:{}".format(*sock.getsockname())
+            assert repr(proxy.connections[0]) == f"<ProxiedConnection 0 from {client}: open, 5 B to the server, 5 B to the client>"
+            proxy.latency(0.05, jitter=0.01, to="client")
+            plan = proxy.reset_every(30.0)
+            assert repr(proxy) == f"<ChaosProxy {names}: 1 connection, latency 0.05 s ± 0.01 s to client, reset every 30 s>"
+            assert repr(plan) == "<Fault reset every 30 s: planned, 0 times so far>"
+    assert repr(proxy) == f"<ChaosProxy {names}: closed>"
+    assert repr(plan) == "<Fault reset every 30 s: over, 0 times so far>"
+
+
+@pytest.mark.parametrize(
+    ("words", "begin"),
+    [
+        ("bandwidth 1000 B/s to server", lambda proxy: proxy.bandwidth(1000, to="server")),
+        ("slices of 1 to 9 B, 0.1 s apart", lambda proxy: proxy.slices(9, pause=0.1)),
+        ("slices of 9 B", lambda proxy: proxy.slices(9, 9)),
+        ("black hole that accepts nobody", lambda proxy: proxy.black_hole(accept=False)),
+        ("black hole to client after 3 s for 30 s", lambda proxy: proxy.after(3, lasting=30).black_hole(to="client")),
+        ("frozen every 5 s ± 1 s for 0.5 s", lambda proxy: proxy.every(5, jitter=1, lasting=0.5).freeze()),
+        ("refusing connections", lambda proxy: proxy.refuse()),
+        ("reset of 1 at random every 2 s", lambda proxy: proxy.reset_every(2, count=1)),
+        ("half-close to server after 10 B to client", lambda proxy: proxy.after_bytes(10, of="client").half_close(to="server")),
+        ("corrupt byte every 10 B", lambda proxy: proxy.after_bytes(10, again=True).corrupt()),
+        ("duplicate chunk after 1 s", lambda proxy: proxy.after(1).duplicate()),
+    ],
+)
+def test_each_fault_has_its_words(moved: ChaosProxy, words: str, begin: Callable[[ChaosProxy], object]) -> None:
+    begin(moved)
+    assert [fault.words() for fault in moved.faults] == [words]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "begin"),
+    [
+        ("seconds is -1", lambda proxy: proxy.latency(-1)),
+        ("jitter of 2", lambda proxy: proxy.latency(1, jitter=2)),
+        ("seconds is nan", lambda proxy: proxy.latency(float("nan"))),
+        ("bytes_per_second is 0", lambda proxy: proxy.bandwidth(0)),
+        ("slices of 5 to 4", lambda proxy: proxy.slices(4, 5)),
+        ("smallest is 0", lambda proxy: proxy.slices(4, 0)),
+        ("to='up'", lambda proxy: proxy.black_hole(to="up")),
+        ("count is 0", lambda proxy: proxy.reset(count=0)),
+        ("interval is 0", lambda proxy: proxy.reset_every(0)),
+        ("jitter of 1 s leaves nothing", lambda proxy: proxy.every(1, jitter=1).reset()),
+        ("begin again before it has ended", lambda proxy: proxy.every(1, lasting=2).refuse()),
+        ("happens and is over", lambda proxy: proxy.after(1, lasting=2).reset()),
+        ("size is 0", lambda proxy: proxy.after_bytes(0, again=True).reset()),
+        ("size is -1", lambda proxy: proxy.reset_after(-1)),
+        ("is no address", lambda proxy: proxy.retarget("localhost:80")),
+        ("is no address", lambda proxy: proxy.retarget("tcp://localhost:http")),
+        ("is no address", lambda proxy: proxy.retarget("tcp://localhost")),
+        ("is no address", lambda proxy: proxy.retarget("unix://")),
+    ],
+)
+def test_wrong_use_is_refused_and_begins_nothing(proxy: ChaosProxy, wrong: str, begin: Callable[[ChaosProxy], object]) -> None:
+    with pytest.raises(UsageError, match=wrong):
+        begin(proxy)
+    assert proxy.faults == ()
+
+
+def test_wait_for_gives_up_passes_errors_on_and_ends_with_the_proxy(proxy: ChaosProxy) -> None:
+    with pytest.raises(TimeoutError, match=r"within 0\.01 s: ProxyStatistics\(connections=0"):
+        proxy.wait_for(lambda seen: False, 0.01)
+
+    def wrong(seen: ProxyStatistics) -> bool:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        proxy.wait_for(wrong)
+    began = threading.Event()
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            proxy.wait_for(lambda seen: began.set())
+        except UsageError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert began.wait(PATIENCE)
+    proxy.close()
+    thread.join(PATIENCE)
+    assert "closed" in str(errors[0])
+
+
+def test_after_close(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"hello")
+    with proxy.latency(0.001) as fault:
+        proxy.close()
+    proxy.close()
+    assert sock.recv(1) == b""
+    assert not fault.active
+    proxy.heal()
+    assert (proxy.connections, proxy.statistics().connections, proxy.statistics().open) == ((), 1, 0)
+    with pytest.raises(UsageError, match="closed"):
+        proxy.reset()
+    with pytest.raises(ConnectionRefusedError):
+        connect(proxy)
+
+
+def test_a_failure_of_the_proxy_is_told(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("broken")
+
+    proxy = ChaosProxy(echo.address)
+    with connect(proxy) as sock:
+        say(sock, b"hello")
+        monkeypatch.setattr(proxy._engine, "accept_all", fail)
+        with contextlib.suppress(ConnectionResetError):
+            connect(proxy).close()
+        assert sock.recv(1) == b""  # it has let go of everything
+    for use in (proxy.reset, proxy.statistics, proxy.heal, proxy.close, proxy.close):
+        with pytest.raises(InternalError, match="broken"):
+            use()
+    assert not proxy._engine.loop._thread.is_alive()
+
+
+# What it costs, and leaves
+
+
+def descriptors() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+def count_descriptors() -> int:
+    return len(descriptors())
+
+
+def test_no_thread_and_no_descriptor_is_left(echo: Echo) -> None:
+    with ChaosProxy(echo.address) as proxy, connect(proxy) as sock:  # whatever is made once is made now
+        say(sock, b"warm")
+    gc.collect()
+    names, before = threading.enumerate(), descriptors()
+    for round in range(20):
+        with ChaosProxy(echo.address, clock=ManualClock()) as proxy, contextlib.ExitStack() as stack:
+            socks = [stack.enter_context(connect(proxy)) for _ in range(10)]
+            for sock in socks[:5]:
+                say(sock, b"hello")
+            if round % 4 == 0:
+                proxy.black_hole(accept=False)
+            elif round % 4 == 1:
+                proxy.refuse()
+                proxy.reset(to="client")
+            elif round % 4 == 2:
+                proxy.latency(100.0)
+                socks[0].sendall(b"never")
+                socks[1].close()
+    echo.wait_for(lambda: all(echo.endings))
+    ours = [thread for thread in threading.enumerate() if thread not in names and "_serve" not in thread.name]
+    assert not ours
+    theirs = {str(sock.fileno()) for sock in echo._sockets}
+    after = {fd: target for fd, target in descriptors().items() if fd not in theirs}
+    assert after == {fd: target for fd, target in before.items() if fd not in theirs}
+
+
+def test_connections_that_end_are_let_go_while_it_serves(proxy: ChaosProxy) -> None:
+    before = count_descriptors()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        proxy.retarget(server.getsockname())
+        for number in range(200):
+            with connect(proxy):
+                peer, _ = server.accept()
+                with peer:
+                    if number % 3 == 0:
+                        proxy.reset()
+                    elif number % 3 == 1:
+                        rst(peer)
+        proxy.wait_for(lambda seen: not seen.open)
+    assert count_descriptors() == before
+
+
+def test_hundreds_of_connections(proxy: ChaosProxy, echo: Echo) -> None:
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(connect(proxy)) for _ in range(300)]
+        for number, sock in enumerate(socks):
+            sock.sendall(b"%d" % number)
+        for number, sock in enumerate(socks):
+            text = b"%d" % number
+            assert read(sock, len(text)) == text
+        assert proxy.statistics().open == 300
+    proxy.wait_for(lambda seen: not seen.open)
+
+
+@pytest.mark.parametrize("state", ["idle", "hole", "frozen", "half-closed", "dead in a hole", "dead when frozen", "blocked"])
+def test_it_is_quiet_when_nothing_happens(state: str) -> None:
+    """A level-triggered event that nobody takes care of would turn the loop as fast as it can."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ChaosProxy(server.getsockname()) as proxy, contextlib.ExitStack() as stack:
+        sock = stack.enter_context(connect(proxy))
+        peer = stack.enter_context(server.accept()[0])
+        if "hole" in state:
+            proxy.black_hole()
+            sock.sendall(b"hello")
+        elif "frozen" in state:
+            proxy.freeze()
+            sock.sendall(b"hello")
+        elif state == "half-closed":
+            sock.shutdown(socket.SHUT_WR)
+            assert peer.recv(1) == b""
+            peer.sendall(b"unread")
+        elif state == "blocked":
+            overflow(sock)
+            peer.shutdown(socket.SHUT_WR)
+            assert sock.recv(1) == b""
+        if "dead" in state:
+            rst(sock)
+            rst(peer)
+        proxy.statistics()
+        spent = time.pthread_getcpuclockid(proxy._engine.loop._thread.ident or 0)
+        before = time.clock_gettime(spent)
+        threading.Event().wait(0.3)  # not to wait for something, but to see that nothing happens
+        assert time.clock_gettime(spent) - before < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_keeps_no_connection_open(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"hello")
+    read_end, write_end = os.pipe()
+    ready, started = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(write_end)
+            os.write(started, b"x")
+            os.read(read_end, 1)  # until the parent has seen what it wants to see
+            proxy.heal()
+            proxy.close()
+            os._exit(0 if "closed" in repr(proxy) else 1)
+        finally:
+            os._exit(2)
+    os.close(read_end)
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(started)
+    try:
+        assert say(sock, b"still") == b"still"
+        proxy.refuse()
+        with pytest.raises(ConnectionRefusedError):
+            connect(proxy)
+        proxy.reset()
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+    finally:
+        os.close(write_end)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_threads_may_use_one_proxy(proxy: ChaosProxy) -> None:
+    def use() -> None:
+        for _ in range(50):
+            with contextlib.suppress(ConnectionResetError), proxy.latency(0.001), connect(proxy), proxy.freeze(to="server"):
+                for connection in proxy.connections:
+                    connection.black_hole()
+                proxy.statistics()
+                repr(proxy)
+            proxy.reset()
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert proxy.faults == ()
+
+
+def test_a_connection_in_thousands_of_pieces_does_not_hold_up_another(proxy: ChaosProxy, dial: Dial) -> None:
+    cut, other = dial(), dial()
+    say(other, b"warm")
+    proxy.connection_of(cut).slices(1)
+    cut.sendall(bytes(200_000))
+    proxy.wait_for(lambda seen: seen.to_server.pieces > 100)
+    assert say(other, b"hello") == b"hello"
+    assert proxy.statistics().to_server.pieces < 200_000
+    proxy.heal()
+    assert len(read(cut, 200_000)) == 200_000
