@@ -15,7 +15,28 @@ class Variable(NamedTuple):
 
 VARIABLES: tuple[Variable, ...] = (
     # ours
-    Variable("RALLYPOINT_JOB", "set", "The id of the run, in every process that belongs to it."),
+    Variable(
+        "RALLYPOINT_JOB",
+        "read and set",
+        "The id of the run, in every process that belongs to it, and what rallypoint.connect() tells a store.",
+    ),
+    Variable(
+        "RALLYPOINT_STORE",
+        "read and set",
+        "The address of the store that rallypoint.connect() means. In a job's ranks, new for every attempt, the job's own; not set by"
+        " --no-python, whose programs get no secret.",
+    ),
+    Variable(
+        "RALLYPOINT_SECRET_FILE",
+        "read",
+        "A file with the secret of the store that RALLYPOINT_STORE names, for its owner only (mode 0600). Ranks need none, and it is taken"
+        " out of their environment: their secret comes as a descriptor.",
+    ),
+    Variable(
+        "RALLYPOINT_LOG",
+        "read",
+        "debug, info, warning or error: print what the store's client and server log, from that level on, to stderr.",
+    ),
     # torchrun's options
     Variable("PET_*", "read", "The default of torchrun's option of that name: PET_MAX_RESTARTS for --max-restarts."),
     Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "read", "The default of --grace, after PET_SHUTDOWN_TIMEOUT."),
@@ -55,6 +76,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("PYTHONBREAKPOINT", "read", "Set by the user: breakpoint() is left as it says."),
     Variable("XDG_STATE_HOME", "read", "The folder in which rallypoint/runs is kept; without it ~/.local/state."),
     Variable("HOME", "read", "The home folder, for ~/.local/state."),
+    Variable("XDG_RUNTIME_DIR", "read", "The folder in which a store's Unix socket gets a private folder of its own."),
+    Variable("TMPDIR", "read", "The same where XDG_RUNTIME_DIR is not set or will not do; after it /tmp."),
     Variable("PATH", "read", "Where the program of --no-python is looked for."),
 )
 

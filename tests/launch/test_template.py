@@ -80,5 +80,11 @@ def test_a_setup_is_read_once() -> None:
 
 
 def test_descriptors_in_their_order() -> None:
-    assert worker.Descriptors([3, 4, 5, 6, 7]).terminal == -1
-    assert worker.Descriptors([3, 4, 5, 6, 7, 8]).terminal == 8
+    def rest(fds: list[int], *, has_secret: bool) -> tuple[int, int]:
+        found = worker.Descriptors(fds, has_secret=has_secret)
+        return found.secret, found.terminal
+
+    assert rest([3, 4, 5, 6, 7], has_secret=False) == (-1, -1)
+    assert rest([3, 4, 5, 6, 7, 8], has_secret=False) == (-1, 8)
+    assert rest([3, 4, 5, 6, 7, 8], has_secret=True) == (8, -1)
+    assert rest([3, 4, 5, 6, 7, 8, 9], has_secret=True) == (8, 9)

@@ -27,10 +27,10 @@ SCRIPTS = Path(__file__).parent / "template_scripts"
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "template.md"
 
 OURS_IN_THE_ENVIRONMENT = {
-    "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RALLYPOINT_JOB", "RANK",
-    "RES_OPTIONS", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WORLD_SIZE",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RALLYPOINT_JOB",
+    "RALLYPOINT_STORE", "RANK", "RES_OPTIONS", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE",
+    "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WORLD_SIZE",
 }  # fmt: skip
 DIFFERENT_IN_EVERY_PROCESS = {
     "authkey", "numpy", "random/random", "random/system", "random/temporary", "random/uuid1", "random/uuid4", "torch/rand", "torch/seed",
@@ -112,11 +112,11 @@ def test_the_environment_has_the_contract_and_nothing_else(seen: tuple[dict[str,
         assert fresh[key].keys() <= forked[key].keys()
 
 
-def test_no_descriptor_but_the_channel_and_the_evidence(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_no_descriptor_but_the_channel_the_evidence_and_the_secret(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     fresh, forked = seen
     for key in ("descriptors", "descriptors after torch"):
         ours = [value for number, value in forked[key].items() if number not in fresh[key]]
-        assert sorted(ours) == [["/memfd", False], ["socket", False]]
+        assert sorted(ours) == [["/memfd", False], ["/memfd", False], ["socket", False]]
         assert {number: value for number, value in forked[key].items() if number in fresh[key]} == fresh[key]
 
 

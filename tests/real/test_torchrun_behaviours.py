@@ -71,6 +71,7 @@ DIFFERENT_VALUES = {
 }
 OURS_ALONE = {
     "RALLYPOINT_JOB",  # whose process it is
+    "RALLYPOINT_STORE",  # the job's store
     "RES_OPTIONS",  # or torch's clients wait for a resolver without an answer
 }
 
@@ -91,7 +92,7 @@ def test_every_rank_has_the_environment_that_torchrun_gives(theirs: list[dict[st
 DIFFERENT_FACTS = {
     "env",
     "torch seed",
-    "descriptors",  # ours has two; compared below
+    "descriptors",  # ours has three; compared below
     "inherited by its children",
     "orig_argv",  # compared below
 }
@@ -111,7 +112,7 @@ def test_no_descriptor_of_somebody_elses_is_open(theirs: list[dict[str, Any]], o
         assert (other["descriptors"], other["inherited by its children"]) == ([], [])
         assert mine["inherited by its children"] == []
         assert FOREIGN_FD not in mine["descriptors"]
-        assert len(mine["descriptors"]) <= 2, "the control channel, and where stacks are written"
+        assert len(mine["descriptors"]) <= 3, "the control channel, where stacks are written, and the secret of the job's store"
 
 
 def test_torch_draws_other_numbers_in_every_rank(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:

@@ -167,6 +167,7 @@ class Agent:
         self.template.end()
         left = self._kill_family([handle for handle in self.ranks if handle.pid and not handle.reaped], spare)
         self._reap_everything()
+        self._close_store("the job is over")
         self.guard.farewell()
         if self._status == 0:
             self.account.say_imports(self.ranks)
@@ -355,11 +356,13 @@ class Agent:
     # --- starting
 
     def _start_ranks(self, action: StartRanks) -> None:
+        self._close_store("the job was started again, with a new store")
         self.attempt.close()
         try:
             self.attempt = self._new_attempt(action.attempt)
             self.account.begin_attempt(action.attempt, action.because)
             port = self.attempt.hold()
+            self._open_store()
         except EnvironmentProblem as problem:
             self._cannot_start(problem)
             return
@@ -370,6 +373,31 @@ class Agent:
         self._orders = self.attempt.orders(self.account)
         self._ahead = 0
         self._send_orders()
+
+    def _open_store(self) -> None:
+        self.attempt.open_store()
+        if self.attempt.store is not None:
+            self.guard.inherit(self.attempt.store.path)
+            self._watch(self.attempt.store.fileno(), self._on_store_client)
+
+    def _on_store_client(self) -> None:
+        """The first one has come: from here on a thread serves the store. A job whose ranks never ask for it has none."""
+        store = self.attempt.store
+        if store is None:
+            return
+        self._unwatch(store.fileno())
+        try:
+            store.serve()
+        except (OSError, RuntimeError) as error:  # no descriptor, no memory, no thread: the clients read that nobody answers
+            self.account.say(f"rallypoint: the job's store cannot be served: {error}")
+            self.attempt.close_store("it could not be started")
+            return
+        self.account.event("store-serves", address=store.address)
+
+    def _close_store(self, reason: str) -> None:
+        if self.attempt.store is not None:
+            self._unwatch(self.attempt.store.fileno())
+            self.attempt.close_store(reason)
 
     def _new_attempt(self, number: int, *, started: bool = True) -> Attempt:
         from rallypoint.launch.attempt import Attempt

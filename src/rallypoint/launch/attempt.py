@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import ports
 from rallypoint.launch.account import Account
 from rallypoint.launch.channel import StartHost, StartWorker
 from rallypoint.launch.handles import HostHandle, RankHandle
+from rallypoint.launch.job_store import JobStore
 from rallypoint.launch.plan import Plan
 
 
@@ -23,13 +25,15 @@ class Order(NamedTuple):
 
 
 class Attempt:
-    """The socket that is held, the c10d host that serves it, the ranks. Empty (no rank, no host) before the first."""
+    """The socket that is held, the c10d host that serves it, the store, the ranks. Empty (none of them) before the first."""
 
     def __init__(self, plan: Plan, number: int, *, began: float, ignored: tuple[int, ...], hooks: bool, started: bool = True) -> None:
         self.number = number
         self.host: HostHandle | None = None
         self.host_ready = -1  # a pipe's end that becomes readable when the host serves
         self.ranks = [RankHandle(seat.rank, seat.local_rank) for seat in plan.world.seats()] if started else []
+        self.store: JobStore | None = None
+        self._no_store = ""  # why there is none
         self._plan = plan
         self._began = began  # wall clock: a rendezvous file older than this is stale
         self._ignored = ignored
@@ -55,6 +59,18 @@ class Attempt:
             held.release()
         return self.host.port
 
+    def open_store(self) -> None:
+        """Make the job's store, before any rank starts. Where there can be none the job does without: most never ask for it.
+
+        A program that rallypoint executes without looking into it gets no secret, and so has no store.
+        """
+        if self._plan.start == "exec":
+            return
+        try:
+            self.store = JobStore(self._plan.job)
+        except EnvironmentProblem as problem:
+            self._no_store = "; ".join((problem.headline, *problem.why))
+
     def orders(self, account: Account) -> Iterator[Order]:
         """The host first, then the ranks. Each one's descriptors are made when it is asked for: few are open at a time."""
         if self._listener >= 0:
@@ -79,8 +95,11 @@ class Attempt:
             held=self.held if plan.torch else "",
             began=self._began,
             single=self._is_single(),
+            store=self.store.address if self.store else "",
+            no_store=self._no_store,
         )
-        fds = [*streams, handle.their_control.fileno(), handle.evidence, *([terminal] if terminal >= 0 else [])]
+        secret = [self.store.secret] if self.store else []
+        fds = [*streams, handle.their_control.fileno(), handle.evidence, *secret, *([terminal] if terminal >= 0 else [])]
         return Order(handle, message, fds, streams)
 
     def _environment(self, handle: RankHandle, columns: int) -> dict[str, str]:
@@ -92,6 +111,8 @@ class Attempt:
             "MASTER_PORT": port,
             "TORCHELASTIC_RESTART_COUNT": str(self.number),
         }
+        if self.store is not None:
+            environment["RALLYPOINT_STORE"] = self.store.address
         if handle.error_file:
             environment["TORCHELASTIC_ERROR_FILE"] = handle.error_file
         if not plan.torch or self._is_single():  # see hooks.py: a program that spawns its own ranks must find torch's plain meaning
@@ -111,8 +132,14 @@ class Attempt:
         if self.host is not None:
             self.host.end()
 
+    def close_store(self, reason: str) -> None:
+        """End the store: whoever still asks for something is told the reason. Nothing when there is none (any more)."""
+        if self.store is not None:
+            self.store.stop(reason)
+            self.store = None
+
     def close(self) -> None:
-        """Give every descriptor back. The processes have ended."""
+        """Give every descriptor back. The processes have ended, and the store was closed."""
         self.release()
         for handle in self.ranks:
             handle.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 _CLEAN = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\n"
 
 TEMPLATE = _CLEAN + "from rallypoint.launch.template import serve\nserve(%d, %d)()"  # setup and orders, descriptors
-FRESH = _CLEAN + "from rallypoint.launch.worker import fresh\nfresh(%d, %d, %d, %d, %d)"  # setup, order, control, evidence, terminal
+# Descriptors: setup, order, control, evidence, secret, terminal.
+FRESH = _CLEAN + "from rallypoint.launch.worker import fresh\nfresh(%d, %d, %d, %d, %d, %d)"
 HOST = _CLEAN + "from rallypoint.launch.c10d_host import main\nmain()"
 CULPRIT = _CLEAN + "from rallypoint.launch.culprit import main\nmain()"

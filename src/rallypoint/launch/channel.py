@@ -37,7 +37,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
-    """agent -> template: fork a worker. Descriptors: stdin, stdout, stderr, control channel, evidence memfd, terminal (-1: none)."""
+    """agent -> template: fork a worker. Descriptors: stdin, stdout, stderr, control channel, evidence memfd, the store's secret when
+    there is a `store`, the terminal when this rank has it."""
 
     rank: int
     environment: dict[str, str]
@@ -47,6 +48,8 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     held: str  # host:port that the agent holds for init_process_group
     began: float  # wall clock of the attempt's start: a rendezvous file older than this is stale
     single: bool  # the only rank of the job
+    store: str = ""  # the address of the job's store, "" when there is none
+    no_store: str = ""  # why there is none
 
 
 class StartHost(msgspec.Struct, frozen=True, tag=True):
@@ -199,6 +202,12 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
+class Inherit(msgspec.Struct, frozen=True, tag=True):
+    """agent -> guard: the socket of this attempt's store, to be removed with its folder when the agent is killed. It replaces the last."""
+
+    path: str
+
+
 class Forget(msgspec.Struct, frozen=True, tag=True):
     """agent -> guard: this process is about to be reaped; its number is nobody's any more."""
 
@@ -211,7 +220,7 @@ class Farewell(msgspec.Struct, frozen=True, tag=True):
 
 Message = (
     StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught | Leaving
-    | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Forget | Farewell
+    | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Inherit | Forget | Farewell
 )  # fmt: skip
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)

@@ -13,9 +13,9 @@ import signal
 import socket
 import sys
 
-from rallypoint.host import processes
+from rallypoint.host import processes, sockets
 from rallypoint.launch import channel
-from rallypoint.launch.channel import Farewell, Forget, Register
+from rallypoint.launch.channel import Farewell, Forget, Inherit, Register
 
 # Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D state), which nobody can shorten.
 KILL_DEADLINE = 2.0
@@ -34,6 +34,13 @@ class Guard:
         try:
             channel.send(self._sock, Register(pid), [pidfd])
         except OSError:  # the guard is gone; its pidfd tells the agent's loop so
+            return
+
+    def inherit(self, path: str) -> None:
+        """This socket and its folder are the guard's to remove if we are killed, instead of the one named before."""
+        try:
+            channel.send(self._sock, Inherit(path))
+        except OSError:
             return
 
     def forget(self, pid: int) -> None:
@@ -69,13 +76,21 @@ def start(marker: bytes) -> Guard:
     return Guard(pid, ours)
 
 
+class _Charges:
+    """What the agent has put into the guard's hands."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, int] = {}  # pid -> pidfd
+        self.socket = ""  # of the attempt's store
+
+
 def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     # Slurm and systemd signal every process of a job. The agent decides what that means; this process leaves when the agent does.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     processes.close_others({agent, sock.fileno(), 2})
-    charges: dict[int, int] = {}  # pid -> pidfd
+    charges = _Charges()
     poll = select.poll()
     poll.register(agent, select.POLLIN)
     poll.register(sock, select.POLLIN)
@@ -90,7 +105,7 @@ def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
     _clean_up(charges, marker)
 
 
-def _listen(sock: socket.socket, charges: dict[int, int]) -> bool:
+def _listen(sock: socket.socket, charges: _Charges) -> bool:
     """One packet; False when there is none (any more). Leaves the process at a farewell."""
     try:
         message, fds = channel.receive(sock, flags=socket.MSG_DONTWAIT)
@@ -99,15 +114,19 @@ def _listen(sock: socket.socket, charges: dict[int, int]) -> bool:
     if isinstance(message, Farewell):
         os._exit(0)
     if isinstance(message, Register):
-        charges[message.pid] = fds[0]
-    if isinstance(message, Forget) and (pidfd := charges.pop(message.pid, -1)) >= 0:
+        charges.processes[message.pid] = fds[0]
+    if isinstance(message, Inherit):
+        charges.socket = message.path
+    if isinstance(message, Forget) and (pidfd := charges.processes.pop(message.pid, -1)) >= 0:
         os.close(pidfd)
     return message is not None
 
 
-def _clean_up(charges: dict[int, int], marker: bytes) -> None:
-    alive = sum(processes.send(pidfd, signal.SIGKILL) for pidfd in charges.values())
-    left = processes.kill_family(marker, charges, deadline=KILL_DEADLINE)
+def _clean_up(charges: _Charges, marker: bytes) -> None:
+    alive = sum(processes.send(pidfd, signal.SIGKILL) for pidfd in charges.processes.values())
+    left = processes.kill_family(marker, charges.processes, deadline=KILL_DEADLINE)
+    if charges.socket:
+        sockets.remove(charges.socket)
     text = f"\nrallypoint: the launcher was killed; its {alive} processes were stopped\n"
     for one in left:
         text += f"rallypoint: pid {one.pid} ({one.name}) would not die: state {one.state}\n"

@@ -412,7 +412,8 @@ def describe(plan: Plan) -> str:
         lines.append(("plain", "the workers are not looked into"))
     text = [f"{name:<12}{value}" for name, value in lines]
     text += ["", "every rank's environment, besides what it inherits:", *_assignments(plan.environment)]
-    text += ["  MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_ERROR_FILE are set for each attempt"]
+    store = "" if plan.start == "exec" else "RALLYPOINT_STORE, "  # see launch/attempt.py
+    text += [f"  MASTER_ADDR, MASTER_PORT, {store}TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_ERROR_FILE are set for each attempt"]
     text += ["", "each rank's own:"]
     text += [f"  {rank}  " + " ".join(line.strip() for line in _assignments(own)) for rank, own in enumerate(plan.rank_environment)]
     for title, said in (("notes", plan.notes), ("chosen without being asked", plan.remarks)):

@@ -196,7 +196,7 @@ class _Template:
         self._children = {}
 
     def _worker(self, order: StartWorker, fds: list[int], parent: int) -> Callable[[], None]:
-        descriptors = Descriptors(fds)
+        descriptors = Descriptors(fds, has_secret=bool(order.store))
         if self._setup.imports:
             return worker.forked(self._setup, order, descriptors, parent)
         worker.become_rank(order, descriptors, parent)
@@ -219,7 +219,7 @@ class _Template:
             signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
             arguments = [setup.program.target, *setup.program.args]
         else:
-            passed = [_memory(setup), _memory(order), fds.control, fds.evidence, fds.terminal]
+            passed = [_memory(setup), _memory(order), fds.control, fds.evidence, fds.secret, fds.terminal]
             for fd in passed:
                 if fd >= 0:
                     os.set_inheritable(fd, True)

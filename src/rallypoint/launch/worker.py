@@ -24,6 +24,7 @@ from rallypoint.host import processes
 from rallypoint.host.signals import EVIDENCE_SIGNAL
 from rallypoint.launch import channel, hooks, imports, program, variables, words
 from rallypoint.launch.channel import AtPhase, Setup, StartWorker
+from rallypoint.store import place
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
@@ -37,13 +38,15 @@ _keep: list[object] = []  # what must live as long as the process: the evidence 
 
 
 class Descriptors:
-    """The descriptors that come with a `StartWorker`, in this order; `terminal` is -1 when there is none for it."""
+    """The descriptors that come with a `StartWorker`, in this order; `secret` and `terminal` are -1 when there is none."""
 
-    __slots__ = ("control", "evidence", "stderr", "stdin", "stdout", "terminal")
+    __slots__ = ("control", "evidence", "secret", "stderr", "stdin", "stdout", "terminal")
 
-    def __init__(self, fds: list[int]) -> None:
+    def __init__(self, fds: list[int], *, has_secret: bool = False) -> None:
         self.stdin, self.stdout, self.stderr, self.control, self.evidence = fds[:5]
-        self.terminal = fds[5] if len(fds) > 5 else -1
+        rest = fds[5:]
+        self.secret = rest.pop(0) if has_secret else -1
+        self.terminal = rest.pop(0) if rest else -1
 
 
 def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
@@ -57,6 +60,8 @@ def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
         os.close(source)
     for name, value in order.environment.items():  # not `update`, which asks the abstract base classes first: 160 kB written
         os.environ[name] = value
+    if order.store:
+        os.environ.pop("RALLYPOINT_SECRET_FILE", None)  # of another store than the one that RALLYPOINT_STORE names now
 
 
 def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> Callable[[], None]:
@@ -72,15 +77,16 @@ def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> C
     return lambda: _run(setup, order, fds)
 
 
-def fresh(setup_fd: int, order_fd: int, control: int, evidence: int, terminal: int) -> None:
+def fresh(setup_fd: int, order_fd: int, control: int, evidence: int, secret: int, terminal: int) -> None:
     """In an interpreter of its own (`--fresh`), started by the starter with the standard descriptors in place."""
-    for fd in (control, evidence, *([terminal] if terminal >= 0 else [])):
+    for fd in (fd for fd in (control, evidence, secret, terminal) if fd >= 0):
         os.set_inheritable(fd, False)  # they came through an exec; the program's own children do not get them
     setup = read_struct(setup_fd, Setup)
     order = read_struct(order_fd, StartWorker)
     if setup.hooks:
         hooks.install_when_imported()
-    _run(setup, order, Descriptors([0, 1, 2, control, evidence, terminal]))
+    given = [0, 1, 2, control, evidence, *(fd for fd in (secret, terminal) if fd >= 0)]
+    _run(setup, order, Descriptors(given, has_secret=secret >= 0))
 
 
 def read_struct(fd: int, kind: type[_Struct]) -> _Struct:
@@ -92,6 +98,10 @@ def read_struct(fd: int, kind: type[_Struct]) -> _Struct:
 
 def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     control = socket.socket(fileno=_out_of_the_way(fds.control))
+    if order.store:
+        place.enter(order.store, _out_of_the_way(fds.secret), os.environ["RALLYPOINT_JOB"], order.rank)
+    else:
+        place.enter_without(order.no_store)
     if not setup.hooks:
         _wait_for_go(control)
         control.close()

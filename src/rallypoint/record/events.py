@@ -19,6 +19,7 @@ What = Literal[
     "template-unclean",  # because: which module did what; fresh interpreters are used
     "port-held",  # host, port
     "c10d-ready",  # address
+    "store-serves",  # address: the first client of the job's store has come
     "attempt-started",  # attempt
     "worker-started",  # rank; pid
     "phase",  # rank; phase

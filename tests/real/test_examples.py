@@ -1,0 +1,53 @@
+"""The programs of examples/ that use the store do what they say, as a user starts them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run
+from .test_scripts_of_others import EXAMPLES, needs
+
+DEADLINE = 60.0  # seconds
+
+
+def test_counting_together() -> None:
+    """Plain multiprocessing: the store is an argument, and none of 4 x 250 changes is lost, neither of add's nor of update's."""
+    done = subprocess.run([sys.executable, EXAMPLES / "store_counter.py"], capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "total 1000, by worker {0: 250, 1: 250, 2: 250, 3: 250}\n"
+
+
+@pytest.mark.torch
+@needs("sklearn")
+def test_one_list_of_settings_for_all_ranks(run: Run) -> None:
+    result = run("-n", "2", "--preload", "sklearn.datasets", EXAMPLES / "store_search.py")
+    assert result.rc == 0, result.everything
+    told = result.of(0)
+    assert len(told) == 11, result.everything
+    best = re.fullmatch(r"best rate (\S+): accuracy (\S+)", told[-1])
+    assert best, result.everything
+    assert 0.001 <= float(best[1]) <= 1.0, result.everything
+    assert float(best[2]) > 0.85, result.everything
+    assert {line.split()[1] for line in told[:-1]} == {f"{10**e:g}" for e in (-4, -3.5, -3, -2.5, -2, -1.5, -1, -0.5, 0, 0.5)}
+
+
+@pytest.mark.torch
+@needs("sklearn")
+def test_a_tester_beside_the_trainer(run: Run) -> None:
+    """Every version arrives, in order, as a state_dict that loads; the model gets better."""
+    result = run("-n", "2", "--preload", "sklearn.datasets", EXAMPLES / "store_evaluator.py")
+    assert result.rc == 0, result.everything
+    rounds = [re.fullmatch(r"round (\d): test accuracy (\S+)", line) for line in result.of(1)]
+    assert [int(line[1]) for line in rounds if line] == [1, 2, 3, 4, 5], result.everything
+    accuracy = [float(line[2]) for line in rounds if line]
+    assert accuracy[-1] > max(0.85, accuracy[0]), result.everything
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tests] == []
