@@ -7,7 +7,10 @@ import re
 
 import pytest
 
+from rallypoint import errors
 from rallypoint.diagnosis.causes import CATALOGUE, cuda_in_template, nearest, page, spawn_inside_run
+from rallypoint.store.unreachable import CODES
+from rallypoint.wire.messages import FAILURES, REFUSALS
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SOURCE = ROOT / "src" / "rallypoint"
@@ -32,7 +35,8 @@ def test_a_page_has_its_four_parts_and_a_script(code: str) -> None:
     assert headings[:4] == PARTS
     sections = re.split(r"^## .*$", text, flags=re.MULTILINE)[1:5]
     assert all(section.strip() for section in sections)
-    assert f"[{code}]" in sections[0]
+    # A report has the code in brackets, an exception in a program of one's own in the last line that Python prints of it.
+    assert f"[{code}]: " in sections[0] or f"more   rallypoint explain {code}\n" in sections[0]
     note = re.search(r"^<!-- (produces|not produced): (.+) -->$", text, re.MULTILINE)
     assert note, "neither a command that produces it nor the reason why there is none"
     assert ("```python script.py" in text) == (note.group(1) == "produces")
@@ -44,12 +48,18 @@ def test_there_is_no_page_without_a_code() -> None:
 
 def test_every_code_in_the_source_is_in_the_catalogue() -> None:
     """Reports and exceptions name their code as a literal: `code="..."`, or the first argument of one of our exceptions."""
-    made = re.compile(
-        r"(?:\bcode=|(?:UsageError|EnvironmentProblem|InternalError|_told|_of_end)\(\s*(?:case,\s*)?)\"([a-z]+(?:-[a-z]+)*)\""
-    )
+    ours = "|".join(name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.RallypointError))
+    made = re.compile(rf"(?:\bcode=|(?:{ours}|_told|_of_end)\(\s*(?:case,\s*)?)\"([a-z]+(?:-[a-z]+)*)\"")
     found = {code: path for path in SOURCE.rglob("*.py") for code in made.findall(path.read_text(encoding="utf-8"))}
     assert len(found) > 15
     assert {code: str(path) for code, path in found.items() if code not in CATALOGUE} == {}
+
+
+def test_every_code_that_a_store_may_say_is_in_the_catalogue() -> None:
+    """These stand in the protocol, and become an exception's code on the client."""
+    not_yet = {"lock-twice", "barrier-size", "barrier-broken"}  # the client has no locks and barriers
+    inside = {"bad-request"}  # becomes internal-error
+    assert {*FAILURES, *REFUSALS, *CODES.values()} - set(CATALOGUE) == not_yet | inside
 
 
 def test_the_list_in_the_documentation() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import traceback
 
 from hypothesis import given
 from hypothesis import strategies as some
 
 from rallypoint.diagnosis import reading
 from rallypoint.diagnosis.evidence import Frame
+from rallypoint.errors import StoreTimeout
 
 TWO = """\
 epoch 1
@@ -47,9 +49,21 @@ def test_a_raise_from_means_what_it_says() -> None:
 
 
 def test_a_traceback_that_was_printed_long_before_the_end_is_no_end() -> None:
-    assert reading.exception_in([*TWO, *(f"epoch {i}" for i in range(9))]) is None
+    assert reading.exception_in([*TWO, *(f"epoch {i}" for i in range(reading.AFTER_END + 1))]) is None
     assert reading.exception_in(["all is well"]) is None
     assert reading.exception_in(TWO[:3]) is None
+
+
+def test_an_error_of_the_store_brings_its_code() -> None:
+    """Python prints the notes of an exception below it, and the last of them names the page."""
+    error = StoreTimeout("wait-timeout", "no w after 5 s", why=("it has 3 keys",), help=(("wait longer", 'store.wait("w", timeout=60)'),))
+    printed = "".join(traceback.format_exception(error)).splitlines()
+    found = reading.exception_in(["Traceback (most recent call last):", *printed])
+    assert found is not None
+    assert (found.type, found.message, found.code) == ("rallypoint.errors.StoreTimeout", "no w after 5 s", "wait-timeout")
+    others = reading.exception_in([*TWO, "  more   rallypoint explain wait-timeout"])
+    assert others is not None
+    assert others.code == ""
 
 
 def test_the_file_that_record_writes() -> None:

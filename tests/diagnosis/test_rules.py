@@ -112,6 +112,16 @@ class History(NamedTuple):
 VALUE = raised("ValueError", "shapes do not match: 512 and 500", at=1.2)
 MEMORY = MemoryEvidence(oom_kills=1, counted=True, limit=64 << 30, killed_pids=(24316,), kernel_log_read=True)
 COUNTED = MemoryEvidence(counted=True, kernel_log_read=True)
+STORE = (MAIN, Frame("/venv/lib/python3.11/site-packages/rallypoint/store/client.py", 310, "wait", "return self.ask(...)"))
+NO_KEY = raised(
+    "rallypoint.errors.StoreTimeout",
+    '"weights" was not there within 5 s',
+    STORE,
+    at=6.0,
+    code="wait-timeout",
+    why=("the store at tcp://127.0.0.1:41235 answered; it has 3 keys",),
+    help=(("wait longer", 'store.wait("weights", timeout=60)'),),
+)
 CUDA_FAILED = raised(
     "RuntimeError",
     "CUDA error: initialization error",
@@ -568,6 +578,53 @@ HISTORIES = [
         "both ranks called init_process_group a second time",
     ),
     History(
+        "key-never-set",
+        job(stopped(0), rank(1, 1, raised=NO_KEY, at=6.1), rank(2, 0, at=0.5)),
+        "wait-timeout",
+        (1,),
+        'rank 1: "weights" was not there within 5 s',
+        "likely",
+    ),
+    History(
+        "key-never-set-alone",
+        job(rank(0, 1, raised=NO_KEY, at=6.1)),
+        "wait-timeout",
+        (0,),
+        'rank 0: "weights" was not there within 5 s',
+    ),
+    History(
+        "key-never-set-beside-a-cause",
+        job(
+            rank(0, 1, raised=NO_KEY, order=0, at=6.1),
+            rank(1, 1, raised=msgspec.structs.replace(NO_KEY, code="store-closed"), order=1, at=6.2),
+            rank(2, 1, raised=msgspec.structs.replace(VALUE, at=7.0), order=2, at=7.1),
+        ),
+        "rank-raised",
+        (2,),
+        "rank 2 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
+        "value-too-large-for-the-store",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "rallypoint.errors.LimitExceeded",
+                    '"weights" has 3.0 GiB, and a value may have 2.0 GiB',
+                    (*STORE[:1], msgspec.structs.replace(STORE[1], function="set")),
+                    at=2.0,
+                    code="value-too-large",
+                    help=(("allow more", "rallypoint.serve(max_bytes=...)"),),
+                ),
+            ),
+            rank(1, 1, raised=NO_KEY, at=6.1, order=1),
+        ),
+        "value-too-large",
+        (0,),
+        'rank 0: "weights" has 3.0 GiB, and a value may have 2.0 GiB',
+    ),
+    History(
         "one-never-joins",
         job(waited(0), waited(1), rank(2, phase="importing", phase_at=0.3, stack=LOADING)),
         "ranks-missing",
@@ -763,6 +820,14 @@ def test_what_is_a_consequence(kind: str, message: str, call: str, expected: boo
 
 
 @pytest.mark.parametrize(
+    ("code", "expected"), [("wait-timeout", True), ("store-closed", True), ("value-too-large", False), ("group-twice", False)]
+)
+def test_errors_of_ours_are_read_by_their_code(code: str, expected: bool) -> None:
+    """Whatever the words are: `timed out` in a headline of ours is not torch's."""
+    assert is_consequence(Raised("rallypoint.errors.StoreTimeout", "Connection refused", (), "", code=code)) is expected
+
+
+@pytest.mark.parametrize(
     ("url", "correct"),
     [
         ("file://tmp/x", "file:///tmp/x"),
@@ -820,7 +885,7 @@ errors = some.builds(
     words,
     at=some.floats(0, 9),
     call=some.sampled_from(["", "all_reduce", "init_process_group"]),
-    code=some.sampled_from(["", "group-twice", "store-file-stale"]),
+    code=some.sampled_from(["", "group-twice", "store-file-stale", "wait-timeout", "store-closed"]),
     filename=some.sampled_from(["", "train.py"]),
 )
 ends = some.none() | some.builds(

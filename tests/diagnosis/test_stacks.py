@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import os
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,19 @@ def test_a_stack_in_one_line_names_the_programs_line_and_the_call_it_is_in() -> 
     assert stacks.place(stacks.main_frames(DUMP), root) == "train.py:42 in step (torch all_reduce)"
     assert stacks.place((TOP, STEP)) == "/home/ada/exp/train.py:42 in step"
     assert stacks.place(()) == ""
+
+
+def test_a_call_of_the_store_is_named_as_a_call_of_torch_is() -> None:
+    """Also where rallypoint is run from its source: the program's line is not ours."""
+    package = os.path.dirname(os.path.dirname(stacks.__file__))
+    dump = f"""\
+Current thread 0x00007f41a2246b80 (most recent call first):
+  File "{package}/store/exchange.py", line 80 in ask
+  File "{package}/store/client.py", line 310 in wait
+  File "/home/ada/exp/train.py", line 42 in step
+  File "{package}/launch/worker.py", line 99 in run
+"""
+    assert stacks.place(stacks.main_frames(dump)) == "/home/ada/exp/train.py:42 in step (rallypoint wait)"
 
 
 def test_the_main_thread_is_the_last_one_and_the_crashed_one_is_marked() -> None:

@@ -415,12 +415,15 @@ def _known(case: Case, error: Raised) -> Report:
     """An exception of ours, raised in the rank, or one that our hook recognised: it brings its own words."""
     if error.code == "group-twice":
         return _group_twice(case, error)
+    why = error.why
+    if case.confidence != "certain":  # one of the store's that another rank may have caused
+        why = ("it speaks of what another rank, or the store, did not do, and no rank shows why not", *why)
     return Report(
         code=error.code,
         headline=f"{case.subject}: {_first_line(error.message)}",
         where=where(case, case.first, error),
-        why=error.why[0] if error.why else "",
-        evidence=error.why[1:],
+        why=why[0] if why else "",
+        evidence=why[1:],
         then=case.then,
         help=tuple(Help(sentence, command) for sentence, command in error.help[:3]),
         logs=logs(case),

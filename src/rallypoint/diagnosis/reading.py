@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 
+import msgspec
+
 from rallypoint.diagnosis.evidence import Frame, Raised
 
 
@@ -52,6 +54,18 @@ _WAITED_IN_TORCH = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 _TORCH_TYPES = ("DistNetworkError", "DistStoreError", "DistBackendError", "DistError", "C10dError")
 _BARE_TYPES = ("ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError", "EOFError")
 _BARE = re.compile(r"Connection (reset|closed|aborted|refused)|Broken pipe", re.IGNORECASE)
+
+# Errors of our own store, by code, that mostly come of what another rank did or did not do, and what a report says of them.
+# The store's other codes (a value too large, a wrong secret) are the affair of the rank that shows them.
+AFTER_ANOTHER = {
+    "wait-timeout": "waited for a key until the timeout",
+    "store-timeout": "got no answer from the store",
+    "store-closed": "lost the store",
+    "store-silent": "got no answer from the store",
+    "port-refused": "found no store",
+    "once-failed": "got the error of another rank's function from once",
+}
+_EXPLAIN = re.compile(r"\brallypoint explain ([a-z]+(?:-[a-z]+)+)\s*$")  # the last line that Python shows of an error of ours
 
 _PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use|errno: 98\b|\[Errno 98\]", re.IGNORECASE)
 _PORT = re.compile(
@@ -168,6 +182,8 @@ def variable_missing(message: str) -> str:
     return found.group(1) if found else ""
 
 
+AFTER_END = 12  # lines that may follow the last traceback: what threads and atexit still say, and the notes of an error of ours
+
 _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's own excepthook puts it before each line once there is a group
 _DURING = "During handling of the above exception, another exception occurred:"
@@ -189,12 +205,21 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
         if block is None:
             break
         raised, end = block
-        if found is None and any(line.strip() for line in lines[end:last][8:]):
+        after = lines[end:last]
+        if found is None and any(line.strip() for line in after[AFTER_END:]):
             return None  # it went on for long after that traceback: the traceback is not its end
-        found, last = raised, start
+        found, last = _with_code(raised, after), start
         if not any(line == _DURING for line in lines[max(start - 2, 0) : start]):
             break
     return found
+
+
+def _with_code(error: Raised, after: Sequence[str]) -> Raised:
+    """An error of ours with the code that stands in its notes, which Python prints below it."""
+    if not error.type.startswith("rallypoint.errors."):
+        return error
+    code = next((found.group(1) for line in after if (found := _EXPLAIN.search(line))), "")
+    return msgspec.structs.replace(error, code=code)
 
 
 def _block(lines: Sequence[str], start: int) -> tuple[Raised, int] | None:

@@ -35,7 +35,7 @@ class Kind(Enum):
     SWALLOWED = "swallowed"  # exit code 0 after an error of its own in a shared call
     EXITED = "exited"  # an exit code that is not 0, with nothing that explains it
     ABORTED = "aborted"  # SIGABRT with nothing that explains it: peers do that, too, when they lose a connection
-    DOUBTFUL = "doubtful"  # a bare "Connection reset": by a peer, or by a database
+    DOUBTFUL = "doubtful"  # a bare "Connection reset", by a peer or by a database; or our store's word of what another rank did not do
     LOST = "lost"  # says that it lost a peer
     WAITED = "waited"  # says that the others did not come
     STOPPED = "stopped"  # ended by us, or with the launcher
@@ -81,7 +81,9 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
 
 def is_consequence(error: Raised) -> bool:
     """True when an exception speaks of a lost or missing peer: the cause is then probably still to come."""
-    return not error.code and reading.meaning(error.type, error.message, error.call) is not Meaning.OWN
+    if error.code:
+        return error.code in reading.AFTER_ANOTHER
+    return reading.meaning(error.type, error.message, error.call) is not Meaning.OWN
 
 
 def check_init_method(url: str) -> Report | None:
@@ -188,7 +190,7 @@ def _last_exception(rank: RankEvidence, job: JobEvidence) -> Raised | None:
 
 def _kind_of(error: Raised) -> Kind:
     if error.code:
-        return Kind.RAISED
+        return Kind.DOUBTFUL if error.code in reading.AFTER_ANOTHER else Kind.RAISED
     kinds = {Meaning.OWN: Kind.RAISED, Meaning.LOST: Kind.LOST, Meaning.WAITED: Kind.WAITED, Meaning.MAYBE_LOST: Kind.DOUBTFUL}
     return kinds[reading.meaning(error.type, error.message, error.call)]
 
@@ -252,7 +254,7 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
     if found[0].kind is Kind.EXITED and len(causes) > 1 and job.on_failure != "continue":
         causes, confidence = causes[:1], "likely"
     elif found[0].kind in (Kind.DOUBTFUL, Kind.SWALLOWED):
-        confidence = "likely" if found[0].kind is Kind.DOUBTFUL else "certain"
+        confidence = "likely" if found[0].kind is Kind.DOUBTFUL and job.world_size > 1 else "certain"
     told = causes[:MOST_REPORTS]
     at_fault = [verdict for group in causes for verdict in group]
     then = _then(job, verdicts, at_fault, STRONG)
@@ -401,8 +403,13 @@ def _then(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], ce
     """What became of the ranks that are not at fault, in a sentence."""
     blamed = {verdict.rank.rank for verdict in at_fault}
     kinds: dict[Kind, list[int]] = {}
+    of_store: dict[str, list[int]] = {}
     for verdict in verdicts:
-        if verdict.rank.rank not in blamed and not (not at_fault and verdict.kind in certain):
+        if verdict.rank.rank in blamed or (not at_fault and verdict.kind in certain):
+            continue
+        if verdict.kind is Kind.DOUBTFUL and verdict.error is not None and verdict.error.code:
+            of_store.setdefault(reading.AFTER_ANOTHER[verdict.error.code], []).append(verdict.rank.rank)
+        else:
             kinds.setdefault(verdict.kind, []).append(verdict.rank.rank)
     lost, waited = _ranks(kinds, Kind.LOST, Kind.DOUBTFUL), _ranks(kinds, Kind.WAITED)
     stopped, alive = _ranks(kinds, Kind.STOPPED), _ranks(kinds, Kind.ALIVE)
@@ -411,10 +418,11 @@ def _then(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], ce
     innocent = [
         f"{ranks_phrase(lost)} lost the connection to a peer" if lost else "",
         f"{ranks_phrase(waited)} waited for a peer until the timeout" if waited else "",
+        *(f"{ranks_phrase(ranks)} {words}" for words, ranks in of_store.items()),
         f"{ranks_phrase(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped" if stopped else "",
         f"{ranks_phrase(going_on)} {'goes' if len(going_on) == 1 else 'go'} on" if going_on else "",
     ]
-    told = len(lost) + len(waited) + len(stopped)
+    told = len(lost) + len(waited) + len(stopped) + sum(map(len, of_store.values()))
     blameless = "" if not told else "it is not at fault" if told == 1 else "they are not at fault"
     others = []
     for kind, words in ((Kind.EXITED, "exited with a code that is not 0"), (Kind.ABORTED, "aborted")):

@@ -17,6 +17,7 @@ from rallypoint.diagnosis.evidence import Frame
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _HEADER = re.compile(r"^(Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(?P<name>[^\]]*)\])?(?: \(most recent call first\))?:")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+# The launcher. The store is no part of it: programs call it, and a report says so as it does of torch ("rallypoint wait").
 _OURS = re.compile(r"(^|/)rallypoint/(launch|diagnosis|cli|host|record)/\w+\.py$|(^|/)rallypoint/__main__\.py$")
 _INTERPRETER = re.compile(r"^<(string|frozen (runpy|importlib.*))>$|(^|/)(runpy|importlib/_bootstrap\w*)\.py$")
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/(?P<path>.+)$")
@@ -97,12 +98,14 @@ def current_frames(dump: str) -> tuple[Frame, ...]:
 
 
 def hidden(frame: Frame) -> bool:
-    """True for frames that are not the program's: ours, runpy's, importlib's, `<string>`."""
-    return frame.file.startswith(_PACKAGE) or bool(_OURS.search(frame.file) or _INTERPRETER.search(frame.file))
+    """True for frames that are neither the program's nor a library's: the launcher's, runpy's, importlib's, `<string>`."""
+    return bool(_OURS.search(frame.file) or _INTERPRETER.search(frame.file))
 
 
 def library(frame: Frame) -> str:
     """ "torch" for a frame of site-packages/torch, "threading" for one of the standard library, "" for the program's own."""
+    if frame.file.startswith(_PACKAGE):  # also where it is not installed, but run from its source
+        return "rallypoint"
     found = _PACKAGES.match(frame.file)
     if found is None:
         found = _STDLIB.match(frame.file)
