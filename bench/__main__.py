@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import death, figures, harness, samples, start
+from bench import death, figures, harness, samples, start, store, tables
 from bench.harness import ROOT, say
 from bench.samples import Case, Sample
 
@@ -25,6 +25,10 @@ class Plan:
     turns: int
     quick: int = 1
     large: bool = False  # only with --large, or asked for by name
+
+
+def _short(quick: bool, seconds: float) -> float:
+    return seconds / 4 if quick else seconds
 
 
 def _start(ranks: int, **peers: int) -> Callable[[int, bool], Iterator[Sample]]:
@@ -61,6 +65,17 @@ CASES: dict[str, dict[str, Plan]] = {
         "raised": Plan(lambda turns, quick: death.raised(turns), 5),
         "launcher-killed": Plan(lambda turns, quick: death.launcher_killed(turns), 3),
         "ctrl-c": Plan(lambda turns, quick: death.interrupted(turns), 3),
+    },
+    "store": {
+        "latency": Plan(lambda turns, quick: store.latency(turns, count=1000 if quick else 10_000), 7),
+        "throughput-8": Plan(lambda turns, quick: store.throughput(8, turns, seconds=_short(quick, 2.0)), 7),
+        "throughput-64": Plan(lambda turns, quick: store.throughput(64, turns, seconds=_short(quick, 2.0)), 3),
+        "values": Plan(lambda turns, quick: store.values(turns, sizes=store.SIZES[: 6 if quick else 7], seconds=_short(quick, 0.5)), 3),
+        "mixed": Plan(lambda turns, quick: store.mixed(turns, seconds=_short(quick, 3.0)), 3),
+        "barrier-64": Plan(lambda turns, quick: store.barrier(64, turns, count=20 if quick else 100), 5),
+        "connect-512": Plan(lambda turns, quick: store.connect(512, turns, 1), 3, quick=0),  # the peer waits minutes for a name server
+        "sessions-10000": Plan(lambda turns, quick: store.sessions(10_000, turns), 3, quick=0),
+        "storm-512": Plan(lambda turns, quick: store.storm(512, turns), 3, quick=0),
     },
 }
 
@@ -101,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         measured[name] = _measure(asked.command, name, plans[name], asked.turns, asked.quick)
         samples.write(output, [measured[name]])  # at once: the next may take minutes, and be interrupted
     for table in figures.tables(measured):
-        print(f"\n{table.title}\n\n{figures.text(table)}", end="")
+        print(f"\n{table.title}\n\n{tables.text(table)}", end="")
     return 0
 
 
@@ -128,7 +143,7 @@ def docs() -> int:
         kept = samples.read(RESULTS / f"{group}.json")
         cases |= {name: kept[name] for name in CASES[group] if name in kept}
     if not cases:
-        say("nothing was measured yet: scripts/bench start, scripts/bench death")
+        say("nothing was measured yet: scripts/bench start, death, store")
         return 1
     PAGE.write_text(figures.page(cases))
     say(f"{PAGE.relative_to(ROOT)} was written from {len(cases)} cases")

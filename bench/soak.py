@@ -18,13 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bench import harness
+from bench import harness, store_soak
 from bench.harness import JOBS, Run, rallypoint, say
+from bench.outcome import Mode, Outcome
 
 # Seconds for one job of a few ranks on a machine that is busy with others; the slowest that was ever seen took a fifth of it.
 RUN_TIMEOUT = 60.0
@@ -33,19 +34,6 @@ GONE_WITHIN = 2.0
 _INTERRUPTED = r"^[a-z]+\[interrupted\]: "
 # Seconds from Ctrl-C to the launcher's end. The ranks of these jobs have no handler that takes its time.
 INTERRUPT_TIMEOUT = 5.0
-
-
-@dataclass
-class Outcome:
-    """How one repetition went. `wrong` is empty when it went well; `what` counts kinds; `times` are seconds, by name."""
-
-    what: str
-    wrong: list[str] = field(default_factory=list)
-    times: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-Mode = Callable[[random.Random, int, Path], Outcome]
 
 
 def run_command(ranks: int, script: str, *options: str) -> list[str]:
@@ -289,6 +277,11 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "launches": (launches, 200, 20),
     "kills": (kills, 100, 2),
     "ctrl-c": (ctrl_c, 100, 2),
+    "store-adds": (store_soak.adds, 1, 1),  # 80,000 of them
+    "store-histories": (store_soak.histories, 1000, 2),
+    "store-reconnects": (store_soak.reconnects, 10, 1),  # of a hundred each
+    "store-strangers": (store_soak.strangers, 1, 1),  # 10,000 of them
+    "store-deadlines": (store_soak.deadlines, 200, 4),
 }
 
 

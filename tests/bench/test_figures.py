@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from bench.figures import Bound
 from bench.samples import Case, Sample, Value
+from bench.tables import Bound, text
 
 from bench import figures
 
@@ -15,7 +15,7 @@ def case(name: str, **taken: list[dict[str, Value]]) -> Case:
 
 
 def lines(found: Case) -> list[str]:
-    return [line for table in figures.tables({found.name: found}) for line in figures.text(table).splitlines()[2:]]
+    return [line for table in figures.tables({found.name: found}) for line in text(table).splitlines()[2:]]
 
 
 def start_16(mine: float) -> Case:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from bench.harness import JOBS, Run
-from bench.soak import Outcome
+from bench.outcome import Outcome
 
 from bench import soak
 

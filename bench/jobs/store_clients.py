@@ -1,0 +1,156 @@
+"""What a bench asks of a store's client, in the words of each party. Imported late: connecting is part of what is measured."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+SMALL = b"v" * 32
+TIMEOUT = 300.0  # seconds for any answer: the harness decides when it has been long enough
+
+
+class Rallypoint:
+    """Ours: as a user gets it on the server's host, or over TCP."""
+
+    def __init__(self, where: dict[str, Any], *, same_host: bool) -> None:
+        import rallypoint
+
+        self.store = rallypoint.connect(where["address"], secret=bytes.fromhex(where["secret"]), same_host=same_host, timeout=TIMEOUT)
+
+    def operation(self, name: str, key: str) -> Callable[[], object]:
+        """One call, as a user writes it."""
+        store = self.store
+        return {"get": lambda: store.get(key), "set": lambda: store.set(key, SMALL), "add": lambda: store.add(key, 1)}[name]
+
+    @staticmethod
+    def value(size: int) -> Any:
+        import torch
+
+        return torch.randint(0, 256, (size,), dtype=torch.uint8)
+
+    def put(self, key: str, value: Any) -> None:
+        """Returns when the server has it."""
+        self.store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self.store.get(key)
+
+    @staticmethod
+    def equal(one: Any, other: Any) -> bool:
+        return bool((one == other).all())
+
+    def barrier(self, name: str, size: int, number: int) -> None:
+        from rallypoint.wire.messages import Arrive, Integer
+
+        reply, _ = self.store.ask(Arrive, name, size, TIMEOUT, wait=TIMEOUT)
+        assert isinstance(reply, Integer), reply
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class TCPStore:
+    """torch's, with libuv."""
+
+    def __init__(self, where: dict[str, Any]) -> None:
+        from torch import distributed
+
+        self.store = distributed.TCPStore(
+            "127.0.0.1", where["port"], None, False, timeout=timedelta(seconds=TIMEOUT), wait_for_workers=False
+        )
+
+    def operation(self, name: str, key: str) -> Callable[[], object]:
+        store = self.store
+        return {"get": lambda: store.get(key), "set": lambda: store.set(key, SMALL), "add": lambda: store.add(key, 1)}[name]
+
+    @staticmethod
+    def value(size: int) -> bytes:
+        return os.urandom(size)
+
+    def put(self, key: str, value: Any) -> None:
+        """`set` is not acknowledged: when the next answer comes, the server has the value."""
+        self.store.set(key, value)
+        assert self.store.check([key])
+
+    def get(self, key: str) -> Any:
+        return self.store.get(key)
+
+    @staticmethod
+    def equal(one: Any, other: Any) -> bool:
+        return bool(one == other)
+
+    def barrier(self, name: str, size: int, number: int) -> None:
+        self.store.barrier(f"{name}-{number}", size, timedelta(seconds=TIMEOUT))
+
+    def close(self) -> None:
+        del self.store
+
+
+class Gloo:
+    """`dist.barrier` of a gloo group; its store is a TCPStore."""
+
+    def __init__(self, where: dict[str, Any], rank: int, size: int) -> None:
+        from torch import distributed
+
+        self.distributed = distributed
+        store = distributed.TCPStore("127.0.0.1", where["port"], None, False, timeout=timedelta(seconds=TIMEOUT), wait_for_workers=False)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+
+    def barrier(self, name: str, size: int, number: int) -> None:
+        self.distributed.barrier()
+
+
+def connect(party: str, where: dict[str, Any], rank: int = 0, size: int = 1) -> Any:
+    """A client of this party."""
+    if party == "TCPStore":
+        return TCPStore(where)
+    if party == "gloo":
+        return Gloo(where, rank, size)
+    return Rallypoint(where, same_host=party == "rallypoint")
+
+
+def barrier_of_many(clients: Sequence[Any], name: str, size: int) -> None:
+    """All these clients, of one thread, pass one barrier of `size` members.
+
+    Ours all arrive before the first is waited for. The public face does not send and wait in two steps, so this uses the session's own:
+    a thread for each client would measure thread starts. TCPStore's `barrier` blocks, so its clients add and wait, the quickest they have.
+    """
+    if isinstance(clients[0], TCPStore):
+        for client in clients:
+            if client.store.add(f"{name}-arrived", 1) == size:
+                client.store.set(f"{name}-done", b"1")
+        for client in clients:
+            client.store.wait([f"{name}-done"])
+        return
+    from rallypoint.store.session import Pending
+    from rallypoint.wire.messages import Arrive, Integer
+
+    me = threading.get_ident()
+    under_way: list[Pending] = []
+    for client in clients:
+        sent: deque[Pending] = deque()
+        client.store._session._send_many([(Arrive, (name, size, TIMEOUT))], sent, me)
+        under_way += sent
+    for client, pending in zip(clients, under_way, strict=True):
+        client.store._session._await(pending, me)
+        assert isinstance(pending.reply, Integer), pending.reply or pending.error
+
+
+def repeat(act: Callable[[], object], seconds: float, least: int = 3, most: int = 1_000_000) -> list[float]:
+    """How long each call took, in seconds; calls for `seconds`, but at least and at most so many times."""
+    clock = time.perf_counter
+    times: list[float] = []
+    until = clock() + seconds
+    while len(times) < most:
+        began = clock()
+        act()
+        ended = clock()
+        times.append(ended - began)
+        if ended >= until and len(times) >= least:
+            break
+    return times
