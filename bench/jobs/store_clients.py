@@ -134,7 +134,7 @@ def barrier_of_many(clients: Sequence[Any], name: str, size: int) -> None:
     under_way: list[Pending] = []
     for client in clients:
         sent: deque[Pending] = deque()
-        client.store._session._send_many([(Arrive, (name, size, TIMEOUT))], sent, me)
+        client.store._session._send_many([(Arrive, (name, size, TIMEOUT))], sent, (False,), me)
         under_way += sent
     for client, pending in zip(clients, under_way, strict=True):
         client.store._session._await(pending, me)

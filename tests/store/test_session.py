@@ -121,6 +121,14 @@ def kept_by(server: Server, store: Store) -> int:
     return len(state._sessions[store._session.id].replies)
 
 
+def lent_by(server: Server, store: Store) -> int:
+    """How many segments the server believes that this client reads."""
+    loop = server._loop
+    assert loop is not None
+    peer = loop._by_session[loop._state._sessions[store._session.id]]
+    return len(peer.lent or ())
+
+
 def test_the_server_may_forget_answers_although_one_thread_waits(server: Server, store: Store) -> None:
     join = start(lambda: store.wait("k", timeout=LONG))
     eventually(lambda: store.status()["waiting"] == 1)
@@ -138,15 +146,11 @@ def test_memory_that_was_read_is_given_back_at_once(server: Server, store: Store
     """Also for what is taken from a queue, and for an answer that nobody looks at any more."""
     store["k"] = LARGE
 
-    def lent() -> int:
-        peer = server._loop._by_session[server._loop._state._sessions[store._session.id]]  # type: ignore[union-attr]
-        return len(peer.lent or ())
-
     for _ in range(5):
         assert store.get("k") == LARGE
         put(store, "q", LARGE)
         assert take(store, "q") == LARGE
-    eventually(lambda: lent() == 0)
+    eventually(lambda: lent_by(server, store) == 0)
 
 
 # --- one thread's trouble
@@ -167,7 +171,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return tight
 
 
-def test_a_value_for_which_there_is_no_memory(store: Store, no_room: threading.Event) -> None:
+def test_a_value_for_which_there_is_no_memory(server: Server, store: Store, no_room: threading.Event) -> None:
     """Who asked for it is told, and nobody else: not the thread that happens to drive."""
     store["k"] = LARGE
     drives = start(lambda: store.wait("driver", timeout=LONG))
@@ -177,6 +181,7 @@ def test_a_value_for_which_there_is_no_memory(store: Store, no_room: threading.E
         store.get("k")
     no_room.clear()
     assert store["k"] == LARGE
+    eventually(lambda: lent_by(server, store) == 0)
     store["driver"] = 1
     drives()
     assert store.statistics()["reconnects"] == 0

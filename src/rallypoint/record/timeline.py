@@ -127,6 +127,7 @@ _SENTENCES: dict[What, Callable[[dict[str, Any], str], str]] = {
     "port-held": lambda d, because: f"held {d.get('host', '')}:{d.get('port', '')}",
     "c10d-ready": lambda d, because: "c10d store ready",
     "attempt-started": lambda d, because: f"started attempt {d.get('attempt', 0)}",
+    "store-serves": lambda d, because: "the job's store has its first client",
     "worker-started": lambda d, because: "started {ranks}",
     "phase": lambda d, because: str(d.get("phase", "phase unknown")),
     "handled-error": lambda d, because: f"caught {_error(d)}" + (f" from {d['call']}" if d.get("call") else ""),
