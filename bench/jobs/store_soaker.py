@@ -99,11 +99,14 @@ def reconnects(spec: Spec) -> Spec:
     for _ in range(3):  # one key written over and over has two segments of shared memory
         turn()
     before = _open()
+    print("ready", flush=True)
+    sys.stdin.readline()  # the resets have begun: a connection that is lost takes its segments with it
     while store.statistics()["reconnects"] < spec["count"]:
         turn()
     print("enough", flush=True)
     sys.stdin.readline()  # the resets are over
-    turn()
+    for _ in range(3):  # the last connection has its segments again
+        turn()
     after = _open()
     found = store.statistics()
     store.delete("value")  # in shared memory it is a descriptor of the server's
@@ -111,11 +114,20 @@ def reconnects(spec: Spec) -> Spec:
     return {"before": before, "after": after, "reconnects": found["reconnects"], "sessions": found["sessions"], "turns": number}
 
 
+def _is_segment(fd: str) -> bool:
+    try:
+        return "memfd" in os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # it has been closed since
+        return False
+
+
 def _open() -> Spec:
     """After a moment in which what is being closed gets closed: a thread that reconnects, a descriptor in a finalizer."""
-    least = {"descriptors": 10**9, "threads": 10**9}
+    least = {"descriptors": 10**9, "segments": 10**9, "threads": 10**9}
     for _ in range(50):
-        now = {"descriptors": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+        segments = [fd for fd in os.listdir("/proc/self/fd") if _is_segment(fd)]
+        others = len(os.listdir("/proc/self/fd")) - len(segments)
+        now = {"descriptors": others, "segments": len(segments), "threads": len(os.listdir("/proc/self/task"))}
         least = {name: min(least[name], count) for name, count in now.items()}
         time.sleep(0.01)
     return least
