@@ -1,9 +1,10 @@
 """Shared memory segments that die with their last user.
 
 A segment is a memfd: memory with a descriptor and no name. It goes to another process over a Unix socket, and the kernel frees it
-when the last descriptor is closed, whoever was killed and however. It is written with `pwrite` and read with `pread`, never mapped:
-a copy through a system call runs at memory's own speed (measured: 13 GB/s in, 16 GB/s out), and a process that is handed a bad one
-gets a short read and not SIGBUS.
+when the last descriptor is closed, whoever was killed and however. Values of the store are written with `pwrite` and read with
+`pread`, never mapped: a copy through a system call runs at memory's own speed (measured: 13 GB/s in, 16 GB/s out), and a process that
+is handed a bad one gets a short read and not SIGBUS. What several processes compute with is mapped (`Mapped`): it belongs to one user,
+and is sealed against shrinking before anybody maps it.
 
 Fresh pages are what costs (1.7 GB/s: the kernel clears each one), so segments are used again.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -190,3 +192,99 @@ class _Back:
             os.close(fd)
         else:
             self._dropped.append((fd, capacity))
+
+
+# --- mapped, and opened by those who may look into this process ---
+
+
+class Mapped:
+    """A segment of our own that is mapped: tensors can live in it. `memory` is the mapping, `inode` tells this memfd from any other.
+
+    Others of the same user open it by our pid and descriptor number (`attach`): there is no name and no socket, and it ends with its
+    last user, like every memfd.
+    """
+
+    __slots__ = ("__weakref__", "capacity", "fd", "inode", "memory")
+
+    def __init__(self, size: int) -> None:
+        """`size` bytes or more, all zero. Raises OSError when there is no memory or no descriptor."""
+        self.capacity = capacity_for(size)
+        self.fd = create(self.capacity)
+        try:
+            self.inode = os.fstat(self.fd).st_ino
+            self.memory = mapped(self.fd, self.capacity)
+        except BaseException:
+            os.close(self.fd)
+            self.fd = -1
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Mapped {self.capacity} bytes, fd {self.fd}>"
+
+    def close(self) -> None:
+        """Nobody can open it any more; who has it mapped keeps it. May be called twice."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+
+
+def mapped(fd: int, size: int) -> memoryview:
+    """The first `size` bytes of a segment, mapped to read and write, for as long as the view, or a tensor in it, lives.
+
+    Not by `mmap.mmap`: that keeps a duplicate of the descriptor for as long (until Python 3.13), and ranks have two segments of each other.
+    """
+    import ctypes
+    import mmap
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    array = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(array, libc.munmap, address, size).atexit = False
+    return memoryview(array).cast("B")
+
+
+def attach(pid: int, fd: int, inode: int, size: int) -> memoryview:
+    """The segment that process `pid` has as descriptor `fd`, mapped, to read and write. Raises OSError when that process may not be
+    looked into or is gone, and Unfit when the descriptor is something else than what was published: its inode, and at least `size` bytes.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    if os.stat(path).st_ino != inode:  # before it is opened: opening a pipe or a device has effects
+        raise Unfit(f"descriptor {fd} of pid {pid} is another one by now")
+    here = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(here)
+        if found.st_ino != inode or fcntl.fcntl(here, fcntl.F_GET_SEALS) & SEALS != SEALS or found.st_size < size:
+            raise Unfit(f"descriptor {fd} of pid {pid} is not the segment that was published")
+        return mapped(here, found.st_size)
+    finally:
+        os.close(here)
+
+
+def published(pid: int, fd: int, inode: int) -> bool:
+    """Whether that process still has that segment open; True as well when we may not look."""
+    try:
+        return os.stat(f"/proc/{pid}/fd/{fd}").st_ino == inode
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
+def scope() -> bytes:
+    """Equal in two processes that can open each other's segments, as far as that can be told beforehand: the boot of the machine, the
+    pid namespace and the user."""
+    import hashlib
+
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        boot = file.read()
+    return hashlib.blake2b(boot + b"%d %d" % (os.stat("/proc/self/ns/pid").st_ino, os.getuid()), digest_size=16).digest()

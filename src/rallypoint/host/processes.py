@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import time
@@ -28,6 +29,30 @@ def _prctl(option: int, argument: int) -> None:
 def become_subreaper() -> None:
     """From now on orphans among our descendants become our children, not init's (prctl(2))."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def prepare_to_supervise() -> tuple[int, int]:
+    """Make this process fit to look after others: it is told of every end, gets their orphans, and may open as many files as it can.
+    Returns the limit on open files that it had, which is for those others.
+
+    A rank costs us five descriptors; the soft limit of 1024 would end at 200 ranks.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = limit
+    if soft != resource.RLIM_INFINITY and soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would reap our children before we have asked how they ended
+    become_subreaper()
+    return limit
+
+
+def open_standard_descriptors() -> None:
+    """One that was closed when we started becomes /dev/null: else a pipe or socket of ours would get its number, and a rank's words."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
 
 
 def die_with(parent: int) -> None:
@@ -68,6 +93,15 @@ def status(pid: int | str) -> Status | None:
         int(number), command.decode("utf-8", "replace"), fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]),
         int(fields[11]) + int(fields[12]), int(fields[19]),
     )  # fmt: skip
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still, by SIGSTOP or Ctrl-Z. False for what cannot be seen."""
+    try:
+        found = status(pid)
+    except PermissionError:  # somebody else's, and /proc hides those
+        return False
+    return found is not None and found.state == "T"
 
 
 def command_line(pid: int) -> str:

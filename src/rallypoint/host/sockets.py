@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import stat
+import struct
 
 from rallypoint.errors import EnvironmentProblem
 
@@ -24,6 +25,8 @@ BACKLOG = 4096
 
 _FOLDER = re.compile(r"rallypoint-[0-9a-f]{12}")
 _LOCK = "lock"
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
 
 _held: dict[str, tuple[int, int]] = {}
 """Folders of this process: the lock's descriptor, and the pid, which a forked child does not share. Never looked at by a sweep: closing
@@ -49,6 +52,17 @@ def private_socket(name: str) -> tuple[socket.socket, str]:
         why=tuple(reasons),
         help=(("name a folder of your own with a short path", "export TMPDIR=/dev/shm"),),
     )
+
+
+def listener_of(sock: socket.socket) -> int:
+    """The pid of who listened at the other end of a connected Unix socket; 0 for another kind, and when it cannot be seen from here."""
+    if sock.family != socket.AF_UNIX:
+        return 0
+    try:
+        pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    except OSError:
+        return 0
+    return int(pid)
 
 
 def remove(path: str) -> None:
