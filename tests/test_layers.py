@@ -21,7 +21,7 @@ MODULES = sorted(SRC.rglob("*.py"))
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"launch"},
+    {"launcher"},
     {"diagnosis"},
     {"primitives", "record", "clusters"},
     {"store"},
@@ -32,18 +32,18 @@ LAYERS = (
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 
 # Where torch may be imported, and there only inside functions.
-TORCH = ("wire/values.py", "primitives/", "store/c10d.py", "host/devices.py", "diagnosis/checks/", "launch/")
+TORCH = ("wire/values.py", "primitives/", "store/c10d.py", "host/devices.py", "diagnosis/checks/", "launcher/")
 
 PURE = (
     "world.py", "wire/", "store/state.py", "store/ledger.py", "store/budget.py", "store/waiting.py", "store/keys.py", "store/history.py",
     "store/queues.py", "store/locks.py", "store/claims.py", "store/barriers.py", "store/backoff.py", "record/timeline.py",
-    "diagnosis/rules.py", "diagnosis/render.py", "launch/plan.py", "launch/joining.py", "launch/supervisor.py", "launch/exits.py",
+    "diagnosis/rules.py", "diagnosis/render.py", "launcher/plan.py", "launcher/joining.py", "launcher/supervisor.py", "launcher/exits.py",
 )  # fmt: skip
 IMPURE = {"asyncio", "random", "select", "selectors", "socket", "subprocess", "threading", "time", "multiprocessing", "psutil"}
 
 # Who reads a clock. Beside clock.py only what waits for the kernel until a deadline, or measures how long something took,
 # in a process that has no clock of the agent's; and gloo.py, which sleeps.
-CLOCKS = ("clock.py", "host/processes.py", "launch/gloo.py", "launch/imports.py", "launch/template.py")
+CLOCKS = ("clock.py", "host/processes.py", "launcher/gloo.py", "launcher/imports.py", "launcher/template.py")
 
 FORBIDDEN_NAMES = {"base", "common", "core", "helper", "helpers", "misc", "shared", "tools", "util", "utils"}
 
@@ -53,13 +53,14 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """(line, what is imported by full name, whether it is inside a function), `import a` and `from a import b` alike."""
+    """(line, what is imported by full name, whether it is inside a function, or for types only), `import a` and `from a import b` alike."""
     tree = ast.parse(path.read_text("utf-8"))
     inside = {
         id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for node in ast.walk(function)
+        for block in ast.walk(tree)
+        if isinstance(block, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        or (isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING")
+        for node in ast.walk(block)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

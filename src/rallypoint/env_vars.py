@@ -23,8 +23,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "RALLYPOINT_STORE",
         "read and set",
-        "The address of the store that rallypoint.connect() means. In a job's ranks, new for every attempt, the job's own; not set by"
-        " --no-python, whose programs get no secret.",
+        "The address of the store that rallypoint.connect() means. In a job's ranks, new for every attempt, the job's own, and a"
+        " line says so when another one was exported; not set by --no-python, whose programs get no secret.",
     ),
     Variable(
         "RALLYPOINT_SECRET_FILE",
@@ -60,9 +60,24 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "set", "What --signals-to-handle says."),
     Variable("TORCHELASTIC_ERROR_FILE", "set", "Where torch's @record writes the exception of this rank."),
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "set", "1, unless it is set already."),
-    Variable("CUDA_VISIBLE_DEVICES", "read and set", "Read for -n gpu; set for each rank with --virtual-local-rank only."),
+    Variable(
+        "TORCH_DIST_INIT_BARRIER",
+        "read and set",
+        "1 while launch(backend=...) opens the process group, unless it is set: no rank goes on before all have joined.",
+    ),
+    Variable(
+        "CUDA_VISIBLE_DEVICES",
+        "read and set",
+        "Read for -n gpu, for NCCL and for reports; set for each rank with --virtual-local-rank only.",
+    ),
+    Variable("CUDA_DEVICE_ORDER", "read", "Whether CUDA numbers GPUs as nvidia-smi does: said in reports about GPUs that differ."),
+    Variable("LD_LIBRARY_PATH", "read", "A folder of cuda-compat in it: then an old driver's number is not taken for its limit."),
     # threads and names
-    Variable("OMP_NUM_THREADS", "read and set", "1 in the workers when there are several and it is not set: they share the processors."),
+    Variable(
+        "OMP_NUM_THREADS",
+        "read and set",
+        "Set in the workers when there are several and it is not set: each rank's share of the processors, at least 1 (torchrun sets 1).",
+    ),
     Variable(
         "OPENBLAS_NUM_THREADS", "read and set", "1 in the template, which must have one thread; the workers get the user's own value back."
     ),

@@ -7,7 +7,9 @@ where a user would catch a builtin (`TimeoutError`, `ConnectionError`, `MemoryEr
 
 from __future__ import annotations
 
-from typing import Literal
+from _queue import Empty  # queue.Empty, without the 2 ms that loading its module takes
+from collections.abc import Sequence
+from typing import Literal, Self
 
 Outcome = Literal["happened", "did not happen", "unknown"]
 """What is known about a request that got no answer."""
@@ -82,6 +84,10 @@ class StoreTimeout(EnvironmentProblem, TimeoutError):
         self.outcome = outcome
 
 
+class QueueEmpty(StoreTimeout, Empty):
+    """`wait-timeout`: no item came into a queue in time. Also what the standard library's queues raise."""
+
+
 class SessionLost(EnvironmentProblem, ConnectionError):
     """`session-lost`: the server ended this client's session, and what it held (locks, seats, ephemeral keys, taken items) was
     released. `outcome` says whether the request that was under way happened; `same_server` that the store and its keys are still
@@ -143,3 +149,197 @@ class UpdateLost(EnvironmentProblem):
 
 class UpdateLostWarning(UserWarning):
     """`update-lost`, without `strict`."""
+
+
+class LockTimeout(StoreTimeout):
+    """`lock-timeout`: the lock was not had in time; this caller does not stand in its queue any more. `holder`: who has it, as text;
+    `held_for`: seconds; `queue`: who waits in front, as texts."""
+
+    def __init__(
+        self,
+        code: str,
+        headline: str,
+        *,
+        holder: str = "",
+        held_for: float = 0.0,
+        queue: tuple[str, ...] = (),
+        why: tuple[str, ...] = (),
+        help: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(code, headline, why=why, help=help)
+        self.holder = holder
+        self.held_for = held_for
+        self.queue = queue
+
+
+class WouldDeadlock(UsageError, RuntimeError):
+    """`lock-twice`: this thread holds the lock already. `lock-cycle`: the holder waits, over others perhaps, for a lock that this caller
+    holds. Nobody would ever go on; this caller does not wait, and holds what it held."""
+
+
+class LeaseLost(EnvironmentProblem):
+    """`lock-lost`: the lock was passed on while this process believed to hold it. What was written with its token as a fence before
+    that stands; what was written without may have met somebody else's."""
+
+
+class LockAbandoned(EnvironmentProblem):
+    """`lock-abandoned`: the last holder died while it held the lock, so what the lock guards may be half changed. Raised once, to the
+    next holder; the lock is free after it."""
+
+
+class BarrierTimeout(StoreTimeout):
+    """`barrier-timeout`: not everybody came in time. `present` and `absent`: who did and who did not, as texts. All others who waited get
+    BarrierBroken at the same moment."""
+
+    def __init__(
+        self,
+        code: str,
+        headline: str,
+        *,
+        present: tuple[str, ...] = (),
+        absent: tuple[str, ...] = (),
+        why: tuple[str, ...] = (),
+        help: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(code, headline, why=why, help=help)
+        self.present = present
+        self.absent = absent
+
+
+class BarrierBroken(EnvironmentProblem, RuntimeError):
+    """`barrier-broken`: somebody else at the barrier gave up or died. `barrier-missed`: this caller came too late for a round that was
+    complete without it. `present` and `absent` as in `BarrierTimeout`. The next call is the next round."""
+
+    def __init__(
+        self,
+        code: str,
+        headline: str,
+        *,
+        present: tuple[str, ...] = (),
+        absent: tuple[str, ...] = (),
+        why: tuple[str, ...] = (),
+        help: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(code, headline, why=why, help=help)
+        self.present = present
+        self.absent = absent
+
+
+class BarrierMismatch(UsageError):
+    """`barrier-size`, `average-mismatch`: those who met want different things (another size, shape or dtype). All of them get it, and it
+    says who wants what."""
+
+
+class OnceFailed(RallypointError):
+    """`once-failed`: the function that `once` ran in another process raised. `remote_type` is the name of the exception's class,
+    `remote_traceback` its traceback there, as text; the headline has its message."""
+
+    def __init__(
+        self, code: str, headline: str, *, remote_type: str = "", remote_traceback: str = "", why: tuple[str, ...] = (),
+        help: tuple[tuple[str, str], ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(code, headline, why=why, help=help)
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+
+
+class RankKilled(EnvironmentProblem):
+    """`rank-killed`, `rank-out-of-memory`: a rank of `launch` was ended by a signal. `rank`; `signal`: its number."""
+
+    def __init__(self, code: str, headline: str, *, rank: int, signal: int, why: tuple[str, ...] = ()) -> None:
+        super().__init__(code, headline, why=why)
+        self.rank = rank
+        self.signal = signal
+
+
+class RankExited(RallypointError):
+    """`rank-exited`: a rank of `launch` left with `sys.exit` or `os._exit` instead of returning. `rank`; `exit_code`."""
+
+    def __init__(self, code: str, headline: str, *, rank: int, exit_code: int, why: tuple[str, ...] = ()) -> None:
+        super().__init__(code, headline, why=why)
+        self.rank = rank
+        self.exit_code = exit_code
+
+
+class RemoteTraceback(Exception):
+    """The `__cause__` of an exception that came from another process: its traceback there, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+class RemoteError(Exception):
+    """Stands for an exception of another process whose own class cannot be had here. `type_name` is that class's full name."""
+
+    def __init__(self, type_name: str, message: str) -> None:
+        super().__init__(type_name, message)
+        self.type_name = type_name
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.message}"
+
+
+class LaunchTimeout(EnvironmentProblem, TimeoutError):
+    """`launch-timeout`: the function had not returned in all ranks within `timeout`; they were stopped. The text says where each was.
+    `results`: what ranks had returned by then, by rank; `report`: the diagnosis."""
+
+    def __init__(
+        self, code: str, headline: str, *, results: dict[int, object], report: object = None, text: str = "", why: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(code, headline, why=why)
+        self.results = results
+        self.report = report
+        self.text = text
+        if text:
+            self.__notes__.clear()  # the text has them all
+
+    def __str__(self) -> str:
+        return self.text or self.headline
+
+
+class WorkerError(ExceptionGroup):
+    """Ranks of `launch` failed. The members are the exceptions of the ranks that are the cause, each with its traceback there as
+    `__cause__`; or `RankKilled` and `RankExited` for a rank that had none. `str()` is the report.
+
+    `results`: what other ranks had returned, by rank. `report`: the diagnosis, for programs. `ranks`: the rank of each member.
+    """
+
+    results: dict[int, object]
+    report: object
+    ranks: tuple[int, ...]
+    text: str
+
+    def __new__(
+        cls, headline: str, members: Sequence[Exception], *, ranks: tuple[int, ...] = (), results: dict[int, object] | None = None,
+        report: object = None, text: str = "",
+    ) -> Self:  # fmt: skip
+        self = super().__new__(cls, headline, members)
+        self.ranks = ranks
+        self.results = results or {}
+        self.report = report
+        self.text = text
+        return self
+
+    def __init__(self, headline: str, members: Sequence[Exception], **_: object) -> None:
+        super().__init__(headline, members)
+
+    def derive(self, excs: Sequence[Exception]) -> WorkerError:  # type: ignore[override]
+        kept = tuple(rank for rank, member in zip(self.ranks, self.exceptions, strict=False) if member in excs)
+        return WorkerError(self.message, excs, ranks=kept, results=self.results, report=self.report, text=self.text)
+
+    def __str__(self) -> str:
+        return self.text or super().__str__()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _worker_error, (self.message, self.exceptions, self.ranks, self.results, self.report, self.text)
+
+
+def _worker_error(
+    headline: str, members: Sequence[Exception], ranks: tuple[int, ...], results: dict[int, object], report: object, text: str
+) -> WorkerError:
+    return WorkerError(headline, members, ranks=ranks, results=results, report=report, text=text)

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from rallypoint.clock import Clock
-from rallypoint.store.client import Store
+from rallypoint.primitives.store import Store
 from rallypoint.wire.messages import Pop, Push, Value
 
 DEADLINE = 60.0

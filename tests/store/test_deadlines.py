@@ -110,8 +110,17 @@ def test_a_frozen_server(process: ServerProcess, name: str, transport: str) -> N
         process.go_on()
         assert error.code == "store-timeout"
         assert error.outcome == (outcome if isinstance(outcome, str) else outcome[transport])
-        assert f"gave no answer to {'Set' if name == 'set_many' else ''}" in str(error)
+        asked = {
+            "get": 'reading "big"',
+            "wait": 'waiting for "nobody sets this"',
+            "set_many": 'writing "many/',
+            "lock": 'acquiring the lock "lock"',
+        }
+        assert str(error).startswith(asked.get(name, ""))
+        assert f" got no answer from the store at {process.address} within " in str(error)
         # What came too late is not taken for the answer to something else, and what nobody got was taken back.
+        assert [help for _, help in error.help] == ([f"kill -CONT {process.pid}"] if transport == "unix" else []), "TCP has no pid"
+        assert (f"the server (pid {process.pid}) is stopped (state T)" in error.why) == (transport == "unix")
         sessions = store.statistics()["sessions"]
         assert store.add("n") in ((before + 1, before + 2) if name == "add" else (before + 1,))
         assert sessions == 1
@@ -136,9 +145,22 @@ def test_connecting_to_a_frozen_server(process: ServerProcess, transport: str) -
         rallypoint.connect(process.address if transport == "tcp" else process.local, secret=SECRET, timeout=SHORT)
     assert SHORT <= clock.elapsed() < SHORT + LATE
     assert caught.value.code == "store-silent"
+    assert caught.value.why[0] == f"the server (pid {process.pid}) is stopped (state T)"
+    assert caught.value.help == (("let it go on", f"kill -CONT {process.pid}"),)
     process.go_on()
     with connect(process, transport, timeout=PLENTY) as store:
         store["k"] = 1
+
+
+def test_a_frozen_server_is_named_also_when_its_connection_was_given_up(process: ServerProcess) -> None:
+    with connect(process, "unix", ttl=1.0, timeout=1.5) as store:
+        process.stop()
+        for call in (lambda: store.wait("nobody sets this", 1.5), lambda: store.add("n"), lambda: store.add("n")):
+            with pytest.raises((StoreTimeout, SessionLost)) as caught:
+                call()
+            assert f"the server (pid {process.pid}) is stopped (state T)" in caught.value.why
+            assert caught.value.help == (("let it go on", f"kill -CONT {process.pid}"),)
+        process.go_on()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -250,7 +272,7 @@ def test_a_killed_server(transport: str) -> None:
         clock = Clock()
         server.kill()
         error = timed_out(lambda: store.add("n"))
-        assert (error.code, error.outcome) == ("store-timeout", "unknown" if error.why[0].startswith("Add was sent") else "did not happen")
+        assert (error.code, error.outcome) == ("store-timeout", "unknown" if "was sent" in error.why[0] else "did not happen")
         assert any("nothing listens there" in line for line in error.why), error.why
         error = timed_out(lambda: store.get("n"))
         assert (error.code, error.outcome) == ("store-timeout", "did not happen")

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import rallypoint
-from rallypoint.store.client import Store
+from rallypoint.primitives.store import Store
 from rallypoint.store.server import Server, serve
 from rallypoint.testing import ChaosProxy
 from rallypoint.wire import values

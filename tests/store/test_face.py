@@ -34,10 +34,11 @@ from rallypoint.errors import (
     ValueUnsupported,
     WrongType,
 )
-from rallypoint.store.client import WATCH_SECONDS, Change, Entry, Store
+from rallypoint.primitives.store import Store
+from rallypoint.store.client import WATCH_SECONDS, Change, Entry
 from rallypoint.store.server import Server, serve
 from rallypoint.testing import ChaosProxy, Network
-from rallypoint.wire.messages import INLINE_BYTES, Append
+from rallypoint.wire.messages import INLINE_BYTES, Append, Push
 
 from .live import DEADLINE, Thread, output_of, until
 
@@ -503,7 +504,7 @@ def test_wait(store: Store, other: Store) -> None:
 def test_a_wait_that_is_too_long(store: Store, other: Store) -> None:
     for timeout in (0, 0.1):
         clock = Clock()
-        with pytest.raises(StoreTimeout, match=f"nobody set 'k' in the store at .* within {timeout:g} s") as caught:
+        with pytest.raises(StoreTimeout, match=f'nobody set "k" in the store at .* within {timeout:g} s') as caught:
             store.wait("k", timeout)
         assert (caught.value.code, caught.value.outcome) == ("wait-timeout", "did not happen")
         assert clock.elapsed() >= timeout
@@ -591,7 +592,7 @@ def test_watch_can_be_asked_again_after_its_timeout(store: Store, other: Store) 
     changes = store.watch("k", timeout=0.05)
     other["another"] = 1
     for _ in range(2):
-        with pytest.raises(StoreTimeout, match=r"nothing that begins with 'k' changed within 0\.05 s") as caught:
+        with pytest.raises(StoreTimeout, match=r'nothing that begins with "k" changed within 0\.05 s') as caught:
             next(changes)
         assert caught.value.code == "wait-timeout"
     other["k"] = 1
@@ -657,6 +658,41 @@ def test_a_store_that_is_full(store: Store, other: Store) -> None:
     other["b"] = bytes(40_000_000)
     assert store["b"] == bytes(40_000_000)
     assert [each.statistics()["reconnects"] for each in (store, other)] == [0, 0]
+
+
+@pytest.mark.parametrize("size", [60_000, 900_000, 30_000_000], ids=["in the message", "behind it", "in shared memory"])
+def test_what_there_is_no_room_for_is_named(store: Store, size: int) -> None:
+    store["a"] = bytes(40_000_000)
+    for piece in (2_000_000, 30_000):
+        with pytest.raises(LimitExceeded):
+            store.set_many({f"{piece}/{index}": bytes(piece) for index in range(50_000_000 // piece)})
+    value = store.encoded(bytes(size))
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: store.set("w", bytes(size)), 'store["w"]: '),
+        (lambda: store.set_many({"w": bytes(size)}), 'store["w"]: '),
+        (lambda: store.compare_and_set("w", rallypoint.ABSENT, bytes(size)), 'store["w"]: '),
+        (lambda: store.ask(Push, "q", value), 'the queue "q": '),
+    ]
+    if size < INLINE_BYTES:
+        calls.append((lambda: store.ask(Append, "w", bytes(size)), 'store["w"]: '))
+    for call, named in calls:
+        with pytest.raises(LimitExceeded) as caught:
+            call()
+        assert caught.value.code == "store-full"
+        assert str(caught.value).startswith(named)
+    assert store.statistics()["reconnects"] == 0
+
+
+def test_what_is_too_large_is_named_before_it_is_sent(store: Store) -> None:
+    for call, named in (
+        (lambda: store.set("w", bytes(70_000_000)), 'store["w"]: '),
+        (lambda: store.queue("q").put(bytes(70_000_000)), 'the queue "q": '),
+        (lambda: store.once("data", lambda: bytes(70_000_000)), 'once("data"): '),
+    ):
+        with pytest.raises(LimitExceeded) as caught:
+            call()
+        assert caught.value.code == "value-too-large"
+        assert str(caught.value).startswith(named)
 
 
 def test_a_store_that_is_full_in_the_middle_of_set_many(store: Store) -> None:
@@ -815,7 +851,8 @@ def test_a_store_without_an_answer_says_what_was_asked() -> None:
         for call, asked in calls:
             with pytest.raises(StoreTimeout) as caught:
                 call()
-            assert f"  asked  {asked}" in caught.value.__notes__
+            assert str(caught.value).startswith(f"{asked} got no answer from the store at {store.address} within 0.")
+            assert str(caught.value.__notes__).count(asked) == 1
 
 
 def test_pickling_says_how_a_pool_gets_it(store: Store) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import rallypoint
+from rallypoint.diagnosis.causes import page
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host import processes
 from rallypoint.store import place
@@ -142,6 +144,40 @@ def test_the_address_of_a_server_and_no_secret_outside_of_any_job(monkeypatch: p
     assert error.help[0][1] == "export RALLYPOINT_SECRET_FILE=..."
     assert "tcp://node0:41235" in error.headline
     assert "job" not in "".join(error.__notes__)
+    assert error.headline.replace("41235", "29500") in page("secret-missing")
+    assert all(f"{sentence}: {command}" in page("secret-missing") for sentence, command in error.help)
+
+
+def test_a_secret_and_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RALLYPOINT_SECRET_FILE", "secret")
+    assert place.current() is None
+    error = place.no_store()
+    assert error.code == "no-store"
+    assert error.headline.endswith(": RALLYPOINT_SECRET_FILE is set, and RALLYPOINT_STORE is not")
+    assert error.headline in page("no-store")
+    assert error.help[0][1] == "export RALLYPOINT_STORE=tcp://HOST:PORT"
+
+
+@pytest.mark.parametrize("file", [False, True])
+def test_the_address_comes_from_the_environment_and_the_secret_from_the_call(
+    file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not there is a variable for the secret as well."""
+    if file:
+        monkeypatch.setenv("RALLYPOINT_SECRET_FILE", str(tmp_path / "not there"))
+    with rallypoint.serve(secret=SECRET) as server:
+        monkeypatch.setenv("RALLYPOINT_STORE", server.address)
+        with rallypoint.connect(secret=SECRET) as store:
+            assert store.address == server.address
+        with rallypoint.connect(secret_file=secret_file(tmp_path)) as store:
+            assert store.address == server.address
+    monkeypatch.setenv("RALLYPOINT_STORE", "nonsense")
+    with pytest.raises(UsageError, match=r"^RALLYPOINT_STORE='nonsense' is not the address of a store: there is no port") as wrong:
+        rallypoint.connect(secret=SECRET)
+    assert wrong.value.help[0][1] == "export RALLYPOINT_STORE=tcp://nonsense:29500"
+    monkeypatch.delenv("RALLYPOINT_STORE")
+    with pytest.raises(UsageError, match="RALLYPOINT_STORE is not"):
+        rallypoint.connect(secret=SECRET)
 
 
 def test_errors_name_the_variable_that_they_are_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

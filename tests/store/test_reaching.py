@@ -19,9 +19,13 @@ import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import StoreUnreachable
 from rallypoint.store import dial, limits
+from rallypoint.store.address import Address
+from rallypoint.store.dial import Failure
 from rallypoint.store.server import Server
+from rallypoint.store.unreachable import unreachable
 from rallypoint.testing import ChaosProxy
 
+from .live import Thread, output_of, until
 from .processes import SECRET, ServerProcess
 
 SHORT = 1.0
@@ -190,6 +194,42 @@ def test_a_name_that_gets_its_address_late(server: Server, monkeypatch: pytest.M
     with rallypoint.connect(f"tcp://some-host.invalid:{port}", secret=SECRET, timeout=PLENTY) as store:
         assert works(store)
     assert asked == 4
+
+
+WAITS = """
+import logging, sys
+import rallypoint
+from rallypoint.store import session
+
+session.QUIET_SECONDS = 0.1
+if sys.argv[2] == "set up":
+    logging.basicConfig(format="theirs: %(message)s")
+elif sys.argv[2] == "unwanted":
+    logging.getLogger("rallypoint").setLevel(logging.ERROR)
+try:
+    rallypoint.connect(sys.argv[1], secret="of at least sixteen bytes", timeout=float(sys.argv[3]))
+except ConnectionError as error:
+    print("error", error.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout", "said"),
+    [
+        ("silent", 1.5, "rallypoint: {}"),
+        ("set up", 1.5, "theirs: {}"),
+        ("unwanted", 1.5, None),
+        ("silent", 0.15, None),  # the error comes as soon
+    ],
+)
+def test_a_first_connection_that_is_tried_for_long_says_so_once(port: int, program: str, timeout: float, said: str | None) -> None:
+    lines = output_of(WAITS, f"tcp://127.0.0.1:{port}", program, str(timeout))
+    assert lines.pop() == "error port-refused"
+    if said is None:
+        assert lines == []
+    else:
+        waits = re.escape(said.format(f"no store at tcp://127.0.0.1:{port}: nothing listens there; still trying, for "))
+        assert re.fullmatch(f"{waits}[01] s more", "\n".join(lines)), lines
 
 
 def test_a_resolver_that_hangs_holds_up_neither_deadline_nor_signal_handler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,8 +410,8 @@ def test_different_failures_are_counted_by_kind() -> None:
     with service(talk) as (address, _):
         error, _ = failed(address, PLENTY)
     assert error.code == "store-foreign"
-    (line,) = (line for line in error.why if "attempts in" in line)
-    assert line.startswith("3 attempts in ")
+    (line,) = (line for line in error.why if "attempts" in line)
+    assert line.startswith("3 attempts")
     assert "2 x it closed the connection without an answer" in line
     assert "1 x it does not speak rallypoint's protocol" in line
 
@@ -415,6 +455,13 @@ def test_a_store_with_as_many_sessions_as_it_may_have(monkeypatch: pytest.Monkey
         assert error.code == "store-full"
         assert seconds < SOON
         assert works(store)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, "2 attempts"), (0.04, "2 attempts"), (3.14, "2 attempts in 3.1 s")])
+def test_attempts_that_took_no_time_are_only_counted(seconds: float, told: str) -> None:
+    failures = [Failure("refused", "[::1]:29500", "nothing listens there"), Failure("refused", "127.0.0.1:29500", "nothing listens there")]
+    error = unreachable(Address("localhost", 29500), failures, 7.0, 7.0 + seconds)
+    assert error.why == (f"{told}: 1 x nothing listens there ([::1]:29500), 1 x nothing listens there (127.0.0.1:29500)",)
 
 
 # --- several addresses ---
@@ -539,3 +586,37 @@ def test_the_unix_path_is_dead_or_silent(server: Server) -> None:
         with rallypoint.connect(server.address, secret=SECRET, timeout=PLENTY) as store:
             assert (transport(store), works(store)) == ("tcp", True)
         assert clock.elapsed() < SOON
+
+
+FEW = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))"
+"""The server would raise a soft limit."""
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_a_server_without_descriptors_says_so_and_takes_who_waits_when_one_is_free(transport: str) -> None:
+    with ServerProcess(FEW) as process, contextlib.ExitStack() as stack:
+        address = process.address if transport == "tcp" else process.local
+
+        def connect(timeout: float) -> rallypoint.Store:
+            return rallypoint.connect(address, secret=SECRET, timeout=timeout, same_host=transport == "unix")
+
+        stores = [stack.enter_context(connect(PLENTY))]
+
+        def fill() -> None:
+            while len(stores) < 48:
+                stores.append(stack.enter_context(connect(SHORT)))
+
+        with pytest.raises(StoreUnreachable) as caught:
+            fill()
+        assert len(stores) > 10
+        error = caught.value
+        assert error.code == "store-full"
+        refused = "its server cannot take another connection now: Too many open files (ulimit -n: 48)"
+        assert str(error) == f"the store at {address} refused this client: {refused}"
+        assert stores[0].add("n") == 1, "those who are in are served"
+        waiting = Thread(connect, PLENTY)
+        until(lambda: stores[0].add("n") > 20)
+        assert waiting.is_alive()
+        for _ in range(3):
+            stores.pop().close()
+        waiting.result().close()

@@ -1,4 +1,4 @@
-"""docs/reference/store.md says what the code says: every public method, every option with its default, every limit."""
+"""docs/reference/store.md and primitives.md say what the code says: every public method, every option with its default, every limit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import rallypoint
 from rallypoint.store import gate, history, keys, limits
 
-PAGE = " ".join((Path(__file__).parents[2] / "docs" / "reference" / "store.md").read_text(encoding="utf-8").split())
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
+PAGE = " ".join((DOCS / "store.md").read_text(encoding="utf-8").split())
+PRIMITIVES = " ".join((DOCS / "primitives.md").read_text(encoding="utf-8").split())
 
 
-@pytest.mark.parametrize("name", sorted(name for name in vars(rallypoint.Store) if not name.startswith("_")))
+@pytest.mark.parametrize("name", sorted(name for name in dir(rallypoint.Store) if not name.startswith("_")))
 def test_every_public_method_is_there(name: str) -> None:
-    assert re.search(rf"`store\.{name}\b", PAGE), f"store.{name} is not in the reference"
+    assert re.search(rf"`store\.{name}\b", PAGE + PRIMITIVES), f"store.{name} is not in the reference"
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,11 @@ def test_every_public_method_is_there(name: str) -> None:
 )
 def test_methods_are_shown_with_their_arguments(name: str) -> None:
     assert f"`store.{name}({_arguments(getattr(rallypoint.Store, name))}" in PAGE
+
+
+@pytest.mark.parametrize("name", ["lock", "barrier", "queue", "once", "average"])
+def test_what_is_built_on_it_is_shown_with_its_arguments(name: str) -> None:
+    assert f"`store.{name}({_arguments(getattr(rallypoint.Store, name))}" in PRIMITIVES.replace("### store", "### `store")
 
 
 @pytest.mark.parametrize("name", ["connect", "serve", "retry"])
@@ -45,7 +52,7 @@ def _arguments(function: object) -> str:
     parts: list[str] = []
     keyword_only = False
     for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
-        if parameter.name == "self":
+        if parameter.name in ("self", "store"):  # barrier is a function that stands in the class as it is
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True

@@ -15,11 +15,13 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.primitives.store import connect
 from rallypoint.store import loop as loops
 from rallypoint.store import peer as peers
 from rallypoint.store import server as servers
@@ -27,7 +29,25 @@ from rallypoint.store.budget import Budget
 from rallypoint.store.limits import limits
 from rallypoint.store.peer import Body, Peer
 from rallypoint.store.server import Server, serve
-from rallypoint.wire.messages import Absent, Add, Bye, Closing, Done, Exists, Get, Integer, Names, Ping, Set, State, Status, TimedOut, Value
+from rallypoint.wire.messages import (
+    Absent,
+    Add,
+    Bye,
+    Closing,
+    Done,
+    Exists,
+    Get,
+    Granted,
+    Integer,
+    Lock,
+    Names,
+    Ping,
+    Set,
+    State,
+    Status,
+    TimedOut,
+    Value,
+)
 
 from .raw import DEADLINE, Closed, Raw, plug, refused
 
@@ -576,3 +596,83 @@ def test_the_descriptor_in_reserve_may_be_lost(server: Server, monkeypatch: pyte
         loop._no_room(listener, error, 0.0)
         assert loop._reserve >= 0
         assert isinstance(client.ask(Ping), Done)
+
+
+# --- signs of life ---
+
+
+def test_a_sign_of_life_counts_from_when_it_was_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One turn of the loop takes long. What a client sends meanwhile is read in it, and its lease counts from when it was sent: the
+    server's must not end before that."""
+    loop = server._loop
+    assert loop is not None
+    state = loop._state
+    entered, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    handlers: Any = state._handlers
+    status = handlers[Status]
+
+    def slow(*args: object) -> object:
+        entered.release()
+        assert go_on.acquire(timeout=DEADLINE)
+        return status(*args)
+
+    monkeypatch.setitem(handlers, Status, slow)
+    with Raw(server.address, server.secret) as busy, Raw(server.address, server.secret) as holder:
+        busy.post(Status)
+        assert entered.acquire(timeout=DEADLINE)
+        busy.post(Status)  # both of these are seen by the next turn, in this order
+        holder.post(Ping)
+        go_on.release()
+        assert entered.acquire(timeout=DEADLINE)  # that turn has begun
+        sent = Clock().monotonic()
+        last = holder.post(Ping)
+        go_on.release()
+        while holder.reply().seq != last:
+            pass
+        assert state._sessions[holder.session].heard >= sent
+
+
+def test_who_cannot_be_told_is_dead_and_that_is_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has died, and is found out by an answer that a timer gives to it. Who waits for its lock has it in the same turn."""
+    loop = server._loop
+    assert loop is not None
+    with Raw(server.address, server.secret) as dead, Raw(server.address, server.secret) as waiter:
+        token = dead.ask(Lock, "l", "", None).token
+        granted = waiter.post(Lock, "l", "", None)
+        waiter.ask(Ping)
+        session = loop._state._sessions[dead.session]
+        peer = loop._by_session[session]
+        send = Peer.send
+
+        def broken(self: Peer, data: bytes) -> None:
+            if self is peer:
+                raise BrokenPipeError
+            send(self, data)
+
+        def reaped(pid: int, flags: int = 0) -> int:
+            raise ProcessLookupError
+
+        dead.post(Get, "never", 0.2)
+        assert until(lambda: bool(session.waiting))
+        peer.pid = os.getpid()
+        monkeypatch.setattr(Peer, "send", broken)
+        monkeypatch.setattr(os, "pidfd_open", reaped)
+        waiter.sock.settimeout(5.0)  # its session has nothing to do with time for 30 s
+        reply = waiter.reply()
+        assert (reply.seq, type(reply)) == (granted, Granted)
+        assert reply.token > token
+        assert session.because == loops.DIED
+
+
+def test_where_no_process_can_be_watched_the_lease_decides(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """conda's Python 3.11 has no pidfd_open."""
+    monkeypatch.delattr(os, "pidfd_open")
+    loop = server._loop
+    assert loop is not None
+    with connect(f"unix://{server._path}", secret=server.secret) as store:
+        store["k"] = 1
+        [session] = loop._by_session
+        store._session._broken(store._session._link, "cut")  # type: ignore[arg-type]
+        assert store["k"] == 1
+        assert loop._state._sessions[session.id] is session
+        assert store.statistics()["reconnects"] == 1

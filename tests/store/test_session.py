@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +13,19 @@ import pytest
 import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import SessionLost, StoreTimeout
+from rallypoint.primitives.store import Store
+from rallypoint.store import client as clients
 from rallypoint.store import link as links
 from rallypoint.store import session as sessions
-from rallypoint.store.client import ABSENT, Store
+from rallypoint.store.client import ABSENT
+from rallypoint.store.dues import Dues
+from rallypoint.store.pending import Pending
 from rallypoint.store.server import Server
 from rallypoint.testing import ChaosProxy
 from rallypoint.wire import values
-from rallypoint.wire.messages import Length
+from rallypoint.wire.messages import Add, Length, Refusal
 
+from .processes import ServerProcess
 from .situations import LONG, Interruption, eventually, our_threads, put, start, take
 
 LARGE = b"L" * 3_000_000
@@ -297,3 +303,93 @@ def test_a_watch_that_is_interrupted_while_it_reads_a_large_value(store: Store, 
         seen.append((change.key, change.value))
     assert seen == [("w/a", 1), ("w/b", LARGE), ("w/c", 3), ("w/a", ABSENT)]
     assert not fails
+
+
+# --- what others do meanwhile
+
+
+def test_what_failed_before_it_was_sent_is_not_sent(server: Server, store: Store, other: Store) -> None:
+    """The session is lost, and another thread has connected anew, while a signal handler holds this thread up before it sends."""
+    session = store._session
+
+    def held_up(seq: int, acked: int, *fields: Any) -> Add:
+        session._fail(session._pending[seq], SessionLost("session-lost", "lost", outcome="did not happen"))
+        return Add(seq, acked, *fields)
+
+    with pytest.raises(SessionLost):
+        session.ask(held_up, ("n", 1), None)  # type: ignore[arg-type]
+    with pytest.raises(SessionLost):
+        session.ask_many([(held_up, ("n", 1))])  # type: ignore[list-item]
+    assert "n" not in other
+    assert not session._pending
+    assert store.add("n", 1) == 1
+
+
+def test_the_session_is_lost_while_a_request_has_only_its_number(server: Server, store: Store) -> None:
+    session = store._session
+    pending = Pending(0.0, 0.0, True)
+    session._pending[session._seq + 1] = pending
+    session._session_lost(Refusal("session-lost", "", known=True))
+    assert isinstance(pending.error, SessionLost)
+    assert pending.error.outcome == "did not happen"
+    assert "it was not sent" in pending.error.why
+
+
+def test_a_sign_of_life_that_does_not_go_because_the_link_changes() -> None:
+    """It is counted for no other link: a Cancel would count as said before it was."""
+
+    class Changing:
+        number = 1
+
+        def try_post(self, message: bytes, me: int) -> bool:
+            dues.begin()
+            dues._pings.append(7.0)
+            return False
+
+    dues = Dues({}, lambda: 0, lambda: 5.0)
+    link: Any = Changing()
+    assert not dues.pay(link, 1, ping=True)
+    assert list(dues._pings) == [7.0]
+
+
+def test_stores_may_come_and_go_while_all_are_gone_through(store: Store) -> None:
+    """As at the end of a process whose threads go on until then."""
+    ended = threading.Event()
+
+    class Other:
+        pass
+
+    def others() -> None:
+        while not ended.is_set():
+            made: Any = Other()
+            clients._stores[id(made)] = made
+
+    kept: Any = [Other() for _ in range(50)]
+    clients._stores.update({id(one): one for one in kept})
+    wait = start(others, others)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(1000):
+            assert store in clients._opened()
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
+    wait()
+
+
+def test_a_server_that_was_frozen_reads_before_it_ends_sessions() -> None:
+    """The signs of life have come meanwhile, and wait to be read."""
+    with (
+        ServerProcess() as process,
+        rallypoint.connect(process.local, secret=process.secret, ttl=1.0, timeout=LONG) as store,
+        rallypoint.connect(process.local, secret=process.secret, ttl=LONG, timeout=LONG) as other,
+    ):
+        store.set("mine", 1, ephemeral=True)
+        for _ in range(2):
+            process.stop()
+            threading.Event().wait(1.6)  # longer than the lease
+            process.go_on()
+            assert other["mine"] == 1
+            assert store["mine"] == 1
+        assert store.statistics()["sessions"] == 1

@@ -16,8 +16,8 @@ import pytest
 import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import StoreTimeout
+from rallypoint.primitives.store import Store
 from rallypoint.store import link as links
-from rallypoint.store.client import Store
 from rallypoint.store.server import Server
 from rallypoint.testing import ChaosProxy
 from rallypoint.wire.messages import Add, AnyReply, Done, Granted, Lock, Pop, Unlock, Value

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.store import budget, history, keys, state
+from rallypoint.store import budget, history, keys, limits, state
 from rallypoint.store.state import Large, Session, State
 from rallypoint.wire import messages as m
 
@@ -660,76 +660,6 @@ def test_the_next_computes_when_the_first_does_not(store: Store, a: Client, b: C
     assert store.at(1001.0) == [(2, m.TimedOut(1, store.state.revision, holder=b.session.identity, held_for=1.0))]
 
 
-# --- barriers ---
-
-
-def test_all_arrive_or_nobody_leaves(store: Store, a: Client, b: Client) -> None:
-    c = store.client(2)
-    assert a.ask(m.Arrive, "b", 3, 5.0) is None
-    assert b.ask(m.Arrive, "b", 3, 5.0) is None
-    last = c.ask(m.Arrive, "b", 3, 5.0)
-    woken = store.woken()
-    assert replies(woken, m.Integer) == [0, 1]
-    assert {reply.number for _, reply in woken if isinstance(reply, m.Integer)} == {last.number}
-    assert a.ask(m.Arrive, "b", 2, 5.0) is None  # the next round, of another size
-    assert b.ask(m.Arrive, "b", 2, 5.0).number > last.number
-    assert isinstance(a.ask(m.Arrive, "alone", 1, 0.0), m.Integer)
-    assert a.ask(m.Arrive, "b", 0, 5.0).code == "bad-request"
-
-
-def test_threads_of_one_session_take_a_seat_each(store: Store, a: Client) -> None:
-    one, two = a.request(m.Arrive, "b", 2, 5.0), a.request(m.Arrive, "b", 2, 5.0)
-    assert a.send(one) is None
-    assert a.send(one) is None  # repeated: still the same seat
-    assert isinstance(a.send(two), m.Integer)
-    assert replies(store.woken(), m.Integer) == [0]
-
-
-def test_when_one_gives_up_all_learn_who_was_there(store: Store, a: Client, b: Client) -> None:
-    a.ask(m.Arrive, "b", 3, 2.0)
-    b.ask(m.Arrive, "b", 3, 50.0)
-    (first, late), (second, broken) = store.at(1002.0)
-    present = (a.session.identity, b.session.identity)
-    assert (first, late) == (0, m.TimedOut(1, 0, present=present))
-    assert isinstance(broken, m.Failed)
-    assert (second, broken.code, broken.present) == (1, "barrier-broken", present)
-    assert str(a.session.identity) in broken.text
-    assert dict(broken.details)["size"] == 3
-    assert store.client(2).ask(m.Arrive, "b", 3, 5.0) is None  # a new generation
-    assert len(store.state.waiting) == 1
-
-
-def test_when_one_dies_the_others_learn_it_at_once(store: Store, a: Client, b: Client) -> None:
-    a.ask(m.Arrive, "b", 3, 50.0)
-    b.ask(m.Arrive, "b", 3, 50.0)
-    b.end()
-    [(rank, broken)] = store.woken()
-    assert isinstance(broken, m.Failed)
-    assert (rank, broken.code, broken.present) == (0, "barrier-broken", (a.session.identity,))
-    assert str(b.session.identity) in broken.text
-
-
-def test_a_barrier_has_one_size(store: Store, a: Client, b: Client) -> None:
-    a.ask(m.Arrive, "b", 3, 50.0)
-    newcomer = b.ask(m.Arrive, "b", 2, 50.0)
-    [(rank, told)] = store.woken()
-    assert rank == 0
-    assert isinstance(told, m.Failed)
-    assert newcomer.code == told.code == "barrier-size"
-    assert newcomer.text == told.text
-    for part in (str(a.session.identity), "said 3", str(b.session.identity), "said 2"):
-        assert part in told.text
-    assert len(store.state.waiting) == 0
-
-
-def test_a_cancelled_arrival_leaves_its_seat(store: Store, a: Client, b: Client) -> None:
-    gone = a.request(m.Arrive, "b", 2, 50.0)
-    a.send(gone)
-    a.send(m.Cancel(0, 0, gone.seq))
-    assert b.ask(m.Arrive, "b", 2, 50.0) is None
-    assert isinstance(a.ask(m.Arrive, "b", 2, 50.0), m.Integer)
-
-
 def test_ten_thousand_at_one_barrier_one_key_and_one_lock() -> None:
     """Linear in all: four times as many cost some four times as much, not sixteen."""
     seconds = {}
@@ -947,7 +877,7 @@ def test_goodbye_releases_and_is_remembered(store: Store, a: Client, b: Client) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"), [(5.0, 5.0), (0.0, state.SHORTEST_TTL), (float("nan"), state.SHORTEST_TTL), (1e30, state.LONGEST_TTL)]
+    ("asked", "given"), [(5.0, 5.0), (0.0, limits.SHORTEST_TTL), (float("nan"), limits.SHORTEST_TTL), (1e30, limits.LONGEST_TTL)]
 )
 def test_a_ttl_is_what_the_server_can_keep(store: Store, asked: float, given: float) -> None:
     assert store.client(0, ttl=asked).session.ttl == given

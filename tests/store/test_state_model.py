@@ -45,6 +45,7 @@ class Model(RuleBasedStateMachine):
         self.locks: dict[str, list[tuple[int, int]]] = {name: [] for name in KEYS}  # (rank, seq)
         self.tokens: dict[str, int] = {}
         self.seats: dict[str, list[tuple[int, int]]] = {name: [] for name in KEYS}
+        self.late: dict[str, tuple[set[int], int]] = {}  # of a barrier that broke: who was not there, and how many are still to come
         self.expected: list[tuple[int, int, str]] = []  # answers to those who waited: rank, seq, type
         self.sessions: dict[int, Session] = {}
         self.seqs = dict.fromkeys(RANKS, 0)
@@ -245,7 +246,14 @@ class Model(RuleBasedStateMachine):
     def arrive(self, rank: int, name: str) -> None:
         reply = self.ask(rank, m.Arrive, name, 3, None)
         seats = self.seats[name]
-        if len(seats) == 2:
+        late, to_come = self.late.get(name, (set(), 0))
+        if rank in late:
+            assert reply.code == "barrier-broken"
+            self.late[name] = late - {rank}, to_come - 1
+            if to_come == 1:
+                del self.late[name]
+        elif len(seats) == 2:
+            self.late.pop(name, None)
             assert isinstance(reply, m.Integer)
             self.expected += [(*seat, "Integer") for seat in seats]
             seats.clear()
@@ -253,6 +261,14 @@ class Model(RuleBasedStateMachine):
         else:
             assert reply is None
             seats.append((rank, self.seqs[rank]))
+
+    def broken(self, name: str, *left: tuple[int, int]) -> None:
+        """Seats of a barrier were left: everybody else there is told, and who has not come will be."""
+        seats = self.seats[name]
+        if left:
+            self.expected += [(*seat, "Failed") for seat in seats if seat not in left]
+            self.late[name] = set(RANKS) - {rank for rank, _ in seats}, 3 - len(seats)
+            seats.clear()
 
     # --- the way there and back ---
 
@@ -285,10 +301,12 @@ class Model(RuleBasedStateMachine):
         """Somebody does not wait any longer."""
         rank, seq = data.draw(st.sampled_from(sorted((rank, seq) for rank in RANKS for seq in self.sessions[rank].waiting)))
         self.state.apply(self.now, self.sessions[rank], m.Cancel(0, 0, seq))
-        for lines in (self.locks, self.seats):
-            for line in lines.values():
-                if (rank, seq) in line:
-                    line.remove((rank, seq))
+        for line in self.locks.values():
+            if (rank, seq) in line:
+                line.remove((rank, seq))
+        for name, line in self.seats.items():
+            if (rank, seq) in line:
+                self.broken(name, (rank, seq))
 
     @rule(seconds=st.sampled_from([1.0, 3.0]), lazily=st.booleans())
     def time(self, seconds: float, lazily: bool) -> None:
@@ -325,11 +343,10 @@ class Model(RuleBasedStateMachine):
         for number, (name, value) in self.held.pop(rank).items():
             self.back(name, number, value)
             self.changed()
-        for seats in self.seats.values():
-            left = [seat for seat in seats if seat[0] != rank]
-            if len(left) < len(seats):
-                self.expected += [(*seat, "Failed") for seat in left]
-                seats.clear()
+        for name, seats in self.seats.items():
+            self.broken(name, *[seat for seat in seats if seat[0] == rank])
+        for late, _ in self.late.values():
+            late.discard(rank)
         for key in [key for key, owner in self.owners.items() if owner == rank]:
             self.removed(key)
         for who, seq in list(self.answered):

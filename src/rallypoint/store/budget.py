@@ -132,6 +132,13 @@ class Budget:
             loan.stored = False
             self.used += loan.size
 
+    def take_back(self, size: int, thing: object) -> None:
+        """The store has a value again that it let go of (`free`)."""
+        self.used += size
+        if self._loans and (loan := self._loans.get(id(thing))) is not None and not loan.stored:
+            loan.stored = True
+            self.used -= loan.size
+
     def lend(self, thing: object, size: int, *, stored: bool) -> object | None:
         """A cached reply holds this value. What is returned must be given to `settle` when the reply is forgotten."""
         if size < LEND_BYTES:

@@ -16,7 +16,7 @@ import functools
 import operator
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from rallypoint.clock import Clock
 from rallypoint.errors import (
@@ -29,7 +29,7 @@ from rallypoint.errors import (
     StoreUnreachable,
     UsageError,
 )
-from rallypoint.store.failures import failure
+from rallypoint.store.client import Client, refused
 from rallypoint.wire.messages import (
     Absent,
     Add,
@@ -54,9 +54,6 @@ from rallypoint.wire.messages import (
 )
 from rallypoint.wire.values import Parts
 
-if TYPE_CHECKING:
-    from rallypoint.store.client import Store
-
 _kept: list[Any] = []
 """Every c10d store of this process. torch's C++ holds only its own half of one, which without the Python half aborts every later call
 ("Not implemented", measured with `init_process_group(store=store.c10d())`), and does not say when it lets go. So they are kept, and the
@@ -65,7 +62,7 @@ client with them: some hundred bytes for each call of `c10d` and each clone, of 
 _INT64 = 1 << 63
 
 
-def c10d(store: Store, prefix: str = "c10d/") -> Any:
+def c10d(store: Client, prefix: str = "c10d/") -> Any:
     """A `torch.distributed.Store` whose keys and queues are those of `store` under `prefix`; its timeout is torch's, 300 s.
 
     Works from any thread; one that waits does not hold up another. It keeps `store` alive until the process ends or closes it.
@@ -82,7 +79,7 @@ def _class() -> type:
     class C10dStore(_Operations, dist.Store):  # type: ignore[name-defined, misc]
         """A store of rallypoint as one of torch's."""
 
-        def __init__(self, store: Store, prefix: str) -> None:
+        def __init__(self, store: Client, prefix: str) -> None:
             dist.Store.__init__(self)  # type: ignore[attr-defined]
             _Operations.__init__(self, store, prefix)
 
@@ -90,7 +87,7 @@ def _class() -> type:
     return C10dStore
 
 
-def _arrived(store: Store, prefix: str, timeout: timedelta) -> Any:
+def _arrived(store: Client, prefix: str, timeout: timedelta) -> Any:
     """Unpickled: in a new process."""
     there = c10d(store, prefix)
     there.set_timeout(timeout)
@@ -106,7 +103,7 @@ class _Operations:
 
     timeout: timedelta  # torch's
 
-    def __init__(self, store: Store, prefix: str) -> None:
+    def __init__(self, store: Client, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
         self._now = Clock().monotonic
@@ -121,7 +118,8 @@ class _Operations:
 
     def set(self, key: str, value: bytes | str) -> None:
         """Write a key. When this returns, the server has it."""
-        self._ask(Set, self._name(key), self._encoded(_bytes(value)))
+        name = self._name(key)
+        self._ask(Set, name, self._encoded(_bytes(value), name))
 
     def get(self, key: str) -> bytes:
         """The value of a key, as soon as there is one."""
@@ -157,7 +155,7 @@ class _Operations:
     def compare_set(self, key: str, expected: bytes | str, new: bytes | str) -> bytes:
         """Write `new` if the key holds `expected`, where b"" also means that there is none; returns what is there then, b"" if nothing."""
         name, wanted, value = self._name(key), _bytes(expected), _bytes(new)
-        data, compared = self._encoded(value), self._encoded(wanted)
+        data, compared = self._encoded(value, name), self._encoded(wanted, name)
         while True:
             modified: int | None = None
             if not wanted or isinstance(compared, Parts):
@@ -197,7 +195,7 @@ class _Operations:
     def append(self, key: str, value: bytes | str) -> None:
         """Append to a value; a missing key counts as empty."""
         name, data = self._name(key), _bytes(value)
-        if not isinstance(self._encoded(data), Parts):
+        if not isinstance(self._encoded(data, name), Parts):
             try:
                 self._store.ask(Append, name, data)
                 return
@@ -210,7 +208,7 @@ class _Operations:
         while True:
             found, body = self._ask(Get, name)
             before, modified = (self._decoded(found, body), found.modified) if isinstance(found, Value) else (b"", 0)
-            if isinstance(self._ask(CompareAndSet, name, self._encoded(before + data), 0, None, modified)[0], Done):
+            if isinstance(self._ask(CompareAndSet, name, self._encoded(before + data, name), 0, None, modified)[0], Done):
                 return
 
     # --- several at once ---
@@ -238,16 +236,17 @@ class _Operations:
     def multi_set(self, keys: Iterable[str], values: Iterable[bytes | str]) -> None:
         """Write several keys, one after the other, without waiting for each answer. When this returns, the server has all."""
         names = self._names(keys)
-        data = [self._encoded(_bytes(value)) for value in _several(values)]
-        if len(names) != len(data):
-            raise _torch("DistStoreError")(f"multi_set(): {len(names)} keys and {len(data)} values")
-        self._ask_many([(Set, pair) for pair in zip(names, data, strict=True)])
+        given = [_bytes(value) for value in _several(values)]
+        if len(names) != len(given):
+            raise _torch("DistStoreError")(f"multi_set(): {len(names)} keys and {len(given)} values")
+        self._ask_many([(Set, (name, self._encoded(value, name))) for name, value in zip(names, given, strict=True)])
 
     # --- queues ---
 
     def queue_push(self, key: str, value: bytes | str) -> None:
         """Put a value at the end of a queue. Queues have names of their own: no key is made by this."""
-        self._ask(Push, self._name(key), self._encoded(_bytes(value)))
+        name = self._name(key)
+        self._ask(Push, name, self._encoded(_bytes(value), name))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the first value of a queue, waiting for one if `block`, otherwise QueueEmptyError."""
@@ -304,9 +303,9 @@ class _Operations:
     def _ask_many(self, requests: list[tuple[type[Request], tuple[Any, ...]]]) -> list[tuple[AnyReply, memoryview | None]]:
         try:
             replies = self._store.ask_many(requests)
-            for reply, _ in replies:
+            for (kind, fields), (reply, _) in zip(requests, replies, strict=True):
                 if isinstance(reply, Failed):
-                    raise failure(reply)
+                    raise refused(kind, fields, reply)
         except (EnvironmentProblem, UsageError) as error:
             _raise(error)
         return replies
@@ -322,9 +321,10 @@ class _Operations:
         # TCPStore's words: what reads logs knows them.
         raise _torch("DistStoreError")(f"wait timeout after {round(seconds * 1000)}ms, keys: {', '.join(map(str, keys))}")
 
-    def _encoded(self, value: bytes) -> bytes | Parts:
+    def _encoded(self, value: bytes, name: str) -> bytes | Parts:
+        """`name`: of the key, or the queue, that it is for."""
         try:
-            return self._store.encoded(value)
+            return self._store.encoded(value, name)
         except (EnvironmentProblem, UsageError) as error:
             _raise(error)
 

@@ -69,7 +69,7 @@ class Claims:
     def resolve(self, now: float, session: Session, request: Resolve, large: Large | None) -> Answer:
         ledger, name = self._ledger, request.name
         claim = self._open.get(name)
-        if claim is None or claim.session is not session:
+        if claim is None or claim.session is not session or request.token not in (0, claim.token):
             return Absent(request.seq, ledger.revision), None
         if request.retry:
             self.release(now, session, claim.token)
@@ -139,7 +139,7 @@ class Claims:
         for waiter in self._lines.all(name):
             seq = waiter.request.seq
             ledger.keep(waiter.session, seq, error, len(error), stored=False, changed=False)
-            text = f"{quoted(name)} failed where it was computed, in {who}; whoever asks now tries again"
+            text = f"once({quoted(name)}) failed in {who}"
             ledger.answer(waiter, Failed(seq, revision, "once-failed", text, present=(who,), value=error))
 
     def _value(self, session: Session, request: Claim, result: _Result) -> Answer:

@@ -1,13 +1,12 @@
 """Ask, wait, time out, reconnect; never do a thing twice.
 
-`Store` is what users hold: a dict whose values live in a server. It turns values into bytes and replies into values or
-exceptions; everything about the conversation is in `session.py`.
+`Client` is a dict whose values live in a server. It turns values into bytes and replies into values or exceptions; everything about
+the conversation is in `session.py`. What users hold is a `Store` (`primitives/store.py`): this, and what is built on it.
 """
 
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import stat
 import sys
@@ -18,7 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
@@ -34,10 +33,13 @@ from rallypoint.errors import (
     UsageError,
     ValueUnsupported,
 )
+from rallypoint.host import passing
 from rallypoint.store import keeper, place
 from rallypoint.store.address import Address, parse
+from rallypoint.store.arguments import described, key_of, positive, seconds_of
 from rallypoint.store.dial import OpenSocket
 from rallypoint.store.failures import failure
+from rallypoint.store.lease import Figures, Lease
 from rallypoint.store.session import BYE_SECONDS, Session
 from rallypoint.wire import messages as wire
 from rallypoint.wire import values
@@ -69,6 +71,9 @@ from rallypoint.wire.values import Parts
 SEEN_KEYS = 10_000
 """Keys whose last read revision is remembered, to notice a lost update. The oldest are forgotten."""
 
+SEEN_LOCKS = 1000
+"""Names of locks of which `statistics` knows. The oldest are forgotten."""
+
 WATCH_SECONDS = 60.0
 """How long one request of a watch waits on the server; then it is asked anew. Only shortens what a dead server costs."""
 
@@ -77,29 +82,33 @@ ABSENT: Final = values.ABSENT
 """Stands for "there is no such key"."""
 
 _ROOM = frozenset({"value-too-large", "store-full", "too-many-keys"})
-"""Refusals whose text does not say for which key there was no room."""
+"""Refusals whose text does not say for what there was no room."""
 
-_CALLED: dict[type[Request], str] = {
-    Get: "reading {}",
-    Set: "writing {}",
-    Add: "adding to {}",
-    CompareAndSet: "comparing and setting {}",
-    Delete: "removing {}",
-    Keys: "listing the keys that begin with {}",
-    Watch: "watching the keys that begin with {}",
+_FOR: dict[type[Request], str] = {
+    **dict.fromkeys((Set, CompareAndSet, Add, wire.Append), "store[{}]"),
+    wire.Push: "the queue {}",
+    wire.Claim: "once({})",
+    wire.Resolve: "once({})",
+    wire.Lock: "the lock {}",
+    wire.Arrive: "{}",  # a barrier, or an average
 }
-"""What a request is to whoever called a method: its first field goes into the text."""
+"""What a request would have made the store keep, with its key or name."""
 
-_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+_stores: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
 """Those of this process that are open, and in a forked child those of its parent until they are used there."""
 
 _ending_in = 0  # the process in which multiprocessing is to end them; 0: it was never told
 
 
+def _opened() -> list[Client]:
+    """These stores. (Nothing weak can be gone through while another thread makes a store or closes one; but it can be copied.)"""
+    return [store for ref in _stores.valuerefs() if (store := ref()) is not None]
+
+
 def _end_all() -> None:
     """The interpreter leaves: what the sessions hold is to be released now, not when their leases are over."""
     clock = Clock()
-    for store in list(_stores):
+    for store in _opened():
         store._end(max(0.0, BYE_SECONDS - clock.elapsed()))
 
 
@@ -123,7 +132,7 @@ def _end_with_the_child(_: object) -> None:
 
 
 def _after_fork() -> None:
-    for store in list(_stores):
+    for store in _opened():
         store._leave_to_parent()
 
 
@@ -159,8 +168,8 @@ class Options(NamedTuple):
     same_host: bool
 
 
-class Store:
-    """A store's client, made by `rallypoint.connect`.
+class Client:
+    """A store's client.
 
     Works from any thread, in a forked child (which gets a session of its own), and as an argument of `multiprocessing.Process`. Every
     method may raise `StoreTimeout`, `SessionLost`, `StoreClosed`, `StoreUnreachable` (all three latter are ConnectionErrors) and
@@ -169,17 +178,18 @@ class Store:
     """
 
     def __init__(self, options: Options, secret: bytes, open_socket: OpenSocket | None = None) -> None:
-        """Use `rallypoint.connect`."""
+        """`options` and `secret` as `resolve` returns them. Connects; see there for what it raises."""
         self._options = options
         self._secret = secret
         self._open_socket = open_socket
         self._counts: Counter[type[Request]] = Counter()
         self._lost_updates = 0
+        self._figures: OrderedDict[str, Figures] = OrderedDict()  # of locks, by name
         self._warned: set[str] = set()
         self._seen: OrderedDict[str, int] = OrderedDict()
         self._making = threading.RLock()  # a session, in a forked child
         self._session = self._new_session()
-        _stores.add(self)
+        _stores[id(self)] = self
 
     def _new_session(self) -> Session:
         options = self._options
@@ -215,6 +225,7 @@ class Store:
         self._session.abandon()
         self._counts.clear()
         self._seen.clear()
+        self._figures.clear()
         self._lost_updates = 0
 
     def _forked(self) -> Session:
@@ -244,15 +255,10 @@ class Store:
         if session.foreign:
             session = self._forked()
         self._counts[kind] += 1
-        try:
-            answer = session.ask(kind, fields, wait)
-        except StoreTimeout as error:
-            if kind in _CALLED:
-                error.add_note(f"  asked  {_CALLED[kind].format(values.shown(fields[0]))}")
-            raise
+        answer = session.ask(kind, fields, wait)
         # Nothing is called on the way out to whoever asked: no signal handler can come between the answer and him.
         if answer[0].__class__ is Failed:
-            raise _refused(kind, fields, answer[0])
+            raise refused(kind, fields, answer[0])
         return answer
 
     def ask_many(self, requests: list[tuple[type[Request], tuple[Any, ...]]]) -> list[tuple[AnyReply, memoryview | None]]:
@@ -264,22 +270,40 @@ class Store:
             self._counts[kind] += 1
         return session.ask_many(requests)
 
-    def encoded(self, value: object, key: str | None = None) -> bytes | Parts:
+    def lease(self, name: str, ttl: float) -> Lease:
+        """For what is built on the store: the lease of a lock that is to be asked for with this `ttl`. From `Lease.begin` on signs of life
+        are given often enough, until `Lease.drop`. Set its `token` and `state` when it is granted; if it is over by then, the grant may
+        be, too."""
+        session = self._session
+        if session.foreign:
+            session = self._forked()
+        figures = self._figures.get(name)
+        if figures is None:
+            figures = self._figures.setdefault(name, Figures())  # another thread may have been quicker
+            if len(self._figures) > SEEN_LOCKS:
+                self._figures.popitem(last=False)
+        what = f"the lock {values.shown(name)}"
+        return Lease(session.leases, name, what, ttl, figures, lambda seconds: keeper.hurry(session, seconds))
+
+    def encoded(self, value: object, key: str | None = None, *, called: str = "") -> bytes | Parts:
         """The value's bytes. Raises ValueUnsupported; LimitExceeded when the server would not take it for its size. `key`: for which
-        it is, to be named by the error."""
+        it is, to be named by the error; `called`: what else it is for, as the error is to name it."""
         limits = self._session.limits
         limit = limits.value_bytes if limits is not None else None
+        if key is not None:
+            called = f"store[{values.shown(key)}]"
         try:
             data = values.encode(value, allow_pickle=self._options.allow_pickle, limit=limit)
         except ValueUnsupported as error:
-            if key is None:
+            if not called:
                 raise
-            headline = _place(key) + error.headline.removeprefix("value")  # "value["a"]: a function cannot be stored"
+            inside = error.headline.removeprefix("value")  # "value["a"]: a function cannot be stored"
+            headline = called + inside if key is not None else f"{called}: {error.headline}"
             raise ValueUnsupported(error.code, headline, why=error.why, help=error.help) from error.__cause__
         except values.TooLarge as error:
-            raise _too_large(key, str(error), limit) from None
+            raise _too_large(called, str(error), limit) from None
         if type(data) is Parts and limit is not None and data.size > limit:
-            raise _too_large(key, f"a value of {data.size} bytes", limit)
+            raise _too_large(called, f"a value of {data.size} bytes", limit)
         return data
 
     def decoded(self, reply: Value, body: memoryview | None, device: Any = None) -> Any:
@@ -290,7 +314,7 @@ class Store:
 
     def __getitem__(self, key: str) -> Any:
         """The value of a key. Raises KeyError when there is none."""
-        reply, body = self.ask(Get, _key(key))
+        reply, body = self.ask(Get, key_of(key))
         if type(reply) is Value:
             self._saw(key, reply.modified)
             return self.decoded(reply, body)
@@ -308,7 +332,7 @@ class Store:
 
     def __contains__(self, key: object) -> bool:
         """Whether the key exists."""
-        return isinstance(key, str) and bool(_names(self.ask(Exists, (_key(key),))[0]))
+        return isinstance(key, str) and bool(_names(self.ask(Exists, (key_of(key),))[0]))
 
     def __len__(self) -> int:
         """How many keys there are."""
@@ -324,7 +348,7 @@ class Store:
 
     def keys(self, prefix: str = "") -> list[str]:
         """The keys that begin with `prefix`, at one revision, sorted."""
-        return sorted(_names(self.ask(Keys, _key(prefix))[0]))
+        return sorted(_names(self.ask(Keys, key_of(prefix))[0]))
 
     def items(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """(key, value) for the keys of one revision; the values are read as the iteration goes on, and a key that was removed
@@ -345,7 +369,7 @@ class Store:
 
         `device`: where tensors in it are to be; they arrive on the CPU otherwise.
         """
-        reply, body = self.ask(Get, _key(key))
+        reply, body = self.ask(Get, key_of(key))
         if type(reply) is Value:
             self._saw(key, reply.modified)
             return self.decoded(reply, body, device)
@@ -354,7 +378,7 @@ class Store:
 
     def read(self, key: str, *, device: Any = None) -> Entry:
         """The value of a key and the revision at which it was written, for `compare_and_set(..., revision=)`; (ABSENT, 0) without one."""
-        reply, body = self.ask(Get, _key(key))
+        reply, body = self.ask(Get, key_of(key))
         if type(reply) is Value:
             return Entry(self.decoded(reply, body, device), reply.modified)
         return Entry(ABSENT, 0)
@@ -362,12 +386,12 @@ class Store:
     def wait(self, key: str, timeout: float | timedelta | None = None, *, device: Any = None) -> Any:
         """The value of a key, as soon as there is one. Raises StoreTimeout (`wait-timeout`, a TimeoutError) after `timeout` seconds;
         None: for as long as the server lives. Nothing is left behind by either."""
-        seconds = _seconds(timeout)
-        reply, body = self.ask(Get, _key(key), seconds, wait=seconds)
+        seconds = seconds_of(timeout)
+        reply, body = self.ask(Get, key_of(key), seconds, wait=seconds)
         if type(reply) is Value:
             self._saw(key, reply.modified)
             return self.decoded(reply, body, device)
-        raise StoreTimeout("wait-timeout", f"nobody set {key!r} in the store at {self.address} within {seconds:g} s")
+        raise StoreTimeout("wait-timeout", f"nobody set {values.shown(key)} in the store at {self.address} within {seconds:g} s")
 
     def set(
         self, key: str, value: object, *, ttl: float | timedelta | None = None, ephemeral: bool = False, fence: int | None = None
@@ -384,8 +408,8 @@ class Store:
         self, key: str, value: object, ttl: float | timedelta | None = None, ephemeral: bool = False, fence: int | None = None
     ) -> int:
         """See `set`. Called by what the user calls, so that a warning finds the user's line."""
-        seconds = _positive("ttl", ttl) if ttl is not None else None
-        key = _key(key)
+        seconds = positive("ttl", ttl) if ttl is not None else None
+        key = key_of(key)
         data = self.encoded(value, key)
         seen = self._seen.pop(key, None)
         reply, _ = self.ask(Set, key, data, 0, seconds, ephemeral, fence, seen)
@@ -398,24 +422,24 @@ class Store:
         """Write several keys without waiting for each answer; returns when the server has all. Not one change: others may see some of
         them first. What an exception leaves written is in `docs/reference/store.md`."""
         if not hasattr(mapping, "items"):
-            raise TypeError(f"set_many() takes a dict, not {_a(mapping)}: make it one with dict(...)")
-        seconds = _positive("ttl", ttl) if ttl is not None else None
+            raise TypeError(f"set_many() takes a dict, not {described(mapping)}: make it one with dict(...)")
+        seconds = positive("ttl", ttl) if ttl is not None else None
         requests: list[tuple[type[Request], tuple[Any, ...]]] = []
         for key, value in mapping.items():
-            key = _key(key)
+            key = key_of(key)
             requests.append((Set, (key, self.encoded(value, key), 0, seconds)))
         for _, fields in requests:
             self._seen.pop(fields[0], None)
         for (kind, fields), (reply, _) in zip(requests, self.ask_many(requests), strict=True):
             if isinstance(reply, Failed):
-                raise _refused(kind, fields, reply)
+                raise refused(kind, fields, reply)
 
     def get_many(self, keys: Iterable[str], default: Any = None, *, device: Any = None) -> list[Any]:
         """The values of several keys in the same order, `default` where there is none, without waiting for each answer."""
         if isinstance(keys, str):
             raise TypeError("get_many() takes several keys, not a str: one key is store.get(key), or [key]")
         found = []
-        for reply, body in self.ask_many([(Get, (_key(key),)) for key in keys]):
+        for reply, body in self.ask_many([(Get, (key_of(key),)) for key in keys]):
             if isinstance(reply, Failed):
                 raise failure(reply)
             found.append(self.decoded(reply, body, device) if type(reply) is Value else default)
@@ -423,7 +447,7 @@ class Store:
 
     def delete(self, key: str, *, fence: int | None = None) -> bool:
         """Remove a key; whether there was one."""
-        key = _key(key)
+        key = key_of(key)
         self._seen.pop(key, None)
         return not isinstance(self.ask(Delete, key, False, fence)[0], Absent)
 
@@ -431,7 +455,7 @@ class Store:
         """Remove a key and return what it was; `default`, if given, when there is none, else KeyError. Of several callers one gets it."""
         if len(default) > 1:
             raise TypeError(f"pop() takes a key and at most one default, not {1 + len(default)} arguments")
-        key = _key(key)
+        key = key_of(key)
         self._seen.pop(key, None)
         reply, body = self.ask(Delete, key, True)
         if type(reply) is Value:
@@ -444,18 +468,20 @@ class Store:
         """Add to an integer of 64 bits, exactly once, and return the sum; a missing key counts as 0. Raises WrongType."""
         if type(amount) is not int:
             right = "x.item()" if hasattr(amount, "item") else "int(x)"
-            raise TypeError(f"add() takes an int, not {_a(amount)}: give it as {right}")
+            raise TypeError(f"add() takes an int, not {described(amount)}: give it as {right}")
         if not -(1 << 63) <= amount < 1 << 63:
             raise OverflowError(f"add() counts in 64 bits: {amount} is outside them")
-        return _integer(self.ask(Add, _key(key), amount)[0])
+        return _integer(self.ask(Add, key_of(key), amount)[0])
 
-    def compare_and_set(self, key: str, expected: Any, new: object, *, revision: int | None = None) -> tuple[bool, Any]:
+    def compare_and_set(
+        self, key: str, expected: Any, new: object, *, revision: int | None = None, fence: int | None = None
+    ) -> tuple[bool, Any]:
         """Write `new` if the key holds `expected` (ABSENT: if there is no such key); returns whether it did, and the value now.
 
         With `revision`, from `read`, it is that which is compared, and `expected` does not matter. Values are compared by their
-        bytes: 1, 1.0 and True differ, and so do dicts in another order.
+        bytes: 1, 1.0 and True differ, and so do dicts in another order. `fence`: as in `set`.
         """
-        key = _key(key)
+        key = key_of(key)
         data = self.encoded(new, key)
         self._seen.pop(key, None)
         while True:
@@ -470,24 +496,26 @@ class Store:
                     modified = found.modified
                 else:
                     compared = before
-            reply, body = self.ask(CompareAndSet, key, data, 0, compared, modified)
+            reply, body = self.ask(CompareAndSet, key, data, 0, compared, modified, None, fence)
             if isinstance(reply, Done):
                 return True, new
             if revision is None and modified is not None:
                 continue  # it changed between the two
             return False, self.decoded(reply, body) if type(reply) is Value else ABSENT
 
-    def update(self, key: str, fn: Callable[[Any], Any], default: Any = None) -> Any:
+    def update(self, key: str, fn: Callable[[Any], Any], default: Any = None, *, fence: int | None = None) -> Any:
         """Replace a value by `fn(value)`, as one change that nobody comes between, and return the new value; `default` is given to
-        `fn` when there is no such key. `fn` is called again whenever somebody else was quicker, so it must have no effect of its own."""
-        key = _key(key)
+        `fn` when there is no such key. `fn` is called again whenever somebody else was quicker, so it must have no effect of its own.
+        `fence`: as in `set`."""
+        key = key_of(key)
         self._seen.pop(key, None)
         reply, body = self.ask(Get, key)
         while True:
             there = type(reply) is Value
             new = fn(self.decoded(reply, body) if isinstance(reply, Value) else default)
             data = self.encoded(new, key)
-            reply, body = self.ask(CompareAndSet, key, data, 0, None, reply.modified if isinstance(reply, Value) and there else 0)
+            modified = reply.modified if isinstance(reply, Value) and there else 0
+            reply, body = self.ask(CompareAndSet, key, data, 0, None, modified, None, fence)
             if isinstance(reply, Done):
                 return new
 
@@ -497,8 +525,8 @@ class Store:
         A value over 64 KiB is read when it is its turn, and is then the newest. Raises Compacted when `since` is too long ago, and
         StoreTimeout when nothing changes for `timeout` seconds (the iterator can be asked again).
         """
-        prefix = _key(prefix)
-        seconds = _seconds(timeout)
+        prefix = key_of(prefix)
+        seconds = seconds_of(timeout)
         if since is None:
             reply, _ = self.ask(Watch, prefix, None, 0.0)
             since = reply.revision
@@ -537,7 +565,8 @@ class Store:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """What this store object did in this process: operations by kind, bytes (shared memory apart), reconnects, lost updates."""
+        """What this store object did in this process: operations by kind, bytes (shared memory apart), reconnects, lost updates, and
+        of each lock (the last 1000 names) how often it was had, not had in time and lost, and the seconds of waiting and holding."""
         sent, received = self._session.bytes()
         return {
             "operations": {kind.__name__: count for kind, count in sorted(self._counts.items(), key=lambda entry: entry[0].__name__)},
@@ -546,6 +575,7 @@ class Store:
             "reconnects": self._session.reconnects,
             "sessions": self._session.sessions,
             "lost_updates": self._lost_updates,
+            "locks": {name: figures.shown() for name, figures in sorted(self._figures.items())},
         }
 
     def c10d(self, prefix: str = "c10d/") -> Any:
@@ -568,7 +598,7 @@ class Store:
         import multiprocessing.context
         import multiprocessing.process
 
-        if multiprocessing.context.get_spawning_popen() is None:
+        if not passing.active() and multiprocessing.context.get_spawning_popen() is None:
             raise StorePickled(
                 "store-pickled",
                 "a store is pickled only on its way into a new process: it carries its secret, which must not end up in a file or a queue",
@@ -578,9 +608,9 @@ class Store:
                     ("or connect there", "rallypoint.connect(address, secret_file=...)"),
                 ),
             )
-        return _arrived, (self._options, self._secret)
+        return type(self), (self._options, self._secret)
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -593,7 +623,7 @@ class Store:
     def _end(self, wait: float) -> None:
         """See `close`; `wait`: seconds for the server's answer."""
         self._finalizer.detach()
-        _stores.discard(self)
+        _stores.pop(id(self), None)
         session = self._session
         if session.foreign:
             session.closed_before_fork = session.closed_before_fork or "this store object was closed"
@@ -617,9 +647,9 @@ class Store:
 
 
 class _Changes(Iterator[Change]):
-    """See `Store.watch`."""
+    """See `Client.watch`."""
 
-    def __init__(self, store: Store, prefix: str, since: int, timeout: float) -> None:
+    def __init__(self, store: Client, prefix: str, since: int, timeout: float) -> None:
         self._store = store
         self._prefix = prefix
         self._timeout = timeout
@@ -635,7 +665,9 @@ class _Changes(Iterator[Change]):
                 self.revision = reply.revision  # nothing changed here up to then; an older one would be forgotten one day
                 left -= seconds
                 if left <= 0:
-                    raise StoreTimeout("wait-timeout", f"nothing that begins with {self._prefix!r} changed within {self._timeout:g} s")
+                    raise StoreTimeout(
+                        "wait-timeout", f"nothing that begins with {values.shown(self._prefix)} changed within {self._timeout:g} s"
+                    )
             elif isinstance(reply, Changes):
                 self._ready, self.revision = deque(reply.changes), reply.until
         key, revision, value, large = msgspec.structs.astuple(self._ready[0])
@@ -649,78 +681,60 @@ class _Changes(Iterator[Change]):
         return Change(key, value, revision)
 
 
-def _arrived(options: Options, secret: bytes) -> Store:
-    return Store(options, secret)
-
-
-def connect(
-    address: str | None = None,
+def resolve(
+    address: str | None,
     *,
-    secret: bytes | str | None = None,
-    secret_file: str | os.PathLike[str] | None = None,
-    job: str = "",
-    timeout: float | timedelta = 10.0,
-    ttl: float | timedelta = 10.0,
-    allow_pickle: bool = False,
-    strict: bool = False,
-    same_host: bool = True,
-) -> Store:
-    """Connect to a store. Without an address: to the job's own, or to the one that RALLYPOINT_STORE and RALLYPOINT_SECRET_FILE name.
-
-    `timeout`: seconds, a number or a timedelta, and not None: it has an end. Within it a connection must come about (it is tried again
-    while nobody listens there or the name does not resolve, since the server may be starting), and the server must answer whatever
-    waits for nobody.
-    `ttl`: seconds without a sign of life from this process after which the server ends its session and releases what it holds. 10 s
-    is soon enough for those who wait for a lock of a dead process, and longer than a process is usually kept from running. A thread
-    gives the sign of life: code that holds the GIL for longer loses the session (`SessionLost`); give such a process a longer `ttl`.
-    `allow_pickle`: also take and return values that have to be pickled. Only with a store whose every client you would let run code here.
-    `strict`: a lost update is an error, not a warning. `same_host=False`: stay on this address and use no shared memory.
-
-    Raises StoreUnreachable (see there for its codes), UsageError (`no-store`, `address-malformed`, `secret-missing`, `secret-too-short`),
-    EnvironmentProblem (`secret-unreadable`).
-    """
-    seconds, lease = _positive("timeout", timeout), _positive("ttl", ttl)
+    secret: bytes | str | None,
+    secret_file: str | os.PathLike[str] | None,
+    job: str,
+    timeout: float | timedelta,
+    ttl: float | timedelta,
+    allow_pickle: bool,
+    strict: bool,
+    same_host: bool,
+) -> tuple[Options, bytes]:
+    """What a client is made of, from the arguments of `rallypoint.connect` and what this process knows of a store of its own."""
+    seconds, lease = positive("timeout", timeout), positive("ttl", ttl)
     here = place.current()
     rank = here.rank if here is not None else None
     if address is None:
-        if here is None:
+        given = secret is not None or secret_file is not None
+        if here is not None or given:
+            address = here.address if here is not None and here.rank is not None else place.exported_address()
+        if not address:
             raise place.no_store()
-        address = here.address
-        job = job or here.job
+        job = job or (here.job if here is not None else os.environ.get("RALLYPOINT_JOB", ""))
     parsed = _address(address)
     if secret is not None and secret_file is not None:
         raise UsageError("usage", "secret= and secret_file= are both given: one of them is enough")
-    try:
-        if secret is not None:
-            key = place.checked_secret(secret)
-        elif secret_file is not None:
-            key = place.secret_from_file(os.fspath(secret_file))
-        elif here is not None and here.address in (address, str(parsed)):
-            key = here.secret()
-        elif path := os.environ.get("RALLYPOINT_SECRET_FILE"):
-            key = place.secret_from_file(path)
-        else:
-            raise UsageError(
-                "secret-missing",
-                f"the store at {parsed} cannot be joined without its secret",
-                help=(
-                    ("give what the server has", "rallypoint.connect(address, secret=server.secret)"),
-                    ("or the file that rallypoint serve names", "rallypoint.connect(address, secret_file=...)"),
-                ),
-            )
-        return Store(Options(parsed, rank, job, seconds, lease, allow_pickle, strict, same_host), key)
-    except RallypointError as error:
-        raise error from None  # one error, which says it all
+    if secret is not None:
+        key = place.checked_secret(secret)
+    elif secret_file is not None:
+        key = place.secret_from_file(os.fspath(secret_file))
+    elif here is not None and here.address in (address, str(parsed)):
+        key = here.secret()
+    elif path := os.environ.get("RALLYPOINT_SECRET_FILE"):
+        key = place.secret_from_file(path)
+    else:
+        raise UsageError(
+            "secret-missing",
+            f"the store at {parsed} cannot be joined without its secret",
+            help=(
+                ("give what the server has", "rallypoint.connect(address, secret=server.secret)"),
+                ("or the file that rallypoint serve names", "rallypoint.connect(address, secret_file=...)"),
+            ),
+        )
+    return Options(parsed, rank, job, seconds, lease, allow_pickle, strict, same_host), key
 
 
 def _address(given: object) -> Address:
     """What `connect` was given as an address, when that can be one."""
     if not isinstance(given, str):
         if isinstance(getattr(given, "address", None), str):
-            raise TypeError(f"an address is a str, not {_a(given)}: give server.address")
+            raise TypeError(f"an address is a str, not {described(given)}: give server.address")
         if isinstance(given, os.PathLike):
-            raise TypeError(f"an address is a str, not {_a(given)}: give unix://{os.path.abspath(given)!s}")
-        raise TypeError(f'an address is a str such as "tcp://127.0.0.1:29500", not {_a(given)}')
+            raise TypeError(f"an address is a str, not {described(given)}: give unix://{os.path.abspath(given)!s}")
+        raise TypeError(f'an address is a str such as "tcp://127.0.0.1:29500", not {described(given)}')
     address = parse(given)
     try:
         mode = os.stat(address.path).st_mode if address.path else stat.S_IFSOCK
@@ -735,81 +749,18 @@ def _address(given: object) -> Address:
     return address
 
 
-def _key(key: object) -> str:
-    if isinstance(key, str):
-        if type(key) is not str:
-            key = str.__str__(key)  # what it consists of: `str()` of a member of an Enum is the member's name
-        if not key.isascii():
-            _check_text(key)
-        return key
-    raise TypeError(f"a key is a str, not {type(key).__name__}")
-
-
-def _check_text(key: str) -> None:
-    """Raises UsageError for a str that has no bytes, before a request is under way with it."""
-    try:
-        key.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            "usage",
-            f"the key {values.shown(key)} is no text: character {error.start} is a lone surrogate, which UTF-8 has no bytes for",
-            help=(("write such characters out", 'key.encode("utf-8", "backslashreplace").decode()'),),
-        ) from None
-
-
-def _seconds(timeout: float | timedelta | None) -> float:
-    if timeout is None:
-        return math.inf
-    seconds = _number("timeout", timeout)
-    if not seconds >= 0:
-        raise UsageError("usage", f"timeout={timeout!r} is no number of seconds from 0")
-    return seconds
-
-
-def _positive(name: str, given: float | timedelta) -> float:
-    seconds = _number(name, given)
-    if not 0 < seconds < math.inf:
-        raise UsageError("usage", f"{name}={given!r} is no number of seconds above 0")
-    return seconds
-
-
-def _number(name: str, given: object) -> float:
-    """Seconds, from a number of whatever kind or a timedelta."""
-    if isinstance(given, timedelta):
-        return given.total_seconds()
-    if isinstance(given, bool | str) or not hasattr(given, "__float__"):
-        raise TypeError(f"{name}={given!r}: seconds are a number or a timedelta, not {_a(given)}")
-    return float(given)
-
-
-def _a(thing: object) -> str:
-    """What it is, for an error: "a Server", "a numpy.int64"."""
-    kind = type(thing)
-    if thing is None:
-        return "None"
-    name = (
-        kind.__qualname__ if kind.__module__.partition(".")[0] in ("builtins", "rallypoint") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
-
-
-def _place(key: str) -> str:
-    return f"store[{values.shown(key)}]"
-
-
-def _too_large(key: str | None, what: str, limit: int | None) -> LimitExceeded:
-    where = f"{_place(key)}: " if key is not None else ""
+def _too_large(called: str, what: str, limit: int | None) -> LimitExceeded:
     return LimitExceeded(
         "value-too-large",
-        f"{where}{what} is more than the store takes: the limit is {limit} bytes (max_bytes=)",
+        f"{called}{': ' if called else ''}{what} is more than the store takes: the limit is {limit} bytes (max_bytes=)",
         help=(("give the store more memory", "rallypoint.serve(max_bytes=...), rallypoint serve --max-bytes ..."),),
     )
 
 
-def _refused(kind: type[Request], fields: tuple[Any, ...], reply: Failed) -> RallypointError:
-    """The exception for a Failed reply, which names the key where the reply does not."""
-    if reply.code in _ROOM and kind in (Set, Add, CompareAndSet):
-        reply = msgspec.structs.replace(reply, text=f"{_place(fields[0])}: {reply.text}")
+def refused(kind: type[Request], fields: tuple[Any, ...], reply: Failed) -> RallypointError:
+    """The exception for a Failed reply, which names the key, the queue, ... where the reply does not."""
+    if reply.code in _ROOM and kind in _FOR:
+        reply = msgspec.structs.replace(reply, text=f"{_FOR[kind].format(values.shown(fields[0]))}: {reply.text}")
     return failure(reply)
 
 
@@ -824,7 +775,10 @@ def _names(reply: AnyReply) -> tuple[str, ...]:
 
 
 def _say(level: str, text: str) -> None:
-    from rallypoint.store.logbook import logger  # here: most programs never lose a connection, and logging takes 8 ms to load
+    from rallypoint.store import logbook  # here: most programs never lose a connection, and logging takes 8 ms to load
 
-    log = logger()
-    (log.error if level == "error" else log.warning)(text)
+    if level == "notice":
+        logbook.notice(text)
+    else:
+        log = logbook.logger()
+        (log.error if level == "error" else log.warning)(text)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from rallypoint.clock import Clock
+from rallypoint.host.sockets import listener_of
 from rallypoint.store.address import Address
 from rallypoint.wire.connection import HandshakeFailed, Joining
 from rallypoint.wire.frames import HEADER, HEADER_BYTES, Cutter, FrameError, header
@@ -48,6 +49,7 @@ class Failure(NamedTuple):
     text: str  # "Connection refused", "no answer within 3.0 s", ...
     first: bytes = b""  # what a foreign service said first
     refusal: Refusal | None = None
+    listener: int = 0  # pid of who listens there, when it can be seen
 
 
 class DialFailed(Exception):
@@ -168,7 +170,9 @@ class _Runner:
     def too_late(self) -> Failure:
         """What is known when the deadline has passed."""
         if self._connected:
-            return self._foreign() or Failure("silent", self.where, "it accepted the connection and said nothing")
+            return self._foreign() or Failure(
+                "silent", self.where, "it accepted the connection and said nothing", listener=listener_of(self.sock)
+            )
         return Failure("unreachable", self.where, "no answer at all: packets to it are dropped, or it is off")
 
     def _foreign(self) -> Failure | None:
@@ -183,7 +187,11 @@ class _Runner:
         self._flush()
 
     def _flush(self) -> None:
-        sent = self.sock.send(self._out, socket.MSG_NOSIGNAL)
+        try:
+            sent = self.sock.send(self._out, socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError):
+            self._receive()  # it has closed the connection, and may have said why
+            raise
         self._out = self._out[sent:]
         self.events = select.POLLOUT if self._out else select.POLLIN
 

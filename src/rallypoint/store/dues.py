@@ -83,8 +83,9 @@ class Dues:
                 self.arrived += arrived
 
     def _ping(self, link: Link, me: int) -> bool:
-        self._pings.append(self._now())  # before it goes: another thread may read the answer before this one goes on
+        pings = self._pings  # of this link: another one may `begin` meanwhile
+        pings.append(self._now())  # before it goes: another thread may read the answer before this one goes on
         if link.try_post(encode(Ping(0, self._acked())), me):
             return True
-        self._pings.pop()
+        pings.pop()
         return False

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from rallypoint.errors import (
+    BarrierBroken,
+    BarrierMismatch,
     Compacted,
     FenceStale,
     InternalError,
     LimitExceeded,
+    OnceFailed,
     Outcome,
     RallypointError,
     SessionLost,
     StoreClosed,
     StoreUnreachable,
     UsageError,
+    WouldDeadlock,
     WrongType,
 )
+from rallypoint.wire import values
 from rallypoint.wire.messages import Failed
 
 _LIMITS = {"value-too-large", "store-full", "key-too-long", "too-many-keys", "too-many-waiting"}
@@ -36,27 +42,59 @@ def failure(reply: Failed) -> RallypointError:
         return Compacted(code, text, help=(("read the keys again and watch from that revision", "store.watch(prefix)"),))
     if code == "store-closed":
         return StoreClosed(code, text, outcome="did not happen")
+    if code in ("lock-twice", "lock-cycle"):
+        return WouldDeadlock(code, text)
+    if code in ("barrier-broken", "barrier-missed"):
+        return BarrierBroken(code, text, present=tuple(map(str, reply.present)), absent=tuple(map(str, reply.absent)))
+    if code == "barrier-size":
+        return BarrierMismatch(code, text)
+    if code == "once-failed":
+        return _once_failed(reply)
     if code == "bad-request":
         return InternalError("internal-error", f"the server refused a request of this client as malformed: {text}")
     return UsageError(code, text)
 
 
+def _once_failed(reply: Failed) -> OnceFailed:
+    """`once` has told of the exception: the name of its class, its message and its traceback."""
+    account: Any = values.decode(reply.value)
+    kind, message, told = account
+    first, _, more = message.strip().partition("\n")
+    headline = f"{reply.text}: {kind}" + (f": {first}" if first else "") + (" ..." if more else "")
+    error = OnceFailed(
+        reply.code, headline, remote_type=kind, remote_traceback=told, why=("a failure is not remembered: whoever asks now tries again",)
+    )
+    who = str(reply.present[0]) if reply.present else "it"
+    error.__notes__.insert(0, "\n".join((f"  {who} said:", *(f"    | {line}" for line in told.splitlines()))))
+    return error
+
+
 class Loss:
     """The end of a session, told to each who waits; `headline` is the same for all."""
 
-    def __init__(self, address: str, ttl: float, silent: float, *, known: bool, unreached: StoreUnreachable | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        ttl: float,
+        silent: float,
+        *,
+        known: bool,
+        unreached: StoreUnreachable | None = None,
+        stopped: tuple[tuple[str, ...], tuple[tuple[str, str], ...]] = ((), ()),
+    ) -> None:
         """`silent`: seconds since the last sign of life that the server confirmed. `known`: the server remembers the session.
-        `unreached`: no server has said anything: what became of the attempts to reach it."""
+        `unreached`: no server has said anything: what became of the attempts to reach it; `stopped`: why and help, when its process is
+        seen to stand still."""
         self._same_server = known
         self._help: tuple[tuple[str, str], ...] = ()
         if unreached is not None:
             self.headline = f"the store at {address} has not been reached for {silent:.1f} s, longer than the session's ttl of {ttl:g} s"
-            self._why: tuple[str, ...] = (
-                str(unreached),
-                *unreached.why,
-                "if it still runs, it has released what this session held; if it was ended, its data went with it",
-            )
-            self._help = unreached.help
+            if stopped[0]:
+                self._why: tuple[str, ...] = (*stopped[0], "when it goes on, what this session held is released")
+            else:
+                released = "if it still runs, it has released what this session held; if it was ended, its data went with it"
+                self._why = (str(unreached), *unreached.why, released)
+            self._help = stopped[1] or unreached.help
         elif known:
             self.headline = (
                 f"the session at {address} is over: the server had no sign of life from this client for {silent:.1f} s (ttl {ttl:g} s)"

@@ -77,8 +77,8 @@ class Session:
     """
 
     __slots__ = (
-        "acked", "claims", "deadline", "ended", "ephemeral", "heard", "id", "identity", "items", "kept", "locks", "released", "replies",
-        "ttl", "waiting",
+        "acked", "because", "claims", "deadline", "ended", "ended_at", "ephemeral", "heard", "id", "identity", "items", "kept", "locks",
+        "number", "released", "replies", "ttl", "waiting",
     )  # fmt: skip
 
     def __init__(self, id: bytes, identity: Identity, ttl: float, now: float) -> None:
@@ -86,9 +86,12 @@ class Session:
         # An object of its own, so that "was it this session?" is asked by `is`, and an entry that outlives its writer keeps only this.
         self.identity = Identity(identity.host, identity.pid, identity.rank)
         self.ttl = ttl
+        self.number = 0  # the how manieth of this server it is
         self.heard = now
         self.deadline = NEVER
         self.ended = False
+        self.ended_at = NEVER
+        self.because = ""  # it ended
         self.acked = 0
         self.replies: dict[int, Answer | None] = {}
         self.kept: dict[int, Kept] = {}
@@ -116,6 +119,7 @@ class Ledger:
 
     def __init__(self, limits: Limits) -> None:
         self.revision = 0
+        self.opened = 0  # how many sessions there have been
         self.woken: list[tuple[Session, Reply, Large | None]] = []
         self.budget = Budget(limits)
         self.waiting = Waiting()
@@ -136,15 +140,18 @@ class Ledger:
         is repeated after a reconnect) it keeps its place and its deadline."""
         if session.ended or request.seq in session.waiting:
             return None
-        budget, seq, revision = self.budget, request.seq, self.revision
-        refused = budget.refuse_waiter(len(self.waiting), seq, revision)
+        budget, seq, waiting = self.budget, request.seq, self.waiting
+        refused = None
+        if waiting.count >= budget.limits.waiting:
+            refused = budget.refuse_waiter(waiting.count, seq, self.revision)
         for name in names:
-            refused = refused or budget.refuse_name(name, seq, revision)
+            if len(name) * 4 > budget.limits.key_bytes:  # else it is surely short enough
+                refused = refused or budget.refuse_name(name, seq, self.revision)
         if refused is not None:
             return refused, None
         waiter = Waiter(session, request, lines, now)
-        session.waiting[request.seq] = waiter
-        self.waiting.add(waiter, names, NEVER if timeout is None else now + timeout)
+        session.waiting[seq] = waiter
+        waiting.add(waiter, names, NEVER if timeout is None else now + timeout)
         return None
 
     def remove(self, waiter: Waiter) -> None:

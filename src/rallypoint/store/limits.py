@@ -28,6 +28,12 @@ SESSIONS = 65_536
 WAITING = 262_144
 """Four for each session: its main thread, a watch, and two to spare. One costs under a kilobyte."""
 
+SHORTEST_TTL = 0.05
+"""Seconds. Below this a client's keep-alive cannot be in time on a busy machine, and tests need no less."""
+
+LONGEST_TTL = 7 * 24 * 3600.0
+"""Seconds. What a dead client holds is released after a week at the latest."""
+
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4} | {
     spelling: 1024**power for power, letter in enumerate("kmgt", 1) for spelling in (letter, letter + "ib")
 }
@@ -49,6 +55,11 @@ def limits(max_bytes: int | str | None = None, *, example: str = "--max-bytes 2G
             )
     # One value may fill the store: there is no second limit to run into.
     return Limits(store, store, KEY_BYTES, KEYS, SESSIONS, WAITING)
+
+
+def lease(ttl: float) -> float:
+    """The seconds of a lease, of a session or a lock, as they are counted."""
+    return max(SHORTEST_TTL, min(ttl, LONGEST_TTL))  # in this order NaN becomes the shortest
 
 
 def size(given: int | str) -> int:

@@ -285,7 +285,7 @@ class Link:
 
     def _batch(self) -> tuple[list[bytes | memoryview], list[tuple[int, int, array.array[int]]]]:
         """What one sendmsg can take from the front of the queue; a descriptor goes with the first byte of all."""
-        pieces = list(itertools.islice(self._queue, BUFFERS))
+        pieces = list(self._queue)[:BUFFERS]  # one call: an iterator made in one would not outlive what another thread adds before the next
         first = pieces[0].segment
         if first is not None:
             return [pieces[0].data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [first.fileno()]))]

@@ -1,42 +1,93 @@
-"""Locks: first come, first served, held by a session, each grant with a fencing token. Pure.
+"""Locks: first come, first served, held for as long as its holder gives signs of life, each grant with a fencing token. Pure.
 
 A lock by itself keeps things moving; what keeps data right is the token, checked where the data is: a write with `fence=token` is
 refused once that grant is over. A token is the revision of its grant, so tokens grow, over all locks.
+
+A grant is over when it is given back, when its session ends, or when the session gave no sign of life for the `ttl` of that grant. A
+session lives for as long as the longest of its grants: one that is lost with a short session would not have the lease it asked for.
+
+Who waits for whom is a graph of owners (threads): each waits for the holder of what it asked for. A request that would close a circle
+in it is refused, for then nobody in it would ever go on. Only a request can close one: a grant gives the lock to somebody who waits
+for nothing any more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import islice
+from collections.abc import Iterable
+from itertools import islice, pairwise
 
 from rallypoint.store.budget import HELD_BYTES, Large, quoted
 from rallypoint.store.ledger import Answer, Ledger, Session
-from rallypoint.store.waiting import Lines, Waiter
-from rallypoint.wire.messages import Absent, CompareAndSet, Delete, Done, Granted, Lock, Set, TimedOut, Unlock
+from rallypoint.store.limits import lease
+from rallypoint.store.waiting import NEVER, Deadlines, Line, Lines, Waiter
+from rallypoint.wire.messages import Absent, CompareAndSet, Delete, Done, Failed, Granted, Lock, Set, TimedOut, Unlock
 
 QUEUE_SHOWN = 64
 """Of those who wait in front, so many are named in a `TimedOut`: what a person reads; 10,000 that time out cost 10,000 short replies."""
 
+CIRCLE_SHOWN = 16
+"""Of those who wait for each other, so many are named: more than anybody has ever built, and a text that fits a screen."""
+
 PAST = 4096
 """Grants that are over and still known by name, so that a stale token is told whose lock it was; about a megabyte."""
+
+Owner = str | tuple[bytes, str]
+"""Who holds or waits, to find him again: see `_owner`."""
 
 
 class _Held:
     """A lock that is held."""
 
-    __slots__ = ("name", "owner", "session", "since", "token")
+    __slots__ = ("deadline", "name", "owner", "session", "since", "token", "ttl", "who")
 
-    def __init__(self, name: str, session: Session, owner: str, token: int, since: float) -> None:
-        self.name = name
+    def __init__(self, session: Session, request: Lock, token: int, since: float) -> None:
+        self.name = request.name
         self.session = session
-        self.owner = owner
+        self.owner = request.owner
+        self.who = _owner(session, request.owner)
         self.token = token
         self.since = since
+        self.ttl = NEVER if request.ttl is None else lease(request.ttl)
+        self.deadline = NEVER  # the earliest at which to look whether the lease is over
+
+
+def _owner(session: Session, owner: str) -> Owner:
+    """A thread with several sessions is one owner: behind "#" it has said who it is in all of them."""
+    return owner if "#" in owner else (session.id, owner)
+
+
+def _called(session: Session, owner: str) -> str:
+    """An owner, for people."""
+    thread = owner.partition("#")[0]
+    return str(session.identity) if thread in ("", "MainThread") else f"the thread {thread} of {session.identity}"
 
 
 def _weight(name: str, owner: str) -> int:
     """Bytes that a held lock is charged."""
     return HELD_BYTES + len(name.encode()) + len(owner.encode())
+
+
+class _Queues(Lines):
+    """Who waits for which lock; `by_owner`: for what an owner waits, which is more than one thing only in signal handlers."""
+
+    __slots__ = ("by_owner",)
+
+    def __init__(self, locks: Locks) -> None:
+        super().__init__(locks._timed_out)
+        self.by_owner: dict[Owner, Line] = {}
+
+    def join(self, waiter: Waiter, names: Iterable[str]) -> None:
+        super().join(waiter, names)
+        self.by_owner.setdefault(_owner(waiter.session, waiter.request.owner), OrderedDict())[waiter] = None
+
+    def leave(self, waiter: Waiter, name: str) -> None:
+        super().leave(waiter, name)
+        owner = _owner(waiter.session, waiter.request.owner)
+        waits = self.by_owner[owner]
+        del waits[waiter]
+        if not waits:
+            del self.by_owner[owner]
 
 
 class Locks:
@@ -47,23 +98,30 @@ class Locks:
         self._held: dict[str, _Held] = {}
         self._tokens: dict[int, _Held] = {}
         self._past: OrderedDict[int, str] = OrderedDict()  # name by token
-        self._lines = Lines(self._timed_out)
+        self._lines = _Queues(self)
+        self.leases: Deadlines[_Held] = Deadlines()
 
     def lock(self, now: float, session: Session, request: Lock, large: Large | None) -> Answer | None:
         budget, seq, revision = self._ledger.budget, request.seq, self._ledger.revision
         held = self._held.get(request.name)
         refused = budget.refuse_name(request.name, seq, revision) or budget.refuse_name(request.owner, seq, revision)
-        if held is None and refused is None:
+        at_once = request.timeout is not None and not request.timeout > 0
+        only_look = at_once and request.timeout != 0
+        if held is None and refused is None and not only_look:
             refused = budget.refuse_value(0, _weight(request.name, request.owner), seq, revision)
         if refused is not None:
             return refused, None
         if held is None:
-            return self._grant(now, session, request), None
-        if held.session is session and held.owner == request.owner:
-            text = f"the lock {quoted(request.name)} is held already by {request.owner} of {session.identity}, who asks for it again"
-            return self._ledger.failed(request, "lock-twice", text, token=held.token, held_for=now - held.since)
-        if request.timeout is not None and not request.timeout > 0:
+            return Absent(seq, revision) if only_look else self._grant(now, session, request), None
+        if at_once:
             return self._refused(now, request, held, None), None
+        if self._is_asker(held, session, request):
+            who = _called(held.session, held.owner)
+            text = f"{who} asks for the lock {quoted(request.name)} and has it already, for {now - held.since:.1f} s"
+            return self._ledger.failed(request, "lock-twice", text, token=held.token, held_for=now - held.since)
+        circle = self._circle(session, request)
+        if circle:
+            return self._refuse_circle(session, request, circle), None
         return self._ledger.wait(now, session, request, request.timeout, self._lines, (request.name,))
 
     def unlock(self, now: float, session: Session, request: Unlock, large: Large | None) -> Answer:
@@ -80,6 +138,7 @@ class Locks:
             return
         name = held.name
         self._ledger.budget.used -= _weight(name, held.owner)
+        self.leases.set(held, NEVER)
         del self._held[name]
         del held.session.locks[token]
         self._past[token] = name
@@ -94,6 +153,22 @@ class Locks:
         """Pass on what the session holds."""
         for token in list(session.locks):
             self.release(now, token)
+
+    def expire(self, now: float) -> None:
+        """Pass on what is held by sessions that gave no sign of life for too long. A grant to somebody who was silent for as long
+        while he waited is over at once."""
+        while (held := self.leases.take(now)) is not None:
+            # A sign of life only sets `heard`, as with sessions.
+            until = held.session.heard + held.ttl
+            if until > now:
+                self.leases.set(held, until)
+            else:
+                self.release(now, held.token)
+
+    def longest(self, session: Session) -> float:
+        """The longest lease that the session has, in seconds; 0 without one."""
+        ttls = [self._tokens[token].ttl for token in session.locks]
+        return max([ttl for ttl in ttls if ttl != NEVER], default=0.0)
 
     def refuse_fence(self, now: float, request: Set | CompareAndSet | Delete) -> Answer | None:
         """Why a write with this token is refused; None when it has none, or that of a lock which is held."""
@@ -113,10 +188,50 @@ class Locks:
     def _grant(self, now: float, session: Session, request: Lock) -> Granted:
         token = self._ledger.changed()
         self._ledger.budget.used += _weight(request.name, request.owner)
-        held = _Held(request.name, session, request.owner, token, now)
-        self._held[request.name] = self._tokens[token] = held
-        session.locks[token] = request.name
+        held = _Held(session, request, token, now)
+        self._held[held.name] = self._tokens[token] = held
+        session.locks[token] = held.name
+        if held.ttl != NEVER:
+            self.leases.set(held, session.heard + held.ttl)
         return Granted(request.seq, token, token)
+
+    # --- who is told what ---
+
+    def _circle(self, session: Session, request: Lock) -> list[_Held]:
+        """What would be waited for in a circle: the lock that is asked for, the one that its holder waits for, and so on; the last of them
+        is held by who asks. Empty when there is no circle."""
+        came: dict[str, str] = {}  # from which lock on the way to which
+        ways = [request.name]
+        for name in ways:  # which grows
+            held = self._held[name]
+            if self._is_asker(held, session, request):
+                circle = [name]
+                while circle[-1] != request.name:
+                    circle.append(came[circle[-1]])
+                return [self._held[one] for one in reversed(circle)]
+            for waiter in self._lines.by_owner.get(held.who, ()):
+                wanted = waiter.request.name
+                if wanted not in came and wanted != request.name:
+                    came[wanted] = name
+                    ways.append(wanted)
+        return []
+
+    def _is_asker(self, held: _Held, session: Session, request: Lock) -> bool:
+        """Whether who asks would wait for himself. A thread that has two sessions may stand for two clients, in a test, say: only if it
+        would wait for ever is it told."""
+        return held.who == _owner(session, request.owner) and (held.session is session or request.timeout is None)
+
+    def _refuse_circle(self, session: Session, request: Lock, circle: list[_Held]) -> Failed:
+        steps = [
+            f"{_called(held.session, held.owner)} has {quoted(held.name)} and waits for {quoted(after.name)}"
+            for held, after in pairwise(circle)
+        ]
+        if len(steps) > CIRCLE_SHOWN:
+            steps[CIRCLE_SHOWN:] = [f"{len(steps) - CIRCLE_SHOWN} more in the same way"]
+        steps.append(f"{_called(session, request.owner)}, who asks, has {quoted(circle[-1].name)}")
+        text = f"waiting for the lock {quoted(request.name)} would never end: {'; '.join(steps)}"
+        present = tuple(held.session.identity for held in circle[: CIRCLE_SHOWN + 1])
+        return Failed(request.seq, self._ledger.revision, "lock-cycle", text, (("owners", len(circle)),), present)
 
     def _timed_out(self, now: float, waiter: Waiter) -> None:
         request = waiter.request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -24,3 +25,20 @@ def logger(*, loud: bool = False) -> logging.Logger:
     log.setLevel(wanted if wanted in LEVELS else "WARNING")
     log.propagate = False  # it has been printed
     return log
+
+
+def notice(text: str) -> None:
+    """A warning for whoever waits in front of this program: also printed where logging is not set up. Nobody asks for a log beforehand in
+    order to learn that it is an address with a typing error that he waits for."""
+    log = logger()
+    log.warning(text)
+    if log.isEnabledFor(logging.WARNING) and sys.stderr and not _is_handled(log):
+        print(f"rallypoint: {text}", file=sys.stderr, flush=True)
+
+
+def _is_handled(log: logging.Logger | None) -> bool:
+    while log is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in log.handlers):
+            return True
+        log = log.parent if log.propagate else None
+    return False

@@ -28,6 +28,7 @@ from rallypoint.store.state import Large, Session, State
 from rallypoint.store.transfer import Movers, Transfer
 from rallypoint.wire.frames import HEADER, HEADER_BYTES, FrameError
 from rallypoint.wire.messages import (
+    HELLO_BYTES,
     MESSAGE_BYTES,
     AnyRequest,
     Closing,
@@ -64,6 +65,9 @@ DISCARD_BYTES = 256 * 1024
 EVENTS = 1024
 """Taken from epoll at once."""
 
+LATE = 0.02
+"""Seconds behind time at which this process was stopped, perhaps: the kernel ends an `epoll_wait` that was (signal(7)), with no events."""
+
 LONGEST_NAP = 3600.0
 """Seconds that one call of epoll may wait: it refuses more than 24 days, and a key may live longer than that."""
 
@@ -72,6 +76,9 @@ UNACKNOWLEDGED = 262_144
 
 SWEEP = 5.0
 """Seconds between two looks for connections whose session has ended: their clients learn it at their next request in any case."""
+
+DIED = "its process died"
+"""Why a session is over whose process has been seen to end."""
 
 READ_OFF = 16
 """Reads of what a client has sent, when the server stops: closing a socket with unread bytes could cost the client our last words."""
@@ -126,6 +133,8 @@ class Loop:
         self._id = os.urandom(16)
         self._peers: dict[int, Peer] = {}
         self._by_session: dict[Session, Peer] = {}
+        self._leaving: dict[int, Session] = {}  # by pidfd: its connection has ended, without a goodbye
+        self._pidfds: dict[Session, int] = {}  # the same the other way round
         self._moving: dict[Transfer, Peer] = {}
         self._gate = Gate()
         self._pool = Pool()
@@ -181,7 +190,7 @@ class Loop:
         self._epoll.close()
         for sock in [*self._listeners.values(), *(peer.sock for peer in self._peers.values()), *self._adopted]:
             sock.close()
-        for fd in (self._wake, self._reserve):
+        for fd in (self._wake, self._reserve, *self._leaving):
             if fd >= 0:
                 os.close(fd)
         for peer in self._peers.values():
@@ -227,17 +236,19 @@ class Loop:
                     self._awake(now)
                 elif fd in self._listeners:
                     self._accept(self._listeners[fd], now)
+                elif fd in self._leaving:
+                    self._left(fd, now)
         if now >= until:
-            if len(events) == EVENTS:
+            if len(events) == EVENTS or now > until + LATE:
                 self._catch_up()
             self._expire(now)
-        if self._state.woken:
+        while self._state.woken:  # again when somebody could not be told: his process has died, and that tells others
             self._deliver(now)
         if self._pool.dropped:
             self._pool.tidy()
 
     def _catch_up(self) -> None:
-        """More has arrived than one look shows (this process was stopped, perhaps): read it before anybody is declared dead."""
+        """More has arrived than one look has shown (this process was stopped, perhaps): read it before anybody is declared dead."""
         for _ in range(len(self._peers) // EVENTS + 2):
             events = self._epoll.poll(0, EVENTS)
             now = self._now()
@@ -254,13 +265,15 @@ class Loop:
         for transfer, peer in self._moving.items():
             # Threads hold on to a transfer only while it moves: that is a sign of life, though no request may get through beside it.
             if peer.session is not None and (peer.incoming_moves if transfer.incoming else peer.outgoing_moves):
-                peer.session.heard = now
+                peer.session.heard = max(peer.session.heard, now)
         self._state.tick(now)
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP
             for session, peer in list(self._by_session.items()):
                 if session.ended:
                     self._drop(peer)
+            for session in [session for session in self._pidfds if session.ended]:
+                self._unwatch(session)
         for peer in self._gate.overdue(now):
             self._gate.complain(peer.source, f"no proof within {GREETING:g} s", now)
             self._drop(peer)
@@ -290,7 +303,8 @@ class Loop:
                     raise Gone
                 else:
                     data = peer.read()
-                    session.heard = now
+                    # Not `now`: what was sent while this turn stood still counts for the client from then on, and so it must here.
+                    session.heard = self._now()
                     if not self._work_one(peer, session, data, now):
                         peer.cutter.feed(data)
                         self._work(peer, session, now)
@@ -338,20 +352,25 @@ class Loop:
 
     def _no_room(self, listener: socket.socket, error: OSError, now: float) -> None:
         """There is no descriptor for a new connection: the oldest stranger goes for it, or else it is turned away itself (left waiting, it
-        would keep epoll reporting it)."""
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._gate.complain("a new connection", f"{error.strerror} (ulimit -n: {limit})", now)
+        would keep epoll reporting it). Whoever goes is told why."""
+        why = f"{error.strerror} (ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+        self._gate.complain("a new connection", why, now)
+        answer = refusal(Refusal("store-full", f"its server cannot take another connection now: {why}", passing=True))
         oldest = self._gate.oldest()
         if oldest is not None:
+            _turn_away(oldest.sock, answer)
             self._drop(oldest)
             return
         if self._reserve >= 0:
             os.close(self._reserve)
             self._reserve = -1
             try:
-                listener.accept()[0].close()
+                sock, _ = listener.accept()
             except OSError:
                 pass
+            else:
+                _turn_away(sock, answer)
+                sock.close()
         try:
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # another thread of this process was faster: the newcomer waits until there is one again
@@ -403,8 +422,11 @@ class Loop:
         former = self._by_session.pop(session, None)
         if former is not None:
             self._drop(former)
+        elif session in self._pidfds:  # its process lives, and has come back
+            self._unwatch(session)
         self._by_session[session] = peer
         peer.session = session
+        peer.pid = _process(peer.sock, session)
         peer.cutter.message_bytes = MESSAGE_BYTES
         peer.cutter.body_bytes = 2**64 - 1  # the state says what is too large, and the connection lives on
         message = encode(Welcome(self._id, __version__, self._state.budget.limits, self._local, self._state.revision, session.ttl))
@@ -431,6 +453,8 @@ class Loop:
         session = peer.session
         if session is not None and self._by_session.get(session) is peer:
             del self._by_session[session]
+            if peer.pid and not session.ended and self._asked is None:
+                self._watch_process(peer.pid, session)
         self._gate.leave(peer)
         if peer.mask >= 0:
             peer.mask = -1
@@ -451,6 +475,40 @@ class Loop:
         if peer.arriving is not None:
             self._state.release(peer.arriving.reserved)
         peer.abandon()
+
+    def _watch_process(self, pid: int, session: Session) -> None:
+        """A connection ended without a goodbye: if its process has, too, what it held need not wait for its lease. The kernel closes the
+        sockets of a process that dies before it calls it dead, so that is waited for. (If the process has been reaped and its number is
+        another's already, this waits for that one, and the lease decides.)"""
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._state.end(self._now(), session, DIED)
+            return
+        except OSError:  # no descriptor for it: the lease decides
+            return
+        try:
+            self._epoll.register(fd, IN)
+        except OSError:
+            os.close(fd)
+            return
+        self._leaving[fd] = session
+        self._pidfds[session] = fd
+
+    def _left(self, fd: int, now: float) -> None:
+        """A process that is watched has died, unless this is what epoll said of another one that had this number a moment ago."""
+        ended = select.poll()
+        ended.register(fd, select.POLLIN)
+        if ended.poll(0):
+            session = self._leaving[fd]
+            self._unwatch(session)
+            self._state.end(now, session, DIED)
+
+    def _unwatch(self, session: Session) -> None:
+        fd = self._pidfds.pop(session)
+        del self._leaving[fd]
+        self._epoll.unregister(fd)
+        os.close(fd)
 
     # --- in ---
 
@@ -662,7 +720,7 @@ class Loop:
         if not count:
             raise Gone
         if peer.session is not None:
-            peer.session.heard = now
+            peer.session.heard = self._now()
         arriving.left -= count
         if arriving.left:
             return
@@ -702,16 +760,22 @@ class Loop:
             peer = self._by_session.get(session)
             if peer is None or peer.closing:
                 continue  # kept by the state, or asked for again
-            parts: list[bytes] = []
             try:
-                if held is not None:
-                    self._put(peer, parts, reply, held)
-                else:
+                if held is None and not peer.freed:
                     message = encode(reply)
-                    parts = [_pack(len(message), 0), message]
-                if peer.freed:
-                    parts.append(self._freed(peer))
-                self._flush_parts(peer, parts)
+                    peer.send(_pack(len(message), 0) + message)
+                    if peer.out is None:  # nearly always: there may be ten thousand to be told of one barrier
+                        continue
+                else:
+                    parts: list[bytes] = []
+                    if held is not None:
+                        self._put(peer, parts, reply, held)
+                    else:
+                        message = encode(reply)
+                        parts = [_pack(len(message), 0), message]
+                    if peer.freed:
+                        parts.append(self._freed(peer))
+                    self._flush_parts(peer, parts)
             except Gone as error:
                 self._gone(peer, error, now)
             except OSError:
@@ -790,7 +854,7 @@ class Loop:
         else:
             peer.outgoing_moves = False
         if peer.session is not None:
-            peer.session.heard = now
+            peer.session.heard = self._now()
         try:
             if peer.mask < 0 or transfer.outcome == "gone":
                 raise Gone
@@ -868,6 +932,8 @@ class Loop:
             listener.close()
         while self._adopted:
             self._adopted.popleft().close()
+        for session in list(self._pidfds):
+            self._unwatch(session)
         self._epoll.close()
         wake, self._wake = self._wake, -1
         os.close(wake)
@@ -888,6 +954,15 @@ def prepare(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def _turn_away(sock: socket.socket, answer: bytes) -> None:
+    """Say why, and read what has arrived: closing a socket with unread bytes could cost the client the answer."""
+    try:
+        sock.send(answer, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        sock.recv(HELLO_BYTES, socket.MSG_DONTWAIT)
+    except OSError:  # it has gone, or has not said anything
+        pass
+
+
 def _is_repeated(session: Session, seq: int) -> bool:
     """Whether `apply` answers this request as before, whatever its value."""
     return seq in session.replies or seq <= session.acked or seq in session.released
@@ -903,6 +978,16 @@ def _source(sock: socket.socket) -> str | None:
         return str(sock.getpeername()[0])
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return f"process {pid}" if uid == os.geteuid() else None
+
+
+def _process(sock: socket.socket, session: Session) -> int:
+    """The process at the other end of a Unix socket, if the session is its own; 0 where that is not certain: it could be a proxy, or see
+    itself under another number, in another namespace; and where no process can be watched: conda's Python has no `os.pidfd_open`."""
+    if sock.family != socket.AF_UNIX or not hasattr(os, "pidfd_open"):
+        return 0
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    identity = session.identity
+    return int(pid) if pid == identity.pid and identity.host == os.uname().nodename else 0
 
 
 def _read_off(peer: Peer) -> None:

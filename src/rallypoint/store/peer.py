@@ -81,7 +81,7 @@ class Peer:
 
     __slots__ = (
         "arriving", "closing", "cutter", "descriptors", "fd", "freed", "incoming", "incoming_moves", "lent", "local", "mask",
-        "out", "outgoing", "outgoing_moves", "queued", "session", "sock", "source", "stalled",
+        "out", "outgoing", "outgoing_moves", "pid", "queued", "session", "sock", "source", "stalled",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, source: str, cutter: Cutter) -> None:
@@ -89,6 +89,7 @@ class Peer:
         self.fd = sock.fileno()
         self.local = sock.family == socket.AF_UNIX
         self.source = source  # for the log
+        self.pid = 0  # of the process whose session this is, when that is certain
         self.cutter = cutter
         self.session: Session | None = None  # None: a stranger
         self.mask = 0  # what epoll watches; -1: nothing, not even for a hang-up

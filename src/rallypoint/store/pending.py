@@ -6,10 +6,34 @@ import threading
 from collections.abc import Sequence
 
 from rallypoint.errors import Outcome
+from rallypoint.wire import messages as wire
 from rallypoint.wire.messages import AnyReply, Request
-from rallypoint.wire.values import Parts
+from rallypoint.wire.values import Parts, shown
 
 NO, YES = (False,), (True,)
+
+_ASKED: dict[type[Request], str] = {
+    wire.Get: "reading {}",
+    wire.Set: "writing {}",
+    wire.CompareAndSet: "comparing and setting {}",
+    wire.Delete: "removing {}",
+    wire.Keys: "listing the keys that begin with {}",
+    wire.Exists: "looking for {}",
+    wire.Add: "adding to {}",
+    wire.Append: "appending to {}",
+    wire.Push: "putting into the queue {}",
+    wire.Pop: "taking from the queue {}",
+    wire.Settle: "settling an item of the queue {}",
+    wire.Length: "counting the queue {}",
+    wire.Watch: "watching the keys that begin with {}",
+    wire.Claim: "claiming {}",
+    wire.Resolve: "giving the outcome of {}",
+    wire.Lock: "acquiring the lock {}",
+    wire.Unlock: "giving back the lock {}",
+    wire.Arrive: "arriving at {}",
+    wire.Status: "the status",
+}
+"""What a request is to whoever called a method, with its key or name: the names of messages mean nothing to users."""
 
 
 class Pending:
@@ -49,9 +73,28 @@ def outcome_of(pending: Pending, happened: frozenset[int] | None = None) -> Outc
     return "happened" if pending.seq in happened else "did not happen"
 
 
+def asked_of(request: Request) -> str:
+    """What was asked, in a user's words: 'reading "w"'."""
+    kind = type(request)
+    words = _ASKED.get(kind, kind.__name__)
+    if "{}" not in words:
+        return words
+    name = getattr(request, kind.__struct_fields__[2])  # the first behind `seq` and `acked`
+    if kind in (wire.Keys, wire.Watch) and not name:
+        return words.removesuffix(" that begin with {}")
+    what = shown(name) if isinstance(name, str) else shown(name[0]) if len(name) == 1 else f"{len(name)} keys"
+    if kind in (wire.Get, wire.Exists) and getattr(request, "timeout", None):
+        return f"waiting for {what}"
+    return words.format(what)
+
+
 def told_of(pending: Pending, outcome: Outcome) -> str:
-    """The same in words."""
-    name = type(pending.request).__name__
+    """`outcome` in words; the request is named, for the headline may speak of something else."""
+    if pending.request is None:  # its thread has not got further
+        return "it was not sent"
+    asked = asked_of(pending.request)
+    if not pending.request.changes:
+        return f"{asked} changes nothing: it can be asked again"
     if outcome == "unknown":
-        return f"{name} was sent, and whether it was carried out is not known"
-    return f"{name} {'was carried out; its answer is lost' if outcome == 'happened' else 'was not carried out'}"
+        return f"{asked} was sent, and whether it was carried out is not known"
+    return f"{asked} {'was carried out; its answer is lost' if outcome == 'happened' else 'was not carried out'}"

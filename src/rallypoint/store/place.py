@@ -75,20 +75,28 @@ def current() -> Place | None:
     address, path = os.environ.get("RALLYPOINT_STORE"), os.environ.get("RALLYPOINT_SECRET_FILE")
     if not address or not path:
         return None
-    return Place(address, os.environ.get("RALLYPOINT_JOB", ""), None, lambda: _from_environment(address, path))
+    return Place(address, os.environ.get("RALLYPOINT_JOB", ""), None, lambda: _from_environment(path))
 
 
-def _from_environment(address: str, path: str) -> bytes:
-    """The secret for a store that the environment names; an error about either variable names it."""
+def exported_address() -> str:
+    """The address in RALLYPOINT_STORE, "" without one. `UsageError` ("address-malformed"), which names the variable, when it is none."""
     import shlex
 
     from rallypoint.store.address import parse
 
+    address = os.environ.get("RALLYPOINT_STORE", "")
     try:
-        parse(address)
+        if address:
+            parse(address)
     except UsageError as error:
         help = tuple((sentence, f"export RALLYPOINT_STORE={shlex.quote(right)}") for sentence, right in error.help)
         raise UsageError(error.code, f"RALLYPOINT_STORE={error.headline}", help=help) from None
+    return address
+
+
+def _from_environment(path: str) -> bytes:
+    """The secret for a store that the environment names; an error about either variable names it."""
+    exported_address()
     return secret_from_file(path, f"RALLYPOINT_SECRET_FILE={path}")
 
 
@@ -121,6 +129,12 @@ def no_store() -> UsageError:
             "this process of a job has no store",
             why=("a job's store is for the ranks that are Python programs, and for what they fork: not for a program of --no-python",),
             help=(("start a Python program as one", "rallypoint run script.py"), _OWN_STORE),
+        )
+    if os.environ.get("RALLYPOINT_SECRET_FILE"):
+        return UsageError(
+            "no-store",
+            "there is no store to connect to: RALLYPOINT_SECRET_FILE is set, and RALLYPOINT_STORE is not",
+            help=(("name its address as well, as `rallypoint serve` prints it", "export RALLYPOINT_STORE=tcp://HOST:PORT"),),
         )
     return UsageError(
         "no-store",

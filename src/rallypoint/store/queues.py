@@ -103,12 +103,14 @@ class Queues:
 
     def settle(self, now: float, session: Session, request: Settle, large: Large | None) -> Answer:
         item = session.items.get(request.item)
-        if item is None or item.queue != request.queue:
+        if item is None or item.queue != request.queue or request.taken not in (0, item.seq):
             return Absent(request.seq, self._ledger.revision), None
         del session.items[item.number]
         if (kept := session.kept.get(item.seq)) is not None:
             kept.item = None  # a Cancel that comes late takes nothing back
         if request.accept:
+            # Whoever does not get this answer does not know that the item is gone: a Cancel of the request brings it back.
+            self._ledger.keep(session, request.seq, item.thing(), item.size, stored=True, changed=True, item=item)
             self._free(item)
             self._ledger.changed()
         else:
@@ -119,9 +121,10 @@ class Queues:
         return Integer(request.seq, self._ledger.revision, len(self._queues.get(request.queue, ()))), None
 
     def undo(self, session: Session, item: Item) -> None:
-        """Nobody has looked at the reply with which this item left: it comes back. The reply must have been forgotten before."""
+        """Nobody has looked at the reply with which this item left, to its taker or for good: it comes back. The reply must have been
+        forgotten before."""
         if session.items.pop(item.number, None) is None:
-            self._ledger.budget.used += item.size + ITEM_BYTES
+            self._ledger.budget.take_back(item.size + ITEM_BYTES, item.thing())
         self._put_back(item)
 
     def end(self, session: Session) -> None:

@@ -24,6 +24,7 @@ from rallypoint.store.limits import limits
 from rallypoint.store.logbook import logger
 from rallypoint.store.loop import Loop, prepare
 from rallypoint.store.place import checked_secret
+from rallypoint.store.rollcall import Roster
 from rallypoint.store.state import State
 from rallypoint.wire.messages import Limits
 
@@ -59,12 +60,14 @@ class Server:
         address: str | None = None,
         local: bool = True,
         clock: Clock | None = None,
+        roster: Roster | None = None,
     ) -> None:
         """`host`: the one address that is bound, nothing else. `port`: a number, or its digits as text.
         `max_bytes`: see `store.limits.limits`. `secret`: at least 16 bytes; None:
         32 random ones. `job`: only clients of this job, or of none, are let in. `listeners`: sockets that listen already, instead
         of `host` and `port`; they are closed by `stop`. `address`: what clients are to use, when it is not what was bound. `local`:
-        listen on a Unix socket too; clients on this host are told, and move there by themselves.
+        listen on a Unix socket too; clients on this host are told, and move there by themselves. `roster`: what a launcher knows of the
+        job's ranks, for errors that name who is missing; called by the thread that serves.
 
         Raises UsageError for a secret that is too short, a size, host or port that is none, and what `hold_port` raises.
         """
@@ -89,7 +92,12 @@ class Server:
             self.address: str = address or str(_address(bound[0]))
             _raise_limit_of_files()
             self._loop: Loop | None = Loop(
-                State(self.limits), bound, secret=self.secret, job=job, local=paths[0] if local and paths else "", clock=self._clock
+                State(self.limits, roster=roster),
+                bound,
+                secret=self.secret,
+                job=job,
+                local=paths[0] if local and paths else "",
+                clock=self._clock,
             )
         except BaseException:
             for sock in bound:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import select
 import threading
@@ -36,14 +37,17 @@ import msgspec
 from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.errors import Outcome, SessionLost, StoreClosed, StoreTimeout, StoreUnreachable
+from rallypoint.host.sockets import listener_of
 from rallypoint.store import reach
 from rallypoint.store.address import Address
 from rallypoint.store.dial import DialFailed, Opened, OpenSocket
 from rallypoint.store.dues import Dues
 from rallypoint.store.failures import Loss
+from rallypoint.store.lease import Leases
 from rallypoint.store.link import Link, LinkBroken, TooLate, Unread
-from rallypoint.store.pending import YES, Pending, grace, outcome_of, told_of
+from rallypoint.store.pending import YES, Pending, asked_of, grace, outcome_of, told_of
 from rallypoint.store.reach import Reach
+from rallypoint.store.unreachable import is_stopped, stopped_server
 from rallypoint.wire.connection import NONCE_BYTES, SESSION_BYTES, Joining
 from rallypoint.wire.frames import HEADER
 from rallypoint.wire.messages import (
@@ -82,6 +86,19 @@ LOOKS = 64
 
 PAY_SECONDS = 0.05
 """For small messages that others have queued behind one of ours that needs no answer. A server without room for them is stuck."""
+
+QUIET_SECONDS = 2.0
+"""Of trying to connect for the first time, before a line says so: a server that is being started is there by then."""
+
+UNANSWERED = 0.3
+"""The share of a lease after which a sign of life without an answer is a reason to connect anew: one comes every third of a lease, so a
+third is left for that."""
+
+BUSY_SECONDS = 1.0
+"""But for so long a server, or this process, may be busy. A lease that is not much longer is lost with its connection."""
+
+STUCK = 0.3
+"""The share of the ttl after which a link that takes nothing at all is given up: with the keeper's next visit there is time for another."""
 
 FINAL = frozenset({"foreign", "wrong-secret", "version-skew", "wrong-job", "store-full"})
 """Failures that another attempt would only repeat."""
@@ -130,6 +147,7 @@ class Session:
         self._waiting: dict[int, Pending] = {}  # those whose threads sleep until they have an answer or are to drive
         self._dues = Dues(self._pending, self._acked, self._now)
         self._stuck = (0, 0)  # the link on which the last sign of life could not be sent, and how much had been sent on it
+        self._stuck_since = 0.0
         self._driver = 0  # the thread that reads, 0: none
         self._driving: Pending | None = None  # and for which request, if it is for one
         self._link: Link | None = None
@@ -139,6 +157,10 @@ class Session:
         self._refusing = False  # one of the two
         self._bytes = [0, 0]  # sent and received by links that are gone
         self._server = b""  # which server it was: one that is started again is another one, and empty
+        self._server_pid = 0  # if it can be seen: on this host
+        self.leases = Leases(self._now, lambda: self._confirmed)
+        self.keep_at = self.soon_at = math.inf  # when the keeper comes by as always, and when next, as far as is known
+        self._pinged = 0.0  # when the keeper sent the first sign of life since something was last heard
         self._begin()
 
     def _begin(self) -> None:
@@ -179,8 +201,8 @@ class Session:
                 message = encode(pending.request)
                 frame = _pack(len(message), 0) + message
                 link = self._link
-                if link is not None and pending.parts is None and pending.on != link.number:
-                    pending.on = link.number  # one step with the question above: whoever opens a link asks it too
+                if link is not None and pending.parts is None and pending.on != link.number and pending.error is None:
+                    pending.on = link.number  # one step with the questions above: whoever opens a link or fails it asks them too
                     try:
                         sent = link.post(frame, pending, me)
                         if sent:
@@ -284,8 +306,8 @@ class Session:
             return
         mine = []
         for pending in small:
-            if pending.on != link.number and self._link is link:
-                pending.on = link.number  # one step with the questions above: whoever opens a link asks them too
+            if pending.on != link.number and self._link is link and pending.error is None:
+                pending.on = link.number  # one step with the questions above: whoever opens a link or fails them asks them too
                 mine.append(pending)
         if not mine:
             return
@@ -326,7 +348,7 @@ class Session:
     def _transmit(self, pending: Pending, me: int) -> None:
         """Send a request that is pending already, unless that was done on this link. If the link breaks it stays pending."""
         link = self._link
-        if link is None or pending.on == link.number:
+        if link is None or pending.on == link.number or pending.error is not None:
             return
         if pending.parts is None:
             self._post_many((pending,), me)
@@ -516,6 +538,8 @@ class Session:
                     self._unclaimed(link, reply)
                     continue
                 if pending.began > self._confirmed:
+                    if self.leases.held:
+                        self.leases.look()
                     self._confirmed = pending.began
                 if type(body) is Unread:
                     self._unclaimed(link, reply)
@@ -541,6 +565,7 @@ class Session:
             self._broken(link, "closed")
         elif isinstance(reply, Done):
             if link is self._link:
+                self.leases.look()
                 self._confirmed = max(self._confirmed, self._dues.answered(link))
         elif isinstance(reply, Failed):
             raise LinkBroken(f"the server ended the conversation: {reply.text}")
@@ -612,6 +637,7 @@ class Session:
         what it has not answered on this link."""
         self._closed = self._closed or why
         self._refusing = True
+        self.leases.end(self._closed)
         for pending in list(self._pending.values()):
             outcome: Outcome = "did not happen" if nothing_more and not pending.repeated else outcome_of(pending)
             self._fail(pending, StoreClosed("store-closed", self._closed, outcome=outcome))
@@ -620,13 +646,19 @@ class Session:
 
     def connect(self) -> None:
         """Open the first connection, trying again while nobody listens there, until `timeout`. Raises StoreUnreachable."""
-        deadline = self._now() + self.timeout
+        began = self._now()
+        deadline = began + self.timeout
+        told = self.timeout < 2 * QUIET_SECONDS  # soon enough, by the error
         try:
             self._driver = get_ident()
             while self._link is None and not self._closed:
                 self._connect(deadline, first=True)
-                if self._link is None and self._now() >= deadline:
+                now = self._now()
+                if self._link is None and now >= deadline:
                     raise self._reach.problem()
+                if self._link is None and not told and now - began >= QUIET_SECONDS and self._reach.failing:
+                    told = True
+                    self._say("notice", f"{self._reach.problem(look=False)}; still trying, for {deadline - now:.0f} s more")
         finally:
             self._driver = 0
         if self._closed:
@@ -675,6 +707,7 @@ class Session:
         me = get_ident()
         link = Link(opened, self._clock, self._links + 1, shared_memory=self._reach.local_allowed)
         self._links = link.number
+        self._server_pid = listener_of(opened.sock)
         former_server, self._server = self._server, opened.welcome.server
         if former_server not in (b"", self._server):  # after an outage of more than a ttl: nobody was told that the data is gone
             link.close()
@@ -685,6 +718,7 @@ class Session:
         self.limits = opened.welcome.limits
         self.ttl = opened.welcome.ttl  # there is a shortest and a longest one
         self._silence = min(self.ttl, LONGEST_POLL)
+        self.leases.look()
         self._confirmed = max(self._confirmed, began)
         self._dues.begin()
         former, self._link = self._link, link
@@ -729,22 +763,24 @@ class Session:
             self._session_lost(told.refusal)
         elif told.reason == "store-closed" and not first:
             self._finish(f"the store at {self.address} is closing")
-        elif told.reason in FINAL:
+        elif told.reason in FINAL and not (told.refusal is not None and told.refusal.passing):
             problem = self._reach.problem()
             if first:
                 raise problem
             for pending in list(self._pending.values()):
                 self._fail(pending, copy.copy(problem))  # each thread raises its own
-        elif not first and self._now() - self._confirmed > max(self.ttl, self.timeout):
+        elif not first and self._now() - self._confirmed > max(self.leases.longest(self.ttl), self.timeout):
             self._session_lost(Refusal("session-lost", "", known=False), self._reach.problem())
 
     def _session_lost(self, refusal: Refusal, unreached: StoreUnreachable | None = None) -> None:
         """All that this session held is released; everybody who waits is told, or else the next one who asks."""
         silent = self._now() - self._confirmed
         happened = frozenset(refusal.happened) if refusal.known else None
-        loss = Loss(str(self.address), self.ttl, silent, known=refusal.known, unreached=unreached)
+        stopped = self._stopped(unreached) if unreached is not None else ((), ())
+        loss = Loss(str(self.address), self.ttl, silent, known=refusal.known, unreached=unreached, stopped=stopped)
         if unreached is None and not refusal.known:
             self._server = b""  # it is told now that this is another one
+        self.leases.end(loss.headline, self._seq)
         self._begin()
         told = False
         for pending in list(self._pending.values()):
@@ -760,15 +796,24 @@ class Session:
 
     def _timed_out(self, pending: Pending) -> StoreTimeout:
         outcome = outcome_of(pending)
-        headline = (
-            f"the store at {self.address} gave no answer to {type(pending.request).__name__} within {self._now() - pending.began:.1f} s"
-        )
+        took = self._now() - pending.began
+        headline = f"{asked_of(pending.request)} got no answer from the store at {self.address} within {took:.1f} s"
         why = [told_of(pending, outcome)]
-        if self._link is None and self._reach.failing:
-            why.append(str(self._reach.problem(look=False)))
+        problem = self._reach.problem(look=False) if self._link is None and self._reach.failing else None
+        if problem is not None:
+            why.append(str(problem))
         elif not (pending.on or pending.repeated):
             why.append("the server did not take what was sent to it")
-        return StoreTimeout("store-timeout", headline, outcome=outcome, why=tuple(why))
+        stopped, help = self._stopped(problem)
+        return StoreTimeout("store-timeout", headline, outcome=outcome, why=(*why, *stopped), help=help)
+
+    def _stopped(self, problem: StoreUnreachable | None) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+        """Why and help when the server's process is seen to stand still. `problem`: with reaching it, if it was not reached."""
+        pid = self._server_pid
+        if not pid or (problem is not None and problem.code == "port-refused") or not is_stopped(pid):
+            return (), ()
+        why, help = stopped_server(pid)
+        return (why,), help
 
     # --- keeping ---
 
@@ -782,17 +827,39 @@ class Session:
         link = self._link
         if link is not None and not self._closed:
             link.trim()
-            if self._pay(ping=True):
+            if self._unanswered(link):
+                self._broken(link, f"no sign of life from the server for {self._now() - link.heard:.1f} s, and a lock's lease must be kept")
+            elif self._pay(ping=True):
                 self._stuck = (0, 0)
-            elif self._stuck == (link.number, link.sent_bytes):
+                if self._pinged <= link.heard:
+                    self._pinged = self._now()
+            elif self._stuck != (link.number, link.sent_bytes):
+                self._stuck, self._stuck_since = (link.number, link.sent_bytes), self._now()
+            elif self._now() - self._stuck_since > self.ttl * STUCK:
                 # Large values hold it up that do not move, or a signal handler that ran in the middle of sending and has not returned.
                 self._broken(link, "nothing could be sent, and the lease must be kept")
-            else:
-                self._stuck = (link.number, link.sent_bytes)
         if self._driver == 0 and self._waiting:
             self._hand_over()
         self._tell()
         return self._link is not None
+
+    def _unanswered(self, link: Link) -> bool:
+        """Whether the last sign of life has had no answer for so long that another connection should be tried while there are leases
+        to be kept. (Without one, a link may be silent for the whole ttl.) Not while something is being sent: that may take its time."""
+        if not self.leases.held or link.writer or not self._pinged > link.heard:
+            return False
+        if self._now() - self._pinged <= max(self.leases.shortest(self.ttl) * UNANSWERED, BUSY_SECONDS):
+            return False
+        link.driven += 1  # as in `look_in`
+        try:
+            arrived = select.poll()  # perhaps nobody has read it yet: this process was stopped
+            if not link.closed:
+                arrived.register(link.sock, select.POLLIN)
+            return not link.closed and not arrived.poll(0)
+        finally:
+            link.driven -= 1
+            if link.closed:
+                link.dispose()
 
     def look_in(self) -> bool:
         """Read what has arrived, unless another thread is about to; then False. Called by the keeper, and by who waits for room to send."""
@@ -831,7 +898,7 @@ class Session:
     def revive(self) -> None:
         """Called in a thread of its own, for a session whose connection broke while nobody asked: connect again, for as long as the
         lease may last."""
-        until = self._now() + max(self.ttl, self.timeout) + reach.ATTEMPT_SECONDS
+        until = self._now() + max(self.leases.longest(self.ttl), self.timeout) + reach.ATTEMPT_SECONDS
         while self._now() < until and self._revive_once(until):
             pass
 
@@ -917,6 +984,7 @@ class Session:
         link, self._link = self._link, None
         if link is not None:
             link.abandon()
+        self.leases.end("the parent process has it, not this forked child")
         self._finish("the call was begun in the parent process, before the fork")
 
 

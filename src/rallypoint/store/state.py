@@ -28,18 +28,14 @@ from rallypoint.store.claims import Claims
 from rallypoint.store.history import History
 from rallypoint.store.keys import KeyTable
 from rallypoint.store.ledger import Answer, Ledger, Session
+from rallypoint.store.limits import lease
 from rallypoint.store.locks import Locks
 from rallypoint.store.queues import Queues
+from rallypoint.store.rollcall import Roster
 from rallypoint.store.waiting import NEVER, Deadlines
 from rallypoint.wire import messages as m
 
 __all__ = ["Answer", "Large", "Session", "State"]
-
-SHORTEST_TTL = 0.05
-"""Seconds. Below this a client's keep-alive cannot be in time on a busy machine, and tests need no less."""
-
-LONGEST_TTL = 7 * 24 * 3600.0
-"""Seconds. What a dead client holds is released after a week at the latest."""
 
 TOMBSTONES = 65_536
 """Ended sessions that are remembered: as many as may live, so that all of a cluster can be told what happened after its network was
@@ -69,8 +65,16 @@ class _Tombstone:
 class State(Ledger):
     """The store. Time is what it is told; answers to requests that waited are put into `woken`, which the caller empties."""
 
-    def __init__(self, limits: m.Limits, *, history: int = histories.CHANGES, history_bytes: int = histories.CHANGE_BYTES) -> None:
-        """`history`, `history_bytes`: changes that are kept for watches, and the bytes of their values."""
+    def __init__(
+        self,
+        limits: m.Limits,
+        *,
+        history: int = histories.CHANGES,
+        history_bytes: int = histories.CHANGE_BYTES,
+        roster: Roster | None = None,
+    ) -> None:
+        """`history`, `history_bytes`: changes that are kept for watches, and the bytes of their values. `roster`: what the launcher of
+        the job knows of its ranks; called when somebody is missing at a barrier."""
         super().__init__(limits)
         self.limits = limits
         self._sessions: dict[bytes, Session] = {}
@@ -79,7 +83,7 @@ class State(Ledger):
         self._locks = Locks(self)
         self._claims = Claims(self)
         self._queues = Queues(self)
-        self._barriers = Barriers(self)
+        self._barriers = Barriers(self, self._sessions, roster)
         self._history = History(self, history, history_bytes)
         self._keys = KeyTable(self, self._history, self._locks)
         self._expiring = self._keys.deadlines
@@ -174,8 +178,12 @@ class State(Ledger):
     def _cancel(self, now: float, session: Session, request: m.Cancel, large: Large | None) -> None:
         """Nobody will look at the reply to `target`: also when it comes after this (a late copy), it is not carried out."""
         target = request.target
-        if target in session.waiting:
-            self.remove(session.waiting[target])
+        waiter = session.waiting.get(target)
+        if waiter is not None:
+            if self._barriers.is_seat(waiter):
+                self._barriers.give_up(now, waiter)
+            else:
+                self.remove(waiter)
         if target <= session.acked or session.ended:
             return
         answer = session.replies.get(target)
@@ -207,7 +215,7 @@ class State(Ledger):
         session = self._sessions.get(session_id)
         if session is not None:
             # Also without `resume`: then the Welcome was lost, and nothing has been asked yet.
-            session.heard = now
+            session.heard = max(session.heard, now)
             if acked > session.acked:
                 self.acknowledge(session, acked)
             return session
@@ -216,8 +224,9 @@ class State(Ledger):
         refused = self.budget.refuse_session(len(self._sessions))
         if refused is not None:
             return refused
-        ttl = max(SHORTEST_TTL, min(ttl, LONGEST_TTL))  # in this order NaN becomes the shortest
-        session = self._sessions[session_id] = Session(session_id, identity, ttl, now)
+        session = self._sessions[session_id] = Session(session_id, identity, lease(ttl), now)
+        self.opened += 1
+        session.number = self.opened
         session.acked = max(acked, 0)
         self._deadlines.set(session, now + session.ttl)
         self._tombstones.pop(session_id, None)
@@ -227,23 +236,24 @@ class State(Ledger):
         """The session is over, and everything it held goes to whoever waits for it. May be called twice."""
         if session.ended:
             return
-        session.ended = True
+        session.ended, session.ended_at, session.because = True, now, because
         del self._sessions[session.id]
         self._deadlines.set(session, NEVER)
         self._bury(now, session, because)
         waiters = list(session.waiting.values())
-        seats = [waiter.request.name for waiter in waiters if self._barriers.is_seat(waiter)]
+        seats = [waiter for waiter in waiters if self._barriers.is_seat(waiter)]
         for waiter in waiters:
-            self.remove(waiter)
+            if not self._barriers.is_seat(waiter):
+                self.remove(waiter)
         self._locks.end(now, session)
         self._claims.end(now, session)
         self._queues.end(session)
-        self._barriers.desert(seats, session)
+        self._barriers.end(now, session, seats)
         self._keys.end(session)
         self.acknowledge(session, _CLOSED)
 
     def tick(self, now: float) -> list[Session]:
-        """End what has run out: keys, sessions, then waits; return the sessions that ended.
+        """End what has run out: keys, sessions, leases of locks, then waits; return the sessions that ended.
 
         Call it when `due` says so, after everything that has arrived was read and heard: a server that was stopped for a while must
         not end sessions whose signs of life it has not read yet.
@@ -251,20 +261,23 @@ class State(Ledger):
         ended = []
         self._keys.expire(now)
         while (session := self._deadlines.take(now)) is not None:
-            # A sign of life only sets `heard`: the time in the heap is the earliest at which to look again.
-            until = session.heard + session.ttl
+            # A sign of life only sets `heard`: the time in the heap is the earliest at which to look again. While it has a lock with a
+            # longer lease it lives for as long; but the lock may be given back any moment, so that is looked at in steps of its own ttl.
+            ttl = max(session.ttl, self._locks.longest(session))
+            until = session.heard + ttl
             if until > now:
-                self._deadlines.set(session, until)
+                self._deadlines.set(session, min(until, now + session.ttl))
             else:
-                self.end(now, session, f"nothing was heard of it for {session.ttl:g} s")
+                self.end(now, session, f"nothing was heard of it for {ttl:g} s")
                 ended.append(session)
+        self._locks.expire(now)
         while (waiter := self.waiting.expire(now)) is not None:
             waiter.lines.timed_out(now, waiter)
         return ended
 
     def due(self) -> float | None:
         """When `tick` must be called next; None: not before something else happens. May be early."""
-        due = min(self._expiring.next, self._deadlines.next, self.waiting.deadlines.next)
+        due = min(self._expiring.next, self._deadlines.next, self._locks.leases.next, self.waiting.deadlines.next)
         return None if due == NEVER else due
 
     def _bury(self, now: float, session: Session, because: str) -> None:

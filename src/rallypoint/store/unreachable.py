@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rallypoint.errors import StoreUnreachable
 from rallypoint.store.address import Address
 from rallypoint.store.dial import TELLING, Failure, Reason
+
+if TYPE_CHECKING:
+    from rallypoint.host.ports import Holder
 
 CODES: dict[Reason, str] = {
     "refused": "port-refused",
@@ -42,6 +46,10 @@ HELP: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+WORTH_TELLING = 0.1
+"""Seconds of trying: what is less was no waiting."""
+
+
 def unreachable(address: Address, failures: Sequence[Failure], since: float, now: float, *, look: bool = True) -> StoreUnreachable:
     """The error for `failures` (in the order they came) of the attempts between `since` and `now`, in seconds. `look`: name who has the
     port, when that can be seen; it takes a moment."""
@@ -55,9 +63,26 @@ def unreachable(address: Address, failures: Sequence[Failure], since: float, now
     why = [_folded(failures, since, now)] if len(failures) > 1 else []
     if told.first:
         why.insert(0, f"it said first: {_shown(told.first)}")
-    if look and told.reason in ("foreign", "silent", "closed") and (holder := _holder(address)):
-        why.insert(0, holder)
-    return StoreUnreachable(code, _headline(address, told), why=tuple(why), help=_help(code, address))
+    help, listener = _help(code, address), told.listener
+    if look and told.reason in ("foreign", "silent", "closed") and (holder := _holder(address)) is not None:
+        why.insert(0, f"on this machine {holder.line()}")
+        listener = holder.pid
+    if listener and is_stopped(listener):
+        stopped, help = stopped_server(listener)
+        why.insert(0, stopped)
+    return StoreUnreachable(code, _headline(address, told), why=tuple(why), help=help)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the server's process, which is on this host, stands still."""
+    from rallypoint.host import processes  # here: it loads ctypes, and servers rarely are
+
+    return processes.is_stopped(pid)
+
+
+def stopped_server(pid: int) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Why a server that is stopped gives no answer, and what to do."""
+    return f"the server (pid {pid}) is stopped (state T)", (("let it go on", f"kill -CONT {pid}"),)
 
 
 def _headline(address: Address, told: Failure) -> str:
@@ -85,7 +110,8 @@ def _folded(failures: Sequence[Failure], since: float, now: float) -> str:
     parts = [f"{count} x {line}" for line, count in most[:4]]
     if len(most) > 4:
         parts.append(f"and {len(most) - 4} more kinds")
-    return f"{len(failures)} attempts in {max(0.0, now - since):.1f} s: {', '.join(parts)}"
+    took = f" in {now - since:.1f} s" if now - since >= WORTH_TELLING else ""
+    return f"{len(failures)} attempts{took}: {', '.join(parts)}"
 
 
 def _shown(first: bytes) -> str:
@@ -94,18 +120,17 @@ def _shown(first: bytes) -> str:
     return repr(line.decode("ascii")) if line.isascii() and all(32 <= byte < 127 or byte == 9 for byte in line) else line[:16].hex(" ")
 
 
-def _holder(address: Address) -> str:
+def _holder(address: Address) -> Holder | None:
     """Who listens on the port, when that is this machine and can be seen."""
     try:
         local = address.host == "localhost" or ipaddress.ip_address(address.host).is_loopback
     except ValueError:
         local = False
     if address.path or not local:
-        return ""
+        return None
     from rallypoint.host.ports import holders
 
-    listeners = [holder.line() for holder in holders(address.port) if holder.state == "listening"]
-    return f"on this machine {listeners[0]}" if listeners else ""
+    return next((holder for holder in holders(address.port) if holder.state == "listening"), None)
 
 
 def _help(code: str, address: Address) -> tuple[tuple[str, str], ...]:

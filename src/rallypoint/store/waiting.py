@@ -140,26 +140,26 @@ class Lines(dict[str, Line]):
 class Waiting:
     """All waiters, whatever they wait for."""
 
-    __slots__ = ("_count", "deadlines")
+    __slots__ = ("count", "deadlines")
 
     def __init__(self) -> None:
         self.deadlines: Deadlines[Waiter] = Deadlines()
-        self._count = 0
+        self.count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def add(self, waiter: Waiter, names: Iterable[str], deadline: float) -> None:
         """Put the waiter at the end of each of these lines of its kind."""
         waiter.lines.join(waiter, names)
-        self._count += 1
+        self.count += 1
         self.deadlines.set(waiter, deadline)
 
     def remove(self, waiter: Waiter) -> None:
         """The waiter leaves all its lines."""
         for name in list(waiter.names):
             waiter.lines.leave(waiter, name)
-        self._count -= 1
+        self.count -= 1
         self.deadlines.set(waiter, NEVER)
 
     def expire(self, now: float) -> Waiter | None:

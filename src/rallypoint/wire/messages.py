@@ -67,6 +67,37 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return process if self.rank is None else f"rank {self.rank} ({process})"
 
 
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """Somebody who was expected and is not there, with what is known of him."""
+
+    identity: Identity | None = None  # None: nobody has connected with this rank
+    rank: int | None = None
+    phase: str = ""  # what the launcher saw last, in a job of ours: "importing since 41 s: train.py:3"
+    silent: float | None = None  # seconds since the last sign of life of his session; None: he has none
+    ended: str = ""  # when and why his session ended: "3.2 s ago: it said goodbye"
+
+    def __str__(self) -> str:
+        known = [self.phase] if self.phase else []
+        if self.ended:
+            known.append(f"its session ended {self.ended}")
+        elif self.silent is not None:
+            known.append(f"last heard of {self.silent:.1f} s ago")
+        elif self.identity is not None or not self.phase:
+            known.append("not connected to the store")
+        process = f"pid {self.identity.pid} on {self.identity.host}" if self.identity is not None else ""
+        rank = self.rank if self.identity is None else self.identity.rank
+        if rank is None:
+            return f"{process} ({', '.join(known)})"
+        return f"rank {rank} ({', '.join([process, *known] if process else known)})"
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """Somebody who arrived, and what he brought."""
+
+    identity: Identity
+    value: bytes
+
+
 # --- the handshake: Hello, Challenge, Proof, Welcome; or a Refusal instead of the second or the fourth ---
 
 
@@ -128,6 +159,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=5):
     software: str = ""
     known: bool = False
     happened: tuple[int, ...] = ()
+    passing: bool = False  # it may be over in a moment, and is worth another attempt
 
 
 REFUSALS = ("version-skew", "wrong-job", "wrong-secret", "session-lost", "store-full", "store-closed")
@@ -258,12 +290,18 @@ class Pop(Request, frozen=True, tag=11):
 
 
 class Settle(Request, frozen=True, tag=12):
-    """Accept a held item of a queue, or put it back to the front. Reply: Done, Absent when it is not held by this session."""
+    """Accept a held item of a queue, or put it back to the front. Reply: Done, Absent when it is not held by this session.
+
+    `taken`: the number of the Pop that it was handed out to, so that a late Settle cannot strike the same item when it has come back and
+    was handed out to this session again; 0: whichever that was. A Cancel of an acceptance, before its reply is acknowledged, puts the
+    item back.
+    """
 
     changes: ClassVar[bool] = True
     queue: str
     item: int
     accept: bool
+    taken: Number = 0
 
 
 class Length(Request, frozen=True, tag=13):
@@ -292,7 +330,8 @@ class Claim(Request, frozen=True, tag=15):
 
 class Resolve(Request, frozen=True, tag=16):
     """The outcome of a claim: a value for everybody, or `failed` and the value is the encoded error; `retry`: the next waiter may
-    try, nobody is told. Reply: Done, Absent when the claim is no longer held."""
+    try, nobody is told. `token`: that of the Granted; 0: of whichever claim to this name the session has. Reply: Done, Absent when the
+    claim is no longer held."""
 
     changes: ClassVar[bool] = True
     name: str
@@ -301,16 +340,21 @@ class Resolve(Request, frozen=True, tag=16):
     failed: bool = False
     retry: bool = False
     segment: int = 0
+    token: Number = 0
 
 
 class Lock(Request, frozen=True, tag=17):
-    """Join the queue for a lock. Reply: Granted (the token is the revision at the grant), TimedOut with `holder` and `queue`, or
-    Failed("lock-twice") when this session's `owner` holds it already. `timeout=0`: do not wait; None: for ever."""
+    """Join the queue for a lock. Reply: Granted (the token is the revision at the grant), TimedOut with `holder` and `queue`,
+    Failed("lock-twice") when this `owner` would wait for himself, or Failed("lock-cycle") when waiting for it would close a circle
+    of owners who wait for each other. `timeout=0`: do not wait; None: for ever. `ttl`: seconds without a sign of life of the session
+    after which the lock is passed on, and the grant is over; None: when the session ends. `timeout` below 0: only look whether it is held
+    (TimedOut) or not (Absent)."""
 
     changes: ClassVar[bool] = True
     name: str
-    owner: str  # which thread of the session
+    owner: str  # which thread of the session; what is behind "#" makes it the same one in other sessions that it has
     timeout: float | None
+    ttl: float | None = None
 
 
 class Unlock(Request, frozen=True, tag=18):
@@ -323,12 +367,20 @@ class Unlock(Request, frozen=True, tag=18):
 
 class Arrive(Request, frozen=True, tag=19):
     """Arrive at a barrier. Reply: Integer (its generation) when all `size` are there, TimedOut or Failed("barrier-broken",
-    "barrier-size") with who is there."""
+    "barrier-size", "barrier-missed") with who is there and who is not.
+
+    With `value` (at most `INLINE_BYTES`) everybody gets Met instead of Integer: what all have brought, in the order of arrival. With
+    `quorum` it is complete, with whoever is there, when the timeout of the first who arrived has passed and at least `quorum` are
+    there, or as soon as all are there who were at the former round and still have a session. Who comes too late for a round that was
+    broken, or was complete without him, is told so once: "barrier-broken", "barrier-missed".
+    """
 
     changes: ClassVar[bool] = True
     name: str
     size: int
     timeout: float | None
+    value: bytes = b""
+    quorum: int | None = None
 
 
 class Status(Request, frozen=True, tag=20):
@@ -426,11 +478,13 @@ class Changes(Reply, frozen=True, tag=7, gc=True):
 class TimedOut(Reply, frozen=True, tag=8, gc=True):
     """The request's own timeout passed on the server; nothing was changed by it."""
 
-    missing: tuple[str, ...] = ()  # Exists: keys; Arrive: nothing
+    missing: tuple[str, ...] = ()  # Exists: keys
     present: tuple[Identity, ...] = ()  # Arrive: who is there
+    absent: tuple[Member, ...] = ()  # Arrive: who is not, as far as that can be told
     holder: Identity | None = None  # Lock, Claim
     held_for: float = 0.0  # seconds
     queue: tuple[Identity, ...] = ()  # Lock: who waits in front
+    arrived: int = 0  # Arrive: how many are there; of very many, `present` names only some
 
 
 class Failed(Reply, frozen=True, tag=9, gc=True):
@@ -442,6 +496,7 @@ class Failed(Reply, frozen=True, tag=9, gc=True):
     details: tuple[tuple[str, int | float | str], ...] = ()
     present: tuple[Identity, ...] = ()
     value: bytes = b""  # once-failed: the encoded error
+    absent: tuple[Member, ...] = ()  # barrier-...: who is not there, as far as that can be told
 
 
 class State(Reply, frozen=True, tag=10, gc=True):
@@ -460,6 +515,15 @@ class Closing(Reply, frozen=True, tag=11):
     text: str
 
 
+class Met(Reply, frozen=True, tag=13, gc=True):
+    """Everybody who is there, in the order of arrival, and who is not. `generation` as in Integer; `mine`: which seat is the asker's."""
+
+    generation: int
+    mine: int
+    seats: tuple[Seat, ...]
+    absent: tuple[Member, ...] = ()
+
+
 class Freed(Reply, frozen=True, tag=12, gc=True):
     """Notice (`seq` 0), right behind a reply: the client may write into its segments of these numbers again."""
 
@@ -468,7 +532,8 @@ class Freed(Reply, frozen=True, tag=12, gc=True):
 
 FAILURES = (
     "value-too-large", "store-full", "key-too-long", "too-many-keys", "too-many-waiting", "wrong-type", "integer-overflow",
-    "fence-stale", "compacted", "once-failed", "lock-twice", "barrier-size", "barrier-broken", "store-closed", "bad-request",
+    "fence-stale", "compacted", "once-failed", "lock-twice", "lock-cycle", "barrier-size", "barrier-broken", "barrier-missed",
+    "store-closed", "bad-request",
 )  # fmt: skip
 
 AnyHandshake = Hello | Challenge | Proof | Welcome | Refusal
@@ -476,7 +541,7 @@ AnyRequest = (
     Ping | Get | Set | CompareAndSet | Delete | Keys | Exists | Add | Append | Push | Pop | Settle | Length | Watch | Claim | Resolve
     | Lock | Unlock | Arrive | Status | Bye | Cancel | Release
 )  # fmt: skip
-AnyReply = Done | Value | Absent | Integer | Names | Granted | Changes | TimedOut | Failed | State | Closing | Freed
+AnyReply = Done | Value | Absent | Integer | Names | Granted | Changes | TimedOut | Failed | State | Closing | Freed | Met
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What the decoders raise for bytes that are no message: text that is not UTF-8 and deep nesting are no MsgspecError."""

@@ -1,0 +1,70 @@
+"""What users may write as a key and as a time, checked before a request is under way with it."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+from rallypoint.errors import UsageError
+from rallypoint.wire import values
+
+
+def key_of(key: object) -> str:
+    """A key or a name, as it is given: TypeError for what is no str, UsageError for what has no bytes."""
+    if isinstance(key, str):
+        if type(key) is not str:
+            key = str.__str__(key)  # what it consists of: `str()` of a member of an Enum is the member's name
+        if not key.isascii():
+            _check_text(key)
+        return key
+    raise TypeError(f"a key is a str, not {type(key).__name__}")
+
+
+def _check_text(key: str) -> None:
+    """Raises UsageError for a str that has no bytes, before a request is under way with it."""
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            "usage",
+            f"the key {values.shown(key)} is no text: character {error.start} is a lone surrogate, which UTF-8 has no bytes for",
+            help=(("write such characters out", 'key.encode("utf-8", "backslashreplace").decode()'),),
+        ) from None
+
+
+def seconds_of(timeout: float | timedelta | None) -> float:
+    """How long to wait: math.inf for None, which is for ever. UsageError below 0 and for NaN."""
+    if timeout is None:
+        return math.inf
+    seconds = _number("timeout", timeout)
+    if not seconds >= 0:
+        raise UsageError("usage", f"timeout={timeout!r} is no number of seconds from 0")
+    return seconds
+
+
+def positive(name: str, given: float | timedelta) -> float:
+    """A time that has an end and is not 0. `name`: of the argument."""
+    seconds = _number(name, given)
+    if not 0 < seconds < math.inf:
+        raise UsageError("usage", f"{name}={given!r} is no number of seconds above 0")
+    return seconds
+
+
+def _number(name: str, given: object) -> float:
+    """Seconds, from a number of whatever kind or a timedelta."""
+    if isinstance(given, timedelta):
+        return given.total_seconds()
+    if isinstance(given, bool | str) or not hasattr(given, "__float__"):
+        raise TypeError(f"{name}={given!r}: seconds are a number or a timedelta, not {described(given)}")
+    return float(given)
+
+
+def described(thing: object) -> str:
+    """What it is, for an error: "a Server", "a numpy.int64"."""
+    kind = type(thing)
+    if thing is None:
+        return "None"
+    name = (
+        kind.__qualname__ if kind.__module__.partition(".")[0] in ("builtins", "rallypoint") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
