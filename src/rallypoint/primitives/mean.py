@@ -1,0 +1,114 @@
+"""Weighted sums of pieces of memory, block by block, so that each byte is loaded once.
+
+Sums are kept in float64 for float64 and in float32 for all smaller floats (complex numbers likewise). With equal weights it is the
+sum divided by the count, as `torch.mean` has it, and not a sum of products: the mean of small whole numbers is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rallypoint.primitives.flat import accumulator
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+BLOCK_BYTES = 512 * 1024
+"""Of the accumulator: it stays in a core's second cache (1 MiB and more) while the contributions pass by. Below 256 KiB the calls cost
+more than the memory does."""
+
+TELL_BLOCKS = 64
+"""Blocks between two looks at how far it is: 32 MiB, some 10 ms."""
+
+
+class Weights:
+    """What each contribution counts. Those of weight 0 are not read: a NaN in them is nobody's."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.counted = [index for index, weight in enumerate(weights) if weight > 0.0]
+        given = [weights[index] for index in self.counted]
+        self.equal = len(set(given)) <= 1
+        self.each = [1.0] * len(given) if self.equal else given
+        self.total = math.fsum(self.each)  # by which a sum is divided
+
+
+def combine(
+    into: Tensor,
+    parts: Sequence[Tensor],
+    weights: Sequence[float] | None,
+    divisor: float | None,
+    tell: Callable[[int], None] | None = None,
+) -> bool:
+    """Write the sum of `parts`, times `weights` if there are any, divided by `divisor` if there is one, to `into`; whether all of it is
+    finite. All are flat and of one length; `into` must not share memory with a part. `tell(n)`: n more elements are done."""
+    import torch
+
+    sums = accumulator(parts[0].dtype)
+    block = BLOCK_BYTES // sums.itemsize
+    own = into.dtype == sums
+    scratch = torch.empty(0 if own else min(block, into.numel()), dtype=sums, device="cpu")
+    again = torch.empty(0 if all(part.dtype == sums for part in parts) else min(block, into.numel()), dtype=sums, device="cpu")
+    finite, done = True, 0
+    for count, (target, *blocks) in enumerate(zip(_blocks(into, block), *(_blocks(part, block) for part in parts), strict=True), 1):
+        held = target if own else scratch[: target.numel()]
+        _sum(held, blocks, weights, again[: target.numel()])
+        finite = finite and _finite(held)
+        if divisor is not None and divisor != 1.0:
+            held.div_(divisor)
+        if not own:
+            target.copy_(held)
+        done += target.numel()
+        if tell is not None and count % TELL_BLOCKS == 0:
+            tell(done)
+            done = 0
+    if tell is not None and done:
+        tell(done)
+    return finite
+
+
+def _blocks(tensor: Tensor, length: int) -> tuple[Tensor, ...]:
+    blocks: tuple[Tensor, ...] = tensor.split(length)  # type: ignore[no-untyped-call]
+    return blocks
+
+
+def _sum(held: Tensor, blocks: Sequence[Tensor], weights: Sequence[float] | None, scratch: Tensor) -> None:
+    import torch
+
+    first = blocks[0]
+    if weights is None:
+        if len(blocks) > 1 and first.dtype == blocks[1].dtype == held.dtype:
+            torch.add(first, blocks[1], out=held)
+            rest = blocks[2:]
+        else:
+            held.copy_(first)
+            rest = blocks[1:]
+        for block in rest:
+            held.add_(_as(block, held.dtype, scratch))
+        return
+    torch.mul(_as(first, held.dtype, scratch), weights[0], out=held)
+    for block, weight in zip(blocks[1:], weights[1:], strict=True):
+        held.add_(_as(block, held.dtype, scratch), alpha=weight)
+
+
+def _as(block: Tensor, kind: dtype, scratch: Tensor) -> Tensor:
+    return block if block.dtype == kind else scratch.copy_(block)
+
+
+def _finite(held: Tensor) -> bool:
+    """Whether all elements are: their sum is not, if one of them is not. (If only the sum is not, look at each.)"""
+    import torch
+
+    if held.is_complex():
+        held = torch.view_as_real(held)
+    return math.isfinite(held.sum().item()) or bool(torch.isfinite(held).all())
+
+
+def not_finite(tensor: Tensor) -> bool:
+    """Whether a NaN or an infinity is among the elements."""
+    import torch
+
+    if tensor.dtype.itemsize == 1:  # float8 has no isfinite
+        tensor = tensor.float()
+    return not bool(torch.isfinite(tensor).all())

@@ -1,0 +1,473 @@
+"""A tensor in shared memory of one host, with a lock that survives the death of its holder.
+
+The memory is a memfd: it has no name, takes nothing from /dev/shm, and goes with its last user. The lock is a `RecordLock`, which the
+kernel frees when its holder is killed; the next holder is told so.
+
+`add_` and `copy_` are whole or absent, at any size, whenever their process is killed. They write the result beside the tensor first
+(a redo record), then leave a note in the lock, then copy it over, then remove the note. Who gets the lock and finds the note copies
+again, which does no harm, before anything else. The other way, two halves that take turns, would give `tensor` a changing address.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import operator
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from rallypoint.clock import Clock
+from rallypoint.errors import LockAbandoned, LockTimeout, UsageError, WouldDeadlock
+from rallypoint.host import handover, memory, processes
+from rallypoint.host.record_lock import Holder, RecordLock
+from rallypoint.store.arguments import described, seconds_of
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+OnAbandoned = Literal["raise", "continue"]
+
+_REDO = 1
+"""The lock's note: what stands beside the tensor is complete, and has to be copied over it."""
+
+_WHOLE = ("add_", "copy_")
+"""What a holder may die in without leaving anything half changed."""
+
+_SMALLEST = 16
+"""Bytes: an empty tensor has memory, too, since no file of 0 bytes can be mapped; and as many as the largest element has."""
+
+
+class SharedTensor:
+    """A tensor that the processes of one host share, zeros at first, with a lock.
+
+    `shape`: an int or a sequence of ints. `dtype`: a torch.dtype of whole bytes per element; torch's default without one.
+
+    `tensor` is the memory itself: an ordinary CPU tensor, always the same object and address, which lives for as long as anybody uses
+    it, also when the SharedTensor is gone. Reading and writing it is not guarded: do that inside `with shared.locked()`. `add_` and
+    `copy_` take the lock themselves, unless the calling thread has it.
+
+    It goes to other processes by fork, as an argument of `multiprocessing.Process` or a pool's initializer (fork, spawn, forkserver),
+    and through queues, pipes and cloudpickle, where the sender must keep it until it has arrived. In a process it is one object, however
+    often it arrives. After a fork parent and child share it; a lock that was held stays the parent's.
+
+    Threads exclude each other as processes do. Signal handlers run at once in a waiting call of the main thread; if one raises, the lock
+    is not held, and `add_` or `copy_` is whole or absent.
+    """
+
+    __slots__ = ("__weakref__", "_address", "_beside", "_lock", "_main", "_tensor")
+
+    def __init__(self, shape: int | Sequence[int], dtype: torch.dtype | None = None) -> None:
+        import torch
+
+        size = _checked_shape(shape)
+        dtype = torch.get_default_dtype() if dtype is None else _checked_dtype(dtype)
+        length = max(_SMALLEST, math.prod(size) * dtype.itemsize)
+        fd = memory.create(_beside_at(length) + length)  # what stands beside costs nothing before it is written
+        try:
+            self._open(RecordLock.create(), fd, size, dtype)
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> Self:
+        """A new one with the shape, dtype and values of a tensor, which may be on any device. It is a copy."""
+        shared = cls(tuple(tensor.shape), tensor.dtype)
+        shared._main.copy_(tensor.detach())
+        return shared
+
+    def _open(self, lock: RecordLock, fd: int, size: tuple[int, ...], dtype: torch.dtype) -> None:
+        """`fd` stays the caller's."""
+        import torch
+
+        length = max(_SMALLEST, math.prod(size) * dtype.itemsize)
+        # As torch itself opens shared memory that arrives: `tensor` may go through torch.multiprocessing, and stays this memory. A tensor
+        # over a mapping of our own would be moved to a copy in /dev/shm when it is sent.
+        with torch.inference_mode(False):
+            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, length)  # type: ignore[attr-defined]
+            self._tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, size, _strides(size))
+            self._main = self._tensor.detach()  # what a program does to its object (requires_grad_, resize_) is not done to this one
+        self._address = self._main.data_ptr()
+        self._beside: torch.Tensor | None = None
+        self._lock = lock
+        _living[lock.token] = self
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory as a tensor. Unguarded; while an `add_` or `copy_` is under way elsewhere it may be half changed, which nobody who
+        holds the lock ever sees."""
+        self._check_place()
+        return self._tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._main.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._main.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements. As many again are used from the first `add_` or `copy_` on."""
+        return self._main.numel() * self._main.element_size()
+
+    def __repr__(self) -> str:
+        return f"<SharedTensor {self._what()}, {self._who_holds()}>"
+
+    def _what(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}, {self.nbytes} bytes"
+
+    # -- the lock -----------------------------------------------------------------------------------------------------------------
+
+    def locked(self, timeout: float | timedelta | None = None, on_abandoned: OnAbandoned = "raise") -> Locked:
+        """Hold the lock for a `with` block; `as` gives the tensor.
+
+        `timeout`: seconds to wait for it, 0 for not at all; None waits without an end. LockTimeout, which names the holder, afterwards.
+        When the last holder died in its block, what it was changing may be half changed: LockAbandoned says who, once, to the next one
+        who asks; the lock is free then. `on_abandoned="continue"` has the lock instead, for who can tell, or need not know.
+        WouldDeadlock (`lock-twice`) when the calling thread has it already. Who waits stands in the kernel's queue; fairness is not
+        promised.
+        """
+        if on_abandoned not in ("raise", "continue"):
+            raise UsageError("usage", f'on_abandoned={on_abandoned!r} is neither "raise" nor "continue"')
+        return Locked(self, seconds_of(timeout), on_abandoned, "")
+
+    def _take(self, timeout: float, on_abandoned: OnAbandoned, doing: str) -> None:
+        lock = self._lock
+        if lock.mine:
+            raise WouldDeadlock(
+                "lock-twice",
+                f"this thread asks for the lock of {self!r}, which it holds already: it would wait for itself for ever",
+                help=(("inside the block use what is there", "shared.tensor, shared.add_(x), shared.copy_(x)"),),
+            )
+        try:
+            if not lock.acquire(timeout, _who_we_are(), doing):
+                raise self._timed_out(timeout)
+            self._check_place()
+            self._redo()
+            left = lock.left
+            if left is not None:
+                abandoned = on_abandoned == "raise" and left.doing not in _WHOLE
+                error = self._abandoned(left) if abandoned else None
+                lock.settled()
+                if error is not None:
+                    raise error
+        except BaseException:
+            if lock.mine:
+                lock.release()
+            raise
+
+    def _give_back(self) -> None:
+        """Also when a signal handler has raised in the middle of `add_` or `copy_`: what is complete beside the tensor is copied first.
+        If that is broken off, too, the next holder does it."""
+        try:
+            if self._lock.mine:
+                self._redo()
+        finally:
+            self._lock.release()
+
+    def _timed_out(self, timeout: float) -> LockTimeout:
+        holder = self._lock.holder()
+        held_for = _seconds_since(holder)
+        name = self._name(holder) if holder is not None else "somebody"
+        why: tuple[str, ...] = ()
+        if holder is not None and processes.is_stopped(holder.pid):
+            why = (f"pid {holder.pid} is stopped (SIGSTOP, Ctrl-Z, a debugger)",)
+        elif holder is None:
+            why = ("it was free a moment later: whoever held it has just given it back",)
+        return LockTimeout(
+            "lock-timeout",
+            f"the lock of SharedTensor {self._what()} was not had within {timeout:g} s: {name} "
+            + ("held it" if holder is None else f"holds it{_for(held_for)}{_in(holder.doing)}"),
+            holder=name,
+            held_for=0.0 if math.isnan(held_for) else held_for,
+            why=why,
+        )
+
+    def _abandoned(self, left: Holder) -> LockAbandoned:
+        if left.runs:
+            headline = f"{self._name(left)} lost the lock of SharedTensor {self._what()} while it held it"
+            why = f"it still runs, and took the lock {_ago(left)}: it has closed a descriptor of the lock's file, with which the lock goes"
+        else:
+            headline = f"{self._name(left)} died while it held the lock of SharedTensor {self._what()}, so it may be half changed"
+            why = f"it took the lock {_ago(left)}, and did not give it back"
+        return LockAbandoned(
+            "lock-abandoned",
+            headline,
+            why=(why, "this is said once; the lock is free, and the next one who asks gets it"),
+            help=(
+                ("bring the tensor into order under the lock", 'with shared.locked(on_abandoned="continue"):'),
+                ("or change it only by calls that are whole or absent", "shared.add_(x), shared.copy_(x)"),
+            ),
+        )
+
+    def _who_holds(self) -> str:
+        if self._lock.mine:
+            return "held by this thread"
+        holder = self._lock.holder()
+        if holder is None:
+            return "free"
+        if not holder.holds:
+            return f"free: {self._name(holder)} died with the lock"
+        return f"held by {self._name(holder)}{_for(_seconds_since(holder))}{_in(holder.doing)}"
+
+    @staticmethod
+    def _name(holder: Holder) -> str:
+        if holder.holds and holder.pid == os.getpid():
+            return "another thread of this process"
+        return f"{holder.who} (pid {holder.pid})" if holder.who else f"pid {holder.pid}"
+
+    # -- whole or absent ----------------------------------------------------------------------------------------------------------
+
+    def add_(self, x: Any, alpha: float = 1, *, timeout: float | timedelta | None = None, on_abandoned: OnAbandoned = "raise") -> Self:
+        """`tensor += alpha * x` under the lock, whole or absent when this process is killed.
+
+        `x`: a tensor on any device or a number, which broadcasts and is converted as for `torch.Tensor.add_`, and fails with torch's
+        error when it cannot; nothing is changed then. `timeout`, `on_abandoned`: see `locked`; they do not matter when the calling
+        thread has the lock. A holder that died inside an `add_` or `copy_` of its own leaves nothing half changed, and is not told of.
+        """
+        import torch
+
+        value = _here(x)
+
+        def add(out: torch.Tensor) -> None:
+            if isinstance(value, torch.Tensor) and not _fits(value.shape, out.shape):
+                out.add_(value, alpha=alpha)  # torch's error
+            torch.add(self._main, value, alpha=alpha, out=out)
+
+        return self._change("add_", add, seconds_of(timeout), on_abandoned)
+
+    def copy_(self, x: Any, *, timeout: float | timedelta | None = None, on_abandoned: OnAbandoned = "raise") -> Self:
+        """`tensor[...] = x` under the lock, whole or absent when this process is killed. See `add_`."""
+        import torch
+
+        value = torch.as_tensor(_here(x), device="cpu")
+        return self._change("copy_", lambda out: out.copy_(value), seconds_of(timeout), on_abandoned)
+
+    def _change(self, doing: str, write: Callable[[torch.Tensor], object], timeout: float, on_abandoned: OnAbandoned) -> Self:
+        if self._lock.mine:
+            self._write(write)
+        else:
+            with Locked(self, timeout, on_abandoned, doing):
+                self._write(write)
+        return self
+
+    def _write(self, write: Callable[[torch.Tensor], object]) -> None:
+        beside = self._beside_it()
+        _compute(lambda: write(beside))
+        self._lock.leave_note(_REDO)
+        self._redo()
+
+    def _redo(self) -> None:
+        """While the lock is held: finish what is complete beside the tensor, here or in a process that died."""
+        if self._lock.note == _REDO:
+            beside = self._beside_it()
+            _compute(lambda: self._main.copy_(beside))
+            self._lock.leave_note(0)
+
+    def _beside_it(self) -> torch.Tensor:
+        """The memory beside the tensor, of the same form."""
+        if self._beside is None:
+            import torch
+
+            storage = self._main.untyped_storage()
+            fd, length = storage._share_fd_cpu_()  # torch's own descriptor, which stays its
+            mapped = mmap.mmap(fd, length, offset=_beside_at(length))
+            with torch.inference_mode(False):
+                flat = torch.frombuffer(mapped, dtype=torch.uint8)
+                self._beside = flat[: self.nbytes].view(self.dtype).view(self.shape)
+        return self._beside
+
+    def _check_place(self) -> None:
+        if self._main.data_ptr() != self._address:
+            raise UsageError(
+                "usage",
+                f"the tensor of SharedTensor {self._what()} is no longer the shared memory: torch.multiprocessing has moved it",
+                why=('with the sharing strategy "file_system" torch copies a tensor that it sends, and puts the copy in its place',),
+                help=(("send the SharedTensor, not its tensor", "queue.put(shared)"),),
+            )
+
+    # -- ways into a process, and out of it ---------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_place()
+        fd, _ = self._main.untyped_storage()._share_fd_cpu_()
+        passed = handover.sent(fd, alone=False)  # torch passes the same descriptor when `tensor` is an argument, too
+        return _arrived, (type(self), self._lock, passed, tuple(self.shape), self.dtype)
+
+
+class Locked:
+    """`with shared.locked():`; see there. One `with` at a time."""
+
+    __slots__ = ("_doing", "_inside", "_on_abandoned", "_shared", "_timeout")
+
+    def __init__(self, shared: SharedTensor, timeout: float, on_abandoned: OnAbandoned, doing: str) -> None:
+        self._inside = False
+        self._doing = doing
+        self._shared = shared
+        self._timeout = timeout
+        self._on_abandoned: OnAbandoned = on_abandoned
+
+    def __enter__(self) -> torch.Tensor:
+        self._shared._take(self._timeout, self._on_abandoned, self._doing)
+        self._inside = True
+        return self._shared._tensor
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        lock = self._shared._lock
+        try:
+            if kind is None or lock.mine:  # in a child that was forked in the block it is not; the program's own error says more
+                self._shared._give_back()
+        except BaseException:
+            if lock.mine:
+                lock.release()
+            raise
+        finally:
+            self._inside = lock.mine
+
+    def __del__(self) -> None:
+        # A signal handler can raise at the very entry of __exit__, where nothing catches it. This comes when its traceback goes.
+        if getattr(self, "_inside", False) and self._shared._lock.mine:
+            self._shared._give_back()
+
+
+_clock = Clock()
+_living: weakref.WeakValueDictionary[bytes, SharedTensor] = weakref.WeakValueDictionary()
+_we: tuple[int, str] = (0, "")
+
+
+def _compute(step: Callable[[], object]) -> None:
+    """Without gradient; and with one thread where torch's others did not come along, see `_forked`."""
+    import torch
+
+    with torch.no_grad():
+        if not _bereft:
+            step()
+            return
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            step()
+        finally:
+            torch.set_num_threads(threads)
+
+
+_threads_at_fork = 1
+_bereft = False
+
+
+def _forking() -> None:
+    global _threads_at_fork
+    _threads_at_fork = processes.threads()
+
+
+def _forked() -> None:
+    """A child has none of its parent's other threads. If OpenMP's were among them, its next computation with several waits for them
+    for ever (GCC's libgomp), and would do so here with the lock in its hand."""
+    global _bereft
+    _bereft = _bereft or _threads_at_fork > 1
+
+
+os.register_at_fork(before=_forking, after_in_child=_forked)
+
+
+def _arrived(kind: type[SharedTensor], lock: RecordLock, passed: Any, size: tuple[int, ...], dtype: torch.dtype) -> SharedTensor:
+    """The tensor that was in a pickle: the one that this process has already, if so."""
+    here = _living.get(lock.token)
+    if here is not None and isinstance(passed, handover.ByAddress):
+        return here
+    fd = handover.received(passed)
+    try:
+        if here is None:
+            here = kind.__new__(kind)
+            here._open(lock, fd, size, dtype)
+        return here
+    finally:
+        os.close(fd)
+
+
+def _who_we_are() -> str:
+    """What others are told about this process beside its pid: "rank 2", "SpawnProcess-3", or nothing."""
+    global _we
+    if _we[0] != os.getpid():
+        _we = (os.getpid(), _rank_or_name())
+    return _we[1]
+
+
+def _rank_or_name() -> str:
+    import multiprocessing.process
+
+    from rallypoint.store import place
+
+    here = place.current()
+    if here is not None and here.rank is not None:
+        return f"rank {here.rank}"
+    name = multiprocessing.process.current_process().name
+    return "" if name == "MainProcess" else name
+
+
+def _checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        size = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
+    except TypeError:
+        raise TypeError(f"a shape is an int or a sequence of ints, not {described(shape)}") from None
+    if any(length < 0 for length in size):
+        raise UsageError("usage", f"the shape {size} has a negative length")
+    return size
+
+
+def _checked_dtype(dtype: object) -> torch.dtype:
+    import torch
+
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: a torch.dtype, not {described(dtype)}")
+    if str(dtype).startswith("torch.q"):  # their scale is no part of the memory
+        raise UsageError("usage", f"a SharedTensor cannot be quantized ({dtype})", help=(("share its int_repr()", ""),))
+    return dtype
+
+
+def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(1, length)
+    return tuple(reversed(strides))
+
+
+def _beside_at(length: int) -> int:
+    """Where in the file the memory beside the tensor begins: what is mapped begins with a page."""
+    return -(-length // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def _here(x: Any) -> Any:
+    """On this side of the bus, before the lock is taken, and without gradient."""
+    import torch
+
+    return x.detach().to("cpu") if isinstance(x, torch.Tensor) else x
+
+
+def _fits(size: torch.Size, into: torch.Size) -> bool:
+    """Whether it broadcasts to `into`, and not beyond."""
+    return len(size) <= len(into) and all(a in (1, b) for a, b in zip(reversed(size), reversed(into), strict=False))
+
+
+def _seconds_since(holder: Holder | None) -> float:
+    return math.nan if holder is None else _clock.monotonic() - holder.since
+
+
+def _for(seconds: float) -> str:
+    return "" if math.isnan(seconds) else f" for {seconds:.1f} s"
+
+
+def _ago(holder: Holder) -> str:
+    return f"{_seconds_since(holder):.1f} s ago"
+
+
+def _in(doing: str) -> str:
+    return f", in {doing}" if doing else ""
