@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rallypoint.errors import (
+    BarrierBroken,
+    BarrierMismatch,
+    BarrierTimeout,
     Compacted,
     EnvironmentProblem,
     FenceStale,
     InternalError,
+    LaunchTimeout,
+    LeaseLost,
     LimitExceeded,
+    LockAbandoned,
+    LockTimeout,
+    OnceFailed,
     RallypointError,
+    RankExited,
+    RankKilled,
+    RemoteError,
+    RemoteTraceback,
     SessionLost,
     StoreClosed,
     StorePickled,
@@ -20,12 +32,20 @@ from rallypoint.errors import (
     UpdateLostWarning,
     UsageError,
     ValueUnsupported,
+    WorkerError,
+    WouldDeadlock,
     WrongType,
 )
 
 if TYPE_CHECKING:
     from rallypoint.host.ports import HeldPort, hold_port
-    from rallypoint.store.client import ABSENT, Change, Entry, Store, connect
+    from rallypoint.launcher.function import launch
+    from rallypoint.primitives.average import Averaged
+    from rallypoint.primitives.lock import Grant, Lock
+    from rallypoint.primitives.queue import Queue
+    from rallypoint.primitives.shared_tensor import SharedTensor
+    from rallypoint.primitives.store import Store, connect
+    from rallypoint.store.client import ABSENT, Change, Entry
     from rallypoint.store.retry import retry
     from rallypoint.store.server import Server, serve
 
@@ -33,17 +53,34 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ABSENT",
+    "Averaged",
+    "BarrierBroken",
+    "BarrierMismatch",
+    "BarrierTimeout",
     "Change",
     "Compacted",
     "Entry",
     "EnvironmentProblem",
     "FenceStale",
+    "Grant",
     "HeldPort",
     "InternalError",
+    "LaunchTimeout",
+    "LeaseLost",
     "LimitExceeded",
+    "Lock",
+    "LockAbandoned",
+    "LockTimeout",
+    "OnceFailed",
+    "Queue",
     "RallypointError",
+    "RankExited",
+    "RankKilled",
+    "RemoteError",
+    "RemoteTraceback",
     "Server",
     "SessionLost",
+    "SharedTensor",
     "Store",
     "StoreClosed",
     "StorePickled",
@@ -53,22 +90,31 @@ __all__ = [
     "UpdateLostWarning",
     "UsageError",
     "ValueUnsupported",
+    "WorkerError",
+    "WouldDeadlock",
     "WrongType",
     "__version__",
     "connect",
     "hold_port",
+    "launch",
     "retry",
     "serve",
 ]
 
 _WHERE = {
+    "launch": "launcher.function",
+    "Averaged": "primitives.average",
+    "Grant": "primitives.lock",
+    "Lock": "primitives.lock",
+    "Queue": "primitives.queue",
+    "SharedTensor": "primitives.shared_tensor",
     "ABSENT": "store.client",
     "Change": "store.client",
     "Entry": "store.client",
     "HeldPort": "host.ports",
     "Server": "store.server",
-    "Store": "store.client",
-    "connect": "store.client",
+    "Store": "primitives.store",
+    "connect": "primitives.store",
     "hold_port": "host.ports",
     "retry": "store.retry",
     "serve": "store.server",

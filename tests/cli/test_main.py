@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -143,12 +144,56 @@ def test_colour(environ: dict[str, str], colored: bool, monkeypatch: pytest.Monk
     assert ("\x1b[" in capsys.readouterr().err) == colored
 
 
-def test_a_reader_that_goes_away_makes_no_noise() -> None:
+PRINTS = [
+    ["--help"],
+    ["--version"],
+    ["explain"],
+    ["explain", "rank-killed"],
+    ["explain", "--help"],
+    ["run", "--help"],
+    ["run", "--fresh", "--dry-run", __file__],
+    ["serve", "--help"],
+]
+
+
+def in_a_shell(argv: list[str], redirection: str) -> tuple[int, str, str]:
+    """`rallypoint argv` with a redirection or a pipe behind it, in bash: its own exit status, stdout, stderr."""
+    command = shlex.join([sys.executable, "-m", "rallypoint", *argv])
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    script = f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("argv", PRINTS, ids=" ".join)
+def test_a_standard_output_that_is_full(argv: list[str]) -> None:
+    assert in_a_shell(argv, "> /dev/full") == (1, "", "rallypoint: cannot write to stdout: No space left on device\n")
+
+
+@pytest.mark.parametrize("argv", PRINTS, ids=" ".join)
+def test_a_standard_output_that_is_closed(argv: list[str]) -> None:
+    assert in_a_shell(argv, ">&-") == (0, "", "")
+
+
+@pytest.mark.parametrize("argv", PRINTS, ids=" ".join)
+def test_a_reader_that_goes_away_makes_no_noise(argv: list[str]) -> None:
+    """A shell's status for SIGPIPE, when the reader is gone for certain before anything is written."""
     ended = rallypoint(
-        code="import os, sys; from rallypoint.cli.main import main; r, w = os.pipe(); os.close(r); os.dup2(w, 1);"
-        " sys.exit(main(['run', '--help']))"
+        *argv,
+        code="import os, sys; from rallypoint.cli.main import main; r, w = os.pipe(); os.close(r); os.dup2(w, 1); sys.exit(main())",
     )
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_the_first_line_of_a_long_list() -> None:
+    status, out, err = in_a_shell(["explain"], "| head -n 1")
+    assert (status in (0, 141), len(out.splitlines()), err) == (True, 1, "")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2> /dev/full"])
+def test_a_standard_error_that_takes_nothing(redirection: str) -> None:
+    assert in_a_shell([], redirection)[:2] == (2, "")
+    assert in_a_shell(["rnu"], redirection)[:2] == (2, "")
 
 
 def test_closed_streams_make_no_traceback() -> None:
@@ -168,4 +213,4 @@ def test_nothing_heavy_is_imported(argv: list[str]) -> None:
 
 
 def test_help_imports_little() -> None:
-    assert modules_after("--help").isdisjoint({"msgspec", "argparse", "subprocess", "rallypoint.cli.run", "rallypoint.launch.plan"})
+    assert modules_after("--help").isdisjoint({"msgspec", "argparse", "subprocess", "rallypoint.cli.run", "rallypoint.launcher.plan"})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rallypoint.cli import options
 from rallypoint.errors import UsageError
-from rallypoint.launch.plan import Options
+from rallypoint.launcher.plan import Options
 
 
 def parse(line: str | list[str], **environ: str) -> Options:

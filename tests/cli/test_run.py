@@ -11,8 +11,8 @@ import pytest
 from rallypoint import launch
 from rallypoint.cli import run
 from rallypoint.diagnosis.report import Report
-from rallypoint.launch import plan
-from rallypoint.launch.plan import Options, Program
+from rallypoint.launcher import plan
+from rallypoint.launcher.plan import Options, Program
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -216,12 +216,6 @@ def test_own_addresses_are_known_without_a_resolver(monkeypatch: pytest.MonkeyPa
     assert socket.gethostname() in run._own_names("")
 
 
-def test_gpu_devices(folder: Path) -> None:
-    for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia", "null"):
-        (folder / name).touch()
-    assert run._gpu_devices(str(folder)) == 2
-
-
 def test_log_dir_that_is_a_file(folder: Path) -> None:
     (folder / "logs").touch()
     report = run.look_at_log_dir("logs")
@@ -271,7 +265,7 @@ def test_the_plan_goes_to_the_agent(folder: Path, monkeypatch: pytest.MonkeyPatc
         return 17
 
     agent = SimpleNamespace(run=carry_out)
-    monkeypatch.setitem(sys.modules, "rallypoint.launch.agent", agent)
+    monkeypatch.setitem(sys.modules, "rallypoint.launcher.agent", agent)
     monkeypatch.setattr(launch, "agent", agent, raising=False)
     assert run.main(["-n", "3", "--fresh", "train.py", "x"]) == 17
     assert (plans[0].world.size, plans[0].program.args) == (3, ("x",))

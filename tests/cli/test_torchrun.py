@@ -15,13 +15,14 @@ import pytest
 
 from rallypoint.cli import options
 from rallypoint.errors import UsageError
-from rallypoint.launch import plan
+from rallypoint.host.devices import Look
+from rallypoint.launcher import plan
 
 torchrun = pytest.importorskip("torch.distributed.run", reason="torch is not installed")
 multiprocessing = pytest.importorskip("torch.distributed.elastic.multiprocessing")
 
 MACHINE = plan.Machine(
-    cpus=4, gpu_devices=0, names=("here",), python="python", torch="2.13.0", now=datetime(2026, 1, 1), suffix="a1b2", cwd="/", runs="/runs"
+    cpus=4, gpus=Look(), names=("here",), python="python", torch="2.13.0", now=datetime(2026, 1, 1), suffix="a1b2", cwd="/", runs="/runs"
 )
 
 
@@ -216,4 +217,5 @@ def test_a_worker_of_torchrun_finds_the_same_variables(tmp_path: Path) -> None:
     python_own = {"LC_CTYPE"}  # PEP 538
     assert found.keys() - by_attempt - python_own == planned.keys() - {"RALLYPOINT_JOB", "RES_OPTIONS"}
     different = {name for name in found.keys() & planned.keys() if found[name] != planned[name]}
-    assert different == {"TORCHELASTIC_RUN_ID"}  # a random one, there as here
+    # A random one, there as here; and torchrun says 1 where ours says how many processors a rank has.
+    assert different == {"TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"}

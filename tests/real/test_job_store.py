@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -218,8 +219,8 @@ def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(tmp_path: Pat
         "    except ConnectionResetError: print('reset')\n",
     )
     faulty = (
-        "import sys\nfrom rallypoint.launch.job_store import JobStore\nfrom rallypoint.cli.main import main\n"
-        "def serve(self): raise RuntimeError(\"can't start new thread\")\nJobStore.serve = serve\nsys.exit(main(['run', *sys.argv[1:]]))"
+        "import sys\nfrom rallypoint.launcher.job_store import JobStore\nfrom rallypoint.cli.main import main\n"
+        "def serve(*_): raise RuntimeError(\"can't start new thread\")\nJobStore.serve = serve\nsys.exit(main(['run', *sys.argv[1:]]))"
     )
     result = run_job([program], state=tmp_path, launcher=(sys.executable, "-P", "-c", faulty), env={"XDG_RUNTIME_DIR": str(places)})
     assert (result.rc, result.out) == (0, "reset\n"), result.everything
@@ -300,6 +301,15 @@ def test_a_store_goes_on_working_in_a_spawned_process_and_connect_there_says_how
     )
     result = run(program, env={"XDG_RUNTIME_DIR": str(places)})
     assert (result.rc, result.out) == (0, "0 2 no-store multiprocessing.Process(target=work, args=(store,))\n"), result.everything
+
+
+def test_a_store_that_was_exported_is_not_the_jobs_and_one_line_says_so(run: Run, write: Write, places: Path) -> None:
+    program = write("train.py", "import rallypoint\nprint(rallypoint.connect().address)\n")
+    exported = {"XDG_RUNTIME_DIR": str(places), "RALLYPOINT_STORE": "tcp://127.0.0.1:29500", "RALLYPOINT_SECRET_FILE": "secret"}
+    result = run(program, env=exported)
+    assert (result.rc, result.out.startswith(f"unix://{places}/")) == (0, True), result.everything
+    assert re.fullmatch(r"rallypoint: RALLYPOINT_STORE is not used: a job has its own store; .*\n", result.err), result.everything
+    assert run("--quiet", program, env=exported).err == ""
 
 
 @pytest.mark.parametrize("victim", ["launcher", "job"])

@@ -304,7 +304,7 @@ def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_pa
 def test_a_fault_of_ours_is_said_to_be_ours_and_leaves_nothing(tmp_path: Path) -> None:
     """The launcher's own loop raises in the middle of a job with children."""
     faulty = (
-        "import sys\nfrom rallypoint.launch.agent import Agent\nfrom rallypoint.cli.main import main\n"
+        "import sys\nfrom rallypoint.launcher.agent import Agent\nfrom rallypoint.cli.main import main\n"
         "def fault(*_): raise RuntimeError('a fault of ours')\nAgent._on_meets = fault\nsys.exit(main(['run', *sys.argv[1:]]))"
     )
     result = run_job(["-n", "2", "family.py", "wait"], state=tmp_path, launcher=(sys.executable, "-P", "-c", faulty))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.launch import culprit
+from rallypoint.launcher import culprit
 
 from .conftest import Run, Write
 from .job import DEADLINE, MARKER, RALLYPOINT, environment, left_behind
@@ -94,7 +94,7 @@ def test_only_what_the_page_lists_differs(seen: tuple[dict[str, Any], dict[str, 
 
 
 def test_the_page_lists_the_variables_that_are_read_at_load() -> None:
-    from rallypoint.launch import variables
+    from rallypoint.launcher import variables
 
     listed = set(re.findall(r"`([A-Z_]+\*?)`", PAGE.read_text().partition("\nTried, ")[0].rpartition("## ")[2]))
     assert listed == set(variables._NAMES) | {f"{family}*" for family in variables._FAMILIES}
@@ -138,7 +138,7 @@ def test_modules(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     more = {name.partition(".")[0] for name in set(forked["modules after torch"]) - set(fresh["modules after torch"])}
     assert more <= {"rallypoint", "msgspec", "decimal", "_decimal"}
     assert set(fresh["modules after torch"]) <= set(forked["modules after torch"])
-    assert forked["sys"]["meta_path"].startswith("[<rallypoint.launch.imports.ImportTimes object")
+    assert forked["sys"]["meta_path"].startswith("[<rallypoint.launcher.imports.ImportTimes object")
     assert forked["sys"]["meta_path"].count(",") == fresh["sys"]["meta_path"].count(",") + 1
 
 

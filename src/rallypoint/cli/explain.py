@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rallypoint.cli.main import write_out
 from rallypoint.diagnosis.causes import CATALOGUE, nearest, page
 from rallypoint.errors import UsageError
 
@@ -22,10 +23,10 @@ def main(argv: Sequence[str]) -> int:
     """Print what was asked for on stdout. Raises `UsageError` for what is no code."""
     words = list(argv)
     if any(word in ("-h", "--help") for word in words):
-        sys.stdout.write(HELP)
+        write_out(HELP)
         return 0
     if not words:
-        sys.stdout.write(_list())
+        write_out(_list())
         return 0
     if len(words) > 1:
         raise UsageError(
@@ -37,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
     code = _code(words[0])
     if code not in CATALOGUE:
         raise _unknown(words[0], code)
-    sys.stdout.write(_shown(page(code), sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"))
+    terminal = bool(sys.stdout) and sys.stdout.isatty()
+    write_out(_shown(page(code), terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"))
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint import __version__
 from rallypoint.errors import InternalError, RallypointError, UsageError
-from rallypoint.launch import exits
+from rallypoint.launcher import exits, machine
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.report import Report
@@ -44,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def dispatch(words: list[str]) -> int:
     """Find the command and hand it the rest. Raises `UsageError` when there is no such command."""
     if not words:
-        sys.stderr.write(help_text())
+        _write_err(help_text())
         return exits.USAGE
     name, rest = words[0], words[1:]
     if name in ("-h", "--help"):
-        sys.stdout.write(help_text())
+        write_out(help_text())
         return 0
     if name in ("-V", "--version"):
-        sys.stdout.write(f"rallypoint {__version__}\n")
+        write_out(f"rallypoint {__version__}\n")
         return 0
     if name == "run":
         from rallypoint.cli import run
@@ -90,20 +90,56 @@ def _no_command(name: str, words: list[str]) -> UsageError:
     return UsageError("usage", f"rallypoint has no command {name}" + (f"; the nearest is {near[0]}" if near else ""), help=help)
 
 
+class OutputLost(Exception):
+    """Standard output takes nothing, as when a disk is full."""
+
+
+def write_out(text: str) -> None:
+    """Write to stdout now: whatever a command prints there. Nothing when it was closed at the start, as Python's own `print`.
+
+    `OutputLost`; `BrokenPipeError` when the reader has gone.
+    """
+    if not sys.stdout:
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_stdout()
+        raise OutputLost(f"cannot write to stdout: {os.strerror(error.errno or 0)}") from error
+
+
+def _write_err(text: str) -> None:
+    """Write to stderr, if there is one and it takes anything: the exit status tells in any case."""
+    if sys.stderr:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _discard_stdout() -> None:
+    """What could not be written is kept, and the interpreter tries it once more at its end: then it must work."""
+    if sys.stdout:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
 def guarded(command: Callable[[], int], error_format: Callable[[], str] = lambda: "text") -> int:
     """Run `command`; turn whatever it raises into a message on stderr and an exit status. `error_format` is asked only then."""
     try:
-        status = command()
-        if sys.stdout:  # None when descriptor 1 was closed at the start
-            sys.stdout.flush()  # here, so that a reader that has gone is noticed here
-        return status
+        return command()
     except RallypointError as error:
         return _complain(error, error_format())
     except KeyboardInterrupt:
         return exits.of_signal(signal.SIGINT)
+    except OutputLost as lost:
+        _write_err(f"rallypoint: {lost}\n")
+        return exits.RAISED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end; it must find an open descriptor.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return exits.of_signal(signal.SIGPIPE)
     except Exception as error:
         try:
@@ -139,27 +175,13 @@ def _internal(error: Exception) -> InternalError:
         f"rallypoint itself failed: {type(error).__name__}: {error}",
         why=(
             "this is a fault in rallypoint, not in your program or in how you called it",
-            f"rallypoint {__version__}, Python {platform.python_version()}, torch {torch_version() or 'not installed'}",
+            f"rallypoint {__version__}, Python {platform.python_version()}, torch {machine.torch_version() or 'not installed'}",
             platform.platform(),
         ),
         help=(("please report it, with everything printed here and the command that you typed", ""),),
     )
     fault.__cause__ = error
     return fault
-
-
-def torch_version() -> str:
-    """The installed torch by metadata, without importing it; "" when there is none, "unknown" when it has no metadata."""
-    from importlib.machinery import PathFinder
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
-    try:
-        return installed("torch")
-    except PackageNotFoundError:
-        # A source build on PYTHONPATH has no metadata. The working directory does not count: a user's own torch.py is no torch.
-        elsewhere = [folder for folder in sys.path if folder and os.path.abspath(folder) != os.getcwd()]
-        return "unknown" if PathFinder.find_spec("torch", elsewhere) else ""
 
 
 def show(report: Report, error_format: str) -> None:
@@ -169,9 +191,7 @@ def show(report: Report, error_format: str) -> None:
     from rallypoint.diagnosis import render
 
     text = render.json(report) if error_format == "json" else render.text(report, width=_width(), color=_wants_color())
-    with contextlib.suppress(OSError):  # nobody reads it any more
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+    _write_err(text + "\n")
 
 
 def _wants_color() -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.plan import LARGEST_LOCAL_SIZE, Options, Program
+from rallypoint.launcher.plan import LARGEST_LOCAL_SIZE, Options, Program
 
 Fate = Literal["ours", "same", "accepted", "several-nodes"]
 FATES: dict[Fate, str] = {

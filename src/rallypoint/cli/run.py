@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rallypoint.cli import options
-from rallypoint.cli.main import guarded, show, torch_version
+from rallypoint.cli.main import guarded, show, write_out
 from rallypoint.errors import UsageError
+from rallypoint.launcher import machine
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.report import Report
-    from rallypoint.launch.plan import Machine, Options, Program
+    from rallypoint.launcher.plan import Machine, Options, Program
 
 # Compiling costs about 1 s per 2 MB of source; a larger one is generated, and its rank will say what is wrong with it.
 LARGEST_CHECKED_SCRIPT = 512 * 1024  # bytes
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
         line = options.take_apart(argv, os.environ)
         asked = line.error_format
         if line.wants_help:
-            sys.stdout.write(options.help_text())
+            write_out(options.help_text())
             return 0
         return start(options.read(line), os.environ)
 
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 def start(wanted: Options, environ: Mapping[str, str]) -> int:
     """Plan the job, look at the program before N ranks trip over it, and start; or print the plan."""
-    from rallypoint.launch import plan
+    from rallypoint.launcher import plan
 
     made = plan.make(wanted, environ, this_machine(wanted, environ))
     trouble = look_at(made.program, environ) or look_at_log_dir(wanted.log_dir)
@@ -47,9 +48,9 @@ def start(wanted: Options, environ: Mapping[str, str]) -> int:
         return trouble.exit_status
     made = plan.with_parts(made, _source(made.program))
     if wanted.dry_run:
-        sys.stdout.write(plan.describe(made))
+        write_out(plan.describe(made))
         return 0
-    from rallypoint.launch import agent
+    from rallypoint.launcher import agent
 
     return agent.run(made)
 
@@ -58,19 +59,25 @@ def start(wanted: Options, environ: Mapping[str, str]) -> int:
 
 
 def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
-    """The facts that a plan depends on. Opens no GPU, asks no resolver, imports no torch."""
+    """The facts that a plan depends on. Opens no GPU (but where no file shows them), asks no resolver, imports no torch."""
     import datetime
     import secrets
 
-    from rallypoint.launch.plan import Machine
+    from rallypoint.host import devices
+    from rallypoint.launcher.plan import Machine
     from rallypoint.record.run_folder import default_root
 
+    seen = devices.look()
+    counted = wanted.nproc in ("gpu", "auto")
+    if seen.hidden and counted:
+        seen = devices.look_closely()
     return Machine(
         cpus=len(os.sched_getaffinity(0)),
-        gpu_devices=_gpu_devices("/dev"),
+        gpus=seen,
+        build=devices.torch_build() if seen.devices or counted else None,
         names=_own_names(wanted.master_addr),
         python=sys.executable,
-        torch=torch_version(),
+        torch=machine.torch_version(),
         now=datetime.datetime.now(),
         suffix=secrets.token_hex(2),
         cwd=_working_folder(),
@@ -83,11 +90,6 @@ def _working_folder() -> str:
         return os.getcwd()
     except FileNotFoundError:
         raise UsageError("usage", "the folder that you are in has been removed", help=(("go to one that exists", "cd ~"),)) from None
-
-
-def _gpu_devices(folder: str) -> int:
-    """How many NVIDIA devices have a file here: nvidia0, nvidia1, ... (a container has those that it was given)."""
-    return sum(name.startswith("nvidia") and name[len("nvidia") :].isdigit() for name in os.listdir(folder))
 
 
 def _own_names(asked: str) -> tuple[str, ...]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-import sys
 from typing import TYPE_CHECKING
 
 from rallypoint.cli import options
-from rallypoint.cli.main import guarded
+from rallypoint.cli.main import guarded, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.launch import exits
+from rallypoint.launcher import exits
 
 if TYPE_CHECKING:
     import signal
@@ -31,7 +30,7 @@ def main(argv: list[str]) -> int:
         line = options.take_apart(argv, {}, "serve", options.SERVE)
         asked = line.error_format
         if line.wants_help:
-            _print(options.serve_help_text())
+            write_out(options.serve_help_text())
             return 0
         values = options.values(line, "serve", options.SERVE)
         return serve(values["host"], values["port"], values["port_file"], values["secret_file"], values["max_bytes"])
@@ -85,29 +84,10 @@ def _announce(server: Server, secret_file: str) -> None:
 
     gib = server.limits.store_bytes / 1024**3
     path = shlex.quote(os.path.abspath(secret_file))
-    _print(
+    write_out(
         f"the store is at {server.address}, for at most {gib:.3g} GiB; its clients call rallypoint.connect() after\n"
         f"export RALLYPOINT_STORE={server.address} RALLYPOINT_SECRET_FILE={path}\n"
     )
-
-
-def _print(text: str) -> None:
-    """Write to stdout now. `UsageError` when it takes nothing, as when a disk is full; a reader that has gone is not our affair."""
-    if not sys.stdout:  # closed at the start
-        return
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        # What could not be written is kept, and tried again at the interpreter's end: by then it must work.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise UsageError(
-            "usage",
-            f"the standard output cannot be written: {os.strerror(error.errno or 0)}",
-            help=(("send it elsewhere", "rallypoint serve > FILE"),),
-        ) from error
 
 
 def _with_options(error: UsageError | EnvironmentProblem) -> UsageError | EnvironmentProblem:

@@ -231,7 +231,7 @@ def past_runs(root: str) -> list[PastRun]:
                 started = os.fstat(file.fileno()).st_mtime
         except (OSError, msgspec.DecodeError):
             continue
-        if isinstance(plan, dict) and plan.get("job") == name:
+        if isinstance(plan, dict) and isinstance(job := plan.get("job"), str) and (name == job or name.startswith(f"{job}-")):
             runs.append(PastRun(name, path, started, is_running(path)))
     return sorted(runs, key=lambda run: (run.started, run.job), reverse=True)
 
@@ -260,6 +260,19 @@ def remove_old_runs(root: str, keep: int = KEPT_RUNS) -> list[str]:
             shutil.rmtree(run.path, ignore_errors=True)
             removed.append(run.path)
     return removed
+
+
+def discard(path: str) -> None:
+    """Remove a run that is over and of no interest to anybody. `latest` goes back to the one before it."""
+    shutil.rmtree(path, ignore_errors=True)
+    root = os.path.dirname(path)
+    with contextlib.suppress(OSError):  # there is none, or it is another's by now
+        if os.readlink(os.path.join(root, "latest")) == os.path.basename(path):
+            others = past_runs(root)
+            if others:
+                _point_latest(others[0].path)
+            else:
+                os.unlink(os.path.join(root, "latest"))
 
 
 def _take(path: str) -> int:

@@ -1,0 +1,443 @@
+"""The account of a run: what is shown, kept and reported."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rallypoint.clock import Clock
+from rallypoint.diagnosis import causes, evidence, reading, render, rules
+from rallypoint.diagnosis.evidence import HelperLost, JobEvidence, Meeting, MemoryEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.report import Help, Report, Said
+from rallypoint.errors import RallypointError
+from rallypoint.host import devices
+from rallypoint.host.devices import Found
+from rallypoint.host.processes import Status, command_line
+from rallypoint.launcher import words
+from rallypoint.launcher.channel import ImportFailed, NotForked, Ready
+from rallypoint.launcher.handles import RankHandle
+from rallypoint.launcher.plan import Plan
+from rallypoint.launcher.supervisor import State
+from rallypoint.record.events import Event, EventLog, What
+from rallypoint.record.logs import LogPump, worker_columns
+from rallypoint.record.run_folder import open_run_folder
+from rallypoint.record.torchrun_files import TorchrunFiles
+
+# Seconds that the report waits for the ranks' words to be read; they lie in pipes, a millisecond away, unless the terminal takes nothing.
+SETTLE_TIMEOUT = 0.1
+# An import that takes this long (seconds) on several ranks is worth a line about --preload.
+SLOW_IMPORT = 1.0
+# Seconds that a report which speaks of GPUs waits for the driver's own account of them; what files say comes at once.
+DEVICES_TIMEOUT = 1.5
+_STDOUT, _STDERR = 1, 2  # bits of torchrun's --redirects and --tee
+
+
+class Account:
+    """Owns the run folder, the log pump and the words of the launcher. All that it prints goes through the pump, in order."""
+
+    def __init__(self, plan: Plan, clock: Clock, outputs: tuple[int, int] = (1, 2)) -> None:
+        """`outputs`: the descriptors that people read, for stdout and stderr."""
+        self._plan = plan
+        self._clock = clock
+        self._ranks = [seat.rank for seat in plan.world.seats()]
+        self._folder = open_run_folder(plan.run_dir, plan.job, _say_before_the_pump, asked_for=plan.run_dir_asked)
+        self._events = EventLog(self._folder)
+        self._files: TorchrunFiles | None = None
+        logs = plan.logs
+        if logs.log_dir:
+            self._files = TorchrunFiles(logs.log_dir, plan.environment.get("TORCHELASTIC_RUN_ID", "none"), plan.world.local_size)
+        self._pump = LogPump(
+            self._folder.path if len(self._ranks) > 1 or self._kept_alone() else "",
+            self._ranks,
+            console=set(logs.console),
+            stdout_fd=outputs[0],
+            stderr_fd=outputs[1],
+        )
+        self._same_output = _same_file(*outputs)
+        self._live = ""
+        self._handed = False  # a single rank has the terminal itself
+        self._before = evidence.memory_counters()
+        self._began = clock.monotonic()
+        self._reported = False
+        self._late: set[str] = set()
+        self._folder.write_plan(plan)
+        self.event("job-started", job=plan.job, program=words.sayable(plan.program.target), world_size=plan.world.size)
+
+    def _kept_alone(self) -> bool:
+        """Whether a single rank's output goes through us: only when a copy was asked for, else it has the terminal itself."""
+        return any(self._plan.logs.tee) or self._plan.run_dir_asked or self._plan.task is not None
+
+    # --- what is shown
+
+    def start(self, plan: Plan) -> None:
+        """Start carrying words; say what is to be said once."""
+        self._pump.start()
+        if not plan.quiet:
+            for note in plan.notes:
+                self.say(f"rallypoint: {note}")
+            self.live(f"rallypoint: {_count(plan.world.size)} · importing torch")
+
+    def say(self, text: str) -> None:
+        """Words of the launcher's own, on stderr, after what the ranks have said by now."""
+        self._pump.say(text)
+
+    def live(self, text: str | None) -> None:
+        """The live line on a terminal; None takes it away."""
+        if not self._plan.quiet and (text or "") != self._live:
+            self._live = text or ""
+            self._pump.live(text)
+
+    def show_phases(self, ranks: Sequence[RankHandle], state: State) -> None:
+        """The live start-up line: how many ranks are where. Gone once they run, or when the program joins nothing."""
+        if state is State.PREPARING or self._handed or not self._pump.terminal:
+            return
+        waiting = sum(handle.phase == "joining" for handle in ranks)
+        before = sum(handle.phase in ("preparing", "started") for handle in ranks)
+        importing = sum(handle.phase == "importing" for handle in ranks)
+        if state is not State.RUNNING or not (waiting or before):
+            self.live(None)
+            return
+        parts = [(before, "starting"), (importing, "importing"), (waiting, "waiting in init_process_group")]
+        self.live(" · ".join([f"rallypoint: {_count(len(ranks))}", *(f"{number} {what}" for number, what in parts if number)]))
+
+    def say_differs(self, meeting: Meeting, held: str) -> None:
+        """The program chose its own meeting point."""
+        port = held.rpartition(":")[2]
+        unused = f"; the held port {port} is not used" if port else ""
+        if meeting.method.startswith("env://"):
+            host, _, own = meeting.address.rpartition(":")
+            what = f"MASTER_PORT={own}" if own != port else f"MASTER_ADDR={host}"
+            self.say(f"rallypoint: {meeting.line} sets {what}{unused}")
+        else:
+            self.say(f"rallypoint: {meeting.line} names {meeting.method}{unused}")
+
+    def say_spawns(self, line: str) -> None:
+        """A program that starts ranks of its own, started several times."""
+        self.say(render.text((causes.spawn_inside_run(line, self._plan.world.size, self._plan.program.target),), color=_wants_color()))
+
+    def say_leftovers(self, rank: int, members: Sequence[Status]) -> None:
+        """What a successful rank left running; not `multiprocessing`'s own helpers, which see the rank's end and leave by themselves."""
+        words = {one.pid: command_line(one.pid) for one in members}  # "" for one that is ending: its memory is gone already
+        left = [one for one in members if words[one.pid] and not words[one.pid].partition(" -c ")[2].startswith("from multiprocessing.")]
+        if not left:
+            return
+        names = ", ".join(f"{words[one.pid][:60]} (pid {one.pid})" for one in left[:3])
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        self.say(f"rallypoint: rank {rank} has ended well and left running: {names}{more}; stopped when the job ends")
+
+    def say_immortal(self, left: Sequence[Status]) -> None:
+        """Processes that SIGKILL did not end."""
+        for one in left:
+            self.say(f"rallypoint: pid {one.pid} ({one.name}) would not die: state {one.state}")
+
+    def say_unclean(self, ready: Ready, line: str) -> None:
+        """The template may not be forked: a notice, since the job goes on without. `line`: what spoilt it, "" when not known."""
+        report = causes.cuda_in_template(ready.module, line, ready.unclean)
+        self.say(render.text((report,), color=_wants_color()))
+
+    def say_late(self, name: str, line: str) -> None:
+        """The program sets a variable that has been read already. Once for each, not for every rank."""
+        if name not in self._late and not self._plan.quiet:
+            self._late.add(name)
+            self.say(f"rallypoint: {line or 'the program'} sets {name} after torch was imported in the template: export it, or --fresh")
+
+    # --- what is kept
+
+    def event(self, what: What, *, rank: int | None = None, because: str = "", **details: Any) -> None:
+        """Write down that something happened."""
+        self._events.write(Event(self._clock.elapsed(), what, rank, because, details))
+
+    def stamped(self, raised: Raised) -> Raised:
+        """The same with its time: the worker does not know when the job began."""
+        return msgspec.structs.replace(raised, at=self._clock.elapsed())
+
+    def note(self, rank: int, text: str) -> None:
+        """A rank's words that came by the control channel: into its log, not onto the screen."""
+        self._pump.note(rank, text)
+
+    def log_line(self, rank: int) -> int:
+        """The line of a rank's log where its next words go."""
+        self._pump.settle(SETTLE_TIMEOUT)
+        return self._pump.log_position(rank)[1] + 1
+
+    def settle(self, timeout: float) -> bool:
+        """Read and show all that the ranks, which have ended, wrote. False when it took longer than this many seconds."""
+        return self._pump.drain(timeout) or self._pump.error is not None
+
+    def begin_attempt(self, number: int, because: str) -> None:
+        """A new attempt: the logs go on below a line."""
+        self.event("attempt-started", because=because, attempt=number)
+        if number:
+            self._pump.attempt(number)
+            self.say(f"rallypoint: restarting all {_count(self._plan.world.size)}, attempt {number} of {self._plan.max_restarts}")
+        if self._files:
+            self._files.begin(number)
+            role = self._plan.environment.get("ROLE_NAME", "default")
+            if self._plan.logs.stdout_filters:
+                self._pump.duplicate("stdout", self._files.filtered(number, "stdout"), self._plan.logs.stdout_filters, role)
+            if self._plan.logs.stderr_filters:
+                self._pump.duplicate("stderr", self._files.filtered(number, "stderr"), self._plan.logs.stderr_filters, role)
+
+    def error_file(self, attempt: int, handle: RankHandle) -> str:
+        """Where `@record` may write a rank's error, "" when there is no place."""
+        if self._files:
+            return self._files.error_file(attempt, handle.local_rank)
+        return self._folder.file(f"rank{handle.rank}-attempt{attempt}-error.json")
+
+    # --- descriptors
+
+    def streams(self, attempt: int, handle: RankHandle) -> tuple[list[int], int]:
+        """A rank's stdin, stdout and stderr, to be passed on and closed with `close_streams`; and the terminal for its debugger, or -1.
+
+        Where our stdout and stderr are one thing, the rank gets one pipe for both, so that its lines keep their order.
+        """
+        mine = handle.rank == self._plan.debug_rank and self._plan.task is None
+        stdin = os.dup(0) if mine and _is_open(0) else os.open(os.devnull, os.O_RDONLY)
+        terminal = 0 if mine and _is_open(0) and os.isatty(0) and len(self._ranks) > 1 else -1
+        redirects, tee = self._plan.logs.redirects[handle.local_rank], self._plan.logs.tee[handle.local_rank]
+        shown = handle.local_rank in self._plan.logs.console
+        if len(self._ranks) == 1 and not redirects and not self._kept_alone() and shown:
+            self.live(None)  # from here on the terminal is the program's, and nothing of ours may be drawn over its words
+            self._pump.settle(SETTLE_TIMEOUT)
+            self._handed = True
+            return [stdin, _dup_or_null(1), _dup_or_null(2)], terminal
+        if self._same_output and not redirects and not tee:
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+            self._pump.attach(handle.rank, "both", reader)
+            return [stdin, writer, os.dup(writer)], terminal
+        outputs = [self._stream(attempt, handle, bit, redirects, tee) for bit in (_STDOUT, _STDERR)]
+        return [stdin, *outputs], terminal
+
+    def _stream(self, attempt: int, handle: RankHandle, bit: int, redirects: int, tee: int) -> int:
+        name: Any = "stdout" if bit == _STDOUT else "stderr"
+        if redirects & bit and not self._files:  # --log-dir /dev/null
+            return os.open(os.devnull, os.O_WRONLY)
+        file = self._files.open(attempt, handle.local_rank, name) if self._files and (redirects | tee) & bit else None
+        if file is not None and not tee & bit:
+            return file
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        self._pump.attach(handle.rank, name, reader, tee=file)
+        return writer
+
+    def close_streams(self, fds: Sequence[int]) -> None:
+        """They are the worker's now."""
+        for fd in fds:
+            os.close(fd)
+
+    def columns(self) -> int:
+        """Columns that a rank's line has on our terminal, for COLUMNS; 0 when it is none or the ranks see it themselves."""
+        return worker_columns(self._ranks) if len(self._ranks) > 1 else 0
+
+    # --- what is reported
+
+    def share_a_device(self, ranks: Sequence[RankHandle]) -> bool:
+        """Whether ranks of one group of NCCL's would use the same GPU."""
+        return bool(rules.devices_shared([(one.rank, one.meeting) for one in ranks if one.meeting], len(ranks)))
+
+    def is_consequence(self, raised: Raised) -> bool:
+        """Whether an exception speaks of a lost peer. (Asked here, since the rules are imported while the template imports torch.)"""
+        return rules.is_consequence(raised)
+
+    def import_failed(self, message: ImportFailed) -> Report:
+        """torch, or a preload module, cannot be imported."""
+        raised = message.raised
+        asked = message.module in self._plan.preload
+        why = f"--preload asks for it: {raised.type}: {raised.message}" if asked else f"{raised.type}: {raised.message}"
+        helps = (Help("try it alone", f"{sys.executable} -c 'import {message.module}'"),)
+        return Report(
+            code="start-failed", headline=f"{message.module} cannot be imported", where="before any worker started", why=why,
+            said=(Said("the template", tuple(raised.traceback.rstrip().splitlines()[-10:])),), help=helps,
+        )  # fmt: skip
+
+    def not_forked(self, message: NotForked) -> Report:
+        """A process could not be started."""
+        reason = message.unclean or os.strerror(message.errno)
+        who = f"rank {message.rank}" if message.rank >= 0 else "the c10d host"
+        helps = (Help("look at the limits on processes and memory", "ulimit -a"),) if message.errno else ()
+        return Report(code="start-failed", headline=f"{who} could not be started: {reason}", help=helps)
+
+    def report_problem(self, problem: RallypointError | Report) -> tuple[Report, ...]:
+        """Why nothing could be started."""
+        report = problem if isinstance(problem, Report) else render.report_of(problem)
+        return self._show((report,))
+
+    def report(
+        self,
+        ranks: Sequence[RankHandle],
+        *,
+        attempt: int,
+        held: str,
+        interrupted_by: str,
+        overdue: float,
+        helper: HelperLost | None,
+        because: str,
+    ) -> tuple[Report, ...]:
+        """Diagnose what the ranks told, print it, keep it; the first cause first."""
+        self._pump.settle(SETTLE_TIMEOUT)
+        untold = [handle for handle in ranks if not handle.told]
+        if self._plan.on_failure == "continue" and not interrupted_by and not overdue:  # each failure is told once, when its rank has ended
+            untold = [handle for handle in untold if handle.ended or not handle.raised]
+        job = JobEvidence(
+            program=words.sayable(self._plan.program.target),
+            world_size=self._plan.world.size,
+            ranks=tuple(self._rank(handle) for handle in untold),
+            attempt=attempt,
+            max_restarts=self._plan.max_restarts,
+            held_address=held,
+            interrupted_by=interrupted_by,
+            overdue=overdue,
+            stop_reason=because,
+            memory=self._memory(ranks),
+            helper=helper,
+            holders=_holders(ranks),
+            run_dir=self._folder.path,
+            on_failure=self._plan.on_failure,
+            folder=os.path.join(self._plan.task.folder, "") if self._plan.task is not None else "",
+            devices=self._devices(ranks),
+            now=self._clock.elapsed(),
+        )
+        for handle in untold:
+            handle.told = handle.ended is not None and (handle.ended.code, handle.ended.signal) != (0, 0)
+        return self._show(rules.diagnose(job))
+
+    def _show(self, reports: tuple[Report, ...]) -> tuple[Report, ...]:
+        self.live(None)
+        for report in reports:
+            self.event("report", code=report.code, headline=report.headline)
+        if self._plan.task is not None:
+            pass  # the caller's exception says it
+        elif self._plan.error_format == "json":
+            self.say(render.json(reports))
+        else:
+            self.say(("" if self._reported else "\n") + render.text(reports, color=_wants_color()))
+        self._reported = True
+        self._folder.write_report(reports)
+        return reports
+
+    def _rank(self, handle: RankHandle) -> RankEvidence:
+        log, lines = self._pump.log_position(handle.rank)
+        tail = self._pump.tail(handle.rank)
+        return RankEvidence(
+            rank=handle.rank,
+            local_rank=handle.local_rank,
+            pid=handle.pid,
+            phase=handle.phase,
+            phase_at=handle.phase_at,
+            ended=handle.ended,
+            raised=handle.raised,
+            handled=tuple(handle.caught.values()),
+            meeting=handle.meeting,
+            sent=tuple(handle.sent),
+            stack=handle.stack(),
+            stack_text=handle.dump(),
+            said=tail,
+            said_traceback=handle.traceback_printed,
+            log=log,
+            log_line=handle.log_line or max(1, lines - len(tail) + 1),
+            resident=handle.resident,
+            left_at=handle.left_at,
+            error_file=_read_error_file(handle.error_file),
+            not_executed=handle.not_executed,
+            cuda_forks=tuple(handle.cuda_forks),
+        )
+
+    def _devices(self, ranks: Sequence[RankHandle]) -> Found | None:
+        """The GPUs of this machine, when an error speaks of them. Whom the ranks have started is one of theirs, not a stranger."""
+        seen = [error for handle in ranks for error in (handle.raised, *handle.caught.values()) if error is not None]
+        if not any(reading.about_devices(error.type, error.message) for error in seen) and not self.share_a_device(ranks):
+            return None
+        environ = {**os.environ, **self._plan.environment, **self._plan.rank_environment[0]}
+        return devices.find(environ, devices.look_closely(DEVICES_TIMEOUT))
+
+    def _memory(self, ranks: Sequence[RankHandle]) -> MemoryEvidence:
+        killed = any(handle.ended and handle.ended.signal == 9 and not handle.sent for handle in ranks)
+        pids, read = evidence.kernel_oom_kills(self._began) if killed else ((), False)
+        return evidence.difference(self._before, evidence.memory_counters(), pids, read)
+
+    def say_imports(self, ranks: Sequence[RankHandle]) -> None:
+        """Name a package that several ranks spent long on importing."""
+        found: dict[str, list[float]] = {}
+        for handle in ranks:
+            for name, seconds in handle.imports.items():
+                found.setdefault(name, []).append(seconds)
+        slow = {name: times for name, times in found.items() if len(times) > 1 and sorted(times)[len(times) // 2] >= SLOW_IMPORT}
+        if slow and not self._plan.quiet:
+            name, times = max(slow.items(), key=lambda item: sum(item[1]))
+            middle = sorted(times)[len(times) // 2]
+            self.say(f"rallypoint: {name} was imported {len(times)} times, {middle:.1f} s each: --preload {name}")
+
+    def close(self, status: int | None, left: Sequence[Status]) -> None:
+        """The last words; every file closed."""
+        self.live(None)
+        self.say_immortal(left)
+        self.event("job-ended", status=status)
+        self._pump.close()
+        if self._pump.error is not None:
+            print(f"rallypoint: the log pump failed: {self._pump.error!r}; the ranks' words may be incomplete", file=sys.stderr)
+        self._events.close()
+        self._folder.close()
+
+
+def _say_before_the_pump(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks != 1)}"
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _dup_or_null(fd: int) -> int:
+    return os.dup(fd) if _is_open(fd) else os.open(os.devnull, os.O_WRONLY)
+
+
+def _same_file(one: int, other: int) -> bool:
+    """Whether two descriptors lead to one place. Not for regular files that were opened twice: their ends would overwrite each other."""
+    try:
+        first, second = os.fstat(one), os.fstat(other)
+    except OSError:
+        return False
+    return os.path.samestat(first, second) and not (stat.S_ISCHR(first.st_mode) and first.st_rdev == os.makedev(1, 3))
+
+
+def _wants_color() -> bool:
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (_is_open(2) and os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb")
+
+
+def _read_error_file(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read(1 << 20)
+    except OSError:
+        return ""
+
+
+def _holders(ranks: Sequence[RankHandle]) -> tuple[str, ...]:
+    """Who holds the port that a rank could not bind."""
+    for handle in ranks:
+        for raised in (*([handle.raised] if handle.raised else []), *handle.caught.values()):
+            if reading.port_in_use(raised.message):
+                from rallypoint.host import ports
+
+                port = reading.port_named(raised.message) or _port_of(handle)
+                return tuple(holder.line() for holder in ports.holders(port)) if port else ()
+    return ()
+
+
+def _port_of(handle: RankHandle) -> int:
+    text = handle.meeting.address.rpartition(":")[2] if handle.meeting else ""
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,98 @@
+"""What outlives a job: the guard and the template, which `launch` keeps warm from call to call."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Mapping
+
+from rallypoint.launcher.channel import Exited, ImportFailed, Message, Ready, Reap, Setup
+from rallypoint.launcher.guard import Guard
+from rallypoint.launcher.handles import TemplateHandle
+from rallypoint.launcher.plan import Program
+
+
+class Crew:
+    """Both of an agent. There is no template before `template` is set."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+        self.template: TemplateHandle | None = None
+        self.ready = False  # the template has imported everything
+        self._files: tuple[tuple[str, int, int], ...] = ()
+
+    def is_ready(self, files: tuple[tuple[str, int, int], ...]) -> None:
+        """The template may be forked. `files`: what a person may change that it has imported: path, time in ns, size."""
+        self.ready, self._files = True, files
+
+    def use(self, template: TemplateHandle) -> None:
+        """From now on this template is forked, as soon as it is ready."""
+        self.template, self.ready, self._files = template, False, ()
+
+    def dismiss_template(self) -> None:
+        """The next job gets a new one."""
+        if self.template is not None:
+            self.template.end()
+        self.template, self.ready, self._files = None, False, ()
+
+    def changed_file(self) -> str:
+        """The first file that the template has imported and that is another one by now, "" when there is none."""
+        for path, time, size in self._files:
+            try:
+                status = os.stat(path)
+            except OSError:
+                return path
+            if (status.st_mtime_ns, status.st_size) != (time, size):
+                return path
+        return ""
+
+    def between_jobs(self, message: Message | None) -> None:
+        """The template says something while there is no job: a c10d host of the last one has ended, mostly; or that it is ready, when
+        the last job was over before that. None: it has ended. One that cannot be used goes, and the next job hears why from its own."""
+        match message:
+            case Exited(pid=pid) if self.template is not None:
+                self.guard.forget(pid)
+                self.template.order(Reap(pid))
+            case Ready(unclean="", files=files):
+                self.is_ready(files)
+            case Ready() | ImportFailed() | None:
+                self.dismiss_template()
+
+    def end(self) -> None:
+        """The template is ended, the guard released."""
+        if self.template is not None:
+            self.template.end()
+        self.guard.farewell()
+
+
+def start_template(
+    program: Program,
+    preload: tuple[str, ...],
+    environment: Mapping[str, str],
+    *,
+    imports: bool,
+    hooks: bool,
+    paths: tuple[str, ...] | None,
+    files_limit: tuple[int, int],
+    guard: Guard,
+) -> TemplateHandle:
+    """Start a template with this environment. `imports=False`: a starter of fresh interpreters, which imports nothing. `paths`: see
+    `Setup`."""
+    given = dict(environment)
+    if imports:
+        given["OPENBLAS_NUM_THREADS"] = "1"  # or it starts threads, and a process with threads must not be forked
+    setup = Setup(
+        agent_pid=os.getpid(),
+        program=program,
+        preload=preload if imports else (),
+        imports=imports,
+        hooks=hooks,
+        signal_mask=tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        openblas_threads=environment.get("OPENBLAS_NUM_THREADS"),
+        paths=paths,
+    )
+    handle = TemplateHandle(setup, given)
+    resource.prlimit(handle.pid, resource.RLIMIT_NOFILE, files_limit)
+    guard.register(handle.pid, handle.pidfd)
+    return handle

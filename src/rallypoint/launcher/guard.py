@@ -1,0 +1,136 @@
+"""A tiny process that outlives the others long enough to clean up.
+
+Forked from the agent before anything else is started, in a session of its own. It watches the agent by pidfd (a pipe's end may be
+held by a forked child). When the agent ends without a farewell it kills every process of the job and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+
+from rallypoint.host import processes, sockets
+from rallypoint.launcher import channel
+from rallypoint.launcher.channel import Farewell, Forget, Inherit, Register
+
+# Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D state), which nobody can shorten.
+KILL_DEADLINE = 2.0
+
+
+class Guard:
+    """The agent's side: the guard's process and the line to it."""
+
+    def __init__(self, pid: int, sock: socket.socket) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self._sock = sock
+
+    def register(self, pid: int, pidfd: int) -> None:
+        """The guard looks after this process from now on: the packet is in its socket even if we are killed the next moment."""
+        try:
+            channel.send(self._sock, Register(pid), [pidfd])
+        except OSError:  # the guard is gone; its pidfd tells the agent's loop so
+            return
+
+    def inherit(self, path: str) -> None:
+        """This socket and its folder are the guard's to remove if we are killed, instead of the one named before."""
+        try:
+            channel.send(self._sock, Inherit(path))
+        except OSError:
+            return
+
+    def forget(self, pid: int) -> None:
+        """This process is being reaped: its number, and its session's, may soon be somebody else's."""
+        try:
+            channel.send(self._sock, Forget(pid))
+        except OSError:
+            return
+
+    def farewell(self) -> None:
+        """The job is over and clean: the guard leaves. Waits for it."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(OSError):  # it has just ended by itself
+                channel.send(self._sock, Farewell())
+            self.reap()
+        self._sock.close()
+
+    def reap(self) -> tuple[int, int]:
+        """Wait for its end: (exit code, signal)."""
+        info = os.waitid(os.P_PID, self.pid, os.WEXITED)
+        os.close(self.pidfd)
+        self.pidfd = -1
+        return processes.ended(info) if info else (0, 0)
+
+
+def start(marker: bytes) -> Guard:
+    """Fork the guard. The caller must have one thread. `marker` is the environment entry that every process of the job has."""
+    agent = os.pidfd_open(os.getpid())
+    ours, theirs = channel.pair()
+    pid = processes.in_child(lambda: _watch(agent, theirs, marker))
+    os.close(agent)
+    theirs.close()
+    return Guard(pid, ours)
+
+
+class _Charges:
+    """What the agent has put into the guard's hands."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, int] = {}  # pid -> pidfd
+        self.socket = ""  # of the attempt's store
+
+
+def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    # Slurm and systemd signal every process of a job. The agent decides what that means; this process leaves when the agent does.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    processes.close_others({agent, sock.fileno(), 2})
+    charges = _Charges()
+    poll = select.poll()
+    poll.register(agent, select.POLLIN)
+    poll.register(sock, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if sock.fileno() in ready and not _listen(sock, charges):
+            poll.unregister(sock)
+        if agent in ready:
+            while _listen(sock, charges):
+                pass
+            break
+    _clean_up(charges, marker)
+
+
+def _listen(sock: socket.socket, charges: _Charges) -> bool:
+    """One packet; False when there is none (any more). Leaves the process at a farewell."""
+    try:
+        message, fds = channel.receive(sock, flags=socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    if isinstance(message, Farewell):
+        os._exit(0)
+    if isinstance(message, Register):
+        charges.processes[message.pid] = fds[0]
+    if isinstance(message, Inherit):
+        charges.socket = message.path
+    if isinstance(message, Forget) and (pidfd := charges.processes.pop(message.pid, -1)) >= 0:
+        os.close(pidfd)
+    return message is not None
+
+
+def _clean_up(charges: _Charges, marker: bytes) -> None:
+    alive = sum(processes.send(pidfd, signal.SIGKILL) for pidfd in charges.processes.values())
+    left = processes.kill_family(marker, charges.processes, deadline=KILL_DEADLINE)
+    if charges.socket:
+        sockets.remove(charges.socket)
+    text = f"\nrallypoint: the launcher was killed; its {alive} processes were stopped\n"
+    for one in left:
+        text += f"rallypoint: pid {one.pid} ({one.name}) would not die: state {one.state}\n"
+    try:
+        os.write(2, text.encode())
+    except OSError:  # the terminal went away with the launcher: nobody is left to tell
+        sys.exit(1)

@@ -1,0 +1,426 @@
+"""What is seen of the program from inside a worker: where it meets the others, and errors that it catches itself.
+
+Four functions of torch are wrapped (`init_process_group`, `destroy_process_group`, `cuda.set_device`,
+`multiprocessing.start_processes`), and where a second group finds its store; for the collectives nothing is, since torch itself logs
+every exception that leaves one and we listen to that logger. `--plain` goes without all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import inspect
+import linecache
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rallypoint.diagnosis import rules
+from rallypoint.diagnosis.evidence import Meeting
+from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.launcher import channel, cuda, gloo, variables, words
+from rallypoint.launcher.channel import AtPhase, Caught, ForksCuda, Meets, Message, Released, SetLate, Spawns
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+FORKS_MOST = 20  # places told per worker
+CAUGHT_MOST = 100  # told per worker: a program that tries again for ever must not fill the agent
+RELEASE_TIMEOUT = 5.0  # seconds for the agent to give the port back; it answers in milliseconds unless it is being killed
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+_current: Hooks | None = None
+
+
+class Hooks:
+    """One worker's view, and its line to the agent."""
+
+    def __init__(self, control: socket.socket, *, held: str, began: float, single: bool) -> None:
+        self._control: socket.socket | None = control
+        self._pid = os.getpid()
+        self._held = held
+        self._began = began
+        self._single = single
+        self._serial = 0
+        self._group_line = ""
+        self.groups = 0  # how often this process has joined
+        self.opened_at = ""  # where `launch` was called that has opened the process group, and will close it
+        self._torch_hook: object = None
+        self._forks: set[str] = set()
+        os.register_at_fork(before=self.forking, after_in_child=self.forget)
+
+    def forking(self) -> None:
+        """The program forks. Whether the child may use CUDA is decided now, and said only if it then tries to."""
+        line, first = cuda.about_to_fork()
+        if line and line not in self._forks and len(self._forks) < FORKS_MOST:
+            self._forks.add(line)
+            self.tell(ForksCuda(line, first))
+
+    def forget(self) -> None:
+        """In a forked child of the program: it is not the rank. The address rules still hold there, the agent hears nothing."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        cuda.in_forked_child(_replace)
+
+    def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
+        """Tell the agent; False when it does not listen (any more), or this process is not the rank."""
+        if self._control is None or os.getpid() != self._pid:
+            return False
+        try:
+            channel.send(self._control, message, fds)
+        except OSError:  # the agent is gone; the guard is about to end this process
+            return False
+        return True
+
+    def is_rank(self) -> bool:
+        """Whether this process is the rank itself, and no child that it forked."""
+        return os.getpid() == self._pid
+
+    def stop(self) -> None:
+        """The program has ended: what torch says while it is taken down is no longer the program's."""
+        self._serial = CAUGHT_MOST
+
+    def excepthook_is_default(self) -> bool:
+        """Whether the program left the printing of uncaught exceptions to Python (or to torch's prefixing of the same)."""
+        return sys.excepthook is sys.__excepthook__ or sys.excepthook is self._torch_hook
+
+    def call_of(self, error: BaseException) -> str:
+        """The torch call that this exception, or one in its chain, left."""
+        return next((one.__dict__["_rallypoint_call"] for one in words.chain(error) if "_rallypoint_call" in one.__dict__), "")
+
+    def caught(self, error: BaseException | None, call: str) -> None:
+        """An exception leaves a call of torch's. Tell it, with the except clause that will catch it, if one will."""
+        if error is None or self._serial >= CAUGHT_MOST or self._control is None:
+            return
+        self._serial += 1
+        if not words.mark(error, self._serial):
+            self._serial -= 1
+            return
+        error.__dict__["_rallypoint_call"] = call
+        clause = words.except_line(error, words.user_frame(sys._getframe(1)))
+        self.tell(Caught(self._serial, words.raised(error, call=call, caught_at=clause)))
+
+    def joining(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`init_process_group`, with the meeting point looked at first."""
+        frame = words.user_frame(sys._getframe(1))
+        if self.opened_at and _is_initialized():
+            raise _twice(self.opened_at, words.line_of(frame))
+        try:
+            meeting = self._meeting(original, args, kwargs, frame)
+            differs = self._differs(meeting)
+            self._check(meeting)
+            device = cuda.take_device(meeting.backend.lower())
+            meeting = msgspec.structs.replace(meeting, device=device.uuid, device_name=device.name, device_how=device.how)
+            joined_before = _is_initialized()
+            hook_before = sys.excepthook
+            self.tell(AtPhase("joining"))
+            self.tell(Meets(meeting, differs))
+            for name, line in variables.set_late():
+                self.tell(SetLate(name, line))
+            with Variable(AGENT_STORE, None if not self._held and not differs else str(not differs)):
+                result = original(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, ValueError) and _is_initialized() and self._group_line:
+                error.__dict__["_rallypoint_code"] = "group-twice"
+                error.__dict__["_rallypoint_why"] = (f"first opened at {self._group_line}", f"again at {words.line_of(frame)}")
+            if isinstance(error, Exception):
+                self.caught(error, "init_process_group")
+            raise
+        self.groups += 1
+        if not joined_before:
+            self._group_line = words.line_of(frame)
+        if sys.excepthook is not hook_before and hook_before is sys.__excepthook__:
+            self._torch_hook = sys.excepthook  # torch's own, which puts [rank2]: before each line
+        self.tell(AtPhase("running"))
+        return result
+
+    def _meeting(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> Meeting:
+        try:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+        except TypeError:  # torch raises it itself, with its own words
+            given = {}
+        backend, rank, size = str(given.get("backend") or ""), given.get("rank", -1), given.get("world_size", -1)
+        rank, size = (value if isinstance(value, int) else -1 for value in (rank, size))
+        if given.get("store") is not None:
+            return Meeting("store", rank=rank, world_size=size, backend=backend, line=words.line_of(frame))
+        method = given.get("init_method") or "env://"
+        if not isinstance(method, str):
+            return Meeting("store", rank=rank, world_size=size, backend=backend, line=words.line_of(frame))
+        if method.startswith("env://"):
+            rank = rank if rank >= 0 else _integer(os.environ.get("RANK"))
+            size = size if size >= 0 else _integer(os.environ.get("WORLD_SIZE"))
+            host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+            address = f"{host}:{port}" if host and port else ""
+            line = _setting_line(frame) if address and not _same_address(address, self._held) else ""
+            return Meeting("env://", address, rank, size, backend, line or words.line_of(frame))
+        address = method
+        if method.startswith("tcp://"):
+            address = urlsplit(method).netloc.rpartition("@")[2]
+        elif method.startswith("file://"):
+            address = urlsplit(method).path
+        return Meeting(method, address, rank, size, backend, words.line_of(frame))
+
+    def _differs(self, meeting: Meeting) -> bool:
+        return meeting.method.startswith(("env://", "tcp://")) and bool(meeting.address) and not _same_address(meeting.address, self._held)
+
+    def _check(self, meeting: Meeting) -> None:
+        wrong = rules.check_init_method(meeting.method)
+        if wrong is not None:
+            raise UsageError(
+                "init-method-invalid", wrong.headline, why=(f"given at {meeting.line}", *filter(None, (wrong.why,))),
+                help=tuple((one.sentence, one.command) for one in wrong.help),
+            )  # fmt: skip
+        if meeting.method.startswith("file://"):
+            self._check_file(meeting)
+
+    def _check_file(self, meeting: Meeting) -> None:
+        folder = os.path.dirname(meeting.address) or "/"
+        if not os.path.isdir(folder):
+            raise EnvironmentProblem(
+                "init-method-invalid", f"the folder of the rendezvous file {meeting.address} does not exist",
+                why=(f"given at {meeting.line}",), help=(("make the folder, the same for all ranks", f"mkdir -p {folder}"),),
+            )  # fmt: skip
+        try:
+            found = os.stat(meeting.address)
+        except FileNotFoundError:
+            return
+        if found.st_size and found.st_mtime < self._began:
+            age = self._began - found.st_mtime
+            raise EnvironmentProblem(
+                "store-file-stale", f"the rendezvous file {meeting.address} is left over from an earlier run",
+                why=(
+                    f"it was last written {age:.0f} s before this attempt began and holds {found.st_size} bytes",
+                    f"given at {meeting.line}; its ranks would look for processes that are gone",
+                ),
+                help=(
+                    ("remove the file, or use a new name for each run", f"rm {meeting.address}"),
+                    ("or leave out init_method: the launcher's own meeting point needs no file", ""),
+                ),
+            )  # fmt: skip
+
+    def spawning(self) -> None:
+        """The program starts ranks of its own. As the only rank it gets the held port back: its children may want the number."""
+        self.tell(Spawns(words.line_of(words.user_frame(sys._getframe(1)))))
+        if not self._single or self._control is None or not self._held or _is_initialized():
+            return
+        self._control.settimeout(RELEASE_TIMEOUT)
+        try:
+            answer, _ = channel.receive(self._control)
+        except TimeoutError:
+            return
+        finally:
+            self._control.settimeout(None)
+        if isinstance(answer, Released):
+            self._held = ""
+
+
+def _twice(first: str, second: str) -> UsageError:
+    return UsageError(
+        "group-twice",
+        f"init_process_group at {second}: launch(backend=...) has opened the process group already",
+        why=(f"first opened for the function by launch at {first}", f"again at {second}"),
+        help=(
+            ("leave the second call out: the group is open when the function starts, and closed after it", ""),
+            ("or open it yourself, and leave backend= out", "rallypoint.launch(train, nproc=2)"),
+        ),
+    )
+
+
+class Variable:
+    """One variable set for the length of a call; None leaves it alone."""
+
+    def __init__(self, name: str, value: str | None) -> None:
+        self._name, self._value = name, value
+
+    def __enter__(self) -> None:
+        self._former = os.environ.get(self._name)
+        if self._value is not None:
+            os.environ[self._name] = self._value
+
+    def __exit__(self, *_: object) -> None:
+        if self._value is None:
+            return
+        if self._former is None:
+            os.environ.pop(self._name, None)
+        else:
+            os.environ[self._name] = self._former
+
+
+class _Listener(logging.Handler):
+    """Hears of every exception that leaves a function of torch.distributed (`c10d_logger._exception_logger`)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _current is not None and isinstance(record.msg, dict) and "error" in record.msg:
+            name = str(record.msg.get("func_name", ""))
+            if name != "init_process_group":  # joining() tells that one
+                _current.caught(sys.exc_info()[1], name)
+
+
+def attach(hooks: Hooks) -> None:
+    """From now on what the wrapped functions see goes to `hooks`."""
+    global _current
+    _current = hooks
+
+
+def install() -> None:
+    """Wrap torch's functions in this process; torch.distributed must have been imported."""
+    import torch.distributed.distributed_c10d as c10d
+
+    original = c10d.init_process_group
+    if hasattr(original, "_rallypoint"):
+        return
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if _current is None:
+            return original(*args, **kwargs)
+        return _current.joining(original, args, kwargs)
+
+    init_process_group._rallypoint = True  # type: ignore[attr-defined]
+    _replace("torch.distributed", original, init_process_group)
+    _renew_keys()
+    _destroy_with_care(c10d.destroy_process_group)
+    logger = getattr(sys.modules.get("torch.distributed.c10d_logger"), "_c10d_logger", None)
+    if isinstance(logger, logging.Logger):  # torch's own name, not public: without it errors that are caught are not seen
+        logger.addHandler(_Listener(level=logging.DEBUG))
+
+    import torch.cuda
+
+    select = torch.cuda.set_device
+
+    @functools.wraps(select)
+    def set_device(*args: Any, **kwargs: Any) -> Any:
+        try:
+            select(*args, **kwargs)
+        except Exception as error:
+            if _current is not None:
+                _current.caught(error, "set_device")
+            raise
+        cuda.chosen()
+
+    torch.cuda.set_device = set_device
+    cuda.watch_first_use(_replace)
+
+    import torch.multiprocessing
+
+    start: Callable[..., Any] = vars(torch.multiprocessing)["start_processes"]
+
+    @functools.wraps(start)
+    def start_processes(*args: Any, **kwargs: Any) -> Any:
+        if _current is None:
+            return start(*args, **kwargs)
+        _current.spawning()
+        with Variable(AGENT_STORE, "False"):  # a group of the program's own: its rank 0 hosts, or fails at once and does not wait for us
+            return start(*args, **kwargs)
+
+    _replace("torch.multiprocessing", start, start_processes)
+
+
+def _destroy_with_care(original: Callable[..., None]) -> None:
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        if _current is not None:
+            gloo.let_threads_finish()
+        original(*args, **kwargs)
+
+    _replace("torch.distributed", original, destroy_process_group)
+
+
+def _renew_keys() -> None:
+    """A group that is opened again finds the held store as its predecessor left it; with a prefix of its own it reads none of that."""
+    import torch.distributed as dist
+
+    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")  # the attribute of that name is a function
+    create: Callable[..., Any] | None = getattr(rendezvous, "_create_c10d_store", None)  # torch's own name, not public
+    if create is None:
+        return
+
+    @functools.wraps(create)
+    def create_store(*args: Any, **kwargs: Any) -> Any:
+        store = create(*args, **kwargs)
+        groups = _current.groups if _current is not None and os.environ.get(AGENT_STORE) == "True" else 0
+        return dist.PrefixStore(f"group{groups}", store) if groups else store  # type: ignore[attr-defined]
+
+    rendezvous._create_c10d_store = create_store
+
+
+def _replace(package: str, original: object, replacement: object) -> None:
+    """Put a function in the place of another in every loaded module of a package: `from x import f` made copies of the name."""
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(package + "."):
+            for attribute, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, attribute, replacement)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `install` once the program has imported torch.distributed by itself (fresh interpreters)."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch.distributed":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                if hasattr(module, "init_process_group"):  # a torch built without distributed has none
+                    install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install_when_imported() -> None:
+    """As `install`, at the moment the program imports torch.distributed; nothing when it never does."""
+    sys.meta_path.insert(0, _AfterImport())
+
+
+def _is_initialized() -> bool:
+    module = sys.modules.get("torch.distributed")
+    return bool(module is not None and module.is_initialized())
+
+
+def _integer(text: str | None) -> int:
+    try:
+        return int(text or "")
+    except ValueError:
+        return -1
+
+
+def _same_address(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    (host, _, port), (held, _, held_port) = one.rpartition(":"), other.rpartition(":")
+    return port == held_port and host.strip("[]") in _LOOPBACK and held.strip("[]") in _LOOPBACK
+
+
+_SETTING = re.compile(
+    r"""MASTER_(?:PORT|ADDR)["']\s*\]\s*=[^=]|(?:setdefault|putenv)\(\s*["']MASTER_(?:PORT|ADDR)|["']?MASTER_PORT["']?\s*[:=][^=]"""
+)
+
+
+def _setting_line(frame: FrameType | None) -> str:
+    """`train.py:7`: the line of the program that sets MASTER_PORT or MASTER_ADDR, "" when none is found."""
+    seen: set[str] = set()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name not in seen and not words.is_ours(name) and "site-packages" not in name:
+            seen.add(name)
+            lines = linecache.getlines(name)
+            hits = [number for number, text in enumerate(lines, 1) if _SETTING.search(text)]
+            ports = [number for number in hits if "MASTER_PORT" in lines[number - 1]]
+            if hits:
+                return f"{words.shown_path(name)}:{(ports or hits)[0]}"
+        frame = frame.f_back
+    return ""

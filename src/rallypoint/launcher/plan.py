@@ -1,0 +1,495 @@
+"""What will start, where, with what environment."""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+from rallypoint.errors import UsageError
+from rallypoint.host import devices
+from rallypoint.world import World, ranges
+
+LARGEST_LOCAL_SIZE = 4096  # ranks on one node: far above any node in use, far below what a typing error could ask of a machine
+OLDEST_TORCH = (2, 7)  # the oldest release that the template and the worker's wrap of init_process_group are tested with
+LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1", "0:0:0:0:0:0:0:1": "::1", "ip6-localhost": "::1"}
+
+
+class Program(msgspec.Struct, frozen=True):
+    """The user's program: what `python` would be given."""
+
+    kind: Literal["script", "module", "command", "function"]
+    target: str  # path as typed, module name, executable as typed, or the name of a function
+    args: tuple[str, ...] = ()
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A function that ranks run instead of a script (`launch`). Function and arguments are in the parcel."""
+
+    name: str  # of the function, for people: "train"
+    line: str  # where `launch` was called: "train.py:30"
+    argv: tuple[str, ...]  # the caller's
+    parcel: int  # how many descriptors it has
+    folder: str  # the working directory of the caller
+    paths: tuple[str, ...]  # its sys.path
+    without: tuple[str, ...] = ()  # variables that the template has and the caller has not (any more)
+    pass_rank: bool = False
+    backend: str = ""  # "": no process group
+    backend_timeout: float | None = None  # seconds; None: torch's own
+    sources: tuple[tuple[str, str], ...] = ()  # name and text of what is in no file: a notebook's cells
+
+
+class LogPlan(msgspec.Struct, frozen=True):
+    """Where each local rank's words go besides the run folder; torchrun's flags, per local rank (bit 1 stdout, bit 2 stderr)."""
+
+    redirects: tuple[int, ...]
+    tee: tuple[int, ...]
+    console: tuple[int, ...]  # local ranks whose words reach the terminal
+    log_dir: str = ""  # in it comes <run id>_<random>/attempt_<n>/<local rank>/stdout.log; "" means no torchrun-style files
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Everything that is decided before anything starts. `--dry-run` prints it; the agent carries it out."""
+
+    job: str  # unique id of this run; also RALLYPOINT_JOB in every process of it
+    program: Program
+    world: World
+    start: Literal["template", "fresh", "exec"]  # forked from the template · new interpreters · a program of any kind
+    preload: tuple[str, ...]
+    environment: dict[str, str]  # variables that we set or change for every worker (not the inherited ones)
+    rank_environment: tuple[dict[str, str], ...]  # by local rank
+    master_addr: str
+    master_port: int  # 0: any free one
+    port_range: tuple[int, int] | None
+    max_restarts: int
+    grace: float  # seconds between asking a rank to stop and SIGKILL
+    on_failure: Literal["stop", "continue"]
+    debug_rank: int  # the rank that has stdin and breakpoint()
+    run_dir: str
+    run_dir_asked: bool  # the user named it, and wants all that can be kept in it
+    logs: LogPlan
+    plain: bool
+    quiet: bool
+    error_format: Literal["text", "json"]
+    signals: tuple[str, ...]  # names of the signals that stop the job, besides SIGINT
+    notes: tuple[str, ...] = ()  # said once at the start, a line each
+    remarks: tuple[str, ...] = ()  # what we chose without being asked; said by --dry-run only
+    parts: tuple[str, ...] = ()  # of torch: what the program will import late, imported once in the template instead
+    torch: str = ""  # installed version by metadata, "" when there is none (then nobody can serve torch's TCPStore)
+    task: Task | None = None  # what the ranks of `launch` run
+
+
+# DDP's constructor, and every optimizer at its first use, import torch._dynamo: one to three seconds, in every rank.
+_USES_DYNAMO = re.compile(rb"optim|DistributedDataParallel|fully_shard|FullyShardedDataParallel|torch\.compile|accelerate|lightning")
+
+
+def with_parts(plan: Plan, source: bytes) -> Plan:
+    """The plan, with the parts of torch in the template that this program will want; `source` is the program's text.
+
+    A guess that costs one import when it is wrong, and saves one in each rank when it is right. Only for several forked ranks.
+    """
+    if plan.start != "template" or plan.world.size == 1 or not _USES_DYNAMO.search(source):
+        return plan
+    remark = "torch._dynamo is imported once, before the ranks are forked: the program's optimizer or DDP would import it in each of them"
+    return msgspec.structs.replace(plan, parts=("torch._dynamo",), remarks=(*plan.remarks, remark))
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What the user asked for: each value valid by itself, not yet held against this machine."""
+
+    program: Program
+    nproc: int | Literal["auto", "cpu", "gpu"] | None = None  # None: not asked
+    backend: str = ""  # that will be opened for the program (`launch`); "": it opens its own, or none
+    fresh: bool = False
+    preload: tuple[str, ...] = ()
+    master_addr: str = ""  # "": not asked
+    master_port: int = 0
+    port_range: tuple[int, int] | None = None
+    run_id: str = ""
+    role: str = "default"
+    max_restarts: int = 0
+    grace: float = 30.0
+    on_failure: Literal["stop", "continue"] = "stop"
+    debug_rank: int | None = None
+    run_dir: str = ""
+    log_dir: str = ""
+    redirects: int | dict[int, int] = 0  # for every local rank, or by local rank
+    tee: int | dict[int, int] = 0
+    local_ranks_filter: tuple[int, ...] = ()  # (): all
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
+    virtual_local_rank: bool = False
+    signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    plain: bool = False
+    quiet: bool = False
+    error_format: Literal["text", "json"] = "text"
+    dry_run: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The facts about this machine that a plan depends on. Gathered by the caller, so that `make` stays pure."""
+
+    cpus: int  # that this process may use
+    gpus: devices.Look
+    names: tuple[str, ...]  # names and addresses that are this machine, loopback aside
+    python: str  # the interpreter that workers run
+    torch: str  # its torch by metadata, "" when there is none
+    now: datetime
+    suffix: str  # a few random characters
+    cwd: str
+    runs: str  # the folder of the user's runs
+    build: devices.Build | None = None  # what its torch was built for
+
+
+def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan:
+    """Decide everything about a job on one node. Pure.
+
+    Raises `UsageError`: `device-missing` (more was asked than there is), `torch-missing`, `torch-too-old`,
+    `several-nodes` (a meeting point on another machine), `usage` (options that contradict each other).
+    """
+    notes = list(options.notes)
+    start = _start(options, machine)
+    size, note = _local_size(options, environ, machine)
+    notes += note
+    world = World(local_size=size)
+    job = f"{machine.now:%Y%m%d-%H%M%S}-{machine.suffix}"
+    run_id = options.run_id or job
+    run_dir = os.path.join(machine.cwd, options.run_dir) if options.run_dir else os.path.join(machine.runs, job)
+    address, note = _meeting_address(options.master_addr, machine)
+    notes += note
+    if options.port_range and options.master_port and not options.port_range[0] <= options.master_port <= options.port_range[1]:
+        low, high = options.port_range
+        raise UsageError(
+            "usage",
+            f"--master-port {options.master_port} is not in --port-range {low}-{high}",
+            help=(("give one of the two", ""),),
+        )
+    debug_rank = options.debug_rank or 0
+    if debug_rank >= world.size:
+        raise UsageError(
+            "usage",
+            f"--debug-rank {debug_rank} is not a rank of this job: {_ranks_there_are(size)}",
+            help=(("give a rank that there is", "--debug-rank 0"),),
+        )
+    environment, remarks = _environment(options, environ, world, job, run_id, machine.cpus)
+    logs, note = _logs(options, world, run_dir, machine)
+    notes += note
+    if environ.get("PYTHON_EXEC", machine.python) != machine.python and start != "exec":
+        notes.append(f"PYTHON_EXEC is not used: the workers run {machine.python}")
+    if environ.get("RALLYPOINT_STORE") and "RALLYPOINT_JOB" not in environ and start != "exec":  # in a rank it is its own job's
+        notes.append("RALLYPOINT_STORE is not used: a job has its own store; to join that one, give connect() its address and secret_file=")
+    return Plan(
+        job=job,
+        program=options.program,
+        world=world,
+        start=start,
+        preload=options.preload,
+        environment=environment,
+        rank_environment=_rank_environment(options, environ, world),
+        master_addr=address,
+        master_port=options.master_port,
+        port_range=options.port_range,
+        max_restarts=options.max_restarts,
+        grace=options.grace,
+        on_failure=options.on_failure,
+        debug_rank=debug_rank,
+        run_dir=run_dir,
+        run_dir_asked=bool(options.run_dir),
+        logs=logs,
+        plain=options.plain,
+        quiet=options.quiet,
+        error_format=options.error_format,
+        signals=tuple(name for name in options.signals if name != "SIGINT"),
+        notes=tuple(notes),
+        remarks=tuple(remarks),
+        torch=machine.torch,
+    )
+
+
+def _start(options: Options, machine: Machine) -> Literal["template", "fresh", "exec"]:
+    """How workers come to be, and whether the torch that this needs is installed."""
+    if options.program.kind == "command":
+        if options.preload:
+            raise UsageError(
+                "usage",
+                "--preload has no meaning with --no-python: the program is not forked from a template",
+                help=(("leave one of the two out", ""),),
+            )
+        return "exec"
+    if options.fresh and options.preload:
+        raise UsageError(
+            "usage",
+            "--preload has no meaning with --fresh: there is no template to preload into",
+            help=(("leave one of the two out", ""),),
+        )
+    install = f"{machine.python} -m pip install"
+    if not machine.torch:
+        if options.fresh:
+            return "fresh"  # a script that needs no torch; nobody serves a TCPStore for it
+        raise UsageError(
+            "torch-missing",
+            f"torch is not installed in {machine.python}",
+            why=("workers are forked from one process that has imported torch",),
+            help=(
+                ("install torch there", f"{install} torch"),
+                ("without a GPU the CPU build is smaller", f"{install} torch --index-url https://download.pytorch.org/whl/cpu"),
+                ("for a program that needs no torch, start new interpreters", "rallypoint run --fresh ..."),
+            ),
+        )
+    found = re.match(r"(\d+)\.(\d+)", machine.torch)  # no match: a version we cannot judge, left to the user
+    if found and (int(found[1]), int(found[2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise UsageError(
+            "torch-too-old",
+            f"torch {machine.torch} in {machine.python} is older than {oldest}",
+            help=(("install a newer torch", f"{install} 'torch>={oldest}'"),),
+        )
+    return "fresh" if options.fresh else "template"
+
+
+def _local_size(options: Options, environ: Mapping[str, str], machine: Machine) -> tuple[int, list[str]]:
+    """The number of ranks on this node, and what to say about it."""
+    build = None if options.program.kind == "command" else machine.build  # another program has a torch of its own, or none
+    found = devices.Found(machine.gpus, devices.resolve(machine.gpus, environ), build)
+    lack = devices.missing(found)
+    gpus = 0 if lack else len(found.visible)
+    if "nccl" in options.backend:
+        _check_backend(options, found, lack)
+    if options.nproc is None:
+        return 1, [f"{gpus} GPUs visible, 1 used; -n gpu"] if gpus > 1 else []
+    if options.nproc == "cpu" or (options.nproc == "auto" and gpus == 0):
+        return machine.cpus, []
+    if options.nproc == "auto":
+        return gpus, []
+    if options.nproc == "gpu":
+        if gpus == 0:
+            seen = len(machine.gpus.devices)
+            help = [("give a number, or count processors", "-n cpu")]
+            if seen and not found.visible and found.visible.given is not None:
+                help.insert(0, ("let the job see the GPUs", "unset CUDA_VISIBLE_DEVICES"))
+            elif seen and lack:
+                help.insert(0, ("install a torch that can use them", "https://pytorch.org/get-started/locally/"))
+            what = f"-n gpu: the {devices.count(seen)} here cannot be used" if found.visible else "-n gpu: no NVIDIA GPU is visible here"
+            raise UsageError("device-missing", what, why=_with_facts(lack, found), help=tuple(help))
+        return gpus, []
+    return options.nproc, []
+
+
+def _check_backend(options: Options, found: devices.Found, lack: str) -> None:
+    """NCCL wants a GPU for each rank. What cannot be known from here (another vendor's torch, GPUs that no file shows) is let through."""
+    size = options.nproc if isinstance(options.nproc, int) else 1
+    visible = len(found.visible)
+    gloo = ("or take the backend that needs no GPU", f'launch(..., nproc={size}, backend="gloo")')
+    if lack:
+        raise UsageError(
+            "device-missing",
+            f"backend={options.backend!r} needs a GPU for each rank, and none can be used here",
+            why=_with_facts(lack, found),
+            help=(("take the backend that needs no GPU", gloo[1]),),
+        )
+    unknown = (found.build is not None and found.build.other) or (found.look.hidden and not found.look.devices)
+    if size > visible and not unknown:
+        raise UsageError(
+            "device-missing",
+            f"backend={options.backend!r} needs a GPU for each rank: {size} ranks, and {devices.count(visible)} visible",
+            why=found.facts(),
+            help=(("start a rank for each GPU", f"launch(..., nproc={visible}, backend={options.backend!r})"), gloo),
+        )
+
+
+def _with_facts(lack: str, found: devices.Found) -> tuple[str, ...]:
+    """The reason first, and once: it may be one of the facts."""
+    return tuple(dict.fromkeys((lack, *found.facts()) if lack else found.facts()))
+
+
+def _meeting_address(asked: str, machine: Machine) -> tuple[str, list[str]]:
+    """The address to listen on: always loopback, because every rank is here."""
+    name = asked.lower()
+    if not name or name in LOOPBACK:
+        return LOOPBACK.get(name, "127.0.0.1"), []
+    if name in (known.lower() for known in machine.names):
+        return "127.0.0.1", [f"{asked} is this machine, and every rank runs on it: they meet at 127.0.0.1"]
+    raise UsageError(
+        "several-nodes",
+        f"{asked} is not known as an address of this machine, and one rallypoint run starts the ranks of one node only",
+        why=(f"this machine is {', '.join(machine.names) or 'without a name'}", "jobs on several nodes come with multi-node support"),
+        help=(("leave the address out: ranks on one node meet at 127.0.0.1", ""),),
+    )
+
+
+def threads_of_a_rank(cpus: int, local_size: int) -> int:
+    """How many threads the libraries of one of several ranks should take: its share of the processors that this process may use."""
+    return max(1, cpus // local_size)
+
+
+def _environment(
+    options: Options, environ: Mapping[str, str], world: World, job: str, run_id: str, cpus: int
+) -> tuple[dict[str, str], list[str]]:
+    """What every rank's environment gets: torchrun's contract, less what the agent sets for each attempt."""
+    size = str(world.size)
+    variables = {
+        "RALLYPOINT_JOB": job,
+        "GROUP_RANK": "0",
+        "ROLE_NAME": options.role,
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": str(world.nodes),
+        "ROLE_WORLD_SIZE": size,
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(options.signals),
+    }
+    remarks = []
+    if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in environ:
+        variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+    if world.local_size > 1 and "OMP_NUM_THREADS" not in environ:
+        threads = threads_of_a_rank(cpus, world.local_size)
+        variables["OMP_NUM_THREADS"] = str(threads)
+        shared = f"{world.local_size} ranks share {cpus} processors"
+        remarks.append(f"OMP_NUM_THREADS={threads}: it was not set, and {shared} (torchrun sets 1 whatever there is)")
+    if "RES_OPTIONS" not in environ:
+        # Every c10d client asks the resolver for the name of 127.0.0.1, and a lost answer costs the resolver's 5 s:
+        # 128 ranks met in 8.2 s without this and in 4.0 s with it.
+        variables["RES_OPTIONS"] = "timeout:1 attempts:1"
+        remarks.append("RES_OPTIONS='timeout:1 attempts:1': it was not set, and torch asks DNS for 127.0.0.1's name at every connection")
+    return variables, remarks
+
+
+def _rank_environment(options: Options, environ: Mapping[str, str], world: World) -> tuple[dict[str, str], ...]:
+    """What differs between ranks, by local rank."""
+    rows = []
+    for seat in world.seats():
+        row = {"RANK": str(seat.rank), "LOCAL_RANK": str(seat.local_rank), "ROLE_RANK": str(seat.rank)}
+        if options.virtual_local_rank:
+            row["LOCAL_RANK"] = "0"
+            row["CUDA_VISIBLE_DEVICES"] = _own_gpu(environ.get("CUDA_VISIBLE_DEVICES"), seat.local_rank, world.local_size)
+        rows.append(row)
+    return tuple(rows)
+
+
+def _own_gpu(listed: str | None, local_rank: int, local_size: int) -> str:
+    """The one GPU that a rank sees under --virtual-local-rank: its own entry of the list that we were given."""
+    if listed is None:
+        return str(local_rank)
+    entries = [entry.strip() for entry in listed.split(",")]
+    if local_rank >= len(entries) or not entries[local_rank]:
+        there = len([entry for entry in entries if entry])
+        raise UsageError(
+            "device-missing",
+            f"--virtual-local-rank gives each of {local_size} ranks a GPU, and CUDA_VISIBLE_DEVICES={listed!r} lists {there}",
+            help=(("start as many ranks as there are GPUs, or list more", f"-n {max(there, 1)}"),),
+        )
+    return entries[local_rank]
+
+
+def _logs(options: Options, world: World, run_dir: str, machine: Machine) -> tuple[LogPlan, list[str]]:
+    """torchrun's log flags for each local rank. Ranks that a map names and the job has not are said, not refused: as torchrun."""
+    size = world.local_size
+    notes = []
+    for flag, asked in (("-r", options.redirects), ("-t", options.tee), ("--local-ranks-filter", options.local_ranks_filter)):
+        absent = [rank for rank in asked if rank >= size] if not isinstance(asked, int) else []
+        if absent:
+            notes.append(f"{flag} names local ranks that this job has not: {ranges(absent)}; {_ranks_there_are(size)}")
+    redirects, tee = _by_rank(options.redirects, size), _by_rank(options.tee, size)
+    folder = ""
+    if options.log_dir == os.path.devnull:  # torchrun's way to say: no files at all
+        redirects = tee = (0,) * size
+    elif options.log_dir or any(redirects) or any(tee):
+        folder = os.path.join(machine.cwd, options.log_dir) if options.log_dir else os.path.join(run_dir, "logs")
+    console = tuple(rank for rank in range(size) if not options.local_ranks_filter or rank in options.local_ranks_filter)
+    plan = LogPlan(
+        redirects=redirects,
+        tee=tee,
+        console=console,
+        log_dir=folder,
+        stdout_filters=options.stdout_filters,
+        stderr_filters=options.stderr_filters,
+    )
+    return plan, notes
+
+
+def _by_rank(asked: int | dict[int, int], size: int) -> tuple[int, ...]:
+    return (asked,) * size if isinstance(asked, int) else tuple(asked.get(rank, 0) for rank in range(size))
+
+
+def _ranks_there_are(size: int) -> str:
+    return f"its ranks are 0-{size - 1}" if size > 1 else "its only rank is 0"
+
+
+def describe(plan: Plan) -> str:
+    """The plan for people: what `--dry-run` prints."""
+    import shlex
+
+    program = plan.program
+    typed = {"script": "", "module": "-m ", "command": "--no-python ", "function": ""}[program.kind] + shlex.join(
+        [program.target, *program.args]
+    )
+    torch = f"torch {plan.torch}" if plan.torch else "no torch installed"
+    preloaded = "".join(f", {module}" for module in plan.preload)
+    start = {
+        "template": f"forked from one process that has imported {torch}{preloaded}",
+        "fresh": f"a new interpreter each ({torch})",
+        "exec": "the program itself, without an interpreter of ours",
+    }[plan.start]
+    host = f"[{plan.master_addr}]" if ":" in plan.master_addr else plan.master_addr
+    if plan.master_port:
+        port = str(plan.master_port)
+    else:
+        port = "a free port of {}-{}".format(*plan.port_range) if plan.port_range else "any free port"
+    lines = [
+        ("job", plan.job),
+        ("program", typed),
+        ("ranks", f"{plan.world.local_size} on this node"),
+        ("start", start),
+        ("meet at", f"{host}, {port}, a new one for every attempt"),
+        ("restarts", str(plan.max_restarts)),
+        ("on failure", plan.on_failure),
+        ("grace", f"{plan.grace:g} s between asking a rank to stop and SIGKILL"),
+        ("signals", "SIGINT" + "".join(f", {name}" for name in plan.signals)),
+        ("stdin", f"rank {plan.debug_rank}"),
+        ("run folder", plan.run_dir),
+        *_describe_logs(plan.logs, plan.world.local_size),
+    ]
+    if plan.plain:
+        lines.append(("plain", "the workers are not looked into"))
+    text = [f"{name:<12}{value}" for name, value in lines]
+    text += ["", "every rank's environment, besides what it inherits:", *_assignments(plan.environment)]
+    store = "" if plan.start == "exec" else "RALLYPOINT_STORE, "  # see launcher/attempt.py
+    text += [f"  MASTER_ADDR, MASTER_PORT, {store}TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_ERROR_FILE are set for each attempt"]
+    text += ["", "each rank's own:"]
+    text += [f"  {rank}  " + " ".join(line.strip() for line in _assignments(own)) for rank, own in enumerate(plan.rank_environment)]
+    for title, said in (("notes", plan.notes), ("chosen without being asked", plan.remarks)):
+        if said:
+            text += ["", f"{title}:", *(f"  {line}" for line in said)]
+    return "\n".join(text) + "\n"
+
+
+def _describe_logs(logs: LogPlan, size: int) -> Iterable[tuple[str, str]]:
+    if logs.console != tuple(range(size)):
+        yield "terminal", f"local ranks {ranges(logs.console)} only" if logs.console else "no rank"
+    if logs.log_dir:
+        yield "log folder", logs.log_dir
+    for title, streams in (("redirected", logs.redirects), ("teed", logs.tee)):
+        if any(streams):
+            named = {1: "stdout", 2: "stderr", 3: "stdout and stderr"}
+            parts = [(ranges(r for r, s in enumerate(streams) if s == bits), name) for bits, name in named.items()]
+            yield title, "; ".join(f"{name} of local ranks {ranks}" for ranks, name in parts if ranks)
+    for title, words in (("stdout with", logs.stdout_filters), ("stderr with", logs.stderr_filters)):
+        if words:
+            yield title, " or ".join(repr(word) for word in words)
+
+
+def _assignments(variables: Mapping[str, str]) -> list[str]:
+    import shlex
+
+    from rallypoint.record.run_folder import without_secrets
+
+    return [f"  {name}={shlex.quote(value)}" for name, value in without_secrets(variables).items()]

@@ -1,0 +1,142 @@
+"""The user's program, run as `__main__` the way `python -u` would."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from types import CodeType, ModuleType
+
+from rallypoint.launcher import gloo, words
+from rallypoint.launcher.channel import AtPhase, Leaving, Uncatch, Uncaught
+from rallypoint.launcher.hooks import Hooks
+from rallypoint.launcher.plan import Program
+
+_placed: list[str] = []  # what we have put first on sys.path
+_first_main: list[ModuleType] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
+
+
+def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool, signal_mask: Iterable[int]) -> None:
+    """Run it to its end. Returns, or lets the exception that left it through to the interpreter, which then leaves as always.
+
+    `signal_mask` is the program's: until now all signals were held back, so that a Ctrl-C meets the program and not our preparations.
+
+    The interpreter's own way out matters: threads are joined, atexit handlers run, open files are flushed.
+    """
+    try:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+            if hooks:
+                hooks.tell(AtPhase("importing"))
+            code, main = load(program)
+            keep_first_main()
+            sys.modules["__main__"] = main
+            if "__mp_main__" in sys.modules:  # multiprocessing's name for it, under which children send back the program's classes
+                sys.modules["__mp_main__"] = main
+            exec(code, main.__dict__)
+        except SystemExit as leaving:
+            if hooks:
+                hooks.stop()
+                tell_exit(hooks, leaving)
+            raise
+        except BaseException as error:
+            words.strip(error)
+            if hooks:
+                hooks.stop()
+                for serial in words.serials(error):
+                    hooks.tell(Uncatch(serial))
+            silent = hooks is not None and takes_traceback and hooks.excepthook_is_default()
+            delivered = hooks is not None and hooks.tell(
+                Uncaught(words.raised(error, call=hooks.call_of(error)), printed=not silent, keyboard=isinstance(error, KeyboardInterrupt))
+            )
+            if not (silent and delivered):
+                sys.excepthook(type(error), error, error.__traceback__)
+            sys.excepthook = _already_shown
+            raise
+        if hooks:
+            hooks.stop()
+            hooks.tell(AtPhase("finishing"))
+    finally:
+        sys.modules.setdefault("__main__", ModuleType("__main__"))
+        gloo.let_threads_finish()
+
+
+def _already_shown(*_: object) -> None:
+    """The traceback stands on the screen, or the launcher has it."""
+
+
+def keep_first_main() -> None:
+    """The interpreter's own `__main__` is about to be replaced."""
+    _first_main.append(sys.modules["__main__"])
+
+
+def exit_code(leaving: SystemExit) -> int:
+    """As much of it as an exit status holds."""
+    return leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
+
+
+def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
+    """Tell the agent that the program leaves by `sys.exit`, and where."""
+    code = exit_code(leaving)
+    if code == 0:
+        hooks.tell(AtPhase("finishing"))
+        return
+    frames = words.frames_of(leaving.__traceback__)
+    mine = [frame for frame in frames if "site-packages" not in frame.file] or list(frames)
+    hooks.tell(Leaving(code, f"{words.shown_path(mine[-1].file)}:{mine[-1].line} in {mine[-1].function}" if mine else ""))
+
+
+def folder(program: Program) -> str:
+    """What the interpreter puts first on `sys.path` before anything of the program runs."""
+    return os.getcwd() if program.kind in ("module", "function") else os.path.dirname(os.path.realpath(program.target))
+
+
+def place_folder(program: Program) -> None:
+    """Put it there, once in a process: the template does it for its preload modules, which may lie beside the program and may change
+    the path themselves."""
+    if not sys.flags.safe_path and not _placed:
+        _placed.append(folder(program))
+        sys.path.insert(0, _placed[0])
+
+
+def load(program: Program) -> tuple[CodeType, ModuleType]:
+    """The program's code and its empty `__main__`; sets `sys.argv` and `sys.path[0]` as the interpreter would."""
+    return _module(program) if program.kind == "module" else _script(program)
+
+
+def _script(program: Program) -> tuple[CodeType, ModuleType]:
+    path = os.path.abspath(program.target)
+    sys.argv = [program.target, *program.args]
+    sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
+    place_folder(program)
+    with open(path, "rb") as file:
+        source = file.read()
+    main = _main(path, importlib.machinery.SourceFileLoader("__main__", path))
+    main.__dict__["__cached__"] = None
+    return compile(source, path, "exec", dont_inherit=True), main
+
+
+def _module(program: Program) -> tuple[CodeType, ModuleType]:
+    import runpy
+
+    sys.argv = ["-m", *program.args]  # what a package's __init__ sees while it is searched
+    sys.orig_argv[:] = [sys.executable, "-u", "-m", program.target, *program.args]
+    place_folder(program)
+    try:
+        # What `python -m` itself calls; its own kind of error, or an ImportError of the module's would look the same.
+        _, spec, code = runpy._get_module_details(program.target, runpy._Error)  # type: ignore[attr-defined]
+    except runpy._Error as problem:  # type: ignore[attr-defined]
+        raise ModuleNotFoundError(str(problem), name=program.target) from None
+    sys.argv[0] = spec.origin
+    main = _main(spec.origin, spec.loader)
+    main.__dict__.update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+    return code, main
+
+
+def _main(path: str, loader: object) -> ModuleType:
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __loader__=loader, __package__=None, __spec__=None, __builtins__=builtins, __annotations__={})
+    return main

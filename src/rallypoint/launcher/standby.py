@@ -1,0 +1,186 @@
+"""The agent of a program that calls `launch`: a process of its own that keeps guard and template warm from call to call.
+
+It is the caller's only trace: a child with one socket. It carries out one call at a time, with the same loop as `rallypoint run`
+(`agent.py`), and ends when the caller does, whichever way: it watches the caller's pidfd and its end of the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+
+import msgspec
+
+from rallypoint.diagnosis import render
+from rallypoint.errors import RallypointError
+from rallypoint.host import devices, processes
+from rallypoint.launcher import channel, machine, plan, words
+from rallypoint.launcher.agent import Agent, CallerGone
+from rallypoint.launcher.channel import Call, Finished, Verdict
+from rallypoint.launcher.crew import Crew
+from rallypoint.launcher.hired import Terms
+from rallypoint.launcher.plan import Machine, Options, Plan, Program
+from rallypoint.record import run_folder
+from rallypoint.record.run_folder import default_root
+
+
+class Errand:
+    """One call, as the agent's loop needs it."""
+
+    def __init__(
+        self, call: Call, fds: list[int], *, line: socket.socket, caller: int, crew: Crew, files_limit: tuple[int, int]
+    ) -> None:  # fmt: skip
+        """`fds` came with the call and are closed with this. `line`: to the caller; `caller`: its pidfd."""
+        self.outputs = (fds[0], fds[1])
+        self.parcel = fds[2:]
+        self.timeout = call.timeout
+        self.line = line
+        self.caller = caller
+        self.crew = crew
+        self.files_limit = files_limit
+
+    def is_awaited(self) -> bool:
+        """Whether the caller lives and has not turned away."""
+        poll = select.poll()
+        poll.register(self.line, 0)  # whether it was closed is always told
+        poll.register(self.caller, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for fd in (*self.outputs, *self.parcel):
+            os.close(fd)
+
+
+def serve(terms: Terms) -> None:
+    """Until the caller ends, or the guard does."""
+    standby = _Standby(terms)
+    try:
+        while standby.wait():
+            pass
+    except CallerGone:
+        pass
+    finally:
+        standby.close()
+
+
+class _Standby:
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self._line = terms.line
+        self._caller = terms.caller
+        self._crew = terms.crew
+        self._calls = 0
+
+    def close(self) -> None:
+        """The template and the guard end; what they had in hand has ended before."""
+        self._crew.end()
+
+    def wait(self) -> bool:
+        """Wait for a call and carry it out, or look after the crew; False when this process is of no more use."""
+        crew = self._crew
+        poll = select.poll()
+        for fd in (self._line.fileno(), self._caller, crew.guard.pidfd):
+            poll.register(fd, select.POLLIN)
+        if crew.template is not None:
+            poll.register(crew.template.socket, select.POLLIN)
+            poll.register(crew.template.pidfd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        if self._caller in ready or crew.guard.pidfd in ready:
+            return False
+        if crew.template is not None:
+            if crew.template.socket.fileno() in ready:
+                crew.between_jobs(channel.receive(crew.template.socket)[0])
+                return True
+            if crew.template.pidfd in ready:
+                crew.between_jobs(None)
+                return True
+        message, fds = channel.receive(self._line)
+        if isinstance(message, Call):
+            return self._carry_out(message, fds)
+        return message is not None  # an Interrupt that came after the end
+
+    def _carry_out(self, call: Call, fds: list[int]) -> bool:
+        try:  # where a new template begins
+            os.chdir(call.task.folder)
+        except OSError:  # it was removed; MKL ends a process that stands nowhere
+            os.chdir("/")
+        changed = self._crew.changed_file()
+        if changed:
+            with contextlib.suppress(OSError):  # the caller has just ended
+                os.write(fds[1], f"rallypoint: {words.sayable(changed)} was changed since it was preloaded: it is imported anew\n".encode())
+            self._crew.dismiss_template()
+        errand = Errand(call, fds, line=self._line, caller=self._caller, crew=self._crew, files_limit=self._terms.files_limit)
+        with contextlib.closing(errand):  # whoever reads the pipes must see their end before it hears that the call is over
+            try:
+                made = self._plan(call)
+                agent = Agent(made, errand)
+            except RallypointError as problem:
+                verdict = Verdict(2, False, False, (render.report_of(problem),), str(problem), (), "")
+            else:
+                try:
+                    status = agent.run()
+                finally:
+                    agent.close()
+                verdict = _verdict(agent, made, status)
+                if agent.problem is not None or (agent.lost is not None and agent.lost.name == "template"):
+                    self._crew.dismiss_template()  # it may be about to end: the next call gets a new one
+        if verdict.status == 0 and not call.run_dir:
+            run_folder.discard(verdict.run_dir)
+        self._send(verdict)
+        return verdict.usable
+
+    def _plan(self, call: Call) -> Plan:
+        self._calls += 1
+        environ = {**os.environ, **call.environment}
+        for name in call.task.without:
+            environ.pop(name, None)
+        options = Options(
+            program=Program("function", call.task.name),
+            nproc=call.nproc,
+            backend=call.task.backend,
+            preload=self._terms.preload,
+            max_restarts=call.max_restarts,
+            on_failure=call.on_failure,
+            run_dir=call.run_dir,
+            quiet=True,
+        )
+        facts = Machine(
+            cpus=len(os.sched_getaffinity(0)),
+            gpus=devices.look(),
+            build=devices.torch_build() if call.task.backend else None,
+            names=(),
+            python=sys.executable,
+            torch=machine.torch_version(),
+            now=self._terms.began,
+            suffix=self._terms.suffix,
+            cwd=call.task.folder,
+            runs=default_root(environ),
+        )
+        made = plan.make(options, environ, facts)
+        run_dir = made.run_dir if call.run_dir else f"{made.run_dir}-{self._calls}"
+        return msgspec.structs.replace(
+            made, run_dir=run_dir, task=call.task, rank_environment=tuple({**call.environment, **own} for own in made.rank_environment)
+        )
+
+    def _send(self, verdict: Verdict) -> None:
+        fd = processes.memory_file("rallypoint-verdict")
+        try:
+            os.write(fd, channel.exact(verdict))
+            channel.send(self._line, Finished(), [fd])
+        except OSError:
+            raise CallerGone from None
+        finally:
+            os.close(fd)
+
+
+def _verdict(agent: Agent, made: Plan, status: int) -> Verdict:
+    reports = tuple(agent.reports)
+    overdue = any(report.code == "launch-timeout" for report in reports)
+    ends = tuple((rank.ended.code, rank.ended.signal) if rank.ended is not None else None for rank in agent.ranks)
+    text = render.text(reports, color=False) if reports else ""
+    usable = agent.lost is None or agent.lost.name != "guard"
+    return Verdict(status, bool(agent.signalled_by), overdue, reports, text, ends, made.run_dir, usable)

@@ -1,0 +1,526 @@
+"""Events in, actions out: start, stop, restart, report (a table).
+
+Pure: no socket, clock, thread or process. The agent feeds `handle` with what happened and does what comes back; every action
+carries its reason, so the event log answers "why did you kill rank 3?".
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from typing import Literal
+
+import msgspec
+
+from rallypoint.world import ranks_phrase
+
+# Seconds after a failure that looks like a cause in which a better one may still arrive: two ranks that fail together are two causes.
+SETTLE = 0.05
+# Seconds for one that is perhaps a consequence ("connection closed by peer"). When a process is killed its sockets close before its
+# parent is told, so peers often complain first; the kernel needs a few milliseconds, a loaded machine some tens.
+SETTLE_FOR_CAUSE = 0.25
+# Seconds after a signal in which a main thread that stands where it stood cannot have seen it (architecture.md section 6).
+STUCK_AFTER = 0.2
+# Seconds that a rank which takes no signal at all gets after SIGKILL before we say that it would not die.
+KILL_PATIENCE = 5.0
+
+
+Reason = Literal["failure", "interrupted", "overdue", "start", "helper"]
+"""What a report is about."""
+
+
+class State(enum.Enum):
+    """Where the job is."""
+
+    PREPARING = "preparing"  # the template imports
+    RUNNING = "running"
+    JUDGING = "judging"  # something failed or a person asked: evidence is being gathered
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """The template is ready."""
+
+
+class Impossible(msgspec.Struct, frozen=True, tag=True):
+    """The job cannot be started; the agent holds the reason."""
+
+    because: str
+
+
+class AtPhase(msgspec.Struct, frozen=True, tag=True):
+    """A rank has come to a phase."""
+
+    rank: int
+    phase: str
+
+
+class Erred(msgspec.Struct, frozen=True, tag=True):
+    """An error left a call of torch's in a rank; the program may have caught it."""
+
+    rank: int
+    call: str
+
+
+class Raised(msgspec.Struct, frozen=True, tag=True):
+    """An exception leaves a rank's program. `consequence`: its text speaks of a lost peer."""
+
+    rank: int
+    consequence: bool
+    because: str
+
+
+class Misfit(msgspec.Struct, frozen=True, tag=True):
+    """The ranks do not fit together (they would meet at different addresses)."""
+
+    because: str
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
+    """A rank's process has ended. `sure`: such an end is never the consequence of another rank's."""
+
+    rank: int
+    code: int
+    signal: int
+    sure: bool
+    because: str
+
+
+class EvidenceIn(msgspec.Struct, frozen=True, tag=True):
+    """Every rank that can has said where it is, or the deadline for it has passed."""
+
+
+class Judged(msgspec.Struct, frozen=True, tag=True):
+    """The report is made; `status` is what the launcher would leave with."""
+
+    status: int
+
+
+class Signalled(msgspec.Struct, frozen=True, tag=True):
+    """The launcher itself got a signal."""
+
+    name: str
+    number: int
+
+
+class Overdue(msgspec.Struct, frozen=True, tag=True):
+    """The time that the whole job was given is over."""
+
+    seconds: float
+
+
+class HelperLost(msgspec.Struct, frozen=True, tag=True):
+    """The template, the guard or the c10d host ended by itself."""
+
+    name: str
+
+
+class Stuck(msgspec.Struct, frozen=True, tag=True):
+    """These ranks stand where they stood when they were signalled: they cannot have seen it."""
+
+    ranks: tuple[int, ...]
+
+
+class Timer(msgspec.Struct, frozen=True, tag=True):
+    """A time that `SetTimer` asked for has come."""
+
+    name: str
+
+
+Event = (
+    Prepared | Impossible | AtPhase | Erred | Raised | Misfit | RankEnded | EvidenceIn | Judged | Signalled | Overdue | HelperLost | Stuck
+    | Timer
+)  # fmt: skip
+
+
+class StartRanks(msgspec.Struct, frozen=True, tag=True):
+    """Bind the attempt's socket, start its c10d host, then all ranks."""
+
+    attempt: int
+    because: str
+
+
+class AskEvidence(msgspec.Struct, frozen=True, tag=True):
+    """Have every living rank say where it is; answer with `EvidenceIn`."""
+
+    because: str
+
+
+class MakeReport(msgspec.Struct, frozen=True, tag=True):
+    """Diagnose and print; answer with `Judged`. `reason` is what to report on."""
+
+    reason: Reason
+    because: str
+
+
+class SignalGroup(msgspec.Struct, frozen=True, tag=True):
+    """Signal a rank's whole group."""
+
+    rank: int
+    signal: str
+    because: str
+
+
+class LookWhetherStuck(msgspec.Struct, frozen=True, tag=True):
+    """Compare where these ranks stand with where they stood when signalled; answer with `Stuck`."""
+
+    ranks: tuple[int, ...]
+
+
+class CleanGroup(msgspec.Struct, frozen=True, tag=True):
+    """A rank has ended: end what is left of its group at once (`kill`), or name it and leave it until the job's end; then reap."""
+
+    rank: int
+    kill: bool
+    because: str
+
+
+class SetTimer(msgspec.Struct, frozen=True, tag=True):
+    """Answer with `Timer(name)` at this time; a later one of the same name replaces it."""
+
+    name: str
+    at: float
+
+
+class CleanUp(msgspec.Struct, frozen=True, tag=True):
+    """Every rank has ended: end what the job left running, close the attempt. `gently`: the job went well, so TERM and grace first."""
+
+    gently: bool
+    because: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The launcher's own end."""
+
+    status: int
+    because: str
+
+
+Action = (
+    StartRanks | AskEvidence | MakeReport | SignalGroup | LookWhetherStuck | CleanGroup | SetTimer | CleanUp | Leave
+)  # fmt: skip
+
+
+class _Rank:
+    __slots__ = ("asked", "ended", "erred", "failed", "met", "phase")
+
+    def __init__(self, *, started: bool) -> None:
+        self.phase = "started"
+        self.ended = not started
+        self.failed = False
+        self.met = False  # it has called init_process_group
+        self.erred = False  # an error left init_process_group or set_device, and it has not joined since
+        self.asked = ""  # the last signal that we sent
+
+
+class Supervisor:
+    """The job's one decision maker. `handle` returns what to do now; nothing else changes it."""
+
+    def __init__(self, *, world_size: int, max_restarts: int, grace: float, on_failure: Literal["stop", "continue"]) -> None:
+        self.state = State.PREPARING
+        self.attempt = 0
+        self._size = world_size
+        self._max_restarts = max_restarts
+        self._grace = grace
+        self._continue = on_failure == "continue"
+        self._ranks = [_Rank(started=False) for _ in range(world_size)]
+        self._status: int | None = None  # of the first failure reported
+        self._reason: Reason = "failure"
+        self._because = ""
+        self._sure = False  # a failure that is nobody's consequence has been seen
+        self._evidence_in = False
+        self._settle_until = 0.0
+        self._at_once = False
+        self._asked_by: Signalled | None = None
+
+    def __repr__(self) -> str:
+        alive = [number for number, rank in enumerate(self._ranks) if not rank.ended]
+        return f"<Supervisor {self.state.value}, attempt {self.attempt}, {len(alive)} of {self._size} ranks alive>"
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about `event` at `now` (seconds, any origin, never going back)."""
+        row = TABLE.get((self.state, type(event)))
+        return row(self, event, now) if row else []
+
+    # --- preparing and running
+
+    def _start(self, event: Event, now: float) -> list[Action]:
+        return self._start_attempt("the template is ready")
+
+    def _start_attempt(self, because: str) -> list[Action]:
+        self.state = State.RUNNING
+        self._ranks = [_Rank(started=True) for _ in range(self._size)]
+        self._status, self._sure, self._evidence_in = None, False, False
+        return [StartRanks(self.attempt, because)]
+
+    def _impossible(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Impossible)
+        self._reason, self._because = "start", event.because
+        return self._conclude(now)
+
+    def _phase(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, AtPhase)
+        rank = self._ranks[event.rank]
+        rank.phase = event.phase
+        rank.met = rank.met or event.phase == "joining"
+        if event.phase == "running":
+            rank.erred = False
+        return self._look_for_absent(now)
+
+    def _erred(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Erred)
+        if event.call in ("init_process_group", "set_device"):
+            self._ranks[event.rank].erred = True
+        return []
+
+    def _look_for_absent(self, now: float) -> list[Action]:
+        """Some wait in init_process_group for a rank that has left with exit code 0: nobody else will end that."""
+        waiting = [number for number, rank in enumerate(self._ranks) if not rank.ended and rank.phase == "joining"]
+        gone = [number for number, rank in enumerate(self._ranks) if rank.ended and not rank.failed and (rank.erred or not rank.met)]
+        alive = [number for number, rank in enumerate(self._ranks) if not rank.ended]
+        swallowed = [number for number in gone if self._ranks[number].erred]
+        if self._continue or not waiting or not (swallowed or (gone and waiting == alive)):
+            return []
+        named = swallowed or gone
+        self._sure = True
+        return self._judge(f"{ranks_phrase(named)} left while {ranks_phrase(waiting)} wait in init_process_group", now)
+
+    def _failure(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Raised | Misfit)
+        if isinstance(event, Raised):
+            if self._continue:  # said when it has ended
+                return []
+            self._ranks[event.rank].failed = True
+        self._sure = self._sure or isinstance(event, Misfit) or not event.consequence
+        return self._judge(event.because, now)
+
+    def _rank_ended(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, RankEnded)
+        rank = self._ranks[event.rank]
+        rank.ended = True
+        if event.code == 0 and event.signal == 0:
+            actions: list[Action] = [CleanGroup(event.rank, kill=False, because="it ended well")]
+            return actions + (self._all_ended(now) if self._nobody_left() else self._look_for_absent(now))
+        rank.failed = True
+        if self._continue:  # the row of --on-failure continue: said, and the others go on
+            return [CleanGroup(event.rank, kill=True, because=event.because), MakeReport("failure", event.because)]
+        self._sure = self._sure or event.sure
+        return [CleanGroup(event.rank, kill=True, because=event.because), *self._judge(event.because, now)]
+
+    def _helper_lost(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, HelperLost)
+        self._reason, self._because = "helper", f"the {event.name} ended by itself"
+        # Without its guard or its template a job has lost the promise that nothing outlives it: there is no time for a grace.
+        self._at_once = event.name in ("guard", "template")
+        return self._conclude(now)
+
+    def _signalled(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Signalled)
+        self._at_once = self._asked_by is not None  # asked a second time, while the evidence of the first comes in: kill
+        self._asked_by = event
+        self._reason, self._sure = "interrupted", True
+        if self._at_once:
+            self._because = f"the launcher got {event.name} a second time"
+            return self._conclude(now)
+        if self._nobody_left():
+            self._because = f"the launcher got {event.name}"
+            return self._conclude(now)
+        return self._judge(f"the launcher got {event.name}", now)
+
+    def _overdue(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Overdue)
+        because = f"the time that was given, {event.seconds:g} s, is over"
+        self._asked_by = Signalled("SIGTERM", signal.SIGTERM)
+        self._reason, self._sure = "overdue", True
+        if self._nobody_left():
+            self._because = because
+            return self._conclude(now)
+        return self._judge(because, now)
+
+    def _overdue_too_late(self, event: Event, now: float) -> list[Action]:
+        """Something has failed by then, and that is how it ends: nothing is started again."""
+        self._max_restarts = self.attempt
+        return []
+
+    # --- judging
+
+    def _judge(self, because: str, now: float) -> list[Action]:
+        """Something failed: everyone is asked where he is before anything is stopped."""
+        self.state, self._because, self._evidence_in = State.JUDGING, because, False
+        if self._asked_by is None:
+            self._reason = "failure"
+        self._settle_until = now + (SETTLE if self._sure else SETTLE_FOR_CAUSE)
+        return [AskEvidence(because), SetTimer("settle", self._settle_until)]
+
+    def _another(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Raised | RankEnded | Misfit)
+        actions: list[Action] = []
+        was_sure = self._sure
+        if isinstance(event, RankEnded):
+            rank = self._ranks[event.rank]
+            rank.ended, well = True, event.code == 0 and event.signal == 0
+            rank.failed = rank.failed or not well
+            self._sure = self._sure or (event.sure and not well)
+            actions.append(CleanGroup(event.rank, kill=not well, because=event.because))
+        elif isinstance(event, Raised):
+            self._ranks[event.rank].failed = True
+            self._sure = self._sure or not event.consequence
+        else:
+            self._sure = True
+        if self._sure and not was_sure and now + SETTLE < self._settle_until:
+            self._settle_until = now + SETTLE
+            actions.append(SetTimer("settle", self._settle_until))
+        return actions + self._perhaps_conclude(now)
+
+    def _evidence(self, event: Event, now: float) -> list[Action]:
+        self._evidence_in = True
+        return self._perhaps_conclude(now)
+
+    def _time_up(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Timer)
+        if event.name != "settle":
+            return []
+        return self._perhaps_conclude(now)
+
+    def _perhaps_conclude(self, now: float) -> list[Action]:
+        settled = now >= self._settle_until or (self._sure and self._reason in ("interrupted", "overdue")) or self._nobody_left()
+        return self._conclude(now) if self._evidence_in and settled else []
+
+    def _conclude(self, now: float) -> list[Action]:
+        """The evidence is in: report; what follows waits for `Judged`, which carries the status to leave with."""
+        self.state = State.STOPPING
+        return [MakeReport(self._reason, self._because)]
+
+    def _judged(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Judged)
+        if self._status is None:
+            self._status = event.status
+        if self.state is State.STOPPING and self._at_once:
+            return self._kill(self._living(), self._because, now) or self._all_ended(now)
+        if self.state is State.STOPPING:
+            return self._stop(self._asked_by.name if self._asked_by else "SIGTERM", self._because, now)
+        return self._all_ended(now) if self._nobody_left() else []
+
+    # --- stopping
+
+    def _stop(self, name: str, because: str, now: float) -> list[Action]:
+        living = self._living()
+        if not living:
+            return self._all_ended(now)
+        actions: list[Action] = []
+        for number in living:
+            actions += self._ask(number, name, because)
+        return [*actions, SetTimer("stuck", now + STUCK_AFTER), SetTimer("grace", now + self._grace)]
+
+    def _ask(self, number: int, name: str, because: str) -> list[Action]:
+        self._ranks[number].asked = name
+        return [SignalGroup(number, name, because)]
+
+    def _ended_while_stopping(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, RankEnded)
+        self._ranks[event.rank].ended = True
+        actions: list[Action] = [CleanGroup(event.rank, kill=True, because=self._because)]
+        return actions + (self._all_ended(now) if self._nobody_left() else [])
+
+    def _timer_while_stopping(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Timer)
+        living = self._living()
+        if not living:
+            return []
+        if event.name == "stuck":
+            return [LookWhetherStuck(living)]
+        if event.name == "grace":
+            return self._kill(living, f"it did not end within the grace of {self._grace:g} s", now)
+        if event.name == "patience":
+            self.state = State.ENDED
+            status = self._status if self._status is not None else 1
+            because = f"{ranks_phrase(living)} would not die"
+            return [CleanUp(gently=False, because=because), Leave(status, because)]
+        return []
+
+    def _stuck(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Stuck)
+        actions: list[Action] = []
+        for number in event.ranks:
+            rank = self._ranks[number]
+            if rank.ended or rank.asked == "SIGKILL":
+                continue
+            following = "SIGKILL" if rank.asked == "SIGTERM" else "SIGTERM"
+            why = f"{rank.asked} did not reach it: its main thread stands in a call"
+            actions += self._ask(number, following, why)
+        return [*actions, SetTimer("stuck", now + STUCK_AFTER)] if actions else []
+
+    def _helper_lost_while_stopping(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, HelperLost)
+        if event.name not in ("guard", "template"):
+            return []  # the c10d host: nobody needs a meeting point any more
+        return self._kill(self._living(), f"the {event.name} ended by itself", now)
+
+    def _signal_while_stopping(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Signalled)
+        if self._asked_by is None:
+            self._asked_by = event
+        return self._kill(self._living(), f"asked to stop a second time ({event.name})", now)
+
+    def _kill(self, living: tuple[int, ...], because: str, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for number in living:
+            if self._ranks[number].asked != "SIGKILL":
+                actions += self._ask(number, "SIGKILL", because)
+        return [*actions, SetTimer("patience", now + KILL_PATIENCE)] if actions else []
+
+    # --- ends
+
+    def _all_ended(self, now: float) -> list[Action]:
+        failed = self.state is not State.RUNNING
+        if not failed:
+            self.state = State.ENDED
+            because = "every rank has ended"
+            return [CleanUp(gently=self._status is None, because=because), Leave(self._status or 0, because)]
+        cleaning = CleanUp(gently=False, because=self._because)
+        if self._reason == "failure" and self._asked_by is None and self.attempt < self._max_restarts:
+            self.attempt += 1
+            return [cleaning, *self._start_attempt(f"attempt {self.attempt} of {self._max_restarts}: {self._because}")]
+        self.state = State.ENDED
+        return [cleaning, Leave(self._status if self._status is not None else 1, self._because)]
+
+    def _living(self) -> tuple[int, ...]:
+        return tuple(number for number, rank in enumerate(self._ranks) if not rank.ended)
+
+    def _nobody_left(self) -> bool:
+        return all(rank.ended for rank in self._ranks)
+
+
+TABLE = {
+    (State.PREPARING, Prepared): Supervisor._start,
+    (State.PREPARING, Impossible): Supervisor._impossible,
+    (State.PREPARING, HelperLost): Supervisor._helper_lost,
+    (State.PREPARING, Signalled): Supervisor._signalled,
+    (State.PREPARING, Overdue): Supervisor._overdue,
+    (State.RUNNING, AtPhase): Supervisor._phase,
+    (State.RUNNING, Erred): Supervisor._erred,
+    (State.RUNNING, Raised): Supervisor._failure,
+    (State.RUNNING, Misfit): Supervisor._failure,
+    (State.RUNNING, RankEnded): Supervisor._rank_ended,
+    (State.RUNNING, Impossible): Supervisor._impossible,
+    (State.RUNNING, HelperLost): Supervisor._helper_lost,
+    (State.RUNNING, Signalled): Supervisor._signalled,
+    (State.RUNNING, Overdue): Supervisor._overdue,
+    (State.RUNNING, Judged): Supervisor._judged,
+    (State.JUDGING, Raised): Supervisor._another,
+    (State.JUDGING, Misfit): Supervisor._another,
+    (State.JUDGING, RankEnded): Supervisor._another,
+    (State.JUDGING, EvidenceIn): Supervisor._evidence,
+    (State.JUDGING, Timer): Supervisor._time_up,
+    (State.JUDGING, HelperLost): Supervisor._helper_lost,
+    (State.JUDGING, Signalled): Supervisor._signalled,
+    (State.JUDGING, Overdue): Supervisor._overdue_too_late,
+    (State.STOPPING, Judged): Supervisor._judged,
+    (State.STOPPING, RankEnded): Supervisor._ended_while_stopping,
+    (State.STOPPING, Timer): Supervisor._timer_while_stopping,
+    (State.STOPPING, Stuck): Supervisor._stuck,
+    (State.STOPPING, Signalled): Supervisor._signal_while_stopping,
+    (State.STOPPING, HelperLost): Supervisor._helper_lost_while_stopping,
+    (State.STOPPING, Overdue): Supervisor._overdue_too_late,
+}

@@ -1,0 +1,236 @@
+"""A worker's last words: an exception of the user's program as evidence, without our own frames."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+from rallypoint.diagnosis.evidence import Frame, Raised
+from rallypoint.errors import RallypointError
+from rallypoint.launcher.channel import cut
+
+_OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# The template's own first line (`python -c`), and runpy's, which a fresh `python -m` has, too, but hides.
+_HIDDEN_FILES = frozenset({"<string>", "<frozen runpy>"})
+SOURCE_LINE_MOST = 500  # characters of a source line: generated code has lines of a megabyte
+FRAMES_MOST = 60  # of one exception: a recursion has a thousand that say the same
+SOURCE_BYTES_MOST = 2 * 1024 * 1024  # a larger source file is not searched for its except clauses
+
+_SERIAL = "_rallypoint_serial"  # where an exception remembers that it was told about: builtin exceptions take no weak references
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a code object's file belongs to the launcher (or to the template's first line)."""
+    return filename.startswith(_OUR_FOLDER) or filename in _HIDDEN_FILES
+
+
+def without_ours(tb: TracebackType | None) -> TracebackType | None:
+    """The same traceback with our frames taken out, wherever they stand."""
+    kept: list[TracebackType] = []
+    while tb is not None:
+        if not is_ours(tb.tb_frame.f_code.co_filename):
+            kept.append(tb)
+        tb = tb.tb_next
+    following: TracebackType | None = None
+    for one in reversed(kept):
+        following = TracebackType(following, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return following
+
+
+def strip(error: BaseException) -> None:
+    """Take our frames out of an exception and of all that hang from it."""
+    for one in chain(error):
+        one.__traceback__ = without_ours(one.__traceback__)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception, its causes and contexts, each once, latest first."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [one.__context__, one.__cause__]
+
+
+def first_of_chain(error: BaseException) -> BaseException:
+    """The exception that began it: back along `__context__` ("during handling of the above ..."), where nobody said `raise ... from`.
+
+    `finally: dist.destroy_process_group()` after a failed init ends in an AssertionError that hides the reason; an explicit `from`
+    is the program's own word for what it means and is kept.
+    """
+    seen = {id(error)}
+    while (
+        error.__cause__ is None and not error.__suppress_context__ and error.__context__ is not None and id(error.__context__) not in seen
+    ):
+        error = error.__context__
+        seen.add(id(error))
+    return error
+
+
+def type_name(kind: type[BaseException]) -> str:
+    """As Python prints it: without `builtins.` and `__main__.`."""
+    module = kind.__module__
+    return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
+
+
+def message_of(error: BaseException) -> str:
+    """`str(error)`, also when that raises."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"<message cannot be shown: {type_name(type(problem))}>"
+
+
+def traceback_text(error: BaseException) -> str:
+    """The whole traceback as Python prints it, our frames left out."""
+    try:
+        shown = traceback.TracebackException.from_exception(error)
+        waiting: list[traceback.TracebackException | None] = [shown]
+        while waiting:
+            one = waiting.pop()
+            if one is not None:
+                one.stack[:] = [frame for frame in one.stack if not is_ours(frame.filename)]
+                waiting += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
+        return "".join(shown.format())
+    except Exception as problem:  # an exception whose __str__ or __notes__ raises must not hide that there was one
+        return f"{type_name(type(error))}: {message_of(error)}\n(its traceback cannot be shown: {type_name(type(problem))})\n"
+
+
+def frames_of(tb: TracebackType | None) -> tuple[Frame, ...]:
+    """The user's frames of a traceback, outermost first."""
+    found = [
+        _frame(tb_frame.f_code.co_filename, line, tb_frame.f_code.co_name)
+        for tb_frame, line in traceback.walk_tb(tb)
+        if not is_ours(tb_frame.f_code.co_filename)
+    ]
+    if len(found) > FRAMES_MOST:
+        found = found[: FRAMES_MOST // 2] + found[-FRAMES_MOST // 2 :]
+    return tuple(found)
+
+
+def sayable(text: str) -> str:
+    """Text that can be sent and printed: names that are not UTF-8 (surrogates in Python) are written as `\\udce9`."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _frame(filename: str, line: int, function: str) -> Frame:
+    return Frame(sayable(filename), line, sayable(function), sayable(linecache.getline(filename, line).strip())[:SOURCE_LINE_MOST])
+
+
+def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = None) -> Raised:
+    """The exception that began `error`'s chain, with the whole chain's traceback."""
+    first = first_of_chain(error)
+    number = first.errno if isinstance(first, OSError) and isinstance(first.errno, int) else 0
+    filename = getattr(first, "filename", None) if isinstance(first, OSError | SyntaxError) else None
+    ours = first if isinstance(first, RallypointError) else None
+    return Raised(
+        type=sayable(type_name(type(first))),
+        message=cut(sayable(message_of(first))),
+        frames=frames_of(first.__traceback__),
+        traceback=cut(sayable(traceback_text(error))),
+        call=call,
+        caught_at=caught_at,
+        errno=number,
+        filename=sayable(filename) if isinstance(filename, str) else "",
+        code=ours.code if ours else str(getattr(first, "_rallypoint_code", "")),
+        why=ours.why if ours else tuple(getattr(first, "_rallypoint_why", ())),
+        help=ours.help if ours else (),
+    )
+
+
+def mark(error: BaseException, serial: int) -> bool:
+    """Remember in the exception that it was told about; False when it was already."""
+    if _SERIAL in error.__dict__:
+        return False
+    error.__dict__[_SERIAL] = serial
+    return True
+
+
+def serials(error: BaseException) -> list[int]:
+    """Which of the exceptions told about are in this one's chain."""
+    return [one.__dict__[_SERIAL] for one in chain(error) if _SERIAL in one.__dict__]
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The nearest caller that is neither ours nor torch's."""
+    while frame is not None and (is_ours(frame.f_code.co_filename) or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def line_of(frame: FrameType | None) -> str:
+    """`train.py:88`, as short as it can be opened from the working directory."""
+    if frame is None:
+        return ""
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def shown_path(path: str) -> str:
+    """A path relative to the working directory when it lies below it."""
+    try:
+        relative = os.path.relpath(path)
+    except (OSError, ValueError):
+        return sayable(path)
+    return sayable(path if relative.startswith("..") else relative)
+
+
+def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
+    """The except clause that will catch `error`, which is on its way through `frame` and its callers; None when there is none.
+
+    Read from the source: the nearest `try` around each caller's current line with a clause whose words fit the exception.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    while frame is not None:
+        code = frame.f_code
+        if not is_ours(code.co_filename):
+            found = _clause(code.co_filename, frame.f_lineno, names)
+            if found is not None:
+                return _frame(code.co_filename, found, code.co_name)
+        frame = frame.f_back
+    return None
+
+
+def _clause(filename: str, line: int, names: set[str]) -> int | None:
+    source = "".join(linecache.getlines(filename))
+    if not source or len(source) > SOURCE_BYTES_MOST or "except" not in source:
+        return None
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):  # not the text that runs, or not Python
+        return None
+    best: tuple[int, int] | None = None  # (start of the try body, line of the clause): the innermost starts last
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
+            for handler in node.handlers:
+                if _fits(handler.type, names):
+                    if best is None or node.body[0].lineno > best[0]:
+                        best = (node.body[0].lineno, handler.lineno)
+                    break
+    return best[1] if best else None
+
+
+def _fits(kind: ast.expr | None, names: set[str]) -> bool:
+    if kind is None:
+        return True
+    if isinstance(kind, ast.Tuple):
+        return any(_fits(one, names) for one in kind.elts)
+    if isinstance(kind, ast.Attribute):
+        return kind.attr in names
+    return isinstance(kind, ast.Name) and kind.id in names
+
+
+def current_frame(depth: int = 0) -> FrameType | None:
+    """The caller's frame, or one further up."""
+    try:
+        return sys._getframe(depth + 1)
+    except ValueError:
+        return None

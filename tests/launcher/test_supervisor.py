@@ -1,0 +1,316 @@
+"""The supervisor is pure: histories of events, and what it decides."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.launcher import supervisor as sv
+from rallypoint.launcher.supervisor import State, Supervisor
+
+WELL = (0, 0)
+
+
+class Play:
+    """Feeds events at given times, answers `MakeReport` with `Judged` as the agent does, and keeps every action."""
+
+    def __init__(self, ranks: int = 4, *, max_restarts: int = 0, grace: float = 30.0, on_failure: Any = "stop", status: int = 1) -> None:
+        self.machine = Supervisor(world_size=ranks, max_restarts=max_restarts, grace=grace, on_failure=on_failure)
+        self.actions: list[sv.Action] = []
+        self.now = 0.0
+        self._status = status
+
+    def at(self, now: float, *events: sv.Event) -> list[sv.Action]:
+        self.now = now
+        fresh: list[sv.Action] = []
+        for event in events:
+            waiting = self.machine.handle(event, now)
+            while waiting:
+                action, *waiting = waiting
+                fresh.append(action)
+                if isinstance(action, sv.MakeReport):
+                    waiting = self.machine.handle(sv.Judged(self._status), now) + waiting
+        self.actions += fresh
+        return fresh
+
+    def running(self) -> Play:
+        self.at(1.0, sv.Prepared())
+        return self
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    @property
+    def status(self) -> int | None:
+        leaving = self.of(sv.Leave)
+        return leaving[-1].status if leaving else None
+
+
+def ended(rank: int, code: int = 0, signal: int = 0, *, sure: bool = False) -> sv.RankEnded:
+    return sv.RankEnded(rank, code, signal, sure, f"rank {rank} ended with {code or signal}")
+
+
+def raised(rank: int, *, consequence: bool = False) -> sv.Raised:
+    return sv.Raised(rank, consequence, f"rank {rank} raised ValueError")
+
+
+def signalled(actions: Iterable[sv.Action]) -> list[tuple[int, str]]:
+    return [(action.rank, action.signal) for action in actions if isinstance(action, sv.SignalGroup)]
+
+
+def test_a_job_that_goes_well_starts_once_and_leaves_with_0() -> None:
+    play = Play(2)
+    assert play.at(1.0, sv.Prepared()) == [sv.StartRanks(0, "the template is ready")]
+    play.at(2.0, sv.AtPhase(0, "running"), sv.AtPhase(1, "running"))
+    assert play.at(3.0, ended(0)) == [sv.CleanGroup(0, kill=False, because="it ended well")]
+    assert [type(a) for a in play.at(3.1, ended(1))] == [sv.CleanGroup, sv.CleanUp, sv.Leave]
+    assert play.of(sv.CleanUp)[0].gently
+    assert (play.status, play.machine.state) == (0, State.ENDED)
+
+
+def test_evidence_is_asked_for_before_anything_is_stopped() -> None:
+    play = Play().running()
+    first = play.at(5.0, raised(2))
+    assert isinstance(first[0], sv.AskEvidence)
+    assert not signalled(first)
+    assert play.machine.state is State.JUDGING
+    assert signalled(play.at(5.01, sv.EvidenceIn())) == []  # another cause may still arrive
+    after = play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
+    assert isinstance(after[0], sv.MakeReport)
+    assert signalled(after) == [(r, "SIGTERM") for r in range(4)]
+    assert all("rank 2 raised ValueError" in a.because for a in after if isinstance(a, sv.SignalGroup))
+
+
+def test_a_consequence_waits_longer_for_its_cause() -> None:
+    play = Play().running()
+    play.at(5.0, raised(0, consequence=True), sv.EvidenceIn())
+    assert not play.of(sv.MakeReport)
+    play.at(5.0 + sv.SETTLE, sv.Timer("settle"))  # an early ring of an old timer must not cut it short
+    play.at(5.2, ended(2, signal=9, sure=True))
+    assert play.of(sv.CleanGroup) == [sv.CleanGroup(2, kill=True, because="rank 2 ended with 9")]
+    play.at(5.0 + sv.SETTLE_FOR_CAUSE, sv.Timer("settle"))
+    assert len(play.of(sv.MakeReport)) == 1
+
+
+def test_no_report_before_the_evidence_is_in() -> None:
+    play = Play().running()
+    play.at(5.0, raised(2))
+    play.at(5.1, sv.Timer("settle"))
+    assert not play.of(sv.MakeReport)
+    play.at(5.2, sv.EvidenceIn())
+    assert len(play.of(sv.MakeReport)) == 1
+
+
+def test_the_last_rank_to_die_ends_the_job_with_the_report_s_status() -> None:
+    play = Play(2, status=137).running()
+    play.at(5.0, ended(0, signal=9, sure=True), ended(1, code=1), sv.EvidenceIn())
+    assert play.status == 137
+    assert [a.rank for a in play.of(sv.CleanGroup)] == [0, 1]
+
+
+def test_a_stuck_rank_is_asked_harder_and_one_in_its_handler_keeps_the_grace() -> None:
+    play = Play(2, grace=30.0, status=130).running()
+    play.at(5.0, sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    assert signalled(play.actions) == [(0, "SIGINT"), (1, "SIGINT")]
+    assert play.at(5.2, sv.Timer("stuck")) == [sv.LookWhetherStuck((0, 1))]
+    assert signalled(play.at(5.2, sv.Stuck((0,)))) == [(0, "SIGTERM")]
+    assert signalled(play.at(5.4, sv.Stuck((0,)))) == [(0, "SIGKILL")]
+    assert play.at(5.6, sv.Stuck((0,))) == []  # nothing stronger is left
+    play.at(5.7, ended(0, signal=9))
+    assert signalled(play.at(35.0, sv.Timer("grace"))) == [(1, "SIGKILL")]
+    play.at(35.1, ended(1, signal=9))
+    assert play.status == 130
+
+
+def test_a_second_ctrl_c_kills_now() -> None:
+    play = Play(2, status=130).running()
+    play.at(5.0, sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    assert signalled(play.at(5.1, sv.Signalled("SIGINT", 2))) == [(0, "SIGKILL"), (1, "SIGKILL")]
+
+
+def test_a_second_ctrl_c_while_the_evidence_of_the_first_comes_in() -> None:
+    play = Play(2, status=130).running()
+    play.at(5.0, sv.Signalled("SIGINT", 2))
+    assert signalled(play.at(5.1, sv.Signalled("SIGINT", 2))) == [(0, "SIGKILL"), (1, "SIGKILL")]
+
+
+def test_a_lost_c10d_host_does_not_shorten_the_grace() -> None:
+    play = Play(1, status=143).running()
+    play.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn(), sv.HelperLost("c10d host"))
+    assert signalled(play.actions) == [(0, "SIGTERM")]
+
+
+def test_ctrl_c_before_any_rank_was_started() -> None:
+    play = Play(2, status=130)
+    play.at(0.5, sv.Signalled("SIGINT", 2))
+    assert play.of(sv.MakeReport) == [sv.MakeReport("interrupted", "the launcher got SIGINT")]
+    assert not signalled(play.actions)
+    assert play.status == 130
+
+
+def test_what_would_not_die_is_given_up_and_said() -> None:
+    play = Play(2, grace=1.0).running()
+    play.at(5.0, raised(0), sv.EvidenceIn())
+    play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
+    play.at(6.1, sv.Timer("grace"), ended(0, code=1))
+    last = play.at(6.1 + sv.KILL_PATIENCE, sv.Timer("patience"))
+    assert [type(a) for a in last] == [sv.CleanUp, sv.Leave]
+    assert "rank 1 would not die" in last[-1].because  # type: ignore[union-attr]
+
+
+def test_a_restart_is_a_new_attempt_and_the_last_one_is_final() -> None:
+    play = Play(2, max_restarts=1).running()
+    for attempt in (0, 1):
+        assert play.machine.attempt == attempt
+        play.at(5.0, ended(0, code=3), sv.EvidenceIn())
+        play.at(5.0 + sv.SETTLE_FOR_CAUSE, sv.Timer("settle"))
+        play.at(6.0, ended(1, signal=15))
+    assert [a.attempt for a in play.of(sv.StartRanks)] == [0, 1]
+    assert play.of(sv.StartRanks)[1].because.startswith("attempt 1 of 1: rank 0 ended with 3")
+    assert len(play.of(sv.CleanUp)) == 2
+    assert play.status == 1
+
+
+def test_a_restarted_job_that_then_goes_well_leaves_with_0() -> None:
+    play = Play(1, max_restarts=3).running()
+    play.at(5.0, ended(0, code=3), sv.EvidenceIn())
+    play.at(9.0, ended(0))
+    assert play.status == 0
+
+
+def test_an_interrupted_job_is_not_restarted() -> None:
+    play = Play(1, max_restarts=3, status=143).running()
+    play.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn())
+    play.at(5.1, ended(0, signal=15))
+    assert play.status == 143
+    assert len(play.of(sv.StartRanks)) == 1
+
+
+def test_on_failure_continue_reports_and_lets_the_others_finish() -> None:
+    play = Play(3, on_failure="continue", status=137).running()
+    assert play.at(4.0, raised(1)) == []  # said when it has ended
+    play.at(5.0, ended(1, signal=9, sure=True))
+    assert len(play.of(sv.MakeReport)) == 1
+    assert not signalled(play.actions)
+    play.at(6.0, ended(0))
+    assert not play.of(sv.Leave)
+    play.at(7.0, ended(2))
+    assert (play.of(sv.Leave)[0].status, signalled(play.actions)) == (137, [])
+    assert not play.of(sv.AskEvidence)  # it would interrupt healthy ranks
+
+
+def test_on_failure_continue_when_the_last_one_fails() -> None:
+    play = Play(2, on_failure="continue", status=3).running()
+    play.at(5.0, ended(0), ended(1, code=3))
+    assert play.status == 3
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["others wait already", "others come to wait later"])
+def test_a_rank_that_swallowed_its_error_and_left_is_a_failure_at_once(late: bool) -> None:
+    play = Play(2).running()
+    steps: list[sv.Event] = [sv.Erred(0, "init_process_group"), ended(0)]
+    waiting = sv.AtPhase(1, "joining")
+    play.at(5.0, *([*steps, waiting] if late else [waiting, *steps]))
+    assert play.machine.state is State.JUDGING
+    assert play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 1 wait in init_process_group"
+
+
+def test_an_error_that_the_program_recovered_from_is_none() -> None:
+    play = Play(2).running()
+    play.at(2.0, sv.Erred(0, "set_device"), sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"))
+    play.at(3.0, sv.AtPhase(0, "running"), sv.AtPhase(1, "running"), ended(0), ended(1))
+    assert play.status == 0
+
+
+def test_a_rank_that_never_joined_and_left_while_all_others_wait() -> None:
+    play = Play(3).running()
+    play.at(2.0, sv.AtPhase(0, "importing"), sv.AtPhase(1, "joining"), sv.AtPhase(0, "finishing"), ended(0))
+    assert not play.of(sv.AskEvidence)  # rank 2 may yet do something
+    play.at(2.5, sv.AtPhase(2, "joining"))
+    assert play.machine.state is State.JUDGING
+
+
+@pytest.mark.parametrize("when", ["preparing", "running", "judging"])
+def test_a_lost_helper_ends_the_job(when: str) -> None:
+    play = Play(1)
+    if when != "preparing":
+        play.running()
+    if when == "judging":
+        play.at(2.0, raised(0))
+    play.at(3.0, sv.HelperLost("template"))
+    assert play.of(sv.MakeReport)[-1].reason == "helper"
+    assert signalled(play.actions) == ([] if when == "preparing" else [(0, "SIGKILL")])  # no grace: nothing may outlive it for long
+    if when != "preparing":
+        play.at(3.1, ended(0, signal=9))
+    assert play.status == 1
+
+
+def test_a_job_that_cannot_be_started_says_so_and_leaves() -> None:
+    play = Play(4, status=1)
+    play.at(0.9, sv.Impossible("torch cannot be imported"))
+    assert play.of(sv.MakeReport) == [sv.MakeReport("start", "torch cannot be imported")]
+    assert play.status == 1
+
+
+def test_the_supervisor_introduces_itself() -> None:
+    play = Play(4).running()
+    play.at(2.0, ended(1))
+    assert repr(play.machine) == "<Supervisor running, attempt 0, 3 of 4 ranks alive>"
+
+
+RANKS = st.integers(0, 2)
+EVENTS = st.one_of(
+    st.builds(sv.AtPhase, RANKS, st.sampled_from(["started", "importing", "joining", "running", "finishing"])),
+    st.builds(sv.Erred, RANKS, st.sampled_from(["init_process_group", "all_reduce"])),
+    st.builds(sv.Raised, RANKS, st.booleans(), st.just("raised")),
+    st.builds(sv.Signalled, st.just("SIGINT"), st.just(2)),
+    st.builds(sv.HelperLost, st.just("guard")),
+    st.builds(sv.Misfit, st.just("they differ")),
+    st.just(sv.EvidenceIn()),
+    st.builds(sv.Timer, st.sampled_from(["settle", "stuck", "grace"])),
+    st.builds(sv.Stuck, st.sets(RANKS).map(lambda ranks: tuple(sorted(ranks)))),
+)
+
+
+@given(
+    st.lists(EVENTS, max_size=25), st.permutations([0, 1, 2]), st.sampled_from(["stop", "continue"]), st.integers(0, 2), st.integers(0, 3)
+)
+def test_whatever_happens_it_leaves_once_when_every_rank_has_ended(
+    events: list[sv.Event], order: list[int], on_failure: Any, restarts: int, code: int
+) -> None:
+    """Once every process has ended and all timers have rung, the launcher leaves, once, after a clean-up."""
+    play = Play(3, max_restarts=restarts, on_failure=on_failure)
+    play.running()
+    times = itertools.count(2)
+    for event in events:
+        play.at(float(next(times)), event)
+    for _ in range(restarts + 1):
+        if play.status is not None:
+            break
+        for rank in order:
+            play.at(float(next(times)), ended(rank, code=code))
+        for event in (sv.EvidenceIn(), sv.Timer("settle")):
+            play.at(float(next(times)), event)
+    assert len(play.of(sv.Leave)) == 1
+    assert play.machine.state is State.ENDED
+    assert isinstance(play.actions[-2], sv.CleanUp)
+    killed = [rank for rank, name in signalled(play.actions) if name == "SIGKILL"]
+    assert len(killed) <= 3 * (restarts + 1)  # nobody is killed twice in one attempt
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_no_rank_is_signalled_before_evidence_was_asked_for(events: list[sv.Event]) -> None:
+    play = Play(3)
+    play.running()
+    for now, event in enumerate(events, 2):
+        play.at(float(now), event)
+    kinds = [type(action) for action in play.actions]
+    lost = any(isinstance(event, sv.HelperLost) for event in events)
+    if sv.SignalGroup in kinds and not lost:
+        assert sv.AskEvidence in kinds[: kinds.index(sv.SignalGroup)]
+        assert sv.MakeReport in kinds[: kinds.index(sv.SignalGroup)]

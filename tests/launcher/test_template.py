@@ -1,0 +1,90 @@
+"""The pure parts of the template and its workers: when a process may be forked, and what a worker puts back."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rallypoint.host import processes
+from rallypoint.launcher import channel, template, worker
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of the test run itself (a timer of pytest-timeout's) do not count; nor does a torch that another test imported."""
+    running = processes.threads()
+    monkeypatch.setattr(processes, "threads", lambda: len(os.listdir("/proc/self/task")) - running + 1)
+    monkeypatch.setitem(sys.modules, "torch.cuda", SimpleNamespace(is_initialized=lambda: False))
+
+
+def test_a_clean_process() -> None:
+    assert template.unclean() == ""
+
+
+def test_another_thread() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert template.unclean() == "2 threads"
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.cuda", SimpleNamespace(is_initialized=lambda: True))
+    assert template.unclean() == "CUDA is initialised"
+
+
+def test_an_open_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = tmp_path / "nvidia0"
+    monkeypatch.setattr(template, "_DEVICE_FILES", (str(tmp_path / "nvidia"),))
+    with device.open("w"):
+        assert template.unclean() == f"{device} is open"
+    assert template.unclean() == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({}, 8),
+        ({"OMP_NUM_THREADS": "4"}, 4),
+        ({"OMP_NUM_THREADS": "4,2"}, 4),
+        ({"OMP_NUM_THREADS": "99"}, 8),
+        ({"OMP_NUM_THREADS": "0"}, 8),
+        ({"OMP_NUM_THREADS": "many"}, 8),
+        ({"OMP_NUM_THREADS": "4", "GOTO_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "4", "GOTO_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "2"}, 2),
+        ({"OPENBLAS_DEFAULT_NUM_THREADS": "5"}, 5),
+        ({"OPENBLAS_DEFAULT_NUM_THREADS": "5", "OMP_NUM_THREADS": "1"}, 1),
+    ],
+)
+def test_the_threads_that_openblas_would_take(environment: dict[str, str], threads: int) -> None:
+    assert worker._openblas_threads(environment, 8) == threads
+
+
+def test_a_setup_is_read_once() -> None:
+    """And leaves no descriptor behind."""
+    from rallypoint.launcher.channel import Reap
+
+    fd = template._memory(Reap(7))
+    assert channel.read_struct(fd, Reap) == Reap(7)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_descriptors_in_their_order() -> None:
+    def rest(fds: list[int], *, has_secret: bool) -> tuple[int, int]:
+        found = worker.Descriptors(fds, has_secret=has_secret)
+        return found.secret, found.terminal
+
+    assert rest([3, 4, 5, 6, 7], has_secret=False) == (-1, -1)
+    assert rest([3, 4, 5, 6, 7, 8], has_secret=False) == (-1, 8)
+    assert rest([3, 4, 5, 6, 7, 8], has_secret=True) == (8, -1)
+    assert rest([3, 4, 5, 6, 7, 8, 9], has_secret=True) == (8, 9)

@@ -1,0 +1,66 @@
+"""Local SGD by `store.average`: it learns as DDP does, and goes on when a rank is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run
+from .job import DEADLINE, Result, run_job
+from .test_scripts_of_others import EXAMPLES, needs
+
+pytestmark = [pytest.mark.torch, needs("sklearn")]
+
+EXAMPLE = EXAMPLES / "local_sgd.py"
+PRELOAD = ("--preload", "sklearn.datasets")
+
+
+def accuracies(result: Result) -> dict[int, float]:
+    """What each rank that came to the end printed."""
+    found = re.findall(r"^\[(\d)\] rank \1: test accuracy (\S+)$", result.out, re.MULTILINE)
+    return {int(rank): float(accuracy) for rank, accuracy in found}
+
+
+def test_it_learns_as_well_as_ddp(run: Run) -> None:
+    local = run("-n", "4", *PRELOAD, EXAMPLE)
+    assert local.rc == 0, local.everything
+    found = accuracies(local)
+    assert set(found) == {0, 1, 2, 3}, local.everything
+    assert len(set(found.values())) == 1, local.everything  # the same model
+    ddp = run("-n", "4", *PRELOAD, EXAMPLES / "digits_ddp.py")
+    assert ddp.rc == 0, ddp.everything
+    accuracy = re.search(r"^\[0\] test accuracy (\S+)$", ddp.out, re.MULTILINE)
+    assert accuracy, ddp.everything
+    assert abs(found[0] - float(accuracy[1])) <= 0.011, (found[0], accuracy[1])
+
+
+def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
+    """The exit status is still the failure's, and it is named; the others end with one model, which can read."""
+
+    def kill_one(process: subprocess.Popen[bytes]) -> None:
+        until = time.monotonic() + DEADLINE
+        while time.monotonic() < until and process.poll() is None:
+            for path in tmp_path.glob("rallypoint/runs/*/rank2.log"):
+                if b"step 8: the mean of 4 of 4" in path.read_bytes():
+                    events = (path.parent / "events.jsonl").read_text().splitlines()
+                    (started,) = (found for found in map(json.loads, events) if (found["what"], found.get("rank")) == ("worker-started", 2))
+                    os.kill(started["details"]["pid"], signal.SIGKILL)
+                    return
+            time.sleep(0.02)
+
+    arguments = ("-n", "4", *PRELOAD, "--on-failure", "continue", EXAMPLE, "--quorum", "3", "--epochs", "30")
+    result = run_job(arguments, state=tmp_path, act=kill_one)
+    assert result.codes == ["rank-killed"], result.everything
+    assert result.rc == 128 + signal.SIGKILL, result.everything
+    found = accuracies(result)
+    assert set(found) == {0, 1, 3}, result.everything
+    assert len(set(found.values())) == 1, result.everything
+    assert found[0] > 0.95, result.everything
+    assert re.search(r"^\[0\] step \d+: the mean of 3 of 4$", result.out, re.MULTILINE), result.everything
