@@ -57,9 +57,8 @@ def test_every_code_in_the_source_is_in_the_catalogue() -> None:
 
 def test_every_code_that_a_store_may_say_is_in_the_catalogue() -> None:
     """These stand in the protocol, and become an exception's code on the client."""
-    not_yet = {"lock-twice", "barrier-size", "barrier-broken"}  # the client has no locks and barriers
     inside = {"bad-request"}  # becomes internal-error
-    assert {*FAILURES, *REFUSALS, *CODES.values()} - set(CATALOGUE) == not_yet | inside
+    assert {*FAILURES, *REFUSALS, *CODES.values()} - set(CATALOGUE) == inside
 
 
 def test_the_list_in_the_documentation() -> None:

@@ -122,6 +122,15 @@ NO_KEY = raised(
     why=("the store at tcp://127.0.0.1:41235 answered; it has 3 keys",),
     help=(("wait longer", 'store.wait("weights", timeout=60)'),),
 )
+AT_BARRIER = (MAIN, Frame("/venv/lib/python3.11/site-packages/rallypoint/primitives/barrier.py", 43, "barrier", "raise _timed_out(...)"))
+TOO_LATE = raised(
+    "rallypoint.errors.BarrierTimeout",
+    'the barrier "epoch" of 3 timed out after 5.0 s: 2 arrived (ranks 0-1), missing: rank 2 (pid 24316 on node07, running since 6 s)',
+    AT_BARRIER,
+    at=6.0,
+    code="barrier-timeout",
+)
+BROKE = raised("rallypoint.errors.BarrierBroken", 'the barrier "epoch" of 3 is broken', AT_BARRIER, at=5.9, code="barrier-broken")
 CUDA_FAILED = raised(
     "RuntimeError",
     "CUDA error: initialization error",
@@ -586,6 +595,33 @@ HISTORIES = [
         "likely",
     ),
     History(
+        "barrier-without-one",
+        job(rank(0, 1, raised=BROKE, order=0, at=6.1), rank(1, 1, raised=TOO_LATE, order=1, at=6.1), stopped(2)),
+        "barrier-timeout",
+        (1,),
+        f"rank 1: {TOO_LATE.message}",
+        "likely",
+    ),
+    History(
+        "barrier-without-a-cause",
+        job(rank(0, 1, raised=BROKE, order=0, at=6.1), rank(1, 1, raised=BROKE, order=1, at=6.1), stopped(2)),
+        "barrier-broken",
+        (0, 1),
+        'ranks 0-1: the barrier "epoch" of 3 is broken',
+        "likely",
+    ),
+    History(
+        "barrier-beside-a-cause",
+        job(
+            rank(0, 1, raised=BROKE, order=0, at=6.1),
+            rank(1, 1, raised=TOO_LATE, order=1, at=6.1),
+            rank(2, 1, raised=msgspec.structs.replace(VALUE, at=7.0), order=2, at=7.1),
+        ),
+        "rank-raised",
+        (2,),
+        "rank 2 raised ValueError: shapes do not match: 512 and 500",
+    ),
+    History(
         "key-never-set-alone",
         job(rank(0, 1, raised=NO_KEY, at=6.1)),
         "wait-timeout",
@@ -746,6 +782,22 @@ def test_story(history: History) -> None:
 
 def test_every_story_has_its_history() -> None:
     assert {path.stem for path in STORIES.glob("*.txt")} == {history.name for history in HISTORIES}
+
+
+@pytest.mark.parametrize(
+    ("phase", "other", "where"),
+    [
+        ("importing", rank(0, sent=("SIGTERM",), phase="importing"), "while running since +0.30 s"),  # nobody joins anything
+        ("importing", rank(0, sent=("SIGTERM",), phase="joining"), "before init_process_group, in the program since +0.30 s"),
+        ("importing", lost(0, phase="running"), "before init_process_group, in the program since +0.30 s"),
+        ("joining", rank(0, sent=("SIGTERM",), phase="joining"), "in init_process_group since +0.30 s"),
+        ("started", rank(0, sent=("SIGTERM",), phase="started"), ""),  # --plain
+    ],
+)
+def test_where_a_rank_was_that_left_without_a_word(phase: str, other: RankEvidence, where: str) -> None:
+    """os._exit: all that is known is its phase, and "importing" lasts until it joins a group."""
+    (report,) = diagnose(job(other, rank(1, 3, phase=phase, phase_at=0.3)))
+    assert (report.code, report.where) == ("rank-exited", f"{where}, pid 24315".removeprefix(", "))
 
 
 def test_one_raise_is_told_in_18_lines() -> None:

@@ -25,7 +25,7 @@ Current thread 0x00007f41a2246b80 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 81 in wrapper
   File "/home/ada/exp/train.py", line 42 in step
   File "/home/ada/exp/train.py", line 60 in <module>
-  File "/venv/lib/python3.11/site-packages/rallypoint/launch/worker.py", line 99 in run
+  File "/venv/lib/python3.11/site-packages/rallypoint/launcher/worker.py", line 99 in run
   File "<frozen runpy>", line 88 in _run_code
   File "<string>", line 1 in <module>
 """
@@ -56,7 +56,7 @@ Current thread 0x00007f41a2246b80 (most recent call first):
   File "{package}/store/exchange.py", line 80 in ask
   File "{package}/store/client.py", line 310 in wait
   File "/home/ada/exp/train.py", line 42 in step
-  File "{package}/launch/worker.py", line 99 in run
+  File "{package}/launcher/worker.py", line 99 in run
 """
     assert stacks.place(stacks.main_frames(dump)) == "/home/ada/exp/train.py:42 in step (rallypoint wait)"
 

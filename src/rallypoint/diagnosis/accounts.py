@@ -13,6 +13,8 @@ import msgspec
 from rallypoint.diagnosis import reading, stacks
 from rallypoint.diagnosis.evidence import Frame, JobEvidence, Meeting, Raised, RankEvidence
 from rallypoint.diagnosis.report import Confidence, Help, Moment, Report, Said
+from rallypoint.host import devices
+from rallypoint.host.devices import Found
 from rallypoint.world import ranks_phrase
 
 SAID_LINES = 10  # of a rank's own words: what fits on a screen together with the rest
@@ -27,7 +29,7 @@ EVIDENCE_LINES = 7  # of a list with a line for each rank or place
 PHASES = {
     "started": "",  # all that is known of a program which is not looked into (--plain, --no-python)
     "preparing": "before the program began",
-    "importing": "while the program was importing",
+    "importing": "before init_process_group, in the program",
     "joining": "in init_process_group",
     "running": "while running",
     "finishing": "while the interpreter was closing down",
@@ -63,7 +65,7 @@ class Case(msgspec.Struct, frozen=True):
     def root(self) -> str:
         errors = [error for rank in self.job.ranks for error in (rank.raised, *rank.handled) if error is not None]
         frames = [frame for error in errors for frame in error.frames]
-        return stacks.root_of(self.job.program, [*frames, *(frame for rank in self.job.ranks for frame in rank.stack)])
+        return self.job.folder or stacks.root_of(self.job.program, [*frames, *(frame for rank in self.job.ranks for frame in rank.stack)])
 
 
 # --- one per cause ---------------------------------------------------------------------------------------------------
@@ -79,8 +81,16 @@ def raised(case: Case, error: Raised) -> Report:
         return _port_in_use(case, error)
     if reading.out_of_memory(error.type, error.message):
         return _memory_refused(case, error)
+    if reading.device_shared(error.message):
+        return device_shared(case, error)
+    if reading.cuda_forked(error.message):
+        return _cuda_before_fork(case, error)
+    if reading.device_busy(error.message):
+        return _device_busy(case, error)
     if reading.device_missing(error.message):
         return _device_missing(case, error)
+    if reading.cuda_init_failed(error.message):
+        return _cuda_init_failed(case, error)
     if starts_nothing(case.job.program, error):
         return _start_failed(case, error)
     return _told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, help=_help_for(error, case.job))
@@ -242,7 +252,7 @@ def swallowed(case: Case, error: Raised) -> Report:
         f"{case.subject} caught an error of {call} and left: {named(error)}",
         error,
         why=f"{stacks.shown(clause.file, case.root)}:{clause.line} caught it; {left}" if clause else f"the program caught it; {left}",
-        evidence=(f"{call} was called at {raised_at}",) if raised_at else (),
+        evidence=tuple(filter(None, (f"{call} was called at {raised_at}" if raised_at else "", _lack_and_facts(case.job.devices)[0]))),
         help=(Help("let the exception leave the program, or end with a code that is not 0", "raise"),),
     )
     if clause is not None:
@@ -332,20 +342,7 @@ def unknown(case: Case, error: Raised | None) -> Report:
 def interrupted(job: JobEvidence, then: str) -> Report:
     """Somebody wanted the job to stop: where each rank was."""
     name = job.interrupted_by
-    root = Case(job, job.ranks, "").root
-    alive = [rank for rank in job.ranks if rank.ended is None or rank.sent or rank.stack]
-    lines: list[tuple[str, str]] = []
-    placed = {rank.rank: rank.stack for rank in alive if rank.stack}
-    for group in stacks.group(placed):
-        lines.append((ranks_phrase(group.ranks), stacks.place(group.frames, root)))
-    by_phase: dict[str, list[RankEvidence]] = {}
-    for rank in job.ranks:
-        if rank.rank not in placed:
-            ended = rank.ended is not None and not rank.sent
-            by_phase.setdefault(_how_ended(rank) if ended else _phase(rank) or NOT_KNOWN, []).append(rank)
-    for phase, ranks in by_phase.items():
-        lines.append((ranks_phrase(rank.rank for rank in ranks), phase))
-    wide = max((len(who) for who, _ in lines), default=0)
+    lines = _whereabouts(job.ranks, Case(job, job.ranks, "").root)
     number = getattr(signals, name, signals.SIGTERM) if name.startswith("SIG") else signals.SIGTERM
     by = "Ctrl-C" if name == "SIGINT" else name
     after = f", {job.now:.1f} s after its start" if job.now else ""
@@ -353,10 +350,26 @@ def interrupted(job: JobEvidence, then: str) -> Report:
         code="interrupted",
         headline=f"the job was stopped by {by}{after}",
         why="where the ranks were:" if lines else "no rank had been started",
-        evidence=_listed([f"{who.ljust(wide)}  {at}" for who, at in lines]),
+        evidence=lines,
         then=then,
         logs=(job.run_dir,) if job.run_dir else (),
         exit_status=128 + int(number),
+    )
+
+
+def overdue(job: JobEvidence) -> Report:
+    """The time that the whole job was given is over: where each rank was."""
+    lines = _whereabouts(job.ranks, Case(job, job.ranks, "").root)
+    returned = sum(rank.ended is not None and rank.ended.code == rank.ended.signal == 0 for rank in job.ranks)
+    return Report(
+        code="launch-timeout",
+        headline=f"{job.program} had returned in {returned} of {job.world_size} ranks when its {job.overdue:g} s were over",
+        why="where the ranks were:" if lines else "no rank had been started",
+        evidence=lines,
+        then="" if not lines else "the others were stopped" if returned else "they were stopped",
+        help=(Help("give it more time, or None for as long as it takes", "rallypoint.launch(..., timeout=None)"),),
+        logs=(job.run_dir,) if job.run_dir else (),
+        exit_status=75,
     )
 
 
@@ -415,21 +428,33 @@ def _known(case: Case, error: Raised) -> Report:
     """An exception of ours, raised in the rank, or one that our hook recognised: it brings its own words."""
     if error.code == "group-twice":
         return _group_twice(case, error)
-    why = error.why
+    why, evidence = error.why[:1], error.why[1:]
     if case.confidence != "certain":  # one of the store's that another rank may have caused
-        why = ("it speaks of what another rank, or the store, did not do, and no rank shows why not", *why)
+        others = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
+        why = (_AFTER_ANOTHER.get(error.code, "no rank shows why the store gave no answer"),)
+        seen = any(rank.stack or rank.ended or _phase(rank) for rank in others)
+        evidence = (*error.why, *(_whereabouts(others, case.root) if seen else ()))
     return Report(
         code=error.code,
         headline=f"{case.subject}: {_first_line(error.message)}",
         where=where(case, case.first, error),
-        why=why[0] if why else "",
-        evidence=why[1:],
+        why="".join(why),
+        evidence=evidence,
         then=case.then,
         help=tuple(Help(sentence, command) for sentence, command in error.help[:3]),
         logs=logs(case),
         ranks=case.numbers,
         confidence=case.confidence,
     )
+
+
+_AFTER_ANOTHER = {
+    "wait-timeout": "whoever was to do it was elsewhere when the time was up",
+    "once-failed": "the function was called in another rank, and failed there",
+    "barrier-timeout": "whoever did not come was elsewhere when the time was up",
+    "barrier-broken": "somebody else at the barrier gave up or died, and no rank shows why",
+}
+"""What an error of the store that mostly comes of another rank says of that one; the store's own silence has no rank to blame."""
 
 
 def _group_twice(case: Case, error: Raised) -> Report:
@@ -442,7 +467,8 @@ def _group_twice(case: Case, error: Raised) -> Report:
         error,
         why=why[0] if why else "",
         evidence=tuple(why[1:]),
-        help=(Help("call it once, or close the first group before", "dist.destroy_process_group()"),),
+        help=tuple(Help(sentence, command) for sentence, command in error.help)
+        or (Help("call it once, or close the first group before", "dist.destroy_process_group()"),),
     )
 
 
@@ -482,22 +508,171 @@ def _memory_refused(case: Case, error: Raised) -> Report:
             Help("or start fewer loader processes", "DataLoader(..., num_workers=0)"),
         )
     what = {"GPU": "GPU memory", "host": "memory", "shared": "shared memory (/dev/shm)"}[kind]
-    return _told(case, "rank-out-of-memory", f"{case.subject} ran out of {what}: {named(error)}", error, help=helps)
+    return _told(
+        case,
+        "rank-out-of-memory",
+        f"{case.subject} ran out of {what}: {named(error)}",
+        error,
+        evidence=_strangers(case) if kind == "GPU" else (),
+        help=helps,
+    )
 
 
 def _device_missing(case: Case, error: Raised) -> Report:
-    helps: tuple[Help, ...] = ()
-    program = case.job.program
-    if "invalid device ordinal" in error.message:
-        helps = (
-            Help("start one rank for each GPU", f"rallypoint run -n gpu {program}"),
-            Help("or use the rank's own number", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'),
+    found, program = case.job.devices, case.job.program
+    why, facts = _lack_and_facts(found)
+    helps: list[Help] = []
+    if found is not None and found.visible.stopped:
+        helps.append(Help("list GPUs that there are, or let the job see all of them", "unset CUDA_VISIBLE_DEVICES"))
+    if "NCCL" in error.message:
+        helps.append(Help("use the backend that needs no GPU", 'dist.init_process_group("gloo")'))
+    elif "without CUDA" in why or "no attribute '_cuda_" in error.message or "not compiled" in error.message:
+        helps.append(Help("run on the CPU", 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'))
+    elif "invalid device ordinal" in error.message:
+        number = len(found.visible) if found is not None and not why else 0
+        helps.append(Help("start one rank for each GPU", f"rallypoint run -n {number or 'gpu'} {program}"))
+        helps.append(Help("or use the rank's own number", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'))
+        why = why or (
+            f"a program here sees {devices.count(number)}, and numbers {'them ' if number > 1 else 'it '}from 0" if number else ""
         )
-    elif "NCCL" in error.message:
-        helps = (Help("use the backend that needs no GPU", 'dist.init_process_group("gloo")'),)
+    if found is not None and found.look.devices and devices.missing(found) and not found.visible.stopped:
+        helps.append(Help("or install the torch that fits these GPUs and their driver", "https://pytorch.org/get-started/locally/"))
+    if not helps:
+        helps.append(Help("see what torch finds", "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'"))
+    headline = f"{case.subject} asked for a device that is not there: {named(error)}"
+    return _told(case, "device-missing", headline, error, why=why, evidence=facts, help=tuple(helps[:3]))
+
+
+def _cuda_init_failed(case: Case, error: Raised) -> Report:
+    found = case.job.devices
+    why, facts = _lack_and_facts(found)
+    why = why or (found.look.problem if found is not None else "")
+    helps: tuple[Help, ...] = ()
+    if "too old" in error.message or "insufficient" in error.message or "knows CUDA up to" in why:
+        helps = (
+            Help(
+                "install a torch that was built for what this driver knows, or a newer driver", "https://pytorch.org/get-started/locally/"
+            ),
+        )
+    elif "not yet initialized" in error.message:
+        helps = (Help("start the service that connects the GPUs of this machine", "sudo systemctl start nvidia-fabricmanager"),)
+    elif found is not None and "mismatch" in found.look.problem:
+        helps = (Help("the driver was updated while the old one is loaded: load the new one", "sudo reboot"),)
+    helps = helps or (
+        Help("see whether the driver answers at all", "nvidia-smi"),
+        Help("and whether the device files are there, nvidia-uvm among them", "ls /dev/nvidia*"),
+    )
+    headline = f"CUDA could not be started in {case.subject}: {named(error)}"
+    return _told(case, "cuda-init-failed", headline, error, why=why, evidence=(*facts, *_strangers(case)), help=helps)
+
+
+def _device_busy(case: Case, error: Raised) -> Report:
+    strangers = _strangers(case)
+    why = "the GPU was set to serve one process at a time, and another one has it" if not strangers else strangers[0]
+    return _told(
+        case,
+        "device-busy",
+        f"{case.subject} did not get its GPU: {named(error)}",
+        error,
+        why=why,
+        evidence=(*strangers[1:], *_lack_and_facts(case.job.devices)[1]),
+        help=(
+            Help("see who uses the GPUs, and in which mode they are", "nvidia-smi --query-gpu=index,compute_mode,memory.used --format=csv"),
+            Help("or take others, by index or UUID", "CUDA_VISIBLE_DEVICES=1,3 rallypoint run -n gpu " + case.job.program),
+        ),
+    )
+
+
+_HOW = {
+    "chosen": ", which the program chose",
+    "given": ", which is LOCAL_RANK's",
+    "used": ", because the program had put something on it before it joined",
+    "short": ", because there is none for its LOCAL_RANK",
+}
+"""How a rank came to its GPU, after its name (`launcher/cuda.py`)."""
+
+
+def device_shared(case: Case, error: Raised | None) -> Report:
+    """Ranks of one group of NCCL's have the same GPU. `error`: NCCL's own refusal, when it came to that."""
+    job, found = case.job, case.job.devices
+    by_device: dict[str, list[RankEvidence]] = {}
+    for rank in job.ranks:
+        if rank.meeting is not None and rank.meeting.device:
+            by_device.setdefault(rank.meeting.device, []).append(rank)
+    groups = {device: ranks for device, ranks in by_device.items() if len(ranks) > 1}
+    ways: dict[tuple[str, str, str], list[int]] = {}
+    for device, ranks in groups.items():
+        for rank in ranks:
+            if rank.meeting is not None:
+                ways.setdefault((rank.meeting.device_name, device, rank.meeting.device_how), []).append(rank.rank)
+    evidence = [f"{ranks_phrase(numbers)}: {name} ({device}){_HOW.get(how, '')}" for (name, device, how), numbers in ways.items()]
+    number = len(found.visible) if found is not None else 0
+    helps: tuple[Help, ...] = ()
+    if number and number < job.world_size:
+        helps = (Help("start one rank for each GPU", f"rallypoint run -n {number} {job.program}"),)
     else:
-        helps = (Help("see what torch finds", "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'"),)
-    return _told(case, "device-missing", f"{case.subject} asked for a device that is not there: {named(error)}", error, help=helps)
+        helps = (Help("give each rank its own GPU, before the first use of CUDA", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'),)
+    helps += (Help("or, for ranks that share one, take the backend that allows it", 'dist.init_process_group("gloo")'),)
+    at_fault = tuple(rank for ranks in groups.values() for rank in ranks)
+    who = subject(sorted(rank.rank for rank in at_fault), job.world_size) if at_fault else case.subject
+    meeting = (at_fault or case.ranks)[0].meeting
+    why = "NCCL refuses two ranks of one group on the same GPU, at their first collective"
+    facts = (*_listed(evidence), *(found.facts() if found is not None else ()))
+    headline = f"{who} joined a group of NCCL's with the same GPU"
+    if error is not None:
+        return _told(case, "device-shared", headline, error, why=why, evidence=facts, help=helps)
+    return Report(
+        code="device-shared",
+        headline=headline,
+        where=meeting.line if meeting is not None else "",
+        why=why,
+        evidence=facts,
+        then=case.then,
+        help=helps,
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+    )
+
+
+def _cuda_before_fork(case: Case, error: Raised) -> Report:
+    """torch refuses CUDA in a process that was forked with CUDA up; a loader's worker hands that to the rank."""
+    forks = [fork for rank in case.ranks for fork in rank.cuda_forks]
+    told = re.search(r"this process was forked at (\S+?)(?:, after (\S+) had used CUDA|,|$)", error.message + error.traceback, re.MULTILINE)
+    line, first = (told[1], told[2] or "") if told else forks[-1] if forks else ("", "")
+    why = f"the process was forked at {line}" if line else "the process was forked"
+    why += f", after {first} had used CUDA" if first else ", after CUDA had been used"
+    loader = "DataLoader" in error.message + error.traceback
+    helps = (
+        (
+            Help(
+                "let the loader's workers hand over CPU tensors, and move them in the loop", "batch = batch.to(device, non_blocking=True)"
+            ),
+            Help("or give it workers that start anew", 'DataLoader(..., multiprocessing_context="spawn")'),
+        )
+        if loader
+        else (
+            Help("start processes that use CUDA with spawn", 'torch.multiprocessing.get_context("spawn").Process(...)'),
+            Help("or fork before CUDA is used for the first time"),
+        )
+    )
+    return _told(
+        case, "cuda-before-fork", f"{case.subject} used CUDA in a process that was forked after CUDA was up", error, why=why, help=helps
+    )
+
+
+def _lack_and_facts(found: Found | None) -> tuple[str, tuple[str, ...]]:
+    """What speaks against using CUDA here, and what was found; nothing when nobody looked."""
+    if found is None:
+        return "", ()
+    lack = devices.missing(found)
+    return lack, tuple(fact for fact in found.facts() if fact != lack)
+
+
+def _strangers(case: Case) -> tuple[str, ...]:
+    if case.job.devices is None:
+        return ()
+    return _listed(case.job.devices.strangers(rank.pid for rank in case.job.ranks))
 
 
 _SCHEDULERS = {
@@ -523,11 +698,6 @@ def _help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
         )
     if short == "KeyError" and (ours := _SCHEDULERS.get(error.message.strip("'\""))):
         return (Help("this is another launcher's variable; read the one that rallypoint and torchrun set", f'os.environ["{ours}"]'),)
-    if reading.cuda_forked(error.message):
-        return (
-            Help("start processes that use CUDA with spawn", 'torch.multiprocessing.set_start_method("spawn")'),
-            Help("or touch CUDA only after they were started"),
-        )
     if (variable := reading.variable_missing(error.message)) and job.held_address:
         return (
             Help(
@@ -724,6 +894,20 @@ CRASHES = frozenset(_CRASHES)
 
 def _at(place: str, rank: RankEvidence) -> str:
     return f"{place}, pid {rank.pid}" if place else f"pid {rank.pid}"
+
+
+def _whereabouts(ranks: Sequence[RankEvidence], root: str) -> tuple[str, ...]:
+    """A line for each place at which ranks stand, or for what is known instead: "ranks 1-2  train.py:6 in build"."""
+    placed = {rank.rank: rank.stack for rank in ranks if rank.stack}
+    lines = [(ranks_phrase(group.ranks), stacks.place(group.frames, root)) for group in stacks.group(placed)]
+    elsewhere: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank.rank not in placed:
+            ended = rank.ended is not None and not rank.sent
+            elsewhere.setdefault(_how_ended(rank) if ended else _phase(rank) or NOT_KNOWN, []).append(rank.rank)
+    lines += [(ranks_phrase(numbers), at) for at, numbers in elsewhere.items()]
+    wide = max((len(who) for who, _ in lines), default=0)
+    return _listed([f"{who.ljust(wide)}  {at}" for who, at in lines])
 
 
 def _phase(rank: RankEvidence) -> str:

@@ -7,6 +7,8 @@ import re
 
 import msgspec
 
+from rallypoint.host.devices import Found
+
 
 class Frame(msgspec.Struct, frozen=True):
     """One line of a Python stack."""
@@ -52,6 +54,9 @@ class Meeting(msgspec.Struct, frozen=True):
     world_size: int = -1
     backend: str = ""
     line: str = ""  # "train.py:7" that set the address, or made the call
+    device: str = ""  # what identifies the GPU that it joins with, "" when the backend needs none
+    device_name: str = ""  # as torch calls it in that rank: "cuda:1"
+    device_how: str = ""  # "chosen" by the program, "given" by LOCAL_RANK, "used" before, "short": there is none for LOCAL_RANK
 
 
 class RankEvidence(msgspec.Struct, frozen=True):
@@ -77,6 +82,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     left_at: str = ""  # "train.py:10 in main": the sys.exit that ended it, when the code is not 0
     not_executed: int = 0  # errno of an execve that failed: the program never ran
     error_file: str = ""  # the message that @record wrote, if any (JSON text)
+    cuda_forks: tuple[tuple[str, str], ...] = ()  # where it forked with CUDA up, and what had used CUDA first: "train.py:30", "train.py:12"
 
 
 class MemoryEvidence(msgspec.Struct, frozen=True):
@@ -109,12 +115,15 @@ class JobEvidence(msgspec.Struct, frozen=True):
     max_restarts: int = 0
     held_address: str = ""  # host:port of the socket that the launcher holds for init_process_group
     interrupted_by: str = ""  # the signal that the launcher itself got: "SIGINT", "SIGTERM", ...
+    overdue: float = 0.0  # seconds that the whole job was given, when they are over
     stop_reason: str = ""
     memory: MemoryEvidence = MemoryEvidence()
     helper: HelperLost | None = None
     holders: tuple[str, ...] = ()  # who holds the port that a rank could not bind, a line each
     run_dir: str = ""
     on_failure: str = "stop"
+    folder: str = ""  # that paths are shown relative to, with a "/" at its end; "": the one from which `program` was typed
+    devices: Found | None = None  # the GPUs, when an error is about them
     now: float = 0.0
 
 

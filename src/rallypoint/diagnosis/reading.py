@@ -64,6 +64,8 @@ AFTER_ANOTHER = {
     "store-silent": "got no answer from the store",
     "port-refused": "found no store",
     "once-failed": "got the error of another rank's function from once",
+    "barrier-timeout": "waited at a barrier until the timeout",
+    "barrier-broken": "waited at a barrier that broke",
 }
 _EXPLAIN = re.compile(r"\brallypoint explain ([a-z]+(?:-[a-z]+)+)\s*$")  # the last line that Python shows of an error of ours
 
@@ -86,6 +88,15 @@ _DEVICE_MISSING = re.compile(
     r"|No HIP GPUs are available|ProcessGroupNCCL is only supported with GPUs",
     re.IGNORECASE,
 )
+_DEVICE_BUSY = re.compile(r"CUDA-capable device(\(s\) is/are|s are) busy or unavailable", re.IGNORECASE)
+_DEVICE_SHARED = re.compile(r"Duplicate GPU detected", re.IGNORECASE)
+_CUDA_INIT_FAILED = re.compile(
+    r"CUDA unknown error|driver on your system is too old|CUDA driver initialization failed|driver version is insufficient"
+    r"|CUDA error: (initialization error|system not yet initialized|system has unsupported display driver|unknown error)"
+    r"|Unexpected error from cudaGetDeviceCount|forward compatibility was attempted on non supported HW"
+    r"|libcudart functions unavailable",
+    re.IGNORECASE,
+)
 _GROUP_TWICE = re.compile(r"trying to initialize the default process group twice")
 _CUDA_FORKED = re.compile(r"Cannot re-initialize CUDA in forked subprocess")
 _MASTER_ENV = re.compile(r"environment variable (\w+) expected, but not set")
@@ -98,7 +109,7 @@ def _short(kind: str) -> str:
 def meaning(kind: str, message: str, call: str = "") -> Meaning:
     """What an exception of type `kind` with this message says about the other ranks; `call` is the torch call that it left."""
     short = _short(kind)
-    if _OWN.search(message) or port_in_use(message) or group_twice(message) or device_missing(message):
+    if _OWN.search(message) or port_in_use(message) or group_twice(message) or about_devices(kind, message):
         return Meaning.OWN
     if _WAITED.search(message):
         return Meaning.LOST if "refused" in message else Meaning.WAITED
@@ -164,6 +175,33 @@ def out_of_memory(kind: str, message: str) -> str:
 def device_missing(message: str) -> bool:
     """True when torch says that an accelerator, or its support for one, is not there."""
     return bool(_DEVICE_MISSING.search(message))
+
+
+def is_nccl(backend: str) -> bool:
+    """Whether NCCL serves CUDA tensors in a group with this backend; "" is torch's default, which has it."""
+    asked = backend.lower()
+    return not asked or asked == "nccl" or "cuda:nccl" in asked
+
+
+def device_busy(message: str) -> bool:
+    """True when CUDA says that another process has the GPU for itself."""
+    return bool(_DEVICE_BUSY.search(message))
+
+
+def device_shared(message: str) -> bool:
+    """True when NCCL says that two of its ranks have the same GPU."""
+    return bool(_DEVICE_SHARED.search(message))
+
+
+def cuda_init_failed(message: str) -> bool:
+    """True when there may be a GPU, and CUDA could not be started on it."""
+    return bool(_CUDA_INIT_FAILED.search(message))
+
+
+def about_devices(kind: str, message: str) -> bool:
+    """True for every error that a look at this machine's GPUs may explain."""
+    asked = (device_missing, device_busy, device_shared, cuda_init_failed)
+    return any(one(message) for one in asked) or out_of_memory(kind, message) == "GPU"
 
 
 def group_twice(message: str) -> bool:

@@ -58,7 +58,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def diagnose(job: JobEvidence) -> tuple[Report, ...]:
     """The causes of a job's failure, the first one first, each with its consequences folded in. Never empty; depends on nothing else."""
-    job = msgspec.structs.replace(job, ranks=tuple(sorted(job.ranks, key=lambda rank: rank.rank)))
+    job = msgspec.structs.replace(job, ranks=_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
     verdicts = [_verdict(rank, job) for rank in job.ranks]
     verdicts = [_stopped_after(verdict, verdicts) for verdict in verdicts]
     verdicts = [_shared(verdict, verdicts) for verdict in verdicts]
@@ -66,17 +66,44 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
     rows = ROWS
     if job.helper is not None:
         first, rows = (accounts.launcher_died(job, _then(job, verdicts, [], STRONG)),), ROWS[:1]
-    elif job.interrupted_by:
+    elif job.interrupted_by or job.overdue:
         rows = ROWS[:1]
+    shared = devices_shared([(rank.rank, rank.meeting) for rank in job.ranks if rank.meeting], job.world_size)
     for row in rows:
         found = [verdict for verdict in verdicts if verdict.kind in row]
+        if shared and not first and not _before_sharing(found):
+            at_fault = [verdict for verdict in verdicts if verdict.rank.rank in shared]
+            return (accounts.device_shared(_case(job, verdicts, at_fault, "certain"), None),)
         if found:
             return (*first, *_reports(job, verdicts, found))
     if first:
         return first
+    if job.overdue:
+        return (accounts.overdue(job),)
     if job.interrupted_by:
         return (accounts.interrupted(job, ""),)
     return (_of_consequences(job, verdicts),)
+
+
+def _placed(ranks: list[RankEvidence]) -> tuple[RankEvidence, ...]:
+    """A rank has told where it is by its phase, which says "importing" until it joins a group: in a job that joins none, it runs."""
+    if any(rank.meeting is not None or rank.phase in ("joining", "running") for rank in ranks):
+        return tuple(ranks)
+    return tuple(msgspec.structs.replace(rank, phase="running") if rank.phase == "importing" else rank for rank in ranks)
+
+
+def devices_shared(meetings: Iterable[tuple[int, Meeting]], world_size: int) -> tuple[int, ...]:
+    """The ranks that join one group of NCCL's with a GPU that another of them has: NCCL refuses that at the first collective."""
+    by_device: dict[str, list[int]] = {}
+    for rank, meeting in meetings:
+        if meeting.device and reading.is_nccl(meeting.backend) and meeting.world_size in (-1, world_size):
+            by_device.setdefault(meeting.device, []).append(rank)
+    return tuple(sorted(rank for ranks in by_device.values() if len(ranks) > 1 for rank in ranks))
+
+
+def _before_sharing(found: list[Verdict]) -> bool:
+    """Whether there is a cause that has nothing to do with NCCL's refusal of a shared GPU."""
+    return any(verdict.error is None or not reading.device_shared(verdict.error.message) for verdict in found)
 
 
 def is_consequence(error: Raised) -> bool:
@@ -247,7 +274,7 @@ def _place_in_order(verdict: Verdict) -> tuple[float, int, int]:
 def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) -> tuple[Report, ...]:
     """A report for each cause: ranks that show the same are one."""
     groups: dict[Hashable, list[Verdict]] = {}
-    for verdict in sorted(found, key=_place_in_order):
+    for verdict in sorted(_without_echoes(found), key=_place_in_order):
         groups.setdefault(_same(verdict, job), []).append(verdict)
     causes = list(groups.values())
     confidence: Confidence = "certain"
@@ -257,7 +284,9 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
         confidence = "likely" if found[0].kind is Kind.DOUBTFUL and job.world_size > 1 else "certain"
     told = causes[:MOST_REPORTS]
     at_fault = [verdict for group in causes for verdict in group]
-    then = _then(job, verdicts, at_fault, STRONG)
+    # Who was waited for in vain may well be at fault.
+    in_vain = any(verdict.kind is Kind.DOUBTFUL and verdict.error is not None and verdict.error.code for verdict in found)
+    then = _then(job, verdicts, at_fault, STRONG, acquit=not in_vain)
     reports = []
     for i, group in enumerate(told):
         last = i == len(told) - 1
@@ -266,6 +295,14 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
         case = Case(job, tuple(v.rank for v in group), "; ".join(filter(None, (more, then if i == 0 else ""))), confidence)
         reports.append(ACCOUNTS[group[0].kind](case, group[0]))
     return tuple(reports)
+
+
+def _without_echoes(found: list[Verdict]) -> list[Verdict]:
+    """Of those who waited at one barrier the first whose time is over breaks it for all: what the others say is the same once more."""
+    codes = {verdict.error.code for verdict in found if verdict.error is not None}
+    if "barrier-timeout" not in codes:
+        return found
+    return [verdict for verdict in found if verdict.error is None or verdict.error.code != "barrier-broken"]
 
 
 def _same(verdict: Verdict, job: JobEvidence) -> Hashable:
@@ -399,8 +436,8 @@ def _left_before(verdicts: list[Verdict], hurt: list[Verdict]) -> list[Verdict]:
 # --- consequences ----------------------------------------------------------------------------------------------------
 
 
-def _then(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], certain: Iterable[Kind]) -> str:
-    """What became of the ranks that are not at fault, in a sentence."""
+def _then(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], certain: Iterable[Kind], *, acquit: bool = True) -> str:
+    """What became of the ranks that are not at fault, in a sentence. `acquit`: and that they are not."""
     blamed = {verdict.rank.rank for verdict in at_fault}
     kinds: dict[Kind, list[int]] = {}
     of_store: dict[str, list[int]] = {}
@@ -423,7 +460,7 @@ def _then(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], ce
         f"{ranks_phrase(going_on)} {'goes' if len(going_on) == 1 else 'go'} on" if going_on else "",
     ]
     told = len(lost) + len(waited) + len(stopped) + sum(map(len, of_store.values()))
-    blameless = "" if not told else "it is not at fault" if told == 1 else "they are not at fault"
+    blameless = "" if not told or not acquit else "it is not at fault" if told == 1 else "they are not at fault"
     others = []
     for kind, words in ((Kind.EXITED, "exited with a code that is not 0"), (Kind.ABORTED, "aborted")):
         if kinds.get(kind):

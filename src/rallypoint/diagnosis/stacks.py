@@ -18,7 +18,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _HEADER = re.compile(r"^(Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(?P<name>[^\]]*)\])?(?: \(most recent call first\))?:")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 # The launcher. The store is no part of it: programs call it, and a report says so as it does of torch ("rallypoint wait").
-_OURS = re.compile(r"(^|/)rallypoint/(launch|diagnosis|cli|host|record)/\w+\.py$|(^|/)rallypoint/__main__\.py$")
+_OURS = re.compile(r"(^|/)rallypoint/(launcher|diagnosis|cli|host|record)/(\w+/)?\w+\.py$|(^|/)rallypoint/__main__\.py$")
 _INTERPRETER = re.compile(r"^<(string|frozen (runpy|importlib.*))>$|(^|/)(runpy|importlib/_bootstrap\w*)\.py$")
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/(?P<path>.+)$")
 _STDLIB = re.compile(r".*/lib(?:64)?/python3\.\d+t?/(?P<path>.+)$")
