@@ -14,8 +14,9 @@ import weakref
 from types import TracebackType
 
 from rallypoint.errors import UsageError
+from rallypoint.primitives.store import Store
 from rallypoint.store.address import Address
-from rallypoint.store.client import Options, Store
+from rallypoint.store.client import Options
 from rallypoint.store.server import Server
 
 ADDRESS = Address("192.0.2.1", 1)
