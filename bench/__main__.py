@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import death, figures, harness, samples, start, store, tables
+from bench import average, death, figures, harness, launch, primitives, samples, start, store, tables
 from bench.harness import ROOT, say
 from bench.samples import Case, Sample
 
@@ -47,6 +47,14 @@ def _start(ranks: int, **peers: int) -> Callable[[int, bool], Iterator[Sample]]:
     return measure
 
 
+def _barrier(members: int, count: int) -> Callable[[int, bool], Iterator[Sample]]:
+    return lambda turns, quick: primitives.barrier(members, turns, count=count // 5 if quick else count)
+
+
+def _average(megabytes: int, ranks: int) -> Callable[[int, bool], Iterator[Sample]]:
+    return lambda turns, quick: average.measure(megabytes, ranks, turns)
+
+
 CASES: dict[str, dict[str, Plan]] = {
     "start": {
         "start-2": Plan(_start(2), 5),
@@ -66,16 +74,30 @@ CASES: dict[str, dict[str, Plan]] = {
         "launcher-killed": Plan(lambda turns, quick: death.launcher_killed(turns), 3),
         "ctrl-c": Plan(lambda turns, quick: death.interrupted(turns), 3),
     },
+    "launch": {
+        "launch-2": Plan(lambda turns, quick: launch.measure(2, turns), 3),
+        "launch-8": Plan(lambda turns, quick: launch.measure(8, turns), 3),
+    },
     "store": {
         "latency": Plan(lambda turns, quick: store.latency(turns, count=1000 if quick else 10_000), 7),
         "throughput-8": Plan(lambda turns, quick: store.throughput(8, turns, seconds=_short(quick, 2.0)), 7),
         "throughput-64": Plan(lambda turns, quick: store.throughput(64, turns, seconds=_short(quick, 2.0)), 3),
         "values": Plan(lambda turns, quick: store.values(turns, sizes=store.SIZES[: 6 if quick else 7], seconds=_short(quick, 0.5)), 3),
         "mixed": Plan(lambda turns, quick: store.mixed(turns, seconds=_short(quick, 3.0)), 3),
-        "barrier-64": Plan(lambda turns, quick: store.barrier(64, turns, count=20 if quick else 100), 5),
         "connect-512": Plan(lambda turns, quick: store.connect(512, turns, 1), 3, quick=0),  # the peer waits minutes for a name server
         "sessions-10000": Plan(lambda turns, quick: store.sessions(10_000, turns), 3, quick=0),
         "storm-512": Plan(lambda turns, quick: store.storm(512, turns), 3, quick=0),
+    },
+    "primitives": {
+        "barrier-2": Plan(_barrier(2, 1000), 5),
+        "barrier-8": Plan(_barrier(8, 400), 5),
+        "barrier-64": Plan(_barrier(64, 100), 5),
+        "barrier-512": Plan(_barrier(512, 20), 3),
+        "lock-2": Plan(lambda turns, quick: primitives.lock(2, turns, seconds=_short(quick, 2.0)), 5),
+        "lock-64": Plan(lambda turns, quick: primitives.lock(64, turns, seconds=_short(quick, 4.0)), 3),
+        **{f"average-{ranks}x{size}": Plan(_average(size, ranks), 5) for ranks in (2, 4, 8) for size in (1, 25, 100)},
+        "shared-2": Plan(lambda turns, quick: primitives.shared(2, turns, seconds=_short(quick, 2.0)), 5),
+        "shared-8": Plan(lambda turns, quick: primitives.shared(8, turns, seconds=_short(quick, 2.0)), 3),
     },
 }
 
@@ -143,7 +165,7 @@ def docs() -> int:
         kept = samples.read(RESULTS / f"{group}.json")
         cases |= {name: kept[name] for name in CASES[group] if name in kept}
     if not cases:
-        say("nothing was measured yet: scripts/bench start, death, store")
+        say("nothing was measured yet: scripts/bench start, death, launch, store, primitives")
         return 1
     PAGE.write_text(figures.page(cases))
     say(f"{PAGE.relative_to(ROOT)} was written from {len(cases)} cases")

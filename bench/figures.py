@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bench import store_figures
+from bench import launch_figures, primitives_figures, store_figures
 from bench.samples import Case
 from bench.tables import Bound, Row, Table, seconds, text, times
 
@@ -27,7 +27,9 @@ def tables(cases: Mapping[str, Case]) -> list[Table]:
         _death(cases),
         _left(cases),
         _ctrl_c(cases),
+        *launch_figures.tables(cases),
         *store_figures.tables(cases),
+        *primitives_figures.tables(cases),
     ]
     return [table for table in made if table.rows]
 

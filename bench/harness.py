@@ -191,7 +191,7 @@ class Run:
         found = {}
         for pid in _children(self.pid):
             line = command_line(pid)
-            if "rallypoint.launch.template" in line:
+            if "rallypoint.launcher.template" in line:
                 found["template"] = pid
             elif line == command_line(self.pid):
                 found["guard"] = pid

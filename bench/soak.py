@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bench import harness, store_soak
+from bench import harness, launch, primitives_soak, store_soak
 from bench.harness import JOBS, Run, rallypoint, say
 from bench.outcome import Mode, Outcome
 
@@ -275,6 +275,7 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "root-cause": (root_cause, 300, 2),
     "restarts": (restarts, 100, 2),
     "launches": (launches, 200, 20),
+    "launch-many": (launch.often, 1, 1),  # 500 of them
     "kills": (kills, 100, 2),
     "ctrl-c": (ctrl_c, 100, 2),
     "store-adds": (store_soak.adds, 1, 1),  # 80,000 of them
@@ -282,6 +283,8 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "store-reconnects": (store_soak.reconnects, 10, 1),  # of a hundred each
     "store-strangers": (store_soak.strangers, 1, 1),  # 10,000 of them
     "store-deadlines": (store_soak.deadlines, 200, 4),
+    "primitives-histories": (primitives_soak.histories, 100, 2),  # of a thousand each
+    "primitives-kills": (primitives_soak.kills, 320, 1),  # one at a time: how soon something is passed on is measured
 }
 
 
@@ -352,6 +355,10 @@ def summary(mode: str, outcomes: list[Outcome]) -> str:
     for what, number in sorted(Counter(outcome.what for outcome in outcomes).items()):
         failed = sum(bool(outcome.wrong) for outcome in outcomes if outcome.what == what)
         lines.append(f"  {what}: {number}" + (f", {failed} wrong" if failed else ""))
+    total: Counter[str] = Counter()
+    for outcome in outcomes:
+        total.update(outcome.counts)
+    lines += [f"  in all: {', '.join(f'{number} {name}' for name, number in sorted(total.items()))}"] if total else []
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from bench.harness import JOBS, Run, say
 from bench.samples import Sample, Value
 
-OURS, TCP, PEER, GLOO = "rallypoint", "rallypoint, TCP", "TCPStore", "gloo"
+OURS, TCP, PEER = "rallypoint", "rallypoint, TCP", "TCPStore"
 
 APART, TOGETHER = "two processors", "one processor"
 PEER_BYTES = 8 * 2**20
@@ -37,7 +37,7 @@ Outcome = dict[str, Any]
 Read = Callable[[Outcome], dict[str, Value]]
 
 
-def _turns(turns: int, parties: Sequence[str], one: Callable[[str, int], Sample]) -> Iterator[Sample]:
+def take_turns(turns: int, parties: Sequence[str], one: Callable[[str, int], Sample]) -> Iterator[Sample]:
     """Every party in every turn; the one that began is the last in the next turn."""
     for turn in range(turns):
         first = turn % len(parties)
@@ -69,7 +69,7 @@ def crowd(party: str, task: str, clients: int, limit: float = LIMIT, *, dns: str
         return {"error": f"exit status {status}: {run.output()[-500:]}"}
 
 
-def _sample(party: str, turn: int, outcome: Outcome, read: Read, note: str = "") -> Sample:
+def sampled(party: str, turn: int, outcome: Outcome, read: Read, note: str = "") -> Sample:
     if "error" in outcome:
         return Sample(party, turn, {}, outcome["error"][-500:])
     return Sample(party, turn, read(outcome), note)
@@ -94,7 +94,7 @@ def latency(turns: int, *, count: int = 10_000) -> Iterator[Sample]:
             values |= latency_values(outcome, suffix)
         return Sample(party, turn, values)
 
-    yield from _turns(turns, (OURS, TCP, PEER), one)
+    yield from take_turns(turns, (OURS, TCP, PEER), one)
 
 
 def latency_values(outcome: Outcome, suffix: str) -> dict[str, Value]:
@@ -114,9 +114,9 @@ def throughput(clients: int, turns: int, *, seconds: float = 2.0) -> Iterator[Sa
     """Operations per second of so many clients, a process each."""
 
     def one(party: str, turn: int) -> Sample:
-        return _sample(party, turn, crowd(party, "throughput", clients, warm=200, seconds=seconds), rates)
+        return sampled(party, turn, crowd(party, "throughput", clients, warm=200, seconds=seconds), rates)
 
-    yield from _turns(turns, (OURS, TCP, PEER), one)
+    yield from take_turns(turns, (OURS, TCP, PEER), one)
 
 
 def rates(outcome: Outcome) -> dict[str, Value]:
@@ -143,9 +143,9 @@ def values(turns: int, *, sizes: Sequence[int] = SIZES, seconds: float = 0.5) ->
     def one(party: str, turn: int) -> Sample:
         possible = [size for size in sizes if party != PEER or size <= PEER_BYTES]
         outcome = crowd(party, "values", 1, limit=LIMIT + 60 * seconds, sizes=possible, seconds=seconds, most=2000)
-        return _sample(party, turn, outcome, bytes_per_second)
+        return sampled(party, turn, outcome, bytes_per_second)
 
-    yield from _turns(turns, (OURS, TCP, PEER), one)
+    yield from take_turns(turns, (OURS, TCP, PEER), one)
 
 
 def bytes_per_second(outcome: Outcome) -> dict[str, Value]:
@@ -162,9 +162,9 @@ def mixed(turns: int, *, seconds: float = 3.0) -> Iterator[Sample]:
 
     def one(party: str, turn: int) -> Sample:
         size = PEER_BULK_BYTES if party == PEER else BULK_BYTES
-        return _sample(party, turn, crowd(party, "mixed", 3, size=size, seconds=seconds), beside)
+        return sampled(party, turn, crowd(party, "mixed", 3, size=size, seconds=seconds), beside)
 
-    yield from _turns(turns, (OURS, TCP, PEER), one)
+    yield from take_turns(turns, (OURS, TCP, PEER), one)
 
 
 def beside(outcome: Outcome) -> dict[str, Value]:
@@ -182,23 +182,6 @@ def beside(outcome: Outcome) -> dict[str, Value]:
 # --- many
 
 
-def barrier(clients: int, turns: int, *, count: int = 100) -> Iterator[Sample]:
-    """Seconds per barrier of so many processes, passed one right after the other."""
-
-    def one(party: str, turn: int) -> Sample:
-        return _sample(party, turn, crowd(party, "barrier", clients, limit=180.0, warm=min(5, count), count=count), read)
-
-    def read(outcome: Outcome) -> dict[str, Value]:
-        results, phases = outcome["results"], outcome["phases"]
-        return {
-            "seconds": (max(one["ended"] for one in results) - min(one["began"] for one in results)) / count,
-            "server_cpu": (phases[-1]["cpu"] - phases[0]["cpu"]) / count,
-            "client_cpu": sum(one["cpu"] for one in results) / count,
-        }
-
-    yield from _turns(turns, (OURS, TCP, PEER, GLOO), one)
-
-
 def connect(clients: int, turns: int, peer_turns: int, *, limit: float = 300.0) -> Iterator[Sample]:
     """Seconds until so many processes have connected and passed one barrier, where no name server answers.
 
@@ -207,11 +190,11 @@ def connect(clients: int, turns: int, peer_turns: int, *, limit: float = 300.0) 
     note = "" if can_be_isolated() else "with this machine's own name server: a network namespace needs root"
 
     def one(party: str, turn: int) -> Sample:
-        return _sample(party, turn, crowd(party, "join", clients, limit=limit, dns="silent"), joined, note)
+        return sampled(party, turn, crowd(party, "join", clients, limit=limit, dns="silent"), joined, note)
 
     for turn in range(turns):
         parties = (OURS, TCP, PEER) if turn < peer_turns else (OURS, TCP)
-        for sample in _turns(1, parties, one):
+        for sample in take_turns(1, parties, one):
             yield Sample(sample.who, turn, sample.values, sample.note)
 
 
@@ -238,7 +221,7 @@ def sessions(count: int, turns: int, *, processes: int = 8, limit: float = 180.0
     """Seconds until so many sessions of eight processes have joined, and passed one barrier; and what each costs the server."""
 
     def one(party: str, turn: int) -> Sample:
-        return _sample(party, turn, crowd(party, "sessions", processes, limit=limit, sessions=count), read)
+        return sampled(party, turn, crowd(party, "sessions", processes, limit=limit, sessions=count), read)
 
     def read(outcome: Outcome) -> dict[str, Value]:
         results, phases = outcome["results"], outcome["phases"]
@@ -251,16 +234,16 @@ def sessions(count: int, turns: int, *, processes: int = 8, limit: float = 180.0
             "server_bytes": memory / held, "server_cpu": phases[-1]["cpu"] - phases[0]["cpu"],
         }  # fmt: skip
 
-    yield from _turns(turns, (OURS, TCP, PEER), one)
+    yield from take_turns(turns, (OURS, TCP, PEER), one)
 
 
 def storm(clients: int, turns: int, *, rounds: int = 5, limit: float = 180.0) -> Iterator[Sample]:
     """Seconds until the last of so many processes that connect at the same moment is connected, several times in a row."""
 
     def one(party: str, turn: int) -> Sample:
-        return _sample(party, turn, crowd(party, "storm", clients, limit=limit, count=rounds), connected)
+        return sampled(party, turn, crowd(party, "storm", clients, limit=limit, count=rounds), connected)
 
-    yield from _turns(turns, (OURS, TCP, PEER), one)
+    yield from take_turns(turns, (OURS, TCP, PEER), one)
 
 
 def connected(outcome: Outcome) -> dict[str, Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bench.samples import Case, spread
-from bench.store import BULK_BYTES, GLOO, OURS, PEER, PEER_BULK_BYTES, PEER_BYTES, SIZES, TCP
+from bench.store import BULK_BYTES, OURS, PEER, PEER_BULK_BYTES, PEER_BYTES, SIZES, TCP
 from bench.tables import Bound, Row, Table, times
 
 WAYS = {OURS: "Unix socket", TCP: "TCP"}
@@ -17,7 +17,7 @@ PAIRED = "Everyone runs once in each turn, one right after the other; ratios are
 
 def tables(cases: Mapping[str, Case]) -> list[Table]:
     """Every table, also those without a row."""
-    return [_latency(cases), _throughput(cases), _values(cases), _mixed(cases), _barrier(cases), _many(cases)]
+    return [_latency(cases), _throughput(cases), _values(cases), _mixed(cases), _many(cases)]
 
 
 def quantity(case: Case, who: str, name: str, unit: str = "us", scale: float = 1.0) -> str:
@@ -186,28 +186,6 @@ def _mixed(cases: Mapping[str, Case]) -> Table:
         "One client reads 32 bytes over and over, while others write a large value over and over, all in processes of their own. What the "
         "uploaders wrote together is beside it. Those of TCPStore write values that it takes.",
         ("rallypoint by, or peer", "uploaders", "get p50", "p99", "uploaded"),
-        tuple(rows),
-    )
-
-
-def _barrier(cases: Mapping[str, Case]) -> Table:
-    rows = []
-    for name, case in cases.items():
-        if not name.startswith("barrier-"):
-            continue
-        for who in (OURS, TCP):
-            slower, faster = case.ratio(who, PEER, "seconds"), case.ratio(GLOO, who, "seconds")
-            bounds = (
-                Bound("<= 1.2 x TCPStore.barrier", slower, 1.2), Bound(">= 5 x faster than gloo", faster, 5, at_least=True)
-            )  # fmt: skip
-            shown = [quantity(case, one, "seconds", "ms", 1e3) for one in (who, PEER, GLOO)]
-            cells = (name.removeprefix("barrier-"), WAYS[who], *shown, times(slower), times(faster))
-            rows.append(Row(cells, bounds, case))
-    return Table(
-        "A barrier",
-        "So many processes pass one barrier right after the other: time per barrier. `TCPStore.barrier` and gloo's `dist.barrier` have the "
-        f"same processes. {PAIRED}",
-        ("members", "rallypoint by", "rallypoint", "TCPStore.barrier", "gloo dist.barrier", "rallypoint / TCPStore", "gloo / rallypoint"),
         tuple(rows),
     )
 

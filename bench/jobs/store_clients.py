@@ -45,21 +45,24 @@ class Rallypoint:
         return bool((one == other).all())
 
     def barrier(self, name: str, size: int, number: int) -> None:
-        from rallypoint.wire.messages import Arrive, Integer
+        self.store.barrier(name, size, TIMEOUT)
 
-        reply, _ = self.store.ask(Arrive, name, size, TIMEOUT, wait=TIMEOUT)
-        assert isinstance(reply, Integer), reply
+    def lock(self, name: str, number: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        """How it is had and how it is given back."""
+        lock = self.store.lock(name)
+        return lock.acquire, lock.release
 
     def close(self) -> None:
         self.store.close()
 
 
 class TCPStore:
-    """torch's, with libuv."""
+    """torch's, with libuv. `pause`: seconds between two tries for a lock."""
 
-    def __init__(self, where: dict[str, Any]) -> None:
+    def __init__(self, where: dict[str, Any], pause: float = 0.0) -> None:
         from torch import distributed
 
+        self.pause = pause
         self.store = distributed.TCPStore(
             "127.0.0.1", where["port"], None, False, timeout=timedelta(seconds=TIMEOUT), wait_for_workers=False
         )
@@ -87,6 +90,17 @@ class TCPStore:
     def barrier(self, name: str, size: int, number: int) -> None:
         self.store.barrier(f"{name}-{number}", size, timedelta(seconds=TIMEOUT))
 
+    def lock(self, name: str, number: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        """What can be built on it: whoever tries at the right moment has it. To give it back is a `set`, which nothing is waited for."""
+        store, pause, me = self.store, self.pause, f"client {number}"
+
+        def acquire() -> None:
+            while store.compare_set(name, "free", me) != me.encode():
+                if pause:
+                    time.sleep(pause)
+
+        return acquire, lambda: store.set(name, "free")
+
     def close(self) -> None:
         del self.store
 
@@ -107,8 +121,8 @@ class Gloo:
 
 def connect(party: str, where: dict[str, Any], rank: int = 0, size: int = 1) -> Any:
     """A client of this party."""
-    if party == "TCPStore":
-        return TCPStore(where)
+    if party.startswith("TCPStore"):
+        return TCPStore(where, 0.001 if "1 ms" in party else 0.0)
     if party == "gloo":
         return Gloo(where, rank, size)
     return Rallypoint(where, same_host=party == "rallypoint")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -138,6 +139,32 @@ def barrier(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]:
     return {"began": began, "ended": ended, "cpu": cpu}
 
 
+def lock(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]:
+    """First each asks for something small now and then, as one who has slept; then all want the lock, again and again."""
+    client = connect(spec["party"], where)
+    client.operation("set", "key")()
+    acquire, release = client.lock("lock", number)
+    if number == 0 and spec["party"].startswith("TCPStore"):
+        release()  # a key that nobody has written is not free
+    ask, trips, chance = client.operation("get", "key"), [], random.Random(number)
+    line.ready()
+    for _ in range(spec["trips"]):
+        time.sleep(chance.uniform(0.0, 0.002 * spec["clients"]))
+        trips += repeat(ask, 0, least=1)
+    line.ready()
+    clock = time.monotonic
+    had: list[float] = []
+    began, cpu = clock(), time.process_time()
+    until = began + spec["seconds"]
+    while clock() < until:
+        acquire()
+        had.append(clock())  # which is when it begins to give it back, too
+        release()
+    cpu = time.process_time() - cpu
+    line.ready()
+    return {"began": began, "until": until, "had": had, "cpu": cpu, "trips": trips}
+
+
 def join(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]:
     """Connect, and pass a barrier of all."""
     line.ready()
@@ -183,7 +210,7 @@ def sessions(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]
 
 
 TASKS: dict[str, Callable[[Spec, Spec, int, Line], dict[str, Any]]] = {
-    task.__name__: task for task in (latency, throughput, values, mixed, barrier, join, storm, sessions)
+    task.__name__: task for task in (latency, throughput, values, mixed, barrier, lock, join, storm, sessions)
 }
 
 
@@ -300,7 +327,10 @@ def main() -> int:
 
     torch.set_num_threads(1)
     if spec["party"].startswith("rallypoint"):
-        import rallypoint.store.client  # noqa: F401  # as torch is: the clients' own import is not what is measured
+        # As torch is: the clients' own import is not what is measured.
+        import rallypoint.primitives.barrier
+        import rallypoint.primitives.lock
+        import rallypoint.primitives.store  # noqa: F401
     gc.collect()
     gc.freeze()
     clients = fork_clients(spec, where)
