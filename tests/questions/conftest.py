@@ -1,0 +1,41 @@
+"""What the tests of examples/questions share: where the programs are, and a way to run one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "questions"
+
+DEADLINE = 100.0
+"""Seconds for one program, on a busy machine; most take three."""
+
+
+class Program:
+    """Run one of them, as a user starts it."""
+
+    def __init__(self, state: Path) -> None:
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT")}
+        self._environment["XDG_STATE_HOME"] = str(state)
+
+    def __call__(self, name: str, *arguments: str) -> list[str]:
+        """The lines that it prints; it must end well, and complain about nothing."""
+        done = subprocess.run(
+            [sys.executable, FOLDER / name, *arguments],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout.splitlines()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    return Program(tmp_path)
