@@ -9,9 +9,10 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
+
+from rallypoint.host import devices
 
 
 @cache
@@ -25,7 +26,7 @@ def _no_compiler() -> str:
 
 @cache
 def _no_gpu() -> str:
-    return "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU"
+    return devices.missing(devices.find(os.environ))  # by files, and by what the installed torch was built for
 
 
 @cache
