@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +26,13 @@ from ..store.situations import Interruption, Storm, alarm, in_child
 
 LARGE = b"x" * 3_000_000
 SHORT, LONG = 1.0, 3600.0
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A small one: it takes values of up to 64 MiB, and no more in all."""
+    with rallypoint.serve(max_bytes="64MiB") as made:
+        yield made
 
 
 @pytest.fixture
