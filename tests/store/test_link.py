@@ -488,14 +488,12 @@ def test_a_link_that_is_forgotten_leaves_nothing_open(unix: Ends) -> None:
 
 def test_a_poll_inside_a_poll(ends: Ends) -> None:
     """A signal handler's, in the middle of ours: Python refuses to use the same poll object."""
-    real = ends.link._readable
 
-    class Busy:
-        def poll(self, timeout: float) -> object:
-            raise RuntimeError("concurrent poll() invocation")
+    def busy(_: float) -> list[tuple[int, int]]:
+        raise RuntimeError("concurrent poll() invocation")
 
-    ends.link._readable = Busy()  # type: ignore[assignment]
+    real, ends.link.poll = ends.link.poll, busy  # type: ignore[assignment]
     assert not ends.link.wait(0.0)
     ends.say(frame(Done(1, 1)))
     assert ends.link.wait(DEADLINE)
-    ends.link._readable = real
+    ends.link.poll = real

@@ -120,8 +120,9 @@ class Link:
         self.driven = 0
         self.receiving = False
         self._now = clock.monotonic
-        self._readable = select.poll()
-        self._readable.register(self.sock, select.POLLIN)
+        readable = select.poll()
+        readable.register(self.sock, select.POLLIN)
+        self.poll = readable.poll  # milliseconds; RuntimeError when it is asked while it waits, see `wait_again`
         self._queue: deque[_Piece] = deque()
         self._cutter = opened.cutter
         self._cutter.message_bytes = MESSAGE_BYTES
@@ -346,14 +347,18 @@ class Link:
     def wait(self, seconds: float) -> bool:
         """Wait until `receive` has something to do, at most `seconds`. Signal handlers run meanwhile, and may raise."""
         try:
-            return bool(self._readable.poll(seconds * 1000.0))
+            return bool(self.poll(seconds * 1000.0))
         except RuntimeError as error:
-            if str(error) != "concurrent poll() invocation":
-                raise  # a signal handler's
-            # We are in a signal handler that runs in the middle of such a wait.
-            another = select.poll()
-            another.register(self.sock, select.POLLIN)
-            return bool(another.poll(seconds * 1000.0))
+            return self.wait_again(seconds, error)
+
+    def wait_again(self, seconds: float, error: RuntimeError) -> bool:
+        """The same, in a signal handler that runs in the middle of such a wait. `error`: what `poll` raised; it is raised when it is
+        that of a signal handler."""
+        if str(error) != "concurrent poll() invocation":
+            raise  # we are in the caller's except clause
+        another = select.poll()
+        another.register(self.sock, select.POLLIN)
+        return bool(another.poll(seconds * 1000.0))
 
     @property
     def filling(self) -> int:
