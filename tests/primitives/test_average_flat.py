@@ -147,6 +147,21 @@ def test_one_element_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype) 
     assert not mean.not_finite(other)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("divisor", [2.0, 8.0, 64.0, 3.0, 1.5])
+def test_a_mean_is_the_sum_divided_to_the_last_bit(kind: torch.dtype, divisor: float) -> None:
+    """Also the smallest numbers there are, and the largest: for powers of two it is a multiplication."""
+    limits = torch.finfo(kind)
+    edges = torch.tensor(
+        [limits.smallest_normal, limits.smallest_normal / 2, limits.tiny * 3, limits.max, -limits.max, 0.0, -0.0], dtype=torch.float64
+    )
+    part = torch.cat([edges.to(kind), torch.randn(1000, dtype=kind)])
+    into = torch.empty_like(part)
+    assert mean.combine(into, [part], None, divisor)
+    assert into.equal(part / divisor)
+    assert torch.view_as_real(into + 0j).signbit().equal(torch.view_as_real(part / divisor + 0j).signbit())
+
+
 def test_a_sum_too_large_for_its_check_is_still_finite() -> None:
     """The check adds elements up; 3e38 four times is no float32, and each of them is."""
     into = torch.empty(4)
