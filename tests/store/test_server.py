@@ -21,6 +21,7 @@ import pytest
 
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host import system_calls
 from rallypoint.primitives.store import connect
 from rallypoint.store import loop as loops
 from rallypoint.store import peer as peers
@@ -656,7 +657,7 @@ def test_who_cannot_be_told_is_dead_and_that_is_told(server: Server, monkeypatch
         assert until(lambda: bool(session.waiting))
         peer.pid = os.getpid()
         monkeypatch.setattr(Peer, "send", broken)
-        monkeypatch.setattr(os, "pidfd_open", reaped)
+        monkeypatch.setattr(system_calls, "pidfd_open", reaped)
         waiter.sock.settimeout(5.0)  # its session has nothing to do with time for 30 s
         reply = waiter.reply()
         assert (reply.seq, type(reply)) == (granted, Granted)
@@ -665,8 +666,12 @@ def test_who_cannot_be_told_is_dead_and_that_is_told(server: Server, monkeypatch
 
 
 def test_where_no_process_can_be_watched_the_lease_decides(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """conda's Python 3.11 has no pidfd_open."""
-    monkeypatch.delattr(os, "pidfd_open")
+    """A kernel before 5.3, or a sandbox that forbids it."""
+
+    def forbidden(pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(system_calls, "pidfd_open", forbidden)
     loop = server._loop
     assert loop is not None
     with connect(f"unix://{server._path}", secret=server.secret) as store:

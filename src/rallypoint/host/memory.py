@@ -17,7 +17,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+from rallypoint.host import system_calls
+
+SEALS = system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_GROW
 """A segment keeps its size, whoever holds it."""
 
 ROUNDING = 8
@@ -92,10 +94,10 @@ class Unfit(Exception):
 
 def create(capacity: int) -> int:
     """A fresh memfd of this many bytes, sealed. Raises OSError when there is no descriptor left."""
-    fd = os.memfd_create("rallypoint", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = system_calls.memfd_create("rallypoint", system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, capacity)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        fcntl.fcntl(fd, system_calls.F_ADD_SEALS, SEALS)
     except OSError:
         os.close(fd)
         raise
@@ -106,7 +108,7 @@ def received(fd: int, size: int, free: Callable[[int, int], None] | None = None)
     """A segment of `size` bytes from a descriptor that came from another process; takes it over, also when it raises `Unfit`."""
     try:
         try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            seals = fcntl.fcntl(fd, system_calls.F_GET_SEALS)
         except OSError as error:
             raise Unfit("the descriptor is not a memfd") from error
         if seals & SEALS != SEALS:
@@ -263,7 +265,7 @@ def attach(pid: int, fd: int, inode: int, size: int) -> memoryview:
     here = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(here)
-        if found.st_ino != inode or fcntl.fcntl(here, fcntl.F_GET_SEALS) & SEALS != SEALS or found.st_size < size:
+        if found.st_ino != inode or fcntl.fcntl(here, system_calls.F_GET_SEALS) & SEALS != SEALS or found.st_size < size:
             raise Unfit(f"descriptor {fd} of pid {pid} is not the segment that was published")
         return mapped(here, found.st_size)
     finally:

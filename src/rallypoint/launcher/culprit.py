@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from rallypoint.host import devices, processes
+from rallypoint.host import devices, processes, system_calls
 from rallypoint.launcher import boot, template, words
 
 Trace = Callable[[FrameType, str, Any], Any]  # what sys.settrace takes; each call answers with the function for the next event
@@ -32,14 +32,12 @@ class Search:
         """`modules`: what the template imported after torch, in its order; the last one is suspected. `folder`: the program's."""
         self._reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_inheritable(writer, True)
-        self.pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-c", boot.CULPRIT, str(writer), str(os.getpid()), folder, *modules],
+        self.pid = boot.spawn(
+            ["-c", boot.CULPRIT, str(writer), str(os.getpid()), folder, *modules],
             dict(environment),
             file_actions=[(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)],
-            setsid=True,
         )
-        self._pidfd = os.pidfd_open(self.pid)
+        self._pidfd = system_calls.pidfd_open(self.pid)
         os.close(writer)
 
     def fileno(self) -> int:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 
-from rallypoint.host import processes, sockets
+from rallypoint.host import processes, sockets, system_calls
 from rallypoint.launcher import channel
 from rallypoint.launcher.channel import Farewell, Forget, Inherit, Register
 
@@ -26,7 +26,7 @@ class Guard:
 
     def __init__(self, pid: int, sock: socket.socket) -> None:
         self.pid = pid
-        self.pidfd = os.pidfd_open(pid)
+        self.pidfd = system_calls.pidfd_open(pid)
         self._sock = sock
 
     def register(self, pid: int, pidfd: int) -> None:
@@ -37,7 +37,7 @@ class Guard:
             return
 
     def inherit(self, path: str) -> None:
-        """This socket and its folder are the guard's to remove if we are killed, instead of the one named before."""
+        """This socket and its folder are the guard's to remove if we are killed, instead of the one of this name that came before."""
         try:
             channel.send(self._sock, Inherit(path))
         except OSError:
@@ -68,7 +68,7 @@ class Guard:
 
 def start(marker: bytes) -> Guard:
     """Fork the guard. The caller must have one thread. `marker` is the environment entry that every process of the job has."""
-    agent = os.pidfd_open(os.getpid())
+    agent = system_calls.pidfd_open(os.getpid())
     ours, theirs = channel.pair()
     pid = processes.in_child(lambda: _watch(agent, theirs, marker))
     os.close(agent)
@@ -81,7 +81,7 @@ class _Charges:
 
     def __init__(self) -> None:
         self.processes: dict[int, int] = {}  # pid -> pidfd
-        self.socket = ""  # of the attempt's store
+        self.sockets: dict[str, str] = {}  # by name: of the attempt's store, of the job's door
 
 
 def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
@@ -116,7 +116,7 @@ def _listen(sock: socket.socket, charges: _Charges) -> bool:
     if isinstance(message, Register):
         charges.processes[message.pid] = fds[0]
     if isinstance(message, Inherit):
-        charges.socket = message.path
+        charges.sockets[os.path.basename(message.path)] = message.path
     if isinstance(message, Forget) and (pidfd := charges.processes.pop(message.pid, -1)) >= 0:
         os.close(pidfd)
     return message is not None
@@ -125,8 +125,8 @@ def _listen(sock: socket.socket, charges: _Charges) -> bool:
 def _clean_up(charges: _Charges, marker: bytes) -> None:
     alive = sum(processes.send(pidfd, signal.SIGKILL) for pidfd in charges.processes.values())
     left = processes.kill_family(marker, charges.processes, deadline=KILL_DEADLINE)
-    if charges.socket:
-        sockets.remove(charges.socket)
+    for path in charges.sockets.values():
+        sockets.remove(path)
     text = f"\nrallypoint: the launcher was killed; its {alive} processes were stopped\n"
     for one in left:
         text += f"rallypoint: pid {one.pid} ({one.name}) would not die: state {one.state}\n"

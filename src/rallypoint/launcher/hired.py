@@ -11,7 +11,7 @@ import signal
 import socket
 from typing import NamedTuple
 
-from rallypoint.host import processes
+from rallypoint.host import processes, system_calls
 from rallypoint.launcher import channel, crew, guard
 from rallypoint.launcher.channel import Hiring
 from rallypoint.launcher.plan import Program
@@ -38,7 +38,7 @@ def main(line_fd: int, hiring_fd: int) -> None:
     os.set_inheritable(line_fd, False)
     processes.close_others({0, 1, 2, line_fd})
     try:
-        caller = os.pidfd_open(hiring.caller)
+        caller = system_calls.pidfd_open(hiring.caller)
     except ProcessLookupError:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

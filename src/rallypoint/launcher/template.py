@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
-from rallypoint.host import devices, processes
+from rallypoint.host import devices, processes, system_calls
 from rallypoint.launcher import boot, channel, program, words, worker
 from rallypoint.launcher.channel import (
     Exited,
@@ -200,7 +200,7 @@ class _Template:
         began, parent, pid = time.monotonic(), os.getpid(), -1
         try:
             pid = os.fork()
-            pidfd = os.pidfd_open(pid) if pid else -1
+            pidfd = system_calls.pidfd_open(pid) if pid else -1
         except OSError as error:
             if pid > 0:  # no descriptor left to watch it with; it waits for its `Go` and has run nothing
                 os.kill(pid, signal.SIGKILL)
@@ -274,7 +274,7 @@ class _Template:
 
     def _ended(self, pidfd: int) -> None:
         self._epoll.unregister(pidfd)
-        info = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        info = os.waitid(system_calls.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
         if info is not None:
             self._tell(Exited(self._children[pidfd], *processes.ended(info)))
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rallypoint.host import processes
+from rallypoint.host import processes, system_calls
 from rallypoint.host.held import Held
 from rallypoint.launcher import boot, channel, variables
 from rallypoint.launcher.channel import Hiring
@@ -58,9 +58,8 @@ class Agent:
             os.write(hiring, channel.exact(Hiring(self._parent, key.preload, key.paths)))
             # Not where its standard streams will be.
             spawned = [passed.add(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)) for fd in (theirs.fileno(), hiring)]
-            self.pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-c", boot.STANDBY % tuple(spawned)],
+            self.pid = boot.spawn(
+                ["-c", boot.STANDBY % tuple(spawned)],
                 self.environment,
                 # A descriptor that is put where it is loses its close-on-exec flag, in the new process alone: nobody whom another thread
                 # starts meanwhile gets it.
@@ -68,11 +67,10 @@ class Agent:
                     *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in spawned),
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 ],
-                setsid=True,
                 setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT],
                 setsigmask=(),
             )
-            self._pidfd.add(os.pidfd_open(self.pid))
+            self._pidfd.add(system_calls.pidfd_open(self.pid))
         except BaseException:
             if self.pid:
                 _leaving[self.pid] = self._pidfd

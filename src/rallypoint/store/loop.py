@@ -20,6 +20,7 @@ import msgspec
 
 from rallypoint import __version__
 from rallypoint.clock import Clock
+from rallypoint.host import system_calls
 from rallypoint.host.memory import Pool, Segment, Unfit, received
 from rallypoint.store.gate import GREETING, Gate, Greeting, TurnedAway, refusal
 from rallypoint.store.logbook import logger
@@ -481,7 +482,7 @@ class Loop:
         sockets of a process that dies before it calls it dead, so that is waited for. (If the process has been reaped and its number is
         another's already, this waits for that one, and the lease decides.)"""
         try:
-            fd = os.pidfd_open(pid)
+            fd = system_calls.pidfd_open(pid)
         except ProcessLookupError:
             self._state.end(self._now(), session, DIED)
             return
@@ -982,8 +983,8 @@ def _source(sock: socket.socket) -> str | None:
 
 def _process(sock: socket.socket, session: Session) -> int:
     """The process at the other end of a Unix socket, if the session is its own; 0 where that is not certain: it could be a proxy, or see
-    itself under another number, in another namespace; and where no process can be watched: conda's Python has no `os.pidfd_open`."""
-    if sock.family != socket.AF_UNIX or not hasattr(os, "pidfd_open"):
+    itself under another number, in another namespace."""
+    if sock.family != socket.AF_UNIX:
         return 0
     pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     identity = session.identity

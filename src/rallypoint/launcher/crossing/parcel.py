@@ -27,7 +27,7 @@ from types import FunctionType, TracebackType
 from typing import Any, Self
 
 from rallypoint.errors import UsageError
-from rallypoint.host import memory, passing
+from rallypoint.host import memory, passing, system_calls
 from rallypoint.launcher.crossing import inspection, misfits, trail
 from rallypoint.launcher.crossing.arrival import MAPPED_BYTES, Arrival, Reader, Unpickler
 from rallypoint.launcher.crossing.inspection import Refused
@@ -47,7 +47,7 @@ those are opened by the receiver, while the caller waits for it and has them ope
 _HEAD = struct.Struct("<QQQ")  # length of the pickle; offset of the footer; how many numbers it has
 _HEAD_BYTES = 64
 _NO_ROOM = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE})
-_SEALS = memory.SEALS | fcntl.F_SEAL_WRITE
+_SEALS = memory.SEALS | system_calls.F_SEAL_WRITE
 
 
 class Packed:
@@ -200,7 +200,7 @@ class _Writer:
 
 
 def _pack(value: object, scan: inspection.Scan | None) -> Packed:
-    fd = os.memfd_create("rallypoint-parcel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = system_calls.memfd_create("rallypoint-parcel", system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
     try:
         with passing.collecting() as passed, contextlib.ExitStack() as stack:
             buffers: list[memoryview] = []
@@ -227,7 +227,7 @@ def _pack(value: object, scan: inspection.Scan | None) -> Packed:
             where = writer.at
             writer.write(footer.tobytes())
             os.pwrite(fd, _HEAD.pack(length, where, len(footer)), 0)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, system_calls.F_ADD_SEALS, _SEALS)
             return Packed([fd, *passed[:DESCRIPTORS_MOST]], writer.at, kept_open)
     except BaseException:
         os.close(fd)

@@ -1,0 +1,58 @@
+"""System calls that Python has no name for when it was built against an old C library, as conda's and uv's are.
+
+Such a Python runs on every Linux of the last ten years, and leaves out what its C library did not have. The kernel beneath it
+is mostly a newer one, and is asked directly. Numbers: include/uapi/asm-generic/unistd.h and the tables of the architectures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+
+P_PIDFD = 3
+"""Of waitid(2): the id is a pidfd."""
+
+MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 1, 2, 4, 8
+
+_PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # everywhere
+_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "riscv64": 279, "ppc64le": 360, "s390x": 350}
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.restype = ctypes.c_long
+
+
+def _ask(number: int, *arguments: object) -> int:
+    answer = int(_syscall(ctypes.c_long(number), *arguments))
+    if answer < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return answer
+
+
+def _pidfd_open(pid: int, flags: int = 0) -> int:
+    return _ask(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(flags))
+
+
+def _pidfd_send_signal(pidfd: int, number: int) -> None:
+    _ask(_PIDFD_SEND_SIGNAL, ctypes.c_int(pidfd), ctypes.c_int(number), None, ctypes.c_uint(0))
+
+
+def _memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
+    machine = os.uname().machine
+    if machine not in _MEMFD_CREATE:
+        raise NotImplementedError(f"memfd_create on {machine}: this Python has it not, and its number is not known here")
+    return _ask(_MEMFD_CREATE[machine], os.fsencode(name), ctypes.c_uint(flags))
+
+
+pidfd_open: Callable[[int], int] = getattr(os, "pidfd_open", _pidfd_open)
+"""A descriptor (close-on-exec) for a process, readable when that has ended. pidfd_open(2), Linux 5.3. Raises OSError."""
+
+pidfd_send_signal: Callable[[int, int], None] = getattr(signal, "pidfd_send_signal", _pidfd_send_signal)
+"""Signal exactly the process behind a pidfd. pidfd_send_signal(2), Linux 5.1. Raises OSError."""
+
+memfd_create: Callable[[str, int], int] = getattr(os, "memfd_create", _memfd_create)
+"""A file in memory without a name, gone with its last user. memfd_create(2), Linux 3.17. Raises OSError."""
