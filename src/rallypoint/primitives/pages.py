@@ -209,4 +209,9 @@ def pages(store: Client) -> Pages:
     return found
 
 
+def let_go(store: Client) -> None:
+    """The store is closed: nobody averages with it any more. A round that still runs in another thread keeps what it has."""
+    _pages.pop(store, None)
+
+
 os.register_at_fork(after_in_child=_pages.clear)  # a child must not write to its parent's memory

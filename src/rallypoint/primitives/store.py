@@ -6,6 +6,7 @@ Each method is a door to the file that has the thing; nothing is decided here.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +30,13 @@ class Store(Client):
     `LimitExceeded`; what a call leaves behind after each is in `docs/reference/store.md`. `timeout` of the store bounds every answer
     that waits for nobody; a large value may take longer for as long as its bytes move.
     """
+
+    def close(self) -> None:
+        """End the session: what it holds is released at once. Threads that wait here get StoreClosed. May be called again."""
+        super().close()
+        pages = sys.modules.get("rallypoint.primitives.pages")
+        if pages is not None:  # it has averaged
+            pages.let_go(self)
 
     def lock(self, name: str, *, ttl: float | timedelta = 10.0, timeout: float | timedelta | None = None) -> Lock:
         """A lock that all clients of the store share under this name: first come, first served, leased, fenced. See `Lock`.
