@@ -72,6 +72,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("CUDA_DEVICE_ORDER", "read", "Whether CUDA numbers GPUs as nvidia-smi does: said in reports about GPUs that differ."),
     Variable("LD_LIBRARY_PATH", "read", "A folder of cuda-compat in it: then an old driver's number is not taken for its limit."),
+    Variable("GLOO_SOCKET_IFNAME", "read", "Never set; when it names an interface that is not there, a line says so at the start."),
+    Variable("NCCL_SOCKET_IFNAME", "read", "The same."),
     # threads and names
     Variable(
         "OMP_NUM_THREADS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -15,7 +16,8 @@ from collections.abc import Iterator
 import pytest
 
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.host.ports import Holder, hold_port, holders
+from rallypoint.host import ports
+from rallypoint.host.ports import Holder, ephemeral_range, hold_port, holders, in_time_wait
 
 SOON = 20.0
 
@@ -84,11 +86,12 @@ def test_the_holder_of_a_taken_port_is_named_quickly(server: tuple[subprocess.Po
         hold_port(port)
     assert caught.value.code == "port-in-use"
     user = holders(port)[0].user
-    line = caught.value.why[0]
+    line = str(caught.value).partition(" is taken: ")[2]
     assert re.fullmatch(
         rf"python[\d.]* -c import .*\(pid {process.pid}, user {user}, started \d+ s ago\) is listening on 127\.0\.0\.1:{port}", line
     )
-    assert str(caught.value) == f"port {port} on 127.0.0.1 is taken: {line}"
+    assert str(caught.value).startswith(f"port {port} on 127.0.0.1 is taken: ")
+    assert caught.value.why == (), "one holder is named in the headline alone"
     assert caught.value.help
     took = []
     for _ in range(5):
@@ -122,6 +125,7 @@ def test_connections_in_time_wait_do_not_count_and_are_told_apart() -> None:
         assert client.recv(1) == b""
         client.close()
     left = holders(held.port)
+    assert in_time_wait(held.port, held.port) == 1
     assert "time-wait" in {holder.state for holder in left}
     assert any(re.search(r"still in TIME_WAIT", holder.line()) for holder in left)
     hold_port(held.port).release()
@@ -134,17 +138,65 @@ def test_a_connection_that_uses_the_number_is_named() -> None:
         client.connect(("127.0.0.1", held.port))
         with pytest.raises(EnvironmentProblem) as caught:
             hold_port(port)
-        assert f"(pid {os.getpid()}, " in caught.value.why[0]
-        assert f"is connected from 127.0.0.1:{port} to 127.0.0.1:{held.port}" in caught.value.why[0]
+        assert f"(pid {os.getpid()}, " in str(caught.value)
+        assert f"is connected from 127.0.0.1:{port} to 127.0.0.1:{held.port}" in str(caught.value)
 
 
-def test_a_socket_that_is_bound_and_does_not_listen_cannot_be_seen_and_that_is_said() -> None:
+def test_a_socket_that_is_bound_and_does_not_listen_is_named_where_the_kernel_tells() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
         with pytest.raises(EnvironmentProblem) as caught:
-            hold_port(bound.getsockname()[1])
+            hold_port(port)
         assert caught.value.code == "port-in-use"
-        assert "without listening" in caught.value.why[0]
+        if tells_of_bound_sockets():
+            assert f"(pid {os.getpid()}, " in str(caught.value)
+            assert str(caught.value).endswith(f"has bound 127.0.0.1:{port} and does not listen")
+        else:
+            assert "without listening" in caught.value.why[0]
+
+
+def tells_of_bound_sockets() -> bool:
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int(re.match(r"\d+", minor)[0])) >= (6, 8)  # type: ignore[index]
+
+
+def test_what_another_address_has_is_not_blamed() -> None:
+    with hold_port(host="127.0.0.2") as other, hold_port(other.port) as held:
+        assert {held.host, other.host} == {holder.host for holder in holders(held.port)}
+        with pytest.raises(EnvironmentProblem) as caught:
+            hold_port(held.port)
+        assert f"is listening on 127.0.0.1:{held.port}" in str(caught.value)
+        assert caught.value.why == ()
+
+
+def test_who_may_end_a_holder_is_told_how(server: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = server
+    with pytest.raises(EnvironmentProblem) as caught:
+        hold_port(port)
+    assert [command for _, command in caught.value.help] == ["", f"kill {process.pid}"]
+    with hold_port() as held, pytest.raises(EnvironmentProblem) as mine:
+        hold_port(held.port)
+    assert [command for _, command in mine.value.help] == [""], "nobody is told to end himself"
+
+
+@pytest.mark.root
+def test_a_port_of_another_network_namespace_is_no_hindrance() -> None:
+    with hold_port() as held:
+        script = (
+            "from rallypoint.host.ports import hold_port, holders\n"
+            f"assert holders({held.port}) == []\n"
+            f"with hold_port({held.port}, '0.0.0.0') as ours: print(ours.port, len(holders(ours.port)))"
+        )
+        said = subprocess.run(["unshare", "-n", sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=SOON)
+        assert said.stdout.split() == [str(held.port), "1"]
+
+
+def test_a_connection_that_no_process_has_is_in_no_other_container() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        (waiting,) = [holder for holder in ports.holders(listener.getsockname()[1]) if holder.state == "ownerless"]  # not accepted
+        there, here = (f"127.0.0.1:{one.getsockname()[1]}" for one in (listener, client))
+    assert waiting.line() == f"no process has the connection from {there} to {here}: it was closed, or is not accepted yet"
 
 
 def test_lines_for_holders_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +207,12 @@ def test_lines_for_holders_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert "started 5 days ago" in seen.line(now=1000 + 5 * 86400)
     assert "started 40 s ago" in seen.line(now=1040)
     assert "started 2 min ago" in seen.line(now=1120)
+    assert seen._replace(state="bound").line(now=1040).endswith("started 40 s ago) has bound 127.0.0.1:29500 and does not listen")
     hidden = Holder(29500, "0.0.0.0", "listening", 54321)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert hidden.line() == "a process of user 54321 (only that user and root see which) is listening on 0.0.0.0:29500"
+    slurm = hidden._replace(group="/system.slice/slurmstepd.scope/job_1234")
+    assert "(only that user and root see which; control group /system.slice/slurmstepd.scope/job_1234)" in slurm.line()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert hidden.line() == "a process of user 54321 (in another container) is listening on 0.0.0.0:29500"
 
@@ -167,9 +222,34 @@ def test_another_users_port_without_root(server: tuple[subprocess.Popen[str], in
         pytest.skip("needs root, to become somebody else")
     _, port = server
     said = as_nobody(f"hold_port({port})")
-    assert said == f"port-in-use: port {port} on 127.0.0.1 is taken: a process of user root (only that user and root see which) " + (
-        f"is listening on 127.0.0.1:{port}"
+    assert re.fullmatch(
+        rf"port-in-use: port {port} on 127\.0\.0\.1 is taken: a process of user root "
+        rf"\(only that user and root see which(; control group /.+)?\) is listening on 127\.0\.0\.1:{port}",
+        said,
     )
+
+
+@pytest.mark.root
+def test_another_users_port_is_told_by_its_control_group() -> None:
+    mounted = [root for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if os.access(f"{root}/cgroup.controllers", os.R_OK)]
+    if not mounted:
+        pytest.skip("no control groups of version 2")
+    name = f"rallypoint-test-{os.getpid()}"
+    group = f"{mounted[0]}/{name}"
+    try:
+        os.mkdir(group)
+    except OSError as refusal:
+        pytest.skip(f"no control group can be made: {refusal.strerror}")
+    try:
+        # Only a process that is in the group when it makes the socket counts.
+        program = f"open({group + '/cgroup.procs'!r}, 'w').write('0')\n{SERVER}"
+        with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            assert f"only that user and root see which; control group /{name})" in as_nobody(f"hold_port({port})")
+            process.kill()
+    finally:
+        os.rmdir(group)
 
 
 def test_a_port_below_1024_without_the_privilege() -> None:
@@ -209,6 +289,8 @@ def test_a_name_without_an_address() -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         hold_port(host="no-such-host.invalid")
     assert caught.value.code == "address-unresolved"
+    assert str(caught.value).startswith("the host name no-such-host.invalid has no address: ")
+    assert caught.value.help[0][1] == "getent hosts no-such-host.invalid"
 
 
 def test_names_are_looked_up() -> None:
@@ -227,19 +309,31 @@ def test_numbers_that_are_no_ports(port: int, port_range: tuple[int, int] | None
 
 def test_a_range_is_honoured_until_it_is_exhausted() -> None:
     first = a_range_of(5)
-    held = [hold_port(port_range=(first, first + 4)) for _ in range(5)]
-    assert sorted(each.port for each in held) == list(range(first, first + 5))
-    with pytest.raises(EnvironmentProblem) as caught:
-        hold_port(port_range=(first, first + 4))
-    assert caught.value.code == "ports-exhausted"
-    assert str(caught.value) == f"none of the 5 ports {first}-{first + 4} is free on 127.0.0.1"
-    assert caught.value.why[1].endswith("holds 5")
-    assert f"(pid {os.getpid()}, " in caught.value.why[1]
-    held[3].release()
-    with hold_port(port_range=(first, first + 4)) as again:
-        assert again.port == held[3].port
-    for each in held:
-        each.release()
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(hold_port(port_range=(first, first + 3))) for _ in range(4)]
+        client = stack.enter_context(socket.socket())
+        client.bind(("127.0.0.1", first + 4))  # a connection takes a port as well as a server does
+        client.connect(("127.0.0.1", held[0].port))
+        assert sorted(each.port for each in held) == list(range(first, first + 4))
+        with pytest.raises(EnvironmentProblem) as caught:
+            hold_port(port_range=(first, first + 4))
+        assert caught.value.code == "ports-exhausted"
+        assert str(caught.value) == f"none of the 5 ports {first}-{first + 4} is free on 127.0.0.1"
+        assert caught.value.why[0].endswith("holds 5")
+        assert f"(pid {os.getpid()}, " in caught.value.why[0]
+        assert caught.value.help == (("allow more ports (in Python port_range=)", f"--port-range {first}-{first + 49}"),)
+        held[3].release()
+        with hold_port(port_range=(first, first + 4)) as again:
+            assert again.port == held[3].port
+
+
+def test_an_exhausted_range_that_outgoing_connections_use_too() -> None:
+    low, high = ephemeral_range()
+    with hold_port() as held, pytest.raises(EnvironmentProblem) as caught:
+        hold_port(port_range=(held.port, held.port))
+    assert str(caught.value) == f"port {held.port}, the only one of the range, is not free on 127.0.0.1"
+    assert caught.value.why[-1] == f"every outgoing connection of this machine takes a port of {low}-{high}, too"
+    assert ports._exhausted("127.0.0.1", 65535, 65535, True).help[0][1] == "--port-range 65526-65535", "there are none above"
 
 
 def a_range_of(count: int) -> int:
@@ -323,3 +417,19 @@ def test_beside_a_squatter_every_port_is_ours_alone() -> None:
     thief.kill()
     thief.communicate()
     assert failures == []
+
+
+@pytest.mark.root
+def test_where_nobody_could_connect_nothing_is_held() -> None:
+    """Listening works without the loopback interface, and torch then tries to connect for a minute, with a thousand lines."""
+    program = (
+        "import rallypoint\n"
+        "for host in ('127.0.0.1', 'localhost', '127.1.2.3'):\n"
+        "    try: rallypoint.hold_port(host=host)\n"
+        "    except rallypoint.EnvironmentProblem as problem: print(problem.code, problem.headline.partition(':')[0])\n"
+        "try: rallypoint.launch(int)\n"
+        "except rallypoint.EnvironmentProblem as problem: print(problem.code, problem.headline.partition(':')[0])\n"
+    )
+    done = subprocess.run(["unshare", "-n", sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    lines = [f"loopback-down nobody can connect to {ip}" for ip in ("127.0.0.1", "127.0.0.1", "127.1.2.3", "127.0.0.1")]
+    assert done.stdout.splitlines() == lines, done.stderr

@@ -47,7 +47,40 @@ def test_status_of_a_process(child: subprocess.Popen[bytes]) -> None:
     assert processes.resident(child.pid) > 1_000_000
 
 
+def test_a_main_thread_that_does_not_run_shows_the_same_activity_twice(child: subprocess.Popen[bytes]) -> None:
+    """And one that ran does not: this process's own, which waited in between."""
+    until = time.monotonic() + 30.0
+    before = processes.activity(child.pid)
+    while (after := processes.activity(child.pid)) != before or before is None or before.state != "S":  # it may be on its way to sleep
+        assert time.monotonic() < until
+        before = after
+    own = processes.activity(os.getpid())
+    select.select([], [], [], 0.01)
+    later = processes.activity(os.getpid())
+    assert own is not None
+    assert later is not None
+    assert later.waits > own.waits
+    assert later.switches - own.switches >= later.waits - own.waits
+    assert processes.cpu_seconds(os.getpid()) > 0
+
+
+def test_a_stopped_process_keeps_a_signal_pending(child: subprocess.Popen[bytes]) -> None:
+    os.kill(child.pid, signal.SIGSTOP)
+    until = time.monotonic() + 30.0
+    while not processes.is_stopped(child.pid):
+        assert time.monotonic() < until
+    found = processes.activity(child.pid)
+    assert found is not None
+    assert found.state == "T"
+    assert not processes.is_pending(child.pid, signal.SIGTERM)
+    os.kill(child.pid, signal.SIGTERM)
+    assert processes.is_pending(child.pid, signal.SIGTERM)
+
+
 def test_status_of_none() -> None:
+    assert processes.activity(2**22 + 1) is None
+    assert processes.kernel_wait(2**22 + 1) == ""
+    assert processes.cpu_seconds(2**22 + 1) == 0.0
     assert processes.status(2**22 + 1) is None
     assert processes.resident(2**22 + 1) == 0
     assert processes.command_line(2**22 + 1) == ""

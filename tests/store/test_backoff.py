@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.errors import UsageError
+from rallypoint.store import retry as retrying
 from rallypoint.store.backoff import FIRST, MOST, ceiling, pause
-from rallypoint.store.retry import retry
+from rallypoint.store.retry import MOST_KINDS, retry
 
 
 def test_the_ceiling_doubles_up_to_its_most() -> None:
@@ -37,6 +38,14 @@ def test_retry_raises_the_last_one_with_all_of_them_counted() -> None:
     with pytest.raises(ConnectionRefusedError) as caught:
         retry(fn, timeout=0.05)
     assert any("x ConnectionRefusedError: nothing there" in note for note in caught.value.__notes__)
+
+
+def test_retry_does_not_keep_every_message_that_is_another_each_time() -> None:
+    kinds: dict[str, int] = {}
+    for number in range(MOST_KINDS + 5):
+        retrying._count(kinds, f"at {number} s")
+    retrying._count(kinds, "at 0 s")
+    assert retrying._folded(kinds) == "2 x at 0 s; " + "".join(f"1 x at {number} s; " for number in range(1, MOST_KINDS)) + "5 others"
 
 
 def test_retry_lets_other_exceptions_through_at_once() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rallypoint.clock import Clock
+from rallypoint.host import reach
 from rallypoint.store import dial as dials
 from rallypoint.store.address import Address
 from rallypoint.store.dial import DialFailed, dial
@@ -75,7 +76,7 @@ def test_the_next_address_is_tried_beside_the_first_and_not_instead(
     monkeypatch.setattr(dials, "STAGGER", 0.05)
     host, _, port = server.address.removeprefix("tcp://").rpartition(":")
     order: list[int] = []
-    real = dials._socket
+    real = reach.connecting
 
     def open_socket(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> socket.socket:
         order.append(int(str(sockaddr[1])))

@@ -18,6 +18,7 @@ import pytest
 import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import StoreUnreachable
+from rallypoint.host import reach
 from rallypoint.store import dial, limits
 from rallypoint.store.address import Address
 from rallypoint.store.dial import Failure
@@ -113,7 +114,7 @@ def test_refused_is_tried_again_until_the_deadline_and_counted(port: int) -> Non
 
 
 def test_a_server_that_starts_late_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = dial._socket
+    usual = reach.connecting
     attempts = 0
     with socket.socket() as sock, contextlib.ExitStack() as stack:
         sock.bind(("127.0.0.1", 0))
@@ -126,7 +127,7 @@ def test_a_server_that_starts_late_is_joined(monkeypatch: pytest.MonkeyPatch) ->
                 stack.enter_context(Server(secret=SECRET, listeners=[sock.dup()]))
             return usual(family, sockaddr)
 
-        monkeypatch.setattr(dial, "_socket", open_socket)
+        monkeypatch.setattr(reach, "connecting", open_socket)
         address = f"tcp://127.0.0.1:{sock.getsockname()[1]}"
         with rallypoint.connect(address, secret=SECRET, timeout=PLENTY, same_host=False) as store:
             assert works(store)

@@ -48,11 +48,12 @@ class ByAddress:
         return fd
 
     def _gone(self, why: str) -> UsageError:
-        here = os.uname().nodename
+        here, code = os.uname().nodename, "producer-gone"
         if here != self._host:
+            code = "usage"
             why = f"this is {here}; memory is shared by the processes of one host"
         return UsageError(
-            "usage",
+            code,
             f"shared memory that pid {self._pid} on {self._host} sent cannot be taken over: {why}",
             why=("through a queue, a pipe or a file goes only where the memory is: the sender must have it until the receiver does",),
             help=(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.socket_diag import bound_sockets, control_groups
 
 BACKLOG = 65535
 """Connections that may wait to be accepted: as many as the kernel allows (it takes min(this, net.core.somaxconn)), because
@@ -28,7 +29,11 @@ TRIES = 32
 """How often another free port is asked for when somebody was quicker to listen on the same one. Seen: once or twice beside
 a process that binds every port it can."""
 
+RESOLVE_TIMEOUT = 5.0
+"""Seconds for the resolver, when a name was given to listen on: as long as it waits itself before it asks a silent name server again."""
+
 LISTENING, TIME_WAIT = 0x0A, 0x06  # include/net/tcp_states.h
+BOUND = 0x07  # TCP_CLOSE there: a socket that is bound, and neither listens nor is connected
 
 
 class HeldPort:
@@ -80,12 +85,13 @@ class Holder(NamedTuple):
 
     port: int
     host: str
-    state: str  # "listening", "connected", "time-wait"
+    state: str  # "listening", "bound", "connected", "ownerless" (what is left of a connection, or its beginning), "time-wait"
     uid: int
     pid: int = 0
     command: str = ""
     started: float = 0.0  # seconds since 1970, 0 if unknown
     peer: str = ""
+    group: str = ""  # the control group it was made in, looked up only where no process is seen
 
     @property
     def user(self) -> str:
@@ -97,9 +103,16 @@ class Holder(NamedTuple):
         address = _address(self.host, self.port)
         if self.state == "time-wait":
             return f"a connection that was closed on {address} is still in TIME_WAIT, at most 60 s"
-        does = f"is listening on {address}" if self.state == "listening" else f"is connected from {address} to {self.peer}"
+        if self.state == "ownerless":
+            return f"no process has the connection from {address} to {self.peer}: it was closed, or is not accepted yet"
+        does = {
+            "listening": f"is listening on {address}",
+            "bound": f"has bound {address} and does not listen",
+            "connected": f"is connected from {address} to {self.peer}",
+        }[self.state]
         if not self.pid:
             why = "in another container" if os.geteuid() == 0 or self.uid == os.geteuid() else "only that user and root see which"
+            why += f"; control group {self.group}" if self.group else ""
             return f"a process of user {self.user} ({why}) {does}"
         since = f", started {_ago((Clock().wall() if now is None else now) - self.started)}" if self.started else ""
         return f"{self.command or 'a process'} (pid {self.pid}, user {self.user}{since}) {does}"
@@ -110,10 +123,12 @@ def hold_port(port: int = 0, host: str = "127.0.0.1", port_range: tuple[int, int
 
     Raises `UsageError` `port-invalid` for a number that is none or lies outside the range, `EnvironmentProblem`:
     `port-in-use` (its `why` names the holders), `ports-exhausted`, `port-forbidden` (below 1024 without the privilege),
-    `address-unavailable` (no such address here), `address-unresolved`, `port-unavailable` (anything else, descriptors).
+    `address-unavailable` (no such address here), `address-unresolved`, `loopback-down` (nobody could connect to it),
+    `port-unavailable` (anything else, descriptors).
     """
     _check(port, port_range)
     family, ip = _resolve(host)
+    check_loopback(ip)
     if port:
         try:
             return _try(family, ip, port)
@@ -128,17 +143,59 @@ def hold_port(port: int = 0, host: str = "127.0.0.1", port_range: tuple[int, int
         # In random order: jobs that start together do not queue up at the same number.
         held = _first(family, ip, random.sample(range(low, high + 1), high - low + 1))
     if held is None:
-        raise _exhausted(ip, low, high, "the kernel gives out ports" if port_range is None else "--port-range allows")
+        raise _exhausted(ip, low, high, port_range is not None)
     return held
 
 
 def holders(port: int) -> list[Holder]:
     """Who has this TCP port on this machine, listeners first; empty if nobody is seen.
 
-    Not seen are sockets that were bound and do not listen (the kernel lists them nowhere in /proc) and other network
-    namespaces, which are no hindrance. Takes milliseconds; reads every process's descriptors only until all are found.
+    Not seen are other network namespaces (containers with a network of their own), which are no hindrance, and, before Linux 6.8,
+    sockets that are bound and do not listen. Takes milliseconds; reads every process's descriptors only until all are found.
     """
     return _holders_of(list(_sockets(port, port)))
+
+
+def in_time_wait(low: int = 1, high: int = 65535) -> int:
+    """How many connections in TIME_WAIT have their local port in this range. They keep nobody from listening, and each keeps an
+    outgoing connection from using its port to the same place for a minute."""
+    return sum(entry.state == TIME_WAIT for entry in _sockets(low, high))
+
+
+def held_by(low: int, high: int) -> list[tuple[str, int]]:
+    """Who holds how many of these ports, the greediest first: `python train.py (pid 5112, user ada)`. TIME_WAIT does not count."""
+    ports: dict[str, set[int]] = {}
+    for holder in _holders_of([entry for entry in _sockets(low, high) if entry.state != TIME_WAIT]):
+        unseen = f"processes of user {holder.user}" + (f" in {holder.group}" if holder.group else "")
+        name = f"{holder.command} (pid {holder.pid}, user {holder.user})" if holder.pid else unseen
+        ports.setdefault(name, set()).add(holder.port)
+    return sorted(((name, len(held)) for name, held in ports.items()), key=lambda item: -item[1])
+
+
+def ephemeral_range() -> tuple[int, int]:
+    """The ports, both ends included, of which the kernel gives one to every outgoing connection, and to who asks for any (ip(7))."""
+    return _ephemeral()
+
+
+def check_loopback(ip: str) -> None:
+    """Raise EnvironmentProblem (`loopback-down`) for an address of the loopback interface when that is switched off.
+
+    Listening there works all the same, and whoever connects gets no farther. A datagram socket asks the kernel for the way, and sends
+    nothing.
+    """
+    if not (ip == "::1" or ip.startswith("127.")):
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((ip, 9))
+    except OSError as error:
+        if error.errno != errno.ENETUNREACH:
+            return  # whatever else is wrong is said when the address is bound
+        raise EnvironmentProblem(
+            "loopback-down",
+            f"nobody can connect to {ip}: the loopback interface of this machine, container or sandbox is switched off",
+            help=(("switch it on, as root", "ip link set lo up"),),
+        ) from error
 
 
 def _try(family: socket.AddressFamily, ip: str, port: int) -> HeldPort:
@@ -181,17 +238,25 @@ def _check(port: int, port_range: tuple[int, int] | None) -> None:
 
 
 def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
-    """The family and the numeric address; names are looked up, numbers are not."""
+    """The family and the numeric address, IPv4 before IPv6; names are looked up, numbers are not. "" is every address of this machine."""
+    if not host:
+        return socket.AF_INET, "0.0.0.0"
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             socket.inet_pton(family, host)
             return family, host
-    try:
-        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise EnvironmentProblem("address-unresolved", f"the host name {host} has no address: {error.strerror or error}") from error
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    return found[0][0], str(found[0][4][0])
+    from rallypoint.host import resolver
+
+    answer = resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host]
+    if not answer.found:
+        said = f"the resolver gave no answer within {answer.took:.0f} s" if answer.silent else answer.error
+        raise EnvironmentProblem(
+            "address-unresolved",
+            f"the host name {host} has no address: {said}",
+            help=(("ask this machine's resolver", f"getent hosts {host}"), ("or give the address instead of the name", "")),
+        )
+    ip = next((ip for ip in answer.found if ":" not in ip), answer.found[0])
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET, ip
 
 
 def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
@@ -199,14 +264,17 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
     address = _address(ip, port)
     if error.errno == errno.EADDRINUSE:
         found = holders(port)
-        blocking = [holder for holder in found if holder.state != "time-wait"] or found
+        blocking = [holder for holder in found if holder.state != "time-wait" and _same_place(holder.host, ip)]
         why = tuple(holder.line() for holder in blocking)
         first = f": {why[0]}" if why else ""
+        helps = [("leave the port out: a free one is then held from the start", "")]
+        if blocking and blocking[0].pid not in (0, os.getpid()) and blocking[0].uid == os.geteuid():
+            helps.append(("or end who holds it, if nobody needs it any more", f"kill {blocking[0].pid}"))
         return EnvironmentProblem(
             "port-in-use",
             f"port {port} on {ip} is taken{first}",
-            why=why or ("nobody is listening on it: a process has bound it without listening, which /proc does not show",),
-            help=(("leave --master-port out: the launcher then holds a free port from the start", ""),),
+            why=why[1:] if why else ("a process has bound it without listening, which this kernel does not show (Linux does from 6.8 on)",),
+            help=tuple(helps),
         )
     if error.errno in (errno.EACCES, errno.EPERM) and port:
         first_free = _number("/proc/sys/net/ipv4/ip_unprivileged_port_start", 1024)
@@ -226,24 +294,37 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
     return EnvironmentProblem("port-unavailable", f"cannot listen on {address}: {os.strerror(error.errno or 0)}")
 
 
-def _exhausted(ip: str, low: int, high: int, who: str) -> EnvironmentProblem:
+def _same_place(held: str, ip: str) -> bool:
+    """Whether who has bound `held` keeps others from `ip`: the same address, or one of the two is all of them."""
+    plain = held.removeprefix("::ffff:")
+    return plain == ip or {plain, ip} & {"0.0.0.0", "::"} != set()
+
+
+def _exhausted(ip: str, low: int, high: int, asked: bool) -> EnvironmentProblem:
     """No port left: who holds how many."""
-    counts: dict[str, int] = {}
-    for holder in _holders_of([entry for entry in _sockets(low, high) if entry.state == LISTENING]):
-        name = f"{holder.command} (pid {holder.pid}, user {holder.user})" if holder.pid else f"processes of user {holder.user}"
-        counts[name] = counts.get(name, 0) + 1
-    by_count = sorted(counts.items(), key=lambda item: -item[1])
-    why = tuple(f"{name} holds {count}" for name, count in by_count[:5])
+    size = high - low + 1
+    first, last = _ephemeral()
+    why = [f"{name} holds {count}" for name, count in held_by(low, high)[:5]]
+    if not asked:
+        why.insert(0, f"the kernel gives out ports {low}-{high} (net.ipv4.ip_local_port_range)")
+        help = ("let the kernel give out more ports, as root", "sysctl -w net.ipv4.ip_local_port_range='10240 65535'")
+    else:
+        if low <= last and first <= high:
+            why.append(f"every outgoing connection of this machine takes a port of {first}-{last}, too")
+        more = (low, min(65535, low + 10 * size - 1)) if low + size <= 65535 else (max(1024, high - 10 * size + 1), high)
+        help = ("allow more ports (in Python port_range=)", "--port-range {}-{}".format(*more))
     return EnvironmentProblem(
         "ports-exhausted",
-        f"none of the {high - low + 1} ports {low}-{high} is free on {ip}",
-        why=(f"{who} {low}-{high}", *why),
-        help=(("allow more ports", "--port-range A-B"),),
+        f"none of the {size} ports {low}-{high} is free on {ip}"
+        if size > 1
+        else f"port {low}, the only one of the range, is not free on {ip}",
+        why=tuple(why),
+        help=(help,),
     )
 
 
 class _Socket(NamedTuple):
-    """A line of /proc/net/tcp."""
+    """What the kernel tells of one socket."""
 
     host: str
     port: int
@@ -254,7 +335,7 @@ class _Socket(NamedTuple):
 
 
 def _sockets(low: int, high: int) -> Iterator[_Socket]:
-    """The TCP sockets on these ports of this network namespace, as far as the kernel lists them (proc_net_tcp.txt)."""
+    """The TCP sockets on these ports of this network namespace, as far as the kernel tells (proc_net_tcp.txt, sock_diag(7))."""
     for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         try:
             with open(path, encoding="ascii") as file:
@@ -267,6 +348,9 @@ def _sockets(low: int, high: int) -> Iterator[_Socket]:
                 continue
             host, port = _decode(fields[1])
             yield _Socket(host, port, _address(*_decode(fields[2])), int(fields[3], 16), int(fields[7]), int(fields[9]))
+    for bound in bound_sockets():
+        if low <= bound.port <= high:
+            yield _Socket(bound.host, bound.port, "", BOUND, bound.uid, bound.inode)
 
 
 def _decode(text: str) -> tuple[str, int]:
@@ -278,14 +362,17 @@ def _decode(text: str) -> tuple[str, int]:
 
 
 def _holders_of(sockets: Sequence[_Socket]) -> list[Holder]:
-    owners = _owners({entry.inode for entry in sockets if entry.inode})
-    names = {LISTENING: "listening", TIME_WAIT: "time-wait"}
+    inodes = {entry.inode for entry in sockets if entry.inode}
+    owners = _owners(inodes)
+    groups = control_groups(inodes - owners.keys()) if inodes - owners.keys() else {}
+    names = {LISTENING: "listening", TIME_WAIT: "time-wait", BOUND: "bound"}
     found = []
     for entry in sockets:
         pids = owners.get(entry.inode, [])
-        plain = Holder(entry.port, entry.host, names.get(entry.state, "connected"), entry.uid, peer=entry.peer)
-        found += [_described(plain, pid) for pid in pids] or [plain]
-    order = ("listening", "connected", "time-wait")
+        state = names.get(entry.state, "connected" if entry.inode else "ownerless")
+        plain = Holder(entry.port, entry.host, state, entry.uid, peer=entry.peer)
+        found += [_described(plain, pid) for pid in pids] or [plain._replace(group=groups.get(entry.inode, ""))]
+    order = ("listening", "bound", "connected", "ownerless", "time-wait")
     return sorted(found, key=lambda holder: (order.index(holder.state), holder.pid))
 
 
@@ -356,9 +443,11 @@ def _user(uid: int) -> str:
 
 @functools.cache
 def _ephemeral() -> tuple[int, int]:
-    """The range from which the kernel chooses (ip(7), ip_local_port_range)."""
-    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-        low, high = file.read().split()
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+            low, high = file.read().split()
+    except OSError:  # a sandbox without it: what Linux has when nobody changed it
+        return 32768, 60999
     return int(low), int(high)
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from rallypoint.host import system_calls
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -95,11 +97,53 @@ def status(pid: int | str) -> Status | None:
     )  # fmt: skip
 
 
+class Activity(NamedTuple):
+    """What the kernel shows of a process's main thread at one moment. Two of them say whether it has run in between."""
+
+    state: str  # R running, S asleep, D in the kernel, T stopped, t held by a debugger, Z ended but not reaped
+    cpu: int  # clock ticks that it has used
+    waits: int  # times it has given up the processor by itself
+    switches: int  # times it has left the processor in any way
+
+
+def activity(pid: int) -> Activity | None:
+    """The main thread's activity, or None when there is no such process, or /proc does not tell. Disturbs nobody: two small files."""
+    try:
+        found = status(f"{pid}/task/{pid}")
+        with open(f"/proc/{pid}/task/{pid}/status", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    counts = [int(line.split()[1]) for line in text.splitlines() if b"_ctxt_switches:" in line]
+    if found is None or len(counts) != 2:
+        return None
+    return Activity(found.state, found.cpu, counts[0], sum(counts))
+
+
+def kernel_wait(pid: int) -> str:
+    """The kernel function that the main thread sleeps in ("futex_do_wait"); "" when it runs, or this user may not know."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/wchan", "rb") as file:
+            name = file.read().decode("ascii", "replace").strip()
+    except OSError:
+        return ""
+    return "" if name == "0" else name
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used with all its threads, to a hundredth; 0.0 when it is gone, or /proc does not tell."""
+    try:
+        found = status(pid)
+    except OSError:
+        return 0.0
+    return found.cpu / os.sysconf("SC_CLK_TCK") if found is not None else 0.0
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process stands still, by SIGSTOP or Ctrl-Z. False for what cannot be seen."""
     try:
         found = status(pid)
-    except PermissionError:  # somebody else's, and /proc hides those
+    except OSError:  # somebody else's, and /proc hides those; or no descriptor is left to read it
         return False
     return found is not None and found.state == "T"
 
@@ -125,6 +169,11 @@ def resident(pid: int) -> int:
 def handles(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal (SigCgt): without one a real-time signal would end it."""
     return bool(_signal_mask(pid, pid, b"SigCgt") & (1 << (number - 1)))
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a signal that was sent to the process has not been taken by any of its threads yet."""
+    return bool(_signal_mask(pid, pid, b"ShdPnd") & (1 << (number - 1)))
 
 
 def is_handling(pid: int, number: int) -> bool:
@@ -225,7 +274,7 @@ def kill_family(marker: bytes, sessions: Iterable[int], *, deadline: float, ance
         held: list[int] = []
         for one in living:
             try:
-                pidfd = os.pidfd_open(one.pid)
+                pidfd = system_calls.pidfd_open(one.pid)
             except ProcessLookupError:
                 continue
             held.append(pidfd)
@@ -256,7 +305,7 @@ def wait_for_ends(pidfds: Iterable[int], timeout: float) -> bool:
 def send(pidfd: int, number: int) -> bool:
     """Signal exactly the process behind a pidfd; False when it has ended."""
     try:
-        signal.pidfd_send_signal(pidfd, number)
+        system_calls.pidfd_send_signal(pidfd, number)
     except (ProcessLookupError, PermissionError):  # PermissionError: it became somebody else's (sudo); the caller sees that it lives on
         return False
     return True
@@ -296,16 +345,17 @@ def ended(info: os.waitid_result) -> tuple[int, int]:
 
 def memory_file(label: str) -> int:
     """A memfd (close-on-exec): a file without a name that is gone with its last user."""
-    return os.memfd_create(label, os.MFD_CLOEXEC)
+    return system_calls.memfd_create(label, system_calls.MFD_CLOEXEC)
 
 
 def sealed_memory_file(label: str, content: bytes) -> int:
     """A memfd with this content, which nobody who gets it can change any more. Read it with `os.pread`: its offset is shared."""
     import fcntl
 
-    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = system_calls.memfd_create(label, system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
     os.write(fd, content)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    seals = system_calls.F_SEAL_WRITE | system_calls.F_SEAL_GROW | system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_SEAL
+    fcntl.fcntl(fd, system_calls.F_ADD_SEALS, seals)
     return fd
 
 

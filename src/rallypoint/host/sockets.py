@@ -59,10 +59,23 @@ def listener_of(sock: socket.socket) -> int:
     if sock.family != socket.AF_UNIX:
         return 0
     try:
-        pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        return _credentials(sock)[0]
     except OSError:
         return 0
-    return int(pid)
+
+
+def is_same_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a connected Unix socket is this user's, or root's."""
+    try:
+        return _credentials(sock)[1] in (0, os.geteuid())
+    except OSError:
+        return False
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """pid and uid of the other end: who connected or, seen from there, who listened (unix(7))."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid), int(uid)
 
 
 def remove(path: str) -> None:

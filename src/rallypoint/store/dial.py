@@ -7,16 +7,17 @@ memory of past results). The resolver is asked in a thread of its own: getaddrin
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from rallypoint.clock import Clock
+from rallypoint.host import reach
+from rallypoint.host.reach import Place
 from rallypoint.host.sockets import listener_of
 from rallypoint.store.address import Address
 from rallypoint.wire.connection import HandshakeFailed, Joining
@@ -75,12 +76,12 @@ def dial(address: Address, greet: Callable[[], Joining], deadline: float, clock:
 
     Raises DialFailed. Everything that was opened and is not returned is closed, also when a signal handler raises.
     """
-    open_socket = open_socket or _socket
+    open_socket = open_socket or reach.connecting
     failures: list[Failure] = []
     if address.path:
-        waiting: list[Found] = [(socket.AF_UNIX, (address.path,))]
+        waiting: list[Place] = [(socket.AF_UNIX, (address.path,))]
     else:
-        waiting = _by_turns(_resolve(address.host, address.port, deadline, clock))
+        waiting = reach.by_turns(_resolve(address.host, address.port, deadline, clock))
     racing: dict[int, _Runner] = {}
     poll = select.poll()
     next_start = clock.monotonic()
@@ -96,7 +97,7 @@ def dial(address: Address, greet: Callable[[], Joining], deadline: float, clock:
                 try:
                     runner = _Runner(open_socket, family, sockaddr, greet)
                 except OSError as error:
-                    failures.append(_failure(error, _where(family, sockaddr)))
+                    failures.append(_failure(error, reach.described(family, sockaddr)))
                 else:
                     racing[runner.sock.fileno()] = runner
                     poll.register(runner.sock, runner.events)
@@ -118,7 +119,7 @@ def dial(address: Address, greet: Callable[[], Joining], deadline: float, clock:
                 poll.modify(fd, runner.events)
         failures.extend(runner.too_late() for runner in racing.values())
         if not failures:
-            failures.extend(Failure("unreachable", _where(*where), "not tried: the time was up") for where in waiting)
+            failures.extend(Failure("unreachable", reach.described(*where), "not tried: the time was up") for where in waiting)
     finally:
         for runner in racing.values():
             runner.sock.close()
@@ -136,7 +137,7 @@ class _Runner:
     def __init__(
         self, open_socket: OpenSocket, family: socket.AddressFamily, sockaddr: tuple[object, ...], greet: Callable[[], Joining]
     ) -> None:
-        self.where = _where(family, sockaddr)
+        self.where = reach.described(family, sockaddr)
         self._joining = greet()
         self._cutter = Cutter(HELLO_BYTES, 0)
         self._out = b""
@@ -150,13 +151,7 @@ class _Runner:
         """Go on as far as it goes without waiting. Raises _Lost."""
         try:
             if not self._connected:
-                error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if error:
-                    raise OSError(error, os.strerror(error))
-                if self.sock.family != socket.AF_UNIX and self.sock.getsockname() == self.sock.getpeername():
-                    # The port is one of those that the kernel gives to clients, and it gave this very one to us: TCP then connects a
-                    # socket with itself. One attempt in 28,000, and there are jobs that make as many.
-                    raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+                reach.arrived(self.sock)
                 self._connected = True
                 self._send(self._joining.start())
             elif self._out:
@@ -218,54 +213,11 @@ class _Runner:
         return None
 
 
-def _socket(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> socket.socket:
-    """A non-blocking socket that is connecting."""
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        if family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        error = sock.connect_ex(sockaddr if family != socket.AF_UNIX else str(sockaddr[0]))
-        if error not in (0, errno.EINPROGRESS):
-            raise OSError(error, os.strerror(error))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.ENETDOWN}
-
-
 def _failure(error: OSError, where: str, *, connected: bool = False) -> Failure:
     if connected:
         return Failure("closed", where, f"it closed the connection without an answer ({error.strerror})")
-    if error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.EAGAIN):
-        text = {errno.ENOENT: "there is no such socket", errno.EAGAIN: "its queue of connections is full"}
-        return Failure("refused", where, text.get(error.errno, "nothing listens there"))
-    return Failure("unreachable" if error.errno in UNREACHABLE else "refused", where, error.strerror or str(error))
-
-
-def _where(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> str:
-    if family == socket.AF_UNIX:
-        return str(sockaddr[0])
-    return f"[{sockaddr[0]}]:{sockaddr[1]}" if family == socket.AF_INET6 else f"{sockaddr[0]}:{sockaddr[1]}"
-
-
-Found = tuple[socket.AddressFamily, tuple[object, ...]]
-
-
-def _by_turns(found: list[Found]) -> list[Found]:
-    """IPv6 and IPv4 by turns, the resolver's first choice first."""
-    first = [entry for entry in found if entry[0] == found[0][0]]
-    others = [entry for entry in found if entry[0] != found[0][0]]
-
-    def turns() -> Iterator[Found]:
-        for index in range(max(len(first), len(others))):
-            yield from first[index : index + 1]
-            yield from others[index : index + 1]
-
-    return list(turns())
+    reason, text = reach.told(error)
+    return Failure(reason, where, text)
 
 
 class _Question:
@@ -273,7 +225,7 @@ class _Question:
 
     def __init__(self, host: str, port: int) -> None:
         self.answered = threading.Event()
-        self.found: list[Found] = []
+        self.found: list[Place] = []
         self.error = ""
         threading.Thread(target=self._ask, args=(host, port), name=f"rallypoint: resolve {host}", daemon=True).start()
 
@@ -291,14 +243,10 @@ _asked: dict[tuple[int, str, int], _Question] = {}
 """Questions without an answer yet, by process too (a thread is not forked): a hanging resolver is not asked again by every attempt."""
 
 
-def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Found]:
+def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Place]:
     """Raises DialFailed ("unresolved")."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.inet_pton(family, host)
-        except OSError:
-            continue
-        return [(family, (host, port) if family == socket.AF_INET else (host, port, 0, 0))]
+    if place := reach.numeric(host, port):
+        return place
     key = (os.getpid(), host, port)
     question = _asked.setdefault(key, _Question(host, port)) if key not in _asked else _asked[key]
     answered = question.answered.wait(max(0.0, deadline - clock.monotonic()))

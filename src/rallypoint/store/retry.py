@@ -13,6 +13,11 @@ from rallypoint.store import backoff
 
 T = TypeVar("T")
 
+MOST_KINDS = 8
+"""Kinds of failure that are told apart. A message with a time in it is another kind every time, and an error is read by people."""
+
+OTHERS = "others"
+
 
 def retry(fn: Callable[[], T], on: tuple[type[BaseException], ...] | type[BaseException] = (ConnectionError,), timeout: float = 30.0) -> T:
     """Call `fn` until it returns, and return what it returns; exceptions of the types `on` are tried again, others go through.
@@ -30,12 +35,21 @@ def retry(fn: Callable[[], T], on: tuple[type[BaseException], ...] | type[BaseEx
         try:
             return fn()
         except on as error:
-            said = f"{type(error).__name__}: {error}"
-            kinds[said] = kinds.get(said, 0) + 1
+            _count(kinds, f"{type(error).__name__}: {error}")
             pause = backoff.pause(attempt, random.random())
             attempt += 1
             if clock.elapsed() + pause > timeout:
-                folded = "; ".join(f"{count} x {text}" for text, count in kinds.items())
-                error.add_note(f"tried {attempt} times in {clock.elapsed():.1f} s: {folded}")
+                error.add_note(f"tried {attempt} times in {clock.elapsed():.1f} s: {_folded(kinds)}")
                 raise
         select.poll().poll(pause * 1000.0)
+
+
+def _count(kinds: dict[str, int], said: str) -> None:
+    if said not in kinds and len(kinds) >= MOST_KINDS:
+        said = OTHERS
+    kinds[said] = kinds.get(said, 0) + 1
+
+
+def _folded(kinds: dict[str, int]) -> str:
+    """`12 x ConnectionRefusedError: ...; 1 x TimeoutError: ...; 3 others`, in the order in which they came."""
+    return "; ".join(f"{count} {OTHERS}" if said == OTHERS else f"{count} x {said}" for said, count in kinds.items())

@@ -53,6 +53,7 @@ class Server:
         *,
         host: str = "127.0.0.1",
         port: int | str = 0,
+        port_range: tuple[int, int] | None = None,
         max_bytes: int | str | None = None,
         secret: bytes | str | None = None,
         job: str = "",
@@ -62,9 +63,9 @@ class Server:
         clock: Clock | None = None,
         roster: Roster | None = None,
     ) -> None:
-        """`host`: the one address that is bound, nothing else. `port`: a number, or its digits as text.
-        `max_bytes`: see `store.limits.limits`. `secret`: at least 16 bytes; None:
-        32 random ones. `job`: only clients of this job, or of none, are let in. `listeners`: sockets that listen already, instead
+        """`host`: the one address that is bound, nothing else. `port`: a number, or its digits as text; 0: any free one, of
+        `port_range` (both ends included) if given. `max_bytes`: see `store.limits.limits`. `secret`: at least 16 bytes; None: 32
+        random ones. `job`: only clients of this job, or of none, are let in. `listeners`: sockets that listen already, instead
         of `host` and `port`; they are closed by `stop`. `address`: what clients are to use, when it is not what was bound. `local`:
         listen on a Unix socket too; clients on this host are told, and move there by themselves. `roster`: what a launcher knows of the
         job's ranks, for errors that name who is missing; called by the thread that serves.
@@ -81,7 +82,7 @@ class Server:
         self._changing = threading.Lock()
         self._ended = threading.Event()
         self._state = "listening"
-        bound = [_listen(host, port)] if listeners is None else list(listeners)
+        bound = [_listen(host, port, port_range)] if listeners is None else list(listeners)
         try:
             paths = [str(sock.getsockname()) for sock in bound if sock.family == socket.AF_UNIX]
             if local and not paths:
@@ -214,6 +215,7 @@ def serve(
     secret: bytes | str | None = None,
     *,
     job: str = "",
+    port_range: tuple[int, int] | None = None,
 ) -> Server:
     """Start a store in this process, in a thread; see `Server` for what may be said and what is raised.
 
@@ -222,7 +224,7 @@ def serve(
 
     `max_bytes`: what keys and values may take in all, a number or "2GiB"; a quarter of this machine's memory if it is not given.
     """
-    server = Server(host=host, port=port, max_bytes=max_bytes, secret=secret, job=job)
+    server = Server(host=host, port=port, port_range=port_range, max_bytes=max_bytes, secret=secret, job=job)
     server.start()
     return server
 
@@ -247,11 +249,11 @@ def _new_secret() -> bytes:
             return made
 
 
-def _listen(host: str, port: int | str) -> socket.socket:
+def _listen(host: str, port: int | str, port_range: tuple[int, int] | None) -> socket.socket:
     if not isinstance(host, str) or not host.strip():  # "" and None are all addresses of this machine to the kernel
         raise UsageError("usage", f"host={host!r} is not an address to listen on", help=(("this machine alone", 'host="127.0.0.1"'),))
     try:
-        held = hold_port(_port(port), host)
+        held = hold_port(_port(port), host, port_range)
     except EnvironmentProblem as error:
         if error.code != "port-in-use":
             raise

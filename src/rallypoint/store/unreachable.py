@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rallypoint.errors import StoreUnreachable
+from rallypoint.host import reach
 from rallypoint.store.address import Address
 from rallypoint.store.dial import TELLING, Failure, Reason
-
-if TYPE_CHECKING:
-    from rallypoint.host.ports import Holder
 
 CODES: dict[Reason, str] = {
     "refused": "port-refused",
@@ -62,9 +58,13 @@ def unreachable(address: Address, failures: Sequence[Failure], since: float, now
     code = CODES[told.reason]
     why = [_folded(failures, since, now)] if len(failures) > 1 else []
     if told.first:
-        why.insert(0, f"it said first: {_shown(told.first)}")
+        why.insert(0, f"it said first: {reach.shown(told.first)}")
     help, listener = _help(code, address), told.listener
-    if look and told.reason in ("foreign", "silent", "closed") and (holder := _holder(address)) is not None:
+    if (
+        look
+        and told.reason in ("foreign", "silent", "closed")
+        and (holder := None if address.path else reach.listener(address.host, address.port)) is not None
+    ):
         why.insert(0, f"on this machine {holder.line()}")
         listener = holder.pid
     if listener and is_stopped(listener):
@@ -112,25 +112,6 @@ def _folded(failures: Sequence[Failure], since: float, now: float) -> str:
         parts.append(f"and {len(most) - 4} more kinds")
     took = f" in {now - since:.1f} s" if now - since >= WORTH_TELLING else ""
     return f"{len(failures)} attempts{took}: {', '.join(parts)}"
-
-
-def _shown(first: bytes) -> str:
-    """The first line of what a service said, as text if it is text."""
-    line = first[:64].splitlines()[0] if first.strip() else first[:64]
-    return repr(line.decode("ascii")) if line.isascii() and all(32 <= byte < 127 or byte == 9 for byte in line) else line[:16].hex(" ")
-
-
-def _holder(address: Address) -> Holder | None:
-    """Who listens on the port, when that is this machine and can be seen."""
-    try:
-        local = address.host == "localhost" or ipaddress.ip_address(address.host).is_loopback
-    except ValueError:
-        local = False
-    if address.path or not local:
-        return None
-    from rallypoint.host.ports import holders
-
-    return next((holder for holder in holders(address.port) if holder.state == "listening"), None)
 
 
 def _help(code: str, address: Address) -> tuple[tuple[str, str], ...]:
