@@ -1,13 +1,19 @@
-"""Every code has a page, every page its four parts and a script; docs/errors.md is the list of them."""
+"""Every code has a page, every page its four parts and a script; docs/errors/ is made from them.
+
+`UPDATE_DOCS=1 python -m pytest tests/diagnosis/test_causes.py` writes docs/errors/ anew.
+"""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 
 import pytest
 
 from rallypoint import errors
+from rallypoint.cli import main as cli
+from rallypoint.diagnosis import error_pages
 from rallypoint.diagnosis.causes import CATALOGUE, cuda_in_template, nearest, page, spawn_inside_run
 from rallypoint.store.unreachable import CODES
 from rallypoint.wire.messages import FAILURES, REFUSALS
@@ -15,16 +21,6 @@ from rallypoint.wire.messages import FAILURES, REFUSALS
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SOURCE = ROOT / "src" / "rallypoint"
 PARTS = ["What you see", "Why it happens", "How to make sure", "How to fix it"]
-
-INTRODUCTION = """\
-# Errors
-
-Every report of rallypoint has a code. `rallypoint explain CODE` prints its page: what you see, why it happens, how to make sure, how to
-fix it. Codes are never renamed, and never used for anything else.
-
-| code | meaning |
-|---|---|
-"""
 
 
 @pytest.mark.parametrize("code", CATALOGUE)
@@ -61,9 +57,28 @@ def test_every_code_that_a_store_may_say_is_in_the_catalogue() -> None:
     assert {*FAILURES, *REFUSALS, *CODES.values()} - set(CATALOGUE) == inside
 
 
-def test_the_list_in_the_documentation() -> None:
-    rows = (f"| [{cause.code}](../src/rallypoint/diagnosis/explain/{cause.code}.md) | {cause.meaning} |\n" for cause in CATALOGUE.values())
-    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == INTRODUCTION + "".join(rows)
+def test_the_pages_in_the_documentation() -> None:
+    folder, made = ROOT / "docs" / "errors", error_pages.files()
+    if os.environ.get("UPDATE_DOCS"):
+        folder.mkdir(exist_ok=True)
+        for path in folder.iterdir():
+            if path.name not in made:
+                path.unlink()
+        for name, text in made.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    there = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+    differ = sorted(name for name in {*made, *there} if made.get(name) != there.get(name))
+    assert differ == [], "older than the pages in the package: UPDATE_DOCS=1 python -m pytest tests/diagnosis/test_causes.py"
+
+
+def test_every_code_is_in_the_index_once() -> None:
+    listed = re.findall(r"^\| \[([a-z0-9-]+)\]\(\1\.md\) \| (.+) \|$", error_pages.index(), re.MULTILINE)
+    assert sorted(listed) == sorted((cause.code, cause.meaning) for cause in CATALOGUE.values())
+
+
+def test_a_page_in_the_documentation_is_the_one_of_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "rank-killed"]) == 0
+    assert error_pages.written("rank-killed") == capsys.readouterr().out + "\n---\n\n[all errors](README.md)\n"
 
 
 def test_codes_that_are_nearly_right() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import traceback
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as some
 
-from rallypoint.diagnosis import reading
-from rallypoint.diagnosis.evidence import Frame
+from rallypoint.diagnosis import meeting_point, reading
+from rallypoint.diagnosis.evidence import Frame, Meeting, Raised
 from rallypoint.errors import StoreTimeout
 
 TWO = """\
@@ -95,3 +97,94 @@ def test_any_text_can_be_read(lines: list[str], text: str) -> None:
     reading.exception_in(lines)
     reading.error_file(text)
     reading.meaning(text, text)
+
+
+LOADER = """\
+Caught ValueError in DataLoader worker process 3.
+Original Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 349, in _worker_loop
+    data = fetcher.fetch(index)
+  File "/a/data.py", line 8, in __getitem__
+    raise ValueError("bad image")
+ValueError: bad image
+"""
+
+
+def test_what_a_worker_of_a_loader_raised() -> None:
+    assert reading.in_loader(LOADER) == ("3", "ValueError: bad image")
+    assert reading.in_loader("Caught a cold") == ("", "")
+
+
+def fetched(kind: str, message: str, *files: str) -> Raised:
+    return Raised(kind, message, tuple(Frame(file, 1, "f") for file in ("/a/train.py", *files)), "")
+
+
+REDUCTIONS = "/venv/lib/python3.11/site-packages/torch/multiprocessing/reductions.py"
+SHARER = "/usr/lib/python3.11/multiprocessing/resource_sharer.py"
+STARTING = "/usr/lib/python3.11/multiprocessing/popen_spawn_posix.py"
+
+
+def test_a_refusal_is_a_producer_only_where_a_tensor_is_fetched() -> None:
+    refused = "[Errno 111] Connection refused"
+    assert reading.producer_gone(fetched("ConnectionRefusedError", refused, REDUCTIONS, SHARER))
+    assert reading.producer_gone(fetched("FileNotFoundError", "[Errno 2] No such file or directory", SHARER))
+    assert reading.producer_gone(fetched("EOFError", "", REDUCTIONS))
+    gone = "unable to open shared memory object </torch_812_3_0> in read-write mode: No such file or directory (2)"
+    assert reading.producer_gone(fetched("RuntimeError", gone, REDUCTIONS))
+    assert not reading.producer_gone(fetched("ConnectionRefusedError", refused, "/usr/lib/python3.11/socket.py"))
+    assert not reading.producer_gone(fetched("ValueError", "x", REDUCTIONS))
+
+
+def test_what_cannot_be_pickled_is_an_argument_only_where_a_process_starts() -> None:
+    for message in ("Can't pickle local object 'main.<locals>.<lambda>'", "cannot pickle '_thread.lock' object"):
+        assert reading.not_pickled(fetched("AttributeError", message, STARTING))
+        assert not reading.not_pickled(fetched("AttributeError", message))
+
+
+def test_a_process_without_descriptors() -> None:
+    for message in ("received 0 items of ancdata", "[Errno 24] Too many open files: 'x'", "Too many open files. Communication with ..."):
+        assert reading.files_exhausted(fetched("RuntimeError", message))
+    assert reading.files_exhausted(msgspec.structs.replace(fetched("OSError", "x"), errno=errno.EMFILE))
+    assert not reading.files_exhausted(fetched("OSError", "[Errno 2] No such file"))
+
+
+def test_a_spawned_process_is_read_out_of_its_launchers_message() -> None:
+    message = "\n\n-- Process 5 terminated with the following error:\n" + "\n".join(TWO[1:]) + "\n"
+    found = reading.in_process(fetched("torch.multiprocessing.spawn.ProcessRaisedException", message))
+    assert found is not None
+    number, error = found
+    assert (number, error.type, error.message) == ("5", "ValueError", "first")
+    assert reading.in_process(fetched("RuntimeError", "-- Process 5 was killed")) is None
+
+
+def test_an_interface_that_gloo_does_not_find() -> None:
+    assert reading.interface_missing("[enforce fail at gloo/device.cc:84] ifa != nullptr. Unable to find address for: ib7") == "ib7"
+    assert reading.interface_missing("no such device") == ""
+
+
+def meets(method: str, address: str) -> Meeting:
+    return Meeting(method, address, 1, 2, "gloo")
+
+
+def test_where_torch_did_not_come_to() -> None:
+    refused = "The client socket has timed out after 3000ms while trying to connect to (node07, 29500)."
+    failed = "The client socket has failed to connect to any network address of (10.0.0.5, 29500)."
+    assert meeting_point.where(fetched("DistNetworkError", refused), None) == ("node07", 29500)
+    assert meeting_point.where(fetched("DistNetworkError", failed), None) == ("10.0.0.5", 29500)
+    ping = fetched("DistNetworkError", "Ping failed, invalid value returned from server. Expected: 30464, Got: 1347703880")
+    assert meeting_point.where(ping, meets("env://", "[::1]:29500")) == ("::1", 29500)
+    assert meeting_point.where(ping, None) is None
+    assert meeting_point.where(fetched("ValueError", "x"), meets("env://", "127.0.0.1:1")) is None
+    assert meeting_point.place(meets("file:///a", "/a")) is None
+    words = meeting_point.of_words(ping, meets("tcp://h:8080", "h:8080"))
+    assert words is not None
+    assert (words.address, words.first, words.outcome) == ("h:8080", b"HTTP", "answered")
+
+
+def test_which_store_broke_the_connection() -> None:
+    line = "[W1] [c10d] sendBytes failed on SocketImpl(fd=3, addr=[::ffff:127.0.0.1]:33186, remote=[::ffff:127.0.0.1]:41749): Broken pipe"
+    broken = fetched("torch.distributed.DistNetworkError", "Broken pipe")
+    assert meeting_point.store_of(broken, [line, "epoch 3"]) == ("127.0.0.1", 41749)
+    assert meeting_point.store_of(broken, ["epoch 3"]) is None
+    assert meeting_point.store_of(msgspec.structs.replace(broken, call="all_reduce"), [line]) is None
+    assert meeting_point.store_of(fetched("BrokenPipeError", "Broken pipe"), [line]) is None

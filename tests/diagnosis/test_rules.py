@@ -27,7 +27,9 @@ from rallypoint.diagnosis.evidence import (
     Raised,
     RankEvidence,
 )
+from rallypoint.diagnosis.meeting_point import ANSWER
 from rallypoint.diagnosis.rules import check_init_method, diagnose, is_consequence
+from rallypoint.host.reach import Outcome, Reached, Tried
 
 STORIES = pathlib.Path(__file__).parent.parent / "stories" / "reports"
 
@@ -131,6 +133,26 @@ TOO_LATE = raised(
     code="barrier-timeout",
 )
 BROKE = raised("rallypoint.errors.BarrierBroken", 'the barrier "epoch" of 3 is broken', AT_BARRIER, at=5.9, code="barrier-broken")
+NO_KEY_OF_TORCH = raised("torch.distributed.DistStoreError", "wait timeout after 1000ms, keys: /default_pg/0//data", at=6.0)
+NOT_BACKWARD = raised("AttributeError", "'NoneType' object has no attribute 'backward'", at=1.4)
+GAVE_UP = raised("RuntimeError", CLOSED, ALL_REDUCE, at=1.3, call="all_reduce", caught_at=Frame("/home/ada/exp/train.py", 91, "train_step"))
+FROM_LOSS = msgspec.structs.replace(
+    raised("TrainError", "step 5 failed", at=1.4),
+    traceback=raised("RuntimeError", CLOSED, ALL_REDUCE).traceback
+    + "\nThe above exception was the direct cause of the following exception:\n\n"
+    + raised("TrainError", "step 5 failed").traceback,
+)
+NO_GROUP = raised(
+    "ValueError", "Default process group has not been initialized, please make sure to call init_process_group.", at=1.9, call="all_reduce"
+)
+NO_SUCH_BACKEND = raised(
+    "ValueError",
+    "Unknown backend: 'nccI'",
+    (MAIN,),
+    at=1.2,
+    call="init_process_group",
+    caught_at=Frame("/home/ada/exp/train.py", 31, "main", "except Exception as error:"),
+)
 CUDA_FAILED = raised(
     "RuntimeError",
     "CUDA error: initialization error",
@@ -140,6 +162,58 @@ CUDA_FAILED = raised(
     caught_at=Frame("/home/ada/exp/train.py", 31, "main", "except RuntimeError as error:"),
 )
 SEGV = (MAIN, STEP, Frame("/usr/lib/python3.11/ctypes/__init__.py", 519, "string_at"))
+
+REFUSED_TEXT = "The client socket has timed out after 3000ms while trying to connect to (10.0.0.5, 29500)."
+AT_NODE = Meeting("tcp://10.0.0.5:29500", "10.0.0.5:29500", 1, 3, "gloo", "train.py:7", timeout=3.0)
+NOT_RESOLVED = (
+    "[W1122 07:49:12.0 socket.cpp:764] [c10d] The IPv6 network addresses of (node08, 29500) cannot be retrieved (gai error: -2 - "
+    "Name or service not known)."
+)
+HOLDER = "/usr/sbin/nginx (pid 811, user root, started 9 days ago) is listening on 10.0.0.5:29500"
+
+
+def seen(outcome: Outcome, number: int = 0, **more: Any) -> Reached:
+    """What was at the meeting point."""
+    return Reached("10.0.0.5", 29500, (Tried("10.0.0.5:29500", outcome, number, first=more.pop("first", b"")),), **more)
+
+
+def unmet(number: int, *, host: str = "10.0.0.5", **more: Any) -> RankEvidence:
+    """A rank that torch told only that its time was up."""
+    meeting = msgspec.structs.replace(AT_NODE, rank=number + 1, method=f"tcp://{host}:29500", address=f"{host}:29500")
+    error = raised("torch.distributed.DistNetworkError", REFUSED_TEXT.replace("10.0.0.5", host), (MAIN,), at=4.0, call="init_process_group")
+    return rank(number, 1, order=number, at=4.0, raised=error, said_traceback=True, meeting=meeting, phase="joining", **more)
+
+
+def waits(number: int) -> RankEvidence:
+    """A rank that torch lets wait beyond its time."""
+    return rank(number, meeting=msgspec.structs.replace(AT_NODE, rank=number + 1), phase="joining", stack=(MAIN,))
+
+
+FETCHING = (
+    MAIN,
+    Frame("/usr/lib/python3.11/multiprocessing/queues.py", 122, "get", "return _ForkingPickler.loads(res)"),
+    Frame("/venv/lib/python3.11/site-packages/torch/multiprocessing/reductions.py", 538, "rebuild_storage_fd", "fd = df.detach()"),
+    Frame(
+        "/usr/lib/python3.11/multiprocessing/resource_sharer.py", 57, "detach", "with _resource_sharer.get_connection(self._id) as conn:"
+    ),
+)
+SPAWNING = (MAIN, Frame("/usr/lib/python3.11/multiprocessing/popen_spawn_posix.py", 47, "_launch", "reduction.dump(process_obj, fp)"))
+IN_SPAWNED = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 87, in _wrap
+    fn(i, *args)
+  File "/home/ada/exp/train.py", line 9, in work
+    raise ValueError("bad batch")
+ValueError: bad batch
+"""
+NO_RANK = "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set"
+STORE_GONE = raised("torch.distributed.DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed.", (MAIN,), at=2.0)
+STORE_LOG = (
+    "[W1122 06:49:21.2 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=7, addr=[::ffff:10.0.0.6]:51040, "
+    "remote=[::ffff:10.0.0.5]:29500): Failed to recv, got 0 bytes.",
+)
 
 HISTORIES = [
     History(
@@ -331,8 +405,8 @@ HISTORIES = [
                 at=1.4,
                 stack=ALL_REDUCE,
                 said=(
-                    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
-                    "  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 500 vs 252",
+                    "terminate called after throwing an instance of 'std::runtime_error'",
+                    "  what():  the index is damaged",
                 ),
             ),
         ),
@@ -340,6 +414,141 @@ HISTORIES = [
         (2,),
         "rank 2 crashed with SIGABRT in train.py:88 in train_step (torch all_reduce)",
         status=134,
+    ),
+    History(
+        "sizes-differ",
+        job(
+            lost(0),
+            lost(1, order=2),
+            rank(
+                2,
+                sig=6,
+                at=1.4,
+                stack=ALL_REDUCE,
+                said=(
+                    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+                    "  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 500 vs 252",
+                ),
+            ),
+        ),
+        "collective-mismatch",
+        (2,),
+        "rank 2 got 500 bytes in all_reduce where its own call had room for 252",
+        status=134,
+    ),
+    History(
+        "exit-and-a-peer-that-raises-after-its-loss",
+        job(
+            rank(0, 1, order=1, at=1.5, raised=NOT_BACKWARD, handled=(GAVE_UP,)),
+            rank(1),
+            rank(2, 7, order=0, at=1.1, left_at="train.py:60 in train_step"),
+        ),
+        "rank-exited",
+        (2,),
+        "rank 2 exited with code 7",
+        status=7,
+    ),
+    History(
+        "exit-and-a-peer-that-raises-from-its-loss",
+        job(
+            rank(0, 1, order=1, at=1.5, raised=FROM_LOSS),
+            rank(1),
+            rank(2, 7, order=0, at=1.1),
+        ),
+        "rank-exited",
+        (2,),
+        "rank 2 exited with code 7",
+        status=7,
+    ),
+    History(
+        "left-early-and-a-peer-that-raises-after-its-loss",
+        job(
+            rank(0, 1, order=1, at=1.5, raised=NOT_BACKWARD, handled=(GAVE_UP,)),
+            rank(1, sent=("SIGTERM",)),
+            rank(2, 0, order=0, at=1.1),
+        ),
+        "rank-left-early",
+        (2,),
+        "rank 2 ended with exit code 0 while others still needed it",
+        "likely",
+    ),
+    History(
+        "a-loss-long-before-is-no-reason",
+        job(
+            rank(0, 1, order=1, at=90.0, raised=raised("KeyError", "'lr'", at=90.0), handled=(GAVE_UP,)),
+            rank(1),
+            rank(2, 0, order=0, at=1.1),
+        ),
+        "rank-raised",
+        (0,),
+        "rank 0 raised KeyError: 'lr'",
+    ),
+    History(
+        "a-key-that-nobody-sets-while-the-others-wait",
+        job(rank(0, stack=ALL_REDUCE), rank(1, 1, at=6.1, raised=NO_KEY_OF_TORCH), rank(2, stack=ALL_REDUCE)),
+        "rank-raised",
+        (1,),
+        "rank 1 raised torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /default_pg/0//data",
+        "likely",
+    ),
+    History(
+        "monitored-barrier",
+        job(
+            rank(
+                0, 1, order=1, at=2.2, raised=raised("RuntimeError", "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 2000 ms", at=2.1)
+            ),
+            rank(
+                1, 1, order=0, at=2.1, raised=raised("RuntimeError", f"Rank 1 successfully reached monitoredBarrier, but {CLOSED}", at=2.0)
+            ),
+            rank(2, stack=LOADING),
+        ),
+        "ranks-missing",
+        (2,),
+        "ranks 0-1 waited in a collective until the timeout; rank 2 never came",
+        "likely",
+    ),
+    History(
+        "exception-at-the-moment-of-an-exit",
+        job(rank(0, 1, order=1, at=1.5, raised=NOT_BACKWARD), rank(1), rank(2, 7, order=0, at=1.401)),
+        "rank-raised",
+        (0,),
+        "rank 0 raised AttributeError: 'NoneType' object has no attribute 'backward'",
+        "likely",
+    ),
+    History(
+        "exception-after-a-loss-that-nobody-else-explains",
+        job(rank(0, 1, order=1, at=1.5, raised=NOT_BACKWARD, handled=(GAVE_UP,)), rank(1), rank(2, stack=LOADING)),
+        "rank-raised",
+        (0,),
+        "rank 0 raised AttributeError: 'NoneType' object has no attribute 'backward'",
+        "likely",
+    ),
+    History(
+        "exit-after-a-traceback-and-more",
+        job(
+            rank(0),
+            rank(
+                1,
+                1,
+                order=0,
+                at=1.2,
+                said=(*raised("ValueError", "invalid literal for int() with base 10: 'x'").traceback.splitlines(), "fatal: disk quota"),
+            ),
+        ),
+        "rank-raised",
+        (1,),
+        "rank 1 raised ValueError: invalid literal for int() with base 10: 'x'",
+        "likely",
+    ),
+    History(
+        "no-group-since-init-process-group-failed",
+        job(
+            rank(0, 1, order=0, at=2.0, phase="joining", raised=NO_GROUP, handled=(NO_SUCH_BACKEND,)),
+            rank(1, phase="joining"),
+        ),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: Unknown backend: 'nccI'",
     ),
     History(
         "abort-in-a-thread-of-native-code",
@@ -757,6 +966,208 @@ HISTORIES = [
         (1,),
         "rank 1 asked for a device that is not there: torch.AcceleratorError: CUDA error: invalid device ordinal",
     ),
+    History(
+        "nobody-at-the-meeting-point",
+        job(unmet(0), unmet(1), reached=seen("refused", 111)),
+        "port-refused",
+        (0, 1),
+        "both ranks found nobody at 10.0.0.5:29500: nothing listens there",
+    ),
+    History(
+        "nobody-yet-since-rank-0-is-elsewhere",
+        job(
+            rank(0, phase="importing", stack=LOADING),
+            unmet(1, sent=()),
+            reached=seen("refused", 111),
+        ),
+        "ranks-missing",
+        (0,),
+        "rank 1 waited in init_process_group until the timeout; rank 0 never came",
+        "likely",
+    ),
+    History(
+        "a-name-without-an-address",
+        job(unmet(0, host="node08"), unmet(1, host="node08"), reached=Reached("node08", 29500, unresolved="Name or service not known")),
+        "address-unresolved",
+        (0, 1),
+        "both ranks could not reach node08:29500: node08 has no address here (Name or service not known)",
+    ),
+    History(
+        "a-resolver-that-answered-torch-alone",
+        job(
+            unmet(0, host="node08", said=(NOT_RESOLVED,)),
+            reached=Reached("node08", 29500, unresolved="the resolver gave no answer within 0.2 s", unanswered=True),
+        ),
+        "address-unresolved",
+        (0,),
+        "rank 0 could not reach node08:29500: node08 has no address here (Name or service not known)",
+    ),
+    History(
+        "a-resolver-that-is-silent",
+        job(
+            unmet(0, host="node08"),
+            reached=Reached("node08", 29500, unresolved="the resolver gave no answer within 0.2 s", unanswered=True),
+        ),
+        "address-unresolved",
+        (0,),
+        "rank 0 could not reach node08:29500: for node08 the resolver gave no answer within 0.2 s",
+    ),
+    History(
+        "packets-are-dropped",
+        job(unmet(0), unmet(1), reached=seen("dropped")),
+        "address-unreachable",
+        (0, 1),
+        "both ranks could not reach 10.0.0.5:29500: no answer at all: packets to it are dropped, or it is off",
+    ),
+    History(
+        "a-foreign-service-and-torch-hangs",
+        job(waits(0), waits(1), reached=seen("answered", first=b"<!DOCTYPE HTML>\n<html>", here=True, holders=(HOLDER,))),
+        "store-foreign",
+        (0, 1),
+        "both ranks met a foreign service at 10.0.0.5:29500: it answered '<!DOCTYPE HTML>'",
+    ),
+    History(
+        "a-foreign-service-by-torchs-words",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "torch.distributed.DistNetworkError",
+                    "Ping failed, invalid value returned from server. Expected: 30464, Got: 1347703880",
+                    (MAIN,),
+                    call="init_process_group",
+                ),
+                meeting=AT_NODE,
+                said_traceback=True,
+            )
+        ),
+        "store-foreign",
+        (0,),
+        "rank 0 met a foreign service at 10.0.0.5:29500: it answered 'HTTP'",
+    ),
+    History(
+        "a-store-that-is-stopped",
+        job(waits(0), waits(1), reached=seen("silent", here=True, holders=(HOLDER,), stopped=811)),
+        "store-silent",
+        (0, 1),
+        "both ranks got no answer at 10.0.0.5:29500: its process (pid 811) is stopped (state T)",
+    ),
+    History(
+        "somebody-who-says-nothing",
+        job(waits(0), waits(1), reached=seen("silent", here=True, holders=(HOLDER,))),
+        "store-silent",
+        (0, 1),
+        "both ranks got no answer at 10.0.0.5:29500: it accepts the connection, and says nothing",
+        "likely",
+    ),
+    History(
+        "the-meeting-point-is-well-and-a-rank-is-missing",
+        job(rank(0, phase="importing", stack=LOADING), unmet(1), reached=seen("answered", first=ANSWER)),
+        "ranks-missing",
+        (0,),
+        "rank 1 waited in init_process_group until the timeout; rank 0 never came",
+        "likely",
+    ),
+    History(
+        "torchs-store-is-gone",
+        job(rank(0, 1, raised=STORE_GONE, said=STORE_LOG), stopped(1), reached=seen("refused", 111)),
+        "store-closed",
+        (0,),
+        "rank 0 lost torch's store at 10.0.0.5:29500: whoever served it is gone",
+    ),
+    History(
+        "torchs-store-takes-no-more",
+        job(rank(0, 1, raised=STORE_GONE, said=STORE_LOG), stopped(1), reached=seen("answered", first=ANSWER)),
+        "value-too-large",
+        (0,),
+        "torch's store at 10.0.0.5:29500 closed the connection of rank 0, and goes on serving others",
+        "likely",
+    ),
+    History(
+        "the-producer-is-gone",
+        job(stopped(0), rank(1, 1, raised=raised("ConnectionRefusedError", "[Errno 111] Connection refused", FETCHING, at=1.0), at=1.0)),
+        "producer-gone",
+        (1,),
+        "rank 1 took a tensor whose producer is gone: ConnectionRefusedError: [Errno 111] Connection refused",
+    ),
+    History(
+        "the-producer-hands-nothing-over",
+        job(rank(0, 1, raised=raised("EOFError", "", FETCHING))),
+        "producer-gone",
+        (0,),
+        "rank 0 took a tensor that its producer did not hand over: EOFError",
+        "likely",
+    ),
+    History(
+        "the-producer-has-no-descriptor",
+        job(rank(0, 1, raised=raised("EOFError", "", FETCHING), said=("OSError: [Errno 24] Too many open files: '/tmp'",))),
+        "files-exhausted",
+        (0,),
+        "rank 0 has as many files open as it may have: EOFError",
+    ),
+    History(
+        "no-room-for-a-descriptor",
+        job(rank(0, 1, raised=raised("RuntimeError", "received 0 items of ancdata", FETCHING))),
+        "files-exhausted",
+        (0,),
+        "rank 0 has as many files open as it may have: RuntimeError: received 0 items of ancdata",
+    ),
+    History(
+        "a-lambda-for-a-spawned-process",
+        job(rank(0, 1, raised=raised("AttributeError", "Can't pickle local object 'main.<locals>.<lambda>'", SPAWNING))),
+        "launch-argument",
+        (0,),
+        "rank 0 gave a new process something that cannot be pickled: Can't pickle local object 'main.<locals>.<lambda>'",
+    ),
+    History(
+        "an-error-in-a-spawned-process",
+        job(rank(0, 1, raised=raised("torch.multiprocessing.spawn.ProcessRaisedException", IN_SPAWNED, (MAIN,)))),
+        "rank-raised",
+        (0,),
+        "rank 0 raised ValueError: bad batch",
+    ),
+    History(
+        "an-unguarded-main",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "torch.multiprocessing.spawn.ProcessExitedException",
+                    "process 0 terminated with exit code 1",
+                    (MAIN,),
+                    code="main-unguarded",
+                    why=("train.py:120 runs again in every new process, which imports the program anew",),
+                ),
+            )
+        ),
+        "main-unguarded",
+        (0,),
+        "the program starts processes whenever it is imported, so those that rank 0 spawned ended at once",
+    ),
+    History(
+        "a-variable-that-was-removed",
+        job(*(rank(i, 1, order=i, raised=raised("ValueError", NO_RANK, (MAIN,))) for i in range(2)), held_address="127.0.0.1:41235"),
+        "env-missing",
+        (0, 1),
+        "RANK is not set in both ranks, and init_process_group reads it",
+    ),
+    History(
+        "an-interface-that-is-not-there",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "RuntimeError", "[enforce fail at gloo/device.cc:84] ifa != nullptr. Unable to find address for: ib7", (MAIN,)
+                ),
+            )
+        ),
+        "interface-missing",
+        (0,),
+        "gloo in rank 0 was to use the network interface ib7, which has no address here",
+    ),
 ]
 
 
@@ -838,6 +1249,15 @@ def test_a_rank_that_ends_late_is_still_the_cause_when_everyone_else_speaks_of_a
         assert (report.code, report.ranks) == ("rank-killed", (2,))
 
 
+def test_a_rank_at_its_next_group_is_no_other_meeting_point() -> None:
+    first = Meeting("tcp://127.0.0.1:29500", "127.0.0.1:29500", 0, 2, "gloo")
+    second = Meeting("tcp://127.0.0.1:29501", "127.0.0.1:29501", 1, 2, "gloo", turn=1)
+    one, *_ = diagnose(job(waited(0, meeting=first), stopped(1, meeting=second)))
+    assert one.code != "address-differs"
+    one, *_ = diagnose(job(waited(0, meeting=first), stopped(1, meeting=msgspec.structs.replace(second, turn=0))))
+    assert one.code == "address-differs"
+
+
 def test_more_than_three_causes_are_not_told_one_by_one() -> None:
     ranks = [rank(i, 1, order=i, raised=raised("ValueError", "x", (Frame("/a.py", i, "f"),))) for i in range(8)]
     reports = diagnose(job(*ranks))
@@ -861,6 +1281,10 @@ def test_more_than_three_causes_are_not_told_one_by_one() -> None:
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", "", True),
         ("RuntimeError", "[enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 500 vs 252", "", False),
         ("ValueError", "bad shape", "", False),
+        # A hub, a database and a service of the program's own.
+        ("requests.exceptions.ConnectTimeout", "(Caused by ConnectTimeoutError('... timed out. (connect timeout=10)'))", "", False),
+        ("RuntimeError", "FeatureStore request timed out", "", False),
+        ("RuntimeError", "[gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR: Connection refused", "", True),
         ("TimeoutError", "the read operation timed out", "", False),  # a download of the program's own
         ("torch.distributed.DistNetworkError", "name: EADDRINUSE, message: address already in use", "", False),
         ("torch.distributed.DistBackendError", "NCCL error: unhandled cuda error: Call to CUDA function failed.", "barrier", False),
@@ -893,6 +1317,9 @@ def test_errors_of_ours_are_read_by_their_code(code: str, expected: bool) -> Non
         ("https://node7", "tcp://node7:29500"),
         ("localhost:29500", "tcp://localhost:29500"),
         ("10.0.4.8:23456", "tcp://10.0.4.8:23456"),
+        ("/shared/ddp_file", "file:///shared/ddp_file"),
+        ("env", "env://"),
+        ("node7", ""),
         ("file://", ""),
         ("file://./x", ""),
     ],

@@ -73,6 +73,13 @@ def test_a_rank_that_was_asked_twice_tells_the_later_place() -> None:
     assert len(stacks.parse(DUMP + later)) == 2
 
 
+def test_of_more_threads_than_are_written_the_last_is_not_taken_for_the_main_one() -> None:
+    other, main = DUMP.split("\n\n")
+    assert stacks.main_frames((other + "\n\n") * 98 + main)[1] == STEP
+    assert stacks.main_frames(main + "\n" + (other + "\n\n") * 99 + "...\n")[1] == STEP
+    assert stacks.main_frames((other + "\n\n") * 100 + "...\n") == ()
+
+
 def test_lines_of_newer_pythons_are_understood() -> None:
     dump = """\
 Fatal Python error: Segmentation fault

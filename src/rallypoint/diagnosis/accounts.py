@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import signal as signals
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -39,6 +39,8 @@ PHASES = {
 NOT_KNOWN = "where it was is not known"
 
 _DUMP = re.compile(r'^(Fatal Python error|Current thread|Thread 0x|  File "|Extension modules:|  <no Python frame>)')
+
+_SPAWN = re.compile(r"/torch/multiprocessing/spawn\.py$")
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -75,6 +77,16 @@ def raised(case: Case, error: Raised) -> Report:
     """An exception left the program: by what it says, one of several codes."""
     if error.code:
         return _known(case, error)
+    if (inside := reading.in_process(error)) is not None:
+        return _in_process(case, *inside)
+    if reading.producer_gone(error):
+        return _producer_gone(case, error)
+    if reading.files_exhausted(error):
+        return files_exhausted(case, error)
+    if reading.not_pickled(error):
+        return _not_pickled(case, error)
+    if reading.variable_missing(error.message):
+        return _variable_missing(case, error)
     if reading.group_twice(error.message):
         return _group_twice(case, error)
     if reading.port_in_use(error.message) or error.errno == errno.EADDRINUSE:
@@ -91,8 +103,20 @@ def raised(case: Case, error: Raised) -> Report:
         return _device_missing(case, error)
     if reading.cuda_init_failed(error.message):
         return _cuda_init_failed(case, error)
+    if reading.port_forbidden(error.message):
+        return _port_forbidden(case, error)
+    if reading.group_missing(error.message):
+        return _group_missing(case, error)
+    if reading.parameters_unused(error.message):
+        return _parameters_unused(case, error)
+    if reading.kernel_failed(error.message):
+        return _kernel_failed(case, error)
     if starts_nothing(case.job.program, error):
         return _start_failed(case, error)
+    if name := reading.interface_missing(error.message):
+        return _interface_missing(case, error, name)
+    if (sizes := reading.sizes_differ(error.message)) is not None:
+        return _sizes_differ(case, error, *sizes)
     return _told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, help=_help_for(error, case.job))
 
 
@@ -311,6 +335,30 @@ def missing(case: Case, waiters: Sequence[RankEvidence], error: Raised) -> Repor
     )
 
 
+def collective_mismatch(case: Case, calls: Mapping[int, tuple[str, Frame]]) -> Report:
+    """Ranks that waited for each other in different collectives. `calls`: by rank the collective, and the program's line."""
+    together: dict[tuple[str, str], list[int]] = {}
+    for number, (name, frame) in sorted(calls.items()):
+        together.setdefault((name, stacks.describe(frame, case.root)), []).append(number)
+    groups = sorted(together.items(), key=lambda item: (len(item[1]), item[1][0]))  # the odd one first
+    lines = [f"{ranks_phrase(numbers)}: {name} at {place}" for (name, place), numbers in groups]
+    names = list(dict.fromkeys(name for name, _ in together))
+    told = f"{', '.join(names[:-1])} and {names[-1]}"
+    first = next(rank for rank in case.job.ranks if rank.rank == groups[0][1][0])
+    return Report(
+        code="collective-mismatch",
+        headline=f"the ranks waited for each other in different collectives, {told}, until the timeout",
+        where=_at(groups[0][0][1], first),
+        why="a collective returns when every rank of the group has called it, in the same order",
+        evidence=_listed(lines),
+        then="" if len(case.ranks) == len(case.job.ranks) else case.then,
+        help=(Help("let every rank make the same calls in the same order, outside of branches that only some take"),),
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+    )
+
+
 def unknown(case: Case, error: Raised | None) -> Report:
     """Nothing but consequences: what was ruled out, and who was the first."""
     job = case.job
@@ -322,6 +370,9 @@ def unknown(case: Case, error: Raised | None) -> Report:
             then=case.then,
             logs=(job.run_dir,) if job.run_dir else (),
         )
+    launchers = [rank.rank for rank in job.ranks if _spawns(rank)]
+    if error is not None and reading.in_process(error) is not None and len(launchers) > 1:
+        return _mixed_up(case, error, launchers)
     ruled_out = ["no rank was ended by a signal from outside, and none raised an error of its own"]
     if job.memory.counted and not job.memory.oom_kills:
         ruled_out.append("the kernel killed nothing in this cgroup for lack of memory")
@@ -337,6 +388,25 @@ def unknown(case: Case, error: Raised | None) -> Report:
         quote=error is None,
     )
     return msgspec.structs.replace(report, said=traceback_said(case.first, error) if error else report.said)
+
+
+def _mixed_up(case: Case, error: Raised, launchers: Sequence[int]) -> Report:
+    """Several ranks are launchers themselves, and what one of them had started lost a peer: the sets met at one port."""
+    return _told(
+        case,
+        "spawn-inside-run",
+        f"{case.subject} had started ranks of its own, and one of those lost another",
+        error,
+        why="a program that calls mp.spawn is its own launcher: sets of ranks that ask for the same port meet ranks of another set",
+        evidence=(f"{ranks_phrase(launchers)} called mp.spawn, each for itself",),
+        help=(Help("start it once, and let it spawn", f"rallypoint run -n 1 {case.job.program}"),),
+    )
+
+
+def _spawns(rank: RankEvidence) -> bool:
+    """Whether a rank stands in `mp.spawn`, or left it with what a process of it raised."""
+    frames = (*last_stack(rank), *(rank.raised.frames if rank.raised is not None else ()))
+    return any(_SPAWN.search(frame.file) for frame in frames)
 
 
 def interrupted(job: JobEvidence, then: str) -> Report:
@@ -428,6 +498,8 @@ def _known(case: Case, error: Raised) -> Report:
     """An exception of ours, raised in the rank, or one that our hook recognised: it brings its own words."""
     if error.code == "group-twice":
         return _group_twice(case, error)
+    if error.code == "main-unguarded":
+        return _main_unguarded(case, error)
     why, evidence = error.why[:1], error.why[1:]
     if case.confidence != "certain":  # one of the store's that another rank may have caused
         others = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
@@ -436,7 +508,7 @@ def _known(case: Case, error: Raised) -> Report:
         evidence = (*error.why, *(_whereabouts(others, case.root) if seen else ()))
     return Report(
         code=error.code,
-        headline=f"{case.subject}: {_first_line(error.message)}",
+        headline=f"{case.subject}: {first_line(error.message)}",
         where=where(case, case.first, error),
         why="".join(why),
         evidence=evidence,
@@ -472,6 +544,216 @@ def _group_twice(case: Case, error: Raised) -> Report:
     )
 
 
+def _port_forbidden(case: Case, error: Raised) -> Report:
+    port = reading.port_named(error.message) or next((int(found) for found in re.findall(r"\]:(\d+)", error.message)), 0)
+    return _told(
+        case,
+        "port-forbidden",
+        f"{case.subject} may not listen on {f'port {port}' if port else 'an address'}: the kernel keeps it for privileged users",
+        error,
+        why="ports below 1024 need the right to bind them (CAP_NET_BIND_SERVICE)",
+        help=(Help("take a port from 1024 on, or leave it out: rallypoint holds a free one"),),
+    )
+
+
+def _group_missing(case: Case, error: Raised) -> Report:
+    call = error.call if error.call not in ("", "get_default_group", "get_group_size") else "a call of torch.distributed"
+    return _told(
+        case,
+        "group-missing",
+        f"{case.subject} used torch.distributed before init_process_group, or after destroy_process_group",
+        error,
+        why=f"{call} needs the default group, and this process has none",
+        help=(
+            Help("open the group before", 'dist.init_process_group("gloo")'),
+            Help("or, for code that also runs without one, ask first", "if dist.is_available() and dist.is_initialized():"),
+        ),
+    )
+
+
+def _sizes_differ(case: Case, error: Raised, sent: int, room: int) -> Report:
+    """gloo got more than the rank's own call had asked for: at fault is the rank or the peer, and gloo does not say which peer."""
+    report = _told(
+        case,
+        "collective-mismatch",
+        f"{case.subject} got {sent} bytes in {error.call or 'a collective'} where its own call had room for {room}",
+        error,
+        why="the ranks were in different collectives, or in one with tensors of different sizes; gloo does not say which rank sent it",
+        help=(
+            Help(
+                "let torch compare the calls of all ranks before each of them, and say which differs",
+                "export TORCH_DISTRIBUTED_DEBUG=DETAIL",
+            ),
+            Help("let every rank make the same calls in the same order, with tensors of the same shape and dtype"),
+        ),
+    )
+    ended = case.first.ended
+    return msgspec.structs.replace(report, exit_status=_status(case.first)) if ended is not None and ended.signal else report
+
+
+def _parameters_unused(case: Case, error: Raised) -> Report:
+    names = re.search(r"Parameters which did not receive grad for rank \d+: *([^\n]+)", error.message)
+    numbers = re.search(r"Parameter indices which did not receive grad for rank \d+: *([\d ]+)", error.message)
+    which = names.group(1) if names else f"parameters number {', '.join(numbers.group(1).split())}" if numbers else ""
+    evidence = (f"without gradient: {cut(which, HEADLINE_MESSAGE)}",) if which else ()
+    helps: tuple[Help, ...] = (
+        Help("let every parameter take part in the loss, or freeze those that do not, before DDP", "parameter.requires_grad_(False)"),
+        Help("or let DDP look for them in every step, which costs a pass over the graph", "DDP(model, find_unused_parameters=True)"),
+    )
+    if not names:
+        helps = (Help("see their names", "export TORCH_DISTRIBUTED_DEBUG=DETAIL"), *helps)
+    return _told(
+        case,
+        "parameters-unused",
+        f"DDP in {case.subject} waits for gradients that the last step did not make",
+        error,
+        why="some parameters of the model took no part in the loss of the step before, and DDP averages all of them",
+        evidence=evidence,
+        help=helps,
+    )
+
+
+def _kernel_failed(case: Case, error: Raised) -> Report:
+    asserted = re.search(r"(\w+\.cu:\d+): .*?Assertion `(.*?)` ?failed", error.message + "\n" + error.traceback)
+    words = first_line(error.message)
+    if asserted:
+        what = f"the assertion {asserted.group(2)} failed at {asserted.group(1)}"
+    else:
+        found = re.search(r"device-side assert triggered|illegal memory access|misaligned address|unspecified launch failure", words)
+        what = found.group(0) if found else words
+    index = bool(asserted and re.search(r"[Ii]ndex|t >= 0|cur_target", asserted.group(2)))
+    return _told(
+        case,
+        "cuda-kernel-failed",
+        f"a CUDA kernel failed in {case.subject}: {what}",
+        error,
+        why="an index lies outside of what it points into: a label, a token or an embedding's row that is not there"
+        if index
+        else "kernels run behind the program: the line in the traceback is where it was noticed, mostly not where it was caused",
+        help=(
+            Help("run once more with each kernel waited for: then the traceback has the line", "export CUDA_LAUNCH_BLOCKING=1"),
+            Help("or run the same step on the CPU, which checks what it is given", 'model.to("cpu")'),
+        ),
+    )
+
+
+def _producer_gone(case: Case, error: Raised) -> Report:
+    """`multiprocessing` sends a tensor as the address of a process that has its memory; that process must live until it was fetched."""
+    sure = error.type.rpartition(".")[2] in ("ConnectionRefusedError", "FileNotFoundError") or not error.frames
+    what = "whose producer is gone" if sure else "that its producer did not hand over"
+    why = "a tensor goes through a queue as a note where its memory is, and the process that sent it must live until it was taken"
+    return _told(
+        case if sure else msgspec.structs.replace(case, confidence="likely"),
+        "producer-gone",
+        f"{case.subject} took a tensor {what}: {named(error)}",
+        error,
+        why=why,
+        evidence=() if sure else ("the producer is gone, or its thread that serves tensors is (out of descriptors: ulimit -n)",),
+        help=(
+            Help("let the producer end only when everything was taken", "done.wait()  # a multiprocessing.Event that the consumer sets"),
+            Help("or send the numbers instead of the memory, which needs nobody afterwards", "queue.put(tensor.numpy())"),
+            Help("or take a queue of the job's store, which holds the values itself", 'queue = rallypoint.connect().queue("batches")'),
+        ),
+    )
+
+
+def files_exhausted(case: Case, error: Raised) -> Report:
+    """No descriptor left in the rank, or in a process of its own from which it wanted one."""
+    why = "each tensor that came from another process keeps a descriptor, as each file, socket and pipe does"
+    return _told(
+        case,
+        "files-exhausted",
+        f"{case.subject} has as many files open as it may have: {named(error)}",
+        error,
+        why=why,
+        help=(
+            Help("raise the limit in the shell that starts the job", "ulimit -n 65536"),
+            Help("or share tensors by name instead of by descriptor", 'torch.multiprocessing.set_sharing_strategy("file_system")'),
+            Help("or keep copies of what came from loaders and queues, not the tensors themselves", "kept.append(batch.clone())"),
+        ),
+    )
+
+
+def _not_pickled(case: Case, error: Raised) -> Report:
+    return _told(
+        case,
+        "launch-argument",
+        f"{case.subject} gave a new process something that cannot be pickled: {first_line(error.message)}",
+        error,
+        why="a process that is spawned imports the program anew, and gets its function and arguments as a pickle: functions by their name",
+        help=(
+            Help("define the function at the top level of a module, with def", "def work(rank, *args):"),
+            Help("or start it with what takes lambdas and local functions, too", "rallypoint.launch(work, nproc=2)"),
+        ),
+    )
+
+
+def _main_unguarded(case: Case, error: Raised) -> Report:
+    return _told(
+        case,
+        "main-unguarded",
+        f"the program starts processes whenever it is imported, so those that {case.subject} spawned ended at once",
+        error,
+        why="".join(error.why[:1]),
+        evidence=("Python refuses to start processes while the program is being imported, and the new process ends with exit code 1",),
+        help=(
+            Help("put what starts them below a line that is false in an import", 'if __name__ == "__main__":'),
+            Help("or let rallypoint start them, which needs no such line", "rallypoint.launch(work, nproc=2)"),
+        ),
+    )
+
+
+def _variable_missing(case: Case, error: Raised) -> Report:
+    variable = reading.variable_missing(error.message)
+    line = case.first.meeting.line if case.first.meeting is not None else ""
+    ours = bool(case.job.held_address)  # rallypoint set them all
+    return _told(
+        case,
+        "env-missing",
+        f"{variable} is not set in {case.subject}, and init_process_group reads it",
+        error,
+        why=f"rallypoint had set {variable} when the rank started: the program, or a module of it, has removed it"
+        if ours
+        else "nothing that started this process had set it",
+        evidence=(f"init_process_group was called at {line}",) if line and not ours else (),
+        help=(
+            Help(f"leave {variable} in the environment")
+            if ours
+            else Help("start the program with a launcher, which sets it", f"rallypoint run -n 2 {case.job.program}"),
+            Help("see who removes it", f"grep -rn 'environ' --include='*.py' . | grep -e {variable} -e clear -e pop")
+            if ours
+            else Help("or set it, with the others that init_process_group reads: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ),
+    )
+
+
+def _interface_missing(case: Case, error: Raised, name: str) -> Report:
+    return _told(
+        case,
+        "interface-missing",
+        f"gloo in {case.subject} was to use the network interface {name}, which has no address here",
+        error,
+        why="GLOO_SOCKET_IFNAME, or the program, names the interfaces by which the ranks reach each other",
+        help=(
+            Help("on one node no interface has to be named", "unset GLOO_SOCKET_IFNAME"),
+            Help("or see which there are, and take one of them", "ip -brief address"),
+        ),
+    )
+
+
+def _in_process(case: Case, number: str, error: Raised) -> Report:
+    """What a process of `mp.spawn` raised: torch wraps its traceback into the message of another exception."""
+    report = raised(case, error)
+    inside = f"it was process {number} of those that mp.spawn had started in {case.subject}"
+    helps = report.help
+    if report.code == "port-in-use" and case.job.world_size > 1:
+        again = Help(
+            "start the program once, and let it spawn: of several, all ask for that port", f"rallypoint run -n 1 {case.job.program}"
+        )
+        helps = (again,)
+    return msgspec.structs.replace(report, evidence=(inside, *report.evidence), help=helps)
+
+
 def _port_in_use(case: Case, error: Raised) -> Report:
     port, job = reading.port_named(error.message), case.job
     which = f"port {port}" if port else "an address"
@@ -482,6 +764,9 @@ def _port_in_use(case: Case, error: Raised) -> Report:
         helps: tuple[Help, ...] = (Help("bind it in one rank only, or give each rank its own", 'if os.environ["RANK"] == "0":'),)
     else:
         why = job.holders[0] if job.holders else "who holds it could not be seen"
+        nobody = not any("(pid " in holder or " of user " in holder for holder in job.holders)
+        if error.type.endswith("DistNetworkError") and job.holders and nobody:
+            why, evidence = "whoever listened there has gone since", job.holders  # torch's sockets may be bound beside TIME_WAIT
         chosen = case.first.meeting is not None and error.call == "init_process_group"
         line = f" ({case.first.meeting.line})" if chosen and case.first.meeting and case.first.meeting.line else ""
         advice = f"leave the port out of the program{line}: rallypoint holds a free one for init_process_group"
@@ -698,12 +983,6 @@ def _help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
         )
     if short == "KeyError" and (ours := _SCHEDULERS.get(error.message.strip("'\""))):
         return (Help("this is another launcher's variable; read the one that rallypoint and torchrun set", f'os.environ["{ours}"]'),)
-    if (variable := reading.variable_missing(error.message)) and job.held_address:
-        return (
-            Help(
-                f"rallypoint sets {variable} for every rank: leave it in the environment",
-            ),
-        )
     return ()
 
 
@@ -751,7 +1030,7 @@ def _of_end(
     """A report about how a process ended."""
     rank = case.first
     if not where:
-        where = _at(stacks.place(last_stack(rank), case.root) or _phase(rank), rank)
+        where = whereabout(case, rank)
     if case.confidence != "certain" and not why:
         why = "other ranks ended too, and nothing shows that they ended for another reason"
     return Report(
@@ -779,18 +1058,29 @@ def subject(ranks: Sequence[int], world_size: int) -> str:
 
 
 def named(error: Raised) -> str:
-    """`ValueError: the message's first line`."""
-    line = _first_line(error.message)
-    return f"{error.type}: {line}" if line else error.type
+    """`ValueError: the message's first line`; of what a DataLoader's worker raised, that."""
+    worker, inner = reading.in_loader(error.message)
+    if inner:
+        return f"{first_line(inner)} (in DataLoader worker process {worker})"
+    line = first_line(error.message)
+    return ": ".join(filter(None, (error.type, line)))
 
 
 def where(case: Case, rank: RankEvidence, error: Raised) -> str:
-    """The program's innermost line, and the process."""
+    """The program's innermost line, and the process; of what a DataLoader's worker raised, the line there."""
+    inner = reading.from_loader(error)
+    if inner is not None and not all(stacks.library(frame) for frame in inner.frames):
+        return f"{stacks.place(inner.frames, case.root)}, in a DataLoader worker of pid {rank.pid}"
     place = stacks.place(error.frames, case.root or stacks.root_of(case.job.program, error.frames))
     if not place and error.filename:
         line = re.search(r", line (\d+)\)$", error.message)  # SyntaxError's own words for the place
         place = error.filename + (f":{line.group(1)}" if line else "")
     return _at(place or _phase(rank), rank)
+
+
+def whereabout(case: Case, rank: RankEvidence) -> str:
+    """Where a rank stands, or stood at its end, and the process."""
+    return _at(stacks.place(last_stack(rank), case.root) or _phase(rank), rank)
 
 
 def last_stack(rank: RankEvidence) -> tuple[Frame, ...]:
@@ -805,9 +1095,12 @@ def said(rank: RankEvidence, lines: Sequence[str]) -> tuple[Said, ...]:
 
 
 def traceback_said(rank: RankEvidence, error: Raised) -> tuple[Said, ...]:
-    """The traceback, its middle left out when it is long; () when the terminal has it already."""
+    """The traceback, its middle left out when it is long; () when the terminal has it already. Of one process that another tells of, as a
+    DataLoader and mp.spawn do, its own: the other's ends in the library that passed it on."""
     if rank.said_traceback or not error.traceback:
         return ()
+    spawned = reading.in_process(error)
+    error = reading.from_loader(error) or (spawned[1] if spawned is not None else error)
     lines = error.traceback.rstrip("\n").splitlines()
     if error.caught_at is not None and all(stacks.library(frame) for frame in error.frames):
         lines = lines[_ends_at(lines, error) :]  # caught near the call: what is above is the library's
@@ -892,6 +1185,11 @@ _CRASHES: dict[int, str] = {
 CRASHES = frozenset(_CRASHES)
 
 
+def crash_words(number: int) -> str:
+    """What a signal that native code ends by says of it; "" for another signal."""
+    return _CRASHES.get(number, "")
+
+
 def _at(place: str, rank: RankEvidence) -> str:
     return f"{place}, pid {rank.pid}" if place else f"pid {rank.pid}"
 
@@ -919,7 +1217,8 @@ def _is_named(number: int) -> bool:
     return number in {int(known) for known in signals.Signals}
 
 
-def _first_line(message: str) -> str:
+def first_line(message: str) -> str:
+    """The first line of a message that has words, cut to fit a headline."""
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
     return line if len(line) <= HEADLINE_MESSAGE else line[: HEADLINE_MESSAGE - 4] + " ..."
 

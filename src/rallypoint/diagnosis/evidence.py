@@ -8,6 +8,7 @@ import re
 import msgspec
 
 from rallypoint.host.devices import Found
+from rallypoint.host.reach import Reached
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -57,6 +58,9 @@ class Meeting(msgspec.Struct, frozen=True):
     device: str = ""  # what identifies the GPU that it joins with, "" when the backend needs none
     device_name: str = ""  # as torch calls it in that rank: "cuda:1"
     device_how: str = ""  # "chosen" by the program, "given" by LOCAL_RANK, "used" before, "short": there is none for LOCAL_RANK
+    turn: int = 0  # how often this rank had called init_process_group before
+    timeout: float = 0.0  # seconds that the rank gives torch to meet the others; 0: not known
+    guarded: bool = False  # the program would catch torch's error, and perhaps try again
 
 
 class RankEvidence(msgspec.Struct, frozen=True):
@@ -124,6 +128,7 @@ class JobEvidence(msgspec.Struct, frozen=True):
     on_failure: str = "stop"
     folder: str = ""  # that paths are shown relative to, with a "/" at its end; "": the one from which `program` was typed
     devices: Found | None = None  # the GPUs, when an error is about them
+    reached: Reached | None = None  # what is at the meeting point that ranks could not reach, when somebody looked
     now: float = 0.0
 
 

@@ -6,6 +6,7 @@ an exception that mentions no lost peer is a better candidate for the cause than
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Sequence
@@ -30,9 +31,9 @@ _LOST = re.compile(
     r"This is typically caused by a remote worker"
     r"|\[.*pair\.cc:\d+\].*(closed|reset|refused|error|Broken pipe)"
     r"|Application timeout caused pair closure|recvValue failed|recvVector failed|sendBytes failed"
-    r"|Failed to recv, got 0 bytes|Did the remote server shutdown or crash"
-    r"|remote process exit|ncclRemoteError|Connection closed by (remote )?peer|Connection closed by localRank"
-    r"|NCCL communicator was aborted|Socket Timeout|failed to connect to all addresses",
+    r"|Failed to recv, got 0 bytes|Did the remote server shutdown or crash|server has shut down too early"
+    r"|remote process exit|ncclRemoteError|Connection closed by (remote peer|peer \[|localRank)"
+    r"|NCCL communicator was aborted|(^|Error: )Socket Timeout",
     re.IGNORECASE,
 )
 # gloo checks what arrives: "[enforce fail at .../gloo/transport/tcp/pair.cc:456] ... 500 vs 252". That is no lost connection.
@@ -40,8 +41,8 @@ _OWN = re.compile(r"enforce fail at|EnforceNotMet")
 _WAITED = re.compile(
     r"Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms"
     r"|The client socket has (timed out|failed to connect)|Watchdog caught collective operation timeout"
-    r"|collective operation timeout|failed to pass monitoredBarrier|timed out connecting|Connect timeout"
-    r"|Timed out in synchronization|Timeout waiting for key|Store.*timed? ?out",
+    r"|collective operation timeout|failed to pass monitoredBarrier|\.cc:\d+\].*(timed out connecting|Connect timeout)"
+    r"|Timed out in synchronization|connect\(\) timed out\. Original|Timeout waiting for key|\b(TCP|File|Hash|Prefix)Store\b.*timed? ?out",
     re.IGNORECASE,
 )
 # Texts that others write too: they count when a torch call was left by them, or the type is torch's.
@@ -53,7 +54,9 @@ _LOST_IN_TORCH = re.compile(
 _WAITED_IN_TORCH = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 _TORCH_TYPES = ("DistNetworkError", "DistStoreError", "DistBackendError", "DistError", "C10dError")
 _BARE_TYPES = ("ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError", "EOFError")
-_BARE = re.compile(r"Connection (reset|closed|aborted|refused)|Broken pipe", re.IGNORECASE)
+_BARE = re.compile(
+    r"Connection (reset|closed|aborted|refused)|Broken pipe|Socket Timeout|failed to connect to all addresses", re.IGNORECASE
+)
 
 # Errors of our own store, by code, that mostly come of what another rank did or did not do, and what a report says of them.
 # The store's other codes (a value too large, a wrong secret) are the affair of the rank that shows them.
@@ -77,8 +80,12 @@ _PORT = re.compile(
     re.IGNORECASE,
 )
 
-_GPU_MEMORY = re.compile(r"(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
-_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|\[Errno 12\]", re.IGNORECASE)
+_GPU_MEMORY = re.compile(
+    r"(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'out of memory'", re.IGNORECASE
+)
+_HOST_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|\[Errno 12\]|std::bad_alloc", re.IGNORECASE
+)
 _SHARED_MEMORY = re.compile(
     r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory|killed by signal: Bus error", re.IGNORECASE
 )
@@ -98,8 +105,21 @@ _CUDA_INIT_FAILED = re.compile(
     re.IGNORECASE,
 )
 _GROUP_TWICE = re.compile(r"trying to initialize the default process group twice")
+_SIZES_DIFFER = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_NOT_AT_BARRIER = re.compile(r"\[Rank 0\]: Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 _CUDA_FORKED = re.compile(r"Cannot re-initialize CUDA in forked subprocess")
 _MASTER_ENV = re.compile(r"environment variable (\w+) expected, but not set")
+_GROUP_MISSING = re.compile(r"Default process group has not been initialized")
+_PARAMETERS_UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
+_KERNEL_FAILED = re.compile(
+    r"device-side assert triggered|an illegal memory access was encountered"
+    r"|(CUDA|HIP) error: (misaligned address|unspecified launch failure)"
+    r"|\.cu:\d+: .*Assertion `.*` ?failed|cuda runtime error \((59|77|700|710)\)",
+    re.IGNORECASE,
+)
+_NCCL_FAILED = re.compile(r"NCCL [Ee]rror|\bnccl(SystemError|InternalError|UnhandledCudaError|InvalidUsage|InvalidArgument|RemoteError)\b")
+_LOADER_KILLED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?\d+\) is killed by signal: ([A-Z][A-Za-z ]+?)\.?(?:$| \(|\. )", re.MULTILINE)
+_FORBIDDEN_PORT = re.compile(r"(?:bind|listen)\b.*(?:errno: 13\b|EACCES|Permission denied)", re.IGNORECASE | re.DOTALL)
 
 
 def _short(kind: str) -> str:
@@ -209,9 +229,134 @@ def group_twice(message: str) -> bool:
     return bool(_GROUP_TWICE.search(message))
 
 
+def sizes_differ(message: str) -> tuple[int, int] | None:
+    """The bytes that a peer sent in a collective, and the fewer that gloo had room for; None when the message does not say so."""
+    found = _SIZES_DIFFER.search(message)
+    return (int(found[1]), int(found[2])) if found is not None else None
+
+
+def not_at_barrier(message: str) -> tuple[int, ...]:
+    """The ranks that `monitored_barrier` waited for in vain, by the word of its rank 0."""
+    found = _NOT_AT_BARRIER.search(message)
+    return tuple(int(number) for number in re.findall(r"\d+", found[1])) if found is not None else ()
+
+
 def cuda_forked(message: str) -> bool:
     """True when CUDA was up in the process that forked this one."""
     return bool(_CUDA_FORKED.search(message))
+
+
+def group_missing(message: str) -> bool:
+    """True when a call of torch.distributed found no default group in its process."""
+    return bool(_GROUP_MISSING.search(message))
+
+
+def parameters_unused(message: str) -> bool:
+    """True when DDP says that parameters of the model took no part in the last loss."""
+    return bool(_PARAMETERS_UNUSED.search(message))
+
+
+def kernel_failed(message: str) -> bool:
+    """True when a CUDA kernel failed by what it was given: an assertion in it, or an address that is not its."""
+    return bool(_KERNEL_FAILED.search(message))
+
+
+def nccl_failed(message: str) -> bool:
+    """True for an error that NCCL itself returned; a timeout that torch's watchdog noticed is none."""
+    return bool(_NCCL_FAILED.search(message))
+
+
+def port_forbidden(message: str) -> bool:
+    """True when the kernel refused a port to an unprivileged user."""
+    return bool(_FORBIDDEN_PORT.search(message))
+
+
+def loader_killed(message: str) -> str:
+    """By what a worker of a DataLoader was ended, as the C library calls it: "Killed"; "" when the message does not say that one was."""
+    found = _LOADER_KILLED.search(message)
+    return found.group(1) if found else ""
+
+
+def names_cause(message: str) -> bool:
+    """True when a message has, whatever stands around it, a text that only one cause leaves."""
+    asked = (port_in_use, port_forbidden, group_twice, group_missing, parameters_unused, cuda_forked, kernel_failed, nccl_failed)
+    found = any(one(message) for one in asked) or about_devices("", message)
+    return found or bool(variable_missing(message) or out_of_memory("", message) or loader_killed(message) or sizes_differ(message))
+
+
+_PRODUCER_GONE = re.compile(r"[Uu]nable to open shared memory object </torch_\S+>.*No such file or directory")
+_REBUILDING = re.compile(r"/multiprocessing/(reductions|resource_sharer)\.py$")
+_FILES_EXHAUSTED = re.compile(r"Too many open files|\[Errno 2[34]\]|received 0 items of ancdata")
+_NOT_PICKLED = re.compile(r"[Cc]an't pickle|[Cc]annot pickle|Can't get local object|not picklable")
+_STARTING = re.compile(r"/multiprocessing/(popen_\w+|process)\.py$")
+_IN_PROCESS = re.compile(r"^-- Process (\d+) terminated with the following error:$", re.MULTILINE)
+
+
+def producer_gone(error: Raised) -> bool:
+    """True when a tensor was to be taken from a process that serves it no longer: `multiprocessing` asks the one that sent it."""
+    kinds = ("ConnectionRefusedError", "ConnectionResetError", "FileNotFoundError", "EOFError", "BrokenPipeError")
+    if _PRODUCER_GONE.search(error.message):
+        return True
+    return _short(error.type) in kinds and any(_REBUILDING.search(frame.file) for frame in error.frames)
+
+
+def files_exhausted(error: Raised) -> bool:
+    """True when a process had no descriptor left. The kernel drops those that come in a message then: "0 items of ancdata"."""
+    return bool(_FILES_EXHAUSTED.search(error.message)) or error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def says_files_exhausted(line: str) -> bool:
+    """True for a line of a log that says the same, perhaps of another process of the rank's."""
+    return bool(_FILES_EXHAUSTED.search(line))
+
+
+def not_pickled(error: Raised) -> bool:
+    """True when what a new process of `multiprocessing` was to get cannot be pickled."""
+    return bool(_NOT_PICKLED.search(error.message)) and any(_STARTING.search(frame.file) for frame in error.frames)
+
+
+def in_process(error: Raised) -> tuple[str, Raised] | None:
+    """The number of a process that `mp.spawn` had started, and what it raised there; None for any other error."""
+    found = _IN_PROCESS.search(error.message)
+    inner = exception_in(error.message[found.end() :].rstrip().splitlines()) if found is not None else None
+    return (found[1], msgspec.structs.replace(inner, at=error.at, call=error.call)) if found is not None and inner is not None else None
+
+
+_INTERFACE_MISSING = re.compile(r"Unable to find address for: (\S+)")
+
+
+def interface_missing(message: str) -> str:
+    """The network interface that gloo was told to use and that is not there, or has no address; "" if none."""
+    found = _INTERFACE_MISSING.search(message)
+    return found.group(1) if found else ""
+
+
+_DIRECTLY = "\nThe above exception was the direct cause of the following exception:\n"
+
+
+def wrapped(error: Raised) -> Raised | None:
+    """Of an exception that was raised `from` another the first of those, as the traceback shows it; None for any other."""
+    before, joint, _ = error.traceback.partition(_DIRECTLY)
+    inner = exception_in(before.rstrip().splitlines()) if joint else None
+    return msgspec.structs.replace(inner, at=error.at) if inner is not None else None
+
+
+_IN_LOADER = re.compile(r"^Caught \w+ in DataLoader worker process (\d+)\.\s*Original Traceback", re.MULTILINE)
+
+
+def in_loader(message: str) -> tuple[str, str]:
+    """The number of a DataLoader's worker and the line that names what it raised, "ValueError: bad image"; ("", "") for another message."""
+    found = _IN_LOADER.search(message)
+    lines = [line for line in message[found.end() :].splitlines() if _EXCEPTION.match(line)] if found is not None else []
+    return (found[1], lines[-1]) if found is not None and lines else ("", "")
+
+
+def from_loader(error: Raised) -> Raised | None:
+    """What a DataLoader's worker raised, with its frames: torch puts the worker's traceback into the message. None for any other error."""
+    found = _IN_LOADER.search(error.message)
+    if found is None:
+        return None
+    return exception_in([_TRACEBACK, *error.message[found.end() :].partition("\n")[2].rstrip().splitlines()])
 
 
 def variable_missing(message: str) -> str:
@@ -250,6 +395,14 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
         if not any(line == _DURING for line in lines[max(start - 2, 0) : start]):
             break
     return found
+
+
+def went_on(lines: Sequence[str]) -> bool:
+    """Whether something was written after the last traceback: then it may have been shown of an error that was handled."""
+    lines = [_RANK.sub("", line) for line in lines]
+    start = max((i for i, line in enumerate(lines) if line == _TRACEBACK), default=-1)
+    block = _block(lines, start) if start >= 0 else None
+    return block is not None and any(line.strip() for line in lines[block[1] :])
 
 
 def _with_code(error: Raised, after: Sequence[str]) -> Raised:

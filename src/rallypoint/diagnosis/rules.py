@@ -14,15 +14,23 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from rallypoint.diagnosis import accounts, reading, stacks
+from rallypoint.diagnosis import accounts, meeting_point, reading, stacks
 from rallypoint.diagnosis.accounts import Case
-from rallypoint.diagnosis.evidence import JobEvidence, Meeting, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import Frame, JobEvidence, Meeting, Raised, RankEvidence
 from rallypoint.diagnosis.reading import Meaning
 from rallypoint.diagnosis.report import Confidence, Help, Report
 from rallypoint.world import ranks_phrase
 
 MOST_REPORTS = 3  # causes told in full; more than three errors at once are mostly one that nobody has recognised
 SIGKILL, SIGABRT = 9, 6
+# Seconds after a lost connection in which what its rank raises is taken for a consequence of it, when somebody had gone: enough for
+# clearing up, too little for a program that has opened a new group without who is missing and works on.
+AFTERMATH = 5.0
+# Seconds by which the launcher may hear of an end later than the peers do: sockets close before the parent is told.
+HEARD_LATE = 0.25
+# Seconds between an exception and the exit of another rank in which nobody can say which of them led to the other: less than a peer
+# needs to notice that a process has gone.
+SAME_MOMENT = 0.005
 
 
 class Kind(Enum):
@@ -61,6 +69,7 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
     job = msgspec.structs.replace(job, ranks=_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
     verdicts = [_verdict(rank, job) for rank in job.ranks]
     verdicts = [_stopped_after(verdict, verdicts) for verdict in verdicts]
+    verdicts = [_after_a_loss(verdict, verdicts) for verdict in verdicts]
     verdicts = [_shared(verdict, verdicts) for verdict in verdicts]
     first: tuple[Report, ...] = ()
     rows = ROWS
@@ -110,7 +119,7 @@ def is_consequence(error: Raised) -> bool:
     """True when an exception speaks of a lost or missing peer: the cause is then probably still to come."""
     if error.code:
         return error.code in reading.AFTER_ANOTHER
-    return reading.meaning(error.type, error.message, error.call) is not Meaning.OWN
+    return not reading.producer_gone(error) and reading.meaning(error.type, error.message, error.call) is not Meaning.OWN
 
 
 def check_init_method(url: str) -> Report | None:
@@ -132,6 +141,9 @@ def check_init_method(url: str) -> Report | None:
             correct = _check_tcp(rest)[1]
     elif re.fullmatch(r"[\w.-]+:\d+", url):
         problem, correct = "the tcp:// before it is missing", f"tcp://{url}"
+    elif not urlsplit(url).scheme:  # torch: "No rendezvous handler for ://"
+        problem = "it says not how to meet: tcp://, file:// or env:// must stand before it"
+        correct = f"file://{url}" if url.startswith("/") else "env://" if url == "env" else ""
     if not problem:
         return None
     helps: tuple[Help, ...]
@@ -155,17 +167,18 @@ def _check_tcp(rest: str) -> tuple[str, str]:
     if not colon:
         host, port = netloc, ""
     if not host:
-        return "it names no host", f"tcp://127.0.0.1:{port}{tail}" if _is_port(port) else ""
+        return "it names no host", f"tcp://127.0.0.1:{port}{tail}" if is_port(port) else ""
     if not port:
         return "it names no port", f"tcp://{host}:29500{tail}"
-    if not _is_port(port):
+    if not is_port(port):
         return f"{port} is no port; they go from 1 to 65535", f"tcp://{host}:29500{tail}"
     if not rest.startswith("//") or rest.startswith("///"):
         return "two slashes belong before the host", f"tcp://{netloc}{tail}"
     return "", ""
 
 
-def _is_port(text: str) -> bool:
+def is_port(text: str) -> bool:
+    """Whether this is the number of a port, as it is written in an address."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535
 
 
@@ -174,7 +187,12 @@ def _is_port(text: str) -> bool:
 
 def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
     error, ended = _last_exception(rank, job), rank.ended
+    if error is not None and (before := _never_joined(rank, error)) is not None:
+        return Verdict(rank, _kind_of(before), before)
     if error is not None:
+        inner = reading.wrapped(error) if _kind_of(error) is Kind.RAISED else None
+        if inner is not None and _kind_of(inner) in (Kind.LOST, Kind.WAITED):
+            return Verdict(rank, _kind_of(inner), inner)
         return Verdict(rank, _kind_of(error), error)
     if rank.not_executed:
         return Verdict(rank, Kind.NOT_RUN)
@@ -191,6 +209,8 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
             return Verdict(rank, Kind.KILLED)
         if peer is not None or reading.says_lost(rank.said):
             return Verdict(rank, _kind_of(peer) if peer else Kind.LOST, peer)
+        if (mismatch := _aborted_by_gloo(rank)) is not None:
+            return Verdict(rank, Kind.RAISED, mismatch)
         return Verdict(rank, Kind.ABORTED if ended.signal == SIGABRT else Kind.CRASHED)
     if ended.code == 0:
         return Verdict(rank, Kind.SWALLOWED if own else Kind.FINISHED, own or peer)
@@ -215,7 +235,28 @@ def _last_exception(rank: RankEvidence, job: JobEvidence) -> Raised | None:
     return None if ours else error
 
 
+def _never_joined(rank: RankEvidence, error: Raised) -> Raised | None:
+    """Why a rank has no group when it asks for one: the program went on after init_process_group had failed."""
+    if not reading.group_missing(error.message) or rank.phase == "running":
+        return None
+    return next((one for one in reversed(rank.handled) if one.call == "init_process_group"), None)
+
+
+def _aborted_by_gloo(rank: RankEvidence) -> Raised | None:
+    """What gloo found wrong in a thread of its own, where nobody catches it."""
+    words = next((line for line in rank.said if reading.sizes_differ(line) is not None), None)
+    if words is None or rank.ended is None:
+        return None
+    frames = accounts.last_stack(rank) or stacks.main_frames(rank.stack_text)
+    call = stacks.collective(frames)
+    return Raised("gloo::EnforceNotMet", words.strip().removeprefix("what():").strip(), frames, "", rank.ended.at, call[0] if call else "")
+
+
 def _kind_of(error: Raised) -> Kind:
+    if (inside := reading.in_process(error)) is not None:
+        error = inside[1]
+    if reading.producer_gone(error):
+        return Kind.RAISED
     if error.code:
         return Kind.DOUBTFUL if error.code in reading.AFTER_ANOTHER else Kind.RAISED
     kinds = {Meaning.OWN: Kind.RAISED, Meaning.LOST: Kind.LOST, Meaning.WAITED: Kind.WAITED, Meaning.MAYBE_LOST: Kind.DOUBTFUL}
@@ -243,6 +284,29 @@ def _stopped_after(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
     if others and (not verdict.error or not verdict.error.at or verdict.error.at >= min(others)):
         return Verdict(verdict.rank, Kind.STOPPED)
     return verdict
+
+
+def _after_a_loss(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
+    """What a rank raised just after it had caught the loss of a peer is no cause, when another had failed or left by then without one."""
+    raised = verdict.error
+    if verdict.kind is not Kind.RAISED or raised is None or not raised.at:
+        return verdict
+    peer = _loss_before(verdict.rank, raised)
+    if peer is None:
+        return verdict
+    gone = (*(kind for row in ROWS for kind in row), Kind.FINISHED)
+    for one in verdicts:
+        had_gone = one.kind in gone and one.rank is not verdict.rank and _moment(one) <= raised.at + HEARD_LATE
+        if had_gone and _loss_before(one.rank, one.error) is None:
+            return Verdict(verdict.rank, _kind_of(peer), peer)
+    return verdict
+
+
+def _loss_before(rank: RankEvidence, error: Raised | None) -> Raised | None:
+    """The loss of a peer that a rank had caught shortly before an error, or before its end."""
+    at = error.at if error is not None else rank.ended.at if rank.ended is not None else 0.0
+    losses = [one for one in rank.handled if one is not error and _kind_of(one) in (Kind.LOST, Kind.WAITED)]
+    return next((one for one in reversed(losses) if one.at <= at <= one.at + AFTERMATH), None)
 
 
 def _shared(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
@@ -286,15 +350,37 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
     at_fault = [verdict for group in causes for verdict in group]
     # Who was waited for in vain may well be at fault.
     in_vain = any(verdict.kind is Kind.DOUBTFUL and verdict.error is not None and verdict.error.code for verdict in found)
-    then = _then(job, verdicts, at_fault, STRONG, acquit=not in_vain)
+    mismatch = any(verdict.error is not None and reading.sizes_differ(verdict.error.message) for verdict in found)
+    then = _then(job, verdicts, at_fault, STRONG, acquit=not (in_vain or mismatch or _doubt(told[0], verdicts)))
     reports = []
     for i, group in enumerate(told):
         last = i == len(told) - 1
         rest = [verdict.rank.rank for more in causes[MOST_REPORTS:] for verdict in more] if last else []
         more = f"{ranks_phrase(rest)} failed in other ways still: see their logs" if rest else ""
         case = Case(job, tuple(v.rank for v in group), "; ".join(filter(None, (more, then if i == 0 else ""))), confidence)
-        reports.append(ACCOUNTS[group[0].kind](case, group[0]))
+        report = ACCOUNTS[group[0].kind](case, group[0])
+        if confidence == "certain" and (doubt := _doubt(group, verdicts)):
+            report = msgspec.structs.replace(report, confidence="likely", why="; ".join(filter(None, (report.why, doubt))))
+        reports.append(report)
     return tuple(reports)
+
+
+def _doubt(group: list[Verdict], verdicts: list[Verdict]) -> str:
+    """Why an exception of a rank's own may be a consequence all the same, "" when nothing speaks for it."""
+    raised = [verdict for verdict in group if verdict.kind is Kind.RAISED and verdict.error is not None and not verdict.error.code]
+    if not raised or len(raised) < len(group):
+        return ""
+    first = raised[0]
+    if all(_loss_before(one.rank, one.error) for one in raised):
+        return f"{ranks_phrase(one.rank.rank for one in raised)} had lost the connection to a peer before"
+    # In a rank that is looked into, an exception that leaves the program is seen: this one the program has printed itself.
+    printed = [one for one in raised if one.rank.raised is None and not one.rank.error_file and one.rank.phase != "started"]
+    if len(printed) == len(raised) and all(one.error not in one.rank.handled and reading.went_on(one.rank.said) for one in raised):
+        return "the traceback stands in the log, and lines follow it: it may have been handled"
+    weak = [one for one in verdicts if one.kind in (Kind.EXITED, Kind.ABORTED) and _moment(one) < _moment(first) + SAME_MOMENT]
+    if weak and first.error is not None and first.error.at and first.rank.raised is not None:
+        return f"{ranks_phrase(one.rank.rank for one in weak)} ended by then, too, and nothing shows which came first"
+    return ""
 
 
 def _without_echoes(found: list[Verdict]) -> list[Verdict]:
@@ -346,8 +432,14 @@ def _exited(case: Case, verdict: Verdict) -> Report:
 
 
 def _raised(case: Case, verdict: Verdict) -> Report:
-    assert verdict.error is not None
-    return accounts.raised(case, verdict.error)
+    error, meeting = verdict.error, verdict.rank.meeting
+    assert error is not None
+    if (foreign := meeting_point.of_words(error, meeting)) is not None:
+        reached = case.job.reached
+        return meeting_point.report(case, reached if reached is not None and reached.outcome == "answered" else foreign, error)
+    if reading.producer_gone(error) and any(reading.says_files_exhausted(line) for line in verdict.rank.said):
+        return accounts.files_exhausted(case, error)
+    return accounts.raised(case, error)
 
 
 def _swallowed(case: Case, verdict: Verdict) -> Report:
@@ -374,7 +466,7 @@ def _of_consequences(job: JobEvidence, verdicts: list[Verdict]) -> Report:
     """No rank shows a cause of its own: what the ranks show together, or that the cause is not known."""
     hurt = sorted((v for v in verdicts if v.kind in (Kind.LOST, Kind.WAITED)), key=_place_in_order)
     meetings = _meetings(job)
-    if len(meetings) > 1:
+    if meetings:
         ranks = {rank for _, numbers in meetings for rank in numbers}
         return accounts.address_differs(_case(job, verdicts, [v for v in verdicts if v.rank.rank in ranks], "certain"), meetings)
     stale = [v for v in hurt if v.error is not None and _by_stale_file(v)]
@@ -383,6 +475,8 @@ def _of_consequences(job: JobEvidence, verdicts: list[Verdict]) -> Report:
         assert meeting is not None
         assert error is not None
         return accounts.stale_file(_case(job, verdicts, stale, "likely"), error, meeting.address)
+    if (unmet := _unmet(job, verdicts) or _store_lost(job, verdicts, hurt)) is not None:
+        return unmet
     left = _left_before(verdicts, hurt)
     if left:
         hid = [v for v in left if v.error is not None]
@@ -390,13 +484,55 @@ def _of_consequences(job: JobEvidence, verdicts: list[Verdict]) -> Report:
         if error is not None and len(hid) == len(left):
             return accounts.swallowed(_case(job, verdicts, hid, "likely"), error)
         return accounts.left_early(_case(job, verdicts, [v for v in left if v.error is None], "likely"))
+    if (calls := _different_collectives(verdicts)) and any(v.kind is Kind.WAITED for v in hurt):
+        return accounts.collective_mismatch(_case(job, verdicts, verdicts, "likely"), calls)
     waited = [v for v in hurt if v.kind is Kind.WAITED and v.error is not None]
+    if (named := _named_as_missing(job, verdicts, waited)) is not None:
+        return named
     absent = [v for v in verdicts if v.kind in (Kind.ALIVE, Kind.STOPPED) and v.rank.phase != "joining"]
+    if waited and waited[0].error is not None and _waits_alone(waited, absent):
+        case = Case(job, tuple(v.rank for v in waited), _then(job, verdicts, waited, (), acquit=False), "likely")
+        return accounts.raised(case, waited[0].error)
     if waited and waited[0].error is not None and absent and len(waited) == len(hurt):
         case = Case(job, tuple(v.rank for v in absent), _then(job, verdicts, [*absent, *waited], ()), "likely")
         return accounts.missing(case, [v.rank for v in waited], waited[0].error)
     first = hurt[:1] or [v for v in verdicts if v.kind is Kind.STOPPED and v.rank.ended is not None and not v.rank.sent][:1]
-    return accounts.unknown(_case(job, verdicts, first, "possible" if first else "certain"), first[0].error if first else None)
+    # Who is alive may be at fault: an exception that is still on its way through a `finally` has not been seen.
+    case = Case(job, tuple(v.rank for v in first), _then(job, verdicts, first, (), acquit=False), "possible" if first else "certain")
+    return accounts.unknown(case, first[0].error if first else None)
+
+
+def _named_as_missing(job: JobEvidence, verdicts: list[Verdict], waited: list[Verdict]) -> Report | None:
+    """Those whom `monitored_barrier` names: its rank 0 asks each of the others, and what those say in turn is that rank 0 has gone."""
+    for one in waited:
+        numbers = reading.not_at_barrier(one.error.message) if one.error is not None else ()
+        missing = [v for v in verdicts if v.rank.rank in numbers and v.kind in (Kind.ALIVE, Kind.STOPPED)]
+        if one.error is not None and missing and job.world_size == len(verdicts):
+            others = [v for v in verdicts if v.kind in (Kind.WAITED, Kind.LOST)]
+            case = Case(job, tuple(v.rank for v in missing), _then(job, verdicts, [*missing, *others], ()), "likely")
+            return accounts.missing(case, [v.rank for v in others], one.error)
+    return None
+
+
+def _waits_alone(waited: list[Verdict], absent: list[Verdict]) -> bool:
+    """Whether these waited for a key of the store, while all the others stand in a collective and wait for them."""
+    own = all(v.error is not None and not v.error.call and "keys:" in v.error.message for v in waited)
+    return own and bool(absent) and all(stacks.collective(v.rank.stack) is not None for v in absent)
+
+
+def _different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame]]:
+    """By rank the collective that it stood in or that its error left, and the program's line; {} when any was elsewhere, or all in one.
+
+    The error's own name for the call is not enough: of `all_gather_object` torch names the `all_gather` inside.
+    """
+    found: dict[int, tuple[str, Frame]] = {}
+    for verdict in verdicts:
+        frames = verdict.error.frames if verdict.error is not None else verdict.rank.stack if verdict.rank.ended is None else ()
+        call, own = stacks.collective(frames), stacks.own_frame(frames)
+        if call is None or own is None or stacks.library(own):
+            return {}
+        found[verdict.rank.rank] = call[0], own
+    return found if len({name for name, _ in found.values()}) > 1 else {}
 
 
 def _case(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], confidence: Confidence) -> Case:
@@ -404,15 +540,43 @@ def _case(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], co
 
 
 def _meetings(job: JobEvidence) -> list[tuple[Meeting, tuple[int, ...]]]:
-    """The different places at which ranks of the whole job's group look for each other."""
-    found: dict[str, tuple[Meeting, list[int]]] = {}
+    """The different places at which ranks of the whole job's group look for each other. Only calls of one turn are to meet: a rank that
+    has gone on to its next group looks elsewhere for good reason."""
+    found: dict[int, dict[str, tuple[Meeting, list[int]]]] = {}
     for rank in job.ranks:
         meeting = rank.meeting
         if meeting is None or not meeting.address or meeting.method == "store" or meeting.world_size not in (-1, job.world_size):
             continue
         place = re.sub(r"^(localhost|127\.0\.0\.1|\[?::1\]?):", "loopback:", meeting.address)
-        found.setdefault(place, (meeting, []))[1].append(rank.rank)
-    return [(meeting, tuple(ranks)) for meeting, ranks in found.values()]
+        found.setdefault(meeting.turn, {}).setdefault(place, (meeting, []))[1].append(rank.rank)
+    differing = next((places for _, places in sorted(found.items()) if len(places) > 1), {})
+    return [(meeting, tuple(ranks)) for meeting, ranks in differing.values()]
+
+
+def _unmet(job: JobEvidence, verdicts: list[Verdict]) -> Report | None:
+    """Ranks that could not reach their meeting point, and what was seen there. Not while rank 0, who should listen there, is elsewhere."""
+    reached = job.reached
+    if reached is None or not meeting_point.explains(reached):
+        return None
+    said = [v for v in verdicts if v.error is not None and meeting_point.where(v.error, v.rank.meeting) == (reached.host, reached.port)]
+    silent = [v for v in verdicts if v not in said and meeting_point.waits_at(v.rank, reached)]
+    late = [v for v in verdicts if v.kind in (Kind.ALIVE, Kind.STOPPED) and v.rank.rank == 0 and v.rank.meeting is None]
+    met = any(rank.meeting is not None for rank in job.ranks)  # else they are not looked into, and nobody knows who has come
+    if not (said or silent) or (late and met and reached.outcome == "refused"):
+        return None
+    at_fault = sorted(said, key=_place_in_order) + silent
+    return meeting_point.report(_case(job, verdicts, at_fault, "certain"), reached, said[0].error if said else None)
+
+
+def _store_lost(job: JobEvidence, verdicts: list[Verdict], hurt: list[Verdict]) -> Report | None:
+    """Ranks whose connection to a store of torch's broke, and what was seen where it was."""
+    reached = job.reached
+    if reached is None:
+        return None
+    at = (reached.host, reached.port)
+    broken = [v for v in hurt if v.error is not None and meeting_point.store_of(v.error, v.rank.said) == at]
+    error = broken[0].error if broken else None
+    return meeting_point.store_lost(_case(job, verdicts, broken, "certain"), reached, error) if error is not None else None
 
 
 def _by_stale_file(verdict: Verdict) -> bool:

@@ -27,6 +27,24 @@ WRAPPERS = frozenset(
     ("wrapper", "wrapper_func", "wrapped", "_wrapped_call_impl", "_call_impl", "inner", "decorate_context", "_fn", "__call__")
 )
 
+# Functions of torch.distributed that return only when the other ranks of the group have called them, too. Sending and receiving are not
+# among them: these meet one other rank, and rightly stand in different lines.
+COLLECTIVES = frozenset(
+    (
+        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_tensor", "all_reduce",
+        "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather",
+        "gather_object", "init_process_group", "monitored_barrier", "new_group", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+        "scatter", "scatter_object_list", "_sync_module_states", "_verify_param_shape_across_processes",
+    )
+)  # fmt: skip
+_DISTRIBUTED = re.compile(r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives|nn/functional|utils)\.py$")
+_DDP = re.compile(r"(^|/)torch/nn/parallel/distributed\.py$")
+_LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
+# A rank in one of these is being looked at by a person.
+_DEBUGGERS = re.compile(r"(^|/)(pdb|bdb|pudb/\w+|IPython/terminal/debugger|IPython/core/debugger|ipdb/\w+|debugpy/.+|pydevd\w*)\.py$")
+
+MOST_THREADS = 100  # that faulthandler writes
+
 
 class Thread(msgspec.Struct, frozen=True):
     """One thread of a dump."""
@@ -87,8 +105,14 @@ def _last_dump(threads: list[Thread]) -> tuple[Thread, ...]:
 
 
 def main_frames(dump: str) -> tuple[Frame, ...]:
-    """The main thread's stack, outermost first: faulthandler writes it last. () when there is none."""
+    """The main thread's stack, outermost first: faulthandler writes it last. () when there is none.
+
+    Of more than a hundred threads it writes the newest hundred only. Then it is the one that took the signal, which the kernel gives to the
+    main thread if it can; () when that is not among them either.
+    """
     threads = parse(dump)
+    if len(threads) >= MOST_THREADS:
+        return next((thread.frames for thread in threads if thread.current), ())
     return threads[-1].frames if threads else ()
 
 
@@ -155,6 +179,57 @@ def place(frames: tuple[Frame, ...], root: str = "") -> str:
     inner = [frame for frame in frames[index + 1 :] if frame.function not in WRAPPERS] or list(frames[index + 1 :])
     called = f" ({library(inner[0])} {inner[0].function})" if inner and library(inner[0]) else ""
     return describe(frames[index], root) + called
+
+
+def collective(frames: tuple[Frame, ...]) -> tuple[str, int] | None:
+    """The collective that a stack is in, as the program calls it, and the index of its frame; None when it is in none."""
+    for i, frame in enumerate(frames):
+        if frame.function in COLLECTIVES and _DISTRIBUTED.search(frame.file):
+            wraps = any(one.function == "__init__" and _DDP.search(one.file) for one in frames[:i])
+            return "DistributedDataParallel()" if wraps else frame.function, i
+    return None
+
+
+def called(frames: tuple[Frame, ...]) -> str:
+    """The call that the program's innermost line is in, as a person would name it: "all_reduce", "DataLoader.__next__", "threading.join",
+    "backward of torch"; "" when it is in none, or in one without Python frames (`time.sleep`)."""
+    found = collective(frames)
+    if found is not None:
+        return found[0]
+    inner = [frame for frame in frames[own_index(frames) + 1 :] if frame.function not in WRAPPERS] if frames else []
+    if not inner:
+        return ""
+    frame = inner[0]
+    if frame.function == "<module>" and library(frame):
+        return f"the import of {library(frame)}"
+    if _LOADER.search(frame.file):
+        return "DataLoader.__next__" if any(one.function == "__next__" for one in inner) else f"DataLoader.{frame.function}"
+    if _STDLIB.match(frame.file) and not _PACKAGES.match(frame.file):
+        return f"{os.path.basename(frame.file).removesuffix('.py')}.{frame.function}"
+    return f"{frame.function} of {library(frame)}" if library(frame) else frame.function
+
+
+def trimmed(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """A stack without what the standard library does inside the call that it is in: a wait that polls is at one place, not at several."""
+    end = len(frames)
+    while end > 1 and _is_standard(frames[end - 1]) and _is_standard(frames[end - 2]):
+        end -= 1
+    return frames[:end]
+
+
+def debugged(frames: tuple[Frame, ...]) -> bool:
+    """Whether a stack stands in a debugger, as after `breakpoint()`."""
+    return any(_DEBUGGERS.search(frame.file) for frame in frames)
+
+
+def _is_standard(frame: Frame) -> bool:
+    return bool(_STDLIB.match(frame.file)) and not _PACKAGES.match(frame.file)
+
+
+def library_path(path: str) -> str:
+    """The file of a library without the folder that it is installed in: `torch/distributed/distributed_c10d.py`; others as they are."""
+    found = _PACKAGES.match(path) or _STDLIB.match(path)
+    return found.group("path") if found else path
 
 
 def group(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[Group, ...]:

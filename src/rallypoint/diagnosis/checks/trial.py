@@ -1,0 +1,126 @@
+"""A real job: two ranks that meet over a backend, and the time of an all_reduce. Whoever starts ranks passes that in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from rallypoint.clock import Clock
+from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, size
+from rallypoint.diagnosis.report import Help, Report
+
+RANKS = 2
+
+PATIENCE = 60.0
+"""Seconds for the whole job. It takes 3 with torch on a local disk; importing torch from a cold network file system takes half a minute."""
+
+MEETING = 30.0
+"""Seconds for torch's own waits in it: less than the whole, so that what torch says of a hang comes before the ranks are stopped for it."""
+
+LARGE = 16 << 20
+"""Bytes of the tensor whose sum is timed: the gradients of 4 million parameters. A loaded laptop can do it, and it is enough for a rate."""
+
+ROUNDS = 5
+"""Timings of each size; the best one counts, since others only tell what else the machine did."""
+
+Backend = Literal["gloo", "nccl"]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What one rank measured. Seconds."""
+
+    rank: int
+    small: float  # an all_reduce of one number
+    large: float  # of LARGE bytes
+    right: bool  # the sum was what it must be
+    library: str = ""  # NCCL's version, as it says itself
+
+
+class Outcome(NamedTuple):
+    """How the job went."""
+
+    seconds: float  # from the start to the last rank's end
+    measured: tuple[Measured, ...] = ()  # by rank, when it went well
+    reports: tuple[Report, ...] = ()  # why it did not
+    problem: str = ""  # one sentence, when it failed before there were ranks
+    code: str = ""  # of that problem
+    help: tuple[tuple[str, str], ...] = ()
+
+
+Trial = Callable[[Backend, int, float], Outcome]
+"""Starts `measure` in so many ranks over a backend, within so many seconds."""
+
+
+def measure() -> Measured:
+    """In every rank, with the process group open: time an all_reduce of one number and of LARGE bytes."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    ranks = dist.get_world_size()
+    timings = []
+    right = True
+    for numbers in (1, LARGE // 4):
+        times = []
+        for _ in range(ROUNDS):
+            tensor = torch.full((numbers,), float(dist.get_rank() + 1), device=device)
+            dist.barrier()
+            clock = Clock()
+            dist.all_reduce(tensor)
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(clock.elapsed())
+            right = right and bool((tensor == ranks * (ranks + 1) / 2).all())
+        timings.append(min(times))
+    library = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""  # type: ignore[no-untyped-call]
+    return Measured(dist.get_rank(), timings[0], timings[1], right, library)
+
+
+def check(trial: Trial, has_torch: bool, gpus: Callable[[], int]) -> tuple[Finding, ...]:
+    """The job over gloo, and over NCCL where two GPUs are visible (`gpus`: how many)."""
+    if not has_torch:
+        return (
+            note(
+                "torch-missing",
+                "left out: there is no torch, which its ranks import",
+                ("install it, and call doctor again", "python -m pip install torch"),
+            ),
+        )
+    backends: Sequence[Backend] = ("gloo", "nccl") if gpus() >= RANKS else ("gloo",)
+    found = []
+    for backend in backends:
+        found.append(judge(backend, trial(backend, RANKS, PATIENCE)))
+        if found[-1].mark == "fault":
+            break  # what failed without a GPU fails with one
+    return tuple(found)
+
+
+_LOUDER = (
+    Help("let torch say more while it tries", "TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL rallypoint doctor --only job"),
+)
+
+
+def judge(backend: Backend, outcome: Outcome) -> Finding:
+    over = f"{RANKS} ranks over {backend}"
+    if outcome.reports:
+        first = outcome.reports[0]
+        if first.code == "launch-timeout":  # more time is not what it lacks
+            first = msgspec.structs.replace(first, help=_LOUDER)
+        return msgspec.structs.replace(fault(first.code, f"{over} failed: {first.headline}"), reports=(first, *outcome.reports[1:]))
+    if outcome.problem:
+        return fault(outcome.code, f"{over} did not start: {outcome.problem}", *outcome.help)
+    wrong = [one.rank for one in outcome.measured if not one.right]
+    if wrong or not outcome.measured:
+        return fault("cause-unknown", f"{over}: all_reduce gave a wrong sum in rank {', '.join(map(str, wrong))}")
+    small, large = (max(getattr(one, field) for one in outcome.measured) for field in ("small", "large"))
+    library = f" {outcome.measured[0].library}" if outcome.measured[0].library else ""
+    rate = f"{LARGE / max(large, 1e-9) / 1e9:.1f} GB/s"
+    times = f"all_reduce of one number takes {_time(small)}, of {size(LARGE)} {_time(large)} ({rate})"
+    return ok(f"{over}{library}: {times}; the job took {outcome.seconds:.1f} s")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"

@@ -1,0 +1,1 @@
+"""What another launcher's log says of why a job failed."""

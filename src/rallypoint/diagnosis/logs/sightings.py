@@ -1,0 +1,88 @@
+"""What was seen in a log: one value for each kind of thing that a failure is told by."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from rallypoint.diagnosis.evidence import Raised
+from rallypoint.diagnosis.logs.speakers import NOBODY, Speaker
+
+
+class Sign(Enum):
+    """What a place in a log is."""
+
+    RAISED = "raised"  # an exception: with a traceback, or a line that has an exception's form or a text of torch's
+    ENDED = "ended"  # somebody says how a process ended
+    KILLED_FOR_MEMORY = "killed for memory"  # the kernel's or Slurm's word that it did
+    INTERRUPTED = "interrupted"  # the launcher was told to stop, or the time of the job was over
+    CRASHED = "crashed"  # native code: faulthandler's dump, an exception of C++ that nobody caught
+    WATCHDOG = "watchdog"  # NCCL's watchdog: a collective did not end in time
+    NCCL = "nccl"  # NCCL's own warning
+    LOST = "lost"  # a line of torch's that says that a peer or the store is gone or did not come
+    UNREACHED = "unreached"  # a connection to the meeting point failed, with its reason
+    REPORTED = "reported"  # the headline of a report of rallypoint's own
+    NOT_STARTED = "not started"  # the interpreter did not find the program
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a process ended, by the word of its launcher, of Slurm, of MPI or of the shell."""
+
+    code: int = 0
+    signal: int = 0
+    rank: int = -1
+    local_rank: int = -1
+    pid: int = 0
+    host: str = ""
+    by: str = ""  # who says so: "torchrun", "srun", ...
+    first: bool = False  # the launcher says that this was the first
+
+
+class Collective(msgspec.Struct, frozen=True):
+    """What a rank was in when NCCL's watchdog gave up."""
+
+    sequence: int
+    kind: str  # "ALLREDUCE"
+    elements: int = -1
+    group: str = ""
+    milliseconds: int = 0
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where in the logs."""
+
+    log: str  # the name of the log, as the report shows it; "" when it came from nowhere that can be opened
+    line: int
+    last: int = 0  # the last line that belongs to it
+
+
+class Sighting(msgspec.Struct, frozen=True):
+    """One thing that was seen, once or many times."""
+
+    sign: Sign
+    place: Place
+    speaker: Speaker = NOBODY
+    text: str = ""
+    error: Raised | None = None
+    end: End | None = None
+    collective: Collective | None = None
+    lines: tuple[str, ...] = ()  # its own words, without prefix
+    times: int = 1
+    ranks: tuple[int, ...] = ()  # that the words name: both ranks of a shared GPU, the tasks that Slurm lists
+    went_on: bool = False  # the same process went on for long: it was handled
+    followed: bool = False  # the same process said something after it, and the log ends soon after
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """All that was seen in one or several logs."""
+
+    sightings: tuple[Sighting, ...]  # in the order of the logs
+    lines: int
+    ranks: tuple[int, ...]  # that some line names
+    stopped: tuple[int, ...]  # pids that the launcher says to have stopped
+    left_out: int = 0  # sightings beyond what is kept
+    failed: bool = False  # a launcher says that the job failed
+    empty: bool = False  # there was nothing to read
+    last_words: tuple[str, ...] = ()  # before the first word of a launcher on an end
+    restarts: tuple[Place, ...] = ()  # where a launcher says that it starts all ranks again

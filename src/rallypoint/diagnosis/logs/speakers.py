@@ -1,0 +1,82 @@
+"""Who said a line: the prefixes that launchers, schedulers and collectors of logs put before it."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Speaker(NamedTuple):
+    """A process, as far as the log names it. Nobody: the line has no prefix that tells."""
+
+    rank: int = -1
+    name: str = ""  # what a report calls it: "rank 3", "local rank 1", "worker pid 933"
+    mark: str = ""  # the prefix as it stands in the log
+
+    @property
+    def known(self) -> bool:
+        return bool(self.name)
+
+
+NOBODY = Speaker()
+
+_STRIPPED = 6  # prefixes of one line: a container's time, kubectl's pod, mpirun's tag, torchrun's, torch's own, and one to spare
+
+# What says nothing of who speaks, but stands in front.
+_CARRIERS = re.compile(
+    r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? (?:(?:stdout|stderr) [FP] )?"  # kubectl, docker, cri-o
+    r"(?=\S|  )(?!\||-|INFO|WARN|ERROR|DEBUG)"
+    r"|\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?Z?\] (?:[0-9a-f]{8} \|\| )"  # Determined
+    r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "  # journald, syslog
+    r"|\[pod/[^\]]+\] "  # kubectl logs --prefix
+    r"|[\w.-]+[-_]\d+ +\| "  # docker compose
+    r"|(?:ERROR|WARNING|INFO|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[\w./-]+:\d+\] "  # vLLM
+)
+_RANK = re.compile(
+    r"\[rank(\d+)\]: ?"  # torch
+    r"|\[rank=(\d+)\] "
+    r"|\[\d+,(\d+)\]<std(?:err|out|diag)>: ?"  # mpirun --tag-output
+    r"|\[(\d{1,4})\] (?=\S|  )(?!NCCL)"  # rallypoint
+)
+_TASK = re.compile(r" ?(\d{1,5}): (?=\S|  |$)")  # srun --label
+_LOCAL = re.compile(r"\[[A-Za-z_]+(\d+)\]:(?!\d)")  # torchrun --tee: [default0]:
+_NAMED = re.compile(r"\(([A-Za-z_]\w*) pid=(\d+)(?:, ip=[\d.]+)?\) ?")  # Ray, vLLM
+
+
+def split(text: str) -> tuple[Speaker, str]:
+    """Who said this line, and what was said. The innermost prefix names the speaker: torch knows its rank, what carries the log may not."""
+    speaker, mark = NOBODY, ""
+    for _ in range(_STRIPPED):
+        if (found := _CARRIERS.match(text)) is not None:
+            text = text[found.end() :]
+            continue
+        who = _speaker(text)
+        if who is None:
+            break
+        found, told = who
+        mark += found.group(0)
+        speaker = told if told.rank >= 0 or speaker.rank < 0 else speaker
+        text = text[found.end() :]
+    return (speaker._replace(mark=mark.rstrip()) if speaker.known else NOBODY), text
+
+
+def _speaker(text: str) -> tuple[re.Match[str], Speaker] | None:
+    head = text[:1]
+    if head == "[":
+        if (found := _RANK.match(text)) is not None:
+            rank = int(next(number for number in found.groups() if number is not None))
+            return found, Speaker(rank, f"rank {rank}")
+        if (found := _LOCAL.match(text)) is not None:
+            return found, Speaker(-1, f"local rank {found.group(1)}")
+    elif head == "(":
+        if (found := _NAMED.match(text)) is not None:
+            return found, Speaker(-1, f"{found.group(1)} pid {found.group(2)}")
+    elif (head.isdigit() or head == " ") and (found := _TASK.match(text)) is not None:
+        return found, Speaker(int(found.group(1)), f"rank {found.group(1)}")
+    return None
+
+
+def of_file(path: str) -> Speaker:
+    """The rank that the name of a log tells: `rank3.log`, `.../attempt_0/3/stderr.log`, `node-0-rank-3.out`."""
+    found = re.search(r"(?:^|[/_.-])rank[_.-]?(\d+)\b", path) or re.search(r"/attempt_\d+/(\d+)/std(?:err|out)\.log$", path)
+    return Speaker(int(found.group(1)), f"rank {found.group(1)}") if found else NOBODY

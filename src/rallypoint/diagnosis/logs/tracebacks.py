@@ -1,0 +1,344 @@
+"""Lines to what they tell together: tracebacks with their chains and long messages, dumps of crashes, the launcher's own summary.
+
+Each takes one line after the other and says whether it belongs to it. Ranks that share a terminal write into each other's tracebacks:
+what is no part of one is left to the others, and two headers wait for two last lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from rallypoint.diagnosis import stacks
+from rallypoint.diagnosis.evidence import Frame, Raised
+from rallypoint.diagnosis.logs import phrases
+
+HEADER = "Traceback (most recent call last):"
+TAIL = 16  # lines after an exception's last line in which its message, or the next of a chain, may still come
+STRAY = 40  # lines of others that may stand inside a traceback before it is taken for cut off
+KEPT = 400  # lines of one traceback; of a deeper one the middle is left out
+MESSAGE_LINES = 14  # NCCL's and DDP's messages have up to ten
+
+_DURING = "During handling of the above exception, another exception occurred:"
+_BECAUSE = "The above exception was the direct cause of the following exception:"
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_TYPED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
+_SURE = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w*)$")
+_LONG = re.compile(r"NCCL [Ee]rror|CUDA error|finished reduction|killed by signal|Failed to initialize NVML")
+_CARETS = re.compile(r"^[\s~^]+$")
+_ANOTHERS = re.compile(
+    r"^(?:\[?[EWIF]\d{3,4} |\[\d{4}-|\[[EWI] |(?:INFO|WARNING|ERROR|CRITICAL)[: ]|Exception raised from|frame #\d+|[-=*]{20})"
+)
+# What a program catches to go another way: that this failed, too, is the cause. A group that is closed after a failure is no other way.
+_TRIED = ("ImportError", "ModuleNotFoundError")
+_CLOSING = re.compile(r"Process group cannot be None|Default process group has not been initialized")
+_SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error:")
+_NATIVE = re.compile(r"^frame #\d+|^Exception raised from |^<omitting python frames>")
+
+
+def native(text: str) -> bool:
+    """Whether a line is part of a C++ trace, which tells where torch noticed a failure, and never why."""
+    return bool(_NATIVE.match(text))
+
+
+class Traceback:
+    """One traceback, with what it was raised from."""
+
+    def __init__(self, number: int, text: str, *, ignored: bool = False) -> None:
+        self.start = self.last = number
+        self.ignored = ignored  # Python says that it is: of `__del__`, or while the interpreter closes down
+        self.times = 1
+        self.rank = -1  # that the words name, as mp.spawn's do
+        self.done = False
+        self._open = 1  # headers that wait for their last line
+        self._chain: list[tuple[str, Raised]] = []
+        self._joint = ""  # how the next one of the chain hangs together with the one before
+        self._begin(text)
+
+    def _begin(self, text: str) -> None:
+        head = text[: text.find("Traceback")]
+        self._indent = len(head) if head.isspace() else 0
+        self._frames: list[Frame] = []
+        self._lines = [text[len(head) :]]
+        self.stray = self._tail = self._blank = 0
+        self._ended = False
+        self._doubtful: tuple[str, str, int] | None = None
+        self._kind, self._message, self._file = "", [""], ""
+
+    def take(self, number: int, text: str) -> bool:
+        """Whether the line belongs to this traceback; `done` afterwards when no more can come."""
+        body = text[self._indent :] if text[: self._indent].isspace() else text
+        taken = self._after(number, body) if self._ended else self._inside(number, body)
+        if taken:
+            self.last = number
+        return taken
+
+    def _inside(self, number: int, body: str) -> bool:
+        if (frame := _FRAME.match(body)) is not None:
+            self._doubtful = None
+            new = Frame(frame["file"], int(frame["line"]), frame["function"] or "")
+            if self._open == 1 or new not in self._frames[-2:]:
+                self._frames.append(new)
+        elif HEADER in body:
+            self._open += 1
+            return True
+        elif self._doubtful is not None and not body.startswith("    "):
+            self._end(*self._doubtful)
+            return self._after(number, body)
+        elif body.startswith("    "):
+            self._doubtful = None
+            if self._frames and not self._frames[-1].source and not _CARETS.match(body):
+                last = self._frames[-1]
+                self._frames[-1] = Frame(last.file, last.line, last.function, body.strip())
+        elif not body.strip():
+            return True
+        elif not body.startswith(" "):
+            return self._unindented(number, body)
+        self._keep(body)
+        return True
+
+    def _unindented(self, number: int, body: str) -> bool:
+        typed = _TYPED.match(body)
+        name = typed["type"].rpartition(".")[2] if typed else ""
+        if typed and self._frames and (_SURE.search(name) or "." in typed["type"]):
+            self._end(typed["type"], typed["message"] or "", number)
+        elif typed and self._frames and name[:1].isupper():
+            self._doubtful = (typed["type"], typed["message"] or "", number)  # "Epoch: 3" of another rank looks like one, too
+        elif phrases.recognised(body):
+            self._end("", body, number)
+        else:
+            self.stray += not native(body)
+            self.done = self.stray > STRAY
+            return False
+        self._keep(body)
+        return True
+
+    def _end(self, kind: str, message: str, number: int) -> None:
+        self._kind, self._message, self._ended, self._doubtful = kind, [message], True, None
+        self.last = number
+
+    def _after(self, number: int, body: str) -> bool:
+        self._tail += 1
+        self.done = self._tail > TAIL
+        if body in (_DURING, _BECAUSE):
+            self._joint = "during" if body == _DURING else "because"
+            return True
+        if (spawned := _SPAWNED.match(body)) is not None:
+            self.rank, self._joint = int(spawned.group(1)), "inside"
+            return True
+        if HEADER in body:
+            inner = "Original Traceback" in body
+            if not self._joint and not inner:
+                self.done = True
+                return False
+            self._chain.append(("inside" if inner else self._joint, self._raised()))
+            self._joint = ""
+            self._begin(body)
+            return True
+        if not body.strip():
+            self._blank += 1
+            return self._blank <= 3
+        typed = _TYPED.match(body)
+        if self._open > 1 and typed and (typed["type"], typed["message"] or "") == (self._kind, self._message[0]):
+            self._open -= 1
+            self.times += 1
+            return True
+        if self._open > 1 and (_FRAME.match(body) or body.startswith("    ")):
+            return True
+        long = _LONG.search(self._message[0]) and not self._blank and len(self._message) < MESSAGE_LINES
+        if long and not _ANOTHERS.match(body) and phrases.told_by(body) is None:
+            self._message.append(body)
+            self._keep(body)
+            return True
+        self.stray += not native(body)
+        self.done = self.done or self.stray > 2 + 6 * (self._open > 1)
+        return False
+
+    def _keep(self, body: str) -> None:
+        if len(self._lines) >= KEPT:
+            del self._lines[KEPT // 2]
+        self._lines.append(body)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the line that names the exception has come."""
+        return self._ended or self._doubtful is not None or bool(self._chain)
+
+    def error(self) -> Raised | None:
+        """The exception that began it: of those raised while one was handled the first, of those wrapped the one that says more."""
+        if self._doubtful is not None:
+            self._end(*self._doubtful)
+        errors = [*self._chain]
+        if self._ended:
+            errors.append(("", self._raised()))
+        if not errors:
+            return None
+        chosen = errors[0][1]
+        for (joint, _), (_, error) in itertools.pairwise(errors):
+            other_way = joint == "during" and chosen.type in _TRIED and not _CLOSING.search(error.message)
+            if (
+                joint == "inside"
+                or other_way
+                or (joint == "because" and not phrases.says_why(chosen) and not phrases.of_launcher(error.type))
+            ):
+                chosen = error
+        return chosen
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self._lines)
+
+    def _raised(self) -> Raised:
+        frames, filename = self._frames, ""
+        if self._kind.endswith(("SyntaxError", "IndentationError", "TabError")) and frames and not frames[-1].function:
+            filename = f"{frames[-1].file}"
+            frames = frames[:-1]
+        own = tuple(frame for frame in frames if not stacks.hidden(frame))
+        message = "\n".join(self._message)
+        if filename:
+            message += f" ({filename.rpartition('/')[2]}, line {self._frames[-1].line})"
+        return Raised(self._kind, message, own, "\n".join(self._lines), call=_call(own), filename=filename)
+
+
+_CALLS = re.compile(
+    r"torch/distributed/(?:distributed_c10d|rendezvous|utils)\.py$|torch/cuda/__init__\.py$|torch/nn/parallel/distributed\.py$"
+)
+
+
+def _call(frames: tuple[Frame, ...]) -> str:
+    """The call of torch's that an exception left, as the hooks of `rallypoint run` name it."""
+    for frame in frames:
+        if _CALLS.search(frame.file) and frame.function not in stacks.WRAPPERS:
+            return "init_process_group" if frame.file.endswith("rendezvous.py") else frame.function.strip("_")
+    return ""
+
+
+class Message:
+    """A line that tells of an exception without a traceback, and what its message goes on with."""
+
+    def __init__(self, number: int, kind: str, message: str, filename: str = "") -> None:
+        self.start = self.last = number
+        self.frames: tuple[Frame, ...] = ()
+        self.filename = filename
+        self.kind = kind
+        self.message = [message]
+        self.done = False
+        self.long = bool(_LONG.search(message) or message.rstrip().endswith("signal:"))
+
+    def take(self, number: int, text: str) -> bool:
+        """Whether the line goes on with the message."""
+        more = self.long and text.strip() and len(self.message) < MESSAGE_LINES and HEADER not in text and not _ANOTHERS.match(text)
+        if not more or phrases.told_by(text) is not None or _FRAME.match(text):
+            self.done = True
+            return False
+        self.message.append(text)
+        self.last = number
+        return True
+
+    def error(self) -> Raised:
+        lines = [f"{self.kind}: {self.message[0]}" if self.kind else self.message[0], *self.message[1:]]
+        joint = " " if self.message[0].endswith("signal:") else "\n"  # a terminal, or a page, has broken that line
+        return Raised(self.kind, joint.join(self.message), self.frames, "\n".join(lines), filename=self.filename)
+
+
+class Crash:
+    """What native code leaves: faulthandler's dump of the stacks, or the last words of an exception of C++."""
+
+    def __init__(self, number: int, text: str) -> None:
+        self.start = self.last = number
+        self.lines = [text]
+        self.what: list[str] = []
+        self.done = False
+        self._dump = "Fatal Python error" in text
+        self._blank = 0
+
+    def take(self, number: int, text: str) -> bool:
+        if len(self.lines) > KEPT or native(text) or HEADER in text:
+            self.done = True
+            return False
+        if not self._dump:
+            return self._more_of_what(number, text)
+        if not text.strip():
+            self._blank += 1
+            self.done = self._blank > 3
+            return True
+        if not re.match(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:|Current thread\'s)', text):
+            self.done = True
+            return False
+        self.lines.append(text)
+        self.last = number
+        return True
+
+    def _more_of_what(self, number: int, text: str) -> bool:
+        found = re.match(r"^ *what\(\): *(.*)$", text)
+        if found is not None:
+            self.what = [found.group(1)]
+        elif not self.what or not text.strip() or len(self.what) >= MESSAGE_LINES or _ANOTHERS.match(text):
+            self.done = True
+            return False
+        else:
+            self.what.append(text)
+        self.lines.append(text)
+        self.last = number
+        return True
+
+
+class Summary:
+    """torchrun's own account: one paragraph for each rank that failed, in its table of failures."""
+
+    _FIELD = re.compile(r"^ *(time|host|rank|exitcode|error_file|traceback) *: ?(.*)$")
+
+    def __init__(self, number: int, text: str) -> None:
+        self.start = self.last = number
+        self.done = False
+        self.first = number if "Root Cause" in text else 0  # the line of that heading
+        self.failures: list[dict[str, str]] = []
+        self.tracebacks: list[tuple[int, Traceback]] = []  # by the index of the failure
+        self._stray = 0
+
+    def take(self, number: int, text: str) -> bool:
+        self.last = number
+        if self.tracebacks and self.tracebacks[-1][0] == len(self.failures) - 1:
+            inner = self.tracebacks[-1][1]
+            if not inner.done and text.startswith("  ") and self._FIELD.match(text) is None:
+                inner.take(number, text)
+                return True
+        if text.startswith("Root Cause"):
+            self.first = number
+        elif text.startswith("====="):
+            self.done = bool(self.failures)
+        elif re.match(r"^ *\[\d+\]:$", text) is not None:
+            self.failures.append({"first": "yes" if self.first else "", "line": str(self.first or number)})
+        elif (field := self._FIELD.match(text)) is not None:
+            if not self.failures or field.group(1) in self.failures[-1]:
+                self.failures.append({"first": "yes" if self.first else "", "line": str(self.first or number)})
+            self.failures[-1][field.group(1)] = field.group(2)
+            if field.group(1) == "traceback" and HEADER in text:
+                self.tracebacks.append((len(self.failures) - 1, Traceback(number, "  " + HEADER)))
+        elif text.strip() and not text.startswith(("---", "Failures:", "  <NO_OTHER")):
+            self._stray += 1
+            self.done = self._stray > 8
+            return False
+        return True
+
+
+class MpiExit:
+    """mpirun's paragraph on the first process that ended with a code that is not 0."""
+
+    def __init__(self, number: int, text: str) -> None:
+        self.start = self.last = number
+        self.done = False
+        self.rank = self.code = -1
+        self._lines = 0
+
+    def take(self, number: int, text: str) -> bool:
+        self._lines += 1
+        if (found := re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]", text)) is not None:
+            self.rank = int(found.group(1))
+        elif (found := re.search(r"Exit code: +(\d+)", text)) is not None:
+            self.code = int(found.group(1))
+            self.done = True
+        elif self._lines > 10 or text.startswith("-----"):
+            self.done = True
+        self.last = number
+        return True

@@ -1,0 +1,447 @@
+"""What was seen in logs, to causes.
+
+As for the jobs of `rallypoint run`, evidence counts by its kind before it counts by its place: a signal that nobody of the launcher sent
+and an error that mentions no lost peer are causes; a lost connection, a timeout of NCCL's watchdog and whatever the launcher ended
+afterwards are consequences. The order of lines decides only among what is of one kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+from signal import SIGABRT, SIGKILL, SIGTERM
+
+import msgspec
+
+from rallypoint.diagnosis import accounts as of_jobs
+from rallypoint.diagnosis import reading, stacks
+from rallypoint.diagnosis.evidence import Raised
+from rallypoint.diagnosis.logs import accounts, phrases
+from rallypoint.diagnosis.logs.accounts import Cause
+from rallypoint.diagnosis.logs.sightings import Collective, End, Findings, Sighting, Sign
+from rallypoint.diagnosis.reading import Meaning
+from rallypoint.diagnosis.report import Confidence, Report
+from rallypoint.world import ranks_phrase
+
+MOST_REPORTS = 3  # causes told in full, as for jobs of our own
+
+_OTHER_RANKS = re.compile(r"rank (\d+) and rank (\d+) both on")
+_UNUSED_IN = re.compile(r"did not receive grad for rank (\d+)")
+
+
+def diagnose(findings: Findings) -> tuple[Report, ...]:
+    """The causes that logs tell of, the first one first; `cause-unknown` rather than a guess. Never empty."""
+    if findings.restarts and len({s.place.log for s in findings.sightings}) == 1:
+        return _of_attempts(findings)
+    return _of_one_attempt(findings)
+
+
+def _of_attempts(findings: Findings) -> tuple[Report, ...]:
+    """What ended the last attempt. When that says nothing, what ended those before, which did not end the job."""
+    last = findings.restarts[-1].line
+    after = tuple(s for s in findings.sightings if s.place.line > last)
+    if after:
+        reports = _of_one_attempt(msgspec.structs.replace(findings, sightings=after))
+        if reports[0].code != "cause-unknown":
+            return reports
+    doubt = "the launcher started all ranks again after it, and the log does not say what came of that"
+    return tuple(
+        msgspec.structs.replace(report, confidence="likely", why=doubt)
+        if report.confidence == "certain" and report.exit_status == 0
+        else report
+        for report in _of_one_attempt(findings)
+    )
+
+
+def _of_one_attempt(findings: Findings) -> tuple[Report, ...]:
+    ends = _ends(findings)
+    errors = [sighting for sighting in findings.sightings if sighting.error is not None]
+    own = [s for s in errors if _meaning(s) is Meaning.OWN and not _is_nccl(s) and not _is_stop(s) and not _only_crashed(s)]
+    of_memory = [sighting for sighting in findings.sightings if sighting.sign is Sign.KILLED_FOR_MEMORY]
+    stops = [s for s in findings.sightings if s.sign is Sign.INTERRUPTED] + [s for s in errors if _is_stop(s)]
+    lost = [s for s in errors if _meaning(s) is not Meaning.OWN] + [s for s in findings.sightings if s.sign in (Sign.WATCHDOG, Sign.LOST)]
+    reported = [s for s in findings.sightings if s.sign is Sign.REPORTED]
+    if reported:
+        return tuple(accounts.reported(_cause(findings, [s], ())) for s in reported[:MOST_REPORTS])
+    dumps = [s for s in findings.sightings if s.sign is Sign.CRASHED and (s.error is None or not phrases.says_why(s.error))]
+    aborts = [s for s in dumps if s.error is None and ("Aborted" in s.text or s.text.startswith("terminate called"))]
+    dumps = [s for s in dumps if s not in aborts]
+    not_started = [s for s in findings.sightings if s.sign is Sign.NOT_STARTED]
+
+    strong: list[tuple[Sighting, Callable[[], tuple[Report, ...]]]] = []
+    if of_memory:
+        killed = [s for s in ends if s.end is not None and s.end.signal == SIGKILL]
+        strong.append((of_memory[0], lambda: (_of_memory(findings, of_memory, killed),)))
+    sure = [s for s in own if not s.went_on]
+    handled = [s for s in own if s.went_on]
+    if not sure and handled and _unexplained(ends, errors):
+        sure, handled = handled[-1:], []  # somebody ended with an error, and this is the last one that the log has
+    if sure:
+        strong.append((sure[0], lambda: _raised(findings, sure, ends, handled=own[-1].went_on)))
+    if not_started and not sure:
+        strong.append((not_started[0], lambda: (accounts.not_started(_cause(findings, not_started, ends)),)))
+    by_signal = [s for s in ends if s.end is not None and s.end.signal and s.end.signal != SIGTERM and not _explained(s, errors, lost)]
+    words_alone = [s for s in by_signal if s.went_on]
+    by_signal = [s for s in by_signal if not s.went_on]
+    kills = [s for s in by_signal if s.end is not None and s.end.signal not in of_jobs.CRASHES]
+    if kills and not of_memory:
+        strong.append((kills[0], lambda: (accounts.killed(_cause(findings, _same_signal(kills), ends)),)))
+    crashes = [s for s in by_signal if s.end is not None and s.end.signal in of_jobs.CRASHES]
+    hard = [s for s in crashes if s.end is not None and s.end.signal != SIGABRT]
+    if dumps or hard:
+        strong.append(((*dumps, *hard)[0], lambda: (accounts.crashed(_cause(findings, [*dumps, *_same_signal(hard or crashes)], ends)),)))
+
+    strong.sort(key=lambda one: _order(one[0], findings))
+    stops.sort(key=lambda one: _order(one, findings))
+    if stops and not strong:
+        return (accounts.interrupted(_cause(findings, _with_end(stops), [])),)
+    if stops and _order(stops[0], findings) < _order(strong[0][0], findings):
+        doubt = "it stands first; what failed after it may be a consequence, or of a later run in the same log"
+        stopped = accounts.interrupted(_cause(findings, _with_end(stops), [], confidence="likely", doubt=doubt))
+        return (stopped, *(report for _, tell in strong for report in tell()))[:MOST_REPORTS]
+    if strong:
+        return _with_consequences(findings, strong, ends, lost)
+    return _weak(findings, [s for s in ends if s not in words_alone], errors, lost, [*aborts, *crashes], handled, words_alone)
+
+
+def _with_consequences(
+    findings: Findings,
+    strong: Sequence[tuple[Sighting, Callable[[], tuple[Report, ...]]]],
+    ends: Sequence[Sighting],
+    lost: Sequence[Sighting],
+) -> tuple[Report, ...]:
+    reports = tuple(report for _, tell in strong for report in tell())[:MOST_REPORTS]
+    blamed = {rank for report in reports for rank in report.ranks}
+    first, *others = reports
+    first = msgspec.structs.replace(first, then=_then(findings, ends, lost, blamed))
+    if others and first.confidence == "certain":
+        # Each of them happened. Which one brought down the job is told by the order of the lines alone.
+        first = msgspec.structs.replace(first, confidence="likely", why=first.why or "it stands first in the log")
+    return (first, *others)
+
+
+def _weak(
+    findings: Findings,
+    ends: Sequence[Sighting],
+    errors: Sequence[Sighting],
+    lost: Sequence[Sighting],
+    crashes: Sequence[Sighting],
+    handled: Sequence[Sighting],
+    words_alone: Sequence[Sighting],
+) -> tuple[Report, ...]:
+    """No strong evidence: what is left, from an exit code that nobody explains to consequences alone."""
+    unexplained = _unexplained(ends, errors)
+    if unexplained:
+        first = [s for s in unexplained if s.end is not None and s.end.first] or unexplained
+        doubt = "other ranks exited, too, and nothing shows which one began" if len(unexplained) > 1 else ""
+        if not doubt and first[0].end is not None and first[0].end.code == 1:  # Python's own, for whatever was raised
+            doubt = "why it did so is not in the log: it may have lost another rank"
+        cause = _cause(findings, first[:1], ends, confidence="likely" if doubt else "certain", doubt=doubt)
+        return (_then_told(accounts.exited(cause), findings, ends, lost),)
+    nccl = [s for s in errors if _is_nccl(s)] + [s for s in findings.sightings if s.sign is Sign.NCCL]
+    if nccl:
+        nccl.sort(key=lambda one: _order(one, findings))
+        doubt = "" if _says_more_than_lost(nccl) else "NCCL also fails where another rank has died, and the log shows none"
+        cause = _cause(findings, nccl, ends, confidence="likely", doubt=doubt or "no rank shows another cause before it")
+        return (_then_told(accounts.nccl(cause), findings, ends, [s for s in lost if s not in nccl]),)
+    differ = _different_calls(findings)
+    if differ is not None:
+        seen, calls, sure = differ
+        cause = _cause(
+            findings,
+            seen,
+            (),
+            confidence="certain" if sure else "likely",
+            doubt="" if sure else "the log does not say that both are of one group",
+        )
+        odd = min(calls, key=lambda call: len(call[0]))[0]
+        return (accounts.mismatch(msgspec.structs.replace(cause, ranks=odd), calls),)
+    reached = _unreached(findings, errors, lost)
+    if reached is not None:
+        return (reached,)
+    aborted = [s for s in crashes if s.end is None or s.end.signal == SIGABRT]
+    if aborted:
+        silent = all(s.sign is Sign.ENDED for s in aborted)
+        doubt = "torch aborts, too, when another rank has failed, and the words of this one are not in the log" if silent else ""
+        cause = _cause(findings, aborted, ends, confidence="likely" if doubt else "certain", doubt=doubt)
+        return (_then_told(accounts.crashed(cause), findings, ends, lost),)
+    if handled:
+        doubt = "the same process wrote many lines after it, so it may have been handled"
+        cause = _cause(findings, handled[-1:], ends, confidence="possible", doubt=doubt)
+        return (accounts.raised(cause),)
+    if words_alone and not lost:
+        doubt = "the words stand alone in a line, and the log goes on for long after it"
+        cause = _cause(findings, _same_signal(words_alone), ends, confidence="possible", doubt=doubt)
+        end = words_alone[0].end
+        crashed = end is not None and end.signal in of_jobs.CRASHES
+        return (accounts.crashed(cause) if crashed else accounts.killed(cause),)
+    absent = _absent(findings, ends, errors)
+    waited = [s for s in errors if _meaning(s) is Meaning.WAITED and s.error is not None and s.speaker.rank >= 0]
+    if absent and waited and waited[0].error is not None:
+        cause = _cause(findings, waited, (), confidence="likely")
+        report = accounts.missing(cause, absent, waited[0].error)
+        return (msgspec.structs.replace(report, ranks=absent),)
+    consequences = sorted(lost, key=lambda one: _order(one, findings))
+    return (accounts.unknown(findings, consequences, ends),)
+
+
+# --- kinds -----------------------------------------------------------------------------------------------------------
+
+
+def _meaning(sighting: Sighting) -> Meaning:
+    """What an error says of other ranks. A bare broken connection under torch is a lost peer; elsewhere it may be anything."""
+    error = sighting.error
+    assert error is not None
+    if reading.nccl_failed(error.message) and not _names_more(error):
+        return Meaning.LOST
+    meaning = reading.meaning(error.type, error.message, error.call)
+    if meaning is Meaning.OWN and re.search(
+        r"connect\(\) timed out|rendezvous.*timed? ?out|RendezvousTimeout", error.message + error.type, re.IGNORECASE
+    ):
+        return Meaning.WAITED
+    return meaning
+
+
+def _names_more(error: Raised) -> bool:
+    """Whether NCCL's error carries a cause that has a name of its own."""
+    return (
+        reading.device_shared(error.message) or bool(reading.out_of_memory(error.type, error.message)) or "'out of memory'" in error.message
+    )
+
+
+def _is_nccl(sighting: Sighting) -> bool:
+    return sighting.error is not None and reading.nccl_failed(sighting.error.message) and not _names_more(sighting.error)
+
+
+def _only_crashed(sighting: Sighting) -> bool:
+    """An exception of C++ that nobody caught, and whose words name no cause: it is told as the crash that it led to."""
+    return sighting.sign is Sign.CRASHED and sighting.error is not None and not phrases.says_why(sighting.error)
+
+
+def _is_stop(sighting: Sighting) -> bool:
+    return sighting.error is not None and sighting.error.type.endswith("KeyboardInterrupt")
+
+
+def _says_more_than_lost(nccl: Sequence[Sighting]) -> bool:
+    words = " ".join(s.text or (s.error.message if s.error is not None else "") for s in nccl)
+    return not re.search(r"remote process exit|ncclRemoteError|closed by|Connection refused|socketProgress|Broken pipe", words)
+
+
+def _ends(findings: Findings) -> list[Sighting]:
+    """How processes failed, once each: torchrun tells it in a line and again in its table. Those that the launcher stopped did not."""
+    by_pid: dict[Hashable, Sighting] = {}
+    for sighting in findings.sightings:
+        end = sighting.end
+        if sighting.sign is not Sign.ENDED or end is None or (end.code == 0 and end.signal == 0):
+            continue
+        if end.signal == SIGTERM or (end.pid in findings.stopped and end.signal in (SIGTERM, SIGKILL)):
+            continue
+        key: Hashable = ("pid", end.pid) if end.pid else (sighting.place, end.rank)
+        known = by_pid.get(key)
+        if known is not None and known.end is not None:
+            merged = msgspec.structs.replace(
+                known.end, rank=max(known.end.rank, end.rank), host=known.end.host or end.host, first=known.end.first or end.first
+            )
+            by_pid[key] = msgspec.structs.replace(known, end=merged)
+        else:
+            by_pid[key] = sighting
+    return list(by_pid.values())
+
+
+def _rank(sighting: Sighting) -> int:
+    if sighting.speaker.rank >= 0:
+        return sighting.speaker.rank
+    return sighting.end.rank if sighting.end is not None else -1
+
+
+def _explained(ended: Sighting, errors: Sequence[Sighting], lost: Sequence[Sighting]) -> bool:
+    """Whether a process that aborted says why: torch aborts after a timeout, and after an error that nobody caught."""
+    if ended.end is None or ended.end.signal != SIGABRT:
+        return False
+    said = [s for s in (*errors, *lost)]
+    return any(_rank(s) == ended.end.rank or _rank(s) < 0 or ended.end.rank < 0 for s in said)
+
+
+def _unexplained(ends: Sequence[Sighting], errors: Sequence[Sighting]) -> list[Sighting]:
+    """Those that ended with a code that is not 0, and of whom the log has no error that could be theirs."""
+    free = any(_rank(error) < 0 and not error.went_on for error in errors)
+    spoke = {_rank(error) for error in errors if not error.went_on}
+    found = [s for s in ends if s.end is not None and s.end.code and not s.end.signal]
+    return [s for s in found if not free and _rank(s) not in spoke and not (_rank(s) < 0 and spoke)]
+
+
+def _order(sighting: Sighting, findings: Findings) -> tuple[int, int]:
+    logs = list(dict.fromkeys(one.place.log for one in findings.sightings))
+    return (logs.index(sighting.place.log) if sighting.place.log in logs and len(logs) == 1 else 0, sighting.place.line)
+
+
+def _same_signal(found: Sequence[Sighting]) -> list[Sighting]:
+    return [s for s in found if s.end is not None and found[0].end is not None and s.end.signal == found[0].end.signal]
+
+
+def _with_end(stops: Sequence[Sighting]) -> list[Sighting]:
+    """The one that says by what it was stopped, of those that tell of one stop."""
+    return sorted(stops, key=lambda one: (one.place.line, one.end is None))
+
+
+# --- causes ----------------------------------------------------------------------------------------------------------
+
+
+def _cause(
+    findings: Findings, seen: Sequence[Sighting], ends: Sequence[Sighting], *, confidence: Confidence = "certain", doubt: str = ""
+) -> Cause:
+    ranks = {_rank(s) for s in seen if _rank(s) >= 0} | {rank for s in seen for rank in s.ranks}
+    for s in seen:
+        if s.error is not None:
+            ranks |= {int(number) for pair in _OTHER_RANKS.findall(s.error.message) for number in pair}
+            ranks |= {int(number) for number in _UNUSED_IN.findall(s.error.message) if _rank(s) < 0}
+    return Cause(findings, tuple(seen), tuple(sorted(ranks)), "", confidence, doubt)
+
+
+def _of_memory(findings: Findings, seen: Sequence[Sighting], killed: Sequence[Sighting]) -> Report:
+    cause = _cause(findings, [*seen, *killed], ())
+    return accounts.killed_for_memory(msgspec.structs.replace(cause, seen=tuple(seen)))
+
+
+def _raised(findings: Findings, own: Sequence[Sighting], ends: Sequence[Sighting], *, handled: bool) -> tuple[Report, ...]:
+    """A report for each error; ranks that show the same, and a message beside its traceback, are one."""
+    groups: dict[Hashable, list[Sighting]] = {}
+    for sighting in sorted(own, key=lambda one: _order(one, findings)):
+        groups.setdefault(_same(sighting), []).append(sighting)
+    merged = _absorbed(list(groups.values()))
+    told = []
+    for group in merged[:MOST_REPORTS]:
+        cause = _cause(findings, _speaking_first(group), ends)
+        if not cause.ranks:
+            cause = msgspec.structs.replace(cause, ranks=_attributed(findings, ends, own, group, merged))
+        if handled and group[0].went_on:
+            doubt = "it is the last error that the log has before a rank ended; the same process wrote many lines after it"
+            cause = msgspec.structs.replace(cause, confidence="likely", doubt=doubt)
+        elif all(s.followed for s in group) and not ends and not findings.failed:
+            doubt = "lines of the same process follow it, and nothing says that it ended: it may have been handled"
+            cause = msgspec.structs.replace(cause, confidence="likely", doubt=doubt)
+        told.append(accounts.raised(cause))
+    return tuple(told)
+
+
+def _same(sighting: Sighting) -> Hashable:
+    error = sighting.error
+    assert error is not None
+    code = _code(error)
+    if code:
+        return code
+    frame = stacks.own_frame(error.frames)
+    return (error.type, (frame.file, frame.line) if frame is not None else error.message[:80])
+
+
+def _code(error: Raised) -> str:
+    """What makes errors one though their words differ: the texts that name a cause."""
+    asked = {
+        "kernel": reading.kernel_failed, "port": reading.port_in_use, "shared": reading.device_shared, "fork": reading.cuda_forked,
+        "group": reading.group_missing, "twice": reading.group_twice, "unused": reading.parameters_unused,
+        "missing": reading.device_missing,
+    }  # fmt: skip
+    memory = reading.out_of_memory(error.type, error.message)
+    return next((name for name, one in asked.items() if one(error.message)), memory and f"memory {memory}")
+
+
+def _absorbed(groups: list[list[Sighting]]) -> list[list[Sighting]]:
+    """Without those that only repeat another: the line that a logger wrote of an exception which has its traceback, too."""
+    messages = {s.error.message.partition("\n")[0] for group in groups for s in group if s.error is not None and s.error.frames}
+    return [
+        g for g in groups if any(s.error is not None and (s.error.frames or s.error.message.partition("\n")[0] not in messages) for s in g)
+    ] or groups
+
+
+def _speaking_first(group: Sequence[Sighting]) -> list[Sighting]:
+    """The one with a traceback, and of these the first, but with the place of the very first."""
+    best = next((s for s in group if s.error is not None and s.error.frames), group[0])
+    if best is group[0]:
+        return list(group)
+    error = best.error
+    extra = group[0].error
+    if error is not None and extra is not None and reading.kernel_failed(error.message):
+        error = msgspec.structs.replace(error, traceback=f"{error.traceback}\n{extra.message}")
+    return [msgspec.structs.replace(best, place=group[0].place, error=error), *(s for s in group if s is not best)]
+
+
+def _attributed(
+    findings: Findings, ends: Sequence[Sighting], own: Sequence[Sighting], group: Sequence[Sighting], groups: Sequence[Sequence[Sighting]]
+) -> tuple[int, ...]:
+    """Whose error it was, when no line says so: those of whom the launcher says that they failed, when there is but one error for them."""
+    spoke = {_rank(s) for s in own if _rank(s) >= 0}
+    failed = {s.end.rank for s in ends if s.end is not None and s.end.code and s.end.rank >= 0} - spoke
+    nameless = [one for one in groups if all(_rank(s) < 0 for s in one)]
+    return tuple(sorted(failed)) if len(nameless) == 1 else ()
+
+
+# --- consequences, and what only they tell -----------------------------------------------------------------------------
+
+
+def _then_told(report: Report, findings: Findings, ends: Sequence[Sighting], lost: Sequence[Sighting]) -> Report:
+    return msgspec.structs.replace(report, then=_then(findings, ends, lost, set(report.ranks)))
+
+
+def _then(findings: Findings, ends: Sequence[Sighting], lost: Sequence[Sighting], blamed: set[int]) -> str:
+    """What the others said, folded."""
+    waited = {_rank(s) for s in lost if s.sign is Sign.WATCHDOG or (s.error is not None and _meaning(s) is Meaning.WAITED)} - blamed - {-1}
+    gone = {_rank(s) for s in lost} - waited - blamed - {-1}
+    parts = []
+    if gone:
+        parts.append(f"{ranks_phrase(gone)} lost the connection to a peer or to the store")
+    if waited:
+        parts.append(f"{ranks_phrase(waited)} waited for a peer until the timeout")
+    if len(gone | waited) > 0:
+        parts.append("not at fault")
+    if findings.stopped:
+        count = len(set(findings.stopped))
+        parts.append(f"the launcher stopped {count} other{'s' * (count != 1)}")
+    return "; ".join(parts)
+
+
+def _different_calls(findings: Findings) -> tuple[list[Sighting], list[tuple[tuple[int, ...], Collective]], bool] | None:
+    """Ranks whose watchdog names another call under the same number; and whether the log says that they are of one group."""
+    last: dict[int, Sighting] = {}
+    for sighting in findings.sightings:
+        if sighting.sign is Sign.WATCHDOG and sighting.collective is not None and sighting.speaker.rank >= 0:
+            last.setdefault(sighting.speaker.rank, sighting)
+    for number in sorted({s.collective.sequence for s in last.values() if s.collective is not None}):
+        calls: dict[tuple[str, int], list[Sighting]] = {}
+        for sighting in last.values():
+            call = sighting.collective
+            if call is not None and call.sequence == number:
+                calls.setdefault((call.kind, call.elements), []).append(sighting)
+        kinds = {kind for kind, _ in calls}
+        if len(kinds) < 2:
+            continue
+        groups = [{s.collective.group for s in seen if s.collective is not None and s.collective.group} for seen in calls.values()]
+        if any(a and b and not a & b for a in groups for b in groups):
+            continue
+        told = [(tuple(sorted(s.speaker.rank for s in seen)), seen[0].collective) for seen in calls.values()]
+        told.sort(key=lambda one: len(one[0]))
+        calls_told = [(ranks, call) for ranks, call in told if call is not None]
+        return [s for seen in calls.values() for s in seen], calls_told, all(groups)
+    return None
+
+
+def _unreached(findings: Findings, errors: Sequence[Sighting], lost: Sequence[Sighting]) -> Report | None:
+    """The reason why a connection that was given up did not come about, when the log has it: retries that ended well say nothing."""
+    given_up = [s for s in (*errors, *lost) if "timed out" in (s.error.message if s.error is not None else s.text)]
+    reasons = [s for s in findings.sightings if s.sign is Sign.UNREACHED]
+    if not given_up or not reasons:
+        return None
+    where, number = phrases.unreached(reasons[-1].text)
+    if number not in (0, 110, 111, 113):
+        return None
+    return accounts.unreached(_cause(findings, reasons[-1:], (), confidence="certain"), where, number)
+
+
+def _absent(findings: Findings, ends: Sequence[Sighting], errors: Sequence[Sighting]) -> tuple[int, ...]:
+    """Ranks that the launcher stopped, and that said nothing at all of a peer."""
+    stopped = {s.end.rank for s in findings.sightings if s.end is not None and s.end.signal == SIGTERM and s.end.rank >= 0}
+    spoke = {_rank(error) for error in errors}
+    return tuple(sorted(stopped - spoke - {_end_rank(s.end) for s in ends}))
+
+
+def _end_rank(end: End | None) -> int:
+    return end.rank if end is not None else -1

@@ -1,0 +1,274 @@
+"""Why the ranks could not meet: torch's words about the meeting point, and what was seen there, told as one of several causes.
+
+torch says the same of a port where nobody listens, a name without an address and a host that drops packets: "The client socket has timed
+out after 3000ms while trying to connect to (node07, 29500)". So the launcher looks for itself (`host/reach.py`), and what it saw is the
+cause. Pure: `where` says whether and where to look, `report` judges what was seen.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+
+from rallypoint.diagnosis import accounts
+from rallypoint.diagnosis.accounts import Case
+from rallypoint.diagnosis.evidence import Meeting, Raised, RankEvidence
+from rallypoint.diagnosis.report import Help, Report
+from rallypoint.host import reach
+from rallypoint.host.reach import Reached, Tried
+from rallypoint.world import ranks_phrase
+
+LOOK_TIMEOUT = 0.3
+"""Seconds for a look. A report is promised half a second after the ranks' own deadline, and a host in the same building answers, or
+refuses, in a thousandth of that. What answers in none of it has not answered the ranks either, which tried for longer."""
+
+_NONCE = 0x7A11
+_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13  # torch 2.3 to 2.13, TCPStoreBackend.hpp: what every client of its store says first
+
+GREETING = struct.pack("<BIBI", _VALIDATE, _MAGIC, _PING, _NONCE)
+"""What a look says: the same as the ranks' torch said there before."""
+
+ANSWER = struct.pack("<I", _NONCE)
+"""What torch's store answers to that: the number again."""
+
+_CONNECTING = re.compile(
+    r"The (?:client )?socket has (?:timed out|failed to connect)[^(]*?\(\[?([^(),]+?)\]?, (\d{1,5})\)"
+    r"|failed to connect/validate to host \[?([^ ]+?)\]?:(\d{1,5}) - timed out",
+    re.IGNORECASE,
+)
+_PING_FAILED = re.compile(r"Ping failed, invalid value returned from server\. Expected: \d+, Got: (-?\d+)")
+_NOT_RESOLVED = re.compile(r"addresses of \(\[?([^,\]]+)\]?, \d+\) cannot be retrieved \(gai error: -?\d+ - ([^)]+)\)")
+_BROKEN = re.compile(r"Failed to recv, got 0 bytes|Broken pipe|Connection reset by peer", re.IGNORECASE)
+_REMOTE = re.compile(r"\bfailed on SocketImpl\(.*remote=\[(?:::ffff:)?([^\]]+)\]:(\d{1,5})\)")
+_TIMEOUT = re.compile(r"timed out after (\d+) ?ms", re.IGNORECASE)
+
+
+def where(error: Raised, meeting: Meeting | None) -> tuple[str, int] | None:
+    """The host and port that torch could not reach, by the error's own words or the meeting's; None when that is not what it says."""
+    found = _CONNECTING.search(error.message)
+    if found is not None:
+        host, port = (found[1], found[2]) if found[1] else (found[3], found[4])
+        return host, int(port)
+    return place(meeting) if meeting is not None and _PING_FAILED.search(error.message) else None
+
+
+def place(meeting: Meeting) -> tuple[str, int] | None:
+    """The host and port of a meeting over TCP."""
+    if not meeting.method.startswith(("env://", "tcp://")):
+        return None
+    host, _, port = meeting.address.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdigit() else None
+
+
+def store_of(error: Raised, said: Sequence[str]) -> tuple[str, int] | None:
+    """The host and port of the store of torch's whose connection broke in the middle, by torch's own log; None for any other error."""
+    if error.call or not error.type.endswith("DistNetworkError") or not _BROKEN.search(error.message):
+        return None
+    found = [match for line in said if (match := _REMOTE.search(line)) is not None]
+    return (found[-1][1], int(found[-1][2])) if found else None
+
+
+def store_lost(case: Case, reached: Reached, error: Raised) -> Report | None:
+    """A store of torch's that broke a connection: it is gone, or it is there and will not have what it was sent. None: not known."""
+    if reached.outcome == "refused":
+        return Report(
+            code="store-closed",
+            headline=f"{case.subject} lost torch's store at {reached.address}: whoever served it is gone",
+            where=accounts.where(case, case.first, error),
+            why="nothing listens there any more",
+            evidence=_seen(case, reached),
+            confidence=case.confidence,
+            then=case.then,
+            said=accounts.traceback_said(case.first, error),
+            help=(
+                Help("let the process that serves the store outlive those that use it"),
+                Help("or use the job's own store, which rallypoint serves as long as the job lasts", "store = rallypoint.connect()"),
+            ),
+            logs=accounts.logs(case),
+            ranks=case.numbers,
+        )
+    if explains(reached):
+        return None
+    return Report(
+        code="value-too-large",
+        headline=f"torch's store at {reached.address} closed the connection of {case.subject}, and goes on serving others",
+        where=accounts.where(case, case.first, error),
+        why="it does that to whoever sends a value of more than 8 MiB, or a key of more than 8 KiB",
+        evidence=("a new connection to it is answered as torch's store does",),
+        confidence="likely",
+        then=case.then,
+        said=accounts.traceback_said(case.first, error),
+        help=(
+            Help("use the job's own store, which takes tensors and larger values", 'rallypoint.connect()["key"] = value'),
+            Help("or send it with a collective", "dist.broadcast_object_list([value], src=0)"),
+        ),
+        logs=accounts.logs(case),
+        ranks=case.numbers,
+    )
+
+
+def of_words(error: Raised, meeting: Meeting | None) -> Reached | None:
+    """What torch's own words say of a foreign service, for want of a look: the four bytes that it read as a number."""
+    found = _PING_FAILED.search(error.message)
+    if found is None:
+        return None
+    host, port = (place(meeting) if meeting is not None else None) or ("the meeting point", 0)
+    first = struct.pack("<I", int(found[1]) & 0xFFFFFFFF)
+    return Reached(host, port, (Tried(reach.address_of(host, port), "answered", first=first),))
+
+
+def explains(reached: Reached) -> bool:
+    """Whether what was seen says why nobody meets there: everything but a store of torch's that answers."""
+    return not reached.first.startswith(ANSWER)
+
+
+def in_short(reached: Reached, line: str) -> str:
+    """What was seen at a meeting point, for the roll call: ranks have waited there for a while, and may yet meet. `line` names it."""
+    if reached.outcome == "unresolved":
+        said = reached.unresolved
+        seen = f"for {reached.host} {said}" if reached.unanswered else f"{reached.host} has no address" + (f" ({said})" if said else "")
+    elif reached.outcome == "answered":
+        seen = f"a foreign service is at {reached.address}: it answers {reach.shown(reached.first)}"
+    else:
+        seen = str(next(one for one in reached.tried if one.outcome == reached.outcome))
+    return f"seen from here: {seen}" + (f"; {line} names it" if line else "")
+
+
+def report(case: Case, reached: Reached, error: Raised | None) -> Report:
+    """The cause. `case.ranks`: those that could not reach it; `error`: what the first of them raised, if it came to that."""
+    rank = case.first
+    torch_said = (f"torch's own words: {accounts.first_line(error.message)}",) if error is not None else ()
+    line = rank.meeting.line if rank.meeting is not None and place(rank.meeting) == (reached.host, reached.port) else ""
+    code, headline, why, helps = _judged(case, reached, error, line)
+    evidence = (*_seen(case, reached), *_rules(reached), *_hosts(case, reached), *torch_said)
+    return Report(
+        code=code,
+        headline=headline,
+        where=accounts.where(case, rank, error) if error is not None else accounts.whereabout(case, rank),
+        why=why,
+        # A store on a machine that is far too busy may be silent for as long as a look takes.
+        confidence="likely" if reached.outcome == "silent" and not reached.stopped else case.confidence,
+        evidence=evidence,
+        then=case.then,
+        help=helps,
+        logs=accounts.logs(case),
+        ranks=case.numbers,
+    )
+
+
+def _judged(case: Case, reached: Reached, error: Raised | None, line: str) -> tuple[str, str, str, tuple[Help, ...]]:
+    """Code, headline, why and help."""
+    who, address, host = case.subject, reached.address, reached.host
+    leave_out = Help(
+        f"or leave the address out of the program{f' ({line})' if line else ''}: rallypoint holds a meeting point for init_process_group"
+    )
+    outcome = reached.outcome
+    if outcome == "unresolved":
+        said = _resolvers_words(case, host) or ("" if reached.unanswered else reached.unresolved)
+        return (
+            "address-unresolved",
+            f"{who} could not reach {address}: " + (f"{host} has no address here ({said})" if said else f"for {host} {reached.unresolved}"),
+            f"{line} names it" if line else "",
+            (Help("ask this machine's resolver", f"getent hosts {host}"), Help("or give the address instead of the name"), leave_out),
+        )
+    if outcome == "refused":
+        return (
+            "port-refused",
+            f"{who} found nobody at {address}: nothing listens there",
+            f"rank 0 of the group is who listens at its meeting point, and nobody did{_within(case, error)}",
+            (
+                Help("let rank 0 of the group listen there before the others give up, with the same address and port in all of them"),
+                leave_out,
+            ),
+        )
+    if outcome in ("unreachable", "dropped"):
+        how = (
+            "no answer at all: packets to it are dropped, or it is off"
+            if outcome == "dropped"
+            else str(reached.tried[0]).partition(": ")[2]
+        )
+        return (
+            "address-unreachable",
+            f"{who} could not reach {address}: {how}",
+            f"{line} names it" if line else "",
+            (Help("see which way packets to it go, and whether a firewall drops them", f"ip route get {_first_ip(reached)}"), leave_out),
+        )
+    if outcome == "answered":
+        return (
+            "store-foreign",
+            f"{who} met a foreign service at {address}: it answered {reach.shown(reached.first)}",
+            _holders(case, reached)[0] if reached.holders else "what answers there is no store of torch's",
+            (Help("choose a port that no other service has" + (f" ({line})" if line else "")), leave_out),
+        )
+    said = "it accepts the connection, and says nothing" if outcome == "silent" else "it accepts the connection, and closes it"
+    helps: tuple[Help, ...] = (Help("see what it is", f"ss -ltnp 'sport = :{reached.port}'"), leave_out)
+    why = _holders(case, reached)[0] if reached.holders else "a store of torch's answers in a millisecond"
+    if reached.stopped:
+        said, helps = f"its process (pid {reached.stopped}) is stopped (state T)", (Help("let it go on", f"kill -CONT {reached.stopped}"),)
+    return "store-silent", f"{who} got no answer at {address}: {said}", why, helps
+
+
+def _seen(case: Case, reached: Reached) -> tuple[str, ...]:
+    """What was tried, a line for each address; who has the port on this machine, where that is not said already."""
+    tried = tuple(str(one) for one in reached.tried)
+    holders = _holders(case, reached)
+    said = holders[1:] if reached.outcome in ("answered", "silent", "closed") else holders
+    return (*tried[:4], *([f"and {len(tried) - 4} more addresses"] if len(tried) > 4 else []), *said)
+
+
+def _rules(reached: Reached) -> tuple[str, ...]:
+    if reached.outcome != "dropped":
+        return ()
+    return reached.rules if reached.here else ("which firewall drops it, if one does, cannot be seen from here",)
+
+
+def _holders(case: Case, reached: Reached) -> tuple[str, ...]:
+    """Who listens on that port on this machine: strangers by their command, our own by what they are."""
+    ranks = {rank.pid: rank.rank for rank in case.job.ranks}
+    lines = []
+    for line in reached.holders:
+        found = re.search(r"\(pid (\d+),", line)
+        if found and int(found[1]) in ranks:
+            line = f"rank {ranks[int(found[1])]} of this job (pid {found[1]}) is listening on it"
+        elif reached.address == case.job.held_address:
+            line = f"it is the meeting point that rallypoint holds{f' (pid {found[1]})' if found else ''}"
+        lines.append(line)
+    return tuple(dict.fromkeys(lines))
+
+
+def _hosts(case: Case, reached: Reached) -> tuple[str, ...]:
+    """Whether a rank of the job came to listen there: the group's rank 0 does."""
+    if reached.outcome not in ("refused", "dropped"):
+        return ()
+    there = [(rank, rank.meeting) for rank in case.job.ranks if rank.meeting is not None]
+    came = [rank.rank for rank, meeting in there if meeting.rank == 0 and place(meeting) == (reached.host, reached.port)]
+    numbers = sorted(meeting.rank for _, meeting in there if meeting.rank >= 0)
+    if came or not numbers:
+        return ()
+    sizes = {meeting.world_size for _, meeting in there}
+    of = f" of {sizes.pop()}" if len(sizes) == 1 and min(sizes) > 0 else ""
+    return (f"no rank of this job came as rank 0: they called init_process_group as {ranks_phrase(numbers)}{of}",)
+
+
+def _resolvers_words(case: Case, host: str) -> str:
+    """What the resolver told torch of that name, by torch's own log: it had more time for its answer than a look has."""
+    found = [match for rank in case.ranks for line in rank.said if (match := _NOT_RESOLVED.search(line)) is not None and match[1] == host]
+    return str(found[-1][2]) if found else ""
+
+
+def _within(case: Case, error: Raised | None) -> str:
+    found = _TIMEOUT.search(error.message) if error is not None else None
+    seconds = int(found[1]) / 1000 if found else case.first.meeting.timeout if case.first.meeting is not None else 0.0
+    return f" within {seconds:g} s" if seconds else ""
+
+
+def _first_ip(reached: Reached) -> str:
+    return reached.tried[0].where.rpartition(":")[0].strip("[]") if reached.tried else reached.host
+
+
+def waits_at(rank: RankEvidence, reached: Reached) -> bool:
+    """Whether a rank waits, without a word so far, at the place that was looked at."""
+    if rank.ended is not None or rank.phase != "joining" or rank.meeting is None:
+        return False
+    return place(rank.meeting) == (reached.host, reached.port)
