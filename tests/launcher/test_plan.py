@@ -237,6 +237,30 @@ def test_port_outside_the_range() -> None:
     assert refused(master_port=29500, port_range=(20000, 20100)).headline == "--master-port 29500 is not in --port-range 20000-20100"
 
 
+def test_what_the_port_range_does_not_reach_is_said() -> None:
+    (said,) = [remark for remark in plan(port_range=(20000, 20100)).remarks if "--port-range" in remark]
+    assert "--port-range 20000-20100 holds for what rallypoint listens on; gloo and NCCL take ports of 32768-60999" in said
+    assert "sysctl -w net.ipv4.ip_local_port_range='20000 28191'" in said
+    narrowed = plan(machine={"ephemeral": (20000, 20100)}, port_range=(20000, 20100))
+    assert not [remark for remark in narrowed.remarks if "--port-range" in remark]
+
+
+def test_interfaces_are_left_to_gloo_and_nccl_and_one_that_is_missing_is_said() -> None:
+    there = {"interfaces": ("lo", "eth0")}
+    assert not [name for name in plan(machine=there).environment if name.endswith("SOCKET_IFNAME")]
+    assert plan(machine=there, environ={"GLOO_SOCKET_IFNAME": "eth0"}).notes == ()
+    assert plan(machine=there, environ={"GLOO_SOCKET_IFNAME": "ib0"}).notes == (
+        "GLOO_SOCKET_IFNAME=ib0 names no interface of this machine: lo, eth0",
+    )
+
+
+def test_a_place_on_a_shared_file_system() -> None:
+    made = plan(rendezvous="/shared/job")
+    assert (made.rendezvous, made.master_addr) == ("/shared/job", "127.0.0.1")
+    assert "place       /shared/job, this job's alone while it runs\n" in describe(made)
+    assert "place" not in describe(plan())
+
+
 # --- how they start --------------------------------------------------------------------------------------------------
 
 

@@ -217,7 +217,7 @@ def test_a_rank_that_swallowed_its_error_and_left_is_a_failure_at_once(late: boo
     waiting = sv.AtPhase(1, "joining")
     play.at(5.0, *([*steps, waiting] if late else [waiting, *steps]))
     assert play.machine.state is State.JUDGING
-    assert play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 1 wait in init_process_group"
+    assert play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 1 waits in init_process_group"
 
 
 def test_an_error_that_the_program_recovered_from_is_none() -> None:
@@ -227,12 +227,79 @@ def test_an_error_that_the_program_recovered_from_is_none() -> None:
     assert play.status == 0
 
 
-def test_a_rank_that_never_joined_and_left_while_all_others_wait() -> None:
+def test_a_rank_that_never_joined_and_left_while_others_wait_for_it() -> None:
     play = Play(3).running()
-    play.at(2.0, sv.AtPhase(0, "importing"), sv.AtPhase(1, "joining"), sv.AtPhase(0, "finishing"), ended(0))
-    assert not play.of(sv.AskEvidence)  # rank 2 may yet do something
-    play.at(2.5, sv.AtPhase(2, "joining"))
+    play.at(2.0, sv.AtPhase(0, "importing"), sv.AtPhase(0, "finishing"), ended(0))
+    assert not play.of(sv.AskEvidence)  # nobody has asked for it
+    play.at(2.5, sv.AtPhase(2, "joining"))  # rank 1 may come or not: rank 2 waits in vain
     assert play.machine.state is State.JUDGING
+    assert play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 2 waits in init_process_group"
+
+
+def test_who_left_before_a_group_of_some_ranks_is_missed_by_nobody() -> None:
+    play = Play(3).running()
+    play.at(2.0, ended(0), sv.AtPhase(1, "joining", whole=False), sv.AtPhase(2, "joining", whole=False))
+    play.at(2.1, sv.AtPhase(1, "running"), sv.AtPhase(2, "running"), ended(1), ended(2))
+    assert play.status == 0
+
+
+def test_a_rank_that_was_in_the_first_group_and_left_before_the_second() -> None:
+    play = Play(2).running()
+    play.at(2.0, sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"), sv.AtPhase(0, "running"), ended(0))
+    assert not play.of(sv.AskEvidence)  # rank 1 is about to leave the call that rank 0 has left
+    play.at(2.1, sv.AtPhase(1, "running"))
+    play.at(3.0, sv.AtPhase(1, "joining"))
+    assert play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 1 waits in init_process_group"
+
+
+# --- the roll call --------------------------------------------------------------------------------------------------
+
+
+def test_the_roll_is_called_after_half_a_minute_and_then_ever_more_rarely() -> None:
+    play = Play(2).running()
+    assert play.at(5.0, sv.AtPhase(0, "joining")) == [sv.SetTimer("roll call", 5.0 + sv.ROLL_CALL)]
+    called, now = [], 35.0
+    while now < 5.0 + 1800:  # torch's own timeout
+        _, following = play.at(now, sv.Timer("roll call"))
+        called.append(now - 5.0)
+        assert isinstance(following, sv.SetTimer)
+        now = following.at
+    assert called == [30.0, 60.0, 120.0, 240.0, 480.0, 960.0]
+    assert play.of(sv.CallRoll)[0].because == "rank 0 waits in init_process_group since 30 s"
+    assert play.machine.state is State.RUNNING
+    assert not play.of(sv.AskEvidence)
+
+
+def test_nobody_is_called_who_has_come() -> None:
+    play = Play(2).running()
+    play.at(5.0, sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"))
+    play.at(5.1, sv.AtPhase(0, "running"), sv.AtPhase(1, "running"))
+    assert play.at(35.0, sv.Timer("roll call")) == []
+    assert play.at(40.0, sv.AtPhase(1, "joining")) == [sv.SetTimer("roll call", 70.0)]  # a second group
+
+
+def test_each_wait_has_its_own_half_minute() -> None:
+    play = Play(3).running()
+    play.at(5.0, sv.AtPhase(0, "joining"))
+    play.at(20.0, sv.AtPhase(1, "joining"), sv.Erred(0, "init_process_group"))  # rank 0 gave up
+    assert play.at(35.0, sv.Timer("roll call")) == [sv.SetTimer("roll call", 50.0)]
+    assert isinstance(play.at(50.0, sv.Timer("roll call"))[0], sv.CallRoll)
+
+
+def test_the_roll_is_not_called_while_a_person_is_at_a_debugger() -> None:
+    play = Play(2).running()
+    play.at(5.0, sv.AtPhase(0, "joining"), sv.Debugged(1, waits=True))
+    assert play.at(35.0, sv.Timer("roll call")) == [sv.SetTimer("roll call", 65.0)]
+    play.at(60.0, sv.Debugged(1, waits=False))
+    assert play.at(65.0, sv.Timer("roll call")) == [sv.SetTimer("roll call", 90.0)]
+    assert isinstance(play.at(90.0, sv.Timer("roll call"))[0], sv.CallRoll)
+
+
+def test_a_job_that_is_judged_calls_no_roll() -> None:
+    play = Play(2).running()
+    play.at(5.0, sv.AtPhase(0, "joining"))
+    play.at(34.99, raised(1))
+    assert play.at(35.0, sv.Timer("roll call")) == []
 
 
 @pytest.mark.parametrize("when", ["preparing", "running", "judging"])
@@ -265,14 +332,15 @@ def test_the_supervisor_introduces_itself() -> None:
 
 RANKS = st.integers(0, 2)
 EVENTS = st.one_of(
-    st.builds(sv.AtPhase, RANKS, st.sampled_from(["started", "importing", "joining", "running", "finishing"])),
+    st.builds(sv.AtPhase, RANKS, st.sampled_from(["started", "importing", "joining", "running", "finishing"]), st.booleans()),
+    st.builds(sv.Debugged, RANKS, st.booleans()),
     st.builds(sv.Erred, RANKS, st.sampled_from(["init_process_group", "all_reduce"])),
     st.builds(sv.Raised, RANKS, st.booleans(), st.just("raised")),
     st.builds(sv.Signalled, st.just("SIGINT"), st.just(2)),
     st.builds(sv.HelperLost, st.just("guard")),
     st.builds(sv.Misfit, st.just("they differ")),
     st.just(sv.EvidenceIn()),
-    st.builds(sv.Timer, st.sampled_from(["settle", "stuck", "grace"])),
+    st.builds(sv.Timer, st.sampled_from(["settle", "stuck", "grace", "roll call"])),
     st.builds(sv.Stuck, st.sets(RANKS).map(lambda ranks: tuple(sorted(ranks)))),
 )
 

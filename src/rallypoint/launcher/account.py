@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 
 from rallypoint.clock import Clock
-from rallypoint.diagnosis import causes, evidence, reading, render, rules
+from rallypoint.diagnosis import causes, evidence, meeting_point, reading, render, rollcall, rules, stacks
 from rallypoint.diagnosis.evidence import HelperLost, JobEvidence, Meeting, MemoryEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report, Said
+from rallypoint.diagnosis.rollcall import Caller, Misfit
 from rallypoint.errors import RallypointError
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
 from rallypoint.host.processes import Status, command_line
+from rallypoint.host.reach import Reached
 from rallypoint.launcher import words
 from rallypoint.launcher.channel import ImportFailed, NotForked, Ready
 from rallypoint.launcher.handles import RankHandle
@@ -25,8 +27,9 @@ from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.supervisor import State
 from rallypoint.record.events import Event, EventLog, What
 from rallypoint.record.logs import LogPump, worker_columns
-from rallypoint.record.run_folder import open_run_folder
+from rallypoint.record.run_folder import Door, open_run_folder
 from rallypoint.record.torchrun_files import TorchrunFiles
+from rallypoint.world import ranks_phrase
 
 # Seconds that the report waits for the ranks' words to be read; they lie in pipes, a millisecond away, unless the terminal takes nothing.
 SETTLE_TIMEOUT = 0.1
@@ -96,7 +99,7 @@ class Account:
         """The live start-up line: how many ranks are where. Gone once they run, or when the program joins nothing."""
         if state is State.PREPARING or self._handed or not self._pump.terminal:
             return
-        waiting = sum(handle.phase == "joining" for handle in ranks)
+        waiting = sum(handle.waiting for handle in ranks)
         before = sum(handle.phase in ("preparing", "started") for handle in ranks)
         importing = sum(handle.phase == "importing" for handle in ranks)
         if state is not State.RUNNING or not (waiting or before):
@@ -115,6 +118,37 @@ class Account:
             self.say(f"rallypoint: {meeting.line} sets {what}{unused}")
         else:
             self.say(f"rallypoint: {meeting.line} names {meeting.method}{unused}")
+
+    def say_stalled(self, report: Report) -> None:
+        """No rank has moved for as long as `--stall` says. A notice: it ends nothing, and is no report of the job's end."""
+        self.event("stalled", code=report.code, headline=report.headline)
+        self.say(render.json((report,)) if self._plan.error_format == "json" else "\n" + render.text((report,), color=_wants_color()))
+
+    def say_moved(self, ranks: Sequence[int]) -> None:
+        """The ranks that have moved after all."""
+        self.event("stall-over", ranks=list(ranks))
+        self.say(f"rallypoint: the job goes on: {ranks_phrase(ranks)} {'has' if len(ranks) == 1 else 'have'} moved")
+
+    def say_roll_call(self, ranks: Sequence[RankHandle], asked: Sequence[RankHandle], because: str, seen: Reached | None = None) -> None:
+        """Who waits in init_process_group, and where the others are. Nothing when nobody waits any more, or a person is at a debugger:
+        the stacks of those who were `asked` show that, too, whichever debugger it is. `seen`: what is at their own meeting point."""
+        standing = [_standing(handle, asked=handle in asked) for handle in ranks]
+        frames = [frame for one in standing for frame in one.stack]
+        if any(stacks.debugged(one.stack) for one in standing):
+            return
+        told = {one.rank for one in standing if one.stack}
+        states = {one.rank: one.silence() for one in ranks if one.alive and one.rank not in told and (one in asked or one.halted())}
+        root = self._folder_of_task() or stacks.root_of(self._plan.program.target, frames)
+        waiting = [handle.rank for handle in ranks if handle.waiting]
+        lines = rollcall.lines(standing, waiting, states, self._plan.world.size, self._clock.elapsed(), root)
+        if not lines:
+            return
+        if seen is not None and meeting_point.explains(seen):
+            line = next((one.meeting.line for one in standing if meeting_point.waits_at(one, seen) and one.meeting is not None), "")
+            lines += (f"  {meeting_point.in_short(seen, line)}",)
+        self.event("roll-call", because=because, lines=lines)
+        if not self._plan.quiet:
+            self.say("\n".join((f"rallypoint: {lines[0]}", *lines[1:])))
 
     def say_spawns(self, line: str) -> None:
         """A program that starts ranks of its own, started several times."""
@@ -147,6 +181,15 @@ class Account:
             self.say(f"rallypoint: {line or 'the program'} sets {name} after torch was imported in the template: export it, or --fresh")
 
     # --- what is kept
+
+    @property
+    def run_dir(self) -> str:
+        """The run folder, "" when there is none."""
+        return self._folder.path
+
+    def announce(self, socket: str) -> None:
+        """Write down where the launcher can be asked."""
+        self._folder.announce(Door(socket, os.uname().nodename, os.getpid()))
 
     def event(self, what: What, *, rank: int | None = None, because: str = "", **details: Any) -> None:
         """Write down that something happened."""
@@ -239,9 +282,41 @@ class Account:
         """Whether ranks of one group of NCCL's would use the same GPU."""
         return bool(rules.devices_shared([(one.rank, one.meeting) for one in ranks if one.meeting], len(ranks)))
 
+    def needs_all(self, handle: RankHandle) -> bool:
+        """Whether the group that a rank joins, or joined last, is one of all ranks."""
+        return handle.meeting is not None and rollcall.whole(handle.meeting, self._plan.world.size)
+
+    def absent(self, ranks: Sequence[RankHandle]) -> tuple[int, ...]:
+        """The ranks that others wait for in init_process_group."""
+        standing = [_standing(handle, asked=False) for handle in ranks]
+        return rollcall.absent(standing, [handle.rank for handle in ranks if handle.waiting], self._plan.world.size)
+
+    def misfit(self, ranks: Sequence[RankHandle]) -> Misfit | None:
+        """What is certain to keep the ranks that are in init_process_group from meeting."""
+        called = [(handle, Caller(handle.rank, handle.meeting, handle.at_held)) for handle in ranks if handle.meeting]
+        return rollcall.misfit(
+            [caller for handle, caller in called if handle.waiting],
+            self._plan.world.size,
+            through=[caller for handle, caller in called if handle.phase == "running"],
+            all_there=all(handle.waiting or handle.ended is not None for handle in ranks),
+        )
+
     def is_consequence(self, raised: Raised) -> bool:
         """Whether an exception speaks of a lost peer. (Asked here, since the rules are imported while the template imports torch.)"""
         return rules.is_consequence(raised)
+
+    def unmet(self, ranks: Sequence[RankHandle]) -> tuple[str, int] | None:
+        """The host and port that a rank could not reach, or lost, by what it raised; None when none speaks of that."""
+        for one in ranks:
+            said = self._pump.tail(one.rank)
+            untold = one.raised is None and one.ended is not None and one.ended.code == 1  # --plain
+            written = reading.exception_in(said) if untold else None
+            for error in (one.raised, *one.caught.values(), written):
+                if error is not None:
+                    place = meeting_point.where(error, one.meeting) or meeting_point.store_of(error, said)
+                    if place is not None:
+                        return place
+        return None
 
     def import_failed(self, message: ImportFailed) -> Report:
         """torch, or a preload module, cannot be imported."""
@@ -276,8 +351,11 @@ class Account:
         overdue: float,
         helper: HelperLost | None,
         because: str,
+        reached: Reached | None = None,
+        misfit: Misfit | None = None,
     ) -> tuple[Report, ...]:
-        """Diagnose what the ranks told, print it, keep it; the first cause first."""
+        """Diagnose what the ranks told, print it, keep it; the first cause first. With a `misfit` that is what went wrong: whatever
+        the ranks say of it came after."""
         self._pump.settle(SETTLE_TIMEOUT)
         untold = [handle for handle in ranks if not handle.told]
         if self._plan.on_failure == "continue" and not interrupted_by and not overdue:  # each failure is told once, when its rank has ended
@@ -297,13 +375,18 @@ class Account:
             holders=_holders(ranks),
             run_dir=self._folder.path,
             on_failure=self._plan.on_failure,
-            folder=os.path.join(self._plan.task.folder, "") if self._plan.task is not None else "",
+            folder=self._folder_of_task(),
             devices=self._devices(ranks),
+            reached=reached,
             now=self._clock.elapsed(),
         )
         for handle in untold:
             handle.told = handle.ended is not None and (handle.ended.code, handle.ended.signal) != (0, 0)
-        return self._show(rules.diagnose(job))
+        return self._show((rollcall.report(misfit, job),) if misfit is not None else rules.diagnose(job))
+
+    def _folder_of_task(self) -> str:
+        """The folder that a caller of `launch` is in: paths are shown relative to it. "" for a program, whose own place tells."""
+        return os.path.join(self._plan.task.folder, "") if self._plan.task is not None else ""
 
     def _show(self, reports: tuple[Report, ...]) -> tuple[Report, ...]:
         self.live(None)
@@ -334,7 +417,7 @@ class Account:
             meeting=handle.meeting,
             sent=tuple(handle.sent),
             stack=handle.stack(),
-            stack_text=handle.dump(),
+            stack_text=handle.last_words(),
             said=tail,
             said_traceback=handle.traceback_printed,
             log=log,
@@ -381,6 +464,14 @@ class Account:
             print(f"rallypoint: the log pump failed: {self._pump.error!r}; the ranks' words may be incomplete", file=sys.stderr)
         self._events.close()
         self._folder.close()
+
+
+def _standing(handle: RankHandle, *, asked: bool) -> RankEvidence:
+    """What the roll call needs of a rank. `asked`: it was asked where it stands, just now."""
+    return RankEvidence(
+        rank=handle.rank, local_rank=handle.local_rank, pid=handle.pid, phase=handle.phase, phase_at=handle.phase_at, ended=handle.ended,
+        handled=tuple(handle.caught.values()), meeting=handle.meeting, stack=handle.stack() if asked else (),
+    )  # fmt: skip
 
 
 def _say_before_the_pump(text: str) -> None:
@@ -434,7 +525,10 @@ def _holders(ranks: Sequence[RankHandle]) -> tuple[str, ...]:
                 from rallypoint.host import ports
 
                 port = reading.port_named(raised.message) or _port_of(handle)
-                return tuple(holder.line() for holder in ports.holders(port)) if port else ()
+                found = ports.holders(port) if port else ()
+                serving = {holder.pid for holder in found if holder.state == "listening" and holder.pid}
+                # Whom it serves says nothing more, and among them are the job's own ranks, which took it for their store.
+                return tuple(dict.fromkeys(holder.line() for holder in found if holder.state != "connected" or holder.pid not in serving))
     return ()
 
 

@@ -16,11 +16,12 @@ from rallypoint.clock import Clock
 from rallypoint.diagnosis.evidence import Ended, HelperLost
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import EnvironmentProblem, RallypointError
-from rallypoint.host import processes, signals
+from rallypoint.host import processes, signals, system_calls
 from rallypoint.launcher import channel, crew, guard, supervisor
 from rallypoint.launcher.channel import (
     AtPhase,
     Caught,
+    Debugging,
     Exited,
     Finish,
     Forked,
@@ -48,6 +49,7 @@ from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.supervisor import (
     Action,
     AskEvidence,
+    CallRoll,
     CleanGroup,
     CleanUp,
     EvidenceIn,
@@ -64,8 +66,13 @@ from rallypoint.launcher.supervisor import (
 )
 
 if TYPE_CHECKING:
+    from rallypoint.diagnosis.rollcall import Misfit
+    from rallypoint.host.ports import HeldPort
+    from rallypoint.host.reach import Looking
     from rallypoint.launcher.attempt import Attempt, Order
     from rallypoint.launcher.culprit import Search
+    from rallypoint.launcher.inquiry import Inquiry
+    from rallypoint.launcher.rendezvous_file import Place
     from rallypoint.launcher.standby import Errand
 
 # Seconds for all ranks to write their stacks. A dump takes a millisecond; a rank that holds the interpreter's memory lock, or is
@@ -73,6 +80,16 @@ if TYPE_CHECKING:
 EVIDENCE_DEADLINE = 0.2
 # Seconds between looks whether a dump is whole. The handler has no way to say so; its blocked signal in /proc does.
 EVIDENCE_LOOK = 0.004
+# Seconds after a rank's own deadline for meeting the others before the launcher looks there: torch, when it keeps it, is heard first.
+TORCH_OVERRUN = 0.05
+# Seconds for a look at a meeting point. It has a deadline of its own, of less than half as much: this is for a machine so busy that a
+# thread does not get to run.
+LOOK_PATIENCE = 0.8
+# Seconds that ranks which cannot meet must be seen to wait. A call that torch refuses (a backend that is not there, a port that is taken)
+# raises in less, most of the time spent on starting CUDA, and the program may have something else to try.
+MISFIT_SETTLE = 2.0
+# Seconds for the ranks that are missing at a roll call to write their stacks. Nobody waits for it, so a busy machine gets more time.
+ROLL_CALL_DEADLINE = 2.0
 # Orders that the template may have waiting: enough to keep it busy, few enough that descriptors in flight stay far below limits.
 ORDERS_AHEAD = 4
 # Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that takes nothing makes it longer.
@@ -86,11 +103,36 @@ KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see gu
 def run(plan: Plan) -> int:
     """Carry out a plan; the exit status. Raises `EnvironmentProblem` or `UsageError` when nothing could be started."""
     processes.open_standard_descriptors()
-    agent = Agent(plan)
-    try:
-        return agent.run()
-    finally:
-        agent.close()
+    with contextlib.ExitStack() as stack:
+        # Before anything is started: who asked for what somebody else has is told at once, not after the import of torch.
+        held, place = _held(plan), _taken(plan)
+        if held is not None:
+            stack.callback(held.release)
+        if place is not None:
+            stack.callback(place.give_back)
+        agent = Agent(plan)
+        agent.held, agent.place = held, place
+        try:
+            return agent.run()
+        finally:
+            agent.close()
+
+
+def _held(plan: Plan) -> HeldPort | None:
+    """The first attempt's meeting point, when it has to be a certain one or one of a few. Guard and template close what they inherit."""
+    if not plan.master_port and plan.port_range is None:
+        return None
+    from rallypoint.host import ports
+
+    return ports.hold_port(plan.master_port, plan.master_addr, plan.port_range)
+
+
+def _taken(plan: Plan) -> Place | None:
+    if not plan.rendezvous:
+        return None
+    from rallypoint.launcher import rendezvous_file
+
+    return rendezvous_file.take(plan.rendezvous, plan.job)
 
 
 class CallerGone(Exception):
@@ -117,23 +159,33 @@ class Agent:
         if self.crew.template is None:
             self.crew.use(self._start_template(imports=plan.start == "template"))
         # Everything below is done while the template imports.
+        from rallypoint.host import ports
         from rallypoint.launcher.account import Account
 
         try:
+            if plan.torch:
+                ports.check_loopback(plan.master_addr)  # torch would try for a minute, with a thousand lines
             self.account = Account(plan, self.clock, errand.outputs if errand is not None else (1, 2))
-        except BaseException:  # the run folder belongs to somebody else: the user reads that, and nothing may stay behind
+        except BaseException:  # or the run folder belongs to somebody else: the user reads that, and nothing may stay behind
             if errand is None:
                 self.crew.end()
             self._signals.close()
             raise
+        self._inquiry = self._open_door()
         self.attempt = self._new_attempt(0, started=False)
+        self.held: HeldPort | None = None  # the first attempt's meeting point, if it was bound before
+        self.place: Place | None = None  # on a shared file system, where the job says where its ranks meet
         self.problem: RallypointError | Report | None = None  # why nothing could be started
         self.lost: HelperLost | None = None
         self.signalled_by = ""
         self.overdue = 0.0  # seconds that the job was given, when they are over
         self.reports: list[Report] = []
         self._supervisor = Supervisor(
-            world_size=plan.world.size, max_restarts=plan.max_restarts, grace=plan.grace, on_failure=plan.on_failure
+            world_size=plan.world.size,
+            max_restarts=plan.max_restarts,
+            grace=plan.grace,
+            on_failure=plan.on_failure,
+            roll_call=plan.roll_call,
         )
         self._orders: Iterator[Order] = iter(())
         self._ahead = 0
@@ -141,6 +193,14 @@ class Agent:
         self._order_of_ends = 0
         self._status: int | None = None
         self._asked_until = 0.0
+        self._looking: Looking | None = None  # at the meeting point that ranks do not reach
+        self._looks_until = 0.0
+        self._roll_look: Looking | None = None  # at the meeting point where all ranks wait, for the roll call
+        self._meets_until: dict[int, float] = {}  # when the time is up that a rank gives torch to meet the others
+        self._roll_called: list[RankHandle] = []  # who was asked for the roll call that is being prepared
+        self._roll_because, self._roll_until = "", 0.0
+        self._misfit: Misfit | None = None  # what keeps this attempt's ranks from meeting, as it looks
+        self._misfit_settled = False  # and it has lasted
         self._differing_told = False
         self._spawns_told = False
         self._unclean: Ready | None = None  # why there is no template, until it has been said
@@ -150,6 +210,8 @@ class Agent:
         self._watch(self._signals.fileno(), self._on_signal)
         self._watch(self.guard.pidfd, self._on_guard_end)
         self._watch_template()
+        if self._inquiry.door is not None:
+            self._watch(self._inquiry.door.fileno(), self._on_visitor)
         if errand is not None:
             self._watch(errand.line.fileno(), self._on_caller)
             self._watch(errand.caller, self._on_caller_end)
@@ -194,6 +256,7 @@ class Agent:
     def close(self) -> None:
         """Leave nothing behind, whatever happened. May be called in any state."""
         self._on_culprit()
+        self._inquiry.close()
         if self.errand is not None:
             self._await_forks()
         living = [handle for handle in self.ranks if handle.pid and not handle.reaped]
@@ -262,10 +325,20 @@ class Agent:
                 continue
             if name == "evidence":
                 self._look_for_evidence(now)
+            elif name == "misfit":
+                self._on_misfit()
+            elif name == "roll answers":
+                self._look_for_roll_answers(now)
             elif name == "culprit":
                 self._on_culprit()
+            elif name == "answers":
+                self._look_for_answers(now)
+            elif name == "looks":
+                self._look_at_ranks(now)
             elif name == "leftovers":
                 self._tell_leftovers()
+            elif name == "meeting":
+                self._on_unmet(now)
             elif name == "overdue":
                 self._on_overdue()
             else:
@@ -283,6 +356,8 @@ class Agent:
                 self._ask_evidence(action)
             case MakeReport():
                 self._make_report(action)
+            case CallRoll():
+                self._call_roll(action)
             case SignalGroup():
                 self._signal_group(action)
             case LookWhetherStuck():
@@ -413,6 +488,9 @@ class Agent:
     # --- starting
 
     def _start_ranks(self, action: StartRanks) -> None:
+        self._misfit = self._looking = None
+        self._misfit_settled = False
+        self._meets_until = {}
         self._close_store("the job was started again, with a new store")
         self.attempt.close()
         try:
@@ -420,7 +498,10 @@ class Agent:
             self.account.begin_attempt(action.attempt, action.because)
             if self.errand is not None and action.attempt:
                 self._tell_caller(Restarted(action.attempt))
-            port = self.attempt.hold()
+            port = self.attempt.hold(self.held)
+            self.held = None
+            if self.place is not None:
+                self.place.publish(action.attempt, self.attempt.held)
             self._open_store()
         except EnvironmentProblem as problem:
             self._cannot_start(problem)
@@ -429,6 +510,11 @@ class Agent:
             self._cannot_start(_exhausted(error, self.plan.world.local_size))
             return
         self.account.event("port-held", host=self.plan.master_addr, port=port)
+        now = self.clock.elapsed()
+        self._inquiry.begin_attempt(now)
+        self._timers["looks"] = self._inquiry.next_look(now)
+        if self._inquiry.is_awaited:  # its round was about ranks that are gone
+            self._ask_where()
         self._orders = self.attempt.orders(self.account)
         self._ahead = 0
         self._send_orders()
@@ -547,13 +633,16 @@ class Agent:
                 self._unwatch(handle.control.fileno())
                 return False
             case AtPhase(phase):
-                handle.phase, handle.phase_at = phase, now
+                handle.phase, handle.phase_at, handle.failed_to_join = phase, now, False
                 if phase == "running" and handle.joined_at is None and handle.meeting is not None:
                     handle.joined_at = now
                 self.account.event("phase", rank=handle.rank, phase=phase)
-                self._feed(supervisor.AtPhase(handle.rank, phase))
+                self._feed(supervisor.AtPhase(handle.rank, phase, self.account.needs_all(handle)))
+                if phase == "joining":
+                    self._look_for_misfit()
             case Caught(serial, raised):
                 handle.caught[serial] = self.account.stamped(raised)
+                handle.failed_to_join = handle.failed_to_join or raised.call == "init_process_group"
                 self.account.event("handled-error", rank=handle.rank, type=raised.type, message=raised.message[:500], call=raised.call)
                 self._feed(supervisor.Erred(handle.rank, raised.call))
             case Uncatch(serial):
@@ -562,6 +651,9 @@ class Agent:
                 self._on_uncaught(handle, message)
             case Leaving():
                 handle.left_at = message.line
+            case Debugging(waits):
+                handle.debugging = waits
+                self._feed(supervisor.Debugged(handle.rank, waits))
             case Meets():
                 self._on_meets(handle, message)
             case Spawns(line):
@@ -592,15 +684,86 @@ class Agent:
         self._feed(supervisor.Raised(handle.rank, self.account.is_consequence(raised), f"rank {handle.rank} raised {raised.type}"))
 
     def _on_meets(self, handle: RankHandle, message: Meets) -> None:
-        handle.meeting = message.meeting
+        handle.meeting, handle.at_held = message.meeting, bool(self.attempt.held) and not message.differs
         if message.differs and not self._differing_told:
             self._differing_told = True
             self.account.say_differs(message.meeting, self.attempt.held)
-        places = {h.meeting.address for h in self.ranks if h.meeting and h.meeting.address and h.meeting.world_size == self.plan.world.size}
-        if len(places) > 1:
-            self._feed(supervisor.Misfit("the ranks would meet at different addresses"))
         if self.account.share_a_device(self.ranks):
             self._feed(supervisor.Misfit("ranks of one group of NCCL's have the same GPU"))
+        if message.meeting.timeout:
+            until = self.clock.elapsed() + message.meeting.timeout + TORCH_OVERRUN
+            self._meets_until[handle.rank] = until
+            self._timers["meeting"] = min(until, self._timers.get("meeting", until))
+
+    def _on_unmet(self, now: float) -> None:
+        """Ranks still wait though their own time is up. torch does not keep it when it is refused, which costs up to as much again, nor
+        ever when somebody accepts the connection and says nothing. So the launcher looks; what keeps them from meeting ends the job.
+
+        A program that catches torch's error may have another place to try, and gets it as late as torch is. From a silent one no error
+        ever comes.
+        """
+        waiting = {number: until for number, until in self._meets_until.items() if self.ranks[number].waiting}
+        if self._supervisor.state is not State.RUNNING or not waiting:
+            return
+        if (soonest := min(waiting.values())) > now:
+            self._timers["meeting"] = soonest
+            return
+        from rallypoint.diagnosis import meeting_point  # here, as the account: the agent must start its template first
+
+        late = [self.ranks[number] for number, until in waiting.items() if until <= now]
+        looking = self._look_there(meeting_point.place(late[0].meeting) if late[0].meeting is not None else None)
+        if self._is_looking(now):
+            self._timers["meeting"] = now + EVIDENCE_LOOK
+            return
+        for handle in late:
+            del self._meets_until[handle.rank]
+        self._timers["meeting"] = now
+        if looking is None or looking.result is None or not meeting_point.explains(looking.result):
+            return
+        hangs = looking.result.outcome in ("answered", "silent", "closed")
+        if hangs or not any(handle.meeting is not None and handle.meeting.guarded for handle in late):
+            self._feed(supervisor.Misfit(f"ranks cannot meet at {looking.result.address}"))
+
+    def _look_there(self, place: tuple[str, int] | None) -> Looking | None:
+        """Look at a meeting point, in a thread of its own; once for each."""
+        if place is not None and (self._looking is None or self._looking.address != place):
+            from rallypoint.diagnosis import meeting_point
+            from rallypoint.host.reach import Looking
+
+            self._looking = Looking(*place, meeting_point.GREETING, meeting_point.LOOK_TIMEOUT)
+            self._looks_until = self.clock.elapsed() + LOOK_PATIENCE
+        return self._looking
+
+    def _is_looking(self, now: float) -> bool:
+        return self._looking is not None and self._looking.result is None and now < self._looks_until
+
+    def _look_for_misfit(self) -> None:
+        """A rank has come: whether those who wait now can meet at all. A failure that is being judged by then is what went wrong first."""
+        if self._supervisor.state is State.RUNNING and self._misfit is None:
+            self._misfit = self.account.misfit(self.ranks)
+            if self._misfit is not None:
+                self._timers["misfit"] = self.clock.elapsed() + MISFIT_SETTLE
+
+    def _on_misfit(self) -> None:
+        """Those who could not meet a moment ago have had time to raise, and to try something else."""
+        if self._supervisor.state is not State.RUNNING:
+            return
+        before, self._misfit = self._misfit, None
+        self._look_for_misfit()
+        if self._misfit is not None and before is not None and self._misfit.code == before.code and self._misfit.ranks == before.ranks:
+            self._misfit_settled = True
+            self._feed(supervisor.Misfit(self._misfit.because))
+
+    def _cause_of_all(self) -> Misfit | None:
+        """The misfit, when that is what the job failed of: it has lasted, or ranks gave up waiting, or could not have one seat twice."""
+        found = self._misfit
+        if found is None or self._misfit_settled:
+            return found
+        raised = [handle.raised for handle in self.ranks if handle.raised is not None]
+        told = all(
+            one.call == "init_process_group" and (found.code == "rank-duplicate" or self.account.is_consequence(one)) for one in raised
+        )
+        return found if raised and told and all(handle.rank in found.ranks for handle in self.ranks if handle.raised is not None) else None
 
     def _on_spawns(self, handle: RankHandle, line: str) -> None:
         if self.plan.world.size == 1:
@@ -656,6 +819,8 @@ class Agent:
         while self._on_worker(handle, waits=False):  # its last words come before its end
             pass
         self._unwatch(handle.control.fileno())
+        if self._supervisor.state is State.RUNNING:  # it was asked for `rallypoint stacks`, a stall or a roll call, perhaps hours ago
+            handle.disregard()
         handle.ended = Ended(code, number, self.clock.elapsed(), self._order_of_ends)
         self._order_of_ends += 1
         self.account.event("ended", rank=handle.rank, **({"signal": signals.name(number)} if number else {"code": code}))
@@ -733,13 +898,132 @@ class Agent:
                 self._on_rank_end(handle, *processes.ended(info))
             if handle is not None:
                 processes.send_group(handle.pid, signal.SIGKILL)
-            os.waitid(os.P_PID, info.si_pid, os.WEXITED)
+            with contextlib.suppress(ChildProcessError):  # a look's own child, which its thread waits for, too
+                os.waitid(os.P_PID, info.si_pid, os.WEXITED)
 
     def _reap_everything(self) -> None:
         """At the very end: nobody asks how they ended any more."""
         with contextlib.suppress(ChildProcessError):
             while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None and info.si_pid != self.guard.pid:
                 os.waitid(os.P_PID, info.si_pid, os.WEXITED)
+
+    # --- where the ranks stand
+
+    def _open_door(self) -> Inquiry:
+        """Whoever of this user asks where the ranks are is let in. Where no folder takes a socket the job goes on without."""
+        from rallypoint.launcher.inquiry import Door, Inquiry
+
+        inquiry = Inquiry(self.plan, hooks=self._hooks)
+        if self.account.run_dir:  # else nobody could find it
+            try:
+                inquiry.door = Door()
+            except EnvironmentProblem as problem:
+                self.account.event("door-missing", because="; ".join((problem.headline, *problem.why)))
+                return inquiry
+            self.account.announce(inquiry.door.path)
+            self.guard.inherit(inquiry.door.path)
+        return inquiry
+
+    def _on_visitor(self) -> None:
+        door = self._inquiry.door
+        assert door is not None
+        try:
+            visitor = door.come_in()
+        except OSError:  # no descriptor is left for it
+            self._unwatch(door.fileno())
+            return
+        while (oldest := door.surplus()) is not None:
+            self._unwatch(oldest.fileno())
+            door.see_off(oldest)
+        if visitor is not None:
+            self._watch(visitor.fileno(), lambda: self._on_question(visitor))
+
+    def _on_question(self, visitor: socket.socket) -> None:
+        door = self._inquiry.door
+        assert door is not None
+        asks = door.listen(visitor)
+        if asks is None:
+            return
+        self._unwatch(visitor.fileno())
+        if asks:
+            self.account.event("evidence-asked", because="rallypoint stacks asks")
+            self._ask_where(visitor)
+        else:
+            door.see_off(visitor)
+
+    def _ask_where(self, visitor: socket.socket | None = None) -> None:
+        now = self.clock.elapsed()
+        if visitor is not None:
+            self._inquiry.expect(visitor)
+        # While a failure is judged the report waits for the answers to its own question: another one now could cost it those.
+        if self._supervisor.state is not State.JUDGING:
+            self._inquiry.ask(self.ranks, now)
+        self._timers.setdefault("answers", now)
+
+    def _look_for_answers(self, now: float) -> None:
+        from rallypoint.launcher.inquiry import ANSWERS_LOOK
+
+        standing = self._inquiry.finish(now, self._supervisor.attempt, self.account.run_dir)
+        if standing is None:
+            if not self._inquiry.is_asking and self._inquiry.is_awaited and self._supervisor.state is not State.JUDGING:
+                self._inquiry.ask(self.ranks, now)
+            if self._inquiry.is_asking or self._inquiry.is_awaited:
+                self._timers["answers"] = now + ANSWERS_LOOK
+            return
+        if self._supervisor.state is not State.RUNNING:  # it is being stopped, which is no stall
+            return
+        stall = self._inquiry.judge(standing, now, debugging=any(handle.debugging for handle in self.ranks))
+        if stall is not None:
+            from rallypoint.diagnosis.standing import stalled
+
+            self.account.say_stalled(stalled(standing, stall.seconds, seen=stall.looks))
+        self._tell_moved()
+
+    def _look_at_ranks(self, now: float) -> None:
+        self._timers["looks"] = self._inquiry.next_look(now)
+        if self._supervisor.state is State.RUNNING and self._inquiry.look(self.ranks, now):
+            self._ask_where()
+        self._tell_moved()
+
+    def _tell_moved(self) -> None:
+        moved = self._inquiry.moved()
+        if moved and self._supervisor.state is State.RUNNING:
+            self.account.say_moved(moved)
+
+    # --- the roll call
+
+    def _call_roll(self, action: CallRoll) -> None:
+        """Ask those who are missing where they are, then say it.
+
+        The evidence signal makes a system call return early, which Python's own code and most other code does over again; a healthy rank
+        is spared it all the same. One that all others have waited for is not healthy until somebody has looked, and /proc shows no line
+        of its program. Who waits is not asked, nor who was stopped or is before a person: that is seen from here.
+        """
+        absent = (self.ranks[number] for number in self.account.absent(self.ranks))
+        self._roll_called = [handle for handle in absent if handle.alive and not handle.halted() and handle.ask()]
+        self._roll_look = self._look_where_all_wait()
+        now = self.clock.elapsed()
+        self._roll_because, self._roll_until = action.because, now + ROLL_CALL_DEADLINE
+        self._timers["roll answers"] = now
+
+    def _look_where_all_wait(self) -> Looking | None:
+        """Nobody is missing, and still they wait: what is at a meeting point of the program's own. (At the held one there is a store.)"""
+        meetings = [handle.meeting for handle in self.ranks if handle.waiting and handle.meeting is not None]
+        if self.account.absent(self.ranks) or not meetings or meetings[0].address == self.attempt.held:
+            return None
+        from rallypoint.diagnosis import meeting_point
+        from rallypoint.host.reach import Looking
+
+        place = meeting_point.place(meetings[0])
+        return Looking(*place, meeting_point.GREETING, meeting_point.LOOK_TIMEOUT) if place is not None else None
+
+    def _look_for_roll_answers(self, now: float) -> None:
+        answered = all(handle.answered() for handle in self._roll_called if handle.alive)
+        if now < self._roll_until and not (answered and (self._roll_look is None or self._roll_look.result is not None)):
+            self._timers["roll answers"] = now + EVIDENCE_LOOK
+        elif self._supervisor.state is State.RUNNING:
+            seen = self._roll_look.result if self._roll_look is not None else None
+            self.account.say_roll_call(self.ranks, self._roll_called, self._roll_because, seen)
 
     # --- evidence, reports
 
@@ -748,10 +1032,14 @@ class Agent:
         asked = [handle.rank for handle in self.ranks if handle.alive and handle.ask()]
         self.account.event("evidence-asked", because=action.because, ranks=asked)
         self._asked_until = now + EVIDENCE_DEADLINE
+        self._look_there(self.account.unmet(self.ranks))
         self._timers["evidence"] = now
 
     def _look_for_evidence(self, now: float) -> None:
-        if now < self._asked_until and not all(handle.answered() for handle in self.ranks if handle.alive):
+        if self._looking is None:  # torch's own log may have the address, and is read by now
+            self._look_there(self.account.unmet(self.ranks))
+        asking = now < self._asked_until and not all(handle.answered() for handle in self.ranks if handle.alive)
+        if asking or self._is_looking(now):
             self._timers["evidence"] = now + EVIDENCE_LOOK
             return
         self._feed(EvidenceIn())
@@ -768,6 +1056,8 @@ class Agent:
                 overdue=self.overdue if action.reason == "overdue" else 0.0,
                 helper=self.lost if action.reason == "helper" else None,
                 because=action.because,
+                reached=self._looking.result if self._looking is not None else None,
+                misfit=self._cause_of_all() if action.reason == "failure" else None,
             )
         self.reports += reports
         self._feed(supervisor.Judged(reports[0].exit_status))
@@ -803,7 +1093,8 @@ class Agent:
         for handle in leftovers:
             self._reap(handle)
         self.attempt.release()
-        self._timers = {name: at for name, at in self._timers.items() if name == "overdue"}  # the call's, not the attempt's
+        # The call's, and a visitor's, are not the attempt's.
+        self._timers = {name: at for name, at in self._timers.items() if name in ("overdue", "answers")}
         self._drain()
         self.account.event("attempt-ended", because=action.because, attempt=self.attempt.number)
 
@@ -824,7 +1115,7 @@ class Agent:
         pidfds = []
         for one in members:
             try:
-                pidfds.append(os.pidfd_open(one.pid))
+                pidfds.append(system_calls.pidfd_open(one.pid))
             except ProcessLookupError:
                 continue
         for handle in handles:
@@ -853,7 +1144,7 @@ class Agent:
         pidfds = []
         for one in processes.group_members(handle.pid):
             with contextlib.suppress(ProcessLookupError):
-                pidfds.append(os.pidfd_open(one.pid))
+                pidfds.append(system_calls.pidfd_open(one.pid))
         processes.wait_for_ends(pidfds, max(0.0, until - self.clock.elapsed()))
         for fd in pidfds:
             os.close(fd)

@@ -56,13 +56,14 @@ class Attempt:
         """host:port of the meeting point, "" when there is none (any more)."""
         return self.host.address if self.host else ""
 
-    def hold(self) -> int:
-        """Bind the meeting point, before any rank starts; the port. Raises as `hold_port`.
+    def hold(self, held: ports.HeldPort | None = None) -> int:
+        """Bind the meeting point, before any rank starts, unless it is `held` already; the port. Raises as `hold_port`.
 
         Where nobody here could serve it (no torch), it is given back: the program's rank 0 hosts it, as under torchrun's static
         rendezvous.
         """
-        held = ports.hold_port(self._plan.master_port, self._plan.master_addr, self._plan.port_range)
+        if held is None:
+            held = ports.hold_port(self._plan.master_port, self._plan.master_addr, self._plan.port_range)
         self.host = HostHandle(f"{self._plan.master_addr}:{held.port}")
         if self._plan.torch:
             self._listener = held.detach()

@@ -164,10 +164,17 @@ class Uncatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Meets(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: init_process_group was called. `differs`: it is not where the agent holds a socket."""
+    """worker -> agent: init_process_group was called, and `AtPhase("joining")` follows. `differs`: it is not where the agent holds a
+    socket."""
 
     meeting: Meeting
     differs: bool
+
+
+class Debugging(msgspec.Struct, frozen=True, tag=True):
+    """worker -> agent: the debugger of `breakpoint()` waits for a person's line, or (`waits` False) the program goes on."""
+
+    waits: bool
 
 
 class Spawns(msgspec.Struct, frozen=True, tag=True):
@@ -276,7 +283,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inherit(msgspec.Struct, frozen=True, tag=True):
-    """agent -> guard: the socket of this attempt's store, to be removed with its folder when the agent is killed. It replaces the last."""
+    """agent -> guard: a socket of the agent's, to be removed with its folder when the agent is killed. It replaces the last of its name."""
 
     path: str
 
@@ -298,7 +305,7 @@ class Aside(msgspec.Struct, frozen=True, tag=True):
 Message = (
     StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught | Leaving
     | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Inherit | Forget | Farewell
-    | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | Aside
+    | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | Debugging | Aside
 )  # fmt: skip
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)

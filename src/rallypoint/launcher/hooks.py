@@ -17,10 +17,11 @@ import os
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
@@ -34,6 +35,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 FORKS_MOST = 20  # places told per worker
 CAUGHT_MOST = 100  # told per worker: a program that tries again for ever must not fill the agent
 RELEASE_TIMEOUT = 5.0  # seconds for the agent to give the port back; it answers in milliseconds unless it is being killed
+RESOLVE_TIMEOUT = 2.0  # seconds for the name of this machine that a program put into MASTER_ADDR: torch would ask for it next
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 _current: Hooks | None = None
@@ -50,7 +52,10 @@ class Hooks:
         self._single = single
         self._serial = 0
         self._group_line = ""
-        self.groups = 0  # how often this process has joined
+        self._job_rank, self._job_size = (_integer(os.environ.get(name)) for name in ("RANK", "WORLD_SIZE"))  # as the launcher set them
+        self._one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        self._calls = 0  # of init_process_group
+        self._joined: Counter[int] = Counter()  # groups that this process has joined at the held socket, by their size
         self.opened_at = ""  # where `launch` was called that has opened the process group, and will close it
         self._torch_hook: object = None
         self._forks: set[str] = set()
@@ -114,18 +119,22 @@ class Hooks:
         if self.opened_at and _is_initialized():
             raise _twice(self.opened_at, words.line_of(frame))
         try:
-            meeting = self._meeting(original, args, kwargs, frame)
+            meeting, by_name = self._by_another_name(self._meeting(original, args, kwargs, frame))
             differs = self._differs(meeting)
             self._check(meeting)
+            guarded = differs and words.except_line(_unreached(), frame) is not None
+            meeting = msgspec.structs.replace(meeting, timeout=self._patience(original, args, kwargs, meeting), guarded=guarded)
             device = cuda.take_device(meeting.backend.lower())
-            meeting = msgspec.structs.replace(meeting, device=device.uuid, device_name=device.name, device_how=device.how)
+            meeting = msgspec.structs.replace(meeting, device=device.uuid, device_name=device.name, device_how=device.how, turn=self._calls)
+            self._calls += 1
             joined_before = _is_initialized()
             hook_before = sys.excepthook
-            self.tell(AtPhase("joining"))
             self.tell(Meets(meeting, differs))
+            self.tell(AtPhase("joining"))
             for name, line in variables.set_late():
                 self.tell(SetLate(name, line))
-            with Variable(AGENT_STORE, None if not self._held and not differs else str(not differs)):
+            held_host = self._held.rpartition(":")[0].strip("[]") if by_name else None
+            with Variable(AGENT_STORE, None if not self._held and not differs else str(not differs)), Variable("MASTER_ADDR", held_host):
                 result = original(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, ValueError) and _is_initialized() and self._group_line:
@@ -133,8 +142,11 @@ class Hooks:
                 error.__dict__["_rallypoint_why"] = (f"first opened at {self._group_line}", f"again at {words.line_of(frame)}")
             if isinstance(error, Exception):
                 self.caught(error, "init_process_group")
+                if self._group_line and _is_initialized():  # it was a second call, and the first one's group is as it was
+                    self.tell(AtPhase("running"))
             raise
-        self.groups += 1
+        if self._held and not differs:
+            self._joined[meeting.world_size] += 1
         if not joined_before:
             self._group_line = words.line_of(frame)
         if sys.excepthook is not hook_before and hook_before is sys.__excepthook__:
@@ -154,6 +166,9 @@ class Hooks:
         method = given.get("init_method") or "env://"
         if not isinstance(method, str):
             return Meeting("store", rank=rank, world_size=size, backend=backend, line=words.line_of(frame))
+        query = parse_qs(urlsplit(method).query)  # as torch's own rendezvous handlers: what stands there counts where no argument does
+        rank = rank if rank >= 0 else _integer(query.get("rank", [""])[0])
+        size = size if size >= 0 else _integer(query.get("world_size", [""])[0])
         if method.startswith("env://"):
             rank = rank if rank >= 0 else _integer(os.environ.get("RANK"))
             size = size if size >= 0 else _integer(os.environ.get("WORLD_SIZE"))
@@ -168,15 +183,76 @@ class Hooks:
             address = urlsplit(method).path
         return Meeting(method, address, rank, size, backend, words.line_of(frame))
 
+    def _patience(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], meeting: Meeting) -> float:
+        """Seconds that the rank gives torch to meet the others over TCP: `timeout`, or torch's default for the backend; 0: unknown."""
+        if not meeting.method.startswith(("env://", "tcp://")):
+            return 0.0
+        try:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments.get("timeout")
+        except TypeError:
+            return 0.0
+        limits: Any = sys.modules.get("torch.distributed.constants")
+        usual = getattr(limits, "default_pg_nccl_timeout" if meeting.backend.lower() == "nccl" else "default_pg_timeout", None)
+        seconds = getattr(given if given is not None else usual, "total_seconds", None)
+        return float(seconds()) if seconds is not None else 0.0
+
+    def prefix(self, size: int) -> str:
+        """What stands before the keys of this process's next group of `size` ranks in the held store, "" for most jobs' only group.
+
+        A group that is opened again would read its predecessor's addresses there; so would a group of all ranks that follows one of
+        some. All members count the same, since they were together in each earlier group of that size."""
+        number = self._joined[size]
+        return f"group{number}-of-{size}" if number or size != self._job_size else ""
+
     def _differs(self, meeting: Meeting) -> bool:
         return meeting.method.startswith(("env://", "tcp://")) and bool(meeting.address) and not _same_address(meeting.address, self._held)
 
+    def _by_another_name(self, meeting: Meeting) -> tuple[Meeting, bool]:
+        """The held port of this machine under a name of its own, `MASTER_ADDR=socket.gethostname()`: the meeting at the held socket, which
+        is bound to one address only. With a name that is not this machine's nobody could meet: the port is held here."""
+        host, _, port = meeting.address.rpartition(":")
+        held = self._held.rpartition(":")[2]
+        if meeting.method != "env://" or not self._one_node or port != held or _same_address(meeting.address, self._held):
+            return meeting, False
+        from rallypoint.host import reach
+
+        if (why := reach.elsewhere(host.strip("[]"), RESOLVE_TIMEOUT)) is None:
+            return msgspec.structs.replace(meeting, address=self._held), True
+        code, sentence = why
+        raise EnvironmentProblem(
+            code, f"the ranks cannot meet at MASTER_ADDR={host}: {sentence}",
+            why=(f"set at {meeting.line}", f"the meeting point is {self._held}, which rallypoint holds; only MASTER_ADDR was changed"),
+            help=(
+                ("leave MASTER_ADDR as it was set", ""),
+                ("or ask this machine's resolver", f"getent hosts {host}"),
+            ),
+        )  # fmt: skip
+
     def _check(self, meeting: Meeting) -> None:
-        wrong = rules.check_init_method(meeting.method)
+        wrong = rules.check_init_method(meeting.method) if meeting.method != "store" else None  # a store was given, and no URL
         if wrong is not None:
             raise UsageError(
                 "init-method-invalid", wrong.headline, why=(f"given at {meeting.line}", *filter(None, (wrong.why,))),
                 help=tuple((one.sentence, one.command) for one in wrong.help),
+            )  # fmt: skip
+        if meeting.rank >= meeting.world_size > 0 and meeting.backend.lower() not in ("mpi", "fake"):  # MPI says itself who is who
+            last = meeting.world_size - 1
+            raise UsageError(
+                "rank-out-of-range",
+                f"init_process_group was called with rank={meeting.rank} and world_size={last + 1}: the last rank of that group is {last}",
+                why=(f"the launcher gave RANK={self._job_rank} and WORLD_SIZE={self._job_size}",),
+                help=(
+                    ("take the numbers that the launcher gave", 'rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])'),
+                    ("or leave rank= and world_size= out", ""),
+                ),
+            )
+        port = meeting.address.rpartition(":")[2]
+        if meeting.method == "env://" and meeting.address and not rules.is_port(port) and (port != "0" or meeting.world_size > 1):
+            zero = "with 0 the kernel gives rank 0 a free port, and no other rank learns which"
+            raise UsageError(
+                "port-invalid", f"MASTER_PORT={port} is no port at which ranks can meet: 1 to 65535",
+                why=(f"set at {meeting.line}", *([zero] if port == "0" else [])),
+                help=(("leave MASTER_PORT as it was set: rallypoint holds a free port for init_process_group", ""),),
             )  # fmt: skip
         if meeting.method.startswith("file://"):
             self._check_file(meeting)
@@ -318,8 +394,16 @@ def install() -> None:
         if _current is None:
             return start(*args, **kwargs)
         _current.spawning()
-        with Variable(AGENT_STORE, "False"):  # a group of the program's own: its rank 0 hosts, or fails at once and does not wait for us
-            return start(*args, **kwargs)
+        try:
+            # A group of the program's own: its rank 0 hosts, or fails at once and does not wait for us.
+            with Variable(AGENT_STORE, "False"):
+                return start(*args, **kwargs)
+        except Exception as error:
+            line = words.unguarded_line(sys._getframe(1))
+            if line and getattr(error, "exit_code", 0) == 1 and kwargs.get("start_method", "spawn") != "fork":
+                error.__dict__["_rallypoint_code"] = "main-unguarded"
+                error.__dict__["_rallypoint_why"] = (f"{line} runs again in every new process, which imports the program anew",)
+            raise
 
     _replace("torch.multiprocessing", start, start_processes)
 
@@ -346,8 +430,11 @@ def _renew_keys() -> None:
     @functools.wraps(create)
     def create_store(*args: Any, **kwargs: Any) -> Any:
         store = create(*args, **kwargs)
-        groups = _current.groups if _current is not None and os.environ.get(AGENT_STORE) == "True" else 0
-        return dist.PrefixStore(f"group{groups}", store) if groups else store  # type: ignore[attr-defined]
+        if _current is None or os.environ.get(AGENT_STORE) != "True":
+            return store
+        size = kwargs.get("world_size", args[3] if len(args) > 3 else -1)
+        prefix = _current.prefix(size)
+        return dist.PrefixStore(prefix, store) if prefix else store  # type: ignore[attr-defined]
 
     rendezvous._create_c10d_store = create_store
 
@@ -384,6 +471,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def install_when_imported() -> None:
     """As `install`, at the moment the program imports torch.distributed; nothing when it never does."""
     sys.meta_path.insert(0, _AfterImport())
+
+
+def _unreached() -> BaseException:
+    """What torch raises when a meeting point is not reached; which except clause would catch that?"""
+    kind = getattr(sys.modules.get("torch.distributed"), "DistNetworkError", RuntimeError)
+    return kind() if isinstance(kind, type) and issubclass(kind, BaseException) else RuntimeError()
 
 
 def _is_initialized() -> bool:

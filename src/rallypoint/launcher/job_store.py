@@ -113,7 +113,7 @@ def _seen(handle: RankHandle, now: float) -> str:
         return "ended"
     if status.state in "Tt":
         return "stopped by a signal" if status.state == "T" else "held by a debugger"
-    phase = _PHASES.get(handle.phase)
+    phase = _PHASES.get("running" if handle.failed_to_join else handle.phase)
     if phase is None:
         return "before its program began" if handle.phase == "preparing" else "alive"
     return f"{phase} since {max(0.0, now - handle.phase_at):.0f} s"

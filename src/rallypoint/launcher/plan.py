@@ -12,10 +12,12 @@ import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.host import devices
+from rallypoint.launcher.supervisor import ROLL_CALL
 from rallypoint.world import World, ranges
 
 LARGEST_LOCAL_SIZE = 4096  # ranks on one node: far above any node in use, far below what a typing error could ask of a machine
 OLDEST_TORCH = (2, 7)  # the oldest release that the template and the worker's wrap of init_process_group are tested with
+FEWEST_EPHEMERAL = 8192  # ports that a machine should have for its connections; 64 ranks of gloo's take 4,032 at once
 LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1", "0:0:0:0:0:0:0:1": "::1", "ip6-localhost": "::1"}
 
 
@@ -82,7 +84,10 @@ class Plan(msgspec.Struct, frozen=True):
     remarks: tuple[str, ...] = ()  # what we chose without being asked; said by --dry-run only
     parts: tuple[str, ...] = ()  # of torch: what the program will import late, imported once in the template instead
     torch: str = ""  # installed version by metadata, "" when there is none (then nobody can serve torch's TCPStore)
+    stall: float | None = None  # seconds for which no rank moves before that is reported; None: it is not
     task: Task | None = None  # what the ranks of `launch` run
+    rendezvous: str = ""  # a folder that this job alone has while it runs; see rendezvous_file.py
+    roll_call: float = ROLL_CALL  # seconds in init_process_group after which those who have not come are named
 
 
 # DDP's constructor, and every optimizer at its first use, import torch._dynamo: one to three seconds, in every rank.
@@ -111,10 +116,12 @@ class Options(msgspec.Struct, frozen=True):
     master_addr: str = ""  # "": not asked
     master_port: int = 0
     port_range: tuple[int, int] | None = None
+    rendezvous: str = ""  # a folder that the job is to have for itself; "": none
     run_id: str = ""
     role: str = "default"
     max_restarts: int = 0
     grace: float = 30.0
+    stall: float | None = None
     on_failure: Literal["stop", "continue"] = "stop"
     debug_rank: int | None = None
     run_dir: str = ""
@@ -146,6 +153,8 @@ class Machine(msgspec.Struct, frozen=True):
     cwd: str
     runs: str  # the folder of the user's runs
     build: devices.Build | None = None  # what its torch was built for
+    interfaces: tuple[str, ...] = ()  # names of its network interfaces; () when they are not known
+    ephemeral: tuple[int, int] = (32768, 60999)  # the ports of which the kernel gives one to each connection
 
 
 def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan:
@@ -156,6 +165,13 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
     """
     notes = list(options.notes)
     start = _start(options, machine)
+    if options.stall is not None and (start == "exec" or options.plain):
+        flag = "--plain" if options.plain else "--no-python"
+        raise UsageError(
+            "usage",
+            f"--stall has no meaning with {flag}: where the ranks stand is seen by looking into them",
+            help=(("leave one of the two out", ""),),
+        )
     size, note = _local_size(options, environ, machine)
     notes += note
     world = World(local_size=size)
@@ -179,6 +195,8 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
             help=(("give a rank that there is", "--debug-rank 0"),),
         )
     environment, remarks = _environment(options, environ, world, job, run_id, machine.cpus)
+    remarks += _ports_of_the_ranks(options, machine)
+    notes += _interfaces_that_are_missing(environ, machine)
     logs, note = _logs(options, world, run_dir, machine)
     notes += note
     if environ.get("PYTHON_EXEC", machine.python) != machine.python and start != "exec":
@@ -196,6 +214,7 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
         master_addr=address,
         master_port=options.master_port,
         port_range=options.port_range,
+        rendezvous=options.rendezvous,
         max_restarts=options.max_restarts,
         grace=options.grace,
         on_failure=options.on_failure,
@@ -210,6 +229,7 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
         notes=tuple(notes),
         remarks=tuple(remarks),
         torch=machine.torch,
+        stall=options.stall,
     )
 
 
@@ -322,6 +342,29 @@ def _meeting_address(asked: str, machine: Machine) -> tuple[str, list[str]]:
         why=(f"this machine is {', '.join(machine.names) or 'without a name'}", "jobs on several nodes come with multi-node support"),
         help=(("leave the address out: ranks on one node meet at 127.0.0.1", ""),),
     )
+
+
+def _interfaces_that_are_missing(environ: Mapping[str, str], machine: Machine) -> list[str]:
+    """Nothing is set here: on one node gloo's and NCCL's own choice always works (docs/design.md). What the user set may not."""
+    if not any(name in environ for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")):
+        return []
+    from rallypoint.host.addresses import chosen  # here: it loads what most starts do without
+
+    return [f"{problem.sentence}: {', '.join(machine.interfaces)}" for problem in chosen(environ, machine.interfaces)]
+
+
+def _ports_of_the_ranks(options: Options, machine: Machine) -> list[str]:
+    """What --port-range does not reach. Gloo listens on a port of its own in every rank, and so does NCCL; neither can be told which."""
+    if options.port_range is None:
+        return []
+    (low, high), (first, last) = options.port_range, machine.ephemeral
+    if low <= first and last <= high:
+        return []
+    narrow = f"sysctl -w net.ipv4.ip_local_port_range='{low} {min(65535, max(high, low + FEWEST_EPHEMERAL - 1))}'"
+    return [
+        f"--port-range {low}-{high} holds for what rallypoint listens on; gloo and NCCL take ports of {first}-{last} in every rank, "
+        f"which the kernel chooses: {narrow} (as root, for every program of this machine) moves them"
+    ]
 
 
 def threads_of_a_rank(cpus: int, local_size: int) -> int:
@@ -450,9 +493,11 @@ def describe(plan: Plan) -> str:
         ("ranks", f"{plan.world.local_size} on this node"),
         ("start", start),
         ("meet at", f"{host}, {port}, a new one for every attempt"),
+        *([("place", f"{plan.rendezvous}, this job's alone while it runs")] if plan.rendezvous else []),
         ("restarts", str(plan.max_restarts)),
         ("on failure", plan.on_failure),
         ("grace", f"{plan.grace:g} s between asking a rank to stop and SIGKILL"),
+        *([("stall", f"reported when no rank has moved for {plan.stall:g} s")] if plan.stall is not None else []),
         ("signals", "SIGINT" + "".join(f", {name}" for name in plan.signals)),
         ("stdin", f"rank {plan.debug_rank}"),
         ("run folder", plan.run_dir),

@@ -119,7 +119,8 @@ class _Standby:
                 made = self._plan(call)
                 agent = Agent(made, errand)
             except RallypointError as problem:
-                verdict = Verdict(2, False, False, (render.report_of(problem),), str(problem), (), "")
+                report = render.report_of(problem)
+                verdict = Verdict(report.exit_status, False, False, (report,), str(problem), (), "")
             else:
                 try:
                     status = agent.run()

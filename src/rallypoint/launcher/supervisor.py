@@ -23,6 +23,9 @@ SETTLE_FOR_CAUSE = 0.25
 STUCK_AFTER = 0.2
 # Seconds that a rank which takes no signal at all gets after SIGKILL before we say that it would not die.
 KILL_PATIENCE = 5.0
+# Seconds in init_process_group after which the ranks that have not come are named. Imports and data of healthy ranks differ by less, and
+# people who wait longer begin to look for themselves. Each following call comes after twice the time: torch's 30 minutes are seven calls.
+ROLL_CALL = 30.0
 
 
 Reason = Literal["failure", "interrupted", "overdue", "start", "helper"]
@@ -50,10 +53,11 @@ class Impossible(msgspec.Struct, frozen=True, tag=True):
 
 
 class AtPhase(msgspec.Struct, frozen=True, tag=True):
-    """A rank has come to a phase."""
+    """A rank has come to a phase. `whole`: the group that it joins needs every rank of the job."""
 
     rank: int
     phase: str
+    whole: bool = True
 
 
 class Erred(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +79,13 @@ class Misfit(msgspec.Struct, frozen=True, tag=True):
     """The ranks do not fit together (they would meet at different addresses)."""
 
     because: str
+
+
+class Debugged(msgspec.Struct, frozen=True, tag=True):
+    """A rank's debugger waits for a person, or (`waits` False) the program goes on."""
+
+    rank: int
+    waits: bool
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
@@ -129,8 +140,8 @@ class Timer(msgspec.Struct, frozen=True, tag=True):
 
 
 Event = (
-    Prepared | Impossible | AtPhase | Erred | Raised | Misfit | RankEnded | EvidenceIn | Judged | Signalled | Overdue | HelperLost | Stuck
-    | Timer
+    Prepared | Impossible | AtPhase | Erred | Debugged | Raised | Misfit | RankEnded | EvidenceIn | Judged | Signalled | Overdue
+    | HelperLost | Stuck | Timer
 )  # fmt: skip
 
 
@@ -151,6 +162,12 @@ class MakeReport(msgspec.Struct, frozen=True, tag=True):
     """Diagnose and print; answer with `Judged`. `reason` is what to report on."""
 
     reason: Reason
+    because: str
+
+
+class CallRoll(msgspec.Struct, frozen=True, tag=True):
+    """Say who waits in init_process_group, and where the others are; nothing is stopped, and nothing is answered."""
+
     because: str
 
 
@@ -198,32 +215,46 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 Action = (
-    StartRanks | AskEvidence | MakeReport | SignalGroup | LookWhetherStuck | CleanGroup | SetTimer | CleanUp | Leave
+    StartRanks | AskEvidence | MakeReport | CallRoll | SignalGroup | LookWhetherStuck | CleanGroup | SetTimer | CleanUp | Leave
 )  # fmt: skip
 
 
 class _Rank:
-    __slots__ = ("asked", "ended", "erred", "failed", "met", "phase")
+    __slots__ = ("asked", "debugged", "ended", "erred", "failed", "joined", "phase", "since", "waits", "whole")
 
     def __init__(self, *, started: bool) -> None:
         self.phase = "started"
         self.ended = not started
         self.failed = False
-        self.met = False  # it has called init_process_group
+        self.waits = False  # it is in init_process_group
+        self.since = 0.0  # when it came there
+        self.whole = False  # the group that it joins there needs every rank
+        self.joined = 0  # groups of all ranks that it has joined
         self.erred = False  # an error left init_process_group or set_device, and it has not joined since
+        self.debugged = False  # a person is at its debugger
         self.asked = ""  # the last signal that we sent
 
 
 class Supervisor:
     """The job's one decision maker. `handle` returns what to do now; nothing else changes it."""
 
-    def __init__(self, *, world_size: int, max_restarts: int, grace: float, on_failure: Literal["stop", "continue"]) -> None:
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        max_restarts: int,
+        grace: float,
+        on_failure: Literal["stop", "continue"],
+        roll_call: float = ROLL_CALL,
+    ) -> None:
         self.state = State.PREPARING
         self.attempt = 0
         self._size = world_size
         self._max_restarts = max_restarts
         self._grace = grace
         self._continue = on_failure == "continue"
+        self._roll_call = roll_call
+        self._roll_after = roll_call  # seconds of waiting at which the next one is due
         self._ranks = [_Rank(started=False) for _ in range(world_size)]
         self._status: int | None = None  # of the first failure reported
         self._reason: Reason = "failure"
@@ -262,29 +293,70 @@ class Supervisor:
     def _phase(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, AtPhase)
         rank = self._ranks[event.rank]
-        rank.phase = event.phase
-        rank.met = rank.met or event.phase == "joining"
-        if event.phase == "running":
+        if rank.waits and event.phase == "running":
+            rank.joined += rank.whole
             rank.erred = False
-        return self._look_for_absent(now)
+        waited = bool(self._waiting())
+        rank.phase, rank.waits = event.phase, event.phase == "joining"
+        if not rank.waits:
+            return self._look_for_absent(now)
+        rank.since, rank.whole = now, event.whole
+        judging = self._look_for_absent(now)
+        if judging or waited:
+            return judging
+        self._roll_after = self._roll_call
+        return [SetTimer("roll call", now + self._roll_after)]
+
+    def _waiting(self) -> list[int]:
+        """The ranks that are in init_process_group."""
+        return [number for number, rank in enumerate(self._ranks) if rank.waits and not rank.ended]
 
     def _erred(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Erred)
         if event.call in ("init_process_group", "set_device"):
             self._ranks[event.rank].erred = True
+        if event.call == "init_process_group":
+            self._ranks[event.rank].waits = False
         return []
 
+    def _debugged(self, event: Event, now: float) -> list[Action]:
+        """Ranks that wait for one that a person is looking at wait for that person: their time counts from the end of it."""
+        assert isinstance(event, Debugged)
+        self._ranks[event.rank].debugged = event.waits
+        for rank in self._ranks:
+            rank.since = max(rank.since, now)
+        return []
+
+    def _timer_while_running(self, event: Event, now: float) -> list[Action]:
+        assert isinstance(event, Timer)
+        waiting = self._waiting()
+        if event.name != "roll call" or not waiting:
+            return []
+        since = min(self._ranks[number].since for number in waiting)
+        if any(rank.debugged and not rank.ended for rank in self._ranks):
+            return [SetTimer("roll call", now + self._roll_call)]
+        if now < since + self._roll_after:
+            return [SetTimer("roll call", since + self._roll_after)]
+        because = f"{_wait_in_init(waiting)} since {now - since:.0f} s"
+        self._roll_after *= 2
+        return [CallRoll(because), SetTimer("roll call", since + self._roll_after)]
+
     def _look_for_absent(self, now: float) -> list[Action]:
-        """Some wait in init_process_group for a rank that has left with exit code 0: nobody else will end that."""
-        waiting = [number for number, rank in enumerate(self._ranks) if not rank.ended and rank.phase == "joining"]
-        gone = [number for number, rank in enumerate(self._ranks) if rank.ended and not rank.failed and (rank.erred or not rank.met)]
-        alive = [number for number, rank in enumerate(self._ranks) if not rank.ended]
+        """Some wait in init_process_group for a rank that has left with exit code 0: nobody else will end that.
+
+        A group of all ranks is certain to need it; who has joined as many of them as one that waits was there, and may leave."""
+        waiting = [number for number in self._waiting() if self._ranks[number].whole]
+        if self._continue or not waiting:
+            return []
+        groups = max(self._ranks[number].joined for number in waiting)
+        left = [(number, rank) for number, rank in enumerate(self._ranks) if rank.ended and not rank.failed]
+        gone = [number for number, rank in left if rank.erred or rank.joined <= groups]
         swallowed = [number for number in gone if self._ranks[number].erred]
-        if self._continue or not waiting or not (swallowed or (gone and waiting == alive)):
+        if not gone:
             return []
         named = swallowed or gone
         self._sure = True
-        return self._judge(f"{ranks_phrase(named)} left while {ranks_phrase(waiting)} wait in init_process_group", now)
+        return self._judge(f"{ranks_phrase(named)} left while {_wait_in_init(waiting)}", now)
 
     def _failure(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Raised | Misfit)
@@ -492,6 +564,10 @@ class Supervisor:
         return all(rank.ended for rank in self._ranks)
 
 
+def _wait_in_init(ranks: list[int]) -> str:
+    return f"{ranks_phrase(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in init_process_group"
+
+
 TABLE = {
     (State.PREPARING, Prepared): Supervisor._start,
     (State.PREPARING, Impossible): Supervisor._impossible,
@@ -500,6 +576,8 @@ TABLE = {
     (State.PREPARING, Overdue): Supervisor._overdue,
     (State.RUNNING, AtPhase): Supervisor._phase,
     (State.RUNNING, Erred): Supervisor._erred,
+    (State.RUNNING, Debugged): Supervisor._debugged,
+    (State.RUNNING, Timer): Supervisor._timer_while_running,
     (State.RUNNING, Raised): Supervisor._failure,
     (State.RUNNING, Misfit): Supervisor._failure,
     (State.RUNNING, RankEnded): Supervisor._rank_ended,

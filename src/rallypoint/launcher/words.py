@@ -65,15 +65,36 @@ def first_of_chain(error: BaseException) -> BaseException:
     """The exception that began it: back along `__context__` ("during handling of the above ..."), where nobody said `raise ... from`.
 
     `finally: dist.destroy_process_group()` after a failed init ends in an AssertionError that hides the reason; an explicit `from`
-    is the program's own word for what it means and is kept.
+    is the program's own word for what it means and is kept. What `except ImportError:` catches was expected there: its other way failed.
     """
     seen = {id(error)}
-    while (
-        error.__cause__ is None and not error.__suppress_context__ and error.__context__ is not None and id(error.__context__) not in seen
-    ):
-        error = error.__context__
+    while error.__cause__ is None and not error.__suppress_context__ and (before := error.__context__) is not None:
+        if id(before) in seen or _was_expected(before, error):
+            break
+        error = before
         seen.add(id(error))
     return error
+
+
+# What programs catch to go another way. Broader ones are also caught to clear up: then what failed first is the cause.
+_EXPECTED = frozenset(
+    ("ImportError", "ModuleNotFoundError", "AttributeError", "KeyError", "IndexError", "LookupError", "StopIteration", "Empty",
+     "FileNotFoundError", "FileExistsError", "NotImplementedError")
+)  # fmt: skip
+
+
+def _was_expected(before: BaseException, error: BaseException) -> bool:
+    """Whether `error` comes from an except clause that names the kind of `before`, and that kind is one to try something else for."""
+    names = {kind.__name__ for kind in type(before).__mro__} & _EXPECTED
+    return bool(names) and any(_in_clause(frame.f_code.co_filename, line, names) for frame, line in traceback.walk_tb(error.__traceback__))
+
+
+def _in_clause(filename: str, line: int, names: set[str]) -> bool:
+    """Whether a line lies in the body of an except clause that names one of these."""
+    tree = None if is_ours(filename) else _tree(filename)
+    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)] if tree is not None else []
+    inside = [one for one in handlers if one.lineno <= line <= (one.end_lineno or 0)]
+    return any(one.type is not None and _fits(one.type, names) for one in inside)
 
 
 def type_name(kind: type[BaseException]) -> str:
@@ -200,12 +221,8 @@ def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
 
 
 def _clause(filename: str, line: int, names: set[str]) -> int | None:
-    source = "".join(linecache.getlines(filename))
-    if not source or len(source) > SOURCE_BYTES_MOST or "except" not in source:
-        return None
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):  # not the text that runs, or not Python
+    tree = _tree(filename)
+    if tree is None:
         return None
     best: tuple[int, int] | None = None  # (start of the try body, line of the clause): the innermost starts last
     for node in ast.walk(tree):
@@ -216,6 +233,34 @@ def _clause(filename: str, line: int, names: set[str]) -> int | None:
                         best = (node.body[0].lineno, handler.lineno)
                     break
     return best[1] if best else None
+
+
+def _tree(filename: str) -> ast.Module | None:
+    """A source file with except clauses, parsed; None when there are none, or it cannot be read."""
+    source = "".join(linecache.getlines(filename))
+    if not source or len(source) > SOURCE_BYTES_MOST or "except" not in source:
+        return None
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):  # not the text that runs, or not Python
+        return None
+
+
+def unguarded_line(frame: FrameType | None) -> str:
+    """`train.py:30`: the line of the program's top level that runs now, when a mere import of the program would run it as well; "" when
+    it stands below `if __name__ == "__main__":`, or cannot be seen."""
+    while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"):
+        frame = frame.f_back
+    source = "".join(linecache.getlines(frame.f_code.co_filename)) if frame is not None else ""
+    if frame is None or not source or len(source) > SOURCE_BYTES_MOST:
+        return ""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
+    at = next((node for node in tree.body if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)), None)
+    asks = isinstance(at, ast.If) and any(isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(at.test))
+    return "" if at is None or asks else line_of(frame)
 
 
 def _fits(kind: ast.expr | None, names: set[str]) -> bool:

@@ -16,14 +16,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from rallypoint.host import processes
 from rallypoint.host.signals import EVIDENCE_SIGNAL
 from rallypoint.launcher import channel, hooks, imports, program, variables, words
-from rallypoint.launcher.channel import AtPhase, Setup, StartWorker
+from rallypoint.launcher.channel import AtPhase, Debugging, Setup, StartWorker
 from rallypoint.store import place
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -114,7 +114,7 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     _keep.append(evidence)
     faulthandler.enable(evidence, all_threads=True)
     faulthandler.register(EVIDENCE_SIGNAL, evidence, all_threads=True, chain=False)
-    _choose_debugger(order, fds.terminal)
+    _choose_debugger(order, fds.terminal, seen)
     seen.tell(AtPhase("started"))
     _wait_for_go(control)
     if order.task is not None:
@@ -228,7 +228,7 @@ def _openblas_libraries() -> set[str]:
         return {line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line and "/" in line}
 
 
-def _choose_debugger(order: StartWorker, terminal: int) -> None:
+def _choose_debugger(order: StartWorker, terminal: int, seen: hooks.Hooks) -> None:
     """`breakpoint()`: on the terminal in the rank that has it, one line in the others; as PYTHONBREAKPOINT says where it is set."""
     chosen = bool(os.environ.get("PYTHONBREAKPOINT"))
     if terminal >= 0 and (chosen or not order.debugger):
@@ -238,7 +238,7 @@ def _choose_debugger(order: StartWorker, terminal: int) -> None:
     if not order.debugger:
         sys.breakpointhook = _left_out(order.rank)
     elif terminal >= 0:
-        sys.breakpointhook = _on_terminal(terminal)
+        sys.breakpointhook = _on_terminal(terminal, seen)
 
 
 def _left_out(rank: int) -> Callable[..., None]:
@@ -254,8 +254,9 @@ def _left_out(rank: int) -> Callable[..., None]:
     return breakpointhook
 
 
-def _on_terminal(terminal: int) -> Callable[..., None]:
-    """The debugger on the terminal itself: the rank's own stdout is a pipe, whose lines get a prefix."""
+def _on_terminal(terminal: int, seen: hooks.Hooks) -> Callable[..., None]:
+    """The debugger on the terminal itself: the rank's own stdout is a pipe, whose lines get a prefix. While it waits for a line the
+    agent knows that, and does not ask where everybody is."""
     ends: list[io.TextIOWrapper] = []  # one reader for all calls: what was typed ahead must not be lost with it
 
     def breakpointhook(*args: object, **kwargs: object) -> None:
@@ -264,7 +265,16 @@ def _on_terminal(terminal: int) -> Callable[..., None]:
         if not ends:
             ends.append(io.TextIOWrapper(io.BufferedReader(io.FileIO(terminal, "r", closefd=False))))
             ends.append(io.TextIOWrapper(io.FileIO(terminal, "w", closefd=False), write_through=True))
-        debugger = pdb.Pdb(stdin=ends[0], stdout=ends[1])
+
+        class Debugger(pdb.Pdb):
+            def interaction(self, *args: Any, **kwargs: Any) -> None:
+                seen.tell(Debugging(waits=True))
+                try:
+                    super().interaction(*args, **kwargs)
+                finally:
+                    seen.tell(Debugging(waits=False))
+
+        debugger = Debugger(stdin=ends[0], stdout=ends[1])
         debugger.use_rawinput = False  # input() would write its prompt to sys.stdout
         debugger.set_trace(sys._getframe(1))
 

@@ -20,13 +20,17 @@ What = Literal[
     "port-held",  # host, port
     "c10d-ready",  # address
     "store-serves",  # address: the first client of the job's store has come
+    "door-missing",  # because: rallypoint stacks cannot ask this launcher
     "attempt-started",  # attempt
     "worker-started",  # rank; pid
     "phase",  # rank; phase
     "handled-error",  # rank; type, message, call
     "raised",  # rank; type, message
     "ended",  # rank; code or signal
+    "stalled",  # code, headline: no rank has moved for as long as --stall says
+    "stall-over",  # ranks that have moved since
     "evidence-asked",  # rank, or none: all; because
+    "roll-call",  # because; lines: who waits in init_process_group, and where the others are
     "signal-received",  # signal: one that the launcher itself got
     "stop-sent",  # rank; signal; because
     "killed",  # rank; because: SIGKILL sent by the launcher

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ OURS = re.compile(r"rank\d+\.log|events\.jsonl|plan\.json|report\.json|running")
 """The names of the files that a run folder consists of. Nothing else in it is ever touched."""
 
 SECRET = re.compile(r"secret|token|passw|credential|api_?key|access_?key|private_?key|authorization|cookie", re.IGNORECASE)
+
+_FLOCK = struct.Struct("@hhqqi")
+"""struct flock of fcntl(2): type, whence, start, length, pid."""
 
 _locked_here: set[str] = set()
 """Folders whose lock this process holds: a record lock does not keep its own process out, and closing any descriptor
@@ -144,6 +148,15 @@ class RunFolder:
         """`report.json`: the reports, first cause first."""
         self.write_json("report.json", reports)
 
+    def announce(self, door: Door) -> None:
+        """Say in `running` where the launcher can be asked. A disk that takes nothing costs the answers, not the job."""
+        if self._lock is None:
+            return
+        try:
+            os.pwrite(self._lock, msgspec.json.encode(door) + b"\n", 0)
+        except OSError as error:
+            self.trouble(self.file("running"), error, "rallypoint stacks will not find this job")
+
     def write_json(self, name: str, value: Any) -> None:
         """Write a file whole or not at all: a reader never sees half of it."""
         if not self.path:
@@ -164,6 +177,14 @@ class RunFolder:
         with contextlib.suppress(FileNotFoundError):  # the user removed the folder meanwhile
             os.unlink(self.file("running"))
         os.close(lock)
+
+
+class Door(msgspec.Struct, frozen=True):
+    """Where a running job's launcher can be asked. Stands in `running`."""
+
+    socket: str  # path of a Unix socket
+    host: str  # the machine's name: the folder may be on a file system that several machines share
+    pid: int  # of the launcher
 
 
 class PastRun(NamedTuple):
@@ -245,10 +266,31 @@ def is_running(path: str) -> bool:
         fd = os.open(os.path.join(path, "running"), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
-    try:
-        return not _lock(fd)
+    try:  # asked, not tried: for as long as the trial had it, a launcher that starts would be refused its own folder
+        reply = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        return bool(_FLOCK.unpack(reply)[0] != fcntl.F_UNLCK)
+    except OSError:  # a file system without locks (ENOLCK): nobody can tell
+        return False
     finally:
         os.close(fd)
+
+
+def running_runs(root: str) -> list[PastRun]:
+    """The runs in a folder of runs whose launchers are alive, newest first."""
+    return [run for run in past_runs(root) if run.running]
+
+
+def door_of(path: str) -> Door | None:
+    """Where the launcher of a running run can be asked; None when it says so nowhere (it is over, has just begun, or is of another
+    version), and in that launcher itself, which would lose its lock by reading it."""
+    path = os.path.abspath(path)
+    if path in _locked_here:
+        return None
+    try:
+        with open(os.path.join(path, "running"), "rb") as file:
+            return msgspec.json.decode(file.read(), type=Door)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def remove_old_runs(root: str, keep: int = KEPT_RUNS) -> list[str]:
@@ -297,6 +339,7 @@ def _take(path: str) -> int:
     for name in names:
         if name != "running":
             os.unlink(os.path.join(path, name))
+    os.ftruncate(lock, 0)  # what a launcher that was killed had said in it
     _locked_here.add(path)
     return lock
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rallypoint.record.events import Event, What
 from rallypoint.world import ranks_phrase
 
 CAUSAL: tuple[What, ...] = ("handled-error", "raised", "ended", "signal-received", "template-unclean")
-"""What may explain a failure; shown before anything else when lines are few."""
-
-WORTH: tuple[What, ...] = (
-    *CAUSAL, "stop-sent", "killed", "phase", "left-running", "attempt-started", "attempt-ended", "evidence-asked", "job-started",
-)  # fmt: skip
-"""What may stand in a report's timeline at all, most telling first."""
+"""What may explain a failure: what came before it and what came after are told apart."""
 
 
 class Row(NamedTuple):
@@ -31,33 +26,29 @@ def ordered(events: Iterable[Event]) -> list[Event]:
     return sorted(events, key=lambda event: event.at)
 
 
-def around(events: Iterable[Event], at: float, most: int = 7) -> list[Row]:
-    """At most `most` lines around a moment, in order of time.
+def whole(events: Iterable[Event]) -> list[Row]:
+    """All that happened, in order of time, for whoever reads a run again.
 
-    The same thing happening to several ranks in a row is one line. When there are too many, what may be a cause stays
-    before what followed from it, and near stays before far.
+    The same thing happening to several ranks is one line, at the time of the first, also when other lines of that stage stand
+    between; not across anything that may be a cause, or a new attempt: what came before it and what came after must be told apart.
     """
-    rows = _folded(event for event in ordered(events) if event.what in WORTH)
-    if len(rows) > most:
-        best = sorted(rows, key=lambda row: (row[0] not in CAUSAL, abs(row[1].at - at), WORTH.index(row[0])))[:most]
-        rows = [row for row in rows if row in best]
-    return [row for _, row in rows]
-
-
-def startup(events: Sequence[Event]) -> str:
-    """How the first attempt came up: `template ready 0.95 s · 4 workers started 1.02 s · all joined 1.20 s`.
-
-    Only what happened: a step that did not is not in it.
-    """
-    first = list(_first_attempt(ordered(events)))
-    started = [event for event in first if event.what == "worker-started"]
-    joined = {event.rank: event.at for event in reversed(first) if event.what == "phase" and event.details.get("phase") == "running"}
-    steps = [("template ready", event.at) for event in first if event.what == "template-ready"][:1]
-    if started:
-        steps.append((f"{len(started)} worker{'s' * (len(started) > 1)} started", started[-1].at))
-        if all(event.rank in joined for event in started):
-            steps.append(("all joined", max(joined[event.rank] for event in started)))
-    return " · ".join(f"{step} {at:.2f} s" for step, at in steps)
+    rows: list[_Stage] = []
+    open_: dict[tuple[What, str], _Stage] = {}
+    for event in ordered(events):
+        if event.what in _LEFT_OUT:
+            continue
+        text = sentence(event)
+        stage = open_.get((event.what, text))
+        if event.what in _CLOSES and stage is None:
+            open_.clear()
+        if event.rank is not None and stage is not None:
+            stage.ranks.append(event.rank)
+            stage.last = event.at
+            continue
+        rows.append(_Stage(event.what, text, event.at, event.at, [] if event.rank is None else [event.rank]))
+        if event.rank is not None:
+            open_[event.what, text] = rows[-1]
+    return [stage.row() for stage in rows]
 
 
 def sentence(event: Event) -> str:
@@ -70,19 +61,23 @@ def who(event: Event) -> str:
     return "launcher" if event.rank is None or event.what in _DONE_TO_RANKS else f"rank {event.rank}"
 
 
+_LEFT_OUT: tuple[What, ...] = ("reaped",)  # said of every rank that ended, and tells no more
+_CLOSES: tuple[What, ...] = (*CAUSAL, "attempt-started", "attempt-ended", "report")
+_APART = 0.1  # seconds between the first and the last rank from which on a line says when the last one came
+
+
+class _Stage:
+    """A line that is still being made: more ranks may do the same."""
+
+    def __init__(self, what: What, text: str, first: float, last: float, ranks: list[int]) -> None:
+        self.what, self.text, self.first, self.last, self.ranks = what, text, first, last, ranks
+
+    def row(self) -> Row:
+        row = _row(self.what, self.first, self.text, self.ranks)
+        return row if self.last - self.first < _APART else row._replace(what=f"{row.what} (the last one at +{self.last:.3f}s)")
+
+
 _DONE_TO_RANKS: tuple[What, ...] = ("stop-sent", "killed", "evidence-asked", "worker-started", "reaped")
-
-
-def _folded(events: Iterable[Event]) -> list[tuple[What, Row]]:
-    rows: list[tuple[What, float, str, list[int]]] = []
-    for event in events:
-        text = sentence(event)
-        ranks = [] if event.rank is None else [event.rank]
-        if rows and ranks and rows[-1][3] and (rows[-1][0], rows[-1][2]) == (event.what, text):
-            rows[-1][3].extend(ranks)
-        else:
-            rows.append((event.what, event.at, text, ranks))
-    return [(what, _row(what, at, text, ranks)) for what, at, text, ranks in rows]
 
 
 def _row(what: What, at: float, text: str, ranks: list[int]) -> Row:
@@ -93,21 +88,14 @@ def _row(what: What, at: float, text: str, ranks: list[int]) -> Row:
     return Row(at, ranks_phrase(ranks), text)
 
 
-def _first_attempt(events: Iterable[Event]) -> Iterable[Event]:
-    for event in events:
-        if event.what == "attempt-ended":
-            return
-        yield event
-
-
 def _ended(details: dict[str, Any]) -> str:
-    number = int(details.get("signal", 0))
+    number = details.get("signal", 0)
     if not number:
         return f"exited with {details.get('code', 0)}"
     try:
         return f"died: {signal.Signals(number).name}"
-    except ValueError:  # a real-time signal has no name here
-        return f"died: signal {number}"
+    except ValueError:  # it is a name already; or a real-time signal, which has none here
+        return f"died: {number}" if isinstance(number, str) else f"died: signal {number}"
 
 
 def _error(details: dict[str, Any]) -> str:
@@ -127,13 +115,17 @@ _SENTENCES: dict[What, Callable[[dict[str, Any], str], str]] = {
     "port-held": lambda d, because: f"held {d.get('host', '')}:{d.get('port', '')}",
     "c10d-ready": lambda d, because: "c10d store ready",
     "attempt-started": lambda d, because: f"started attempt {d.get('attempt', 0)}",
+    "door-missing": lambda d, because: f"cannot be asked by rallypoint stacks{_reason(because)}",
+    "stalled": lambda d, because: f"reported {d.get('code', 'a stall')}: {d.get('headline', '')}",
+    "stall-over": lambda d, because: "saw the stall end",
     "store-serves": lambda d, because: "the job's store has its first client",
     "worker-started": lambda d, because: "started {ranks}",
     "phase": lambda d, because: str(d.get("phase", "phase unknown")),
     "handled-error": lambda d, because: f"caught {_error(d)}" + (f" from {d['call']}" if d.get("call") else ""),
     "raised": lambda d, because: f"raised {_error(d)}",
-    "ended": lambda d, because: _ended(d),
+    "ended": lambda d, because: f"{because}: {_ended(d)}" if because else _ended(d),
     "evidence-asked": lambda d, because: "asked the ranks where they are" + _reason(because),
+    "roll-call": lambda d, because: "called the roll" + _reason(because),
     "signal-received": lambda d, because: f"got {d.get('signal', 'a signal')}",
     "stop-sent": lambda d, because: f"sent {d.get('signal', 'a signal')} to {{ranks}}{_reason(because)}",
     "killed": lambda d, because: f"killed {{ranks}}{_reason(because)}",

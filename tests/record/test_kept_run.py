@@ -1,0 +1,24 @@
+"""What is told of a run that was kept."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rallypoint.record import kept_run
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ""),
+        ({"stall": 3.0}, "--stall 3 "),
+        ({"master_port": 29500}, "--master-port 29500 "),
+        ({"port_range": [20000, 20100]}, "--port-range 20000-20100 "),
+        ({"max_restarts": 2, "on_failure": "continue"}, "--max-restarts 2 --on-failure continue "),
+    ],
+)
+def test_the_command_starts_the_same_job_again(options: dict[str, object], words: str) -> None:
+    planned = {"program": {"kind": "script", "target": "train.py", "args": ["--lr", "1"]}, "world": {"local_size": 4}, **options}
+    plan = msgspec.convert(planned, kept_run.KeptPlan)
+    assert kept_run.command(plan) == f"rallypoint run -n 4 {words}train.py --lr 1"
