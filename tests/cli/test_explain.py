@@ -1,16 +1,31 @@
-"""`rallypoint explain`: codes to pages, at once."""
+"""`rallypoint explain`: codes to pages, logs and messages to causes, at once."""
 
 from __future__ import annotations
 
+import json
+import pathlib
 import subprocess
 import sys
-import time
 
 import pytest
 
 from rallypoint.cli import explain
 from rallypoint.diagnosis.causes import CATALOGUE
-from rallypoint.errors import UsageError
+
+OUT_OF_MEMORY = "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
+TRACEBACK = 'Traceback (most recent call last):\n  File "/srv/train.py", line 12, in step\n    loss = f(x)\nValueError: bad batch\n'
+
+
+def _run(*arguments: str, stdin: bytes | None = None) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "rallypoint", "explain", *arguments],
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
 def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,49 +41,110 @@ def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_code_as_it_was_copied(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main([word]) == 0
     assert capsys.readouterr().out.startswith("# rank-killed\n")
+    assert explain.main(word.split()) == 0
 
 
-def test_without_a_code_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main([]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(CATALOGUE)
+def test_without_anything_all_codes() -> None:
+    status, out, _ = _run()
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(CATALOGUE)
 
 
-def test_an_unknown_code_offers_the_nearest() -> None:
-    with pytest.raises(UsageError, match="there is no code rank-kiled") as caught:
-        explain.main(["rank-kiled"])
-    assert caught.value.help[0] == ("the nearest is", "rallypoint explain rank-killed")
+def test_an_unknown_code_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["rank-kiled"]) == 2
+    told = capsys.readouterr().err
+    assert "there is no code and no file rank-kiled" in told
+    assert "rallypoint explain rank-killed" in told
 
 
-@pytest.mark.parametrize("word", ["Connection closed by peer", "-", "/dev/null", "RuntimeError: x"])
-def test_messages_and_files_are_not_read_yet_and_it_says_so(word: str) -> None:
-    with pytest.raises(UsageError, match="codes only"):
-        explain.main([word])
+def test_an_unknown_option_is_no_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["--jsn"]) == 2
+    assert capsys.readouterr().err.startswith("error[option-unknown]: rallypoint explain has no option --jsn\n")
 
 
-def test_too_many_words() -> None:
-    with pytest.raises(UsageError, match="one code"):
-        explain.main(["rank-killed", "rank-raised"])
+def test_a_log(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("step 1\n" * 5 + TRACEBACK)
+    assert explain.main([str(log)]) == 0
+    assert capsys.readouterr().out == (
+        "error[rank-raised]: the program raised ValueError: bad batch\n"
+        "\n"
+        "  where  train.py:12 in step\n"
+        "  why    the line there: loss = f(x)\n"
+        "\n"
+        "  the program said:\n"
+        "    | Traceback (most recent call last):\n"
+        '    |   File "/srv/train.py", line 12, in step\n'
+        "    |     loss = f(x)\n"
+        "    | ValueError: bad batch\n"
+        "\n"
+        f"  logs   {log}:6\n"
+        "  more   rallypoint explain rank-raised\n"
+    )
+
+
+def test_several_logs_are_of_one_job(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank0.log").write_text("RuntimeError: [x/pair.cc:5] Connection closed by peer [127.0.0.1]:5\n")
+    (tmp_path / "rank1.log").write_text(TRACEBACK)
+    assert explain.main([str(tmp_path / "rank0.log"), str(tmp_path / "rank1.log")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("error[rank-raised]: rank 1 raised ValueError: bad batch\n")
+    assert "rank 0 lost the connection" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"], ["RuntimeError:", "CUDA", "out", "of", "memory.", "Tried", "to"]],
+)
+def test_a_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(words) == 0
+    assert capsys.readouterr().out.startswith("error[rank-out-of-memory]: the program ran out of GPU memory")
+
+
+def test_a_log_that_names_no_cause(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("step 1\nstep 2\n")
+    assert explain.main([str(log)]) == 1
+    assert "error[cause-unknown]: nothing in these 2 lines says that something failed" in capsys.readouterr().out
+
+
+def test_stdin_and_json() -> None:
+    status, out, err = _run("--error-format", "json", stdin=TRACEBACK.encode())
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert told["exit_status"] == 0
+    assert told["reports"][0]["code"] == "rank-raised"
+    assert told["reports"][0]["logs"] == ["stdin:1"]
+    assert _run("-", stdin=TRACEBACK.encode())[1].startswith("error[rank-raised]: ")
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_what_cannot_be_read(tmp_path: pathlib.Path, format: str) -> None:
+    for words, told in (
+        ([str(tmp_path / "none.log")], "there is no file"),
+        ([str(tmp_path)], "is a folder"),
+        (["-"], "nothing came from stdin"),
+        (["/dev/null"], "is empty"),
+        (["--error-format", "xml"], "is text or json"),
+    ):
+        status, out, err = _run(*words, *([] if "xml" in words else ["--error-format", format]), stdin=b"")
+        assert (status, out) == (2, ""), words
+        assert told in err
+        if format == "json" and "xml" not in words:
+            assert json.loads(err)["reports"][0]["code"] == "usage"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["--help"]) == 0
+    assert "rallypoint explain FILE ..." in capsys.readouterr().out
 
 
 def test_nothing_heavy_is_imported() -> None:
     """What makes it answer in a tenth of a second."""
     program = (
         "import sys; from rallypoint.cli.main import main; main(['explain', 'rank-killed']); "
-        "print(sorted({'torch', 'numpy', 'rich', 'psutil', 'asyncio', 'subprocess', 'multiprocessing'} & {*sys.modules}), file=sys.stderr)"
+        "heavy = {'torch', 'numpy', 'rich', 'psutil', 'asyncio', 'subprocess', 'multiprocessing', 'rallypoint.diagnosis.logs'}; "
+        "print(sorted(heavy & {*sys.modules}), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr.strip() == "[]"
-
-
-def test_it_answers_at_once() -> None:
-    """The best of five beside the best of five of an interpreter that does nothing: the machine may be busy."""
-    assert _best("-m", "rallypoint", "explain", "rank-killed") - _best("-c", "pass") < 0.12
-
-
-def _best(*arguments: str) -> float:
-    def once() -> float:
-        began = time.monotonic()
-        subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, timeout=60, check=True)
-        return time.monotonic() - began
-
-    return min(once() for _ in range(5))

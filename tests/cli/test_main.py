@@ -62,6 +62,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["rnu", "train.py"], "error[usage]: rallypoint has no command rnu; the nearest is run", "rallypoint run train.py"),
         (["train.py", "--lr", "1"], "error[usage]: rallypoint train.py: no command is given", "rallypoint run train.py --lr 1"),
         (["-n", "4", "train.py"], "error[usage]: rallypoint -n: no command is given", "rallypoint run -n 4 train.py"),
+        (["--verison"], "error[option-unknown]: rallypoint has no option --verison; the nearest is --version", "rallypoint --version"),
         (["./a b"], "error[usage]: rallypoint ./a b: no command is given", "rallypoint run './a b'"),
         (["frobnicate"], "error[usage]: rallypoint has no command frobnicate", "rallypoint --help"),
         (["run", "-n", "0", "x.py"], "error[usage]: -n 0 starts no rank", "-n 4"),

@@ -202,6 +202,8 @@ def test_the_module_help_shows_the_command() -> None:
         ("--prelaod", "--preload"),
         ("--dryrun", "--dry-run"),
         ("--no_pyhton", "--no-python"),
+        ("--nprocs", "--nproc-per-node"),
+        ("--num_processes", "--nproc-per-node"),
         ("--zzz", ""),
     ],
 )
@@ -283,7 +285,7 @@ def test_help_is_ours_before_the_program_only() -> None:
         "--node-rank 1",
         "--rdzv-backend etcd-v2",
         "--rdzv-backend=etcd",
-        "--rdzv-backend c10d --rdzv-endpoint file:///shared/job",
+        "--rdzv-backend c10d --rdzv-endpoint etcd://node07:2379",
     ],
 )
 def test_several_nodes_are_refused(line: str) -> None:
@@ -320,6 +322,34 @@ def test_meeting_point(line: str, address: str, port: int, ignored: int) -> None
     assert len([note for note in wanted.notes if "is ignored with" in note]) == ignored == len(wanted.notes)
 
 
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("--rdzv-endpoint file:///shared/dir/job", "/shared/dir/job"),
+        ("--rdzv-backend c10d --rdzv-endpoint=file:///shared/job/", "/shared/job"),
+        ("--rdzv-endpoint file:///shared/job --rdzv-id a/7", "/shared/job.a_7"),
+        ("--standalone --rdzv-endpoint file:///shared/job", ""),
+        ("--rdzv-endpoint localhost:29500", ""),
+    ],
+)
+def test_a_place_on_a_shared_file_system(line: str, place: str) -> None:
+    wanted = parse(f"{line} train.py")
+    assert (wanted.rendezvous, wanted.master_addr) == (place, "localhost" if "localhost" in line else "")
+
+
+@pytest.mark.parametrize(
+    ("url", "wrong"),
+    [
+        ("file://tmp/job", "takes 'tmp' for a host: a whole path has three slashes, file:///tmp/job"),
+        ("file://./job", "takes '.' for a host: a whole path has three slashes, file:///./job"),
+        ("file:///", "names no place"),
+        ("file://", "takes '' for a host: a whole path has three slashes, file:///"),
+    ],
+)
+def test_a_place_that_is_none(url: str, wrong: str) -> None:
+    assert refused(f"--rdzv-endpoint {url} train.py").headline == f"--rdzv-endpoint {url} {wrong}"
+
+
 def test_standalone_ignores_the_id() -> None:
     assert parse("--rdzv-id 7 train.py").run_id == "7"
     wanted = parse("--standalone --rdzv-id 7 train.py")
@@ -334,3 +364,9 @@ def test_accepted_options_say_so_once(option: options.Option) -> None:
     assert wanted.notes == (f"{option.names[0]} has no effect here: {option.why}",)
     if option.variable:
         assert parse("train.py", **{option.variable: text}).notes == wanted.notes
+
+
+def test_a_stall_takes_longer_than_a_breath() -> None:
+    assert parse("--stall 2.5 train.py").stall == 2.5
+    assert parse("train.py").stall is None
+    assert refused("--stall 0.5 train.py").headline.startswith("--stall 0.5 is less than a second, and every rank stands still that long")

@@ -127,6 +127,13 @@ def test_problems_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         err = capsys.readouterr().err
         assert f"pid {process.pid}" in err
         assert "--port 0" in err
+        assert cli.main(["serve", "--port-range", f"{port}-{port}"]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(f"error[ports-exhausted]: port {port}, the only one of the range, is not free on 127.0.0.1\n")
+        assert f"(pid {process.pid}, user " in " ".join(err.split())
+    with served("--port-range", "16000-16999") as process:
+        _, variables = announced(process)
+        assert 16000 <= int(variables["RALLYPOINT_STORE"].rpartition(":")[2]) <= 16999
     assert sorted(os.listdir(tmp_path)) == ["secret"]
 
 

@@ -1,64 +1,255 @@
-"""`rallypoint explain`: the page of a code, or the list of codes."""
+"""`rallypoint explain`: the page of a code, or what a log or a message says of why a job failed."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from rallypoint.cli.main import write_out
+from rallypoint.cli.main import guarded, wants_color, width, write_out
 from rallypoint.diagnosis.causes import CATALOGUE, nearest, page
 from rallypoint.errors import UsageError
 
+if TYPE_CHECKING:
+    from rallypoint.diagnosis.report import Report
+
 HELP = """\
 usage: rallypoint explain [CODE]
+       rallypoint explain FILE ...
+       rallypoint explain MESSAGE
+       ... 2>&1 | rallypoint explain
 
-Without CODE: every code with what it means. With it: what you see, why it happens, how to make sure, how to fix it.
-A code is the word in brackets of a report: error[rank-killed].
-Not yet: reading another launcher's log or a message; explain reads codes only.
+Without anything: every code with what it means. With a code (the word in brackets of a report: error[rank-killed]): what
+you see, why it happens, how to make sure, how to fix it.
+
+With logs, of whatever launcher: the cause, found among its consequences, with its line. torchrun, accelerate, DeepSpeed,
+Lightning, mpirun, srun, Slurm, Kubernetes, docker, a traceback, one message; .gz, .bz2, .xz; several files are the logs of
+one job. `-` is stdin.
+
+  --error-format text|json    how the report is written
+
+The exit status is 0 when a cause is named (or a page was shown), 1 when the log does not tell it, 2 for what cannot be read.
 """
+
+PROGRESS_AFTER = 1.0
+"""Seconds of reading until a terminal is told how far it is: what is done by then needs no progress."""
+
+QUIET = 2.0
+"""Seconds without a byte on stdin until it is said that stdin is read: a job that is piped in may take longer, and nothing is lost."""
+
+PROGRESS_EVERY = 0.5  # seconds between two states of that line: people read no faster
+
+_CODE = re.compile(r"\b(?:error|warning|stopped)\[([a-z]+(?:-[a-z0-9]+)*)\]")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what was asked for on stdout. Raises `UsageError` for what is no code."""
-    words = list(argv)
-    if any(word in ("-h", "--help") for word in words):
-        write_out(HELP)
-        return 0
+    """Print what was asked for on stdout; the exit status: 0 when a cause is named, 1 when there is none, 2 for what cannot be read."""
+    asked = "text"
+
+    def command() -> int:
+        nonlocal asked
+        words, asked, wants_help = _taken_apart(argv)
+        if wants_help:
+            write_out(HELP)
+            return 0
+        return _explain(words, asked)
+
+    return guarded(command, lambda: asked)
+
+
+def _taken_apart(argv: Sequence[str]) -> tuple[list[str], str, bool]:
+    """The words, the format, whether help is wanted. By hand: a message may begin with dashes, and a code is to be answered at once."""
+    words: list[str] = []
+    chosen, wants_help, rest = "text", False, list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            words += rest
+            break
+        if word in ("-h", "--help"):
+            wants_help = True
+        elif word == "--error-format" or word.startswith("--error-format="):
+            value = word.partition("=")[2] if "=" in word else rest.pop(0) if rest else ""
+            if value not in ("text", "json"):
+                raise UsageError(
+                    "usage",
+                    f"--error-format is text or json, and got {value or 'nothing'}",
+                    help=(("for a program", "--error-format json"),),
+                )
+            chosen = value
+        else:
+            words.append(word)
+    return words, chosen, wants_help
+
+
+def _explain(words: list[str], error_format: str) -> int:
     if not words:
+        if _piped():
+            return _of_stdin(error_format)
         write_out(_list())
         return 0
-    if len(words) > 1:
-        raise UsageError(
-            "usage",
-            f"explain takes one code, and got {len(words)} words",
-            why=("not yet: explain reads codes only, no messages",),
-            help=(("see the codes", "rallypoint explain"),),
-        )
-    code = _code(words[0])
-    if code not in CATALOGUE:
-        raise _unknown(words[0], code)
-    terminal = bool(sys.stdout) and sys.stdout.isatty()
-    write_out(_shown(page(code), terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"))
-    return 0
+    if words == ["-"]:
+        return _of_stdin(error_format)
+    code = _code(words)
+    if code:
+        terminal = bool(sys.stdout) and sys.stdout.isatty()
+        write_out(_shown(page(code), terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"))
+        return 0
+    there = [os.path.exists(word) for word in words]
+    if all(there):
+        return _of_files(words, error_format)
+    if any(there) and all(ok or _like_a_path(word) for ok, word in zip(there, words, strict=True)):
+        raise _no_file(words[there.index(False)])
+    if len(words) == 1 and " " not in words[0]:
+        if _like_a_path(words[0]):
+            raise _no_file(words[0])
+        if not words[0].endswith(("Error", "Exception")) and ":" not in words[0]:
+            raise _no_code(words[0])
+    return _of_message(" ".join(words), error_format)
 
 
-def _code(word: str) -> str:
-    """`rank-killed` from `error[rank-killed]:`, `rank_killed` or `RANK-KILLED`."""
-    _, bracket, inner = word.partition("[")
-    return (inner.partition("]")[0] if bracket else word).strip().lower().replace("_", "-")
+def _code(words: Sequence[str]) -> str:
+    """The code that was meant by `rank-killed`, `rank_killed`, `RANK-KILLED`, or a headline as it was copied; "" if none was."""
+    text = " ".join(words)
+    found = _CODE.search(text)
+    code = found.group(1) if found is not None and "\n" not in text else text.strip().lower().replace("_", "-")
+    return code if code in CATALOGUE else ""
 
 
-def _unknown(word: str, code: str) -> UsageError:
-    if word == "-" or os.path.exists(word) or any(mark in word for mark in " :/"):
+def _piped() -> bool:
+    """Whether something was sent to stdin: a pipe or a file; no terminal, and not /dev/null, which schedulers give."""
+    import stat
+
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode if sys.stdin else 0
+    except (OSError, ValueError):  # closed, or replaced by something without a descriptor
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def _like_a_path(word: str) -> bool:
+    return os.sep in word or word.endswith((".log", ".txt", ".out", ".err", ".gz", ".bz2", ".xz"))
+
+
+def _no_file(word: str) -> UsageError:
+    return UsageError("usage", f"there is no file {word}", help=(("see what is there", f"ls -l {os.path.dirname(word) or '.'}"),))
+
+
+def _no_code(word: str) -> UsageError:
+    if word.startswith("-"):
         return UsageError(
-            "usage",
-            "explain cannot read files or messages yet: it reads codes only",
-            help=(("see the codes", "rallypoint explain"),),
+            "option-unknown", f"rallypoint explain has no option {word}", help=(("see the options", "rallypoint explain --help"),)
         )
-    near = nearest(code)
+    near = nearest(word)
     helps = tuple(("the nearest is" if i == 0 else "or", f"rallypoint explain {name}") for i, name in enumerate(near))
-    return UsageError("usage", f"there is no code {word}", help=helps or (("see the codes", "rallypoint explain"),))
+    return UsageError("usage", f"there is no code and no file {word}", help=helps or (("see the codes", "rallypoint explain"),))
+
+
+# --- logs
+
+
+def _of_files(paths: Sequence[str], error_format: str) -> int:
+    from rallypoint.diagnosis.logs import files, reader, speakers, verdict
+
+    with _Progress() as progress:
+        found = []
+        for path in paths:
+            one = reader.Reader(path, speakers.of_file(path) if len(paths) > 1 else speakers.NOBODY)
+            found.append(one.read(files.chunks(path, lambda done, size, path=path: progress.at(path, done, size))))  # type: ignore[misc]
+    return _tell(verdict.diagnose(reader.together(found)), error_format)
+
+
+def _of_stdin(error_format: str) -> int:
+    from rallypoint.diagnosis.logs import files, reader, verdict
+
+    if not sys.stdin:
+        raise UsageError(
+            "usage", "stdin is closed: there is nothing to read", help=(("give the log as a file", "rallypoint explain train.log"),)
+        )
+    if sys.stdin.isatty():
+        sys.stderr.write("paste the message or the log, and end it with Ctrl-D\n")
+        sys.stderr.flush()
+    else:
+        _say_that_it_waits()
+    with _Progress() as progress:
+        findings = reader.Reader("stdin").read(_counted(files.of_stream(sys.stdin.buffer), lambda done: progress.at("stdin", done, 0)))
+    if not findings.empty:
+        return _tell(verdict.diagnose(findings), error_format)
+    raise UsageError(
+        "usage", "nothing came from stdin", help=(("send both streams of the job", "torchrun train.py 2>&1 | rallypoint explain"),)
+    )
+
+
+def _say_that_it_waits() -> None:
+    """Whoever called this without a word gets the codes, unless stdin is a pipe: then it may be one that nobody writes to."""
+    import select
+
+    if not select.select([sys.stdin], [], [], QUIET)[0] and sys.stderr:
+        sys.stderr.write("rallypoint: reading a log from stdin; for the codes: rallypoint explain < /dev/null\n")
+        sys.stderr.flush()
+
+
+def _of_message(message: str, error_format: str) -> int:
+    from rallypoint.diagnosis.logs import reader, verdict
+
+    return _tell(verdict.diagnose(reader.Reader("").read([message.encode("utf-8", "surrogateescape")])), error_format)
+
+
+def _counted(chunks: Iterator[bytes], count: Callable[[int], None]) -> Iterator[bytes]:
+    done = 0
+    for chunk in chunks:
+        yield chunk
+        done += len(chunk)
+        count(done)
+
+
+def _tell(reports: Sequence[Report], error_format: str) -> int:
+    """What was found, on stdout: it is what the command was called for."""
+    from rallypoint.diagnosis import render
+
+    if error_format == "json":
+        write_out(render.json(reports) + "\n")
+    elif sys.stdout:
+        write_out(render.text(reports, width=width(sys.stdout), color=wants_color(sys.stdout)) + "\n")
+    return reports[0].exit_status
+
+
+class _Progress:
+    """One line on a terminal's stderr while a long log is read: how far it is. It is gone when the report comes."""
+
+    def __init__(self) -> None:
+        from rallypoint.clock import Clock
+
+        self._clock = Clock()
+        self._next = self._clock.monotonic() + PROGRESS_AFTER
+        self._shown = False
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def at(self, name: str, done: int, size: int) -> None:
+        """`done` bytes of `size` were read; 0: nobody knows how many there are."""
+        now = self._clock.monotonic()
+        if now < self._next or not sys.stderr or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+            return
+        of = f" of {_size(size)}" if size else ""
+        sys.stderr.write(f"\r\x1b[Kreading {os.path.basename(name)}: {_size(done)}{of}")
+        sys.stderr.flush()
+        self._shown, self._next = True, now + PROGRESS_EVERY
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
+
+
+# --- pages
 
 
 def _list() -> str:

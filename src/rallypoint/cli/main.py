@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from rallypoint import __version__
 from rallypoint.errors import InternalError, RallypointError, UsageError
@@ -20,8 +20,11 @@ WIDEST = 100  # columns
 
 COMMANDS = {
     "run": "start a job on this node (torchrun's options work)",
+    "show": "a run again: its timeline, logs, report",
     "serve": "the coordination store alone",
     "explain": "what an error means",
+    "stacks": "where every rank of a running job is, grouped",
+    "doctor": "check this machine, and the way to others, before a job does",
 }
 
 HELP = """\
@@ -57,6 +60,10 @@ def dispatch(words: list[str]) -> int:
         from rallypoint.cli import run
 
         return run.main(rest)
+    if name == "show":
+        from rallypoint.cli import show
+
+        return show.main(rest)
     if name == "serve":
         from rallypoint.cli import serve
 
@@ -65,6 +72,14 @@ def dispatch(words: list[str]) -> int:
         from rallypoint.cli import explain
 
         return explain.main(rest)
+    if name == "stacks":
+        from rallypoint.cli import stacks
+
+        return stacks.main(rest)
+    if name == "doctor":
+        from rallypoint.cli import doctor
+
+        return doctor.main(rest)
     raise _no_command(name, words)
 
 
@@ -78,6 +93,12 @@ def _no_command(name: str, words: list[str]) -> UsageError:
     import difflib
     import shlex
 
+    if name.startswith("--") and (near := difflib.get_close_matches(name, ("--version", "--help"), n=1)):
+        return UsageError(
+            "option-unknown",
+            f"rallypoint has no option {name}; the nearest is {near[0]}",
+            help=((f"use {near[0]}", f"rallypoint {near[0]}"),),
+        )
     if name.startswith("-") or name.endswith(".py") or os.sep in name:
         return UsageError(
             "usage", f"rallypoint {name}: no command is given", help=(("say what to do with it", f"rallypoint run {shlex.join(words)}"),)
@@ -190,25 +211,25 @@ def show(report: Report, error_format: str) -> None:
         return
     from rallypoint.diagnosis import render
 
-    text = render.json(report) if error_format == "json" else render.text(report, width=_width(), color=_wants_color())
+    text = render.json(report) if error_format == "json" else render.text(report, width=width(sys.stderr), color=wants_color(sys.stderr))
     _write_err(text + "\n")
 
 
-def _wants_color() -> bool:
+def wants_color(stream: TextIO) -> bool:
     """https://no-color.org and https://force-color.org: set and not empty; otherwise colour is for terminals."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
         return True
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _width() -> int:
+def width(stream: TextIO) -> int:
     """Columns to write in: COLUMNS, else the terminal's, else 92; prose wider than 100 is hard to read."""
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given) > 0:
         return min(int(given), WIDEST)
     try:
-        return min(os.get_terminal_size(sys.stderr.fileno()).columns or 92, WIDEST)
+        return min(os.get_terminal_size(stream.fileno()).columns or 92, WIDEST)
     except (OSError, ValueError):  # no terminal; or a stderr without a descriptor
         return 92

@@ -34,6 +34,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     fallback: str = ""  # a second variable, asked when the first is not set
     example: str = ""  # what a good one looks like, for the help of an error
     why: str = ""  # accepted: why it has no effect
+    adds_up: bool = False  # it may be given several times, and the value is a tuple of all that was given
 
     @property
     def key(self) -> str:
@@ -116,6 +117,13 @@ def _read_seconds(text: str) -> float:
         raise ValueError("is not a number of seconds") from None
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError("is not a number of seconds from 0 up")
+    return seconds
+
+
+def _read_patience(text: str) -> float:
+    seconds = _read_seconds(text)
+    if seconds < 1:
+        raise ValueError("is less than a second, and every rank stands still that long now and then")
     return seconds
 
 
@@ -217,11 +225,22 @@ def _read_endpoint(text: str) -> tuple[str, int]:
     if not text:
         return "", 0
     if "://" in text:
-        return text, 0
+        return _checked_place(text), 0
     parts = re.fullmatch(r"(?:\[([^\]]+)\]|([\w.-]+|[0-9a-fA-F:]*::[0-9a-fA-F:.]*))(?::(\d+))?", text)
     if not parts:
         raise ValueError("is not HOST or HOST:PORT")
     return parts[1] or parts[2], _read_port(parts[3] or "0")
+
+
+def _checked_place(url: str) -> str:
+    """A URL as it was given. Of `file://` ones the path must be whole; other schemes are for several nodes, and refused later."""
+    if url.startswith("file://"):
+        path = url.removeprefix("file://")
+        if not path.startswith("/"):
+            raise ValueError(f"takes {path.partition('/')[0]!r} for a host: a whole path has three slashes, file:///{path}")
+        if not path.strip("/"):
+            raise ValueError("names no place")
+    return url
 
 
 def _read_address(text: str) -> str:
@@ -252,6 +271,29 @@ def _read_settings(text: str) -> tuple[str, ...]:
     return settings
 
 
+def _read_checks(text: str) -> tuple[str, ...]:
+    """Names of the doctor's lines."""
+    from rallypoint.diagnosis.doctor import NAMES
+
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in NAMES:
+            near = _nearest(name, NAMES)
+            raise ValueError(f"names no check {name!r}" + (f"; the nearest is {near}" if near else f": there are {', '.join(NAMES)}"))
+    return names
+
+
+def _read_peer(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, both said."""
+    try:
+        host, port = _read_endpoint(text) if text.strip() else ("", 0)
+    except ValueError as error:
+        raise ValueError(str(error).partition(", and 0")[0]) from None  # any free port, on another machine, is nobody's
+    if "://" in host or not host or not port:
+        raise ValueError("is not HOST:PORT, of a machine where rallypoint doctor --listen PORT runs")
+    return host, port
+
+
 def is_module_name(text: str) -> bool:
     """Whether `text` could be imported: identifiers with dots between."""
     return all(part.isidentifier() for part in text.split("."))
@@ -276,6 +318,10 @@ TABLE: tuple[Option, ...] = (
     Option(
         names=("--grace",), metavar="S", read=_read_seconds, default=30.0, example="--grace 30",
         sentence="seconds between asking a rank to stop and SIGKILL",
+    ),
+    Option(
+        names=("--stall",), metavar="S", read=_read_patience, example="--stall 300",
+        sentence="report it when no rank has moved for S seconds, and where each stands; nothing is stopped. Longer than the longest step",
     ),
     Option(
         names=("--on-failure",), metavar="stop|continue", read=_read_choice("stop", "continue"), default="stop",
@@ -396,7 +442,8 @@ TABLE: tuple[Option, ...] = (
         names=("--rdzv-endpoint",), metavar="HOST[:PORT]", fate="several-nodes", read=_read_endpoint, default=("", 0),
         variable="PET_RDZV_ENDPOINT",
         example="--rdzv-endpoint localhost:29500",
-        sentence="where nodes meet; here a name of this machine, and the port as for --master-port",
+        sentence="where nodes meet; here a name of this machine, and the port as for --master-port. file:///shared/dir/job (not "
+        "torchrun's): that place is this job's alone while it runs",
     ),
     # torchrun's, without effect here
     Option(
@@ -443,6 +490,7 @@ SERVE: tuple[Option, ...] = (
         sentence="the address to listen on, and no other; 0.0.0.0 or :: for all of this machine's; without it only clients on this host",
     ),
     Option(names=("--port",), metavar="P", read=_read_port, default=0, example="--port 29500", sentence="the port; 0 is any free one"),
+    msgspec.structs.replace(BY_KEY["port_range"], sentence="take the free port from this range only"),
     Option(
         names=("--port-file",), metavar="F", example="--port-file port",
         sentence="write the port's number into this file when clients may come; the file is whole or absent",
@@ -456,6 +504,43 @@ SERVE: tuple[Option, ...] = (
         sentence="what keys and values may take in all; without it a quarter of this machine's memory",
     ),
     BY_KEY["error_format"],
+    BY_KEY["help"],
+)  # fmt: skip
+
+STACKS: tuple[Option, ...] = (
+    msgspec.structs.replace(BY_KEY["error_format"], sentence="how the ranks are written to stdout, and errors to stderr"),
+    BY_KEY["help"],
+)
+
+DOCTOR: tuple[Option, ...] = (
+    Option(
+        names=("--listen",), metavar="PORT", read=_read_port, example="--listen 29500",
+        sentence="wait for other machines' doctor --peer at this port, and check the way to each of them; 0 is any free one",
+    ),
+    Option(
+        names=("--peer",), metavar="HOST:PORT", read=_read_peer, default=(), adds_up=True, example="--peer node08:29500",
+        sentence="check the way to a machine where doctor --listen PORT runs, and back; may be given several times",
+    ),
+    Option(
+        names=("--only",), metavar="NAME,...", read=_read_checks, default=(), adds_up=True, example="--only limits,shm",
+        sentence="these checks and no others",
+    ),
+    Option(
+        names=("--skip",), metavar="NAME,...", read=_read_checks, default=(), adds_up=True, example="--skip job",
+        sentence="all checks but these",
+    ),
+    msgspec.structs.replace(
+        BY_KEY["error_format"], sentence="how findings are written to stdout, and errors to stderr; json is one object a line"
+    ),
+    BY_KEY["help"],
+)  # fmt: skip
+
+SHOW: tuple[Option, ...] = (
+    Option(names=("--list",), sentence="the runs that are kept, newest first, a line each"),
+    Option(
+        names=("--error-format",), metavar="text|json", read=_read_choice("text", "json"), default="text", example="--error-format json",
+        sentence="json: what is shown is one JSON document, for a program",
+    ),
     BY_KEY["help"],
 )  # fmt: skip
 
@@ -495,6 +580,16 @@ def take_apart(argv: Sequence[str], environ: Mapping[str, str], command: str = "
     return CommandLine(given=given, words=tuple(words), refusal=refusal)
 
 
+def take_apart_anywhere(argv: Sequence[str], command: str, table: tuple[Option, ...]) -> tuple[CommandLine, tuple[str, ...]]:
+    """For a command whose words are its own, and no program's arguments: options may stand before them and after. The words come apart."""
+    line, words = take_apart(argv, {}, command, table), []
+    while line.words and line.refusal is None:
+        words.append(line.words[0])
+        rest = take_apart(line.words[1:], {}, command, table)
+        line = CommandLine(given={**line.given, **rest.given}, words=rest.words, refusal=rest.refusal)
+    return line, tuple(words)
+
+
 def _incomplete(refusal: Any, command: str, table: tuple[Option, ...]) -> UsageError:
     spelling = (refusal.argument_name or "").split("/")[0]
     option = next(option for option in table if spelling in option.spellings)
@@ -520,9 +615,15 @@ def _unknown(word: str, argv: Sequence[str], command: str, table: tuple[Option, 
     return UsageError("option-unknown", f"rallypoint {command} has no option {name}{nearest}", help=tuple(helps))
 
 
+_OTHERS_WORDS = {"--nprocs", "--np", "--num-procs", "--num-processes", "--num-gpus", "--ntasks", "--ntasks-per-node"}
+"""What mp.spawn, mpirun, accelerate, DeepSpeed and srun call the number of ranks. None is near the name that it has here."""
+
+
 def _nearest_option(name: str, table: tuple[Option, ...]) -> str:
     hyphened = name.replace("_", "-")
     names = [n for option in table for n in option.names if n.startswith("--")]
+    if hyphened in _OTHERS_WORDS and "--nproc-per-node" in names:
+        return "--nproc-per-node"
     if len(hyphened) > 3:  # an abbreviation, which torchrun takes: `--nproc`
         started = [n for n in names if n.startswith(hyphened)]
         if started:
@@ -550,7 +651,7 @@ def values(line: CommandLine, command: str, table: tuple[Option, ...]) -> dict[s
             f"rallypoint {command} takes options only, and got {line.words[0]}",
             help=(("see the options", f"rallypoint {command} --help"),),
         )
-    return {option.key: _value(option, line.given.get(option.key, ())) for option in table}
+    return {option.key: _value(option, line.given.get(option.key, ()), command) for option in table}
 
 
 def read(line: CommandLine) -> Options:
@@ -574,10 +675,12 @@ def read(line: CommandLine) -> Options:
         master_addr=address,
         master_port=port,
         port_range=values["port_range"],
+        rendezvous=_place(values),
         run_id="" if values["standalone"] else values["rdzv_id"],
         role=values["role"],
         max_restarts=values["max_restarts"],
         grace=values["grace"] if "grace" in line.given or values["shutdown_timeout"] is None else values["shutdown_timeout"],
+        stall=values["stall"],
         on_failure=values["on_failure"],
         debug_rank=values["debug_rank"],
         run_dir=values["run_dir"],
@@ -597,16 +700,18 @@ def read(line: CommandLine) -> Options:
     )
 
 
-def _value(option: Option, given: tuple[Given, ...]) -> Any:
+def _value(option: Option, given: tuple[Given, ...], command: str = "run") -> Any:
     """The value of one option: the last one given counts, except that modules to preload add up."""
     if not given:
         return option.default if option.metavar else False
+    if option.adds_up:
+        return tuple(dict.fromkeys(_checked(option, one, command) for one in given))
     if option.key == "preload":
         return tuple(dict.fromkeys(module for one in given for module in _checked(option, one)))
-    return _checked(option, given[-1])
+    return _checked(option, given[-1], command)
 
 
-def _checked(option: Option, given: Given) -> Any:
+def _checked(option: Option, given: Given, command: str = "run") -> Any:
     if not option.metavar:
         if given.spelling.startswith("-"):
             return True
@@ -618,7 +723,7 @@ def _checked(option: Option, given: Given) -> Any:
         return option.read(given.text)
     except ValueError as refusal:
         shown = given if given.text else f"{given.spelling} ''"
-        raise UsageError("usage", f"{shown} {refusal}", help=_example(option)) from None
+        raise UsageError("usage", f"{shown} {refusal}", help=_example(option, command)) from None
 
 
 def _program(words: tuple[str, ...], values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]]) -> Program:
@@ -661,6 +766,8 @@ def _meeting_point(values: Mapping[str, Any], given: Mapping[str, tuple[Given, .
     if values["rdzv_backend"] not in ("static", "c10d"):
         raise _several_nodes(str(given["rdzv_backend"][-1]), "--rdzv-backend c10d")
     host, port = values["rdzv_endpoint"]
+    if host.startswith("file://"):  # a place, not an address: see `_place`
+        return "", 0, _ignored(("master_addr", "master_port"), "--rdzv-endpoint", given)
     if "://" in host:
         raise _several_nodes(str(given["rdzv_endpoint"][-1]), "--rdzv-endpoint localhost:29500")
     if host:
@@ -668,6 +775,15 @@ def _meeting_point(values: Mapping[str, Any], given: Mapping[str, tuple[Given, .
     if values["rdzv_backend"] == "c10d":
         return "", 0, _ignored(("master_addr", "master_port"), "--rdzv-backend c10d", given)
     return values["master_addr"], values["master_port"] or 0, []
+
+
+def _place(values: Mapping[str, Any]) -> str:
+    """The folder of `--rdzv-endpoint file://`, one for each --rdzv-id; "" when another kind was asked for, or none."""
+    url = "" if values["standalone"] else values["rdzv_endpoint"][0]
+    if not url.startswith("file://"):
+        return ""
+    path = url.removeprefix("file://").rstrip("/")
+    return f"{path}.{re.sub(r'[^A-Za-z0-9_.-]', '_', values['rdzv_id'])}" if values["rdzv_id"] else path
 
 
 def _ignored(keys: tuple[str, ...], because: str, given: Mapping[str, tuple[Given, ...]]) -> list[str]:
@@ -695,11 +811,37 @@ not abbreviated. torchrun's PET_* variables set its options too.
 """
 
 
+SHOW_HEAD = """\
+usage: rallypoint show [options] [RUN]
+
+A run again: how it was started and how it ended, what happened when, the report as it was, and where the logs are.
+RUN is a run's name, a part of it that only one run has, or the path of a run folder; without it the newest run.
+"""
+
+
 SERVE_HEAD = """\
 usage: rallypoint serve [options]
 
 Start a coordination store and keep it running until Ctrl-C or SIGTERM. Whoever knows the secret may use it:
 rallypoint.connect() with RALLYPOINT_STORE and RALLYPOINT_SECRET_FILE set as this command prints them.
+"""
+
+STACKS_HEAD = """\
+usage: rallypoint stacks [RUN] [options]
+
+Where every rank of a running job is: one sentence, then the Python stacks, ranks at the same place together and the odd
+ones first. RUN is a run's name or a part of it, its folder (for a job with --run-dir), or nothing: the newest that runs.
+Nothing is stopped; each rank is asked once, by a signal, and goes on.
+"""
+
+DOCTOR_HEAD = """\
+usage: rallypoint doctor [options]
+       rallypoint doctor --listen PORT          on one machine, and
+       rallypoint doctor --peer HOST:PORT       on another: check the way between them, both ways
+
+Look at this machine before a job does: a line for each check, [ok], [!] for what a job may run into and [x] for what
+is broken or will break most, with what to do. The exit status is 1 after any [x]. Nothing is changed, and no GPU is
+used but for the trial job at the end, which starts two ranks and times an all_reduce.
 """
 
 
@@ -714,6 +856,23 @@ def help_text() -> str:
 def serve_help_text() -> str:
     """What `rallypoint serve --help` prints."""
     return "\n".join([SERVE_HEAD, *_rows(SERVE), ""])
+
+
+def stacks_help_text() -> str:
+    """What `rallypoint stacks --help` prints."""
+    return "\n".join([STACKS_HEAD, *_rows(STACKS), ""])
+
+
+def doctor_help_text() -> str:
+    """What `rallypoint doctor --help` prints."""
+    from rallypoint.diagnosis.doctor import NAMES
+
+    return "\n".join([DOCTOR_HEAD, *_rows(DOCTOR), "", f"The checks: {', '.join(NAMES[:8])},", f"{', '.join(NAMES[8:])}.", ""])
+
+
+def show_help_text() -> str:
+    """What `rallypoint show --help` prints."""
+    return "\n".join([SHOW_HEAD, *_rows(SHOW), ""])
 
 
 def _rows(options: Iterable[Option]) -> list[str]:

@@ -46,6 +46,11 @@ def start(wanted: Options, environ: Mapping[str, str]) -> int:
     if trouble:
         show(trouble, wanted.error_format)
         return trouble.exit_status
+    if made.rendezvous:
+        from rallypoint.launcher import rendezvous_file
+
+        rendezvous_file.wait_for_disk(made.rendezvous)
+        rendezvous_file.look(made.rendezvous)
     made = plan.with_parts(made, _source(made.program))
     if wanted.dry_run:
         write_out(plan.describe(made))
@@ -63,7 +68,7 @@ def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
     import datetime
     import secrets
 
-    from rallypoint.host import devices
+    from rallypoint.host import devices, ports
     from rallypoint.launcher.plan import Machine
     from rallypoint.record.run_folder import default_root
 
@@ -75,6 +80,8 @@ def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
         cpus=len(os.sched_getaffinity(0)),
         gpus=seen,
         build=devices.torch_build() if seen.devices or counted else None,
+        interfaces=_interfaces(),
+        ephemeral=ports.ephemeral_range(),
         names=_own_names(wanted.master_addr),
         python=sys.executable,
         torch=machine.torch_version(),
@@ -90,6 +97,15 @@ def _working_folder() -> str:
         return os.getcwd()
     except FileNotFoundError:
         raise UsageError("usage", "the folder that you are in has been removed", help=(("go to one that exists", "cd ~"),)) from None
+
+
+def _interfaces() -> tuple[str, ...]:
+    import socket
+
+    try:
+        return tuple(name for _, name in socket.if_nameindex())
+    except OSError:  # a sandbox that does not tell
+        return ()
 
 
 def _own_names(asked: str) -> tuple[str, ...]:

@@ -33,12 +33,19 @@ def main(argv: list[str]) -> int:
             write_out(options.serve_help_text())
             return 0
         values = options.values(line, "serve", options.SERVE)
-        return serve(values["host"], values["port"], values["port_file"], values["secret_file"], values["max_bytes"])
+        return serve(values["host"], values["port"], values["port_file"], values["secret_file"], values["max_bytes"], values["port_range"])
 
     return guarded(command, lambda: asked)
 
 
-def serve(host: str, port: int, port_file: str | None, secret_file: str | None, max_bytes: int | None) -> int:
+def serve(
+    host: str,
+    port: int,
+    port_file: str | None,
+    secret_file: str | None,
+    max_bytes: int | None,
+    port_range: tuple[int, int] | None = None,
+) -> int:
     """Serve until a signal comes; the exit status."""
     import signal
     import threading
@@ -59,7 +66,7 @@ def serve(host: str, port: int, port_file: str | None, secret_file: str | None, 
             folder, secret_file = _new_secret()
         secret = secret_from_file(secret_file)
         try:
-            server = Server(host=host, port=port, max_bytes=max_bytes, secret=secret)
+            server = Server(host=host, port=port, port_range=port_range, max_bytes=max_bytes, secret=secret)
         except (UsageError, EnvironmentProblem) as error:
             raise _with_options(error) from error
         try:

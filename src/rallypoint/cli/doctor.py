@@ -1,0 +1,169 @@
+"""`rallypoint doctor`: check this machine, and the way to others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rallypoint.cli import options
+from rallypoint.cli.main import guarded, wants_color, width, write_out
+from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.launcher import exits
+
+if TYPE_CHECKING:
+    from rallypoint.diagnosis.checks.finding import Finding
+    from rallypoint.diagnosis.checks.trial import Backend, Outcome
+
+_CLEAR_LINE = "\r\x1b[K"
+
+
+def main(argv: list[str]) -> int:
+    """`rallypoint doctor` with its arguments; the exit status: 0, or 1 when there is a fault."""
+    asked = "text"
+
+    def command() -> int:
+        nonlocal asked
+        line = options.take_apart(argv, {}, "doctor", options.DOCTOR)
+        asked = line.error_format
+        if line.wants_help:
+            write_out(options.doctor_help_text())
+            return 0
+        values = options.values(line, "doctor", options.DOCTOR)
+        listen, peers = values["listen"], values["peer"]
+        if listen is not None or peers:
+            _refuse_both(listen is not None and bool(peers), bool(values["only"] or values["skip"]))
+        _prepare()
+        screen = _Screen(values["error_format"])
+        if listen is not None:
+            return listening(listen, screen)
+        if peers:
+            return visiting(peers, screen)
+        return examine(_names(values["only"], values["skip"]), screen)
+
+    return guarded(command, lambda: asked)
+
+
+def examine(names: tuple[str, ...], screen: _Screen) -> int:
+    """Check this machine; the exit status."""
+    from rallypoint.diagnosis import doctor
+    from rallypoint.launcher.plan import OLDEST_TORCH
+
+    for finding in doctor.run(doctor.standard(OLDEST_TORCH, trial), names, screen.starting):
+        screen.show(finding)
+    return screen.end()
+
+
+def visiting(peers: Iterable[tuple[str, int]], screen: _Screen) -> int:
+    """Check the way to each of these machines and back; the exit status."""
+    from rallypoint.diagnosis.checks import encounter
+
+    for host, port in peers:
+        screen.starting(f"{host}:{port}")
+        for finding in encounter.visit(host, port):
+            screen.show(finding)
+    return screen.end()
+
+
+def listening(port: int, screen: _Screen) -> int:
+    """Let other machines check the way to here and back, until none comes any more; the exit status."""
+    from rallypoint.diagnosis.checks import encounter
+
+    try:
+        for finding in encounter.receive(port):
+            screen.show(finding)
+    except (UsageError, EnvironmentProblem) as refused:  # its help speaks of other commands' options
+        help = (("take any free port", "rallypoint doctor --listen 0"),)
+        raise type(refused)(refused.code, refused.headline, why=refused.why, help=help) from refused
+    return screen.end()
+
+
+def _prepare() -> None:
+    """A descriptor that was closed when we started must not become a pipe of ours."""
+    from rallypoint.host import processes
+
+    processes.open_standard_descriptors()
+
+
+def _refuse_both(roles: bool, selected: bool) -> None:
+    """`UsageError` for what does not go together."""
+    if roles:
+        raise UsageError(
+            "usage",
+            "--listen and --peer exclude each other: one machine listens, and the other calls",
+            help=(("on this machine", "rallypoint doctor --listen 29500"), ("on the other", "rallypoint doctor --peer HOST:29500")),
+        )
+    if selected:
+        raise UsageError(
+            "usage",
+            "--only and --skip choose among the checks of this machine, and --listen and --peer make none of these",
+            help=(("leave them out", ""),),
+        )
+
+
+def _names(only: tuple[tuple[str, ...], ...], skip: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """The checks that were asked for, in their order. `UsageError` when none is left."""
+    from rallypoint.diagnosis.doctor import NAMES
+
+    chosen = {name for names in only for name in names} or set(NAMES)
+    left = chosen - {name for names in skip for name in names}
+    if not left:
+        raise UsageError("usage", "--only and --skip leave no check", help=(("see the checks", "rallypoint doctor --help"),))
+    return tuple(name for name in NAMES if name in left)
+
+
+class _Screen:
+    """Shows findings as they come, and counts them. On a terminal it says what is being waited for."""
+
+    def __init__(self, error_format: str) -> None:
+        self._json = error_format == "json"
+        self._found: list[Finding] = []
+        self._live = not self._json and bool(sys.stdout) and sys.stdout.isatty() and wants_color(sys.stdout)
+        self._pending = False
+
+    def starting(self, name: str) -> None:
+        if self._live:
+            write_out(f"{_CLEAR_LINE}     {name} ...")
+            self._pending = True
+
+    def show(self, finding: Finding) -> None:
+        from rallypoint.diagnosis import doctor
+
+        self._found.append(finding)
+        if self._json:
+            text = doctor.json(finding)
+        else:
+            text = doctor.text(finding, width=width(sys.stdout), color=wants_color(sys.stdout)) if sys.stdout else ""
+        write_out(f"{self._cleared()}{text}\n")
+
+    def end(self) -> int:
+        """The last line, and the exit status."""
+        from rallypoint.diagnosis import doctor
+
+        status = exits.RAISED if any(finding.mark == "fault" for finding in self._found) else exits.OK
+        write_out(f"{self._cleared()}{doctor.json_summary(self._found, status) if self._json else doctor.summary(self._found)}\n")
+        return status
+
+    def _cleared(self) -> str:
+        pending, self._pending = self._pending, False
+        return _CLEAR_LINE if pending else ""
+
+
+def trial(backend: Backend, ranks: int, timeout: float) -> Outcome:
+    """Start the trial job as any user's `launch`, and say how it went."""
+    from rallypoint.clock import Clock
+    from rallypoint.diagnosis.checks.trial import MEETING, Outcome, measure
+    from rallypoint.diagnosis.report import Report
+    from rallypoint.errors import LaunchTimeout, RallypointError, WorkerError
+    from rallypoint.launcher.function import launch
+
+    clock = Clock()
+    try:
+        measured = launch(measure, nproc=ranks, backend=backend, timeout=timeout, backend_timeout=min(timeout, MEETING))
+    except (WorkerError, LaunchTimeout) as failed:
+        if isinstance(failed.report, Report):
+            return Outcome(clock.elapsed(), reports=(failed.report,))
+        return Outcome(clock.elapsed(), problem=str(failed), code="cause-unknown")
+    except RallypointError as problem:
+        return Outcome(clock.elapsed(), problem=problem.headline, code=problem.code, help=problem.help)
+    return Outcome(clock.elapsed(), tuple(measured))

@@ -1,0 +1,268 @@
+"""`rallypoint show`: a run again, from what its run folder holds; or the list of the runs that are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from rallypoint.cli import options
+from rallypoint.cli.main import guarded, wants_color, width, write_out
+from rallypoint.diagnosis import render
+from rallypoint.diagnosis.report import Report
+from rallypoint.errors import UsageError
+from rallypoint.record import kept_run, timeline
+from rallypoint.record.kept_run import KeptRun
+from rallypoint.record.run_folder import default_root, past_runs
+from rallypoint.record.timeline import Row
+
+MOST_ROWS = 60
+"""Lines of a timeline: two screens. A run with many restarts has its beginning and its end, and the number of the lines between."""
+
+MOST_RANKS_QUOTED = 3  # ranks at fault whose last lines are shown; what more of them said is mostly the same
+MOST_LINES_QUOTED = 10  # of each: as in a report
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+LOGS_LISTED = 8  # log files that are named one by one
+
+
+def main(argv: list[str]) -> int:
+    """`rallypoint show` with its arguments; the exit status: 0 when something was shown."""
+    asked = "text"
+
+    def command() -> int:
+        nonlocal asked
+        line, words = options.take_apart_anywhere(argv, "show", options.SHOW)
+        asked = line.error_format
+        if line.wants_help:
+            write_out(options.show_help_text())
+            return 0
+        values = options.values(line, "show", options.SHOW)
+        root = default_root(os.environ)
+        now = datetime.datetime.now().timestamp()
+        if values["list"]:
+            if words:
+                raise UsageError(
+                    "usage", f"--list names no run, and got {words[0]}", help=(("see one run", f"rallypoint show {words[0]}"),)
+                )
+            runs = list(_kept(root))
+            write_out(_json([_summary(run, now) for run in runs]) if asked == "json" else listed(runs, root, now))
+            return 0
+        if len(words) > 1:
+            raise UsageError("usage", f"show takes one run, and got {len(words)}", help=(("see what is kept", "rallypoint show --list"),))
+        run = kept_run.read(kept_run.find(root, *words))
+        if asked == "json" or not sys.stdout:
+            write_out(_json(document(run, now)))
+        else:
+            write_out(text(run, now, columns=width(sys.stdout), color=wants_color(sys.stdout)))
+        return 0
+
+    return guarded(command, lambda: asked)
+
+
+def _kept(root: str) -> Iterator[KeptRun]:
+    """All runs of a folder of runs, newest first; but those that a launcher, which keeps so many, has removed since they were listed."""
+    for past in past_runs(root):
+        with contextlib.suppress(UsageError):
+            yield kept_run.read(past.path)
+
+
+def reports_of(run: KeptRun) -> tuple[tuple[Report, ...], str]:
+    """The reports, first cause first, and what is wrong with the file they stand in ("" if nothing is)."""
+    if not run.report:
+        return (), ""
+    try:
+        return msgspec.json.decode(run.report, type=tuple[Report, ...]), ""
+    except msgspec.DecodeError as error:
+        return (), f"report.json cannot be read: {error}"
+
+
+# --- text
+
+
+def text(run: KeptRun, now: float, *, columns: int = 92, color: bool = False) -> str:
+    """All of it, as a person reads it. Pure, but for the last lines of logs, which are read here."""
+    reports, damage = reports_of(run)
+    blocks = [
+        _labelled(_header(run, reports, now)),
+        "\n".join(_timeline(timeline.whole(run.events))),
+        render.text(reports, width=columns, color=color) if reports else "",
+        *_last_words(run, reports),
+        _labelled(_logs(run, reports)),
+        "\n".join(f"  {line}" for line in (*run.damage, *filter(None, [damage]))),
+    ]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def _header(run: KeptRun, reports: Sequence[Report], now: float) -> list[tuple[str, str]]:
+    command = render.plain(kept_run.command(run.plan))
+    torch = f", torch {run.plan.torch}" if run.plan.torch else ""
+    return [
+        ("run", run.name),
+        ("command", command or "not known: plan.json does not tell"),
+        *([("ranks", f"{run.plan.world.local_size}{torch}")] if command else []),
+        ("began", _date(run.began)),
+        ("ended", how(run, reports, now)),
+    ]
+
+
+def how(run: KeptRun, reports: Sequence[Report], now: float) -> str:
+    """How the run ended, or that it has not."""
+    if run.running:
+        return (
+            f"not yet: it has been running for {_span(max(now - run.began, run.took))}; where its ranks are: rallypoint stacks {_word(run)}"
+        )
+    if run.status is None:
+        last = f"; last heard of {_span(run.took)} after the start" if run.events else ""
+        return f"the launcher was killed, or the machine went down{last}"
+    because = f": {render.plain(reports[0].headline)}" if reports else ""
+    return f"after {_span(run.took)} with exit status {run.status}{because}"
+
+
+def _word(run: KeptRun) -> str:
+    """What names this run on a command line: its name is enough in the folder of runs."""
+    inside = os.path.dirname(run.path) == default_root(os.environ)
+    return shlex.quote(run.name if inside else run.path)
+
+
+def _timeline(rows: Sequence[Row]) -> list[str]:
+    half = MOST_ROWS // 2
+    left_out = len(rows) - 2 * half
+    shown = list(rows) if left_out <= 1 else [*rows[:half], *rows[-half:]]
+    times = [f"+{row.at:.3f}s" for row in shown]
+    far, who = max(map(len, times), default=0), max((len(row.who) for row in shown), default=0)
+    lines = [f"  {time.rjust(far)}  {row.who.ljust(who)}  {render.plain(row.what)}" for time, row in zip(times, shown, strict=True)]
+    if left_out > 1:
+        lines.insert(half, f"  ... {left_out} lines in between are in events.jsonl")
+    return lines
+
+
+def _last_words(run: KeptRun, reports: Sequence[Report]) -> list[str]:
+    """The last lines of the ranks at fault, where the report has not shown them already."""
+    quoted = {line for report in reports for said in report.said for line in said.lines}
+    blocks = []
+    for rank in dict.fromkeys(rank for report in reports for rank in report.ranks):
+        log = next((log for log in run.logs if log.rank == rank), None)
+        lines = [render.plain(line) for line in kept_run.tail(log.path, MOST_LINES_QUOTED)] if log else []
+        if any(line and line not in quoted for line in lines):
+            blocks.append("\n".join([f"  rank {rank}'s log ends:", *(f"    | {line}".rstrip() for line in lines)]))
+    return blocks[:MOST_RANKS_QUOTED]
+
+
+def _logs(run: KeptRun, reports: Sequence[Report]) -> list[tuple[str, str]]:
+    """Where the logs are, and how large: those of the ranks at fault, then the largest. Empty ones are only counted."""
+    at_fault = {rank for report in reports for rank in report.ranks}
+    full = sorted((log for log in run.logs if log.size), key=lambda log: (log.rank not in at_fault, -log.size, log.rank))
+    lines = [f"{os.path.basename(log.path)}  {_size(log.size)}" for log in sorted(full[:LOGS_LISTED])]
+    more, empty = len(full) - LOGS_LISTED, len(run.logs) - len(full)
+    lines += [f"and {more} more"] if more > 0 else []
+    lines += [f"{empty} rank{'s' * (empty > 1)} printed nothing"] if empty else []
+    if not run.logs:
+        lines = ["none: a single rank has the terminal for itself" if run.plan.world.local_size == 1 else "none"]
+    return [("folder", run.path), *(("logs" if i == 0 else "", line) for i, line in enumerate(lines))]
+
+
+def _labelled(lines: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"  {name:<9}{words}" for name, words in lines)
+
+
+# --- the list
+
+
+def listed(runs: Sequence[KeptRun], root: str, now: float) -> str:
+    """A line for each run: its name, when, how long, how many ranks, how it ended, the command."""
+    if not runs:
+        return f"no run is kept in {root}\n"
+    rows = []
+    for run in runs:
+        reports, _ = reports_of(run)
+        ranks = str(run.plan.world.local_size) if _command(run) else "-"
+        rows.append((run.name, _date(run.began), _duration(run, now), ranks, _end(run, reports), _command(run)))
+    header = ("run", "began", "took", "ranks", "ended", "command")
+    wide = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, wide, strict=False)), row[-1]]).rstrip() for row in (header, *rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _end(run: KeptRun, reports: Sequence[Report]) -> str:
+    if run.running:
+        return "still running"
+    if run.status is None:
+        return "launcher killed"
+    return f"{run.status} {reports[0].code}" if reports else str(run.status)
+
+
+def _duration(run: KeptRun, now: float) -> str:
+    return _span(max(now - run.began, run.took) if run.running else run.took)
+
+
+def _command(run: KeptRun) -> str:
+    return render.plain(kept_run.command(run.plan).removeprefix("rallypoint run "))
+
+
+# --- for a program
+
+
+def _summary(run: KeptRun, now: float) -> dict[str, Any]:
+    reports, _ = reports_of(run)
+    return {
+        "run": run.name,
+        "path": run.path,
+        "command": kept_run.command(run.plan),
+        "ranks": run.plan.world.local_size,
+        "began": datetime.datetime.fromtimestamp(run.began).astimezone().isoformat(timespec="seconds"),
+        "seconds": max(now - run.began, run.took) if run.running else run.took,
+        "state": "running" if run.running else "killed" if run.status is None else "ended",
+        "exit_status": run.status,
+        "code": reports[0].code if reports else None,
+    }
+
+
+def document(run: KeptRun, now: float) -> dict[str, Any]:
+    """What `--error-format json` prints: the summary that --list has, the timeline, the reports as they stand in report.json, the logs."""
+    reports, damage = reports_of(run)
+    return {
+        **_summary(run, now),
+        "timeline": [row._asdict() for row in timeline.whole(run.events)],
+        "reports": [render.cleaned(report) for report in reports],
+        "logs": [log._asdict() for log in run.logs],
+        "damage": [*run.damage, *filter(None, [damage])],
+    }
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode() + "\n"
+
+
+# --- words
+
+
+def _date(at: float) -> str:
+    return datetime.datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _span(seconds: float) -> str:
+    """`1.3 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, name, smaller, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit:
+            return f"{whole // unit} {name} {whole % unit // smaller} {small}"
+    raise AssertionError(seconds)
+
+
+def _size(size: int) -> str:
+    """`167 bytes`, `12 KiB`, `3.4 GiB`."""
+    if size < 1024:
+        return f"{size} byte{'s' * (size != 1)}"
+    power = min((size.bit_length() - 1) // 10, len(_UNITS))
+    amount = size / 1024**power
+    return f"{amount:.1f} {_UNITS[power - 1]}" if amount < 10 else f"{amount:.0f} {_UNITS[power - 1]}"
