@@ -18,6 +18,16 @@ OTHERS = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).par
 
 SAYS = {
     "A3_spawn_without_address.py": r"3 ranks met without address and port, each returned 1\.5; of a failure rank 1 is named, .* met again",
+    "A4_a_producer_that_has_gone.py": r"rank 0 took a tensor whose producer is gone: \w+: .*; through a store, and as a result, .*",
+    "A5_a_worker_that_finds_nobody.py": r"nobody: port-refused; no such name: address-unresolved; a web server: store-foreign; .*",
+    "B1_a_fixed_port.py": r"two jobs at once met without a port; the one that wanted a taken port was told by whom it is taken",
+    "B2_a_free_port.py": r"2 ranks met on a port that a squatter could not take; 1000 ports held at once were 1000 different ones",
+    "B3_a_file_on_a_shared_disk.py": r"a place was refused while its job ran, taken over after that was killed, and refused at once .*",
+    "B4_a_range_of_ports.py": r"a socket, a store and a job took the 3 ports of the range; none of the 3 ports A-B is free .* holds 3",
+    "B5_try_again.py": r"it worked at the fourth attempt; where nobody came: tried \d+ times in 0\.\d s: \d+ x ConnectionRefusedError: .*",
+    "B6_an_address_of_the_scripts_own.py": r"2 ranks met at the script's own port; with a port for each rank they were told at once .*",
+    "B7_an_init_method_that_cannot_work.py": r"4 methods were corrected, and a file of an earlier run was refused: store-file-stale",
+    "B8_a_clean_up_that_hides_the_error.py": r"(both ranks|rank \d) found nobody at 127\.0\.0\.1:\d+: nothing listens there",
     "C1_cuda_in_the_caller.py": r"2 ranks used (cpu|cuda) while their caller had it in use",
     "C2_a_device_for_each_rank.py": r"\d+ ranks added up over (gloo, each on the CPU|nccl, each on its own GPU)",
     "C3_more_ranks_than_gpus.py": r"backend='nccl' needs a GPU for each rank(, and none can be used here|: \d+ ranks, and \d+ GPUs? .*)",

@@ -2,7 +2,7 @@
 
 A page names its command in `<!-- produces: ... -->` and has its files as fenced blocks, "python NAME" after the fence. The command is
 `rallypoint run ...`, whose report has the code in brackets, or `python script.py`, a plain program that an exception of ours leaves: then
-Python prints the code in the last line of the traceback.
+Python prints the code in the last line of the traceback. A program that calls `rallypoint doctor` has it below the line of the check.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ PAGES = {code: found.group(1) for code in CATALOGUE if (found := _COMMAND.search
 
 def _starts_ranks(code: str) -> bool:
     return "rallypoint run" in PAGES[code]
+
+
+def _asks_the_doctor(code: str) -> bool:
+    return '"doctor"' in page(code)
 
 
 @pytest.mark.parametrize("code", [pytest.param(code, marks=pytest.mark.torch if _starts_ranks(code) else ()) for code in PAGES])
@@ -61,6 +65,10 @@ def test_the_script_of_a_page_produces_its_code(code: str, tmp_path: pathlib.Pat
     label = CATALOGUE[code].label
     if _starts_ranks(code):
         assert f"{label}[{code}]: " in told, told
+    elif _asks_the_doctor(code):
+        assert re.search(rf"^ +more   rallypoint explain {code}$", told, re.MULTILINE), told
+        assert job.returncode == ("\n[x]" in f"\n{told}"), told
+        return
     else:
         assert f"\n  more   rallypoint explain {code}\n" in told, told
     assert (job.returncode == 0) == (label == "warning" or code == "cuda-in-template"), told

@@ -45,6 +45,23 @@ def said(state: Path, launcher: subprocess.Popen[bytes], words: str, times: int 
     wait_for(enough, f"{words!r} in the logs", launcher)
 
 
+SAME_LOOKS = 20
+"""A process that stands in the same system call in so many looks, 10 ms apart, has got where it waits."""
+
+
+def standing_still(state: Path, ranks: set[int]) -> Callable[[], bool]:
+    """Whether these ranks have come to where they wait: they say "joining" before they call torch, which takes its time to get there."""
+    looks: list[list[str]] = []
+
+    def still() -> bool:
+        pids = [e["details"]["pid"] for e in events(state) if e["what"] == "worker-started" and e["rank"] in ranks]
+        looks.append([Path(f"/proc/{pid}/syscall").read_text() for pid in pids])
+        last = looks[-SAME_LOOKS:]
+        return len(last) == SAME_LOOKS and all(look == last[0] and not any(one.startswith("running") for one in look) for look in last)
+
+    return still
+
+
 def helper(state: Path, name: str, launcher: int) -> int:
     """The pid of a process of the launcher's own."""
     if name == "agent":
@@ -142,6 +159,7 @@ def interrupted(tmp_path: Path, manner: str, *numbers: int, options: tuple[str, 
         said(tmp_path, process, "joins", 2)
         said(tmp_path, process, "rank 0 sleeps")
         wait_for(lambda: sum(e.get("details", {}).get("phase") == "joining" for e in events(tmp_path)) == 2, "two ranks join", process)
+        wait_for(standing_still(tmp_path, {1, 2}), "they wait inside torch", process)
         for number in numbers:
             process.send_signal(number)
             wait_for(lambda: any(e["what"] in ("stop-sent", "killed") for e in events(tmp_path)), "the first signal is passed on", process)

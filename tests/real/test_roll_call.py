@@ -1,0 +1,337 @@
+"""Ranks that wait in init_process_group for others: who is missing is said, who cannot meet is stopped, and nobody else hears anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Run, Write
+from .job import DEADLINE, environment, left_behind
+
+pytestmark = pytest.mark.torch
+
+AFTER = 0.5  # seconds after which the roll is called here, in place of half a minute
+# `rallypoint run` in every other way.
+SOONER = f"""\
+import sys
+import msgspec
+from rallypoint.cli import main
+from rallypoint.launcher import agent
+
+start = agent.run
+agent.run = lambda plan: start(msgspec.structs.replace(plan, roll_call={AFTER}))
+sys.exit(main.main(["run", *sys.argv[1:]]))
+"""
+LAUNCHER = (sys.executable, "-P", "-c", SOONER)
+
+# Waits for a file that the test makes. In `slowly` it is the import of a package that waits.
+WAITS = """\
+import os
+import time
+
+def for_file(name):
+    while not os.path.exists(name):
+        time.sleep(0.01)
+"""
+SLOWLY = "import waits\nwaits.for_file('go')\n"
+LATE = """\
+import os
+import signal
+import time
+import torch
+import torch.distributed as dist
+
+def build_index():
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+
+rank = int(os.environ["RANK"])
+if rank == 1:
+    import slowly
+if rank == 2:
+    try:
+        torch.cuda.set_device(1000)
+    except Exception:
+        print("no GPU, then")
+    build_index()
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.init_process_group("gloo")
+print("here")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        return int(listener.getsockname()[1])
+
+
+def events(state: Path) -> list[dict[str, Any]]:
+    """What has happened so far in the only job that was started with this state."""
+    found = [path for path in (state / "rallypoint" / "runs").glob("*/events.jsonl") if not path.parent.is_symlink()]
+    text = found[0].read_text() if found else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def until(state: Path, seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Wait for an event."""
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        if (found := next((event for event in events(state) if seen(event)), None)) is not None:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not seen within {DEADLINE:g} s:\n{events(state)}")
+
+
+def test_the_roll_is_called_and_nothing_is_stopped(run: Run, write: Write, tmp_path: Path) -> None:
+    write("waits.py", WAITS)
+    write("slowly/__init__.py", SLOWLY)
+    state = tmp_path / "state"
+
+    def complete(event: dict[str, Any]) -> bool:
+        """The ranks start one after the other: an early call finds some before their own place."""
+        said = "\n".join(event.get("details", {}).get("lines", ()))
+        return event["what"] == "roll-call" and all(place in said for place in ("slowly/__init__.py:2", "in build_index", "SIGSTOP"))
+
+    def act(launcher: subprocess.Popen[bytes]) -> None:
+        until(state, complete)
+        (tmp_path / "go").touch()
+        pids = {event["rank"]: event["details"]["pid"] for event in events(state) if event["what"] == "worker-started"}
+        os.kill(pids[3], signal.SIGCONT)
+
+    result = run("-n", "4", "train.py", cwd=write("train.py", LATE).parent, launcher=LAUNCHER, state=state, act=act)
+    assert (result.rc, [result.of(rank)[-1] for rank in range(4)]) == (0, ["here"] * 4), result.everything
+    last = next(event for event in result.events if complete(event))["details"]["lines"]
+    stopped = next(event["details"]["pid"] for event in result.events if event["what"] == "worker-started" and event["rank"] == 3)
+    head, importing, swallowed, frozen = (re.sub(r"since \d+ s", "since N s", line) for line in last)
+    assert head == "1 of 4 ranks is waiting in init_process_group since N s; not there yet:"
+    assert importing == "  rank 1 importing since N s: train.py:13 <module> > slowly/__init__.py:2"
+    assert swallowed.startswith(
+        "  rank 2 running since N s: train.py:9 in build_index; set_device had raised "
+    )  # what, depends on the GPUs
+    assert frozen == f"  rank 3 running since N s: stopped (SIGSTOP), pid {stopped}: kill -CONT {stopped} lets it go on"
+    assert "\n".join((f"rallypoint: {last[0]}", *last[1:])) in result.err, result.everything
+
+
+FITS = """\
+import os
+import sys
+import threading
+import torch
+import torch.distributed as dist
+
+rank, port, folder = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+
+def meet(*args, **kwargs):
+    dist.init_process_group("gloo", *args, **kwargs)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    met.append(int(total.item()))
+    dist.destroy_process_group()
+
+met = []
+if rank < 2:
+    meet(rank=rank, world_size=2)  # some, where all meet afterwards
+meet()
+if rank < 2:
+    meet(init_method=f"file://{folder}/two", rank=rank, world_size=2)
+os.environ["MASTER_ADDR"] = "localhost" if rank else "127.0.0.1"  # two names of one place
+os.environ["MASTER_PORT"] = port
+thread = threading.Thread(target=meet)
+thread.start()
+thread.join()
+meet(store=dist.FileStore(f"{folder}/three", 3), rank=rank, world_size=3)
+meet("env://?rank=%d&world_size=3" % ((rank + 1) % 3))  # as another rank than before
+if rank == 2:
+    print(met)
+    sys.exit(0)
+meet(init_method=f"file://{folder}/again", rank=rank, world_size=2)  # without rank 2, which has left
+print(met)
+"""
+
+
+def test_groups_that_fit_alarm_nobody(run: Run, write: Write, tmp_path: Path, port: int) -> None:
+    """Groups of some ranks, one group after the other, from a thread, with a store, at two names of one place, in another order."""
+    result = run("-n", "3", "train.py", str(port), str(tmp_path), cwd=write("train.py", FITS).parent)
+    assert (result.rc, result.of(0), result.of(2)) == (0, ["[2, 3, 2, 3, 3, 3, 2]"], ["[3, 3, 3, 3]"]), result.everything
+    assert re.fullmatch(rf"rallypoint: train\.py:\d+ sets MASTER_PORT={port}; the held port \d+ is not used\n", result.err), (
+        result.everything
+    )
+
+
+def test_a_duplicate_rank_ends_the_job(run: Run, write: Write) -> None:
+    program = write(
+        "train.py",
+        "import os\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
+        "dist.init_process_group('gloo', rank=min(rank, 1), world_size=3)\n",
+    )
+    result = run("-n", "3", "train.py", cwd=program.parent)
+    report = result.report.replace("; nobody has come as rank 2", "")  # known when rank 0 has come, too
+    assert report.splitlines()[:6] == [
+        "error[rank-duplicate]: ranks 1-2 called init_process_group as the same rank, 1 of 3",
+        "",
+        "  where  train.py:4",
+        "  why    a group has each rank from 0 to 2 once",
+        "         - ranks 1-2: rank=1, world_size=3, at train.py:4",
+        "  then   rank 0 was stopped; it is not at fault",
+    ], result.everything
+    assert (result.rc, result.codes) == (1, ["rank-duplicate"]), result.everything
+    assert "Traceback" not in result.err, result.everything
+
+
+def test_a_call_that_torch_refuses_is_no_disagreement(run: Run, write: Write) -> None:
+    """For a moment one rank is there with another backend; then it has its own error, which it hides."""
+    program = write(
+        "train.py",
+        "import os\nimport torch.distributed as dist\ntry:\n"
+        "    dist.init_process_group('gloo' if os.environ['RANK'] == '0' else 'unheard_of')\nexcept Exception:\n    pass\n",
+    )
+    result = run("-n", "2", "train.py", cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["error-swallowed"]), result.everything
+    assert "unheard_of" in result.report.splitlines()[0], result.everything
+
+
+def test_a_rank_that_leaves_between_two_groups(run: Run, write: Write) -> None:
+    """It was in the first one. Rank 2 is still elsewhere, and rank 1 waits in vain all the same."""
+    program = write(
+        "train.py",
+        "import os, sys, threading\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\ndist.init_process_group('gloo')\n"
+        "dist.destroy_process_group()\nif rank == 0:\n    sys.exit(0)\nif rank == 2:\n    threading.Event().wait()\n"
+        "dist.init_process_group('gloo')\n",
+    )
+    result = run("-n", "3", "train.py", cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["rank-left-early"]), result.everything
+    assert "rank 0 ended with exit code 0" in result.report
+    assert "rank 1 waits in init_process_group" in result.report, result.everything
+
+
+STRANGE = """\
+import os
+from datetime import timedelta
+import torch.distributed as dist
+
+os.environ.update(MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
+dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+"""
+
+
+def test_where_all_wait_at_an_address_of_their_own_it_says_what_is_there(run: Run, write: Write) -> None:
+    program = write("train.py", STRANGE)
+    result = run("-n", "2", "train.py", launcher=LAUNCHER, cwd=program.parent)
+    assert result.codes == ["address-unresolved"], result.everything
+    last = [event["details"]["lines"] for event in result.events if event["what"] == "roll-call"][-1]
+    assert last[0].endswith("and nobody is missing"), result.everything
+    assert "seen from here: " in last[1], result.everything
+    assert "no-such-host.invalid" in last[1], result.everything
+    assert last[1].endswith("; train.py:5 names it"), result.everything
+
+
+def test_plain_does_not_look(run: Run, write: Write) -> None:
+    program = write("train.py", "import torch.distributed as dist\ndist.init_process_group('gloo', rank=2, world_size=2)\n")
+    result = run("--plain", "-n", "2", program, launcher=LAUNCHER)
+    assert result.rc != 0, result.everything
+    assert "rank < size" in result.err, result.everything  # torch's own words
+    assert "rank-out-of-range" not in result.err, result.everything
+    assert not [event for event in result.events if event["what"] in ("roll-call", "phase")], result.everything
+
+
+# --- the terminal ---------------------------------------------------------------------------------------------------
+
+STARTS = """\
+import os
+import torch.distributed as dist
+import waits
+
+if os.environ["RANK"] == "0":
+    waits.for_file("go")
+dist.init_process_group("gloo")
+"""
+ASKS = """\
+import os
+import pathlib
+import torch.distributed as dist
+
+def look():
+    while not os.path.exists("there"):
+        time.sleep(0.01)
+    time.sleep(SPAN)
+
+import time
+if os.environ["RANK"] == "0":
+    breakpoint()
+else:
+    pathlib.Path("there").touch()
+dist.init_process_group("gloo")
+"""
+
+
+def on_terminal(arguments: list[str], folder: Path, react: Callable[[bytes, int], None]) -> tuple[int, str]:
+    """Run a job on a terminal; `react` sees all that it has shown so far, and may type: (exit status, what the terminal showed)."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*LAUNCHER, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True,
+        env={**environment(folder / "state", str(folder)), "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown, end = b"", time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # EIO: nobody has the terminal open any more
+            break
+        shown += data
+        react(shown, ours)
+    os.close(ours)
+    status = process.wait(DEADLINE)
+    assert left_behind(str(folder)) == []
+    return status, shown.decode()
+
+
+@pytest.mark.timeout(DEADLINE)
+def test_the_live_line_counts_the_ranks_and_goes_away(write: Write, tmp_path: Path) -> None:
+    write("waits.py", WAITS)
+    write("train.py", STARTS)
+
+    def react(shown: bytes, _: int) -> None:
+        if "rallypoint: 2 ranks · 1 importing · 1 waiting in init_process_group".encode() in shown and b"not there yet" in shown:
+            (tmp_path / "go").touch()
+
+    status, shown = on_terminal(["-n", "2", "train.py"], tmp_path, react)
+    assert status == 0, shown
+    assert "rallypoint: 2 ranks · importing torch" in shown
+    assert "waiting in init_process_group" not in shown.rpartition("\x1b[2K")[2], "the row is left on the screen"
+    assert re.search(r"rallypoint: 1 of 2 ranks is waiting in init_process_group since \d+ s; not there yet:\r\n  rank 0 running", shown), (
+        shown
+    )
+
+
+@pytest.mark.timeout(DEADLINE)
+def test_the_roll_is_not_called_while_a_person_is_at_the_debugger(write: Write, tmp_path: Path) -> None:
+    """Rank 1 waits several times as long as it takes to call the roll, and rank 0 is at the prompt all the time."""
+    write("train.py", ASKS.replace("SPAN", str(3 * AFTER)))
+    answers = [b"look()\n", b"c\n"]
+
+    def react(shown: bytes, terminal: int) -> None:
+        if answers and shown.count(b"(Pdb) ") > 2 - len(answers):
+            os.write(terminal, answers.pop(0))
+
+    status, shown = on_terminal(["-n", "2", "train.py"], tmp_path, react)
+    assert (status, answers) == (0, []), shown
+    assert "not there yet" not in shown, shown
+    assert [event for event in events(tmp_path / "state") if event["what"] == "roll-call"] == []

@@ -1,0 +1,379 @@
+"""Real jobs that wait: what `rallypoint stacks` shows of them, and that asking does them no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.diagnosis import standing
+from rallypoint.diagnosis.standing import Standing
+from rallypoint.host import processes
+from rallypoint.launcher import inquiry
+from rallypoint.launcher.handles import EVIDENCE_KEPT, RankHandle
+from rallypoint.record import run_folder
+
+from .conftest import Write
+from .job import DEADLINE, environment, run_job
+
+STACKS = (sys.executable, "-P", "-m", "rallypoint", "stacks")
+
+WAITING = """\
+import os
+import subprocess
+import time
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        time.sleep(1000)
+
+
+def step():
+    dist.all_reduce(torch.ones(1))
+
+
+def load():
+    time.sleep(1000)
+
+
+dist.init_process_group("gloo")
+print("is up", flush=True)
+match int(os.environ["RANK"]):
+    case 0 | 1:
+        step()
+    case 2:
+        for batch in DataLoader(Slow(), num_workers=1):
+            pass
+    case 3:
+        load()
+    case 4:
+        os.execvp("sleep", ["sleep", "1000"])
+"""
+
+
+def stacks(state: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command, as a user types it."""
+    return subprocess.run([*STACKS, *words], env=environment(state, "asks"), capture_output=True, text=True, timeout=DEADLINE, check=False)
+
+
+def ask(state: Path) -> Standing | None:
+    """What the command would ask, and be told; None when no job is that far yet."""
+    running = run_folder.running_runs(str(state / "rallypoint" / "runs"))
+    door = run_folder.door_of(running[0].path) if running else None
+    return inquiry.ask(door.socket, DEADLINE) if door is not None else None
+
+
+def wait_for(condition: Callable[[], object], what: Callable[[], object]) -> None:
+    until = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < until, f"never: {what()}"
+        time.sleep(0.05)
+
+
+def wait_for_sentence(state: Path, *parts: str) -> Standing:
+    """Ask until the sentence has all of these parts."""
+    found: list[Standing] = []
+
+    def shown() -> bool:
+        told = ask(state)
+        found[:] = [told] if told is not None else []
+        return told is not None and all(part in standing.sentence(told) for part in parts)
+
+    wait_for(shown, lambda: f"{parts} in {[standing.sentence(one) for one in found]}")
+    return found[0]
+
+
+@pytest.mark.torch
+def test_five_ranks_that_wait_in_their_ways(tmp_path: Path, write: Write) -> None:
+    """In a collective, in a loader, in the program's own line, in another program; then one is stopped, then the launcher is."""
+    script = write("train.py", WAITING)
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        found = wait_for_sentence(
+            tmp_path,
+            "ranks 0-1 wait in all_reduce at train.py:19",
+            "rank 2 is in DataLoader.__next__ at train.py:32",
+            "rank 3 is at train.py:23 in load",
+            "rank 4 runs another program, sleep 1000",
+        )
+        pids = [one.pid for one in found.ranks]
+        assert standing.groups(found)[-1].numbers == (0, 1)  # the odd ones before
+        shown = stacks(tmp_path)
+        assert shown.returncode == 0
+        assert len(shown.stdout.splitlines()) <= 40
+        assert "    train.py:23 in load: time.sleep(1000)" in shown.stdout.splitlines()
+        assert any("all_reduce" in line and line.startswith("    torch/distributed/") for line in shown.stdout.splitlines())
+
+        os.kill(pids[0], signal.SIGSTOP)
+        stopped = wait_for_sentence(tmp_path, "rank 0 is stopped by a signal", "rank 1 waits in all_reduce")
+        assert f"    kill -CONT {pids[0]}" in standing.text(stopped).splitlines()
+        os.kill(pids[0], signal.SIGCONT)
+        wait_for_sentence(tmp_path, "ranks 0-1 wait in all_reduce")
+        assert all(processes.status(pid) for pid in pids)  # the one without our handler, too
+
+        data = json.loads(stacks(tmp_path, found.job[-4:], "--error-format", "json").stdout)
+        assert (data["job"], [one["pid"] for one in data["ranks"]]) == (found.job, pids)
+
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: processes.is_stopped(process.pid), lambda: "the launcher is stopped")
+        silent = stacks(tmp_path)
+        assert silent.returncode == 1
+        assert silent.stderr.startswith("error[launcher-silent]: the launcher of job ")
+        assert f"kill -CONT {process.pid}\n" in silent.stderr
+        process.send_signal(signal.SIGCONT)
+        wait_for_sentence(tmp_path, "ranks 0-1 wait in all_reduce")
+        process.send_signal(signal.SIGINT)
+
+    result = run_job(["-n", "5", script.name], state=tmp_path, cwd=script.parent, act=act)
+    assert result.rc == 130, result.everything
+    assert "         - ranks 0-1  train.py:19 in step (torch all_reduce)" in result.err.splitlines()
+    over = stacks(tmp_path, result.run_dir.name)
+    assert (over.returncode, over.stderr.splitlines()[0]) == (
+        2,
+        f"error[usage]: the job of {result.run_dir.name} is over: no launcher has its run folder {result.run_dir}",
+    )
+    assert stacks(tmp_path).stderr.startswith("error[usage]: no job of this user is running here\n")
+
+
+@pytest.mark.torch
+def test_a_stall_is_told_once_and_so_is_its_end(tmp_path: Path, write: Write) -> None:
+    """Rank 1 reads a pipe that says nothing, until the stall has been told."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    program = f"""\
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if os.environ["RANK"] == "1":
+    open({str(fifo)!r}).read()
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+    script = write("train.py", program)
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        def told() -> bool:
+            found = list((tmp_path / "rallypoint" / "runs").glob("*-*/events.jsonl"))
+            return bool(found) and '"stalled"' in found[0].read_text()
+
+        wait_for(told, lambda: "a stall")
+        with open(fifo, "w") as file:
+            file.write("go on\n")
+
+    result = run_job(["-n", "2", "--stall", "1", script.name], state=tmp_path, cwd=script.parent, act=act)
+    assert result.rc == 0, result.everything
+    assert result.err.count("[job-stalled]") == 1
+    first = next(line for line in result.err.splitlines() if "[job-stalled]" in line)
+    assert first.startswith("warning[job-stalled]: no rank has moved for ")
+    assert first.endswith(" s: rank 0 waits in all_reduce at train.py:8; rank 1 is at train.py:7 in <module>")
+    asked = [event["what"] for event in result.events if event["what"] in ("stalled", "stall-over")]
+    assert asked[0] == "stalled"
+    assert not (result.run_dir / "report.json").exists()  # the job went well
+
+
+def test_a_program_that_is_not_python_is_shown_and_not_signalled(tmp_path: Path) -> None:
+    def act(process: subprocess.Popen[bytes]) -> None:
+        for _ in range(2):  # the first question would have ended them
+            wait_for_sentence(tmp_path, "both ranks run another program, sleep 1000")
+        process.terminate()
+
+    result = run_job(["-n", "2", "--no-python", "sleep", "1000"], state=tmp_path, act=act)
+    assert result.rc == 143, result.everything
+
+
+def test_a_rank_that_hangs_after_its_interpreter_is_no_other_program(tmp_path: Path, write: Write) -> None:
+    """A library that waits as it is unloaded, as NCCL's may: Python has put its handlers away by then."""
+    script = write("train.py", "import ctypes\nc = ctypes.CDLL(None)\nc.__cxa_atexit(ctypes.cast(c.pause, ctypes.c_void_p), None, None)\n")
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        wait_for_sentence(tmp_path, "rank 0 has left the program, and is closing down the interpreter")
+        process.terminate()
+
+    result = run_job(["--fresh", script.name], state=tmp_path, cwd=script.parent, act=act)
+    assert result.rc == 143, result.everything
+
+
+def test_where_a_rank_was_when_somebody_asked_is_not_where_it_ended(tmp_path: Path, write: Write) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    script = write("train.py", f"import os\nopen({str(fifo)!r}).read()\nos._exit(3)\n")
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        wait_for_sentence(tmp_path, "rank 0 is at train.py:2")
+        with open(fifo, "w") as file:
+            file.write("go on")
+
+    result = run_job(["--fresh", script.name], state=tmp_path, cwd=script.parent, act=act)
+    assert result.codes == ["rank-exited"], result.everything
+    assert "train.py:2" not in result.err
+
+
+def test_visitors_who_say_nothing_or_nonsense_hold_nobody_up(tmp_path: Path) -> None:
+    def act(process: subprocess.Popen[bytes]) -> None:
+        found = wait_for_sentence(tmp_path, "rank 0 runs another program")
+        door = run_folder.door_of(found.run_dir)
+        assert door is not None
+        assert door.pid == process.pid
+        silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * inquiry.VISITORS_MOST)]
+        for one in silent:
+            one.settimeout(DEADLINE)
+            one.connect(door.socket)
+        assert inquiry.ask(door.socket, DEADLINE).launcher == process.pid
+        assert silent[0].recv(1) == b""  # too many came after it
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(DEADLINE)
+            stranger.connect(door.socket)
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert stranger.recv(1) == b"?"
+        for one in silent:
+            one.close()
+        assert inquiry.ask(door.socket, DEADLINE).world_size == 1
+        process.terminate()
+
+    result = run_job(["--no-python", "sleep", "1000"], state=tmp_path, act=act)
+    assert result.rc == 143, result.everything
+
+
+def test_where_nobody_listens_and_where_another_version_does(tmp_path: Path) -> None:
+    with pytest.raises(inquiry.DoorClosed):
+        inquiry.ask(str(tmp_path / "none"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "door"))
+        with pytest.raises(inquiry.DoorClosed):
+            inquiry.ask(str(tmp_path / "door"))
+        listener.listen()
+        with pytest.raises(inquiry.LauncherSilent) as silent:
+            inquiry.ask(str(tmp_path / "door"), 0.1)
+        assert silent.value.pid == os.getpid()
+
+
+def test_who_comes_when_few_descriptors_are_left_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job at its limit goes on: answering opened what it had none left for, and that ended the launcher."""
+    door = inquiry.Door()
+    try:
+        sent_away: list[BaseException] = []
+
+        def visit() -> None:
+            try:
+                inquiry.ask(door.path, DEADLINE)
+            except inquiry.DoorClosed as error:
+                sent_away.append(error)
+
+        limit = door.fileno() + 1 + inquiry.ROOM
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+        visitor = threading.Thread(target=visit)
+        visitor.start()
+        select.select([door], [], [], DEADLINE)
+        assert door.come_in() is None
+        visitor.join(DEADLINE)
+        assert [type(error) for error in sent_away] == [inquiry.SentAway]
+    finally:
+        door.close()
+
+
+def test_a_job_that_is_being_stopped_does_not_stall(tmp_path: Path, write: Write) -> None:
+    """Its ranks stand still within the grace, and somebody asks where."""
+    script = write("deaf.py", "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(1000)\n")
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        wait_for_sentence(tmp_path, "rank 0 is at deaf.py:3")
+        process.send_signal(signal.SIGINT)
+        found = wait_for_sentence(tmp_path, "rank 0 is at deaf.py:3")
+        wait_for(lambda: '"stop-sent"' in (Path(found.run_dir) / "events.jsonl").read_text(), lambda: "it is being stopped")
+        until = time.monotonic() + 2.0  # twice the stall's
+        wait_for(lambda: ask(tmp_path) and time.monotonic() > until, lambda: "asked for as long")
+        process.send_signal(signal.SIGINT)
+
+    result = run_job(["--fresh", "--stall", "1", script.name], state=tmp_path, cwd=script.parent, act=act)
+    assert result.rc == 130, result.everything
+    assert "job-stalled" not in result.err
+
+
+# --- a rank's answers
+
+
+ANSWERS = """\
+import faulthandler, signal, sys
+faulthandler.register(int(sys.argv[1]), int(sys.argv[2]), all_threads=True, chain=False)
+def stand():
+    print("up", flush=True)
+    signal.pause()
+while True:
+    stand()
+"""
+
+
+@pytest.fixture
+def rank() -> Iterator[RankHandle]:
+    """A process that answers, behind a handle."""
+    from rallypoint.host.signals import EVIDENCE_SIGNAL
+
+    handle = RankHandle(0, 0)
+    arguments = [sys.executable, "-c", ANSWERS, str(int(EVIDENCE_SIGNAL)), str(handle.evidence)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, pass_fds=[handle.evidence]) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        handle.forked(process.pid)
+        yield handle
+        process.kill()
+    handle.close()
+
+
+def asked(rank: RankHandle) -> None:
+    assert rank.ask()
+    wait_for(lambda: rank.answered() and rank.answer(), lambda: "an answer")
+
+
+def test_an_answer_is_to_the_last_question_only(rank: RankHandle) -> None:
+    assert rank.answer() == ""
+    asked(rank)
+    first = rank.stack()
+    assert [frame.function for frame in first] == ["<module>", "stand"] or not first  # `<string>` frames are hidden
+    assert rank.answer().count("most recent call first") == 1
+    asked(rank)
+    assert rank.answer().count("most recent call first") == 1
+    assert rank.dump().count("most recent call first") == 2
+
+
+def test_a_rank_that_is_stopped_is_asked_once_and_answers_when_it_goes_on(rank: RankHandle) -> None:
+    os.kill(rank.pid, signal.SIGSTOP)
+    wait_for(lambda: processes.is_stopped(rank.pid), lambda: "it is stopped")
+    assert rank.ask()
+    assert rank.ask()
+    assert rank.answer() == ""
+    assert rank.stack() == ()
+    os.kill(rank.pid, signal.SIGCONT)
+    wait_for(lambda: rank.answered() and rank.answer(), lambda: "an answer")
+    assert rank.dump().count("most recent call first") == 1
+
+
+def test_a_rank_that_is_asked_for_days_does_not_fill_the_memory(rank: RankHandle) -> None:
+    os.ftruncate(rank.evidence, EVIDENCE_KEPT)
+    os.lseek(rank.evidence, EVIDENCE_KEPT, os.SEEK_SET)
+    asked(rank)
+    assert len(rank.dump()) > EVIDENCE_KEPT
+    asked(rank)
+    assert len(rank.dump()) == len(rank.answer()) < 4096
+    asked(rank)
+    assert rank.dump().count("most recent call first") == 2
