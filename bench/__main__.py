@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench import average, death, figures, harness, launch, primitives, samples, start, store, tables
+from bench import average, death, figures, harness, launch, log_corpus, primitives, samples, start, store, tables, verdict, verdict_faults
 from bench.harness import ROOT, say
 from bench.samples import Case, Sample
 
@@ -53,6 +54,13 @@ def _barrier(members: int, count: int) -> Callable[[int, bool], Iterator[Sample]
 
 def _average(megabytes: int, ranks: int) -> Callable[[int, bool], Iterator[Sample]]:
     return lambda turns, quick: average.measure(megabytes, ranks, turns)
+
+
+def _verdict(faults: Sequence[verdict_faults.Fault], jobs: int = verdict.JOBS_AT_ONCE, keep: Path | None = None) -> Plan:
+    def measure(turns: int, quick: bool) -> Iterator[Sample]:
+        return verdict.measure(faults, turns, jobs=jobs, keep=keep or Path(tempfile.mkdtemp(prefix="verdict-")))
+
+    return Plan(measure, verdict.SEEDS)
 
 
 CASES: dict[str, dict[str, Plan]] = {
@@ -99,6 +107,11 @@ CASES: dict[str, dict[str, Plan]] = {
         "shared-2": Plan(lambda turns, quick: primitives.shared(2, turns, seconds=_short(quick, 2.0)), 5),
         "shared-8": Plan(lambda turns, quick: primitives.shared(8, turns, seconds=_short(quick, 2.0)), 3),
     },
+    "logs": {
+        "log-corpus": Plan(lambda turns, quick: log_corpus.corpus(turns), 1),
+        "log-speed": Plan(lambda turns, quick: log_corpus.speed(turns), 3),
+    },
+    "verdict": {name: _verdict(faults) for name, faults in verdict_faults.FAULTS.items()},
 }
 
 
@@ -109,12 +122,19 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = made.add_subparsers(dest="command", required=True)
     for group, cases in CASES.items():
-        one = commands.add_parser(group, allow_abbrev=False, help=f"cases: {', '.join(cases)}")
+        faults = f"a fault alone, by its name: {', '.join(verdict_faults.NAMES)}" if group == "verdict" else None
+        one = commands.add_parser(group, allow_abbrev=False, help=f"cases: {', '.join(cases)}", epilog=faults)
         one.add_argument("--only", metavar="CASE,...", help="these cases, by name")
         one.add_argument("--turns", type=int, metavar="N", help="how often each is measured")
         one.add_argument("--quick", action="store_true", help="one turn of what is quick; kept apart, not published")
         if group == "start":
             one.add_argument("--large", action="store_true", help="128 and 256 ranks too, rallypoint alone")
+        if group == "verdict":
+            one.add_argument(
+                "--seeds", type=int, dest="turns", metavar="N", help="the same as --turns: each chooses other ranks and moments"
+            )
+            one.add_argument("--jobs", type=int, default=verdict.JOBS_AT_ONCE, metavar="J", help="cells at a time")
+            one.add_argument("--keep", type=Path, metavar="DIR", help="where the output of what was not right goes (default: a new folder)")
         one.add_argument("--output", type=Path, metavar="FILE", help="the file of results (default: bench/results/)")
     commands.add_parser("docs", allow_abbrev=False, help="write docs/benchmarks.md from bench/results/")
     return made
@@ -126,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     harness.take_signals_as_usual()
     if asked.command == "docs":
         return docs()
-    plans = CASES[asked.command]
+    plans = CASES[asked.command] if asked.command != "verdict" else verdict_plans(asked.jobs, asked.keep)
     large = asked.command == "start" and asked.large
     names = asked.only.split(",") if asked.only else usual(plans, quick=asked.quick, large=large)
     unknown = [name for name in names if name not in plans]
@@ -136,10 +156,18 @@ def main(argv: list[str] | None = None) -> int:
     measured: dict[str, Case] = {}
     for name in names:
         measured[name] = _measure(asked.command, name, plans[name], asked.turns, asked.quick)
-        samples.write(output, [measured[name]])  # at once: the next may take minutes, and be interrupted
+        if name in CASES[asked.command]:
+            samples.write(output, [measured[name]])  # at once: the next may take minutes, and be interrupted
     for table in figures.tables(measured):
         print(f"\n{table.title}\n\n{tables.text(table)}", end="")
     return 0
+
+
+def verdict_plans(jobs: int, keep: Path | None) -> dict[str, Plan]:
+    """The cases of the matrix; and each fault by its own name, for whoever mends what it shows: such a run is not published."""
+    cases = {name: _verdict(faults, jobs, keep and keep.resolve()) for name, faults in verdict_faults.FAULTS.items()}
+    alone = {name: _verdict([verdict_faults.named(name)], jobs, keep and keep.resolve()) for name in verdict_faults.NAMES}
+    return {**cases, **{name: replace(plan, large=True) for name, plan in alone.items()}}
 
 
 def usual(plans: dict[str, Plan], *, quick: bool, large: bool) -> list[str]:
@@ -165,7 +193,7 @@ def docs() -> int:
         kept = samples.read(RESULTS / f"{group}.json")
         cases |= {name: kept[name] for name in CASES[group] if name in kept}
     if not cases:
-        say("nothing was measured yet: scripts/bench start, death, launch, store, primitives")
+        say(f"nothing was measured yet: scripts/bench {', '.join(CASES)}")
         return 1
     PAGE.write_text(figures.page(cases))
     say(f"{PAGE.relative_to(ROOT)} was written from {len(cases)} cases")

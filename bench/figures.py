@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bench import launch_figures, primitives_figures, store_figures
+from bench import launch_figures, log_corpus_figures, primitives_figures, store_figures, verdict_figures
 from bench.samples import Case
 from bench.tables import Bound, Row, Table, seconds, text, times
 
@@ -30,6 +30,8 @@ def tables(cases: Mapping[str, Case]) -> list[Table]:
         *launch_figures.tables(cases),
         *store_figures.tables(cases),
         *primitives_figures.tables(cases),
+        *verdict_figures.tables(cases),
+        *log_corpus_figures.tables(cases),
     ]
     return [table for table in made if table.rows]
 

@@ -189,7 +189,7 @@ class Run:
     def children(self) -> dict[str, int]:
         """The launcher's helpers by name, those that are there: `template`, `guard`. Only of rallypoint's run."""
         found = {}
-        for pid in _children(self.pid):
+        for pid in children(self.pid):
             line = command_line(pid)
             if "rallypoint.launcher.template" in line:
                 found["template"] = pid
@@ -254,7 +254,7 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bench import harness, launch, primitives_soak, store_soak
+from bench import harness, launch, port_soak, primitives_soak, store_soak
 from bench.harness import JOBS, Run, rallypoint, say
 from bench.outcome import Mode, Outcome
 
@@ -276,6 +276,7 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "restarts": (restarts, 100, 2),
     "launches": (launches, 200, 20),
     "launch-many": (launch.often, 1, 1),  # 500 of them
+    "ports": (port_soak.ports, 1, 1),  # 1,000 of them, by 20 processes
     "kills": (kills, 100, 2),
     "ctrl-c": (ctrl_c, 100, 2),
     "store-adds": (store_soak.adds, 1, 1),  # 80,000 of them
@@ -286,6 +287,9 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "primitives-histories": (primitives_soak.histories, 100, 2),  # of a thousand each
     "primitives-kills": (primitives_soak.kills, 320, 1),  # one at a time: how soon something is passed on is measured
 }
+
+
+BESIDE_A_SQUATTER = ("launches", "ports")
 
 
 @contextmanager
@@ -384,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         say(f"{mode}: {asked.n or count} times, {asked.jobs or jobs} at a time, seed {asked.seed}; failures are kept in {folder}")
         began = time.monotonic()
-        if mode == "launches":
+        if mode in BESIDE_A_SQUATTER:
             with squatter(folder) as taken:
                 outcomes = soak(mode, asked.n or count, asked.jobs or jobs, asked.seed, folder)
                 stolen = taken()
