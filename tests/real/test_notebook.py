@@ -63,7 +63,7 @@ def kernel(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
 
 def test_an_interrupt_stops_the_ranks_and_the_next_cell_works(kernel: tuple[Any, Any]) -> None:
     manager, client = kernel
-    client.execute(
+    asked = client.execute(
         "import os, time, rallypoint\n"
         "def work():\n"
         "    print('pid', os.getpid(), flush=True)\n"
@@ -79,7 +79,9 @@ def test_an_interrupt_stops_the_ranks_and_the_next_cell_works(kernel: tuple[Any,
             text += message["content"]["text"]
             pidfds = [os.pidfd_open(int(pid)) for pid in re.findall(r"pid (\d+)\n", text)] if text.count("pid") == 2 else []
     manager.interrupt_kernel()
-    reply = client.get_shell_msg(timeout=DEADLINE)["content"]
+    while (message := client.get_shell_msg(timeout=DEADLINE))["parent_header"]["msg_id"] != asked:
+        continue  # a late answer to what was asked while the kernel came up
+    reply = message["content"]
     assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
     poll = select.poll()
     for fd in pidfds:
