@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 RALLYPOINT = (sys.executable, "-P", "-m", "rallypoint", "run")
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
 # Seconds for a whole job. None of them takes five; a machine that runs other things, too, may need several times as long.
-DEADLINE = 60.0
+DEADLINE = 100.0
 # Seconds in which what the launcher left must be gone after its end: the guard, which ends by itself, is being reaped.
 GONE_AFTER = 5.0
 MARKER = "TEST_OF_A_JOB"  # in the environment of every process of a job, the launcher included

@@ -12,7 +12,7 @@ import pytest
 from .conftest import Run
 from .test_scripts_of_others import EXAMPLES, needs
 
-DEADLINE = 60.0  # seconds
+DEADLINE = 100.0  # seconds
 
 
 def test_counting_together() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from rallypoint.diagnosis.causes import CATALOGUE, page
 
-DEADLINE = 60.0  # seconds for one script; most take two
+DEADLINE = 100.0  # seconds for one script; most take two
 
 _COMMAND = re.compile(r"^<!-- produces: (.+) -->$", re.MULTILINE)
 _FILE = re.compile(r"^```python (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
