@@ -195,6 +195,17 @@ def test_a_duplicate_rank_ends_the_job(run: Run, write: Write) -> None:
     assert "Traceback" not in result.err, result.everything
 
 
+def test_ranks_that_give_up_before_a_misfit_has_lasted(run: Run, write: Write) -> None:
+    """torch's own time limit is as short as ours here, and whoever waits for the empty seat is none of those who share one."""
+    program = write(
+        "train.py",
+        "import os\nfrom datetime import timedelta\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
+        "dist.init_process_group('gloo', rank=min(rank, 1), world_size=3, timeout=timedelta(seconds=1.9))\n",
+    )
+    result = run("-n", "3", "train.py", cwd=program.parent)
+    assert result.report.startswith("error[rank-duplicate]: ranks 1-2 called init_process_group as the same rank"), result.everything
+
+
 def test_a_call_that_torch_refuses_is_no_disagreement(run: Run, write: Write) -> None:
     """For a moment one rank is there with another backend; then it has its own error, which it hides."""
     program = write(

@@ -201,6 +201,7 @@ class Agent:
         self._roll_because, self._roll_until = "", 0.0
         self._misfit: Misfit | None = None  # what keeps this attempt's ranks from meeting, as it looks
         self._misfit_settled = False  # and it has lasted
+        self._misfit_gone: Misfit | None = None  # one that did not last: its ranks may just have given up waiting
         self._differing_told = False
         self._spawns_told = False
         self._unclean: Ready | None = None  # why there is no template, until it has been said
@@ -489,7 +490,7 @@ class Agent:
 
     def _start_ranks(self, action: StartRanks) -> None:
         self._misfit = self._looking = None
-        self._misfit_settled = False
+        self._misfit_settled, self._misfit_gone = False, None
         self._meets_until = {}
         self._close_store("the job was started again, with a new store")
         self.attempt.close()
@@ -749,6 +750,7 @@ class Agent:
         if self._supervisor.state is not State.RUNNING:
             return
         before, self._misfit = self._misfit, None
+        self._misfit_gone = before
         self._look_for_misfit()
         if self._misfit is not None and before is not None and self._misfit.code == before.code and self._misfit.ranks == before.ranks:
             self._misfit_settled = True
@@ -756,14 +758,17 @@ class Agent:
 
     def _cause_of_all(self) -> Misfit | None:
         """The misfit, when that is what the job failed of: it has lasted, or ranks gave up waiting, or could not have one seat twice."""
-        found = self._misfit
+        found = self._misfit or self._misfit_gone
         if found is None or self._misfit_settled:
             return found
         raised = [handle.raised for handle in self.ranks if handle.raised is not None]
         told = all(
             one.call == "init_process_group" and (found.code == "rank-duplicate" or self.account.is_consequence(one)) for one in raised
         )
-        return found if raised and told and all(handle.rank in found.ranks for handle in self.ranks if handle.raised is not None) else None
+        # A seat that is taken twice, or one too few, leaves another one empty: whoever waits for that gives up as well.
+        of_all = found.code in ("rank-duplicate", "world-size-differs")
+        theirs = of_all or all(handle.rank in found.ranks for handle in self.ranks if handle.raised is not None)
+        return found if raised and told and theirs else None
 
     def _on_spawns(self, handle: RankHandle, line: str) -> None:
         if self.plan.world.size == 1:
