@@ -475,7 +475,8 @@ def _standing(handle: RankHandle, *, asked: bool) -> RankEvidence:
 
 
 def _say_before_the_pump(text: str) -> None:
-    print(text, file=sys.stderr)
+    if sys.stderr:  # it may have been closed at the start
+        sys.stderr.write(text + "\n")  # in one go: `print` writes the newline by itself, and the pump may write between the two
 
 
 def _count(ranks: int) -> str:
