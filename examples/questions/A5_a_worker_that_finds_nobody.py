@@ -75,7 +75,7 @@ def main() -> None:
     found["no such name"] = failure("no-such-host.invalid:29500")
     with web_server() as place:
         found["a web server"] = failure(place)
-        assert f"pid {os.getpid()}" in str(found["a web server"]), "who has the port is named"
+        assert f"pid {os.getpid()}" in str(found["a web server"]), found["a web server"]
     with dropped() as place:
         found["no answer"] = failure(place)
     codes = {what: error.report.code for what, error in found.items()}

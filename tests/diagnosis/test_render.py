@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -120,6 +121,15 @@ error[option-unknown]: no option --foo
   more   rallypoint explain option-unknown"""
     )
     assert [render.report_of(kind("x", "y")).exit_status for kind in (UsageError, EnvironmentProblem, InternalError)] == [2, 1, 70]
+
+
+@pytest.mark.parametrize("width", range(30, 120))
+def test_a_number_stays_with_its_noun_wherever_the_line_breaks(width: int) -> None:
+    words = "python train.py (pid 4711, user ada) is connected from rank 12, errno 111, on port 29500 of node 3"
+    lines = render.wrapped(words, width)
+    assert " ".join(lines) == words
+    for pair in ("pid 4711", "rank 12", "errno 111", "port 29500", "node 3"):
+        assert any(pair in line for line in lines), lines
 
 
 anything = some.text(max_size=60) | some.text(alphabet="\x1b[]0;m\r\n\x07 ab\x9b", max_size=40)

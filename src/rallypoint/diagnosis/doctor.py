@@ -274,7 +274,7 @@ def text(finding: Finding, *, width: int = 92, color: bool = False) -> str:
 
 
 def _wrapped(words: str, width: int, indent: int) -> list[str]:
-    return textwrap.wrap(words, max(width - indent, 40), break_long_words=False, break_on_hyphens=False) or [""]
+    return render.wrapped(words, max(width - indent, 40))
 
 
 def json(finding: Finding) -> str:

@@ -23,6 +23,8 @@ _ESCAPES = re.compile(
 # Controls but tab, and the marks that turn the direction of writing: a report must show what is there.
 _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_NUMBERED = re.compile(r"\b(errno|line|node|pid|port|rank|signal|status|uid) (?=\d)")
+
 _RED, _CYAN, _OFF = "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
 
 
@@ -51,6 +53,13 @@ def cleaned(report: Report) -> Report:
         ranks=report.ranks,
         exit_status=report.exit_status,
     )
+
+
+def wrapped(words: str, width: int) -> list[str]:
+    """The words in lines of this width, never empty. A number stays on the line of its noun: `pid 4711` is what people look for."""
+    glued = _NUMBERED.sub(r"\1" + "\0", words)
+    lines = textwrap.wrap(glued, width, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines] or [""]
 
 
 def text(reports: Report | Sequence[Report], *, width: int = 92, color: bool = False) -> str:
@@ -109,8 +118,7 @@ def _label(name: str, color: bool) -> str:
 
 
 def _wrapped(words: str, width: int, indent: int) -> list[str]:
-    room = max(width - indent, 20)
-    return textwrap.wrap(words, room, break_long_words=False, break_on_hyphens=False) or [""]
+    return wrapped(words, max(width - indent, 20))
 
 
 def _labelled(name: str, words: str, width: int, color: bool) -> list[str]:

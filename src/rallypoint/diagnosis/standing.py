@@ -5,7 +5,6 @@ Pure: the agent gathers (`launcher/inquiry.py`), this says what it shows. `rally
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -13,7 +12,7 @@ import msgspec
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Frame
-from rallypoint.diagnosis.render import plain
+from rallypoint.diagnosis.render import plain, wrapped
 from rallypoint.diagnosis.report import Confidence, Help, Report
 from rallypoint.world import ranges, ranks_phrase
 
@@ -360,7 +359,7 @@ def text(standing: Standing, *, width: int = 92, source: Source | None = None, o
     """The sentence, then a block for each group with its stack, in at most `MOST_LINES` lines. `source` tells the text of a program's line,
     from file and number, "" when it is not known; `others` are the names of jobs that run, too."""
     found = groups(standing)
-    lines = textwrap.wrap(plain(sentence(standing)), max(width, 40), break_long_words=False, break_on_hyphens=False)
+    lines = wrapped(plain(sentence(standing)), max(width, 40))
     wrong = mismatch(standing)
     if wrong is not None:
         lines += ["", f"collective-mismatch: {wrong} ({wrong.confidence})", "more   rallypoint explain collective-mismatch"]
