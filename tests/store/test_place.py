@@ -45,6 +45,12 @@ def secret_file(folder: Path, content: bytes = SECRET, mode: int = 0o600) -> Pat
     return path
 
 
+def test_a_secret_that_is_made_here_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter([b"a secret of an odd sort, 32 byte\n", b"another one with a return here.\r", SECRET])
+    monkeypatch.setattr(os, "urandom", lambda _: next(made))
+    assert place.new_secret() == SECRET
+
+
 # --- in a rank
 
 

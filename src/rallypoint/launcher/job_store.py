@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from rallypoint.host import processes, sockets
 from rallypoint.launcher.exits import describe
+from rallypoint.store.place import SECRET_BYTES, new_secret
 
 if TYPE_CHECKING:
     from rallypoint.launcher.handles import RankHandle
     from rallypoint.store.rollcall import Sighting
     from rallypoint.store.server import Server
-
-SECRET_BYTES = 32  # as long as the SHA-256 that is keyed with it: more adds nothing
 
 
 class JobStore:
@@ -30,7 +29,7 @@ class JobStore:
         self._server: Server | None = None
         self._listener, self.path = sockets.private_socket("store.sock")
         try:
-            self.secret = processes.sealed_memory_file("rallypoint-secret", os.urandom(SECRET_BYTES))
+            self.secret = processes.sealed_memory_file("rallypoint-secret", new_secret())
         except BaseException:
             self._listener.close()
             sockets.remove(self.path)

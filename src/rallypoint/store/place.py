@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 SHORTEST_SECRET = 16
 """Bytes: 128 bits, when they are random, are beyond guessing; whatever is shorter was made up by a person."""
 
+SECRET_BYTES = 32
+"""Of a secret that is made here: as long as the SHA-256 that is keyed with it. More adds nothing."""
+
 SECRET_FILE_BYTES = 4096
 """The largest file that is taken for a secret: many times any key, and no data set that was named by mistake."""
 
@@ -209,6 +212,14 @@ def _check_file(path: str, shown: str, found: os.stat_result) -> None:
 
 def _unreadable(shown: str, why: str, help: tuple[tuple[str, str], ...] = ()) -> EnvironmentProblem:
     return EnvironmentProblem("secret-unreadable", f"the secret in {shown} cannot be used: {why}", help=help)
+
+
+def new_secret() -> bytes:
+    """Random bytes that `checked_secret` leaves as they are: a client may get them by a file."""
+    while True:
+        made = os.urandom(SECRET_BYTES)
+        if checked_secret(made) == made:
+            return made
 
 
 def checked_secret(secret: bytes | str, name: str = "the secret") -> bytes:

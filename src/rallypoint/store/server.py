@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import resource
-import secrets
 import signal
 import socket
 import threading
@@ -23,13 +22,10 @@ from rallypoint.store.address import Address
 from rallypoint.store.limits import limits
 from rallypoint.store.logbook import logger
 from rallypoint.store.loop import Loop, prepare
-from rallypoint.store.place import checked_secret
+from rallypoint.store.place import checked_secret, new_secret
 from rallypoint.store.rollcall import Roster
 from rallypoint.store.state import State
 from rallypoint.wire.messages import Limits
-
-SECRET_BYTES = 32
-"""As long as the SHA-256 that is keyed with it: more adds nothing."""
 
 DRAIN = 2.0
 """Seconds that clients have to take what was on its way to them when the server stops: a gigabyte on one host."""
@@ -72,7 +68,7 @@ class Server:
 
         Raises UsageError for a secret that is too short, a size, host or port that is none, and what `hold_port` raises.
         """
-        self.secret: bytes = _new_secret() if secret is None else checked_secret(secret)
+        self.secret: bytes = new_secret() if secret is None else checked_secret(secret)
         self.job = job
         self.limits: Limits = limits(max_bytes, example='max_bytes="2GiB"')
         self._clock = clock or Clock()
@@ -239,14 +235,6 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def _new_secret() -> bytes:
-    """Random bytes that `checked_secret` leaves as they are: a client may get them by a file."""
-    while True:
-        made = secrets.token_bytes(SECRET_BYTES)
-        if checked_secret(made) == made:
-            return made
 
 
 def _listen(host: str, port: int | str, port_range: tuple[int, int] | None) -> socket.socket:
