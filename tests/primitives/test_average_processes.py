@@ -21,9 +21,10 @@ from rallypoint.clock import Clock
 from rallypoint.errors import BarrierBroken, BarrierMismatch, BarrierTimeout, UsageError
 from rallypoint.host import memory
 from rallypoint.primitives import average as averages
-from rallypoint.primitives import hosts, mean
+from rallypoint.primitives import hosts, mean, meetings, offers
 from rallypoint.primitives import pages as shared
-from rallypoint.primitives import round as rounds
+from rallypoint.primitives.meetings import Meetings
+from rallypoint.primitives.reduction import Reduction
 from rallypoint.primitives.round import Round
 from rallypoint.primitives.store import Store
 from rallypoint.store.client import resolve
@@ -139,7 +140,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "offering": (averages._Call, "_arrive"),
     "arrived": (Round, "run"),
     "adding": (mean, "combine"),
-    "added": (Round, "_meet"),
+    "added": (Meetings, "hold"),
 }
 """Where to strike: before this is called."""
 
@@ -159,7 +160,7 @@ def strike(phase: str, sign: signal.Signals = signal.SIGKILL) -> None:
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_a_death_before_it_is_complete_is_told_to_all(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     """In place, and what was there is there still; the next round of the others is sound."""
-    monkeypatch.setattr(rounds, "LOOK", 0.3)
+    monkeypatch.setattr(meetings, "LOOK", 0.3)
 
     def does(rank: int, store: Store) -> Any:
         store.barrier("all are there", 3)
@@ -173,6 +174,7 @@ def test_a_death_before_it_is_complete_is_told_to_all(server: ServerProcess, mon
             assert torch.equal(value, ranked(rank))
             assert torch.equal(store.average("w2", ranked(rank), 2), ranked(1))
             assert not [pid for pid, _ in shared.pages(store)._others if not os.path.exists(f"/proc/{pid}/stat")]
+            store.barrier("both have looked", 2, timeout=DEADLINE)  # before one of them ends
             return error
         return None
 
@@ -192,7 +194,7 @@ def test_a_death_before_it_is_complete_is_told_to_all(server: ServerProcess, mon
 
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_a_quorum_goes_on_without_the_dead(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    monkeypatch.setattr(rounds, "LOOK", 0.3)
+    monkeypatch.setattr(meetings, "LOOK", 0.3)
 
     def does(rank: int, store: Store) -> Any:
         store.barrier("all are there", 4)
@@ -206,6 +208,7 @@ def test_a_quorum_goes_on_without_the_dead(server: ServerProcess, monkeypatch: p
         once_more = store.average("w", {"big": ranked(rank), "small": ranked(rank, 5)}, 4, quorum=2, timeout=5.0)
         assert torch.allclose(once_more["big"], ranked(5 / 3))
         assert not [pid for pid, _ in shared.pages(store)._others if not os.path.exists(f"/proc/{pid}/stat")]
+        store.barrier("all have looked", 3, timeout=DEADLINE)  # before one of them ends
         return value, [identity.rank for identity in got.present], [member.rank for member in got.absent], got.weight
 
     found = results(server, 4, does)
@@ -218,6 +221,24 @@ def test_a_quorum_goes_on_without_the_dead(server: ServerProcess, monkeypatch: p
         assert torch.allclose(value["big"].double(), expected)
         assert torch.allclose(value["small"], ranked(5 / 3, 5))
     assert keys(server) == []
+
+
+def test_when_all_who_count_have_died_there_is_no_mean(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "LOOK", 0.3)
+
+    def does(rank: int, store: Store) -> Any:
+        store.barrier("all are there", 3)
+        if rank == 1:
+            strike("adding")
+        return store.average("w", ranked(rank), 3, quorum=2, weight=float(rank == 1))
+
+    first, killed, last = results(server, 3, does)
+    assert killed is None
+    for error in (first, last):
+        assert isinstance(error, UsageError), error
+        assert re.fullmatch(
+            r'the average "w", round \d+: the weights of all who are left in it are 0, and there is no such mean', error.headline
+        )
 
 
 def test_who_dies_after_it_is_complete_is_in_the_mean(server: ServerProcess) -> None:
@@ -245,8 +266,8 @@ def test_who_dies_after_it_is_complete_is_in_the_mean(server: ServerProcess) -> 
 @pytest.mark.parametrize("phase", ["adding", "added"])
 def test_who_was_stopped_until_the_others_had_gone_on_is_told(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     """Its own tensors are as they were; what it may have read that was half overwritten nobody sees. The next round has it again."""
-    monkeypatch.setattr(rounds, "LOOK", 0.3)
-    monkeypatch.setattr(rounds, "PATIENCE", 1.0)
+    monkeypatch.setattr(meetings, "LOOK", 0.3)
+    monkeypatch.setattr(meetings, "PATIENCE", 1.0)
 
     def does(rank: int, store: Store) -> Any:
         was = {place: getattr(*place) for place in PHASES.values()}
@@ -331,7 +352,7 @@ def test_memory_that_is_still_read_is_told_of_and_another_taken(server: ServerPr
 
 
 def test_a_caller_that_was_interrupted_in_the_middle_breaks_the_round(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "LOOK", 0.3)
+    monkeypatch.setattr(meetings, "LOOK", 0.3)
 
     def does(rank: int, store: Store) -> Any:
         combine = mean.combine
@@ -354,7 +375,7 @@ def test_a_caller_that_was_interrupted_in_the_middle_breaks_the_round(server: Se
 
     clock = Clock()
     results(server, 3, does)
-    assert clock.elapsed() < rounds.PATIENCE
+    assert clock.elapsed() < meetings.PATIENCE
 
 
 def test_what_fails_in_one_rank_is_told_to_the_others(server: ServerProcess) -> None:
@@ -363,7 +384,7 @@ def test_what_fails_in_one_rank_is_told_to_the_others(server: ServerProcess) -> 
             raise OSError(12, "Cannot allocate memory")
 
         if rank == 1:
-            Round._add_up = full  # type: ignore[method-assign,assignment]
+            Reduction.add_up = full  # type: ignore[method-assign,assignment]
             with pytest.raises(OSError, match="Cannot allocate"):
                 store.average("w", ranked(rank), 3)
             return None
@@ -380,7 +401,7 @@ def test_what_fails_in_one_rank_is_told_to_the_others(server: ServerProcess) -> 
 def on_host(number: int) -> None:
     """From now on this process looks as if it were on another host."""
     memory.scope = lambda: b"host %d" % number
-    rounds.scope.cache_clear()
+    offers.scope.cache_clear()
 
 
 @pytest.mark.parametrize("placed", [[0, 1], [0, 0, 1], [0, 1, 0, 2, 2]])
@@ -440,16 +461,16 @@ def test_several_hosts_and_a_nan(server: ServerProcess, bad: int) -> None:
 def test_several_hosts_and_a_death(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
     """Of the first of a host (0) and of others: in the middle of the exchange, or before it. The session of the dead one ends, and with it
     its keys; the others begin again."""
-    monkeypatch.setattr(rounds, "LOOK", 0.3)
-    monkeypatch.setattr(rounds, "PATIENCE", 30.0)
+    monkeypatch.setattr(meetings, "LOOK", 0.3)
+    monkeypatch.setattr(meetings, "PATIENCE", 30.0)
     monkeypatch.setattr(hosts, "LOOK", 0.2)
 
     def does(rank: int, store: Store) -> Any:
         on_host(rank // 2)
         store.barrier("all are there", 4)
         if rank == victim:
-            where = hosts.Exchange if rank == 0 else Round
-            name = "_complete" if rank == 0 else "_add_up"
+            where = hosts.Exchange if rank == 0 else Reduction
+            name = "_complete" if rank == 0 else "add_up"
 
             def struck(*_: Any) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -470,6 +491,32 @@ def test_several_hosts_and_a_death(server: ServerProcess, monkeypatch: pytest.Mo
     while keys(server):  # what the dead one wrote goes with its session
         assert clock.elapsed() < 30.0
         threading.Event().wait(0.05)
+
+
+def test_several_hosts_and_one_death_after_the_other(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who leads a host dies in the exchange, and then who leads it instead: the other host hears of the second death, too."""
+    monkeypatch.setattr(meetings, "LOOK", 0.3)
+    monkeypatch.setattr(meetings, "PATIENCE", 15.0)  # after which the survivors would give up on each other
+    monkeypatch.setattr(hosts, "LOOK", 0.2)
+
+    def does(rank: int, store: Store) -> Any:
+        on_host(rank // 3)
+        store.barrier("all are there", 4)
+        if rank < 2:
+
+            def struck(*_: Any) -> None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            hosts.Exchange._complete = struck  # type: ignore[assignment,method-assign]
+        got = store.average("w", ranked(rank), 4, quorum=2, timeout=10.0, details=True)
+        store.barrier("all survivors", 2, timeout=DEADLINE)
+        return got.value, [identity.rank for identity in got.present]
+
+    found = results(server, 4, does)
+    for rank in (2, 3):
+        value, present = found[rank]
+        assert present == [2, 3]
+        assert torch.allclose(value, ranked(2.5))
 
 
 @pytest.mark.parametrize("blind", [[1], [0, 1, 2]])
@@ -497,7 +544,7 @@ def test_a_long_round_says_how_far_it_is(server: ServerProcess) -> None:
         log = logging.getLogger("rallypoint")
         log.addHandler(logging.StreamHandler(text))
         log.setLevel("INFO")
-        progress.FIRST, rounds.LOOK = 0.001, 0.1
+        progress.FIRST, meetings.LOOK = 0.001, 0.1
         if rank == 1:
             combine = mean.combine
 

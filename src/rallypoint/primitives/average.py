@@ -25,8 +25,10 @@ from rallypoint.primitives import flat, mean
 from rallypoint.primitives import pages as shared
 from rallypoint.primitives.flat import Layout, Tree
 from rallypoint.primitives.mean import Weights
+from rallypoint.primitives.offers import PREFIX, Offer, Participant, called, place, scope
 from rallypoint.primitives.pages import Foreseen, Own, Pages
-from rallypoint.primitives.round import PREFIX, Offer, Ours, Participant, Round, called, place, scope
+from rallypoint.primitives.round import Round
+from rallypoint.primitives.segments import Ours
 from rallypoint.store.arguments import described, key_of, seconds_of
 from rallypoint.store.rollcall import attendance, who
 from rallypoint.wire.messages import Arrive, Identity, Member, Met, TimedOut

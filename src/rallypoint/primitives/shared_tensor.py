@@ -236,7 +236,7 @@ class SharedTensor:
         value = _here(x)
 
         def add(out: torch.Tensor) -> None:
-            if isinstance(value, torch.Tensor) and not _fits(value.shape, out.shape):
+            if isinstance(value, torch.Tensor) and value.shape != out.shape and not _fits(value.shape, out.shape):
                 out.add_(value, alpha=alpha)  # torch's error
             torch.add(self._main, value, alpha=alpha, out=out)
 
@@ -342,19 +342,19 @@ _we: tuple[int, str] = (0, "")
 
 
 def _compute(step: Callable[[], object]) -> None:
-    """Without gradient; and with one thread where torch's others did not come along, see `_forked`."""
+    """With one thread where torch's others did not come along, see `_forked`. What it works on has no gradient, so nothing is recorded;
+    a `no_grad` around it would take longer than the step itself on a small tensor."""
+    if not _bereft:
+        step()
+        return
     import torch
 
-    with torch.no_grad():
-        if not _bereft:
-            step()
-            return
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            step()
-        finally:
-            torch.set_num_threads(threads)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        step()
+    finally:
+        torch.set_num_threads(threads)
 
 
 _threads_at_fork = 1
@@ -449,7 +449,9 @@ def _here(x: Any) -> Any:
     """On this side of the bus, before the lock is taken, and without gradient."""
     import torch
 
-    return x.detach().to("cpu") if isinstance(x, torch.Tensor) else x
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.detach() if x.is_cpu else x.detach().to("cpu")
 
 
 def _fits(size: torch.Size, into: torch.Size) -> bool:
