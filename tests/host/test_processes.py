@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -126,7 +127,7 @@ def test_a_wait_for_ends_has_an_end(child: subprocess.Popen[bytes]) -> None:
 
 def test_whether_a_signal_is_handled(child: subprocess.Popen[bytes]) -> None:
     assert processes.handles(child.pid, signal.SIGINT)  # Python's KeyboardInterrupt
-    assert not processes.handles(child.pid, signal.SIGRTMIN + 7)
+    assert not processes.handles(child.pid, signal.SIGURG)
     assert not processes.is_handling(child.pid, signal.SIGINT)
 
 
@@ -173,3 +174,31 @@ def test_a_sealed_memory_file_is_read_and_never_written() -> None:
             os.ftruncate(fd, 0)
     finally:
         os.close(fd)
+
+
+def test_the_sockets_of_a_process() -> None:
+    with socket.socket() as one, socket.socket() as two:
+        inodes = {os.fstat(sock.fileno()).st_ino for sock in (one, two)}
+        assert inodes <= processes.sockets(os.getpid())
+    assert not inodes & processes.sockets(os.getpid())
+    assert processes.sockets(2**22) == set()  # nobody: the largest pid there is lies below
+
+
+def test_a_signal_that_the_main_thread_holds_back() -> None:
+    assert not processes.blocks(os.getpid(), signal.SIGUSR2)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    try:
+        assert processes.blocks(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_what_is_left_of_a_call_is_the_same_call() -> None:
+    restart = "219" if os.uname().machine == "x86_64" else "128"
+    rest = "0x7ffe4d3b00f8 0x1 0x1b7740 0x0 0x0 0x0 0x7ffe4d3b0090 0x7efd73f1a26f\n"  # arguments, stack, instruction
+    assert processes.is_same_call(f"7 {rest}", f"7 {rest}")
+    assert processes.is_same_call(f"7 {rest}", f"{restart} {rest}")
+    assert processes.is_same_call(f"{restart} {rest}", f"7 {rest}")
+    assert not processes.is_same_call(f"7 {rest}", f"202 {rest}")
+    assert not processes.is_same_call(f"7 {rest}", f"{restart} {rest.replace('0x1b7740', '0x1b7741')}")
+    assert not processes.is_same_call("do_poll", "futex_wait"), "where only the name of the place is told"

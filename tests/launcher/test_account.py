@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rallypoint.diagnosis.evidence import Ended
 from rallypoint.launcher import account
+from rallypoint.launcher.account import Account
+from rallypoint.launcher.handles import RankHandle
+from rallypoint.record.writer import Writer
 
 
 class Writes(io.StringIO):
@@ -26,7 +34,55 @@ def test_a_line_is_written_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its newline came by itself, and the report in JSON got in between: a program could not read it."""
     stream = Writes()
     monkeypatch.setattr(sys, "stderr", stream)
-    account._say_before_the_pump("rallypoint: cannot write report.json")
+    account._say_past_the_pump("rallypoint: cannot write report.json")
     assert stream.given == ["rallypoint: cannot write report.json\n"]
     monkeypatch.setattr(sys, "stderr", None)
-    account._say_before_the_pump("nobody hears it")
+    account._say_past_the_pump("nobody hears it")
+
+
+DUMP = b"""\
+Current thread 0x00007f0000000000 (most recent call first):
+  File "/home/ada/train.py", line 7 in load
+  File "/home/ada/train.py", line 31 in <module>
+"""
+
+
+def test_where_a_rank_was_when_somebody_asked_is_not_where_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --on-failure continue nobody is asked for a report: the others stood in it where `rallypoint stacks` had seen them once."""
+    pump: Any = SimpleNamespace(log_position=lambda rank: ("", 0), tail=lambda rank: ())
+    told = object.__new__(Account)
+    monkeypatch.setattr(told, "_pump", pump, raising=False)
+    handle = RankHandle(0, 0)
+    os.write(handle.evidence, DUMP)
+    places = [told._rank(handle, heard=heard).stack for heard in (True, False)]
+    assert [[frame.line for frame in stack] for stack in places] == [[31, 7], []]
+    assert told._rank(handle, heard=False).stack_text == ""
+    handle.ended = Ended(signal=11)
+    assert told._rank(handle, heard=False).stack != ()  # of one that crashed it is what it wrote then
+    handle.close()
+
+
+def test_a_disk_that_answers_slowly_has_one_deadline_for_all_error_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had its own: with 64 ranks, and a disk that took 0.4 s for each file, the report came after 25 s."""
+    comes_back = threading.Event()
+    asked: list[str] = []
+
+    def read(path: str) -> str:
+        asked.append(path)
+        comes_back.wait(30.0)
+        return path
+
+    monkeypatch.setattr(account, "_read_error_file", read)
+    told = object.__new__(Account)
+    monkeypatch.setattr(told, "_writer", Writer(), raising=False)
+    monkeypatch.setattr(told, "_disk_is_silent", False, raising=False)
+    ranks: list[Any] = [SimpleNamespace(error_file=path) for path in ("first", "", "second")]
+    monkeypatch.setattr(account, "ERROR_FILES_TIMEOUT", 0.01)
+    assert told._written(ranks) == ["", "", ""]
+    comes_back.set()
+    assert told._writer.finish(30.0)
+    assert told._written(ranks) == ["", "", ""]  # nobody asks that disk again
+    assert asked == ["first", "second"]
+    told._disk_is_silent = False
+    monkeypatch.setattr(account, "ERROR_FILES_TIMEOUT", 30.0)
+    assert told._written(ranks) == ["first", "", "second"]

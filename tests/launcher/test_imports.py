@@ -140,10 +140,10 @@ def test_looking_for_a_module_costs_nothing(folder: Path, times: ImportTimes) ->
 def test_the_finder_is_quick(times: ImportTimes) -> None:
     """Within an import each further module costs one call; 100,000 of them less than a second even on a busy machine."""
     times._busy = True
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(100_000):
         times.find_spec("anything", None)
-    assert time.perf_counter() - began < 1.0
+    assert time.thread_time() - began < 1.0
 
 
 def test_what_is_told(folder: Path, times: ImportTimes) -> None:

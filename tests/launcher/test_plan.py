@@ -8,7 +8,9 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.host.devices import Build, Device, Look
-from rallypoint.launcher.plan import Machine, Options, Plan, Program, describe, make, threads_of_a_rank
+from rallypoint.launcher.assignment import Program
+from rallypoint.launcher.plan import Machine, Options, Plan, describe, make
+from rallypoint.launcher.sizes import threads_of_a_rank
 
 SCRIPT = Program(kind="script", target="train.py", args=("--lr", "0.1"))
 MACHINE = Machine(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import msgspec
@@ -292,3 +293,16 @@ def test_it_gives_up_when_others_are_always_quicker(tmp_path: Path, monkeypatch:
     with pytest.raises(EnvironmentProblem, match=f"one after the other: tried {rendezvous_file.TRIES} times"):
         take(str(tmp_path / "job"), "unlucky")
     assert os.listdir(tmp_path / "job") == []
+
+
+def test_a_disk_that_dies_later_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher waited in the kernel, deaf to Ctrl-C, and its ranks with it."""
+    place = take(str(tmp_path / "job"), "this")
+    answers = threading.Event()
+    monkeypatch.setattr(rendezvous_file, "_read", lambda path: answers.wait(60))
+    monkeypatch.setattr(rendezvous_file, "DISK_TIMEOUT", 0.01)
+    monkeypatch.setattr(rendezvous_file, "GIVE_BACK_TIMEOUT", 0.01)
+    with pytest.raises(EnvironmentProblem, match=r"the file system of the meeting place .*/job gave no answer within 0\.01 s"):
+        place.publish(0, "127.0.0.1:29500")
+    place.give_back()
+    answers.set()

@@ -1,8 +1,10 @@
-"""Which exception of a chain began it, as a report names it."""
+"""Which exception of a chain began it, as a report names it; and which one is on its way while the program clears up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -62,3 +64,91 @@ def test_the_first_of_a_chain(program: Callable[[], None], kind: type[Exception]
     with pytest.raises(Exception) as caught:  # noqa: PT011 (which one comes out is what is asked)
         program()
     assert type(words.first_of_chain(caught.value)) is kind
+
+
+def _closing(seen: list[Exception | None]) -> None:
+    seen.append(words.on_its_way(sys._getframe(1)))
+
+
+def in_a_finally(seen: list[Exception | None]) -> None:
+    try:
+        raise ValueError("bad batch")
+    finally:
+        _closing(seen)
+
+
+def in_a_function_that_a_finally_calls(seen: list[Exception | None]) -> None:
+    def clear_up() -> None:
+        _closing(seen)
+
+    try:
+        int("bad batch")
+    finally:
+        clear_up()
+
+
+def in_an_except_clause(seen: list[Exception | None]) -> None:
+    try:
+        raise ValueError("bad batch")
+    except Exception:
+        _closing(seen)
+        raise
+
+
+def in_a_with(seen: list[Exception | None]) -> None:
+    @contextlib.contextmanager
+    def group() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            _closing(seen)
+
+    with group():
+        raise ValueError("bad batch")
+
+
+def when_all_is_well(seen: list[Exception | None]) -> None:
+    try:
+        pass
+    finally:
+        _closing(seen)
+
+
+def long_after_another_way_was_taken(seen: list[Exception | None]) -> None:
+    try:
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+    except ImportError:
+        when_all_is_well(seen)
+
+
+def after_it_was_handled(seen: list[Exception | None]) -> None:
+    with contextlib.suppress(ValueError):
+        raise ValueError("bad batch")
+    _closing(seen)
+
+
+def by_sys_exit(seen: list[Exception | None]) -> None:
+    try:
+        sys.exit(3)
+    finally:
+        _closing(seen)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (in_a_finally, True),
+        (in_a_function_that_a_finally_calls, True),
+        (in_an_except_clause, True),
+        (in_a_with, True),
+        (when_all_is_well, False),
+        (long_after_another_way_was_taken, False),
+        (after_it_was_handled, False),
+        (by_sys_exit, False),
+    ],
+)
+def test_what_is_on_its_way(program: Callable[[list[Exception | None]], None], expected: bool) -> None:
+    seen: list[Exception | None] = []
+    with contextlib.suppress(ValueError, SystemExit):
+        program(seen)
+    assert [type(one) for one in seen] == [ValueError if expected else type(None)]

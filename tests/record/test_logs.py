@@ -326,6 +326,7 @@ def test_a_full_disk_costs_the_log_and_one_line(rigs: Callable[..., Rig], tmp_pa
         b"rallypoint: cannot write %s/rank0.log either" % bytes(tmp_path) + full + b". Further such files are not named\n"
     )
     assert rig.pump.tail(2) == ("hello",) * 3
+    assert rig.pump.log_position(2)[0] == ""  # its last words are not there
 
 
 def test_output_into_a_full_disk_is_given_up_with_a_line(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +16,17 @@ import msgspec
 import pytest
 
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.record import run_folder
 from rallypoint.record.run_folder import (
     KEPT_RUNS,
+    LINK_KEPT,
     RunFolder,
     default_root,
     is_running,
     open_run_folder,
     past_runs,
     remove_old_runs,
+    running_runs,
     without_secrets,
 )
 from rallypoint.record.torchrun_files import TorchrunFiles
@@ -176,6 +181,51 @@ def test_the_last_runs_are_kept_and_only_runs_of_ours_are_removed(
     assert foreign.exists()
     assert (tmp_path / "empty").exists()
     assert os.readlink(tmp_path / "latest") == f"job-{KEPT_RUNS + 3:02}"
+
+
+def test_a_run_with_a_folder_of_its_own_is_found_while_it_goes_on(tmp_path: Path, said: list[str]) -> None:
+    root = str(tmp_path / "rallypoint" / "runs")
+    folder = opened(tmp_path, "away", said, asked_for=True)
+    folder.list_in(root)
+    assert [run.path for run in running_runs(root)] == [folder.path]
+    folder.close()
+    assert running_runs(root) == []
+    assert os.listdir(tmp_path / "rallypoint" / "elsewhere") == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "age", "kept"),
+    [(os.uname().nodename, 0.0, False), (f"{os.uname().nodename}-2", 0.0, True), ("node07", 0.0, True), ("node07", LINK_KEPT + 60, False)],
+)
+def test_links_of_other_machines_are_not_ours_to_judge(tmp_path: Path, machine: str, age: float, kept: bool) -> None:
+    """A cluster's nodes share a home, and a folder on the disk of one is nowhere on the others."""
+    links = tmp_path / "elsewhere"
+    links.mkdir()
+    link = links / f"{machine}-4711-0123abcd"
+    link.symlink_to(tmp_path / "on-a-disk-of-another-machine")
+    began = time.time() - age
+    os.utime(link, (began, began), follow_symlinks=False)
+    assert running_runs(str(tmp_path / "runs")) == []
+    assert link.is_symlink() == kept
+
+
+def test_a_disk_that_is_gone_does_not_hide_the_runs_on_others(
+    tmp_path: Path, said: list[str], other_launcher: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, comes_back = tmp_path / "elsewhere", threading.Event()
+    links.mkdir()
+    for name in ("gone", "running-job"):
+        (links / f"{os.uname().nodename}-4711-{name.replace('-', '_')}").symlink_to(tmp_path / name)
+
+    def ask(path: str) -> bool:
+        return comes_back.wait(30.0) if path.endswith("gone") else is_running(path)
+
+    monkeypatch.setattr(run_folder, "is_running", ask)
+    monkeypatch.setattr(run_folder, "LINK_TIMEOUT", 0.5)
+    try:
+        assert [run.path for run in running_runs(str(tmp_path / "runs"))] == [str(tmp_path / "running-job")]
+    finally:
+        comes_back.set()
 
 
 def test_no_folder_of_runs_is_no_runs(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rallypoint.host import system_calls
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_RESTART_SYSCALL = "219" if os.uname().machine == "x86_64" else "128"
 
 # Prepared once: in a forked worker every object that is made on the way writes to pages that are shared until then.
 _libc_prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -167,8 +168,13 @@ def resident(pid: int) -> int:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal (SigCgt): without one a real-time signal would end it."""
+    """Whether a process has a handler for a signal (SigCgt): without one nobody would answer it."""
     return bool(_signal_mask(pid, pid, b"SigCgt") & (1 << (number - 1)))
+
+
+def blocks(pid: int, number: int) -> bool:
+    """Whether the main thread of a process holds a signal back (SigBlk)."""
+    return bool(_signal_mask(pid, pid, b"SigBlk") & (1 << (number - 1)))
 
 
 def is_pending(pid: int, number: int) -> bool:
@@ -217,9 +223,32 @@ def main_thread_place(pid: int) -> tuple[str, int] | None:
     return None
 
 
+def is_same_call(before: str, after: str) -> bool:
+    """Whether two places of a main thread (`main_thread_place`) are one call, with one stack.
+
+    A signal to the process may wake the main thread and be taken by another one. What is left of the call is then restart_syscall(2).
+    """
+    (first, _, rest), (second, _, now) = before.partition(" "), after.partition(" ")
+    return before == after or (rest != "" and rest == now and _RESTART_SYSCALL in (first, second))
+
+
 def threads(pid: int | str = "self") -> int:
     """How many threads a process has."""
     return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def sockets(pid: int) -> set[int]:
+    """The inodes of the sockets that a process has open; empty for what cannot be seen."""
+    found: set[int] = set()
+    try:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(entry.path)
+                if target.startswith("socket:["):
+                    found.add(int(target[8:-1]))
+    except OSError:
+        return set()
+    return found
 
 
 def has_marker(pid: int, marker: bytes) -> bool:

@@ -7,10 +7,14 @@ import signal
 from collections.abc import Iterable
 from types import FrameType
 
-# The signal that asks a worker for its stacks. Real-time, because SIGUSR1 and SIGUSR2 belong to schedulers and users; not the first
-# ones, which glibc (32, 33) and profilers take; the same number in every process of a job, since the agent sends what the worker
-# registered.
-EVIDENCE_SIGNAL = signal.SIGRTMIN + 7
+# The signal that asks a worker for its stacks. One that does nothing to a process without a handler: a rank may execute another program
+# between our look whether it has one and the signal, or while the signal waits for it. Of those SIGURG is the one that nobody else uses:
+# the kernel sends it only to who asked for it (F_SETOWN), debuggers pass it on without a word, and Go has taken it for the same reasons.
+EVIDENCE_SIGNAL = signal.SIGURG
+
+# The signal that asks whether Python's own handlers run: its handler blocks it, which /proc shows. It is sent with one that asks a rank
+# to stop, never to a rank that is to go on: unlike the one above it cannot be kept from ending a system call early (EINTR).
+ATTENTION_SIGNAL = signal.SIGRTMIN + 8
 
 
 class SignalLog:
@@ -53,6 +57,15 @@ class SignalLog:
 
 def _written_by_the_interpreter(number: int, frame: FrameType | None) -> None:
     """Nothing: the interpreter has already put the number into the wake-up pipe."""
+
+
+def show_attention() -> None:
+    """Let `ATTENTION_SIGNAL` show that this process's main thread came back to the interpreter after it was sent. In the main thread."""
+    signal.signal(ATTENTION_SIGNAL, _block)
+
+
+def _block(number: int, frame: FrameType | None) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
 
 
 def ignored() -> tuple[int, ...]:

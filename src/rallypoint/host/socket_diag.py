@@ -26,11 +26,12 @@ _ANSWER_BYTES = 1 << 18  # more than the kernel puts into one message (32 KiB), 
 # include/uapi/linux/{sock_diag,inet_diag,netlink}.h, include/net/tcp_states.h
 _NETLINK_SOCK_DIAG, _BY_FAMILY, _DONE, _ERROR = 4, 20, 3, 2
 _REQUEST_DUMP = 0x1 | 0x300  # NLM_F_REQUEST | NLM_F_DUMP
-_LISTENING, _BOUND_INACTIVE = 1 << 10, 1 << 13
+_ESTABLISHED, _LISTENING, _BOUND_INACTIVE = 1 << 1, 1 << 10, 1 << 13
 _CGROUP_ID = 21
 _HEADER = struct.Struct("=IHHII")
 _ASK = struct.Struct("=BBBxI48x")  # family, protocol, extensions, states, and a socket id that is not looked at
 _TOLD = struct.Struct("=BBBB2s2x16s16x12x12xII")  # family, state, timer, tries, port (big-endian), address, ..., uid, inode
+_QUEUES = struct.Struct("=4x2s2s16x16x12x4xII4xI")  # port, the other side's, bytes received and not read, sent and not acknowledged, inode
 _ATTRIBUTE, _NUMBER = struct.Struct("=HH"), struct.Struct("=Q")
 
 
@@ -49,6 +50,24 @@ def bound_sockets() -> Iterator[BoundSocket]:
         _, _, _, _, port, raw, uid, inode = _TOLD.unpack_from(body)  # their state is told as TCP_CLOSE: all that comes was asked for
         host = socket.inet_ntop(family, raw[:4] if family == socket.AF_INET else raw)
         yield BoundSocket(host, int.from_bytes(port, "big"), uid, inode)
+
+
+def unanswered(port: int) -> dict[int, int]:
+    """Connections from here to a service on `port`, wherever it runs, that hold bytes for it: the inode of this side's socket, how many.
+
+    Bytes that the service, on this machine, has not read, or that no machine has acknowledged. For an instant that is so of every
+    request; of one whose service is stopped, or whose packets are dropped, it stays so.
+    """
+    wanted = port.to_bytes(2, "big")
+    asking: list[tuple[bytes, int, int]] = []  # the port of this side, bytes not acknowledged, inode
+    unread: dict[bytes, int] = {}
+    for _, body in _told(_ESTABLISHED):
+        here, there, received, sent, inode = _QUEUES.unpack_from(body)
+        if there == wanted:
+            asking.append((here, sent, inode))
+        if here == wanted and received:
+            unread[there] = received
+    return {inode: sent + unread.get(here, 0) for here, sent, inode in asking if inode and (sent or here in unread)}
 
 
 def control_groups(inodes: set[int]) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from rallypoint.clock import Clock
 from rallypoint.diagnosis import causes, evidence, meeting_point, reading, render, rollcall, rules, stacks
 from rallypoint.diagnosis.evidence import HelperLost, JobEvidence, Meeting, MemoryEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report, Said
-from rallypoint.diagnosis.rollcall import Caller, Misfit
+from rallypoint.diagnosis.rollcall import Misfit
 from rallypoint.errors import RallypointError
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
@@ -27,8 +28,9 @@ from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.supervisor import State
 from rallypoint.record.events import Event, EventLog, What
 from rallypoint.record.logs import LogPump, worker_columns
-from rallypoint.record.run_folder import Door, open_run_folder
+from rallypoint.record.run_folder import Door, default_root, open_run_folder
 from rallypoint.record.torchrun_files import TorchrunFiles
+from rallypoint.record.writer import Writer
 from rallypoint.world import ranks_phrase
 
 # Seconds that the report waits for the ranks' words to be read; they lie in pipes, a millisecond away, unless the terminal takes nothing.
@@ -37,6 +39,10 @@ SETTLE_TIMEOUT = 0.1
 SLOW_IMPORT = 1.0
 # Seconds that a report which speaks of GPUs waits for the driver's own account of them; what files say comes at once.
 DEVICES_TIMEOUT = 1.5
+# Seconds at the very end in which what is still to be written must be on its disk. A busy one needs tenths.
+DISK_TIMEOUT = 5.0
+# Seconds that a report waits for the files in which `@record` writes a rank's error: small, on the same disk, and mostly not there.
+ERROR_FILES_TIMEOUT = 0.5
 _STDOUT, _STDERR = 1, 2  # bits of torchrun's --redirects and --tee
 
 
@@ -48,8 +54,10 @@ class Account:
         self._plan = plan
         self._clock = clock
         self._ranks = [seat.rank for seat in plan.world.seats()]
-        self._folder = open_run_folder(plan.run_dir, plan.job, _say_before_the_pump, asked_for=plan.run_dir_asked)
-        self._events = EventLog(self._folder)
+        self._folder = open_run_folder(plan.run_dir, plan.job, _say_past_the_pump, asked_for=plan.run_dir_asked)
+        self._writer = Writer()  # to the run folder: its disk may be a network's, and gone tomorrow
+        self._disk_is_silent = False
+        self._events = EventLog(self._folder, self._writer)
         self._files: TorchrunFiles | None = None
         logs = plan.logs
         if logs.log_dir:
@@ -114,10 +122,16 @@ class Account:
         unused = f"; the held port {port} is not used" if port else ""
         if meeting.method.startswith("env://"):
             host, _, own = meeting.address.rpartition(":")
-            what = f"MASTER_PORT={own}" if own != port else f"MASTER_ADDR={host}"
-            self.say(f"rallypoint: {meeting.line} sets {what}{unused}")
+            address = [] if rollcall.is_loopback(host) else [f"MASTER_ADDR={host}"]  # the held one is, by another name
+            self.say(
+                f"rallypoint: {meeting.line} sets {' and '.join([*address, *([f'MASTER_PORT={own}'] if own != port else [])])}{unused}"
+            )
         else:
             self.say(f"rallypoint: {meeting.line} names {meeting.method}{unused}")
+
+    def say_nobody_there(self, meeting: Meeting, seen: Reached) -> None:
+        """Why ranks that have just come to a meeting point of the program's own can meet nobody there."""
+        self.say(f"rallypoint: {meeting_point.in_short(seen, meeting.line)}")
 
     def say_stalled(self, report: Report) -> None:
         """No rank has moved for as long as `--stall` says. A notice: it ends nothing, and is no report of the job's end."""
@@ -190,6 +204,8 @@ class Account:
     def announce(self, socket: str) -> None:
         """Write down where the launcher can be asked."""
         self._folder.announce(Door(socket, os.uname().nodename, os.getpid()))
+        if self._plan.run_dir_asked:
+            self._folder.list_in(default_root(os.environ))
 
     def event(self, what: What, *, rank: int | None = None, because: str = "", **details: Any) -> None:
         """Write down that something happened."""
@@ -291,19 +307,13 @@ class Account:
         standing = [_standing(handle, asked=False) for handle in ranks]
         return rollcall.absent(standing, [handle.rank for handle in ranks if handle.waiting], self._plan.world.size)
 
-    def misfit(self, ranks: Sequence[RankHandle]) -> Misfit | None:
-        """What is certain to keep the ranks that are in init_process_group from meeting."""
-        called = [(handle, Caller(handle.rank, handle.meeting, handle.at_held)) for handle in ranks if handle.meeting]
-        return rollcall.misfit(
-            [caller for handle, caller in called if handle.waiting],
-            self._plan.world.size,
-            through=[caller for handle, caller in called if handle.phase == "running"],
-            all_there=all(handle.waiting or handle.ended is not None for handle in ranks),
-        )
-
     def is_consequence(self, raised: Raised) -> bool:
         """Whether an exception speaks of a lost peer. (Asked here, since the rules are imported while the template imports torch.)"""
         return rules.is_consequence(raised)
+
+    def has_lost_a_peer(self, handle: RankHandle) -> bool:
+        """Whether something that a rank raised, or caught, speaks of one."""
+        return any(self.is_consequence(one) for one in (*handle.caught.values(), *([handle.raised] if handle.raised else [])))
 
     def unmet(self, ranks: Sequence[RankHandle]) -> tuple[str, int] | None:
         """The host and port that a rank could not reach, or lost, by what it raised; None when none speaks of that."""
@@ -318,11 +328,16 @@ class Account:
                         return place
         return None
 
+    def has_given_up(self, rank: int, port: int) -> bool:
+        """Whether a rank's torch said that its time for an answer from the store at that port is up."""
+        return meeting_point.gave_up(self._pump.tail(rank), port)
+
     def import_failed(self, message: ImportFailed) -> Report:
         """torch, or a preload module, cannot be imported."""
         raised = message.raised
         asked = message.module in self._plan.preload
-        why = f"--preload asks for it: {raised.type}: {raised.message}" if asked else f"{raised.type}: {raised.message}"
+        option = "preload" if self._plan.task is not None else "--preload"
+        why = f"{option} asks for it: {raised.type}: {raised.message}" if asked else f"{raised.type}: {raised.message}"
         helps = (Help("try it alone", f"{sys.executable} -c 'import {message.module}'"),)
         return Report(
             code="start-failed", headline=f"{message.module} cannot be imported", where="before any worker started", why=why,
@@ -358,12 +373,13 @@ class Account:
         the ranks say of it came after."""
         self._pump.settle(SETTLE_TIMEOUT)
         untold = [handle for handle in ranks if not handle.told]
-        if self._plan.on_failure == "continue" and not interrupted_by and not overdue:  # each failure is told once, when its rank has ended
+        heard = self._plan.on_failure != "continue" or bool(interrupted_by or overdue)
+        if not heard:  # each failure is told once, when its rank has ended, and nobody else is asked for it
             untold = [handle for handle in untold if handle.ended or not handle.raised]
         job = JobEvidence(
             program=words.sayable(self._plan.program.target),
             world_size=self._plan.world.size,
-            ranks=tuple(self._rank(handle) for handle in untold),
+            ranks=tuple(self._rank(handle, written, heard=heard) for handle, written in zip(untold, self._written(untold), strict=True)),
             attempt=attempt,
             max_restarts=self._plan.max_restarts,
             held_address=held,
@@ -375,6 +391,7 @@ class Account:
             holders=_holders(ranks),
             run_dir=self._folder.path,
             on_failure=self._plan.on_failure,
+            function=self._plan.task is not None,
             folder=self._folder_of_task(),
             devices=self._devices(ranks),
             reached=reached,
@@ -399,10 +416,13 @@ class Account:
         else:
             self.say(("" if self._reported else "\n") + render.text(reports, color=_wants_color()))
         self._reported = True
-        self._folder.write_report(reports)
+        self._writer.submit(lambda: self._folder.write_report(reports))
         return reports
 
-    def _rank(self, handle: RankHandle) -> RankEvidence:
+    def _rank(self, handle: RankHandle, written: str = "", *, heard: bool) -> RankEvidence:
+        """`written`: in its error file. `heard`: the living ones were asked where they are, for this report; else what they have
+        answered, perhaps hours ago, is not where they are."""
+        says = heard or handle.ended is not None
         log, lines = self._pump.log_position(handle.rank)
         tail = self._pump.tail(handle.rank)
         return RankEvidence(
@@ -415,19 +435,30 @@ class Account:
             raised=handle.raised,
             handled=tuple(handle.caught.values()),
             meeting=handle.meeting,
+            unanswered=handle.unanswered,
             sent=tuple(handle.sent),
-            stack=handle.stack(),
-            stack_text=handle.last_words(),
+            stack=handle.stack() if says else (),
+            stack_text=handle.last_words() if says else "",
             said=tail,
             said_traceback=handle.traceback_printed,
             log=log,
             log_line=handle.log_line or max(1, lines - len(tail) + 1),
             resident=handle.resident,
             left_at=handle.left_at,
-            error_file=_read_error_file(handle.error_file),
+            error_file=written,
             not_executed=handle.not_executed,
             cuda_forks=tuple(handle.cuda_forks),
         )
+
+    def _written(self, ranks: Sequence[RankHandle]) -> list[str]:
+        """The error files of these ranks; "" for one that has none, and for all once the disk has given no answer."""
+        paths = [handle.error_file for handle in ranks]
+        try:
+            if not self._disk_is_silent:  # one question for all, and one deadline: 64 ranks have 64 files
+                return self._writer.ask(lambda: [_read_error_file(path) if path else "" for path in paths], ERROR_FILES_TIMEOUT)
+        except TimeoutError:
+            self._disk_is_silent = True
+        return ["" for _ in ranks]
 
     def _devices(self, ranks: Sequence[RankHandle]) -> Found | None:
         """The GPUs of this machine, when an error speaks of them. Whom the ranks have started is one of theirs, not a stranger."""
@@ -438,7 +469,9 @@ class Account:
         return devices.find(environ, devices.look_closely(DEVICES_TIMEOUT))
 
     def _memory(self, ranks: Sequence[RankHandle]) -> MemoryEvidence:
-        killed = any(handle.ended and handle.ended.signal == 9 and not handle.sent for handle in ranks)
+        killed = any(handle.ended and handle.ended.signal == signal.SIGKILL and not handle.sent for handle in ranks) or any(
+            (reading.loader_killed(handle.raised) or (0, 0))[1] == signal.SIGKILL for handle in ranks if handle.raised is not None
+        )
         pids, read = evidence.kernel_oom_kills(self._began) if killed else ((), False)
         return evidence.difference(self._before, evidence.memory_counters(), pids, read)
 
@@ -462,8 +495,14 @@ class Account:
         self._pump.close()
         if self._pump.error is not None:
             print(f"rallypoint: the log pump failed: {self._pump.error!r}; the ranks' words may be incomplete", file=sys.stderr)
-        self._events.close()
-        self._folder.close()
+        self._writer.submit(self._events.close)
+        self._writer.submit(self._folder.close)
+        if not self._writer.finish(DISK_TIMEOUT):
+            _say_past_the_pump(
+                f"rallypoint: the disk of {self._folder.path} gave no answer within {DISK_TIMEOUT:g} s: the record of this run is not whole"
+            )
+        elif self._writer.error is not None:
+            _say_past_the_pump(f"rallypoint: writing to {self._folder.path} failed: {self._writer.error!r}; the record may be incomplete")
 
 
 def _standing(handle: RankHandle, *, asked: bool) -> RankEvidence:
@@ -474,7 +513,7 @@ def _standing(handle: RankHandle, *, asked: bool) -> RankEvidence:
     )  # fmt: skip
 
 
-def _say_before_the_pump(text: str) -> None:
+def _say_past_the_pump(text: str) -> None:
     if sys.stderr:  # it may have been closed at the start
         sys.stderr.write(text + "\n")  # in one go: `print` writes the newline by itself, and the pump may write between the two
 

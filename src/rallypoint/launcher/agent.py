@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import resource
 import select
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.evidence import Ended, HelperLost
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import EnvironmentProblem, RallypointError
-from rallypoint.host import processes, signals, system_calls
+from rallypoint.host import processes, signals
 from rallypoint.launcher import channel, crew, guard, supervisor
 from rallypoint.launcher.channel import (
     AtPhase,
@@ -45,6 +43,8 @@ from rallypoint.launcher.channel import (
 )
 from rallypoint.launcher.crew import Crew
 from rallypoint.launcher.handles import RankHandle, TemplateHandle
+from rallypoint.launcher.job import Job
+from rallypoint.launcher.loop import Loop
 from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.supervisor import (
     Action,
@@ -52,7 +52,6 @@ from rallypoint.launcher.supervisor import (
     CallRoll,
     CleanGroup,
     CleanUp,
-    EvidenceIn,
     Leave,
     LookWhetherStuck,
     MakeReport,
@@ -60,43 +59,20 @@ from rallypoint.launcher.supervisor import (
     SignalGroup,
     StartRanks,
     State,
-    Stuck,
     Supervisor,
-    Timer,
 )
 
 if TYPE_CHECKING:
-    from rallypoint.diagnosis.rollcall import Misfit
     from rallypoint.host.ports import HeldPort
-    from rallypoint.host.reach import Looking
     from rallypoint.launcher.attempt import Attempt, Order
-    from rallypoint.launcher.culprit import Search
-    from rallypoint.launcher.inquiry import Inquiry
+    from rallypoint.launcher.culprit import Suspicion
     from rallypoint.launcher.rendezvous_file import Place
     from rallypoint.launcher.standby import Errand
 
-# Seconds for all ranks to write their stacks. A dump takes a millisecond; a rank that holds the interpreter's memory lock, or is
-# stopped, never answers, and the report must come within 0.3 s.
-EVIDENCE_DEADLINE = 0.2
-# Seconds between looks whether a dump is whole. The handler has no way to say so; its blocked signal in /proc does.
-EVIDENCE_LOOK = 0.004
-# Seconds after a rank's own deadline for meeting the others before the launcher looks there: torch, when it keeps it, is heard first.
-TORCH_OVERRUN = 0.05
-# Seconds for a look at a meeting point. It has a deadline of its own, of less than half as much: this is for a machine so busy that a
-# thread does not get to run.
-LOOK_PATIENCE = 0.8
-# Seconds that ranks which cannot meet must be seen to wait. A call that torch refuses (a backend that is not there, a port that is taken)
-# raises in less, most of the time spent on starting CUDA, and the program may have something else to try.
-MISFIT_SETTLE = 2.0
-# Seconds for the ranks that are missing at a roll call to write their stacks. Nobody waits for it, so a busy machine gets more time.
-ROLL_CALL_DEADLINE = 2.0
 # Orders that the template may have waiting: enough to keep it busy, few enough that descriptors in flight stay far below limits.
 ORDERS_AHEAD = 4
 # Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that takes nothing makes it longer.
 DRAIN_TIMEOUT = 5.0
-# Seconds that a successful rank's children may take to notice its end (multiprocessing's resource tracker, a closing pipe) before they
-# count as left running.
-LEFTOVER_PATIENCE = 0.5
 KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see guard.py
 
 
@@ -161,6 +137,10 @@ class Agent:
         # Everything below is done while the template imports.
         from rallypoint.host import ports
         from rallypoint.launcher.account import Account
+        from rallypoint.launcher.hearing import Deafness, Hearing, RollCall
+        from rallypoint.launcher.inquiry import Inquiry
+        from rallypoint.launcher.leftovers import Leftovers
+        from rallypoint.launcher.meetings import Meetings
 
         try:
             if plan.torch:
@@ -171,8 +151,6 @@ class Agent:
                 self.crew.end()
             self._signals.close()
             raise
-        self._inquiry = self._open_door()
-        self.attempt = self._new_attempt(0, started=False)
         self.held: HeldPort | None = None  # the first attempt's meeting point, if it was bound before
         self.place: Place | None = None  # on a shared file system, where the job says where its ranks meet
         self.problem: RallypointError | Report | None = None  # why nothing could be started
@@ -189,35 +167,26 @@ class Agent:
         )
         self._orders: Iterator[Order] = iter(())
         self._ahead = 0
-        self._timers: dict[str, float] = {}
         self._order_of_ends = 0
         self._status: int | None = None
-        self._asked_until = 0.0
-        self._looking: Looking | None = None  # at the meeting point that ranks do not reach
-        self._looks_until = 0.0
-        self._roll_look: Looking | None = None  # at the meeting point where all ranks wait, for the roll call
-        self._meets_until: dict[int, float] = {}  # when the time is up that a rank gives torch to meet the others
-        self._roll_called: list[RankHandle] = []  # who was asked for the roll call that is being prepared
-        self._roll_because, self._roll_until = "", 0.0
-        self._misfit: Misfit | None = None  # what keeps this attempt's ranks from meeting, as it looks
-        self._misfit_settled = False  # and it has lasted
-        self._misfit_gone: Misfit | None = None  # one that did not last: its ranks may just have given up waiting
-        self._differing_told = False
         self._spawns_told = False
-        self._unclean: Ready | None = None  # why there is no template, until it has been said
-        self._search: Search | None = None
-        self._epoll = select.epoll()
-        self._sources: dict[int, Callable[[], object]] = {}
-        self._watch(self._signals.fileno(), self._on_signal)
-        self._watch(self.guard.pidfd, self._on_guard_end)
+        self._suspicion: Suspicion | None = None  # of what made the template unfit to be forked
+        self._loop = Loop(self.clock)
+        self._job = Job(plan, self._loop, self.account, self._new_attempt(0, started=False), self._supervisor, self._do)
+        self._meetings = Meetings(self._job)
+        self._hearing, self._roll_call = Hearing(self._job, self._meetings), RollCall(self._job, self._meetings)
+        self._deafness = Deafness(self._job)
+        self._leftovers = Leftovers(self._job, self._reap)
+        self._inquiry = Inquiry(self._job, hooks=self._hooks)
+        self._inquiry.open_door(self.guard)
+        self._loop.watch(self._signals.fileno(), self._on_signal)
+        self._loop.watch(self.guard.pidfd, self._on_guard_end)
         self._watch_template()
-        if self._inquiry.door is not None:
-            self._watch(self._inquiry.door.fileno(), self._on_visitor)
         if errand is not None:
-            self._watch(errand.line.fileno(), self._on_caller)
-            self._watch(errand.caller, self._on_caller_end)
+            self._loop.watch(errand.line.fileno(), self._on_caller)
+            self._loop.watch(errand.caller, self._on_caller_end)
             if errand.timeout is not None:
-                self._timers["overdue"] = self.clock.elapsed() + errand.timeout
+                self._loop.at("overdue", self._loop.now + errand.timeout, lambda now: self._on_overdue())
 
     @property
     def guard(self) -> guard.Guard:
@@ -229,6 +198,11 @@ class Agent:
         """The crew's, which there is from the start."""
         assert self.crew.template is not None
         return self.crew.template
+
+    @property
+    def attempt(self) -> Attempt:
+        """The present one; empty before the first."""
+        return self._job.attempt
 
     @property
     def ranks(self) -> list[RankHandle]:
@@ -243,20 +217,16 @@ class Agent:
         if self.plan.start != "template":
             self.account.live(None)
         if self.crew.ready:
-            self._feed(supervisor.Prepared())
+            self._job.feed(supervisor.Prepared())
         while self._status is None:
-            ready = [(fd, self._sources.get(fd)) for fd, _ in self._epoll.poll(self._timeout())]
-            for fd, source in ready:
-                # An earlier one of the round may have closed it, and even given its number to somebody else.
-                if source is not None and self._sources.get(fd) is source:
-                    source()
-            self._ring()
+            self._loop.turn()
             self.account.show_phases(self.ranks, self._supervisor.state)
         return self._status
 
     def close(self) -> None:
         """Leave nothing behind, whatever happened. May be called in any state."""
-        self._on_culprit()
+        if self._suspicion is not None:
+            self._suspicion.tell()
         self._inquiry.close()
         if self.errand is not None:
             self._await_forks()
@@ -264,7 +234,7 @@ class Agent:
         if self.errand is None:
             self.template.order(Finish())
             self.template.end()
-        left = self._kill_family(living, self._our_own())
+        left = self._kill_family(living, self._our_own() if self.errand is not None else [self.guard.pid])
         if self.errand is None:
             self._reap_everything()
         else:
@@ -278,7 +248,7 @@ class Agent:
             self.account.say_imports(self.ranks)
         self.account.close(self._status, left)
         self.attempt.close()
-        self._epoll.close()
+        self._loop.close()
         self._signals.close()
 
     def _await_forks(self) -> None:
@@ -293,81 +263,35 @@ class Agent:
                 return
 
     def _our_own(self) -> list[int]:
-        """Processes of ours that carry the job's mark and are none of its ranks'."""
-        if self.errand is None:
-            return [self.guard.pid]
+        """Processes of ours that carry the job's mark and are none of its ranks', while a job is on."""
         host = self.attempt.host
         return [self.guard.pid, self.template.pid, *([host.pid] if host and host.pid else [])]
 
     def _kill_family(self, handles: list[RankHandle], spare: list[int]) -> list[processes.Status]:
         """SIGKILL for all that these ranks, which are not reaped yet, started, and for whatever else of the job is our descendant."""
         sessions = [handle.pid for handle in handles]
-        if self._search is not None:
-            spare = [*spare, self._search.pid]
+        if self._suspicion is not None and self._suspicion.pid:
+            spare = [*spare, self._suspicion.pid]
         return processes.kill_family(self._marker, sessions, deadline=KILL_DEADLINE, ancestor=os.getpid(), spare=spare)
-
-    def _watch(self, fd: int, act: Callable[[], object]) -> None:
-        self._sources[fd] = act
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def _unwatch(self, fd: int) -> None:
-        if self._sources.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
-
-    def _timeout(self) -> float | None:
-        if not self._timers:
-            return None
-        return max(0.0, min(self._timers.values()) - self.clock.elapsed())
-
-    def _ring(self) -> None:
-        now = self.clock.elapsed()
-        for name in [name for name, at in self._timers.items() if at <= now]:
-            if self._timers.pop(name, None) is None:  # an earlier one of this round ended the attempt, and all its timers
-                continue
-            if name == "evidence":
-                self._look_for_evidence(now)
-            elif name == "misfit":
-                self._on_misfit()
-            elif name == "roll answers":
-                self._look_for_roll_answers(now)
-            elif name == "culprit":
-                self._on_culprit()
-            elif name == "answers":
-                self._look_for_answers(now)
-            elif name == "looks":
-                self._look_at_ranks(now)
-            elif name == "leftovers":
-                self._tell_leftovers()
-            elif name == "meeting":
-                self._on_unmet(now)
-            elif name == "overdue":
-                self._on_overdue()
-            else:
-                self._feed(Timer(name))
-
-    def _feed(self, event: supervisor.Event) -> None:
-        for action in self._supervisor.handle(event, self.clock.elapsed()):
-            self._do(action)
 
     def _do(self, action: Action) -> None:
         match action:
             case StartRanks():
                 self._start_ranks(action)
             case AskEvidence():
-                self._ask_evidence(action)
+                self._hearing.begin(action)
             case MakeReport():
                 self._make_report(action)
             case CallRoll():
-                self._call_roll(action)
+                self._roll_call.begin(action)
             case SignalGroup():
                 self._signal_group(action)
             case LookWhetherStuck():
-                stuck = tuple(number for number in action.ranks if self.ranks[number].alive and self.ranks[number].is_stuck())
-                self._feed(Stuck(stuck))
+                self._deafness.begin(action)
             case CleanGroup():
                 self._clean_group(action)
             case SetTimer():
-                self._timers[action.name] = action.at
+                self._job.remind(action.name, action.at)
             case CleanUp():
                 self._clean_up(action)
             case Leave():
@@ -390,8 +314,8 @@ class Agent:
 
     def _watch_template(self) -> None:
         self.account.event("template-started", pid=self.template.pid)
-        self._watch(self.template.socket.fileno(), self._on_template)
-        self._watch(self.template.pidfd, self._on_template_end)
+        self._loop.watch(self.template.socket.fileno(), self._on_template)
+        self._loop.watch(self.template.pidfd, self._on_template_end)
 
     def _on_template(self, *, waits: bool = True) -> bool:
         """Act on one packet; False when there is none (any more)."""
@@ -401,13 +325,13 @@ class Agent:
             return False
         match message:
             case None:
-                self._unwatch(self.template.socket.fileno())
+                self._loop.unwatch(self.template.socket.fileno())
                 return False
             case Ready():
                 self._on_ready(message)
             case ImportFailed():
                 self.problem = self.account.import_failed(message)
-                self._feed(supervisor.Impossible(f"{message.module} cannot be imported"))
+                self._job.feed(supervisor.Impossible(f"{message.module} cannot be imported"))
             case Forked():
                 self._on_forked(message)
             case NotForked():
@@ -423,49 +347,25 @@ class Agent:
             self.crew.is_ready(message.files)
             if self.template.imports:
                 self.account.event("template-ready", seconds=round(message.seconds, 3), torch=message.torch)
-            self._feed(supervisor.Prepared())
+            self._job.feed(supervisor.Prepared())
             return
+        from rallypoint.launcher.culprit import Suspicion
+
         because = f"after importing {message.module} {message.unclean}"
         self.account.event("template-unclean", because=because, module=message.module)
         self._use_fresh_interpreters()
-        self._look_for_culprit(message)
-
-    def _look_for_culprit(self, message: Ready) -> None:
-        """Find the line while the job starts all the same; the notice waits for it, at most until the job is over."""
-        from rallypoint.launcher import culprit, program
-
-        self._unclean = message
-        if message.module in self.plan.preload:
-            modules = self.plan.preload[: self.plan.preload.index(message.module) + 1]
-            environment = {**os.environ, **self.plan.environment, "OPENBLAS_NUM_THREADS": "1"}  # the template's
-            self._search = culprit.Search(modules, program.folder(self.plan.program), environment)
-            self._watch(self._search.fileno(), self._on_culprit)
-            self._timers["culprit"] = self.clock.elapsed() + culprit.DEADLINE
-        else:
-            self._on_culprit()
-
-    def _on_culprit(self) -> None:
-        """Say what spoilt the template, with the line if it is known by now. Only once."""
-        message, search, self._unclean, self._search = self._unclean, self._search, None, None
-        self._timers.pop("culprit", None)
-        line = ""
-        if search is not None:
-            line = search.answer()
-            self._unwatch(search.fileno())
-            search.end()
-        if message is not None:
-            self.account.say_unclean(message, line)
+        self._suspicion = Suspicion(self._job, message)
 
     def _use_fresh_interpreters(self) -> None:
-        self._unwatch(self.template.socket.fileno())
-        self._unwatch(self.template.pidfd)
+        self._loop.unwatch(self.template.socket.fileno())
+        self._loop.unwatch(self.template.pidfd)
         self.template.end()
         self.crew.use(self._start_template(imports=False))
         self._watch_template()
 
     def _on_template_end(self) -> None:
         """The template has ended though nobody told it to: its children are ours now, and die with it."""
-        self._unwatch(self.template.pidfd)
+        self._loop.unwatch(self.template.pidfd)
         while self._on_template(waits=False):  # what it had said before
             pass
         code, number = self.template.reap()
@@ -476,7 +376,7 @@ class Agent:
         self._reap_orphans()
 
     def _on_guard_end(self) -> None:
-        self._unwatch(self.guard.pidfd)
+        self._loop.unwatch(self.guard.pidfd)
         code, number = self.guard.reap()
         self._reap_orphans()
         self._helper_lost("guard", self.guard.pid, code, number)
@@ -484,18 +384,16 @@ class Agent:
     def _helper_lost(self, name: str, pid: int, code: int, number: int) -> None:
         self.lost = HelperLost(name, pid, Ended(code, number, self.clock.elapsed()))
         self.account.event("ended", because=f"the {name} ended by itself", pid=pid, code=code, signal=number)
-        self._feed(supervisor.HelperLost(name))
+        self._job.feed(supervisor.HelperLost(name))
 
     # --- starting
 
     def _start_ranks(self, action: StartRanks) -> None:
-        self._misfit = self._looking = None
-        self._misfit_settled, self._misfit_gone = False, None
-        self._meets_until = {}
         self._close_store("the job was started again, with a new store")
         self.attempt.close()
         try:
-            self.attempt = self._new_attempt(action.attempt)
+            self._job.attempt = self._new_attempt(action.attempt)
+            self._meetings.begin()
             self.account.begin_attempt(action.attempt, action.because)
             if self.errand is not None and action.attempt:
                 self._tell_caller(Restarted(action.attempt))
@@ -508,14 +406,10 @@ class Agent:
             self._cannot_start(problem)
             return
         except OSError as error:
-            self._cannot_start(_exhausted(error, self.plan.world.local_size))
+            self._exhausted(error)
             return
         self.account.event("port-held", host=self.plan.master_addr, port=port)
-        now = self.clock.elapsed()
-        self._inquiry.begin_attempt(now)
-        self._timers["looks"] = self._inquiry.next_look(now)
-        if self._inquiry.is_awaited:  # its round was about ranks that are gone
-            self._ask_where()
+        self._inquiry.begin()
         self._orders = self.attempt.orders(self.account)
         self._ahead = 0
         self._send_orders()
@@ -524,14 +418,14 @@ class Agent:
         self.attempt.open_store()
         if self.attempt.store is not None:
             self.guard.inherit(self.attempt.store.path)
-            self._watch(self.attempt.store.fileno(), self._on_store_client)
+            self._loop.watch(self.attempt.store.fileno(), self._on_store_client)
 
     def _on_store_client(self) -> None:
         """The first one has come: from here on a thread serves the store. A job whose ranks never ask for it has none."""
         store = self.attempt.store
         if store is None:
             return
-        self._unwatch(store.fileno())
+        self._loop.unwatch(store.fileno())
         try:
             store.serve(self.ranks, self.clock.elapsed)
         except (OSError, RuntimeError) as error:  # no descriptor, no memory, no thread: the clients read that nobody answers
@@ -542,7 +436,7 @@ class Agent:
 
     def _close_store(self, reason: str) -> None:
         if self.attempt.store is not None:
-            self._unwatch(self.attempt.store.fileno())
+            self._loop.unwatch(self.attempt.store.fileno())
             self.attempt.close_store(reason)
 
     def _new_attempt(self, number: int, *, started: bool = True) -> Attempt:
@@ -558,7 +452,7 @@ class Agent:
             try:
                 order = next(self._orders, None)
             except OSError as error:
-                self._cannot_start(_exhausted(error, self.plan.world.local_size))
+                self._exhausted(error)
                 return
             if order is None:
                 return
@@ -567,7 +461,7 @@ class Agent:
                 order.handle.ordered = True
             else:
                 ready = self.attempt.host_ready
-                self._watch(ready, lambda ready=ready: self._on_host_ready(ready))  # type: ignore[misc]
+                self._loop.watch(ready, lambda ready=ready: self._on_host_ready(ready))  # type: ignore[misc]
             self.template.order(order.message, order.fds)
             for fd in order.ours:
                 os.close(fd)
@@ -575,17 +469,36 @@ class Agent:
     def _cannot_start(self, problem: EnvironmentProblem) -> None:
         self.problem = problem
         self._orders = iter(())
-        self._feed(supervisor.Impossible(str(problem)))
+        self._job.feed(supervisor.Impossible(str(problem)))
+
+    def _exhausted(self, error: OSError) -> None:
+        from rallypoint.launcher.attempt import exhausted
+
+        for handle in self.ranks:
+            if not handle.ordered and not handle.pid:  # it never will be; cleaning up takes descriptors, too
+                handle.close()
+        self._cannot_start(exhausted(error, self.plan.world.local_size))
 
     def _on_host_ready(self, ready: int) -> None:
         if os.read(ready, 1):
             self.account.event("c10d-ready", address=self.attempt.held)
-        self._unwatch(ready)
+        self._loop.unwatch(ready)
         os.close(ready)
 
     def _on_forked(self, message: Forked) -> None:
         self._ahead -= 1
         self._send_orders()
+        try:
+            self._take_in(message)
+        except OSError as error:  # no descriptor is left for it, and nothing runs unwatched
+            os.kill(message.pid, signal.SIGKILL)  # its own number still: the template reaps it when we say so
+            if self.problem is None:
+                self._exhausted(error)
+            if message.rank >= 0:
+                self._not_started(self.ranks[message.rank])
+
+    def _take_in(self, message: Forked) -> None:
+        """`OSError` when no descriptor is left for it."""
         if message.rank < 0:
             if self.attempt.host is not None:
                 self.attempt.host.started(message.pid)
@@ -601,24 +514,27 @@ class Agent:
         if not self._hooks:
             handle.phase = "started"  # it will tell nothing more
         self.account.event("worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4))
-        self._watch(handle.control.fileno(), lambda: self._on_worker(handle))
+        self._loop.watch(handle.control.fileno(), lambda: self._on_worker(handle))
 
     def _on_not_forked(self, message: NotForked) -> None:
         self._ahead -= 1
         if message.unclean:
             self.account.say_unclean(Ready(0.0, unclean=message.unclean), "")
         self.problem = self.account.not_forked(message)
-        if message.rank >= 0:
-            handle = self.ranks[message.rank]
-            handle.ordered = False
-            if handle.sent:  # the job is being stopped, and the supervisor waits for this one's end
-                self._never_started(handle)
-                return
-        self._feed(supervisor.Impossible("a process could not be started"))
+        if message.rank >= 0 and self._not_started(self.ranks[message.rank]):
+            return
+        self._job.feed(supervisor.Impossible("a process could not be started"))
+
+    def _not_started(self, handle: RankHandle) -> bool:
+        """It never will be. Whether the job is being stopped, and the supervisor waited for this one's end."""
+        handle.ordered = False
+        if handle.sent:
+            self._never_started(handle)
+        return bool(handle.sent)
 
     def _never_started(self, handle: RankHandle) -> None:
         handle.ended = Ended(signal=signal.SIGTERM, at=self.clock.elapsed(), order=self._order_of_ends)
-        self._feed(supervisor.RankEnded(handle.rank, 0, signal.SIGTERM, False, "it was never started"))
+        self._job.feed(supervisor.RankEnded(handle.rank, 0, signal.SIGTERM, False, "it was never started"))
 
     # --- what workers say
 
@@ -631,21 +547,24 @@ class Agent:
         now = self.clock.elapsed()
         match message:
             case None:
-                self._unwatch(handle.control.fileno())
+                self._loop.unwatch(handle.control.fileno())
                 return False
             case AtPhase(phase):
                 handle.phase, handle.phase_at, handle.failed_to_join = phase, now, False
                 if phase == "running" and handle.joined_at is None and handle.meeting is not None:
                     handle.joined_at = now
                 self.account.event("phase", rank=handle.rank, phase=phase)
-                self._feed(supervisor.AtPhase(handle.rank, phase, self.account.needs_all(handle)))
+                self._job.feed(supervisor.AtPhase(handle.rank, phase, self.account.needs_all(handle)))
                 if phase == "joining":
-                    self._look_for_misfit()
+                    self._meetings.joining()
             case Caught(serial, raised):
                 handle.caught[serial] = self.account.stamped(raised)
                 handle.failed_to_join = handle.failed_to_join or raised.call == "init_process_group"
-                self.account.event("handled-error", rank=handle.rank, type=raised.type, message=raised.message[:500], call=raised.call)
-                self._feed(supervisor.Erred(handle.rank, raised.call))
+                leaving: dict[str, Any] = {"on_its_way": True} if raised.on_its_way else {}
+                self.account.event(
+                    "handled-error", rank=handle.rank, type=raised.type, message=raised.message[:500], call=raised.call, **leaving
+                )
+                self._job.feed(supervisor.Erred(handle.rank, raised.call))
             case Uncatch(serial):
                 handle.caught.pop(serial, None)
             case Uncaught():
@@ -654,9 +573,9 @@ class Agent:
                 handle.left_at = message.line
             case Debugging(waits):
                 handle.debugging = waits
-                self._feed(supervisor.Debugged(handle.rank, waits))
+                self._job.feed(supervisor.Debugged(handle.rank, waits))
             case Meets():
-                self._on_meets(handle, message)
+                self._meetings.meets(handle, message)
             case Spawns(line):
                 self._on_spawns(handle, line)
             case ForksCuda(line, first):
@@ -682,93 +601,7 @@ class Agent:
             self.account.note(handle.rank, raised.traceback)
         if message.keyboard and handle.sent:  # our own SIGINT
             return
-        self._feed(supervisor.Raised(handle.rank, self.account.is_consequence(raised), f"rank {handle.rank} raised {raised.type}"))
-
-    def _on_meets(self, handle: RankHandle, message: Meets) -> None:
-        handle.meeting, handle.at_held = message.meeting, bool(self.attempt.held) and not message.differs
-        if message.differs and not self._differing_told:
-            self._differing_told = True
-            self.account.say_differs(message.meeting, self.attempt.held)
-        if self.account.share_a_device(self.ranks):
-            self._feed(supervisor.Misfit("ranks of one group of NCCL's have the same GPU"))
-        if message.meeting.timeout:
-            until = self.clock.elapsed() + message.meeting.timeout + TORCH_OVERRUN
-            self._meets_until[handle.rank] = until
-            self._timers["meeting"] = min(until, self._timers.get("meeting", until))
-
-    def _on_unmet(self, now: float) -> None:
-        """Ranks still wait though their own time is up. torch does not keep it when it is refused, which costs up to as much again, nor
-        ever when somebody accepts the connection and says nothing. So the launcher looks; what keeps them from meeting ends the job.
-
-        A program that catches torch's error may have another place to try, and gets it as late as torch is. From a silent one no error
-        ever comes.
-        """
-        waiting = {number: until for number, until in self._meets_until.items() if self.ranks[number].waiting}
-        if self._supervisor.state is not State.RUNNING or not waiting:
-            return
-        if (soonest := min(waiting.values())) > now:
-            self._timers["meeting"] = soonest
-            return
-        from rallypoint.diagnosis import meeting_point  # here, as the account: the agent must start its template first
-
-        late = [self.ranks[number] for number, until in waiting.items() if until <= now]
-        looking = self._look_there(meeting_point.place(late[0].meeting) if late[0].meeting is not None else None)
-        if self._is_looking(now):
-            self._timers["meeting"] = now + EVIDENCE_LOOK
-            return
-        for handle in late:
-            del self._meets_until[handle.rank]
-        self._timers["meeting"] = now
-        if looking is None or looking.result is None or not meeting_point.explains(looking.result):
-            return
-        hangs = looking.result.outcome in ("answered", "silent", "closed")
-        if hangs or not any(handle.meeting is not None and handle.meeting.guarded for handle in late):
-            self._feed(supervisor.Misfit(f"ranks cannot meet at {looking.result.address}"))
-
-    def _look_there(self, place: tuple[str, int] | None) -> Looking | None:
-        """Look at a meeting point, in a thread of its own; once for each."""
-        if place is not None and (self._looking is None or self._looking.address != place):
-            from rallypoint.diagnosis import meeting_point
-            from rallypoint.host.reach import Looking
-
-            self._looking = Looking(*place, meeting_point.GREETING, meeting_point.LOOK_TIMEOUT)
-            self._looks_until = self.clock.elapsed() + LOOK_PATIENCE
-        return self._looking
-
-    def _is_looking(self, now: float) -> bool:
-        return self._looking is not None and self._looking.result is None and now < self._looks_until
-
-    def _look_for_misfit(self) -> None:
-        """A rank has come: whether those who wait now can meet at all. A failure that is being judged by then is what went wrong first."""
-        if self._supervisor.state is State.RUNNING and self._misfit is None:
-            self._misfit = self.account.misfit(self.ranks)
-            if self._misfit is not None:
-                self._timers["misfit"] = self.clock.elapsed() + MISFIT_SETTLE
-
-    def _on_misfit(self) -> None:
-        """Those who could not meet a moment ago have had time to raise, and to try something else."""
-        if self._supervisor.state is not State.RUNNING:
-            return
-        before, self._misfit = self._misfit, None
-        self._misfit_gone = before
-        self._look_for_misfit()
-        if self._misfit is not None and before is not None and self._misfit.code == before.code and self._misfit.ranks == before.ranks:
-            self._misfit_settled = True
-            self._feed(supervisor.Misfit(self._misfit.because))
-
-    def _cause_of_all(self) -> Misfit | None:
-        """The misfit, when that is what the job failed of: it has lasted, or ranks gave up waiting, or could not have one seat twice."""
-        found = self._misfit or self._misfit_gone
-        if found is None or self._misfit_settled:
-            return found
-        raised = [handle.raised for handle in self.ranks if handle.raised is not None]
-        told = all(
-            one.call == "init_process_group" and (found.code == "rank-duplicate" or self.account.is_consequence(one)) for one in raised
-        )
-        # A seat that is taken twice, or one too few, leaves another one empty: whoever waits for that gives up as well.
-        of_all = found.code in ("rank-duplicate", "world-size-differs")
-        theirs = of_all or all(handle.rank in found.ranks for handle in self.ranks if handle.raised is not None)
-        return found if raised and told and theirs else None
+        self._job.feed(supervisor.Raised(handle.rank, self.account.is_consequence(raised), f"rank {handle.rank} raised {raised.type}"))
 
     def _on_spawns(self, handle: RankHandle, line: str) -> None:
         if self.plan.world.size == 1:
@@ -795,7 +628,7 @@ class Agent:
             raise CallerGone
         self.account.event("signal-received", signal=message.signal)
         self.signalled_by = self.signalled_by or message.signal
-        self._feed(supervisor.Signalled(message.signal, signal.Signals[message.signal]))
+        self._job.feed(supervisor.Signalled(message.signal, signal.Signals[message.signal]))
 
     def _on_caller_end(self) -> None:
         raise CallerGone
@@ -804,7 +637,7 @@ class Agent:
         assert self.errand is not None
         assert self.errand.timeout is not None
         self.overdue = self.errand.timeout
-        self._feed(supervisor.Overdue(self.overdue))
+        self._job.feed(supervisor.Overdue(self.overdue))
 
     # --- ends
 
@@ -823,21 +656,17 @@ class Agent:
     def _on_rank_end(self, handle: RankHandle, code: int, number: int) -> None:
         while self._on_worker(handle, waits=False):  # its last words come before its end
             pass
-        self._unwatch(handle.control.fileno())
+        self._loop.unwatch(handle.control.fileno())
         if self._supervisor.state is State.RUNNING:  # it was asked for `rallypoint stacks`, a stall or a roll call, perhaps hours ago
             handle.disregard()
         handle.ended = Ended(code, number, self.clock.elapsed(), self._order_of_ends)
         self._order_of_ends += 1
         self.account.event("ended", rank=handle.rank, **({"signal": signals.name(number)} if number else {"code": code}))
-        lost_peer = self._has_lost_a_peer(handle)
+        lost_peer = self.account.has_lost_a_peer(handle)
         # An abort and a plain exit code may be a program's answer to a lost peer; other signals and recorded exceptions are not.
         sure = bool(number and number != signal.SIGABRT) or (handle.raised is not None and not lost_peer)
         because = f"rank {handle.rank} ended with {signals.name(number) if number else f'exit code {code}'}"
-        self._feed(supervisor.RankEnded(handle.rank, code, number, sure and not handle.sent, because))
-
-    def _has_lost_a_peer(self, handle: RankHandle) -> bool:
-        seen = [*handle.caught.values(), *([handle.raised] if handle.raised else [])]
-        return any(self.account.is_consequence(one) for one in seen)
+        self._job.feed(supervisor.RankEnded(handle.rank, code, number, sure and not handle.sent, because))
 
     def _clean_group(self, action: CleanGroup) -> None:
         handle = self.ranks[action.rank] if action.rank < len(self.ranks) else None
@@ -845,29 +674,11 @@ class Agent:
             return
         members = processes.group_members(handle.pid)
         if members and not action.kill:
-            handle.left_at_exit = self.clock.elapsed()
-            self._timers.setdefault("leftovers", handle.left_at_exit + LEFTOVER_PATIENCE)
+            self._leftovers.found(handle)
             return
         if members:
             processes.send_group(handle.pid, signal.SIGKILL)
         self._reap(handle)
-
-    def _tell_leftovers(self) -> None:
-        """Name what successful ranks have left running for a while now, once each; reap those whose helpers have gone by themselves."""
-        now = self.clock.elapsed()
-        for handle in self.ranks:
-            if handle.left_at_exit is None or handle.reaped:
-                continue
-            if now < handle.left_at_exit + LEFTOVER_PATIENCE and self._supervisor.state is State.RUNNING:
-                self._timers.setdefault("leftovers", handle.left_at_exit + LEFTOVER_PATIENCE)
-                continue
-            handle.left_at_exit = None
-            members = processes.group_members(handle.pid)
-            if members:
-                self.account.say_leftovers(handle.rank, members)
-                self.account.event("left-running", rank=handle.rank, pids=[one.pid for one in members])
-            else:
-                self._reap(handle)
 
     def _reap(self, handle: RankHandle) -> None:
         """Give its number back: only after its group was signalled, since that frees the group's number, too."""
@@ -912,142 +723,7 @@ class Agent:
             while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None and info.si_pid != self.guard.pid:
                 os.waitid(os.P_PID, info.si_pid, os.WEXITED)
 
-    # --- where the ranks stand
-
-    def _open_door(self) -> Inquiry:
-        """Whoever of this user asks where the ranks are is let in. Where no folder takes a socket the job goes on without."""
-        from rallypoint.launcher.inquiry import Door, Inquiry
-
-        inquiry = Inquiry(self.plan, hooks=self._hooks)
-        if self.account.run_dir:  # else nobody could find it
-            try:
-                inquiry.door = Door()
-            except EnvironmentProblem as problem:
-                self.account.event("door-missing", because="; ".join((problem.headline, *problem.why)))
-                return inquiry
-            self.account.announce(inquiry.door.path)
-            self.guard.inherit(inquiry.door.path)
-        return inquiry
-
-    def _on_visitor(self) -> None:
-        door = self._inquiry.door
-        assert door is not None
-        try:
-            visitor = door.come_in()
-        except OSError:  # no descriptor is left for it
-            self._unwatch(door.fileno())
-            return
-        while (oldest := door.surplus()) is not None:
-            self._unwatch(oldest.fileno())
-            door.see_off(oldest)
-        if visitor is not None:
-            self._watch(visitor.fileno(), lambda: self._on_question(visitor))
-
-    def _on_question(self, visitor: socket.socket) -> None:
-        door = self._inquiry.door
-        assert door is not None
-        asks = door.listen(visitor)
-        if asks is None:
-            return
-        self._unwatch(visitor.fileno())
-        if asks:
-            self.account.event("evidence-asked", because="rallypoint stacks asks")
-            self._ask_where(visitor)
-        else:
-            door.see_off(visitor)
-
-    def _ask_where(self, visitor: socket.socket | None = None) -> None:
-        now = self.clock.elapsed()
-        if visitor is not None:
-            self._inquiry.expect(visitor)
-        # While a failure is judged the report waits for the answers to its own question: another one now could cost it those.
-        if self._supervisor.state is not State.JUDGING:
-            self._inquiry.ask(self.ranks, now)
-        self._timers.setdefault("answers", now)
-
-    def _look_for_answers(self, now: float) -> None:
-        from rallypoint.launcher.inquiry import ANSWERS_LOOK
-
-        standing = self._inquiry.finish(now, self._supervisor.attempt, self.account.run_dir)
-        if standing is None:
-            if not self._inquiry.is_asking and self._inquiry.is_awaited and self._supervisor.state is not State.JUDGING:
-                self._inquiry.ask(self.ranks, now)
-            if self._inquiry.is_asking or self._inquiry.is_awaited:
-                self._timers["answers"] = now + ANSWERS_LOOK
-            return
-        if self._supervisor.state is not State.RUNNING:  # it is being stopped, which is no stall
-            return
-        stall = self._inquiry.judge(standing, now, debugging=any(handle.debugging for handle in self.ranks))
-        if stall is not None:
-            from rallypoint.diagnosis.standing import stalled
-
-            self.account.say_stalled(stalled(standing, stall.seconds, seen=stall.looks))
-        self._tell_moved()
-
-    def _look_at_ranks(self, now: float) -> None:
-        self._timers["looks"] = self._inquiry.next_look(now)
-        if self._supervisor.state is State.RUNNING and self._inquiry.look(self.ranks, now):
-            self._ask_where()
-        self._tell_moved()
-
-    def _tell_moved(self) -> None:
-        moved = self._inquiry.moved()
-        if moved and self._supervisor.state is State.RUNNING:
-            self.account.say_moved(moved)
-
-    # --- the roll call
-
-    def _call_roll(self, action: CallRoll) -> None:
-        """Ask those who are missing where they are, then say it.
-
-        The evidence signal makes a system call return early, which Python's own code and most other code does over again; a healthy rank
-        is spared it all the same. One that all others have waited for is not healthy until somebody has looked, and /proc shows no line
-        of its program. Who waits is not asked, nor who was stopped or is before a person: that is seen from here.
-        """
-        absent = (self.ranks[number] for number in self.account.absent(self.ranks))
-        self._roll_called = [handle for handle in absent if handle.alive and not handle.halted() and handle.ask()]
-        self._roll_look = self._look_where_all_wait()
-        now = self.clock.elapsed()
-        self._roll_because, self._roll_until = action.because, now + ROLL_CALL_DEADLINE
-        self._timers["roll answers"] = now
-
-    def _look_where_all_wait(self) -> Looking | None:
-        """Nobody is missing, and still they wait: what is at a meeting point of the program's own. (At the held one there is a store.)"""
-        meetings = [handle.meeting for handle in self.ranks if handle.waiting and handle.meeting is not None]
-        if self.account.absent(self.ranks) or not meetings or meetings[0].address == self.attempt.held:
-            return None
-        from rallypoint.diagnosis import meeting_point
-        from rallypoint.host.reach import Looking
-
-        place = meeting_point.place(meetings[0])
-        return Looking(*place, meeting_point.GREETING, meeting_point.LOOK_TIMEOUT) if place is not None else None
-
-    def _look_for_roll_answers(self, now: float) -> None:
-        answered = all(handle.answered() for handle in self._roll_called if handle.alive)
-        if now < self._roll_until and not (answered and (self._roll_look is None or self._roll_look.result is not None)):
-            self._timers["roll answers"] = now + EVIDENCE_LOOK
-        elif self._supervisor.state is State.RUNNING:
-            seen = self._roll_look.result if self._roll_look is not None else None
-            self.account.say_roll_call(self.ranks, self._roll_called, self._roll_because, seen)
-
-    # --- evidence, reports
-
-    def _ask_evidence(self, action: AskEvidence) -> None:
-        now = self.clock.elapsed()
-        asked = [handle.rank for handle in self.ranks if handle.alive and handle.ask()]
-        self.account.event("evidence-asked", because=action.because, ranks=asked)
-        self._asked_until = now + EVIDENCE_DEADLINE
-        self._look_there(self.account.unmet(self.ranks))
-        self._timers["evidence"] = now
-
-    def _look_for_evidence(self, now: float) -> None:
-        if self._looking is None:  # torch's own log may have the address, and is read by now
-            self._look_there(self.account.unmet(self.ranks))
-        asking = now < self._asked_until and not all(handle.answered() for handle in self.ranks if handle.alive)
-        if asking or self._is_looking(now):
-            self._timers["evidence"] = now + EVIDENCE_LOOK
-            return
-        self._feed(EvidenceIn())
+    # --- reports
 
     def _make_report(self, action: MakeReport) -> None:
         if self.problem is not None and action.reason == "start":
@@ -1061,17 +737,17 @@ class Agent:
                 overdue=self.overdue if action.reason == "overdue" else 0.0,
                 helper=self.lost if action.reason == "helper" else None,
                 because=action.because,
-                reached=self._looking.result if self._looking is not None else None,
-                misfit=self._cause_of_all() if action.reason == "failure" else None,
+                reached=self._meetings.reached,
+                misfit=self._meetings.cause_of_all() if action.reason == "failure" else None,
             )
         self.reports += reports
-        self._feed(supervisor.Judged(reports[0].exit_status))
+        self._job.feed(supervisor.Judged(reports[0].exit_status))
 
     # --- stopping
 
     def _signal_group(self, action: SignalGroup) -> None:
         if action.rank >= len(self.ranks):  # not even its handle could be made
-            self._feed(supervisor.RankEnded(action.rank, 0, signal.SIGTERM, False, "it was never started"))
+            self._job.feed(supervisor.RankEnded(action.rank, 0, signal.SIGTERM, False, "it was never started"))
             return
         handle = self.ranks[action.rank]
         if not handle.pid:
@@ -1090,69 +766,26 @@ class Agent:
         """Every rank has ended: end what they left running, and this attempt's host."""
         leftovers = [handle for handle in self.ranks if handle.pid and not handle.reaped]
         if action.gently:
-            self._end_leftovers(leftovers)
-        host = self.attempt.host
-        spare = [self.guard.pid, self.template.pid, *([host.pid] if host and host.pid else [])]
-        left = self._kill_family(leftovers, spare)
-        self.account.say_immortal(left)
+            self._leftovers.end(leftovers, self._hurries())
+        self.account.say_immortal(self._kill_family(leftovers, self._our_own()))
         for handle in leftovers:
             self._reap(handle)
         self.attempt.release()
-        # The call's, and a visitor's, are not the attempt's.
-        self._timers = {name: at for name, at in self._timers.items() if name in ("overdue", "answers")}
+        self._loop.forget_all_but("overdue", "standing", "culprit")  # the call's, a visitor's and the template's are not the attempt's
         self._drain()
         self.account.event("attempt-ended", because=action.because, attempt=self.attempt.number)
+
+    def _hurries(self) -> dict[int, Callable[[], bool]]:
+        """What ends every grace at once: a signal to us, the caller's interrupt, its end."""
+        signalled = {self._signals.fileno(): lambda: any(number != signal.SIGCHLD for number in self._signals.read())}
+        if self.errand is None:
+            return signalled
+        return {**signalled, self.errand.line.fileno(): lambda: True, self.errand.caller: lambda: True}
 
     def _drain(self) -> None:
         """Show all that the ranks said. A caller of `launch` that reads nothing just now (Ctrl-S, Ctrl-Z) loses nothing of it."""
         while not self.account.settle(DRAIN_TIMEOUT) and self.errand is not None and self.errand.is_awaited():
             continue
-
-    def _end_leftovers(self, handles: list[RankHandle]) -> None:
-        """What successful ranks left running: SIGTERM, the grace, and SIGKILL by the caller. A signal to us cuts the grace short."""
-        for handle in handles:
-            if handle.left_at_exit is not None:  # not named yet
-                self._await_members(handle)
-        self._tell_leftovers()
-        members = [one for handle in handles if not handle.reaped for one in processes.group_members(handle.pid)]
-        if not members:
-            return
-        pidfds = []
-        for one in members:
-            try:
-                pidfds.append(system_calls.pidfd_open(one.pid))
-            except ProcessLookupError:
-                continue
-        for handle in handles:
-            processes.send_group(handle.pid, signal.SIGTERM)
-        poll, waiting = select.poll(), set(pidfds)
-        callers = (self.errand.line.fileno(), self.errand.caller) if self.errand is not None else ()
-        for fd in (*pidfds, self._signals.fileno(), *callers):
-            poll.register(fd, select.POLLIN)
-        until = min(self.clock.elapsed() + self.plan.grace, self._timers.get("overdue", math.inf))
-        while waiting and (remaining := until - self.clock.elapsed()) > 0:
-            for fd, _ in poll.poll(remaining * 1000 + 1):
-                if fd == self._signals.fileno():
-                    if any(number != signal.SIGCHLD for number in self._signals.read()):
-                        until = 0.0
-                elif fd in callers:  # an interrupt, or its end: neither waits
-                    until = 0.0
-                else:
-                    poll.unregister(fd)
-                    waiting.discard(fd)
-        for fd in pidfds:
-            os.close(fd)
-
-    def _await_members(self, handle: RankHandle) -> None:
-        """Give what a rank left the rest of its patience to end by itself."""
-        until = (handle.left_at_exit or 0.0) + LEFTOVER_PATIENCE
-        pidfds = []
-        for one in processes.group_members(handle.pid):
-            with contextlib.suppress(ProcessLookupError):
-                pidfds.append(system_calls.pidfd_open(one.pid))
-        processes.wait_for_ends(pidfds, max(0.0, until - self.clock.elapsed()))
-        for fd in pidfds:
-            os.close(fd)
 
     def _on_signal(self) -> None:
         for number in self._signals.read():
@@ -1161,15 +794,4 @@ class Agent:
                 continue
             self.account.event("signal-received", signal=number.name)
             self.signalled_by = self.signalled_by or number.name
-            self._feed(supervisor.Signalled(number.name, int(number)))
-
-
-def _exhausted(error: OSError, ranks: int) -> EnvironmentProblem:
-    """The operating system refuses what starting ranks needs: descriptors, mostly."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return EnvironmentProblem(
-        "start-failed",
-        f"{ranks} ranks cannot be started: {os.strerror(error.errno or 0)}",
-        why=(f"the launcher keeps about six descriptors for each rank; its limit is {soft} (hard limit {hard})",),
-        help=(("raise the limit in the shell that starts the job", "ulimit -n 4096"),),
-    )
+            self._job.feed(supervisor.Signalled(number.name, int(number)))

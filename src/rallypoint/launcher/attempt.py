@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -41,7 +42,14 @@ class Attempt:
         self.number = number
         self.host: HostHandle | None = None
         self.host_ready = -1  # a pipe's end that becomes readable when the host serves
-        self.ranks = [RankHandle(seat.rank, seat.local_rank) for seat in plan.world.seats()] if started else []
+        self.ranks: list[RankHandle] = []
+        try:
+            for seat in plan.world.seats() if started else ():
+                self.ranks.append(RankHandle(seat.rank, seat.local_rank))
+        except OSError:  # what there is of them would stay open, and cleaning up takes descriptors, too
+            for handle in self.ranks:
+                handle.close()
+            raise
         self.store: JobStore | None = None
         self._no_store = ""  # why there is none
         self._plan = plan
@@ -158,3 +166,14 @@ class Attempt:
         self.release()
         for handle in self.ranks:
             handle.close()
+
+
+def exhausted(error: OSError, ranks: int) -> EnvironmentProblem:
+    """The operating system refuses what starting ranks needs: descriptors, mostly."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return EnvironmentProblem(
+        "start-failed",
+        f"{ranks} ranks cannot be started: {os.strerror(error.errno or 0)}",
+        why=(f"the launcher keeps about six descriptors for each rank; its limit is {soft} (hard limit {hard})",),
+        help=(("raise the limit in the shell that starts the job", "ulimit -n 4096"),),
+    )

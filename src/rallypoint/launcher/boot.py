@@ -7,16 +7,19 @@ user's `re.py` cannot get in between.
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _CLEAN = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\n"
 
-TEMPLATE = _CLEAN + "from rallypoint.launcher.template import serve\nserve(%d, %d)()"  # setup and orders, descriptors
+# A descriptor for its orders, the pid of who starts it, whether it imports torch.
+TEMPLATE = _CLEAN + "from rallypoint.launcher.torch_first import main\nmain(%d, %d, %r)()"
 # Descriptors: setup, order, control, evidence, secret, terminal, and those of the parcel.
 FRESH = _CLEAN + "from rallypoint.launcher.worker import fresh\nfresh(%d, %d, %d, %d, %d, %d, %r)"
-# Descriptors: the caller's line, and what there is to know.
+# A descriptor, the caller's line, and its pid.
 STANDBY = _CLEAN + "from rallypoint.launcher.hired import main\nmain(%d, %d)"
 HOST = _CLEAN + "from rallypoint.launcher.c10d_host import main\nmain()"
 CULPRIT = _CLEAN + "from rallypoint.launcher.culprit import main\nmain()"
@@ -34,3 +37,22 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], **how: Any) 
         code = argv.index("-c") + 1
         argv[code] = _LEAD + argv[code]
         return os.posix_spawn(sys.executable, argv, environment, **how)
+
+
+def start_template(environment: Mapping[str, str], *, imports: bool) -> tuple[int, socket.socket]:
+    """Start a template with this environment: its pid, and the line to it, where it waits for its `Setup`. It imports torch at once, or,
+    without `imports`, is a starter of fresh interpreters. For a process with one thread. Raises OSError."""
+    given = dict(environment)
+    if imports:
+        given["OPENBLAS_NUM_THREADS"] = "1"  # or it starts threads, and a process with threads must not be forked
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # `channel.pair()`, which is not loaded yet
+    with theirs:
+        theirs.set_inheritable(True)
+        pid = spawn(
+            ["-u", "-c", TEMPLATE % (theirs.fileno(), os.getpid(), imports)],
+            given,
+            file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD],
+            setsigmask=signal.valid_signals(),  # what a scheduler sends to every process of the job is the agent's to act on
+        )
+    return pid, ours

@@ -19,7 +19,7 @@ import msgspec
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Report
 from rallypoint.host import processes
-from rallypoint.launcher.plan import Program, Task
+from rallypoint.launcher.assignment import Program, Task
 
 # A packet must fit the socket's send buffer (212,992 bytes by default on Linux). The largest is a traceback.
 PACKET_BYTES = 192 * 1024
@@ -30,9 +30,8 @@ Phase = Literal["started", "preparing", "importing", "joining", "running", "fini
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """What a template is told once, in a memfd: too large for a packet when a command line is long."""
+    """agent -> template: what it is there for. The first packet, and the only one of its kind."""
 
-    agent_pid: int
     program: Program
     preload: tuple[str, ...]
     imports: bool  # False: a starter of fresh interpreters, which imports nothing
@@ -149,7 +148,8 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
 
 
 class Caught(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: an exception left a torch.distributed call; whether the program catches it is seen later.
+    """worker -> agent: an exception left a torch.distributed call, or is on its way while the program closes its group; whether the
+    program catches it is seen later.
 
     `serial` counts per worker; an `Uncaught` whose `serials` name it takes it back."""
 
@@ -217,24 +217,18 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     kind: Literal["value", "error"]
 
 
-class Hiring(msgspec.Struct, frozen=True):
-    """What a standby is told once, in a memfd."""
-
-    caller: int  # pid
-    preload: tuple[str, ...]
-    paths: tuple[str, ...]  # the caller's sys.path, when there is something to preload
-
-
 class Call(msgspec.Struct, frozen=True, tag=True):
     """caller -> standby: launch this. Descriptors: a pipe for stdout, one for stderr, the task's parcel."""
 
     task: Task
+    preload: tuple[str, ...]  # what the template imports; the same in every call
     nproc: int
     environment: dict[str, str]  # what differs from the template's
     max_restarts: int
     on_failure: Literal["stop", "continue"]
     timeout: float | None
     run_dir: str  # "": a folder that is removed again when all goes well
+    port_range: tuple[int, int] | None
     columns: int  # of the caller's terminal, 0 when there is none
     color: bool  # whether its stderr shows colours
 
@@ -303,9 +297,9 @@ class Aside(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught | Leaving
-    | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Inherit | Forget | Farewell
-    | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | Debugging | Aside
+    Setup | StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught
+    | Leaving | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Inherit | Forget
+    | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | Debugging | Aside
 )  # fmt: skip
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 from collections.abc import Mapping
 
+from rallypoint.launcher import boot
+from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.channel import Exited, ImportFailed, Message, Ready, Reap, Setup
 from rallypoint.launcher.guard import Guard
 from rallypoint.launcher.handles import TemplateHandle
-from rallypoint.launcher.plan import Program
 
 
 class Crew:
@@ -79,20 +81,36 @@ def start_template(
 ) -> TemplateHandle:
     """Start a template with this environment. `imports=False`: a starter of fresh interpreters, which imports nothing. `paths`: see
     `Setup`."""
-    given = dict(environment)
-    if imports:
-        given["OPENBLAS_NUM_THREADS"] = "1"  # or it starts threads, and a process with threads must not be forked
-    setup = Setup(
-        agent_pid=os.getpid(),
+    pid, line = boot.start_template(environment, imports=imports)
+    handle = take_over(pid, line, imports=imports, files_limit=files_limit, guard=guard)
+    handle.set_up(setup(program, preload if imports else (), environment, imports=imports, hooks=hooks, paths=paths))
+    return handle
+
+
+def take_over(pid: int, line: socket.socket, *, imports: bool, files_limit: tuple[int, int], guard: Guard) -> TemplateHandle:
+    """A template that was just started is this process's, and the guard's to look after. It is to be set up."""
+    handle = TemplateHandle(pid, line, imports=imports)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, files_limit)
+    guard.register(pid, handle.pidfd)
+    return handle
+
+
+def setup(
+    program: Program,
+    preload: tuple[str, ...],
+    environment: Mapping[str, str],
+    *,
+    imports: bool,
+    hooks: bool,
+    paths: tuple[str, ...] | None,
+) -> Setup:
+    """What a template is there for that was started with this environment."""
+    return Setup(
         program=program,
-        preload=preload if imports else (),
+        preload=preload,
         imports=imports,
         hooks=hooks,
         signal_mask=tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         openblas_threads=environment.get("OPENBLAS_NUM_THREADS"),
         paths=paths,
     )
-    handle = TemplateHandle(setup, given)
-    resource.prlimit(handle.pid, resource.RLIMIT_NOFILE, files_limit)
-    guard.register(handle.pid, handle.pidfd)
-    return handle

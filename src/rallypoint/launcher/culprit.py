@@ -14,10 +14,14 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rallypoint.host import devices, processes, system_calls
-from rallypoint.launcher import boot, template, words
+from rallypoint.launcher import boot, program, template, words
+
+if TYPE_CHECKING:
+    from rallypoint.launcher.channel import Ready
+    from rallypoint.launcher.job import Job
 
 Trace = Callable[[FrameType, str, Any], Any]  # what sys.settrace takes; each call answers with the function for the next event
 
@@ -55,6 +59,42 @@ class Search:
         processes.send(self._pidfd, signal.SIGKILL)
         os.close(self._pidfd)
         os.close(self._reader)
+
+
+class Suspicion:
+    """The template is unfit to be forked, and the line is looked for while the job starts all the same. The notice waits for that, at most
+    until the job is over."""
+
+    def __init__(self, job: Job, ready: Ready) -> None:
+        self._job = job
+        self._ready: Ready | None = ready  # until it has been said
+        self._search: Search | None = None
+        plan = job.plan
+        if ready.module not in plan.preload:  # torch itself
+            self.tell()
+            return
+        modules = plan.preload[: plan.preload.index(ready.module) + 1]
+        environment = {**os.environ, **plan.environment, "OPENBLAS_NUM_THREADS": "1"}  # the template's
+        self._search = Search(modules, program.folder(plan.program), environment)
+        job.loop.watch(self._search.fileno(), self.tell)
+        job.loop.at("culprit", job.loop.now + DEADLINE, lambda now: self.tell())
+
+    @property
+    def pid(self) -> int:
+        """Of the throw-away interpreter, 0 when there is none (any more)."""
+        return self._search.pid if self._search is not None else 0
+
+    def tell(self) -> None:
+        """Say what spoilt the template, with the line if it is known by now. Only once."""
+        ready, search, self._ready, self._search = self._ready, self._search, None, None
+        self._job.loop.cancel("culprit")
+        line = ""
+        if search is not None:
+            line = search.answer()
+            self._job.loop.unwatch(search.fileno())
+            search.end()
+        if ready is not None:
+            self._job.account.say_unclean(ready, line)
 
 
 def main() -> None:

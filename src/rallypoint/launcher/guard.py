@@ -127,7 +127,7 @@ def _clean_up(charges: _Charges, marker: bytes) -> None:
     left = processes.kill_family(marker, charges.processes, deadline=KILL_DEADLINE)
     for path in charges.sockets.values():
         sockets.remove(path)
-    text = f"\nrallypoint: the launcher was killed; its {alive} processes were stopped\n"
+    text = f"\nrallypoint: the launcher was killed; its {'process was' if alive == 1 else f'{alive} processes were'} stopped\n"
     for one in left:
         text += f"rallypoint: pid {one.pid} ({one.name}) would not die: state {one.state}\n"
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Sequence
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Ended, Frame, Meeting, Raised
 from rallypoint.host import processes, system_calls
-from rallypoint.host.signals import EVIDENCE_SIGNAL
-from rallypoint.launcher import boot, channel
+from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
+from rallypoint.launcher import channel
 from rallypoint.launcher.channel import Go, Message, Released, Setup
 
 # Bytes of dumps that are kept when a rank is asked once more: a job that is looked at every minute for days must not fill the memory.
@@ -26,31 +26,26 @@ _SILENCE = {
 # Ticks of processor time that a main thread may use and count as not having moved: the kernel wakes it for the signal, Python writes that
 # down, and the call goes on. It takes some ten microseconds, which may be the ones that fill a tick.
 WOKEN_TICKS = 1
-
-_FUTEX = 202 if os.uname().machine == "x86_64" else 98  # the system call that a C++ wait sits in
+# Looks in which a main thread outside torch's Python code has slept with the same stack, until it counts as one that heeds no signal: a
+# library may write a checkpoint for a second or two before it returns to Python, and torch's store waits for minutes.
+DEAF_LOOKS = 10
 
 
 class TemplateHandle:
-    """The template: started with a clean environment, ordered through one socket, watched by pidfd."""
+    """The template: ordered through one socket, watched by pidfd."""
 
-    def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
-        ours, theirs = channel.pair()
-        setup_fd = processes.memory_file("rallypoint-setup")
-        os.write(setup_fd, channel.exact(setup))
-        for fd in (setup_fd, theirs.fileno()):
-            os.set_inheritable(fd, True)
-        self.imports = setup.imports
-        self.pid = boot.spawn(
-            ["-u", "-c", boot.TEMPLATE % (setup_fd, theirs.fileno())],
-            dict(environment),
-            file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD],
-            setsigmask=signal.valid_signals(),  # what a scheduler sends to every process of the job is the agent's to act on
-        )
-        self.pidfd = system_calls.pidfd_open(self.pid)
-        os.close(setup_fd)
-        theirs.close()
-        self.socket = ours
+    def __init__(self, pid: int, line: socket.socket, *, imports: bool) -> None:
+        """`pid` and `line`: see `boot.start_template`. It waits for its `set_up`."""
+        self.imports = imports
+        self.is_set_up = False
+        self.pid = pid
+        self.pidfd = system_calls.pidfd_open(pid)
+        self.socket = line
+
+    def set_up(self, setup: Setup) -> None:
+        """Tell it what it is there for. It is ready, and says so, when it has imported everything."""
+        self.order(setup)
+        self.is_set_up = True
 
     def order(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send an order. When the template is gone nothing happens here: its pidfd tells the loop."""
@@ -122,6 +117,7 @@ class RankHandle:
         self.caught: dict[int, Raised] = {}
         self.left_at = ""
         self.meeting: Meeting | None = None
+        self.unanswered: tuple[str, int] | None = None  # where torch's store has left it without an answer for all of its time
         self.at_held = False  # it meets the others where the agent holds a socket
         self.sent: list[str] = []
         self.cuda_forks: list[tuple[str, str]] = []
@@ -133,7 +129,11 @@ class RankHandle:
         self.left_at_exit: float | None = None  # when it ended well with processes left in its group, until they are named
         self._asked = False
         self._asked_from = 0  # where in the evidence the answer begins
-        self._place: tuple[str, int] | None = None
+        self._stood: tuple[str, int] | None = None  # where its main thread was when it was last asked
+        self._place: tuple[str, int] | None = None  # and when it was last signalled
+        self._frames: tuple[Frame, ...] = ()
+        self._called = False  # it was asked whether its main thread heeds signals
+        self._looks = 0  # in which it seemed deaf, since it was last signalled
 
     def __repr__(self) -> str:
         return f"<RankHandle {self.rank}: pid {self.pid}, {self.phase}{', ended' if self.ended else ''}>"
@@ -170,6 +170,7 @@ class RankHandle:
     def ask(self) -> bool:
         """Ask for its stacks; False when it cannot answer (no handler: another program, or not that far yet)."""
         self.resident = processes.resident(self.pid)
+        self._stood = processes.main_thread_place(self.pid)
         if self._asked and processes.is_pending(self.pid, EVIDENCE_SIGNAL):  # it is stopped, or in the kernel: one question is enough
             return True
         self._asked_from = os.fstat(self.evidence).st_size
@@ -229,27 +230,45 @@ class RankHandle:
 
     def signal_group(self, name: str) -> None:
         """Signal its whole group, and remember where its main thread stood."""
-        self._place = processes.main_thread_place(self.pid)
+        # On a busy machine it may still be on its way back from answering where it is: then it counts where it stood before.
+        self._place = processes.main_thread_place(self.pid) or self._stood
+        self._frames = stacks.main_frames(self.answer())
+        self._looks = 0
         self.sent.append(name)
         processes.send_group(self.pid, signal.Signals[name])
+        if processes.handles(self.pid, ATTENTION_SIGNAL):
+            self._called = processes.send(self.pidfd, ATTENTION_SIGNAL)
         processes.send_group(self.pid, signal.SIGCONT)  # one that was stopped could not act on it
 
-    def is_stuck(self) -> bool:
-        """Whether its main thread cannot have seen the last signal: it stands in the same call of torch's as before.
+    def may_be_deaf(self) -> bool:
+        """Whether its main thread sleeps though the last signal has reached it, and has not been seen to heed it."""
+        if not self._sleeps() or processes.is_pending(self.pid, signal.Signals[self.sent[-1]]):
+            return False
+        return not self._called or not (processes.is_pending(self.pid, ATTENTION_SIGNAL) or processes.blocks(self.pid, ATTENTION_SIGNAL))
 
-        Python's own waits (sleep, select, locks) return to the interpreter at a signal, so a rank in one has run its handler; a
-        wait inside torch does not. Which of the two it is, the stack tells.
+    def is_deaf(self) -> bool:
+        """Whether its main thread cannot heed the last signal, by the stack that it told after `may_be_deaf`.
+
+        Python's own waits (sleep, select, locks) return to the interpreter at a signal, which runs the handlers; a wait in C code does
+        not. Of the two signals that were sent it heeds the program's first, so while the program's handler runs the other one is not
+        heeded either; but then the handler is on the stack.
         """
-        place = processes.main_thread_place(self.pid)
-        if self._place is None or place is None or place[0] != self._place[0] or place[1] > self._place[1] + WOKEN_TICKS:
+        place, frames = processes.main_thread_place(self.pid), stacks.main_frames(self.answer())
+        if not self._sleeps() or place is None or self._place is None or not frames:
             return False
-        frames = stacks.main_frames(self.answer())
-        if not frames:
+        same_call = processes.is_same_call(self._place[0], place[0]) and place[1] <= self._place[1] + WOKEN_TICKS
+        same_call_of_torch_s = same_call and f"{os.sep}torch{os.sep}" in frames[-1].file
+        if not self._called:  # another program's interpreter, or one that does not show what it heeds
+            return same_call_of_torch_s
+        if frames != self._frames or processes.blocks(self.pid, ATTENTION_SIGNAL):
             return False
-        innermost = frames[-1].file
-        in_torch = f"{os.sep}torch{os.sep}" in innermost
-        in_library = innermost.startswith(sys.base_prefix + os.sep) or "<frozen" in innermost
-        return in_torch or (not in_library and self._place[0].split(" ")[0] == str(_FUTEX))
+        self._looks += 1
+        return same_call_of_torch_s or self._looks >= DEAF_LOOKS
+
+    def _sleeps(self) -> bool:
+        """Whether its main thread waits for something, and not for a disk, which the kernel does not interrupt."""
+        status = processes.status(f"{self.pid}/task/{self.pid}")
+        return status is not None and status.state == "S"
 
     def close(self) -> None:
         """Give every descriptor back."""

@@ -5,16 +5,14 @@ The template's import of torch is what the first call of `launch` waits for, and
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 import socket
 from typing import NamedTuple
 
+from rallypoint.clock import Clock
 from rallypoint.host import processes, system_calls
-from rallypoint.launcher import channel, crew, guard
-from rallypoint.launcher.channel import Hiring
-from rallypoint.launcher.plan import Program
+from rallypoint.launcher import boot
 
 
 class Terms(NamedTuple):
@@ -22,47 +20,34 @@ class Terms(NamedTuple):
 
     line: socket.socket  # to the caller
     caller: int  # its pidfd
-    preload: tuple[str, ...]
-    began: datetime.datetime
+    began: float  # wall clock
     suffix: str  # a few random characters; with `began` they make the job's id
     job: str
     files_limit: tuple[int, int]  # for the ranks
-    crew: crew.Crew
+    template: tuple[int, socket.socket]  # the pid of one that imports torch, and the line to it
 
 
-def main(line_fd: int, hiring_fd: int) -> None:
-    """The life of a standby. `line_fd`: a socket to the caller; `hiring_fd`: a memfd with a `Hiring`."""
+def main(line_fd: int, caller_pid: int) -> None:
+    """The life of a standby. `line_fd`: a socket to the caller."""
     processes.open_standard_descriptors()
-    hiring = channel.read_struct(hiring_fd, Hiring)
     line = socket.socket(fileno=line_fd)
     os.set_inheritable(line_fd, False)
     processes.close_others({0, 1, 2, line_fd})
     try:
-        caller = system_calls.pidfd_open(hiring.caller)
+        caller = system_calls.pidfd_open(caller_pid)
     except ProcessLookupError:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # sent to this process alone: whoever did that means it, and the guard cleans up
     files_limit = processes.prepare_to_supervise()
-    began, suffix = datetime.datetime.now(), os.urandom(2).hex()
-    job = f"{began:%Y%m%d-%H%M%S}-{suffix}"
-    ours = crew.Crew(guard.start(f"RALLYPOINT_JOB={job}".encode()))
     try:
         os.getcwd()
     except OSError:  # the caller's folder was removed; MKL ends a process that stands nowhere
         os.chdir("/")
-    ours.use(
-        crew.start_template(
-            Program("function", ""),
-            hiring.preload,
-            {**os.environ, "RALLYPOINT_JOB": job},
-            imports=True,
-            hooks=True,
-            paths=hiring.paths or None,
-            files_limit=files_limit,
-            guard=ours.guard,
-        )
-    )
+    clock = Clock()
+    suffix = os.urandom(2).hex()
+    job = f"{clock.date('%Y%m%d-%H%M%S')}-{suffix}"
+    template = boot.start_template({**os.environ, "RALLYPOINT_JOB": job}, imports=True)
     from rallypoint.launcher import standby  # while the template imports torch
 
-    standby.serve(Terms(line, caller, hiring.preload, began, suffix, job, files_limit, ours))
+    standby.serve(Terms(line, caller, clock.started, suffix, job, files_limit, template))

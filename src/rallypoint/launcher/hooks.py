@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from rallypoint.diagnosis import rules
+from rallypoint.diagnosis import init_method
 from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher import channel, cuda, gloo, variables, words
@@ -112,6 +112,25 @@ class Hooks:
         error.__dict__["_rallypoint_call"] = call
         clause = words.except_line(error, words.user_frame(sys._getframe(1)))
         self.tell(Caught(self._serial, words.raised(error, call=call, caught_at=clause)))
+
+    def clearing_up(self) -> None:
+        """The program closes its group, which the others hear at once. With an exception on its way they have lost this rank for that
+        reason, and it may take long until it leaves the program: tell it now."""
+        frame = words.user_frame(sys._getframe(1))
+        error = words.on_its_way(frame)
+        if error is None or self._serial >= CAUGHT_MOST or not words.mark(error, self._serial + 1):
+            return
+        self._serial += 1
+        told = words.raised(error, caught_at=words.except_line(error, frame))
+        self.tell(Caught(self._serial, msgspec.structs.replace(told, on_its_way=True)))
+
+    def left_after(self, leaving: SystemExit) -> None:
+        """`sys.exit` while an exception was handled, perhaps one that torch tells nobody of (`work.wait()`, DDP's own collectives): told
+        however many were, since it is the last."""
+        error = words.first_of_chain(leaving)
+        if isinstance(error, Exception) and words.mark(error, self._serial + 1):
+            self._serial += 1
+            self.tell(Caught(self._serial, words.raised(error)))
 
     def joining(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`init_process_group`, with the meeting point looked at first."""
@@ -229,7 +248,7 @@ class Hooks:
         )  # fmt: skip
 
     def _check(self, meeting: Meeting) -> None:
-        wrong = rules.check_init_method(meeting.method) if meeting.method != "store" else None  # a store was given, and no URL
+        wrong = init_method.check(meeting.method) if meeting.method != "store" else None  # a store was given, and no URL
         if wrong is not None:
             raise UsageError(
                 "init-method-invalid", wrong.headline, why=(f"given at {meeting.line}", *filter(None, (wrong.why,))),
@@ -247,7 +266,7 @@ class Hooks:
                 ),
             )
         port = meeting.address.rpartition(":")[2]
-        if meeting.method == "env://" and meeting.address and not rules.is_port(port) and (port != "0" or meeting.world_size > 1):
+        if meeting.method == "env://" and meeting.address and not init_method.is_port(port) and (port != "0" or meeting.world_size > 1):
             zero = "with 0 the kernel gives rank 0 a free port, and no other rank learns which"
             raise UsageError(
                 "port-invalid", f"MASTER_PORT={port} is no port at which ranks can meet: 1 to 65535",
@@ -412,6 +431,7 @@ def _destroy_with_care(original: Callable[..., None]) -> None:
     @functools.wraps(original)
     def destroy_process_group(*args: Any, **kwargs: Any) -> None:
         if _current is not None:
+            _current.clearing_up()
             gloo.let_threads_finish()
         original(*args, **kwargs)
 

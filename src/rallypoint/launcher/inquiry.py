@@ -1,30 +1,27 @@
-"""The running job's door: whoever of this user asks where its ranks stand is answered by the agent's loop.
-
-A Unix socket in a private folder, whose path stands in the run folder. A visitor sends one line and gets a memory file with the answer, so
-the loop never waits for anybody who reads slowly, or not at all.
-"""
+"""Where the ranks stand, while they run: asked by a visitor (`rallypoint stacks`), or because none has moved for a while (`--stall`)."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
-import msgspec
-
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Frame
-from rallypoint.diagnosis.stall import Stall, Watch
-from rallypoint.diagnosis.standing import Missing, RankStanding, Standing
-from rallypoint.host import processes, sockets
+from rallypoint.diagnosis.stall import Watch
+from rallypoint.diagnosis.standing import Missing, RankStanding, Standing, stalled
+from rallypoint.errors import EnvironmentProblem
+from rallypoint.host import processes
 from rallypoint.host.processes import Activity
 from rallypoint.host.signals import EVIDENCE_SIGNAL
 from rallypoint.launcher import words
 from rallypoint.launcher.exits import describe
+from rallypoint.launcher.guard import Guard
 from rallypoint.launcher.handles import RankHandle
+from rallypoint.launcher.job import Job
 from rallypoint.launcher.plan import Plan
+from rallypoint.launcher.supervisor import State
+from rallypoint.launcher.visits import Door
 
 # Seconds over which the use of processors is measured when somebody asks: the kernel counts in hundredths, so this tells 4 % from 0.
 MEASURED = 0.25
@@ -33,136 +30,6 @@ MEASURED = 0.25
 ANSWERS_WITHIN = 1.5
 # Seconds between looks whether the dumps are whole: each look reads a file per thread of a rank.
 ANSWERS_LOOK = 0.02
-# Seconds that a visitor waits for the answer: what the launcher allows itself, and as much again twice for a busy machine.
-VISIT_DEADLINE = 5.0
-VISITORS_MOST = 16  # at a time; the oldest of more is sent away: it has probably been forgotten by its own maker
-ROOM = 16  # descriptors that stay free for the job: answering takes three, and to end a rank the launcher needs a few, too
-QUESTION = b"rallypoint stacks 1\n"  # the number changes when the answer does
-
-
-class DoorClosed(Exception):
-    """Nobody listens there (any more)."""
-
-
-class SentAway(DoorClosed):
-    """The launcher took the connection and closed it: the job is over, or it has no descriptor for a visitor, or too many came."""
-
-
-class LauncherSilent(Exception):
-    """The launcher took the connection and did not answer in time. `pid`: who listens there, 0 when it cannot be seen."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(f"pid {pid} did not answer")
-        self.pid = pid
-
-
-class OtherVersion(Exception):
-    """What answered speaks otherwise: the job was started by another version of rallypoint."""
-
-
-# --- outside ---------------------------------------------------------------------------------------------------------
-
-
-def ask(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
-    """Where the ranks of the job behind this door stand. `DoorClosed`, `LauncherSilent` after `timeout` seconds, `OtherVersion`."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(timeout)
-        connected = False
-        try:
-            sock.connect(path)
-            connected = True
-            if os.geteuid() != 0 and not sockets.is_same_user(sock):
-                raise DoorClosed
-            if processes.is_stopped(listener := sockets.listener_of(sock)):  # the kernel took the connection for it
-                raise LauncherSilent(listener)
-            sock.sendall(QUESTION)
-            said, fds, _, _ = socket.recv_fds(sock, 1, 1)
-        except (TimeoutError, BlockingIOError):  # BlockingIOError: as many wait already as may
-            raise LauncherSilent(sockets.listener_of(sock)) from None
-        except OSError:
-            raise (SentAway if connected else DoorClosed) from None
-    if not fds:
-        raise OtherVersion if said else SentAway
-    with os.fdopen(fds[0], "rb") as file:
-        file.seek(0)
-        try:
-            return msgspec.msgpack.decode(file.read(), type=Standing)
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            raise OtherVersion from None
-
-
-# --- in the agent ----------------------------------------------------------------------------------------------------
-
-
-class Door:
-    """Takes visitors in. Nothing here waits. `EnvironmentProblem` ("socket-unavailable") when there is no folder for the socket."""
-
-    def __init__(self) -> None:
-        self._listener, self.path = sockets.private_socket("door.sock")
-        self._listener.setblocking(False)
-        self._visitors: list[socket.socket] = []
-
-    def fileno(self) -> int:
-        """Readable when somebody comes."""
-        return self._listener.fileno()
-
-    def come_in(self) -> socket.socket | None:
-        """The next visitor; None when it has gone again, is somebody else's process, or would take a descriptor that the job may need.
-        `OSError` (EMFILE) when there is none left at all."""
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return None
-        # The kernel gives the lowest free number: one near the limit means that few are left.
-        if not sockets.is_same_user(sock) or sock.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - ROOM:
-            sock.close()
-            return None
-        sock.setblocking(False)
-        self._visitors.append(sock)
-        return sock
-
-    def surplus(self) -> socket.socket | None:
-        """The visitor who has to leave because too many are here; None when there is room."""
-        return self._visitors[0] if len(self._visitors) > VISITORS_MOST else None
-
-    def listen(self, visitor: socket.socket) -> bool | None:
-        """Whether it asks what we can answer: False when it does not, or has gone; None when there is nothing to read yet."""
-        try:
-            said = visitor.recv(len(QUESTION) + 1)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return False
-        if said and said != QUESTION:
-            with contextlib.suppress(OSError):
-                visitor.send(b"?")
-        return said == QUESTION
-
-    def answer(self, visitors: Sequence[socket.socket], standing: Standing) -> None:
-        """Hand them the answer, and see them off."""
-        content = msgspec.msgpack.encode(standing)
-        for visitor in visitors:
-            with contextlib.suppress(OSError):  # it did not wait, or was sent away; or nothing can be opened: it reads that nobody answers
-                fd = processes.memory_file("rallypoint-standing")
-                try:
-                    os.write(fd, content)
-                    socket.send_fds(visitor, [b"."], [fd])
-                finally:
-                    os.close(fd)
-            self.see_off(visitor)
-
-    def see_off(self, visitor: socket.socket) -> None:
-        """Close the line to a visitor. May be called twice."""
-        if visitor in self._visitors:
-            self._visitors.remove(visitor)
-        visitor.close()
-
-    def close(self) -> None:
-        """Nobody is at home any more: the socket goes, with its folder."""
-        for visitor in list(self._visitors):
-            self.see_off(visitor)
-        self._listener.close()
-        sockets.remove(self.path)
 
 
 class Round:
@@ -255,89 +122,138 @@ def _activities(ranks: Sequence[RankHandle]) -> Iterator[tuple[int, Activity]]:
 
 
 class Inquiry:
-    """All that the agent keeps for it: the door, the watch, the round that is on, and who waits for its result."""
+    """The door, the watch over all ranks, the round that is on, and who waits for its result."""
 
-    def __init__(self, plan: Plan, *, hooks: bool) -> None:
-        self._plan = plan
+    def __init__(self, job: Job, *, hooks: bool) -> None:
+        """`hooks`: whether the ranks are looked into, and can answer."""
+        self._job = job
         self._hooks = hooks
-        self.door: Door | None = None
+        self._door: Door | None = None
         self._watch = self._new_watch()
         self._began = 0.0
         self._round: Round | None = None
         self._waiting: list[socket.socket] = []
 
     def _new_watch(self) -> Watch:
-        return Watch(os.sysconf("SC_CLK_TCK"), self._plan.stall)
+        return Watch(os.sysconf("SC_CLK_TCK"), self._job.plan.stall)
 
-    def next_look(self, now: float) -> float:
-        """When to look again."""
-        return now + self._watch.interval(now - self._began)
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether a round is on."""
-        return self._round is not None
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a visitor waits for the result."""
-        return bool(self._waiting)
-
-    def begin_attempt(self, now: float) -> None:
-        """Other processes: nothing that was seen is of them."""
-        self._watch, self._began = self._new_watch(), now
-        self._round = None
-
-    def look(self, ranks: Sequence[RankHandle], now: float) -> bool:
-        """Look at /proc. True when there is reason to ask the ranks for their stacks."""
-        if self._round is not None:
-            return False
-        self._watch.look(activities(ranks), now)
-        return self._watch.wants_stacks(now)
-
-    def moved(self) -> tuple[int, ...]:
-        """The ranks that ended a stall which was told; () while it lasts."""
-        return self._watch.moved()
-
-    def expect(self, visitor: socket.socket) -> None:
-        """A visitor who waits for the result of the round that is on, or of the next one."""
-        self._waiting.append(visitor)
-
-    def ask(self, ranks: Sequence[RankHandle], now: float) -> None:
-        """Begin a round, if none is on."""
-        if self._round is None:
-            self._round = Round(self._plan, ranks, self._watch, now, hooks=self._hooks)
-
-    def finish(self, now: float, attempt: int, run_dir: str) -> Standing | None:
-        """The result, when the round is over; None until then. Whoever waits has it by then. `now`: seconds since the job's start."""
-        if self._round is None or not self._round.is_over(now):
-            return None
-        plan = self._plan
-        standing = Standing(
-            job=words.sayable(plan.job if not run_dir else run_dir if plan.run_dir_asked else os.path.basename(run_dir)),
-            program=words.sayable(plan.program.target),
-            world_size=plan.world.size,
-            ranks=self._round.standings(now),
-            age=now,
-            attempt=attempt,
-            run_dir=words.sayable(run_dir),
-            folder=words.sayable(os.path.join(plan.task.folder, "")) if plan.task is not None else "",
-            launcher=os.getpid(),
-        )
-        self._round = None
-        waiting, self._waiting = self._waiting, []
-        if self.door is not None:
-            self.door.answer([visitor for visitor in waiting if visitor.fileno() >= 0], standing)
-        return standing
-
-    def judge(self, standing: Standing, now: float, *, debugging: bool) -> Stall | None:
-        """The stall that this shows, once; None when there is none, or a person holds a rank in a debugger."""
-        debugged = debugging or any(stacks.debugged(rank.frames) for rank in standing.ranks)
-        return self._watch.judge(now, debugged=debugged)
+    def begin(self) -> None:
+        """Another attempt, with other processes: nothing that was seen is of them."""
+        now = self._job.loop.now
+        self._watch, self._began, self._round = self._new_watch(), now, None
+        self._job.loop.at("looks", self._next_look(now), self._look)
+        if self._waiting:  # their round was about ranks that are gone
+            self._ask()
 
     def close(self) -> None:
         """The job is over. May be called twice."""
         self._waiting = []
-        if self.door is not None:
-            self.door.close()
-            self.door = None
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    # --- visitors
+
+    def open_door(self, guard: Guard) -> None:
+        """Whoever of this user asks where the ranks are is let in. Where no folder takes a socket the job goes on without."""
+        account = self._job.account
+        if not account.run_dir:  # nobody could find it
+            return
+        try:
+            self._door = door = Door()
+        except EnvironmentProblem as problem:
+            account.event("door-missing", because="; ".join((problem.headline, *problem.why)))
+            return
+        account.announce(door.path)
+        guard.inherit(door.path)
+        self._job.loop.watch(door.fileno(), lambda: self._on_visitor(door))
+
+    def _on_visitor(self, door: Door) -> None:
+        try:
+            visitor = door.come_in()
+        except OSError:  # no descriptor is left for it
+            self._job.loop.unwatch(door.fileno())
+            return
+        while (oldest := door.surplus()) is not None:
+            self._job.loop.unwatch(oldest.fileno())
+            door.see_off(oldest)
+        if visitor is not None:
+            self._job.loop.watch(visitor.fileno(), lambda: self._on_question(door, visitor))
+
+    def _on_question(self, door: Door, visitor: socket.socket) -> None:
+        asks = door.listen(visitor)
+        if asks is None:
+            return
+        self._job.loop.unwatch(visitor.fileno())
+        if not asks:
+            door.see_off(visitor)
+            return
+        self._job.account.event("evidence-asked", because="rallypoint stacks asks")
+        self._waiting.append(visitor)
+        self._ask()
+
+    # --- a round
+
+    def _ask(self) -> None:
+        """Begin a round, if none is on; its end is looked for."""
+        now = self._job.loop.now
+        # While a failure is judged the report waits for the answers to its own question: another one now could cost it those.
+        if self._round is None and self._job.state is not State.JUDGING:
+            self._round = Round(self._job.plan, self._job.ranks, self._watch, now, hooks=self._hooks)
+        self._job.loop.by("standing", now, self._look_for_answers)
+
+    def _look_for_answers(self, now: float) -> None:
+        if self._round is not None and self._round.is_over(now):
+            standing, self._round = self._standing(self._round, now), None
+            waiting, self._waiting = self._waiting, []
+            if self._door is not None:
+                self._door.answer([visitor for visitor in waiting if visitor.fileno() >= 0], standing)
+            if self._job.is_running:  # else it is being stopped, which is no stall
+                self._judge(standing, now)
+            return
+        if self._round is None and self._waiting:
+            self._ask()
+        if self._round is not None or self._waiting:
+            self._job.loop.at("standing", now + ANSWERS_LOOK, self._look_for_answers)
+
+    def _standing(self, answers: Round, now: float) -> Standing:
+        plan, run_dir = self._job.plan, self._job.account.run_dir
+        return Standing(
+            job=words.sayable(plan.job if not run_dir else run_dir if plan.run_dir_asked else os.path.basename(run_dir)),
+            program=words.sayable(plan.program.target),
+            world_size=plan.world.size,
+            ranks=answers.standings(now),
+            age=now,
+            attempt=self._job.attempt.number,
+            run_dir=words.sayable(run_dir),
+            folder=words.sayable(os.path.join(plan.task.folder, "")) if plan.task is not None else "",
+            launcher=os.getpid(),
+        )
+
+    # --- a stall
+
+    def _next_look(self, now: float) -> float:
+        return now + self._watch.interval(now - self._began)
+
+    def _look(self, now: float) -> None:
+        """At /proc, which disturbs nobody; the ranks are asked when that gives a reason to."""
+        self._job.loop.at("looks", self._next_look(now), self._look)
+        if self._job.is_running and self._round is None:
+            self._watch.look(activities(self._job.ranks), now)
+            if self._watch.wants_stacks(now):
+                self._ask()
+        self._tell_moved()
+
+    def _judge(self, standing: Standing, now: float) -> None:
+        """Say the stall that this shows, once; none while a person holds a rank in a debugger."""
+        debugging = any(handle.debugging for handle in self._job.ranks) or any(stacks.debugged(rank.frames) for rank in standing.ranks)
+        stall = self._watch.judge(now, debugged=debugging)
+        if stall is not None:
+            self._job.account.say_stalled(stalled(standing, stall.seconds, seen=stall.looks))
+        self._tell_moved()
+
+    def _tell_moved(self) -> None:
+        """Once, when a stall that was told is over."""
+        moved = self._watch.moved()
+        if moved and self._job.is_running:
+            self._job.account.say_moved(moved)

@@ -12,37 +12,14 @@ import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.host import devices
+from rallypoint.launcher.assignment import Program, Task
+from rallypoint.launcher.sizes import threads_of_a_rank
 from rallypoint.launcher.supervisor import ROLL_CALL
 from rallypoint.world import World, ranges
 
-LARGEST_LOCAL_SIZE = 4096  # ranks on one node: far above any node in use, far below what a typing error could ask of a machine
 OLDEST_TORCH = (2, 7)  # the oldest release that the template and the worker's wrap of init_process_group are tested with
 FEWEST_EPHEMERAL = 8192  # ports that a machine should have for its connections; 64 ranks of gloo's take 4,032 at once
 LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1", "0:0:0:0:0:0:0:1": "::1", "ip6-localhost": "::1"}
-
-
-class Program(msgspec.Struct, frozen=True):
-    """The user's program: what `python` would be given."""
-
-    kind: Literal["script", "module", "command", "function"]
-    target: str  # path as typed, module name, executable as typed, or the name of a function
-    args: tuple[str, ...] = ()
-
-
-class Task(msgspec.Struct, frozen=True):
-    """A function that ranks run instead of a script (`launch`). Function and arguments are in the parcel."""
-
-    name: str  # of the function, for people: "train"
-    line: str  # where `launch` was called: "train.py:30"
-    argv: tuple[str, ...]  # the caller's
-    parcel: int  # how many descriptors it has
-    folder: str  # the working directory of the caller
-    paths: tuple[str, ...]  # its sys.path
-    without: tuple[str, ...] = ()  # variables that the template has and the caller has not (any more)
-    pass_rank: bool = False
-    backend: str = ""  # "": no process group
-    backend_timeout: float | None = None  # seconds; None: torch's own
-    sources: tuple[tuple[str, str], ...] = ()  # name and text of what is in no file: a notebook's cells
 
 
 class LogPlan(msgspec.Struct, frozen=True):
@@ -365,11 +342,6 @@ def _ports_of_the_ranks(options: Options, machine: Machine) -> list[str]:
         f"--port-range {low}-{high} holds for what rallypoint listens on; gloo and NCCL take ports of {first}-{last} in every rank, "
         f"which the kernel chooses: {narrow} (as root, for every program of this machine) moves them"
     ]
-
-
-def threads_of_a_rank(cpus: int, local_size: int) -> int:
-    """How many threads the libraries of one of several ranks should take: its share of the processors that this process may use."""
-    return max(1, cpus // local_size)
 
 
 def _environment(

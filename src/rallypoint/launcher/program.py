@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from types import CodeType, ModuleType
 
 from rallypoint.launcher import gloo, words
+from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.channel import AtPhase, Leaving, Uncatch, Uncaught
 from rallypoint.launcher.hooks import Hooks
-from rallypoint.launcher.plan import Program
 
 _placed: list[str] = []  # what we have put first on sys.path
 _first_main: list[ModuleType] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
@@ -84,6 +84,7 @@ def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
     if code == 0:
         hooks.tell(AtPhase("finishing"))
         return
+    hooks.left_after(leaving)
     frames = words.frames_of(leaving.__traceback__)
     mine = [frame for frame in frames if "site-packages" not in frame.file] or list(frames)
     hooks.tell(Leaving(code, f"{words.shown_path(mine[-1].file)}:{mine[-1].line} in {mine[-1].function}" if mine else ""))

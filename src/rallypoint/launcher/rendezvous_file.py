@@ -25,6 +25,7 @@ import msgspec
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import processes, system_calls
+from rallypoint.record.writer import Writer
 
 TRIES = 16
 """How often the place is looked at again because somebody was quicker. Each time that is another job, which then has it: a second look
@@ -32,6 +33,9 @@ is already rare."""
 
 DISK_TIMEOUT = 10.0
 """Seconds for a file system to answer at all. One that is mounted when it is first asked for takes a few; a dead one takes for ever."""
+
+GIVE_BACK_TIMEOUT = 2.0
+"""Seconds for it at the very end, when the job is over and a person waits for the prompt."""
 
 HIDDEN = -1
 """Instead of a process's start: it exists, and /proc shows it only to its own user (mounted with hidepid)."""
@@ -89,6 +93,7 @@ class Place:
         self.path = os.path.join(folder, f"{number}.json")
         self._folder = folder
         self._record = record
+        self._writer = Writer()
 
     def __repr__(self) -> str:
         return (
@@ -96,13 +101,18 @@ class Place:
         )
 
     def publish(self, attempt: int, address: str) -> None:
-        """Say where the ranks of this attempt meet. `EnvironmentProblem` when it cannot be written (a full disk)."""
-        self._change(msgspec.structs.replace(self._record, attempt=attempt, address=address))
+        """Say where the ranks of this attempt meet. `EnvironmentProblem` when it cannot be written (a full disk), or the disk gives no
+        answer for `DISK_TIMEOUT` seconds: no rank runs yet, or any more."""
+        try:
+            self._writer.ask(lambda: self._change(msgspec.structs.replace(self._record, attempt=attempt, address=address)), DISK_TIMEOUT)
+        except TimeoutError:
+            raise _silent(self._folder, DISK_TIMEOUT) from None
 
     def give_back(self) -> None:
-        """The job is over. May be called twice; raises nothing: who cannot write any more is found to be gone all the same."""
-        with contextlib.suppress(EnvironmentProblem):
-            self._change(msgspec.structs.replace(self._record, address="", ended=True))
+        """The job is over. May be called twice; raises nothing, and takes `GIVE_BACK_TIMEOUT` seconds at most: who cannot write any more is
+        found to be gone all the same."""
+        with contextlib.suppress(EnvironmentProblem, TimeoutError):
+            self._writer.ask(lambda: self._change(msgspec.structs.replace(self._record, address="", ended=True)), GIVE_BACK_TIMEOUT)
 
     def _change(self, record: Record) -> None:
         try:
@@ -139,12 +149,7 @@ def wait_for_disk(folder: str, timeout: float = DISK_TIMEOUT, ask: Callable[[str
         processes.send(pidfd, signal.SIGKILL)  # when it comes back to life; who that is then is the kernel's affair
     finally:
         os.close(pidfd)
-    raise EnvironmentProblem(
-        "rendezvous-unwritable",
-        f"the file system of the meeting place {folder} gave no answer within {timeout:g} s",
-        why=("a server that is gone holds everybody who asks it",),
-        help=(("see what is mounted there, without asking it", "cat /proc/mounts"), *_LEAVE_OUT),
-    )
+    raise _silent(folder, timeout)
 
 
 def look(folder: str) -> None:
@@ -312,6 +317,15 @@ def _in_use(folder: str, record: Record, how: Fate, now: float) -> EnvironmentPr
         f"the meeting place {folder} belongs to {where}, and from here it cannot be seen whether its job still runs",
         why=(f"job {record.job}: {who}", *meets, "joining a job that runs elsewhere comes with multi-node support"),
         help=(*another, ("or, when that job is known to be gone, remove the place", f"rm -r {folder}")),
+    )
+
+
+def _silent(folder: str, timeout: float) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        "rendezvous-unwritable",
+        f"the file system of the meeting place {folder} gave no answer within {timeout:g} s",
+        why=("a server that is gone holds everybody who asks it",),
+        help=(("see what is mounted there, without asking it", "cat /proc/mounts"), *_LEAVE_OUT),
     )
 
 

@@ -7,6 +7,7 @@ It is the caller's only trace: a child with one socket. It carries out one call 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import select
 import socket
@@ -15,16 +16,22 @@ import sys
 import msgspec
 
 from rallypoint.diagnosis import render
+from rallypoint.diagnosis.report import Report
 from rallypoint.errors import RallypointError
 from rallypoint.host import devices, processes
-from rallypoint.launcher import channel, machine, plan, words
+from rallypoint.launcher import channel, crew, guard, machine, plan, words
 from rallypoint.launcher.agent import Agent, CallerGone
+from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.channel import Call, Finished, Verdict
 from rallypoint.launcher.crew import Crew
 from rallypoint.launcher.hired import Terms
-from rallypoint.launcher.plan import Machine, Options, Plan, Program
+from rallypoint.launcher.plan import Machine, Options, Plan
 from rallypoint.record import run_folder
 from rallypoint.record.run_folder import default_root
+from rallypoint.record.writer import Writer
+
+# Seconds in which the folder of a call that went well is to be gone. It is some small files, and a busy disk needs tenths.
+DISCARD_TIMEOUT = 5.0
 
 
 class Errand:
@@ -57,7 +64,7 @@ class Errand:
 
 def serve(terms: Terms) -> None:
     """Until the caller ends, or the guard does."""
-    standby = _Standby(terms)
+    standby = _Standby(terms, _crew(terms))
     try:
         while standby.wait():
             pass
@@ -67,12 +74,19 @@ def serve(terms: Terms) -> None:
         standby.close()
 
 
+def _crew(terms: Terms) -> Crew:
+    """The guard, and the template, which was started before it: it ends with this process in any case, and has no children yet."""
+    ours = Crew(guard.start(f"RALLYPOINT_JOB={terms.job}".encode()))
+    ours.use(crew.take_over(*terms.template, imports=True, files_limit=terms.files_limit, guard=ours.guard))
+    return ours
+
+
 class _Standby:
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: Terms, crew: Crew) -> None:
         self._terms = terms
         self._line = terms.line
         self._caller = terms.caller
-        self._crew = terms.crew
+        self._crew = crew
         self._calls = 0
 
     def close(self) -> None:
@@ -113,13 +127,14 @@ class _Standby:
             with contextlib.suppress(OSError):  # the caller has just ended
                 os.write(fds[1], f"rallypoint: {words.sayable(changed)} was changed since it was preloaded: it is imported anew\n".encode())
             self._crew.dismiss_template()
+        self._set_up_template(call)
         errand = Errand(call, fds, line=self._line, caller=self._caller, crew=self._crew, files_limit=self._terms.files_limit)
         with contextlib.closing(errand):  # whoever reads the pipes must see their end before it hears that the call is over
             try:
                 made = self._plan(call)
                 agent = Agent(made, errand)
             except RallypointError as problem:
-                report = render.report_of(problem)
+                report = _for_python(render.report_of(problem))
                 verdict = Verdict(report.exit_status, False, False, (report,), str(problem), (), "")
             else:
                 try:
@@ -130,9 +145,17 @@ class _Standby:
                 if agent.problem is not None or (agent.lost is not None and agent.lost.name == "template"):
                     self._crew.dismiss_template()  # it may be about to end: the next call gets a new one
         if verdict.status == 0 and not call.run_dir:
-            run_folder.discard(verdict.run_dir)
+            with contextlib.suppress(TimeoutError):  # the caller waits, and the disk may have died meanwhile
+                Writer().ask(lambda: run_folder.discard(verdict.run_dir), DISCARD_TIMEOUT)
         self._send(verdict)
         return verdict.usable
+
+    def _set_up_template(self, call: Call) -> None:
+        """The first call says what there is to import beside torch. (Whoever asks for it in vain has imported nothing of the user's.)"""
+        template = self._crew.template
+        if template is not None and not template.is_set_up:
+            paths = call.task.paths
+            template.set_up(crew.setup(Program("function", ""), call.preload, os.environ, imports=True, hooks=True, paths=paths))
 
     def _plan(self, call: Call) -> Plan:
         self._calls += 1
@@ -143,10 +166,11 @@ class _Standby:
             program=Program("function", call.task.name),
             nproc=call.nproc,
             backend=call.task.backend,
-            preload=self._terms.preload,
+            preload=call.preload,
             max_restarts=call.max_restarts,
             on_failure=call.on_failure,
             run_dir=call.run_dir,
+            port_range=call.port_range,
             quiet=True,
         )
         facts = Machine(
@@ -156,7 +180,7 @@ class _Standby:
             names=(),
             python=sys.executable,
             torch=machine.torch_version(),
-            now=self._terms.began,
+            now=datetime.datetime.fromtimestamp(self._terms.began),
             suffix=self._terms.suffix,
             cwd=call.task.folder,
             runs=default_root(environ),
@@ -176,6 +200,13 @@ class _Standby:
             raise CallerGone from None
         finally:
             os.close(fd)
+
+
+def _for_python(report: Report) -> Report:
+    """What it says to type, as an argument of `launch`."""
+    argument = {"--run-dir DIR": 'rallypoint.launch(..., run_dir="DIR")'}
+    help = tuple(msgspec.structs.replace(one, command=argument.get(one.command, one.command)) for one in report.help)
+    return msgspec.structs.replace(report, help=help)
 
 
 def _verdict(agent: Agent, made: Plan, status: int) -> Verdict:

@@ -521,7 +521,7 @@ class Supervisor:
             following = "SIGKILL" if rank.asked == "SIGTERM" else "SIGTERM"
             why = f"{rank.asked} did not reach it: its main thread stands in a call"
             actions += self._ask(number, following, why)
-        return [*actions, SetTimer("stuck", now + STUCK_AFTER)] if actions else []
+        return [*actions, SetTimer("stuck", now + STUCK_AFTER)]  # also of one that had no turn yet to hear it
 
     def _helper_lost_while_stopping(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, HelperLost)

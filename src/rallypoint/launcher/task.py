@@ -9,16 +9,29 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 from rallypoint.errors import UsageError
 from rallypoint.launcher import exits, program, warm, words
+from rallypoint.launcher.assignment import Task
 from rallypoint.launcher.channel import AtPhase, Outcome, Uncatch, Uncaught
 from rallypoint.launcher.crossing import parcel
 from rallypoint.launcher.hooks import Hooks
-from rallypoint.launcher.plan import Task
+
+
+def prepare() -> None:
+    """In the template, for its ranks: torch takes the registration of each of its operators back when an interpreter ends, which takes a
+    rank 25 ms of processor time. Here it ends without the finalisation in which that could matter."""
+    import torch.library
+
+    takes_back = getattr(torch.library, "_del_library", None)
+    for finalizer in tuple(getattr(weakref.finalize, "_registry", ())):
+        alive = finalizer.peek()
+        if alive is not None and alive[1] is takes_back:
+            finalizer.atexit = False
 
 
 def run(task: Task, rank: int, fds: list[int], hooks: Hooks, *, signal_mask: Iterable[int]) -> NoReturn:
@@ -85,11 +98,10 @@ def _called(task: Task, rank: int, fds: list[int], hooks: Hooks) -> Any:
 
 
 def _unsendable(name: str, problem: parcel.Unsendable) -> UsageError:
-    return UsageError(
-        "result-unsupported",
-        f"what {name} returned cannot be sent back: {problem}",
-        help=(("return what can be copied: numbers, text, containers, tensors, arrays", "return model.state_dict()"),),
-    )
+    how = ("return what can be copied: numbers, text, containers, tensors, arrays", "return model.state_dict()")
+    if problem.type_name == "generator":
+        how = ("let the rank run through it", "return list(...)")
+    return UsageError("result-unsupported", f"what {name} returned cannot be sent back: {problem}", help=(how,))
 
 
 def _failed(hooks: Hooks, rank: int, error: BaseException) -> int:

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
+from rallypoint.clock import Clock
 from rallypoint.host import devices, processes, system_calls
 from rallypoint.launcher import boot, channel, program, words, worker
 from rallypoint.launcher.channel import (
@@ -43,33 +44,39 @@ from rallypoint.launcher.worker import Descriptors
 _DEVICE_FILES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/habanalabs", "/dev/davinci")
 
 
-def serve(setup_fd: int, orders_fd: int) -> Callable[[], None]:
-    """The template's whole life. Returns in a child what it is to run; in the template itself it does not return."""
-    setup = channel.read_struct(setup_fd, Setup)
-    processes.die_with(setup.agent_pid)
-    processes.close_others({0, 1, 2, orders_fd})  # what whoever started us had open is not the ranks'
+def serve(orders_fd: int, spent: float, failed: BaseException | None) -> Callable[[], None]:
+    """The template's whole life. Returns in a child what it is to run; in the template itself it does not return. `spent`: seconds that
+    torch's import took; `failed`: what that has raised, if it has."""
     orders = socket.socket(fileno=orders_fd)
-    if not _prepare(setup, orders):
+    setup, _ = channel.receive(orders)
+    if not isinstance(setup, Setup):  # the agent is gone
+        os._exit(1)
+    if not _prepare(setup, orders, spent, failed):
         os._exit(1)
     return _Template(setup, orders).loop()
 
 
-def _prepare(setup: Setup, orders: socket.socket) -> bool:
+def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseException | None) -> bool:
     """Import all that is to be shared, and say how it went; False when nobody can be forked from this process."""
-    began = time.monotonic()
     if not setup.imports:
         channel.send(orders, Ready(0.0))
         return True
+    clock = Clock()
     version = ""
     former: set[str] = set()
     for name in ("torch", "torch.distributed", *setup.preload):
         if name in setup.preload:
-            former = former or set(sys.modules)
+            if not former:
+                former = set(sys.modules)
+                gc.freeze()
+                gc.enable()  # what these do when they are imported nobody knows
             _place_folders(setup)  # only now: a user's `re.py` must not get between torch and its own imports
             from rallypoint.launcher import warm
 
             warm.importing = f"{name}, to be preloaded"
         try:
+            if failed is not None:
+                raise failed
             __import__(name)
         except BaseException as error:  # SystemExit, too: a script without its `if __name__ == "__main__"` may be asked for
             words.strip(error)
@@ -82,15 +89,18 @@ def _prepare(setup: Setup, orders: socket.socket) -> bool:
             hooks.install()  # before any preload module: `from torch.distributed import init_process_group` copies the name
         why = unclean()
         if why:
-            channel.send(orders, Ready(time.monotonic() - began, version, why, name))
+            channel.send(orders, Ready(spent + clock.elapsed(), version, why, name))
             return False
     if setup.preload:
         warm.importing = ""
+        gc.collect()
     if setup.program.kind == "function":
-        from rallypoint.launcher import task  # noqa: F401  # once, for all ranks
-    gc.collect()
+        from rallypoint.launcher import task
+
+        task.prepare()
     gc.freeze()  # the collector never touches what is shared, so its pages stay shared
-    channel.send(orders, Ready(time.monotonic() - began, version, files=_sources(former)))
+    gc.enable()
+    channel.send(orders, Ready(spent + clock.elapsed(), version, files=_sources(former)))
     return True
 
 

@@ -13,8 +13,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 
-from rallypoint.launcher import words
-
 _FAMILIES = ("OMP_", "GOMP_")  # libgomp reads all of its variables as it is loaded
 _LOADED = (
     "CUDA_",
@@ -75,6 +73,8 @@ def _now() -> dict[str, str]:
 
 def _place(name: str) -> str:
     """The first line in the program's own files that sets the variable, as far as the words of a line can tell."""
+    from rallypoint.launcher import words
+
     quoted = rf"""["']{name}["']"""
     sets = re.compile(
         rf"{quoted}\s*\]\s*=[^=]|{quoted}\s*:|(?:putenv|unsetenv|setdefault|pop)\(\s*{quoted}|\bdel\b.*{quoted}|update\(.*\b{name}\s*="

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from rallypoint.host import processes, system_calls
 from rallypoint.host.held import Held
-from rallypoint.launcher import boot, channel, variables
-from rallypoint.launcher.channel import Hiring
+from rallypoint.launcher import boot, variables
 
 IDLE_MOST = 2
 """Agents that are kept, the one at work counted in: a program that goes to and fro between two (with and without `preload`, one rank
@@ -46,7 +45,7 @@ class Agent:
     """A standby process and the line to it. `environment` is what its template has."""
 
     def __init__(self, key: Key, environment: Mapping[str, str]) -> None:
-        self.line, theirs = channel.pair()
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # `channel.pair()`, which is not loaded yet
         self.key = key
         self.environment = dict(environment)
         self.pid = 0
@@ -54,17 +53,14 @@ class Agent:
         self._parent = os.getpid()
         passed = Held()
         try:
-            hiring = passed.add(processes.memory_file("rallypoint-hiring"))
-            os.write(hiring, channel.exact(Hiring(self._parent, key.preload, key.paths)))
-            # Not where its standard streams will be.
-            spawned = [passed.add(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)) for fd in (theirs.fileno(), hiring)]
+            line = passed.add(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))  # not where its standard streams will be
             self.pid = boot.spawn(
-                ["-c", boot.STANDBY % tuple(spawned)],
+                ["-c", boot.STANDBY % (line, self._parent)],
                 self.environment,
                 # A descriptor that is put where it is loses its close-on-exec flag, in the new process alone: nobody whom another thread
                 # starts meanwhile gets it.
                 file_actions=[
-                    *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in spawned),
+                    (os.POSIX_SPAWN_DUP2, line, line),
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 ],
                 setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT],

@@ -97,6 +97,22 @@ def _in_clause(filename: str, line: int, names: set[str]) -> bool:
     return any(one.type is not None and _fits(one.type, names) for one in inside)
 
 
+def on_its_way(frame: FrameType | None) -> Exception | None:
+    """The exception that the program is clearing up after in `frame`, or in a function that called it; None when there is none.
+
+    What a `finally`, an except clause or a `with` has in hand. Not what an outer except clause has caught to go another way
+    (`except ImportError:`): that is over.
+    """
+    error = sys.exc_info()[1]
+    if not isinstance(error, Exception) or error.__traceback__ is None:
+        return None
+    while frame is not None and frame is not error.__traceback__.tb_frame:
+        frame = frame.f_back
+    names = {kind.__name__ for kind in type(error).__mro__} & _EXPECTED
+    over = frame is None or (names and _in_clause(frame.f_code.co_filename, frame.f_lineno, names))
+    return None if over else error
+
+
 def type_name(kind: type[BaseException]) -> str:
     """As Python prints it: without `builtins.` and `__main__.`."""
     module = kind.__module__

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rallypoint.host import processes
-from rallypoint.host.signals import EVIDENCE_SIGNAL
+from rallypoint.host.signals import EVIDENCE_SIGNAL, show_attention
 from rallypoint.launcher import channel, hooks, imports, program, variables, words
 from rallypoint.launcher.channel import AtPhase, Debugging, Setup, StartWorker
 from rallypoint.store import place
@@ -114,6 +114,7 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     _keep.append(evidence)
     faulthandler.enable(evidence, all_threads=True)
     faulthandler.register(EVIDENCE_SIGNAL, evidence, all_threads=True, chain=False)
+    show_attention()
     _choose_debugger(order, fds.terminal, seen)
     seen.tell(AtPhase("started"))
     _wait_for_go(control)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from rallypoint.record.run_folder import KeptFile, RunFolder, as_json
+from rallypoint.record.writer import Writer
 
 What = Literal[
     "job-started",  # program, world_size, job
@@ -60,7 +61,9 @@ class EventLog:
     Keeps them all in memory too: `events` is what the report and the timeline are made from.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, writer: Writer | None = None) -> None:
+        """With a `writer` nobody here waits for the disk."""
+        self._writer = writer
         self.events: list[Event] = []
         path = folder.file("events.jsonl")
         self._file = KeptFile(path, folder.trouble, "events are no longer kept") if path else None
@@ -69,7 +72,11 @@ class EventLog:
         """Keep an event. Never raises for what the disk does."""
         self.events.append(event)
         if self._file is not None:
-            self._file.write(as_json(event) + b"\n")
+            file, line = self._file, as_json(event) + b"\n"
+            if self._writer is not None:
+                self._writer.submit(lambda: file.write(line))
+            else:
+                file.write(line)
 
     def close(self) -> None:
         """May be called twice."""

@@ -228,10 +228,10 @@ class LogPump:
         return tuple(plain(line) for line in lines[-TAIL_LINES:])
 
     def log_position(self, rank: int) -> tuple[str, int]:
-        """A rank's log file ("" if none is kept) and the number of lines in it now. `tail` is the last of them."""
+        """A rank's log file ("" if none is kept, or its end is not) and the number of lines in it now. `tail` is the last of them."""
         log = self._logs[rank]
         with self._lock:
-            return (log.file.path if log.file else "", log.lines)
+            return (log.file.path if log.file and not log.file.given_up else "", log.lines)
 
     def settle(self, timeout: float) -> bool:
         """Wait until all that was in the pipes at this moment has been read, kept and shown.

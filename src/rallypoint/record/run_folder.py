@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
+import secrets
 import shutil
 import struct
 from collections.abc import Callable, Mapping
@@ -22,7 +24,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.record.writer import Writer
 
 KEPT_RUNS = 20
 """Runs kept in the default folder: an afternoon of trying things; at a few megabytes of log each, a small place."""
@@ -31,6 +35,12 @@ OURS = re.compile(r"rank\d+\.log|events\.jsonl|plan\.json|report\.json|running")
 """The names of the files that a run folder consists of. Nothing else in it is ever touched."""
 
 SECRET = re.compile(r"secret|token|passw|credential|api_?key|access_?key|private_?key|authorization|cookie", re.IGNORECASE)
+
+LINK_TIMEOUT = 1.0
+"""Seconds for the disk of a run that is listed elsewhere to say whether it goes on. Somebody waits for the list."""
+
+LINK_KEPT = 30 * 86400.0
+"""Seconds for which a link of another machine's is kept though nothing is seen there: no scheduler lets a job run for longer."""
 
 _FLOCK = struct.Struct("@hhqqi")
 """struct flock of fcntl(2): type, whence, start, length, pid."""
@@ -88,6 +98,8 @@ class KeptFile:
 
     def __init__(self, path: str, trouble: Trouble, lost: str = "its output is no longer kept", fd: int | None = None) -> None:
         self.path = path
+        self.given_up = False
+        """Whether what came last is not in it."""
         self._trouble = trouble
         self._lost = lost
         self._fd = fd
@@ -95,6 +107,7 @@ class KeptFile:
             try:
                 self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             except OSError as error:
+                self.given_up = True
                 trouble(path, error, lost)
 
     def write(self, data: bytes) -> bool:
@@ -105,6 +118,7 @@ class KeptFile:
                 rest = rest[os.write(self._fd, rest) :]
             except OSError as error:
                 self.close()
+                self.given_up = True
                 self._trouble(self.path, error, self._lost)
         return self._fd is not None
 
@@ -124,6 +138,7 @@ class RunFolder:
         self.path = path
         self.trouble = trouble
         self._lock = lock
+        self._listed = ""  # the link to it in a folder of runs
 
     def __repr__(self) -> str:
         state = "closed" if self._lock is None else "open"
@@ -157,6 +172,17 @@ class RunFolder:
         except OSError as error:
             self.trouble(self.file("running"), error, "rallypoint stacks will not find this job")
 
+    def list_in(self, root: str) -> None:
+        """Let `running_runs(root)` find it, though it is not there. Where nothing can be written it is not found without its name."""
+        if self._lock is None or os.path.dirname(self.path) == root:
+            return
+        folder = _elsewhere(root)
+        link = os.path.join(folder, f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            os.symlink(self.path, link)
+            self._listed = link
+
     def write_json(self, name: str, value: Any) -> None:
         """Write a file whole or not at all: a reader never sees half of it."""
         if not self.path:
@@ -174,6 +200,9 @@ class RunFolder:
             return
         lock, self._lock = self._lock, None
         _locked_here.discard(self.path)
+        if self._listed:
+            with contextlib.suppress(OSError):
+                os.unlink(self._listed)
         with contextlib.suppress(FileNotFoundError):  # the user removed the folder meanwhile
             os.unlink(self.file("running"))
         os.close(lock)
@@ -190,7 +219,7 @@ class Door(msgspec.Struct, frozen=True):
 class PastRun(NamedTuple):
     """A run found in the default folder."""
 
-    job: str
+    job: str  # by which people call it: its name there, or its folder where that is elsewhere
     path: str
     started: float  # seconds since 1970
     running: bool
@@ -276,8 +305,36 @@ def is_running(path: str) -> bool:
 
 
 def running_runs(root: str) -> list[PastRun]:
-    """The runs in a folder of runs whose launchers are alive, newest first."""
-    return [run for run in past_runs(root) if run.running]
+    """The runs in a folder of runs whose launchers are alive, and those with a folder of their own (`--run-dir`), newest first."""
+    found = [*(run for run in past_runs(root) if run.running), *_running_elsewhere(root)]
+    return sorted(found, key=lambda run: (run.started, run.job), reverse=True)
+
+
+def _elsewhere(root: str) -> str:
+    """The folder of links to runs that go on and are not in this folder of runs."""
+    return os.path.join(os.path.dirname(root), "elsewhere")
+
+
+def _running_elsewhere(root: str) -> list[PastRun]:
+    """What is linked there; the links of launchers that were killed go. A disk that gives no answer is not waited for.
+
+    Machines that share a home share this folder, and a path of another one's may lead nowhere here: its links are not ours to judge.
+    """
+    here, now = os.uname().nodename, Clock().wall()
+    found = []
+    with contextlib.suppress(OSError), os.scandir(_elsewhere(root)) as links:
+        for link in links:
+            with contextlib.suppress(OSError):  # TimeoutError is one, too
+                run = Writer().ask(functools.partial(_running_at, os.readlink(link.path)), LINK_TIMEOUT)
+                if run is not None:
+                    found.append(run)
+                elif link.name.rsplit("-", 2)[0] == here or now - link.stat(follow_symlinks=False).st_mtime > LINK_KEPT:
+                    os.unlink(link.path)
+    return found
+
+
+def _running_at(path: str) -> PastRun | None:
+    return PastRun(path, path, os.stat(os.path.join(path, "plan.json")).st_mtime, True) if is_running(path) else None
 
 
 def door_of(path: str) -> Door | None:

@@ -121,7 +121,11 @@ _SENTENCES: dict[What, Callable[[dict[str, Any], str], str]] = {
     "store-serves": lambda d, because: "the job's store has its first client",
     "worker-started": lambda d, because: "started {ranks}",
     "phase": lambda d, because: str(d.get("phase", "phase unknown")),
-    "handled-error": lambda d, because: f"caught {_error(d)}" + (f" from {d['call']}" if d.get("call") else ""),
+    "handled-error": lambda d, because: (
+        f"closed its group with {_error(d)} on its way"
+        if d.get("on_its_way")
+        else f"caught {_error(d)}" + (f" from {d['call']}" if d.get("call") else "")
+    ),
     "raised": lambda d, because: f"raised {_error(d)}",
     "ended": lambda d, because: f"{because}: {_ended(d)}" if because else _ended(d),
     "evidence-asked": lambda d, because: "asked the ranks where they are" + _reason(because),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rallypoint.errors import UsageError
 from rallypoint.launcher.crossing import misfits, trail
-from rallypoint.launcher.crossing.misfits import Misfit
+from rallypoint.launcher.crossing.misfits import Misfit, Refused
 from rallypoint.launcher.crossing.modules import is_users
 from rallypoint.launcher.crossing.reads import Read, reads
 from rallypoint.wire.values import shown
@@ -30,15 +30,6 @@ ELEMENTS_MOST = 100
 
 _WRONG = frozenset({"lock-in-wrong-scope", "mp-object-in-launch"})
 """What is wrong as a global of an imported module, too. A file, a socket or a thread is each rank's own there, and may be meant so."""
-
-
-class Refused(Exception):
-    """Something cannot cross. Where it is, is not known where this is raised, unless `place` says it."""
-
-    def __init__(self, misfit: Misfit, place: str = "") -> None:
-        super().__init__(misfit.name)
-        self.misfit = misfit
-        self.place = place
 
 
 # --- the function and its arguments ---

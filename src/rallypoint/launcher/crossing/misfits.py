@@ -39,6 +39,15 @@ class Misfit(NamedTuple):
         return given
 
 
+class Refused(Exception):
+    """Something cannot cross. Where it is, is not known where this is raised, unless `place` says it."""
+
+    def __init__(self, misfit: Misfit, place: str = "") -> None:
+        super().__init__(misfit.name)
+        self.misfit = misfit
+        self.place = place
+
+
 _INSIDE = "def train():\n    lock = threading.Lock()"
 _NOT_BETWEEN = "does not guard anything between processes"
 _STORE = "rallypoint.connect()"

@@ -24,15 +24,17 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rallypoint.errors import UsageError
 from rallypoint.host import memory, passing, system_calls
-from rallypoint.launcher.crossing import inspection, misfits, trail
+from rallypoint.launcher.crossing import misfits
 from rallypoint.launcher.crossing.arrival import MAPPED_BYTES, Arrival, Reader, Unpickler
-from rallypoint.launcher.crossing.inspection import Refused
-from rallypoint.launcher.crossing.misfits import Misfit
+from rallypoint.launcher.crossing.misfits import Misfit, Refused
 from rallypoint.launcher.crossing.pickling import Pickler, Tracer, bytes_of, is_shared
+
+if TYPE_CHECKING:
+    from rallypoint.launcher.crossing import inspection, trail
 
 BESIDE_BYTES = 64 * 1024
 """Buffers from this size on stand beside the pickle: shorter ones are copied with it, for less than a place of their own costs."""
@@ -97,6 +99,8 @@ class Unsendable(Exception):
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:
     """A function and its arguments, for any number of ranks. UsageError (`launch-argument`, `lock-in-wrong-scope`,
     `mp-object-in-launch`) names by path what cannot cross; OSError when there is no memory."""
+    from rallypoint.launcher.crossing import inspection  # not at the top: ranks, which import this module, need it when something fails
+
     try:
         return _pack((fn, args, kwargs), inspection.Scan(is_shared))
     except Exception as error:
@@ -127,6 +131,8 @@ def pack_result(value: object) -> Packed:
     except Exception as error:
         if _of_memory(error):
             raise
+        from rallypoint.launcher.crossing import inspection
+
         at, culprit, problem = _trace(value, ((value, "result"),), None, error)
         name = _name_of_type(culprit)
         if isinstance(problem, Refused):
@@ -147,6 +153,8 @@ def unpack_result(fds: Sequence[int]) -> Any:
     try:
         value, _ = _unpack(fds, in_rank=False)
     except Exception as error:
+        from rallypoint.launcher.crossing import inspection
+
         raise UsageError(
             "result-unsupported",
             f"what the rank returned cannot be read here: {inspection.describe(error)}",
@@ -301,6 +309,8 @@ def _unpack(fds: Sequence[int], *, in_rank: bool) -> Any:
 
 def _refusal(fn: object, args: object, kwargs: object, error: Exception) -> tuple[UsageError, Exception | None]:
     """The error for a call that could not be packed, and what it came from, when that says more."""
+    from rallypoint.launcher.crossing import inspection
+
     if isinstance(error, Refused) and error.place:
         return inspection.refusal(error.misfit, error.place), None
     names = ((fn, fn.__name__ if isinstance(fn, FunctionType) else "fn"), (args, "args"), (kwargs, "kwargs"))
@@ -316,6 +326,8 @@ def _trace(
     root: object, names: Sequence[tuple[object, str]], scan: inspection.Scan | None, error: Exception
 ) -> tuple[trail.Place, object, Exception]:
     """Where packing fails, on what, and with what."""
+    from rallypoint.launcher.crossing import trail
+
     tracer = Tracer()
     tracer.prepare(scan)
     with passing.collecting() as passed:

@@ -9,17 +9,19 @@ import pickle
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 from cloudpickle import cloudpickle as _by_value
 
 from rallypoint.host import passing
 from rallypoint.host.mappings import Mappings
-from rallypoint.launcher.crossing import arrival, inspection, misfits
-from rallypoint.launcher.crossing.inspection import Refused
-from rallypoint.launcher.crossing.misfits import Misfit
+from rallypoint.launcher.crossing import arrival, misfits
+from rallypoint.launcher.crossing.misfits import Misfit, Refused
 from rallypoint.launcher.crossing.modules import Importable
+
+if TYPE_CHECKING:
+    from rallypoint.launcher.crossing import inspection
 
 
 class Kept(NamedTuple):

@@ -1,0 +1,149 @@
+"""The running job's door: whoever of this user asks where its ranks stand is let in, and gets the answer.
+
+A Unix socket in a private folder, whose path stands in the run folder. A visitor sends one line and gets a memory file with the answer, so
+the agent's loop never waits for anybody who reads slowly, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from rallypoint.diagnosis.standing import Standing
+from rallypoint.host import processes, sockets
+
+# Seconds that a visitor waits for the answer: what the launcher allows itself, and as much again twice for a busy machine.
+VISIT_DEADLINE = 5.0
+VISITORS_MOST = 16  # at a time; the oldest of more is sent away: it has probably been forgotten by its own maker
+ROOM = 16  # descriptors that stay free for the job: answering takes three, and to end a rank the launcher needs a few, too
+QUESTION = b"rallypoint stacks 1\n"  # the number changes when the answer does
+
+
+class DoorClosed(Exception):
+    """Nobody listens there (any more)."""
+
+
+class SentAway(DoorClosed):
+    """The launcher took the connection and closed it: the job is over, or it has no descriptor for a visitor, or too many came."""
+
+
+class LauncherSilent(Exception):
+    """The launcher took the connection and did not answer in time. `pid`: who listens there, 0 when it cannot be seen."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(f"pid {pid} did not answer")
+        self.pid = pid
+
+
+class OtherVersion(Exception):
+    """What answered speaks otherwise: the job was started by another version of rallypoint."""
+
+
+# --- outside ---------------------------------------------------------------------------------------------------------
+
+
+def ask(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
+    """Where the ranks of the job behind this door stand. `DoorClosed`, `LauncherSilent` after `timeout` seconds, `OtherVersion`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(timeout)
+        connected = False
+        try:
+            sock.connect(path)
+            connected = True
+            if os.geteuid() != 0 and not sockets.is_same_user(sock):
+                raise DoorClosed
+            if processes.is_stopped(listener := sockets.listener_of(sock)):  # the kernel took the connection for it
+                raise LauncherSilent(listener)
+            sock.sendall(QUESTION)
+            said, fds, _, _ = socket.recv_fds(sock, 1, 1)
+        except (TimeoutError, BlockingIOError):  # BlockingIOError: as many wait already as may
+            raise LauncherSilent(sockets.listener_of(sock)) from None
+        except OSError:
+            raise (SentAway if connected else DoorClosed) from None
+    if not fds:
+        raise OtherVersion if said else SentAway
+    with os.fdopen(fds[0], "rb") as file:
+        file.seek(0)
+        try:
+            return msgspec.msgpack.decode(file.read(), type=Standing)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            raise OtherVersion from None
+
+
+# --- in the agent ----------------------------------------------------------------------------------------------------
+
+
+class Door:
+    """Takes visitors in. Nothing here waits. `EnvironmentProblem` ("socket-unavailable") when there is no folder for the socket."""
+
+    def __init__(self) -> None:
+        self._listener, self.path = sockets.private_socket("door.sock")
+        self._listener.setblocking(False)
+        self._visitors: list[socket.socket] = []
+
+    def fileno(self) -> int:
+        """Readable when somebody comes."""
+        return self._listener.fileno()
+
+    def come_in(self) -> socket.socket | None:
+        """The next visitor; None when it has gone again, is somebody else's process, or would take a descriptor that the job may need.
+        `OSError` (EMFILE) when there is none left at all."""
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        # The kernel gives the lowest free number: one near the limit means that few are left.
+        if not sockets.is_same_user(sock) or sock.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - ROOM:
+            sock.close()
+            return None
+        sock.setblocking(False)
+        self._visitors.append(sock)
+        return sock
+
+    def surplus(self) -> socket.socket | None:
+        """The visitor who has to leave because too many are here; None when there is room."""
+        return self._visitors[0] if len(self._visitors) > VISITORS_MOST else None
+
+    def listen(self, visitor: socket.socket) -> bool | None:
+        """Whether it asks what we can answer: False when it does not, or has gone; None when there is nothing to read yet."""
+        try:
+            said = visitor.recv(len(QUESTION) + 1)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return False
+        if said and said != QUESTION:
+            with contextlib.suppress(OSError):
+                visitor.send(b"?")
+        return said == QUESTION
+
+    def answer(self, visitors: Sequence[socket.socket], standing: Standing) -> None:
+        """Hand them the answer, and see them off."""
+        content = msgspec.msgpack.encode(standing)
+        for visitor in visitors:
+            with contextlib.suppress(OSError):  # it did not wait, or was sent away; or nothing can be opened: it reads that nobody answers
+                fd = processes.memory_file("rallypoint-standing")
+                try:
+                    os.write(fd, content)
+                    socket.send_fds(visitor, [b"."], [fd])
+                finally:
+                    os.close(fd)
+            self.see_off(visitor)
+
+    def see_off(self, visitor: socket.socket) -> None:
+        """Close the line to a visitor. May be called twice."""
+        if visitor in self._visitors:
+            self._visitors.remove(visitor)
+        visitor.close()
+
+    def close(self) -> None:
+        """Nobody is at home any more: the socket goes, with its folder."""
+        for visitor in list(self._visitors):
+            self.see_off(visitor)
+        self._listener.close()
+        sockets.remove(self.path)

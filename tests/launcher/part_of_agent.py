@@ -1,0 +1,118 @@
+"""A job without processes: a clock that is moved by hand, an account that remembers what it was told, and the real supervisor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from rallypoint.diagnosis.evidence import Meeting
+from rallypoint.launcher import supervisor as sv
+from rallypoint.launcher.account import Account
+from rallypoint.launcher.attempt import Attempt
+from rallypoint.launcher.handles import RankHandle
+from rallypoint.launcher.job import Job
+from rallypoint.launcher.loop import Loop
+from rallypoint.launcher.supervisor import Supervisor
+from rallypoint.testing.clock import ManualClock
+
+from .test_plan import plan
+
+
+class Words:
+    """Stands where the account stands."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+        self.said: list[tuple[Any, ...]] = []
+        self.lost: tuple[str, int] | None = None  # what a rank's error speaks of
+        self.missing: tuple[int, ...] = ()
+        self.given_up: set[tuple[int, int]] = set()  # ranks whose torch says so of the store at a port
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith(("say", "event", "announce")):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self.said.append((name, *args, *kwargs.values()))
+
+    def unmet(self, ranks: object) -> tuple[str, int] | None:
+        return self.lost
+
+    def absent(self, ranks: object) -> tuple[int, ...]:
+        return self.missing
+
+    def has_given_up(self, rank: int, port: int) -> bool:
+        return (rank, port) in self.given_up
+
+    def share_a_device(self, ranks: object) -> bool:
+        return False
+
+    def of(self, name: str) -> list[tuple[Any, ...]]:
+        return [said[1:] for said in self.said if said[0] == name]
+
+
+class Rank:
+    """A rank's handle, as the questions to it need one."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.alive = self.answers = True
+        self.stopped = self.asked = False
+        self.waiting = self.debugging = self.sleeps = self.deaf = False
+        self.meeting: Meeting | None = None
+        self.pid = 0
+        self.raised = self.ended = self.unanswered = None
+
+    def ask(self) -> bool:
+        self.asked = True
+        return True
+
+    def answered(self) -> bool:
+        return self.answers
+
+    def may_be_deaf(self) -> bool:
+        return self.sleeps
+
+    def is_deaf(self) -> bool:
+        return self.deaf
+
+    def halted(self) -> bool:
+        return self.stopped
+
+
+class Scene:
+    """A running job of `size` ranks, whose handles are real ones without a process unless others are given."""
+
+    def __init__(
+        self, size: int = 2, ranks: list[Any] | None = None, *, held: str = "127.0.0.1:29500", run_dir: str = "", **asked: Any
+    ) -> None:
+        self.clock = ManualClock()
+        self.loop = Loop(self.clock)
+        self.words = Words(run_dir)
+        self.ranks: list[Any] = [RankHandle(rank, rank) for rank in range(size)] if ranks is None else ranks
+        self.supervisor = Supervisor(world_size=size, max_restarts=0, grace=30.0, on_failure="stop")
+        self.actions: list[sv.Action] = []
+        attempt = cast(Attempt, SimpleNamespace(ranks=self.ranks, held=held, number=0, host=None))
+        self.job = Job(
+            plan(nproc=size, **asked), self.loop, cast(Account, self.words), attempt, self.supervisor, self.actions.append
+        )  # fmt: skip
+        self.job.feed(sv.Prepared())
+        self.actions.clear()
+
+    def close(self) -> None:
+        for handle in self.ranks:
+            if isinstance(handle, RankHandle):
+                handle.close()
+        self.loop.close()
+
+    def pass_by(self, seconds: float) -> None:
+        """Let time pass, and call for all that has become due or readable."""
+        self.clock.advance(seconds)
+        self.turn()
+
+    def turn(self) -> None:
+        """One turn of the loop, which waits for nothing."""
+        self.loop.at("the test's own", self.loop.now, lambda now: None)
+        self.loop.turn()
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """The supervisor's actions of a kind."""
+        return [action for action in self.actions if isinstance(action, kind)]

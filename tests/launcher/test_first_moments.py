@@ -1,0 +1,32 @@
+"""What a first call of `launch` waits for: until a template has torch in hand, nobody on the way to it loads what can wait."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CAN_WAIT = {"msgspec", "cloudpickle", "rallypoint.launcher.channel", "rallypoint.launcher.plan", "rallypoint.wire", "rallypoint.diagnosis"}
+"""Each takes as long as the three modules below together."""
+
+
+def loaded_by(module: str) -> set[str]:
+    """The modules that this one brings along, packages by their own name."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, {module}; print(*sys.modules)"], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["function", "hired", "torch_first"])
+def test_the_way_to_the_template_is_short(module: str) -> None:
+    assert not loaded_by(f"rallypoint.launcher.{module}") & CAN_WAIT
+
+
+def test_the_template_needs_no_rules_and_no_plan() -> None:
+    """It loads all of this after torch, while the first call waits."""
+    loaded = loaded_by("rallypoint.launcher.template, rallypoint.launcher.task")
+    assert {"rallypoint.launcher.hooks", "rallypoint.launcher.crossing.parcel"} <= loaded
+    not_there = {"plan", "supervisor", "crossing.inspection", "crossing.trail"}
+    assert not loaded & {"rallypoint.wire.values", "rallypoint.diagnosis.rules", *(f"rallypoint.launcher.{name}" for name in not_there)}
