@@ -115,7 +115,7 @@ def test_memory() -> None:
     killed = only(memory.judge(machine._replace(oom_kills=2, kills_from="/sys/fs/cgroup/memory.events")))
     assert killed.code == "rank-out-of-memory"
     assert killed.fact.startswith("the kernel has killed 2 processes of this control group")
-    assert memory.judge(memory.Facts(0, 0))[0].mark == "ok"
+    assert memory.judge(memory.Facts(0, 0))[0].mark == "unknown"
 
 
 def test_a_limit_of_memory_does_not_count_what_the_kernel_can_drop(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_the_loopback() -> None:
     ("facts", "mark", "code", "words"),
     [
         (ports.Facts(32768, 60999, used=12, waiting=3), "ok", "", "the kernel gives out 32768-60999, 12 of these are in use and 3"),
-        (ports.Facts(32768, 60999, used=None), "ok", "", "not known"),
+        (ports.Facts(32768, 60999, used=None), "unknown", "", "not known"),
         (ports.Facts(1024, 60999), "ok", "", "29500, torchrun's port, is one of them"),
         (ports.Facts(40000, 41000, used=10), "note", "ports-exhausted", "991 ports are free"),
         (ports.Facts(32768, 60999, reserved=28000, used=10), "note", "ports-exhausted", "222 ports are free"),
@@ -385,7 +385,12 @@ def test_each_problem_of_addresses_has_its_line() -> None:
 
 def test_firewalls() -> None:
     unread = firewall.Facts(Firewall(unread=("only root may read the firewall's rules",)), (29500,), ("eth0",))
-    assert shown(only(firewall.judge(unread))) == ("ok", "", "not known: only root may read the firewall's rules")
+    assert shown(only(firewall.judge(unread))) == (
+        "unknown",
+        "",
+        "not read: only root may read the firewall's rules; the check loopback tries the way on this machine, --listen and --peer that "
+        "between two",
+    )
     text = """table inet filter {
     chain input {
         type filter hook input priority 0; policy drop;
@@ -402,8 +407,17 @@ def test_firewalls() -> None:
     rules = "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -m tcp --dport 40000:50000 -j DROP\nCOMMIT\n"
     inside = only(firewall.judge(firewall.Facts(Firewall(tuple(iptables_chains(rules)), ("iptables-save",)), (22, 45000), ())))
     assert shown(inside)[:2] == ("fault", "firewall-blocks")
-    assert "between processes of this machine, a connection to port 45000" in inside.fact
+    assert "between processes of this machine, a connection to 127.0.0.1 port 45000" in inside.fact
     assert inside.help[0].command == "iptables -I INPUT -i lo -j ACCEPT"
+    raw = "*raw\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -o lo -p tcp -m tcp --dport 29500 -j DROP\nCOMMIT\n"
+    six = only(firewall.judge(firewall.Facts(Firewall(tuple(iptables_chains(raw, "ip6tables-save")), ("x",)), (29500,), ("eth0",))))
+    assert shown(six)[:2] == ("note", "firewall-blocks")
+    assert "a connection to ::1 port 29500" in six.fact
+    assert six.help[0].command == "ip6tables -t raw -I OUTPUT -o lo -j ACCEPT"
+    ufw = "*filter\n:OUTPUT ACCEPT [0:0]\n:ufw-before-output - [0:0]\n"
+    ufw += "-A OUTPUT -j ufw-before-output\n-A ufw-before-output -p tcp -j DROP\nCOMMIT\n"
+    below = only(firewall.judge(firewall.Facts(Firewall(tuple(iptables_chains(ufw)), ("iptables-save",)), (29500,), ())))
+    assert below.help[0].command == "iptables -I ufw-before-output -o lo -j ACCEPT"
     well = firewall.Facts(Firewall(read=("nft",)), (22, 29500), ("eth0",))
     assert only(firewall.judge(well)).fact == "no rule of nft keeps connections from ports 22, 29500"
 
@@ -426,7 +440,8 @@ def test_the_trial_job() -> None:
         "gloo", trial.Outcome(60.0, reports=(Report(code="launch-timeout", headline="not done", help=(Help("give it more time"),)),))
     )
     assert "TORCH_CPP_LOG_LEVEL" in hung.reports[0].help[0].command
-    refused = trial.judge("gloo", trial.Outcome(0.1, problem="no", code="torch-too-old", help=(("install", "pip"),)))
+    refused = trial.judge("gloo", trial.Outcome(0.1, problem="no", code="torch-too-old", why=("it is old",), help=(("install", "pip"),)))
+    assert refused.why == ("it is old",)
     assert shown(refused) == ("fault", "torch-too-old", "2 ranks over gloo did not start: no")
 
 
@@ -524,7 +539,8 @@ def test_connections_that_do_not_come_about_are_told_apart(failures: list[tuple[
     found = peer.unconnected("node08:29500", 29500, failures)
     assert (found.mark, found.code) == ("fault", code)
     assert words in found.fact
-    assert len(found.why) == len(failures)
+    assert [line.partition(": ")[0] for line in found.why][: len(failures)] == [address for address, _ in failures]
+    assert ("::1 is this machine itself, and no other" in found.why) == (failures[0][0] == "::1")
 
 
 def test_strangers_are_quoted_safely() -> None:
@@ -623,7 +639,7 @@ def test_the_last_line() -> None:
     findings = [ok("a"), note("limit-low", "b"), fault("limit-low", "c"), fault("limit-low", "d")]
     assert doctor.summary(findings) == "2 faults, 1 note, 1 ok"
     assert doctor.summary([ok("a")]) == "1 ok"
-    assert json.loads(doctor.json_summary(findings, 1)) == {"exit_status": 1, "findings": {"ok": 1, "note": 1, "fault": 2}}
+    assert json.loads(doctor.json_summary(findings, 1)) == {"exit_status": 1, "findings": {"ok": 1, "unknown": 0, "note": 1, "fault": 2}}
 
 
 def test_every_code_of_a_check_is_in_the_catalogue_and_every_check_on_its_page() -> None:

@@ -140,6 +140,42 @@ def test_a_bare_consequence_names_no_cause() -> None:
     assert report.exit_status == 1
 
 
+SITE = "/venv/lib/python3.11/site-packages/torch/distributed"
+
+
+def test_gloo_names_the_rank_that_never_came_by_the_key_of_its_address() -> None:
+    joining = (
+        'Traceback (most recent call last):\n  File "e.py", line 9, in <module>\n    dist.init_process_group("gloo")\n'
+        f'  File "{SITE}/distributed_c10d.py", line 2169, in _new_process_group_helper\n    backend_class = ProcessGroupGloo(\n'
+        "torch.distributed.DistStoreError: wait timeout after 4000ms, keys: /default_pg/0//cpu//0/3\n"
+    )
+    report = _told(joining)[0]
+    assert report.headline == "the program waited in init_process_group until the timeout; rank 3 never came"
+    assert (report.code, report.ranks, report.confidence) == ("ranks-missing", (3,), "likely")
+    two = "".join(f"[rank{i}]: {line}\n" for i in (0, 2) for line in joining.replace("/0/3", f"/0/{3 - i}").splitlines())
+    assert (report := _told(two)[0]).ranks == (1, 3)
+    assert "/default_pg/0//cpu//0/1, is where rank 1 leaves" in report.why
+    others = "".join(f"[rank{i}]: {line}\n" for i in (0, 3) for line in joining.splitlines())  # rank 3 came, and waited, too
+    assert _told(others)[0].code != "ranks-missing"
+
+
+def test_a_key_of_the_programs_that_nobody_set_is_named() -> None:
+    waiting = "".join(
+        f'[rank{i}]: Traceback (most recent call last):\n[rank{i}]:   File "e.py", line 23, in <module>\n[rank{i}]:     s.get("data")\n'
+        f"[rank{i}]: torch.distributed.DistStoreError: wait timeout after 4000ms, keys: /default_pg/0//data\n"
+        for i in range(2)
+    )
+    report = _told(waiting)[0]
+    assert (report.code, report.ranks, report.confidence) == ("rank-raised", (0, 1), "likely")
+    assert report.why == "nothing in the log shows who was to set that key"
+    assert _told(waiting + "[rank2]: ValueError: bad\n")[0].headline == "rank 2 raised ValueError: bad"
+
+
+def test_a_port_in_use_that_has_no_number_is_looked_up_all_the_same() -> None:
+    report = _told("OSError: [Errno 98] Address already in use\n")[0]
+    assert [one.command for one in report.help][-1] == "ss -ltnp"
+
+
 def test_two_errors_at_once_are_both_told_and_neither_is_certain_to_be_first() -> None:
     ranks = "".join(
         f'[rank{i}]: Traceback (most recent call last):\n[rank{i}]:   File "t.py", line {i}, in f\n[rank{i}]: ValueError: {w}\n'

@@ -124,6 +124,14 @@ SHARER = "/usr/lib/python3.11/multiprocessing/resource_sharer.py"
 STARTING = "/usr/lib/python3.11/multiprocessing/popen_spawn_posix.py"
 
 
+def test_the_keys_of_torchs_store_as_the_program_called_them() -> None:
+    told = "wait timeout after 1000ms, keys: {}"
+    assert reading.keys_of_program(told.format("/a, /my key")) == ("a", "my key"), "of a TCPStore of its own"
+    assert reading.keys_of_program(told.format("/default_pg/0//data") + "\nException raised from doWait") == ("data",)
+    assert reading.keys_of_program(told.format("/default_pg/0//cpu//0/1")) == ()
+    assert reading.not_met(told.format("/default_pg/0//cpu//0/1")) == 1
+
+
 def test_a_refusal_is_a_producer_only_where_a_tensor_is_fetched() -> None:
     refused = "[Errno 111] Connection refused"
     assert reading.producer_gone(fetched("ConnectionRefusedError", refused, REDUCTIONS, SHARER))

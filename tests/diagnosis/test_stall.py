@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -185,3 +186,24 @@ def test_a_stall_is_never_told_of_a_thread_that_worked_meanwhile(steps: list[tup
             watch.stood(0, HERE, activity, now, now)
             stall = watch.judge(now, debugged=False)
             assert stall is None or now - worked >= patience > 0
+
+
+@pytest.mark.parametrize("patience", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize(("sleeps", "works"), [(0.3, 0.1), (0.3, 0.3), (0.1, 0.3), (0.05, 0.05), (0.9, 0.9)])
+def test_who_works_and_waits_in_one_line_is_not_standing(patience: float, sleeps: float, works: float) -> None:
+    """Each look saw only the one or only the other, and what changed while the answer was on its way was taken for our own doing."""
+    for phase in range(20):
+
+        def life(now: float, begun: float = phase * 0.037) -> Activity:
+            turns, within = divmod(now + begun, sleeps + works)
+            worked = turns * works + max(0.0, within - sleeps)
+            return Activity("S" if within < sleeps else "R", int(worked * TICKS), int(turns) + 1, 2 * int(turns) + 1 + (within > sleeps))
+
+        watch, now = Watch(TICKS, patience), 0.0
+        while now < 10 * patience:
+            now += watch.interval(now)
+            watch.look({0: life(now)}, now)
+            if watch.wants_stacks(now):
+                asked, now = now, now + 0.26
+                watch.stood(0, HERE, life(now), asked, now)
+                assert watch.judge(now, debugged=False) is None, (phase, now)

@@ -232,7 +232,7 @@ def _raised(error: Exception) -> Finding:
 
 # --- for people ------------------------------------------------------------------------------------------------------
 
-_MARKS = {"ok": ("[ok]", "\x1b[32m"), "note": ("[!] ", "\x1b[33m"), "fault": ("[x] ", "\x1b[1;31m")}
+_MARKS = {"ok": ("[ok]", "\x1b[32m"), "unknown": ("[?] ", "\x1b[36m"), "note": ("[!] ", "\x1b[33m"), "fault": ("[x] ", "\x1b[1;31m")}
 _OFF = "\x1b[0m"
 _NAME = max(map(len, NAMES)) + 2  # columns
 _BESIDE = len("[ok] ")
@@ -291,5 +291,10 @@ def json_summary(findings: Sequence[Finding], status: int) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     """`2 faults, 1 note, 12 ok`: what there is of each."""
     counts = {mark: sum(finding.mark == mark for finding in findings) for mark in _MARKS}
-    words = {"fault": "fault" + "s" * (counts["fault"] != 1), "note": "note" + "s" * (counts["note"] != 1), "ok": "ok"}
+    words = {
+        "fault": "fault" + "s" * (counts["fault"] != 1),
+        "note": "note" + "s" * (counts["note"] != 1),
+        "ok": "ok",
+        "unknown": "not known",
+    }
     return ", ".join(f"{counts[mark]} {word}" for mark, word in words.items() if counts[mark])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 
 import msgspec
 
@@ -30,6 +31,7 @@ class Raised(msgspec.Struct, frozen=True):
     at: float = 0.0  # seconds since the job's start
     call: str = ""  # the torch call that it left: "init_process_group", "set_device", "all_reduce", ...; "" if none
     caught_at: Frame | None = None  # the except line of the program that caught it, if it did
+    on_its_way: bool = False  # seen while the program closed its group: it had not left the program yet, and perhaps never did
     errno: int = 0
     filename: str = ""  # OSError's or SyntaxError's
     code: str = ""  # of an exception of ours (init-method-invalid, store-file-stale), or of what our hook recognised (group-twice)
@@ -73,7 +75,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     phase_at: float = 0.0
     ended: Ended | None = None
     raised: Raised | None = None  # left the program uncaught: the first of the __context__ chain
-    handled: tuple[Raised, ...] = ()  # left set_device, init_process_group or a collective, oldest first
+    handled: tuple[Raised, ...] = ()  # left set_device, init_process_group or a collective, or on its way, oldest first
     meeting: Meeting | None = None
     sent: tuple[str, ...] = ()  # signals that this launcher had sent it, by name
     stack: tuple[Frame, ...] = ()  # the main thread's, outermost first, when last asked or when it crashed
@@ -85,6 +87,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     resident: int = 0  # bytes at the last look, 0 if unknown
     left_at: str = ""  # "train.py:10 in main": the sys.exit that ended it, when the code is not 0
     not_executed: int = 0  # errno of an execve that failed: the program never ran
+    unanswered: tuple[str, int] | None = None  # where torch's store has not answered it for as long as it gives torch
     error_file: str = ""  # the message that @record wrote, if any (JSON text)
     cuda_forks: tuple[tuple[str, str], ...] = ()  # where it forked with CUDA up, and what had used CUDA first: "train.py:30", "train.py:12"
 
@@ -98,6 +101,9 @@ class MemoryEvidence(msgspec.Struct, frozen=True):
     current: int = 0
     killed_pids: tuple[int, ...] = ()  # from the kernel's log, when it may be read
     kernel_log_read: bool = False
+    total: int = 0  # bytes of the machine; 0: unknown
+    available: int = 0  # of these what could still be had when the report was made
+    address_space: int = 0  # bytes that one process may map (ulimit -v); 0: no limit
 
 
 class HelperLost(msgspec.Struct, frozen=True):
@@ -112,7 +118,7 @@ class HelperLost(msgspec.Struct, frozen=True):
 class JobEvidence(msgspec.Struct, frozen=True):
     """What a diagnosis is made from. Pure data: `rules.py` needs nothing else."""
 
-    program: str  # as typed: "train.py"
+    program: str  # as typed: "train.py"; the name of the function when there is one
     world_size: int
     ranks: tuple[RankEvidence, ...]
     attempt: int = 0
@@ -126,6 +132,7 @@ class JobEvidence(msgspec.Struct, frozen=True):
     holders: tuple[str, ...] = ()  # who holds the port that a rank could not bind, a line each
     run_dir: str = ""
     on_failure: str = "stop"
+    function: bool = False  # the program is a function that `rallypoint.launch` calls in each rank
     folder: str = ""  # that paths are shown relative to, with a "/" at its end; "": the one from which `program` was typed
     devices: Found | None = None  # the GPUs, when an error is about them
     reached: Reached | None = None  # what is at the meeting point that ranks could not reach, when somebody looked
@@ -133,12 +140,14 @@ class JobEvidence(msgspec.Struct, frozen=True):
 
 
 class MemoryCounters(msgspec.Struct, frozen=True):
-    """The memory counters of this process's cgroup at one moment."""
+    """The memory counters of this process's cgroup, and of the machine, at one moment."""
 
     oom_kills: int = 0  # processes of the cgroup that the kernel has killed for memory, since the cgroup exists
     limit: int = 0  # bytes; the smallest limit of the cgroup and those above it; 0: none, or unknown
     current: int = 0  # bytes charged to the cgroup that has that limit
     path: str = ""  # the file that oom_kills was read from; "" when there is none
+    total: int = 0  # bytes of the machine; 0: unknown
+    available: int = 0  # of these what can still be had
 
 
 # cgroup v1 writes "no limit" as the largest page-aligned number; nobody has an exbibyte.
@@ -152,31 +161,37 @@ _LOG_RECORD_BYTES = 8192
 
 
 def memory_counters(root: str = "/") -> MemoryCounters:
-    """What the kernel counts for this process's cgroup now, version 2 or 1; zeros where it tells nothing.
+    """What the kernel counts for this process's cgroup now, version 2 or 1, and for the machine; zeros where it tells nothing.
 
     In a container the path of /proc/self/cgroup may lie outside what is mounted; then the nearest folder above it counts.
     `root` is for tests.
     """
     v1, v2 = _cgroup_paths(os.path.join(root, "proc/self/cgroup"))
+    told = dict(re.findall(r"^(\w+):\s+(\d+) kB", _words(os.path.join(root, "proc/meminfo")), re.MULTILINE))
+    total, available = (int(told.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
     mounts = os.path.join(root, "sys/fs/cgroup")
     if v1:
         found = _counters(os.path.join(mounts, "memory"), v1, ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes"))
         if found.path:
-            return found
+            return msgspec.structs.replace(found, total=total, available=available)
     for mount in (mounts, os.path.join(mounts, "unified")):
         found = _counters(mount, v2, ("memory.events", "memory.max", "memory.current"))
         if found.path or found.limit:
-            return found
-    return MemoryCounters()
+            return msgspec.structs.replace(found, total=total, available=available)
+    return MemoryCounters(total=total, available=available)
 
 
 def difference(
     before: MemoryCounters, after: MemoryCounters, killed_pids: tuple[int, ...] = (), kernel_log_read: bool = False
 ) -> MemoryEvidence:
-    """What two looks at the counters, and one at the kernel's log, say together."""
+    """What two looks at the counters, one at the kernel's log, and our own limit, which the ranks have inherited, say together."""
     counted = bool(after.path) and after.path == before.path
     kills = max(after.oom_kills - before.oom_kills, 0) if counted else 0
-    return MemoryEvidence(kills, counted, after.limit, after.current, killed_pids, kernel_log_read)
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    space = most if most != resource.RLIM_INFINITY else 0
+    return MemoryEvidence(
+        kills, counted, after.limit, after.current, killed_pids, kernel_log_read, after.total, after.available, address_space=space
+    )
 
 
 def kernel_oom_kills(since: float, path: str = "/dev/kmsg") -> tuple[tuple[int, ...], bool]:

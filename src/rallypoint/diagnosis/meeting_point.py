@@ -11,8 +11,8 @@ import re
 import struct
 from collections.abc import Sequence
 
-from rallypoint.diagnosis import accounts
-from rallypoint.diagnosis.accounts import Case
+from rallypoint.diagnosis.accounts import cases, form, wording
+from rallypoint.diagnosis.accounts.cases import Case
 from rallypoint.diagnosis.evidence import Meeting, Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host import reach
@@ -41,6 +41,7 @@ _PING_FAILED = re.compile(r"Ping failed, invalid value returned from server\. Ex
 _NOT_RESOLVED = re.compile(r"addresses of \(\[?([^,\]]+)\]?, \d+\) cannot be retrieved \(gai error: -?\d+ - ([^)]+)\)")
 _BROKEN = re.compile(r"Failed to recv, got 0 bytes|Broken pipe|Connection reset by peer", re.IGNORECASE)
 _REMOTE = re.compile(r"\bfailed on SocketImpl\(.*remote=\[(?:::ffff:)?([^\]]+)\]:(\d{1,5})\)")
+_GAVE_UP = re.compile(r"waitForInput: socket SocketImpl\(.*remote=\[(?:::ffff:)?[^\]]+\]:(\d{1,5})\) timed out after \d+ms")
 _TIMEOUT = re.compile(r"timed out after (\d+) ?ms", re.IGNORECASE)
 
 
@@ -69,23 +70,28 @@ def store_of(error: Raised, said: Sequence[str]) -> tuple[str, int] | None:
     return (found[-1][1], int(found[-1][2])) if found else None
 
 
+def gave_up(said: Sequence[str], port: int) -> bool:
+    """Whether torch said that the time for an answer from its store there is up. It then takes its request back, and waits for that."""
+    return any((match := _GAVE_UP.search(line)) is not None and int(match[1]) == port for line in said)
+
+
 def store_lost(case: Case, reached: Reached, error: Raised) -> Report | None:
     """A store of torch's that broke a connection: it is gone, or it is there and will not have what it was sent. None: not known."""
     if reached.outcome == "refused":
         return Report(
             code="store-closed",
             headline=f"{case.subject} lost torch's store at {reached.address}: whoever served it is gone",
-            where=accounts.where(case, case.first, error),
+            where=cases.where(case, case.first, error),
             why="nothing listens there any more",
             evidence=_seen(case, reached),
             confidence=case.confidence,
             then=case.then,
-            said=accounts.traceback_said(case.first, error),
+            said=form.traceback_said(case.first, error),
             help=(
                 Help("let the process that serves the store outlive those that use it"),
                 Help("or use the job's own store, which rallypoint serves as long as the job lasts", "store = rallypoint.connect()"),
             ),
-            logs=accounts.logs(case),
+            logs=form.logs(case),
             ranks=case.numbers,
         )
     if explains(reached):
@@ -93,17 +99,17 @@ def store_lost(case: Case, reached: Reached, error: Raised) -> Report | None:
     return Report(
         code="value-too-large",
         headline=f"torch's store at {reached.address} closed the connection of {case.subject}, and goes on serving others",
-        where=accounts.where(case, case.first, error),
+        where=cases.where(case, case.first, error),
         why="it does that to whoever sends a value of more than 8 MiB, or a key of more than 8 KiB",
         evidence=("a new connection to it is answered as torch's store does",),
         confidence="likely",
         then=case.then,
-        said=accounts.traceback_said(case.first, error),
+        said=form.traceback_said(case.first, error),
         help=(
             Help("use the job's own store, which takes tensors and larger values", 'rallypoint.connect()["key"] = value'),
             Help("or send it with a collective", "dist.broadcast_object_list([value], src=0)"),
         ),
-        logs=accounts.logs(case),
+        logs=form.logs(case),
         ranks=case.numbers,
     )
 
@@ -123,6 +129,11 @@ def explains(reached: Reached) -> bool:
     return not reached.first.startswith(ANSWER)
 
 
+def is_final(reached: Reached) -> bool:
+    """Whether time alone changes nothing of what was seen. (Where nothing listens somebody may still begin to.)"""
+    return (reached.outcome == "unresolved" and not reached.unanswered) or (reached.outcome == "answered" and explains(reached))
+
+
 def in_short(reached: Reached, line: str) -> str:
     """What was seen at a meeting point, for the roll call: ranks have waited there for a while, and may yet meet. `line` names it."""
     if reached.outcome == "unresolved":
@@ -138,23 +149,29 @@ def in_short(reached: Reached, line: str) -> str:
 def report(case: Case, reached: Reached, error: Raised | None) -> Report:
     """The cause. `case.ranks`: those that could not reach it; `error`: what the first of them raised, if it came to that."""
     rank = case.first
-    torch_said = (f"torch's own words: {accounts.first_line(error.message)}",) if error is not None else ()
+    torch_said = (f"torch's own words: {wording.first_line(error.message)}",) if error is not None else ()
     line = rank.meeting.line if rank.meeting is not None and place(rank.meeting) == (reached.host, reached.port) else ""
     code, headline, why, helps = _judged(case, reached, error, line)
     evidence = (*_seen(case, reached), *_rules(reached), *_hosts(case, reached), *torch_said)
     return Report(
         code=code,
         headline=headline,
-        where=accounts.where(case, rank, error) if error is not None else accounts.whereabout(case, rank),
+        where=cases.where(case, rank, error) if error is not None else cases.whereabout(case, rank),
         why=why,
-        # A store on a machine that is far too busy may be silent for as long as a look takes.
-        confidence="likely" if reached.outcome == "silent" and not reached.stopped else case.confidence,
+        confidence="likely" if _doubtful(reached) else case.confidence,
         evidence=evidence,
-        then=case.then,
+        then="" if reached.stopped and any(one.pid == reached.stopped for one in case.job.ranks) else case.then,  # it is no bystander
         help=helps,
-        logs=accounts.logs(case),
+        logs=form.logs(case),
         ranks=case.numbers,
     )
+
+
+def _doubtful(reached: Reached) -> bool:
+    """Whether what was seen may have another reason than the one that is told."""
+    if reached.outcome == "silent":
+        return not reached.stopped  # a store on a machine that is far too busy may be silent for as long as a look takes
+    return reached.outcome == "refused" and reached.rejected is not None and not reached.rejected.certain
 
 
 def _judged(case: Case, reached: Reached, error: Raised | None, line: str) -> tuple[str, str, str, tuple[Help, ...]]:
@@ -171,6 +188,13 @@ def _judged(case: Case, reached: Reached, error: Raised | None, line: str) -> tu
             f"{who} could not reach {address}: " + (f"{host} has no address here ({said})" if said else f"for {host} {reached.unresolved}"),
             f"{line} names it" if line else "",
             (Help("ask this machine's resolver", f"getent hosts {host}"), Help("or give the address instead of the name"), leave_out),
+        )
+    if outcome == "refused" and reached.rejected is not None:
+        return (
+            "firewall-blocks",
+            f"{who} could not reach {address}: the connection is refused, and somebody listens there",
+            str(reached.rejected),
+            (Help("see the rule among the others, as root", "nft list ruleset; iptables-save"), leave_out),
         )
     if outcome == "refused":
         return (
@@ -212,6 +236,8 @@ def _judged(case: Case, reached: Reached, error: Raised | None, line: str) -> tu
 def _seen(case: Case, reached: Reached) -> tuple[str, ...]:
     """What was tried, a line for each address; who has the port on this machine, where that is not said already."""
     tried = tuple(str(one) for one in reached.tried)
+    if reached.outcome == "refused" and reached.rejected is not None:
+        tried = tuple(line.replace(": nothing listens there", ": refused") for line in tried)
     holders = _holders(case, reached)
     said = holders[1:] if reached.outcome in ("answered", "silent", "closed") else holders
     return (*tried[:4], *([f"and {len(tried) - 4} more addresses"] if len(tried) > 4 else []), *said)
@@ -269,6 +295,8 @@ def _first_ip(reached: Reached) -> str:
 
 def waits_at(rank: RankEvidence, reached: Reached) -> bool:
     """Whether a rank waits, without a word so far, at the place that was looked at."""
+    if rank.ended is None and rank.unanswered == (reached.host, reached.port):
+        return True
     if rank.ended is not None or rank.phase != "joining" or rank.meeting is None:
         return False
     return place(rank.meeting) == (reached.host, reached.port)

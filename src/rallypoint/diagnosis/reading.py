@@ -84,8 +84,12 @@ _GPU_MEMORY = re.compile(
     r"(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'out of memory'", re.IGNORECASE
 )
 _HOST_MEMORY = re.compile(
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|\[Errno 12\]|std::bad_alloc", re.IGNORECASE
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|\[Errno 12\]|std::bad_alloc"
+    r"|^Unable to allocate [\d.]+ \wi?B for an array",
+    re.IGNORECASE,
 )
+_WANTED = re.compile(r"you tried to allocate (\d+) bytes|unable to mmap (\d+) bytes")
+_WANTED_BY_NUMPY = re.compile(r"^Unable to allocate ([\d.]+) ([KMGTPE])iB for an array")
 _SHARED_MEMORY = re.compile(
     r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory|killed by signal: Bus error", re.IGNORECASE
 )
@@ -118,7 +122,18 @@ _KERNEL_FAILED = re.compile(
     re.IGNORECASE,
 )
 _NCCL_FAILED = re.compile(r"NCCL [Ee]rror|\bnccl(SystemError|InternalError|UnhandledCudaError|InvalidUsage|InvalidArgument|RemoteError)\b")
-_LOADER_KILLED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?\d+\) is killed by signal: ([A-Z][A-Za-z ]+?)\.?(?:$| \(|\. )", re.MULTILINE)
+_NCCL_NAMES_PEER = re.compile(
+    r"remote process exit|ncclRemoteError|closed by|Connection (refused|reset)|socketProgress|Broken pipe|communicator was aborted"
+)
+_LOADER_KILLED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d+)\) is killed by signal: ([A-Z][\w/ ]+?)\.?(?:$| \(|\. )", re.MULTILINE)
+_LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?\d+[\d, ]*\) exited unexpectedly")
+# strsignal(3)'s words, in which torch tells how a worker of a DataLoader ended.
+_SIGNALS = {
+    "Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "Trace/breakpoint trap": 5, "Aborted": 6, "Bus error": 7,
+    "Floating point exception": 8, "Killed": 9, "User defined signal 1": 10, "Segmentation fault": 11, "User defined signal 2": 12,
+    "Broken pipe": 13, "Alarm clock": 14, "Terminated": 15, "CPU time limit exceeded": 24, "File size limit exceeded": 25,
+    "Bad system call": 31,
+}  # fmt: skip
 _FORBIDDEN_PORT = re.compile(r"(?:bind|listen)\b.*(?:errno: 13\b|EACCES|Permission denied)", re.IGNORECASE | re.DOTALL)
 
 
@@ -129,6 +144,8 @@ def _short(kind: str) -> str:
 def meaning(kind: str, message: str, call: str = "") -> Meaning:
     """What an exception of type `kind` with this message says about the other ranks; `call` is the torch call that it left."""
     short = _short(kind)
+    if nccl_gave_up(kind, message):
+        return Meaning.LOST
     if _OWN.search(message) or port_in_use(message) or group_twice(message) or about_devices(kind, message):
         return Meaning.OWN
     if _WAITED.search(message):
@@ -140,7 +157,7 @@ def meaning(kind: str, message: str, call: str = "") -> Meaning:
             return Meaning.LOST
         if _WAITED_IN_TORCH.search(message):
             return Meaning.WAITED
-    if short in _BARE_TYPES or _BARE.search(message):
+    if (short in _BARE_TYPES or _BARE.search(message)) and not no_input(kind, message):
         return Meaning.MAYBE_LOST
     return Meaning.OWN
 
@@ -148,7 +165,8 @@ def meaning(kind: str, message: str, call: str = "") -> Meaning:
 _LOST_WORDS = re.compile(
     r"Connection (closed|reset|refused|aborted) by (remote )?peer|Connection (refused|reset|closed|aborted)|Broken pipe|Socket Timeout"
     r"|Failed to recv, got 0 bytes|Application timeout caused pair closure|remote process exit\w*|communicator was aborted"
-    r"|Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|has timed out after \d+ ?ms",
+    r"|Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|has timed out after \d+ ?ms"
+    r"|Connect timeout",
     re.IGNORECASE,
 )
 
@@ -157,6 +175,8 @@ def in_short(error: Raised) -> str:
     """A consequence in a few words, "all_reduce: Connection closed by peer"; torch's own texts fill three lines."""
     found = _LOST_WORDS.search(error.message) if meaning(error.type, error.message, error.call) is not Meaning.OWN else None
     words = found.group(0) if found else f"{error.type}: {error.message}".partition("\n")[0]
+    if nccl_gave_up(error.type, error.message):
+        words = f"NCCL: {nccl_words(error.message)}"
     return f"{error.call}: {words}" if error.call else words
 
 
@@ -192,6 +212,14 @@ def out_of_memory(kind: str, message: str) -> str:
     return ""
 
 
+def memory_wanted(message: str) -> int:
+    """The bytes that an allocation of the host's memory was refused; 0 when the message has no number."""
+    if (found := _WANTED.search(message)) is not None:
+        return int(found[1] or found[2])
+    found = _WANTED_BY_NUMPY.search(message)
+    return int(float(found[1]) * (1 << 10 * (" KMGTPE".index(found[2])))) if found is not None else 0
+
+
 def device_missing(message: str) -> bool:
     """True when torch says that an accelerator, or its support for one, is not there."""
     return bool(_DEVICE_MISSING.search(message))
@@ -224,6 +252,11 @@ def about_devices(kind: str, message: str) -> bool:
     return any(one(message) for one in asked) or out_of_memory(kind, message) == "GPU"
 
 
+def no_input(kind: str, message: str) -> bool:
+    """True when `input()` found the end of standard input."""
+    return _short(kind) == "EOFError" and message == "EOF when reading a line"
+
+
 def group_twice(message: str) -> bool:
     """True when init_process_group says that there is a default group already."""
     return bool(_GROUP_TWICE.search(message))
@@ -239,6 +272,31 @@ def not_at_barrier(message: str) -> tuple[int, ...]:
     """The ranks that `monitored_barrier` waited for in vain, by the word of its rank 0."""
     found = _NOT_AT_BARRIER.search(message)
     return tuple(int(number) for number in re.findall(r"\d+", found[1])) if found is not None else ()
+
+
+_KEYS = re.compile(r"wait timeout after \d+ ?ms, keys: (?P<keys>[^\n]+)")
+_ADDRESS_KEY = re.compile(r"/default_pg/\d+//\w+//\d+/(\d+)")
+_KEY_OF_TORCH = re.compile(r"//\w+//|barrier_key|^/?(default_pg/)?[\d/]*$|worker_count|^init/|ncclUniqueId")
+
+
+def not_met(message: str) -> int:
+    """The rank whose address gloo waited for in vain: each rank leaves its own under its number; -1 when the message does not say so."""
+    found = _ADDRESS_KEY.fullmatch(keys_waited_for(message))
+    return int(found[1]) if found is not None else -1
+
+
+def keys_waited_for(message: str) -> str:
+    """The keys of torch's store that were waited for in vain, in torch's own words; "" when the message does not say so."""
+    found = _KEYS.search(message)
+    return found["keys"].strip() if found is not None else ""
+
+
+def keys_of_program(message: str) -> tuple[str, ...]:
+    """The same as the program called them; () for torch's keys, or none. Of several, one at least was not set."""
+    waited_for = keys_waited_for(message)
+    if not waited_for or _KEY_OF_TORCH.search(waited_for):
+        return ()
+    return tuple(re.sub(r"^/(default_pg/\d+//)?", "", key) for key in waited_for.split(", "))  # "/" stands before all of torch's store
 
 
 def cuda_forked(message: str) -> bool:
@@ -271,17 +329,47 @@ def port_forbidden(message: str) -> bool:
     return bool(_FORBIDDEN_PORT.search(message))
 
 
-def loader_killed(message: str) -> str:
-    """By what a worker of a DataLoader was ended, as the C library calls it: "Killed"; "" when the message does not say that one was."""
-    found = _LOADER_KILLED.search(message)
-    return found.group(1) if found else ""
+def nccl_gave_up(kind: str, message: str) -> bool:
+    """True for an error of NCCL's that carries no cause with a name of its own: mostly all ranks have it, whatever was wrong in one."""
+    return nccl_failed(message) and not (device_shared(message) or out_of_memory(kind, message) or kernel_failed(message))
+
+
+def nccl_names_peer(message: str) -> bool:
+    """True when NCCL says that it lost another rank: the cause is there, or between the two."""
+    return bool(_NCCL_NAMES_PEER.search(message))
+
+
+def nccl_words(message: str) -> str:
+    """NCCL's own last words in a message of torch's, or its first line."""
+    _, told, after = message.partition("Last error:\n")
+    return next((line.strip() for line in (after if told else message).splitlines() if line.strip()), "")
+
+
+def loader_killed(error: Raised) -> tuple[int, int] | None:
+    """The pid of a worker of a DataLoader and the signal that ended it; None when the error does not say so. The rank is told by a
+    signal of its own; when it was waiting for that worker torch says less, and the rest stands in what that was raised from."""
+    found = _LOADER_KILLED.search(error.message)
+    if found is None and _LOADER_GONE.search(error.message):
+        found = _LOADER_KILLED.search(error.traceback)
+    return (int(found[1]), _SIGNALS[found[2]]) if found is not None and found[2] in _SIGNALS else None
+
+
+def says_loader_killed(lines: Sequence[str]) -> tuple[int, int] | None:
+    """The same from a rank's last words: a batch that was being taken fails first, in whatever way, and torch says why a moment later."""
+    found = next((found for line in lines if (found := _LOADER_KILLED.search(line)) is not None), None)
+    return (int(found[1]), _SIGNALS[found[2]]) if found is not None and found[2] in _SIGNALS else None
+
+
+def loader_gone(message: str) -> bool:
+    """True when torch says no more of a worker of a DataLoader than that it has ended."""
+    return bool(_LOADER_GONE.search(message))
 
 
 def names_cause(message: str) -> bool:
     """True when a message has, whatever stands around it, a text that only one cause leaves."""
     asked = (port_in_use, port_forbidden, group_twice, group_missing, parameters_unused, cuda_forked, kernel_failed, nccl_failed)
     found = any(one(message) for one in asked) or about_devices("", message)
-    return found or bool(variable_missing(message) or out_of_memory("", message) or loader_killed(message) or sizes_differ(message))
+    return found or bool(variable_missing(message) or out_of_memory("", message) or _LOADER_KILLED.search(message) or sizes_differ(message))
 
 
 _PRODUCER_GONE = re.compile(r"[Uu]nable to open shared memory object </torch_\S+>.*No such file or directory")

@@ -15,8 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from rallypoint.diagnosis import accounts, stacks
-from rallypoint.diagnosis.accounts import Case
+from rallypoint.diagnosis import stacks
+from rallypoint.diagnosis.accounts import cases, form, rendezvous, wording
+from rallypoint.diagnosis.accounts.cases import Case
 from rallypoint.diagnosis.evidence import Frame, JobEvidence, Meeting, Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
@@ -51,7 +52,12 @@ def _place(method: str, address: str, backend: str) -> tuple[str, str]:
         return "file", posixpath.normpath(address)
     host, _, port = address.rpartition(":")
     host = host.strip("[]").lower()
-    return "net", f"{'loopback' if host in _LOOPBACK else host}:{port}"
+    return "net", f"{'loopback' if is_loopback(host) else host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine's own to itself alone, as far as it can be told without asking anybody."""
+    return host.strip("[]").lower() in _LOOPBACK
 
 
 class Misfit(msgspec.Struct, frozen=True):
@@ -153,7 +159,7 @@ def _address_differs(case: Case) -> Report:
     meetings: dict[Hashable, tuple[Meeting, list[int]]] = {}
     for rank, meeting in _met(case.ranks):
         meetings.setdefault(_port(Caller(rank.rank, meeting)), (meeting, []))[1].append(rank.rank)
-    return accounts.address_differs(case, [(meeting, tuple(numbers)) for meeting, numbers in meetings.values()])
+    return rendezvous.address_differs(case, [(meeting, tuple(numbers)) for meeting, numbers in meetings.values()])
 
 
 def _rank_duplicate(case: Case) -> Report:
@@ -192,7 +198,7 @@ def _world_size_differs(case: Case) -> Report:
     if len(sizes) > 1:
         headline = f"the ranks called init_process_group with different world sizes: {', '.join(sizes)}"
     else:
-        who = accounts.subject([rank.rank for rank, _ in met], job.world_size)
+        who = cases.subject([rank.rank for rank, _ in met], job.world_size)
         headline = f"{who} called init_process_group with world_size={sizes[0]}, and the job has {job.world_size} ranks"
     return _report(
         case,
@@ -230,7 +236,7 @@ def _report(
         evidence=tuple(_few(lines)),
         then=case.then,
         help=(help, *([Help("or leave rank= and world_size= out: rallypoint sets both")] if code != "backend-differs" else [])),
-        logs=accounts.logs(case),
+        logs=form.logs(case),
         ranks=case.numbers,
     )
 
@@ -333,7 +339,7 @@ def _word(rank: RankEvidence) -> str:
 
 def _end(rank: RankEvidence) -> str:
     assert rank.ended is not None
-    return f"died: {accounts.signal_name(rank.ended.signal)}" if rank.ended.signal else f"exited with code {rank.ended.code}"
+    return f"died: {wording.signal_name(rank.ended.signal)}" if rank.ended.signal else f"exited with code {rank.ended.code}"
 
 
 def _since(rank: RankEvidence) -> float:
@@ -349,7 +355,7 @@ def _hid(rank: RankEvidence, root: str) -> str:
     if error is None:
         return ""
     clause = f", which {stacks.shown(error.caught_at.file, root)}:{error.caught_at.line} caught" if error.caught_at is not None else ""
-    return f"{error.call} had raised {accounts.named(error)}{clause}"
+    return f"{error.call} had raised {wording.named(error)}{clause}"
 
 
 def _caught(rank: RankEvidence) -> Raised | None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable
 from enum import Enum
-from urllib.parse import urlsplit
 
 import msgspec
 
-from rallypoint.diagnosis import accounts, meeting_point, reading, stacks
-from rallypoint.diagnosis.accounts import Case
+from rallypoint.diagnosis import meeting_point, reading, stacks
+from rallypoint.diagnosis.accounts import cases, children, collectives, endings, exceptions, gpus, rendezvous, resources, stops, wording
+from rallypoint.diagnosis.accounts.cases import Case
 from rallypoint.diagnosis.evidence import Frame, JobEvidence, Meeting, Raised, RankEvidence
 from rallypoint.diagnosis.reading import Meaning
-from rallypoint.diagnosis.report import Confidence, Help, Report
+from rallypoint.diagnosis.report import Confidence, Report
 from rallypoint.world import ranks_phrase
 
 MOST_REPORTS = 3  # causes told in full; more than three errors at once are mostly one that nobody has recognised
@@ -41,7 +41,9 @@ class Kind(Enum):
     RAISED = "raised"  # an exception that mentions no lost peer
     CRASHED = "crashed"  # SIGSEGV and its like
     SWALLOWED = "swallowed"  # exit code 0 after an error of its own in a shared call
+    LEAVING = "leaving"  # an exception of its own that was on its way when it closed its group, and has not left the program yet
     EXITED = "exited"  # an exit code that is not 0, with nothing that explains it
+    NCCL = "nccl"  # NCCL gave up, and names no peer: mostly in all ranks at once, whatever was wrong in one
     ABORTED = "aborted"  # SIGABRT with nothing that explains it: peers do that, too, when they lose a connection
     DOUBTFUL = "doubtful"  # a bare "Connection reset", by a peer or by a database; or our store's word of what another rank did not do
     LOST = "lost"  # says that it lost a peer
@@ -53,7 +55,15 @@ class Kind(Enum):
 
 # Causes in the order of their weight. Within a row they are independent of each other; a lower row is a consequence of a higher one.
 STRONG = (Kind.NOT_RUN, Kind.KILLED, Kind.RAISED, Kind.CRASHED)
-ROWS: tuple[tuple[Kind, ...], ...] = (STRONG, (Kind.SWALLOWED,), (Kind.EXITED,), (Kind.ABORTED,), (Kind.DOUBTFUL,))
+ROWS: tuple[tuple[Kind, ...], ...] = (
+    STRONG,
+    (Kind.SWALLOWED,),
+    (Kind.LEAVING,),
+    (Kind.EXITED,),
+    (Kind.NCCL,),
+    (Kind.ABORTED,),
+    (Kind.DOUBTFUL,),
+)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -74,7 +84,7 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
     first: tuple[Report, ...] = ()
     rows = ROWS
     if job.helper is not None:
-        first, rows = (accounts.launcher_died(job, _then(job, verdicts, [], STRONG)),), ROWS[:1]
+        first, rows = (stops.launcher_died(job, _then(job, verdicts, [], STRONG)),), ROWS[:1]
     elif job.interrupted_by or job.overdue:
         rows = ROWS[:1]
     shared = devices_shared([(rank.rank, rank.meeting) for rank in job.ranks if rank.meeting], job.world_size)
@@ -82,16 +92,25 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
         found = [verdict for verdict in verdicts if verdict.kind in row]
         if shared and not first and not _before_sharing(found):
             at_fault = [verdict for verdict in verdicts if verdict.rank.rank in shared]
-            return (accounts.device_shared(_case(job, verdicts, at_fault, "certain"), None),)
+            return (gpus.device_shared(_case(job, verdicts, at_fault, "certain"), None),)
         if found:
             return (*first, *_reports(job, verdicts, found))
     if first:
         return first
     if job.overdue:
-        return (accounts.overdue(job),)
+        return (stops.overdue(job, _seen_where_they_wait(job)),)
     if job.interrupted_by:
-        return (accounts.interrupted(job, ""),)
+        return (stops.interrupted(job, _seen_where_they_wait(job)),)
     return (_of_consequences(job, verdicts),)
+
+
+def _seen_where_they_wait(job: JobEvidence) -> tuple[str, ...]:
+    """What keeps ranks that somebody stopped from meeting, when that was seen: nobody would wait another half hour for it."""
+    reached = job.reached
+    if reached is None or not meeting_point.explains(reached):
+        return ()
+    lines = [rank.meeting.line for rank in job.ranks if rank.meeting is not None and meeting_point.waits_at(rank, reached)]
+    return (meeting_point.in_short(reached, lines[0]),) if lines else ()
 
 
 def _placed(ranks: list[RankEvidence]) -> tuple[RankEvidence, ...]:
@@ -122,66 +141,6 @@ def is_consequence(error: Raised) -> bool:
     return not reading.producer_gone(error) and reading.meaning(error.type, error.message, error.call) is not Meaning.OWN
 
 
-def check_init_method(url: str) -> Report | None:
-    """What is wrong with an `init_method` as it is written, with the corrected text; None when nothing is known to be."""
-    scheme, _, rest = url.partition(":")
-    problem = correct = ""
-    if scheme == "file":
-        host, path = urlsplit(url).netloc, urlsplit(url).path
-        if host:
-            problem = f"{host!r} is taken for a host there, and the file for {path or '/'}"
-            correct = f"file:///{host}{path}" if host not in (".", "..") else ""
-        elif not path.strip("/"):
-            problem = "it names no file"
-    elif scheme == "tcp":
-        problem, correct = _check_tcp(rest)
-    elif scheme in ("http", "https"):
-        problem, correct = "torch meets over tcp:// or file://, not over HTTP", "tcp:" + rest
-        if _check_tcp(rest)[0]:
-            correct = _check_tcp(rest)[1]
-    elif re.fullmatch(r"[\w.-]+:\d+", url):
-        problem, correct = "the tcp:// before it is missing", f"tcp://{url}"
-    elif not urlsplit(url).scheme:  # torch: "No rendezvous handler for ://"
-        problem = "it says not how to meet: tcp://, file:// or env:// must stand before it"
-        correct = f"file://{url}" if url.startswith("/") else "env://" if url == "env" else ""
-    if not problem:
-        return None
-    helps: tuple[Help, ...]
-    if correct:
-        helps = (Help("write", f'init_method="{correct}"'),)
-    elif scheme == "file":
-        helps = (Help("write the whole path, with three slashes", 'init_method="file:///shared/folder/name"'),)
-    else:
-        helps = (Help("write", 'init_method="tcp://HOST:PORT"'),)
-    helps += (Help("or leave init_method out: rallypoint sets the address"),)
-    return Report(code="init-method-invalid", headline=f'init_method="{url}" cannot work: {problem}', help=helps)
-
-
-def _check_tcp(rest: str) -> tuple[str, str]:
-    """The problem with what follows `tcp:`, and the corrected whole; ("", "") when there is none."""
-    place = rest.lstrip("/")
-    netloc, mark, query = place.partition("?")
-    netloc = netloc.rstrip("/")
-    tail = mark + query
-    host, colon, port = netloc.rpartition(":") if not netloc.endswith("]") else (netloc, "", "")
-    if not colon:
-        host, port = netloc, ""
-    if not host:
-        return "it names no host", f"tcp://127.0.0.1:{port}{tail}" if is_port(port) else ""
-    if not port:
-        return "it names no port", f"tcp://{host}:29500{tail}"
-    if not is_port(port):
-        return f"{port} is no port; they go from 1 to 65535", f"tcp://{host}:29500{tail}"
-    if not rest.startswith("//") or rest.startswith("///"):
-        return "two slashes belong before the host", f"tcp://{netloc}{tail}"
-    return "", ""
-
-
-def is_port(text: str) -> bool:
-    """Whether this is the number of a port, as it is written in an address."""
-    return text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535
-
-
 # --- one rank alone --------------------------------------------------------------------------------------------------
 
 
@@ -197,15 +156,16 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
     if rank.not_executed:
         return Verdict(rank, Kind.NOT_RUN)
     if ended is None:
-        return Verdict(rank, Kind.STOPPED if rank.sent else Kind.ALIVE)
+        return _leaving(rank, job) or Verdict(rank, Kind.STOPPED if rank.sent else Kind.ALIVE)
     # Whom we only asked, and who died of SIGKILL all the same, was killed by somebody else: the kernel needs a second for a large process.
     asked = bool(rank.sent) and not (ended.signal == SIGKILL and "SIGKILL" not in rank.sent)
     if asked or _by_launcher(rank, job):
-        return Verdict(rank, Kind.FINISHED if ended.code == 0 and not ended.signal and not rank.sent else Kind.STOPPED)
+        well = ended.code == 0 and not ended.signal and not rank.sent
+        return Verdict(rank, Kind.FINISHED) if well else _leaving(rank, job) or Verdict(rank, Kind.STOPPED)
     peer = next((one for one in reversed(rank.handled) if _kind_of(one) in (Kind.LOST, Kind.WAITED)), None)
     own = next((one for one in rank.handled if _kind_of(one) is Kind.RAISED), None)
     if ended.signal:
-        if ended.signal == SIGKILL or (ended.signal not in accounts.CRASHES and peer is None):
+        if ended.signal == SIGKILL or (ended.signal not in wording.CRASHES and peer is None):
             return Verdict(rank, Kind.KILLED)
         if peer is not None or reading.says_lost(rank.said):
             return Verdict(rank, _kind_of(peer) if peer else Kind.LOST, peer)
@@ -213,7 +173,8 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
             return Verdict(rank, Kind.RAISED, mismatch)
         return Verdict(rank, Kind.ABORTED if ended.signal == SIGABRT else Kind.CRASHED)
     if ended.code == 0:
-        return Verdict(rank, Kind.SWALLOWED if own else Kind.FINISHED, own or peer)
+        # What was on its way while it closed the group may have been caught for good reason, and is no cause while others show one.
+        return Verdict(rank, Kind.SWALLOWED if own and not own.on_its_way else Kind.FINISHED, own or peer)
     if rank.handled and peer is rank.handled[-1]:
         return Verdict(rank, _kind_of(peer), peer)
     if own is None and reading.says_lost(rank.said):
@@ -221,6 +182,15 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
     if own is None and reading.says_waited(rank.said):
         return Verdict(rank, Kind.WAITED)
     return Verdict(rank, Kind.EXITED, own)
+
+
+def _leaving(rank: RankEvidence, job: JobEvidence) -> Verdict | None:
+    """Of a rank that has not ended by itself: what was on its way when it closed its group."""
+    error = rank.handled[-1] if rank.handled and not job.interrupted_by else None
+    if error is None or not error.on_its_way:
+        return None
+    kind = _kind_of(error)
+    return Verdict(rank, Kind.LEAVING if kind is Kind.RAISED else kind, error)
 
 
 def _last_exception(rank: RankEvidence, job: JobEvidence) -> Raised | None:
@@ -247,7 +217,7 @@ def _aborted_by_gloo(rank: RankEvidence) -> Raised | None:
     words = next((line for line in rank.said if reading.sizes_differ(line) is not None), None)
     if words is None or rank.ended is None:
         return None
-    frames = accounts.last_stack(rank) or stacks.main_frames(rank.stack_text)
+    frames = cases.last_stack(rank) or stacks.main_frames(rank.stack_text)
     call = stacks.collective(frames)
     return Raised("gloo::EnforceNotMet", words.strip().removeprefix("what():").strip(), frames, "", rank.ended.at, call[0] if call else "")
 
@@ -259,6 +229,8 @@ def _kind_of(error: Raised) -> Kind:
         return Kind.RAISED
     if error.code:
         return Kind.DOUBTFUL if error.code in reading.AFTER_ANOTHER else Kind.RAISED
+    if reading.nccl_gave_up(error.type, error.message):
+        return Kind.LOST if reading.nccl_names_peer(error.message) else Kind.NCCL
     kinds = {Meaning.OWN: Kind.RAISED, Meaning.LOST: Kind.LOST, Meaning.WAITED: Kind.WAITED, Meaning.MAYBE_LOST: Kind.DOUBTFUL}
     return kinds[reading.meaning(error.type, error.message, error.call)]
 
@@ -269,7 +241,7 @@ def _by_launcher(rank: RankEvidence, job: JobEvidence) -> bool:
     if ended is None:
         return False
     if job.interrupted_by:
-        return not ended.signal or accounts.signal_name(ended.signal) == job.interrupted_by
+        return not ended.signal or wording.signal_name(ended.signal) == job.interrupted_by
     return job.helper is not None and ended.signal == SIGKILL
 
 
@@ -278,7 +250,7 @@ def _by_launcher(rank: RankEvidence, job: JobEvidence) -> bool:
 
 def _stopped_after(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
     """What a rank raised after we had told it to stop is no cause of its own, unless it came before every other one."""
-    if verdict.kind is not Kind.RAISED or not verdict.rank.sent:
+    if verdict.kind not in (Kind.RAISED, Kind.LEAVING) or not verdict.rank.sent:
         return verdict
     others = [_moment(one) for one in verdicts if any(one.kind in row for row in ROWS) and not one.rank.sent]
     if others and (not verdict.error or not verdict.error.at or verdict.error.at >= min(others)):
@@ -289,7 +261,7 @@ def _stopped_after(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
 def _after_a_loss(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
     """What a rank raised just after it had caught the loss of a peer is no cause, when another had failed or left by then without one."""
     raised = verdict.error
-    if verdict.kind is not Kind.RAISED or raised is None or not raised.at:
+    if verdict.kind not in (Kind.RAISED, Kind.LEAVING) or raised is None or not raised.at:
         return verdict
     peer = _loss_before(verdict.rank, raised)
     if peer is None:
@@ -342,10 +314,10 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
         groups.setdefault(_same(verdict, job), []).append(verdict)
     causes = list(groups.values())
     confidence: Confidence = "certain"
-    if found[0].kind is Kind.EXITED and len(causes) > 1 and job.on_failure != "continue":
+    if (found[0].kind is Kind.EXITED and len(causes) > 1 and job.on_failure != "continue") or found[0].kind is Kind.NCCL:
         causes, confidence = causes[:1], "likely"
-    elif found[0].kind in (Kind.DOUBTFUL, Kind.SWALLOWED):
-        confidence = "likely" if found[0].kind is Kind.DOUBTFUL and job.world_size > 1 else "certain"
+    elif found[0].kind is Kind.DOUBTFUL and job.world_size > 1:
+        confidence = "likely"
     told = causes[:MOST_REPORTS]
     at_fault = [verdict for group in causes for verdict in group]
     # Who was waited for in vain may well be at fault.
@@ -397,6 +369,9 @@ def _same(verdict: Verdict, job: JobEvidence) -> Hashable:
     if error is not None and verdict.kind is not Kind.EXITED:
         frame = stacks.own_frame(error.frames)
         place: Hashable = (frame.file, frame.line) if frame else error.message
+        if (worker := reading.loader_killed(error)) is not None:  # that place says nothing of the worker
+            pid, number = worker
+            place = (number, number == SIGKILL and resources.for_memory(job.memory, pid))
         return (verdict.kind, error.type, error.code, place)
     if verdict.kind is Kind.NOT_RUN:
         return (Kind.NOT_RUN, rank.not_executed)
@@ -410,25 +385,25 @@ def _same(verdict: Verdict, job: JobEvidence) -> Hashable:
 def _for_memory(rank: RankEvidence, job: JobEvidence) -> bool:
     if rank.ended is None or rank.ended.signal != SIGKILL:
         return False
-    return rank.pid in job.memory.killed_pids or (job.memory.oom_kills > 0 and not job.memory.killed_pids)
+    return resources.for_memory(job.memory, rank.pid)
 
 
 def _not_run(case: Case, verdict: Verdict) -> Report:
-    return accounts.not_run(case, verdict.rank.not_executed)
+    return endings.not_run(case, verdict.rank.not_executed)
 
 
 def _killed(case: Case, verdict: Verdict) -> Report:
     if _for_memory(verdict.rank, case.job):
-        return accounts.out_of_memory(case)
-    return accounts.killed(case, verdict.rank.ended.signal if verdict.rank.ended else SIGKILL)
+        return resources.out_of_memory(case)
+    return endings.killed(case, verdict.rank.ended.signal if verdict.rank.ended else SIGKILL)
 
 
 def _crashed(case: Case, verdict: Verdict) -> Report:
-    return accounts.crashed(case, verdict.rank.ended.signal if verdict.rank.ended else SIGABRT)
+    return endings.crashed(case, verdict.rank.ended.signal if verdict.rank.ended else SIGABRT)
 
 
 def _exited(case: Case, verdict: Verdict) -> Report:
-    return accounts.exited(case, verdict.rank.ended.code if verdict.rank.ended else 1, verdict.error)
+    return endings.exited(case, verdict.rank.ended.code if verdict.rank.ended else 1, verdict.error)
 
 
 def _raised(case: Case, verdict: Verdict) -> Report:
@@ -437,14 +412,21 @@ def _raised(case: Case, verdict: Verdict) -> Report:
     if (foreign := meeting_point.of_words(error, meeting)) is not None:
         reached = case.job.reached
         return meeting_point.report(case, reached if reached is not None and reached.outcome == "answered" else foreign, error)
+    if reading.producer_gone(error) and (worker := reading.says_loader_killed(verdict.rank.said)) is not None:
+        return children.loader_killed(case, error, *worker)
     if reading.producer_gone(error) and any(reading.says_files_exhausted(line) for line in verdict.rank.said):
-        return accounts.files_exhausted(case, error)
-    return accounts.raised(case, error)
+        return resources.files_exhausted(case, error)
+    return exceptions.raised(case, error)
 
 
 def _swallowed(case: Case, verdict: Verdict) -> Report:
     assert verdict.error is not None
-    return accounts.swallowed(case, verdict.error)
+    return exceptions.swallowed(case, verdict.error)
+
+
+def _on_its_way(case: Case, verdict: Verdict) -> Report:
+    assert verdict.error is not None
+    return exceptions.on_its_way(case, verdict.error)
 
 
 ACCOUNTS: dict[Kind, Callable[[Case, Verdict], Report]] = {
@@ -453,7 +435,9 @@ ACCOUNTS: dict[Kind, Callable[[Case, Verdict], Report]] = {
     Kind.RAISED: _raised,
     Kind.CRASHED: _crashed,
     Kind.SWALLOWED: _swallowed,
+    Kind.LEAVING: _on_its_way,
     Kind.EXITED: _exited,
+    Kind.NCCL: _raised,
     Kind.ABORTED: _crashed,
     Kind.DOUBTFUL: _raised,
 }
@@ -468,13 +452,13 @@ def _of_consequences(job: JobEvidence, verdicts: list[Verdict]) -> Report:
     meetings = _meetings(job)
     if meetings:
         ranks = {rank for _, numbers in meetings for rank in numbers}
-        return accounts.address_differs(_case(job, verdicts, [v for v in verdicts if v.rank.rank in ranks], "certain"), meetings)
+        return rendezvous.address_differs(_case(job, verdicts, [v for v in verdicts if v.rank.rank in ranks], "certain"), meetings)
     stale = [v for v in hurt if v.error is not None and _by_stale_file(v)]
     if stale:
         meeting, error = stale[0].rank.meeting, stale[0].error
         assert meeting is not None
         assert error is not None
-        return accounts.stale_file(_case(job, verdicts, stale, "likely"), error, meeting.address)
+        return rendezvous.stale_file(_case(job, verdicts, stale, "likely"), error, meeting.address)
     if (unmet := _unmet(job, verdicts) or _store_lost(job, verdicts, hurt)) is not None:
         return unmet
     left = _left_before(verdicts, hurt)
@@ -482,24 +466,29 @@ def _of_consequences(job: JobEvidence, verdicts: list[Verdict]) -> Report:
         hid = [v for v in left if v.error is not None]
         error = hid[0].error if hid else None
         if error is not None and len(hid) == len(left):
-            return accounts.swallowed(_case(job, verdicts, hid, "likely"), error)
-        return accounts.left_early(_case(job, verdicts, [v for v in left if v.error is None], "likely"))
+            return exceptions.swallowed(_case(job, verdicts, hid, "likely"), error)
+        return endings.left_early(_case(job, verdicts, [v for v in left if v.error is None], "likely"))
     if (calls := _different_collectives(verdicts)) and any(v.kind is Kind.WAITED for v in hurt):
-        return accounts.collective_mismatch(_case(job, verdicts, verdicts, "likely"), calls)
+        return collectives.collective_mismatch(_case(job, verdicts, verdicts, "likely"), calls)
     waited = [v for v in hurt if v.kind is Kind.WAITED and v.error is not None]
     if (named := _named_as_missing(job, verdicts, waited)) is not None:
         return named
     absent = [v for v in verdicts if v.kind in (Kind.ALIVE, Kind.STOPPED) and v.rank.phase != "joining"]
+    if waited and waited[0].error is not None and len(waited) == len(hurt) == len(verdicts) and all(_waits_for_own_key(v) for v in waited):
+        return _never_set(_case(job, verdicts, waited, "likely"), waited[0].error)
     if waited and waited[0].error is not None and _waits_alone(waited, absent):
         case = Case(job, tuple(v.rank for v in waited), _then(job, verdicts, waited, (), acquit=False), "likely")
-        return accounts.raised(case, waited[0].error)
+        return _never_set(case, waited[0].error)
     if waited and waited[0].error is not None and absent and len(waited) == len(hurt):
         case = Case(job, tuple(v.rank for v in absent), _then(job, verdicts, [*absent, *waited], ()), "likely")
-        return accounts.missing(case, [v.rank for v in waited], waited[0].error)
+        return collectives.missing(case, [v.rank for v in waited], waited[0].error)
     first = hurt[:1] or [v for v in verdicts if v.kind is Kind.STOPPED and v.rank.ended is not None and not v.rank.sent][:1]
     # Who is alive may be at fault: an exception that is still on its way through a `finally` has not been seen.
     case = Case(job, tuple(v.rank for v in first), _then(job, verdicts, first, (), acquit=False), "possible" if first else "certain")
-    return accounts.unknown(case, first[0].error if first else None)
+    error = first[0].error if first else None
+    if error is not None and reading.nccl_gave_up(error.type, error.message):
+        return exceptions.raised(msgspec.structs.replace(case, confidence="likely"), error)
+    return stops.unknown(case, error)
 
 
 def _named_as_missing(job: JobEvidence, verdicts: list[Verdict], waited: list[Verdict]) -> Report | None:
@@ -510,7 +499,7 @@ def _named_as_missing(job: JobEvidence, verdicts: list[Verdict], waited: list[Ve
         if one.error is not None and missing and job.world_size == len(verdicts):
             others = [v for v in verdicts if v.kind in (Kind.WAITED, Kind.LOST)]
             case = Case(job, tuple(v.rank for v in missing), _then(job, verdicts, [*missing, *others], ()), "likely")
-            return accounts.missing(case, [v.rank for v in others], one.error)
+            return collectives.missing(case, [v.rank for v in others], one.error)
     return None
 
 
@@ -518,6 +507,22 @@ def _waits_alone(waited: list[Verdict], absent: list[Verdict]) -> bool:
     """Whether these waited for a key of the store, while all the others stand in a collective and wait for them."""
     own = all(v.error is not None and not v.error.call and "keys:" in v.error.message for v in waited)
     return own and bool(absent) and all(stacks.collective(v.rank.stack) is not None for v in absent)
+
+
+def _never_set(case: Case, error: Raised) -> Report:
+    """A wait for a key of torch's store, while nobody shows that it was to set that key."""
+    report, keys = exceptions.raised(case, error), reading.keys_of_program(error.message)
+    if not keys:
+        return report
+    named = ", ".join(f'"{key}"' for key in keys)
+    what = f"nobody set {named}" if len(keys) == 1 else f"{named} were not all set"
+    return msgspec.structs.replace(report, why=f"{what} in time, and no rank shows who was to")
+
+
+def _waits_for_own_key(verdict: Verdict) -> bool:
+    """Whether it waited for a key that no call of torch's waits for."""
+    error = verdict.error
+    return error is not None and not error.call and bool(reading.keys_of_program(error.message))
 
 
 def _different_collectives(verdicts: list[Verdict]) -> dict[int, tuple[str, Frame]]:
@@ -626,13 +631,17 @@ def _then(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], ce
     told = len(lost) + len(waited) + len(stopped) + sum(map(len, of_store.values()))
     blameless = "" if not told or not acquit else "it is not at fault" if told == 1 else "they are not at fault"
     others = []
-    for kind, words in ((Kind.EXITED, "exited with a code that is not 0"), (Kind.ABORTED, "aborted")):
+    for kind, words in (
+        (Kind.EXITED, "exited with a code that is not 0"),
+        (Kind.NCCL, "had an error of NCCL's"),
+        (Kind.ABORTED, "aborted"),
+    ):
         if kinds.get(kind):
             others.append(f"{ranks_phrase(kinds[kind])} {words}, likely for that reason")
     if kinds.get(Kind.FINISHED):
-        others.append(f"{ranks_phrase(kinds[Kind.FINISHED])} ended with exit code 0")
+        others.append(f"{ranks_phrase(kinds[Kind.FINISHED])} {cases.went_home(job)}")
     if kinds.get(Kind.SWALLOWED):
-        others.append(f"{ranks_phrase(kinds[Kind.SWALLOWED])} caught an error and ended with exit code 0")
+        others.append(f"{ranks_phrase(kinds[Kind.SWALLOWED])} caught an error and {cases.went_home(job)}")
     return "; ".join(filter(None, (*innocent, blameless, *others)))
 
 

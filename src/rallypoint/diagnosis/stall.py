@@ -5,13 +5,13 @@ signal that asks interrupts system calls, and a healthy job must not get it.
 
 A main thread that has not run at all between two looks stands where it stood: that is certain. One that polls runs a little, and one that
 waits for NCCL spins: how they use the processor is only a reason to look at their stacks, more than once. One that works, waits and works
-again is neither, and its job is left alone.
+again is neither, or now the one and now the other, and its job is left alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rallypoint.diagnosis.evidence import Frame
 from rallypoint.host.processes import Activity
@@ -26,8 +26,14 @@ SHORTEST_LOOK = 0.1  # seconds; the kernel counts processor time in hundredths
 # that polls its queue (every 5 s) is far below; a training loop is far above.
 IDLE_SHARE = 0.02
 IDLE_WAITS = 2.0  # per second
+# What the question for its stack costs a thread that waits: the signal wakes it, it waits again; a tick of processor time for the handler.
+WOKEN_WAITS, WOKEN_TICKS = 1, 1
 # Parts of the time of `--stall`: stacks are first asked for when every rank has been calm for a quarter of it, then every half of it.
 FIRST_ASK, NEXT_ASK = 0.25, 0.5
+
+
+How = Literal["", "polls", "spins"]
+"""How a thread that waits uses the processor; "": it works, or it is not known yet."""
 
 
 class Stall(NamedTuple):
@@ -40,13 +46,14 @@ class Stall(NamedTuple):
 class _Thread:
     """What is known of one main thread."""
 
-    __slots__ = ("activity", "at", "calm_since", "frames", "frames_since", "looks", "still_since")
+    __slots__ = ("activity", "at", "calm_since", "frames", "frames_since", "how", "looks", "still_since")
 
     def __init__(self, activity: Activity, now: float) -> None:
         self.activity = activity
         self.at = now
         self.still_since = now  # it has not run at all since
         self.calm_since = now  # it has only waited, polled or spun since
+        self.how: How = ""  # which of them
         self.frames: tuple[Frame, ...] | None = None  # where it was seen, as long as it is calm
         self.frames_since = now
         self.looks = 0  # that found it there
@@ -57,21 +64,35 @@ class _Thread:
         return self.still_since if self.frames is None else min(self.frames_since, self.still_since)
 
     def look(self, activity: Activity, now: float, ticks: int) -> None:
-        passed = now - self.at
-        waits, used = activity.waits - self.activity.waits, activity.cpu - self.activity.cpu
-        if used or activity.switches != self.activity.switches:
-            self.still_since = now
-            idle = used <= max(1.0, IDLE_SHARE * passed * ticks) and waits <= max(2.0, IDLE_WAITS * passed)
-            spins = waits == 0
-            if not idle and not spins:
-                self.calm_since, self.frames, self.looks = now, None, 0
+        if activity.cpu != self.activity.cpu or activity.switches != self.activity.switches:
+            self._ran(activity, now, ticks)
+        elif activity.state in "SD":
+            self._is_calm("polls", now)
         self.activity, self.at = activity, now
 
-    def stood(self, frames: tuple[Frame, ...], activity: Activity, asked: float, now: float) -> None:
-        if frames != self.frames:  # it stood there already if it had not run until we asked
-            self.frames, self.frames_since, self.looks = frames, min(self.still_since, asked), 0
+    def stood(self, frames: tuple[Frame, ...], activity: Activity, asked: float, now: float, ticks: int) -> None:
+        if activity.cpu - self.activity.cpu > WOKEN_TICKS or activity.waits - self.activity.waits > WOKEN_WAITS:
+            self._ran(activity, now, ticks)  # by itself, and not because our signal woke it
+        if frames != self.frames:  # it stood there already if it had not run until we asked; if it has worked since, nobody knows
+            self.frames, self.frames_since, self.looks = frames, now if self.calm_since == now else min(self.still_since, asked), 0
         self.looks += 1
-        self.activity, self.at = activity, now  # our own signal woke it, which counts for nothing
+        self.activity, self.at = activity, now
+
+    def _ran(self, activity: Activity, now: float, ticks: int) -> None:
+        """It has, since it was seen last. It is calm if it has only polled, or only spun, as it did before."""
+        passed = now - self.at
+        waits, used = activity.waits - self.activity.waits, activity.cpu - self.activity.cpu
+        idle = used <= max(1.0, IDLE_SHARE * passed * ticks) and waits <= max(2.0, IDLE_WAITS * passed)
+        spins = waits == 0
+        self.still_since = now
+        if idle and spins:  # it has hardly run, as either would
+            return
+        self._is_calm("polls" if idle else "spins" if spins else "", now)
+
+    def _is_calm(self, how: How, now: float) -> None:
+        if not how or (self.how and how != self.how):
+            self.calm_since, self.frames, self.looks = now, None, 0
+        self.how = how
 
 
 class Watch:
@@ -119,7 +140,7 @@ class Watch:
         """A rank's stack, asked for at `asked`, just after a look, and its activity at `now`. Returns for how long it is known to have
         stood there; None when that is not known."""
         thread = self._threads.setdefault(rank, _Thread(activity, now))
-        thread.stood(frames, activity, asked, now)
+        thread.stood(frames, activity, asked, now, self._ticks)
         return now - thread.frames_since if thread.frames_since < asked else None
 
     def still_for(self, rank: int, now: float) -> float | None:

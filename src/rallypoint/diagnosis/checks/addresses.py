@@ -6,7 +6,7 @@ import os
 
 import msgspec
 
-from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok
+from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, unknown
 from rallypoint.host.addresses import LOOK_TIMEOUT, Host, Problem, chosen, look
 
 NAMES = ("addresses", "names", "ipv6")
@@ -26,7 +26,7 @@ def judge(host: Host, problems: tuple[Problem, ...]) -> tuple[Finding, ...]:
     found: list[Finding] = []
     for name, fact in zip(NAMES, (_addresses(host), _names(host), _ipv6(host)), strict=True):
         wrong = sorted((one for one in problems if _LINE.get(one.code, "addresses") == name), key=lambda one: not one.grave)
-        found += [_finding(problem, name) for problem in wrong] or [ok(fact, name)]
+        found += [_finding(problem, name) for problem in wrong] or [(unknown if host.unread and name != "names" else ok)(fact, name)]
     return tuple(found)
 
 
@@ -56,7 +56,7 @@ def _names(host: Host) -> str:
 
 def _ipv6(host: Host) -> str:
     if host.unread:
-        return "not known"
+        return f"not looked at: {host.unread}"
     if 6 in host.source:
         return f"reaches other machines from {host.source[6]}"
     six = [address for interface in host.interfaces for address in interface.addresses if address.version == 6]

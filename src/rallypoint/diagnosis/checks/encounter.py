@@ -216,8 +216,11 @@ def this_side() -> Side:
 # --- the caller ------------------------------------------------------------------------------------------------------
 
 
-def visit(host: str, port: int) -> tuple[Finding, ...]:
-    """Check the way to a machine that listens, and back. Takes little more than a minute, whatever happens."""
+def visit(host: str, port: int, port_range: tuple[int, int] | None = None) -> tuple[Finding, ...]:
+    """Check the way to a machine that listens, and back. Takes little more than a minute, whatever happens.
+
+    `port_range`: of the port to which the other comes, both ends included.
+    """
     asked = _address(host, port)
     addresses: tuple[str, ...] = (host,)
     if not _is_number(host):
@@ -234,7 +237,7 @@ def visit(host: str, port: int) -> tuple[Finding, ...]:
             continue
         with sock:
             try:
-                return peer.judge(asked, _call(Line(sock), address))
+                return peer.judge(asked, _call(Line(sock), address, port_range))
             except Broken as broken:
                 return (peer.foreign(asked, str(broken), broken.first),)
             except RallypointError as problem:  # no port of our own can be held
@@ -242,10 +245,10 @@ def visit(host: str, port: int) -> tuple[Finding, ...]:
     return (peer.unconnected(asked, port, failures),)
 
 
-def _call(line: Line, address: str) -> Met:
+def _call(line: Line, address: str, port_range: tuple[int, int] | None) -> Met:
     """Everything over one connection. Raises Broken only before the other side has said who it is."""
     mine = _plain(line.sock.getsockname()[0])
-    with hold_port(0, mine) as held:
+    with hold_port(0, mine, port_range) as held:
         token = secrets.token_hex(8)
         line.say(Hello(this_side(), held.port, token))
         hello = _greeted(line)
@@ -309,12 +312,14 @@ def _bulk(line: Line) -> tuple[str, float]:
 # --- the listener ----------------------------------------------------------------------------------------------------
 
 
-def receive(port: int, first_wait: float = FIRST_WAIT, linger: float = LINGER) -> Iterator[Finding]:
+def receive(
+    port: int, port_range: tuple[int, int] | None = None, first_wait: float = FIRST_WAIT, linger: float = LINGER
+) -> Iterator[Finding]:
     """Let others check the way to here and back; ends `linger` seconds after the last one, or `first_wait` after the start when nobody
-    came. `EnvironmentProblem` when the port cannot be had."""
+    came. Both ports on which it listens are of `port_range`. `EnvironmentProblem` and `UsageError` when the port cannot be had."""
     from rallypoint.host import addresses
 
-    with _held_everywhere(port) as held:
+    with _held_everywhere(port, port_range) as held:
         host = addresses.look(0.0)
         yield peer.waiting(host.name, [address.ip for _, address in host.reachable()], held.port, first_wait)
         clock, until, strangers, came = Clock(), first_wait, 0, False
@@ -331,7 +336,7 @@ def receive(port: int, first_wait: float = FIRST_WAIT, linger: float = LINGER) -
                 with sock:
                     address = _plain(where[0])
                     try:
-                        yield from peer.judge(address, _answer(Line(sock), address))
+                        yield from peer.judge(address, _answer(Line(sock), address, port_range))
                     except Broken as broken:
                         strangers += 1
                         if strangers <= STRANGERS:
@@ -344,21 +349,21 @@ def receive(port: int, first_wait: float = FIRST_WAIT, linger: float = LINGER) -
             yield peer.nobody(held.port, first_wait)
 
 
-def _held_everywhere(port: int) -> HeldPort:
+def _held_everywhere(port: int, port_range: tuple[int, int] | None) -> HeldPort:
     """On all addresses of this machine, of both kinds where there are both."""
     try:
-        return hold_port(port, "::")
+        return hold_port(port, "::", port_range)
     except EnvironmentProblem as problem:
         if problem.code != "address-unavailable":  # IPv6 is switched off
             raise
-    return hold_port(port, "0.0.0.0")
+    return hold_port(port, "0.0.0.0", port_range)
 
 
-def _answer(line: Line, address: str) -> Met:
+def _answer(line: Line, address: str, port_range: tuple[int, int] | None) -> Met:
     """The other side of `_call`. Raises Broken only before the caller has said who it is."""
     mine = _plain(line.sock.getsockname()[0])
     hello = _greeted(line)
-    with hold_port(0, mine) as held:
+    with hold_port(0, mine, port_range) as held:
         token = secrets.token_hex(8)
         line.say(Hello(this_side(), held.port, token, address))
         packet = line.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)

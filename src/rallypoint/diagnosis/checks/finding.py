@@ -8,9 +8,9 @@ import msgspec
 
 from rallypoint.diagnosis.report import Help, Report
 
-Mark = Literal["ok", "note", "fault"]
-"""`ok`: as it should be. `note`: a job may run into it. `fault`: it is broken, or most jobs
-will break by it."""
+Mark = Literal["ok", "unknown", "note", "fault"]
+"""`ok`: as it should be. `unknown`: it could not be looked at, which is no fault of the machine's. `note`: a job may run into it.
+`fault`: it is broken, or most jobs will break by it."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -29,6 +29,11 @@ def ok(fact: str, check: str = "") -> Finding:
     return Finding("ok", fact, check=check)
 
 
+def unknown(fact: str, check: str = "") -> Finding:
+    """`fact` says what could not be read, and why not."""
+    return Finding("unknown", fact, check=check)
+
+
 def note(code: str, fact: str, *help: tuple[str, str], why: tuple[str, ...] = ()) -> Finding:
     """`help`: (sentence, line to type or "") pairs."""
     return Finding("note", fact, code, why, tuple(Help(*one) for one in help))
@@ -44,9 +49,3 @@ def size(number: int) -> str:
         if number >= bytes_of:
             return f"{number / bytes_of:.1f} {unit}"
     return f"{number} bytes"
-
-
-def worst(findings: tuple[Finding, ...] | list[Finding]) -> Mark:
-    """`fault` before `note` before `ok`."""
-    marks = {finding.mark for finding in findings}
-    return "fault" if "fault" in marks else "note" if "note" in marks else "ok"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok
+from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, unknown
 from rallypoint.diagnosis.checks.ports import USUAL, kernels_range
 from rallypoint.host.addresses import look as look_at_addresses
 from rallypoint.host.firewall import LOOK_TIMEOUT, Blocked, Firewall
@@ -31,33 +31,39 @@ def check() -> tuple[Finding, ...]:
 
 def judge(facts: Facts) -> tuple[Finding, ...]:
     firewall, found = facts.firewall, []
-    inside = _first(firewall, facts.ports, (LOOPBACK,))
-    if inside is not None:
+    for version, address in ((4, "127.0.0.1"), (6, "::1")):
+        inside = _first(firewall, facts.ports, (LOOPBACK,), version)
+        if inside is None:
+            continue
         port, _, blocked = inside
-        make = fault if blocked.certain else note
+        make = fault if blocked.certain and version == 4 else note
         found.append(
             make(
                 "firewall-blocks",
-                f"between processes of this machine, a connection to port {port}: {blocked}",
+                f"between processes of this machine, a connection to {address} port {port}: {blocked}",
                 ("let everything through on the loopback, as root", _let_in(blocked)),
-                why=("the ranks of one machine meet at 127.0.0.1",),
+                why=("the ranks of one machine meet at 127.0.0.1",) if version == 4 else ("only programs that choose IPv6 meet there",),
             )
         )
-    outside = _first(firewall, facts.ports, facts.interfaces)
-    if outside is not None:
-        port, interface, blocked = outside
-        found.append(
-            note(
-                "firewall-blocks",
-                f"from another machine, a connection to port {port} over {interface}: {blocked}",
-                ("before a job on several machines, try the way", "rallypoint doctor --listen 29500"),
-                why=("on one machine this does no harm",),
+        break  # whoever lets the loopback through lets it through for both
+    for version in (4, 6):
+        outside = _first(firewall, facts.ports, facts.interfaces, version)
+        if outside is not None:
+            port, interface, blocked = outside
+            found.append(
+                note(
+                    "firewall-blocks",
+                    f"from another machine, a connection to port {port} over {interface}: {blocked}",
+                    ("before a job on several machines, try the way", "rallypoint doctor --listen 29500"),
+                    why=("on one machine this does no harm",),
+                )
             )
-        )
+            break
     if found:
         return tuple(found)
     if not firewall.read:
-        return (ok(f"not known: {'; '.join(firewall.unread)}"),)
+        tried = "the check loopback tries the way on this machine, --listen and --peer that between two"
+        return (unknown(f"not read: {'; '.join(firewall.unread)}; {tried}"),)
     ports = f"ports {', '.join(map(str, facts.ports))}"
     part = f" (unread: {'; '.join(firewall.unread)})" if firewall.unread else ""
     return (ok(f"no rule of {', '.join(firewall.read)} keeps connections from {ports}{part}"),)
@@ -66,14 +72,16 @@ def judge(facts: Facts) -> tuple[Finding, ...]:
 def _let_in(blocked: Blocked) -> str:
     """The command that puts a rule for the loopback before the one that blocks it."""
     tool, _, chain = blocked.where.partition(": ")
-    return (
-        f"nft insert rule {chain} iif {LOOPBACK} accept"
-        if tool == "nft"
-        else f"{tool.removesuffix('-save')} -I INPUT -i {LOOPBACK} -j ACCEPT"
-    )
+    table, _, name = chain.rpartition(" ")
+    out = "output" in name.lower()  # ufw-before-output, filter_OUTPUT: a chain to which another tool's OUTPUT jumps
+    if tool == "nft":
+        return f"nft insert rule {chain} {'oif' if out else 'iif'} {LOOPBACK} accept"
+    return f"{tool.removesuffix('-save')}{f' -t {table}' if table else ''} -I {name} {'-o' if out else '-i'} {LOOPBACK} -j ACCEPT"
 
 
-def _first(firewall: Firewall, ports: Sequence[int], interfaces: Sequence[str]) -> tuple[int, str, Blocked] | None:
+def _first(firewall: Firewall, ports: Sequence[int], interfaces: Sequence[str], version: int) -> tuple[int, str, Blocked] | None:
     """The first of these connections that is blocked, one that certainly is before one that may be."""
-    hits = [(port, name, blocked) for name in interfaces for port in ports if (blocked := firewall.blocked(port, name)) is not None]
+    hits = [
+        (port, name, blocked) for name in interfaces for port in ports if (blocked := firewall.blocked(port, name, version)) is not None
+    ]
     return min(hits, key=lambda hit: not hit[2].certain, default=None)

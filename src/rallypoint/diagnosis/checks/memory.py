@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from rallypoint.diagnosis.checks import cgroup
-from rallypoint.diagnosis.checks.finding import Finding, note, ok, size
+from rallypoint.diagnosis.checks.finding import Finding, note, ok, size, unknown
 from rallypoint.diagnosis.evidence import memory_counters
 
 LITTLE = 1 << 30
@@ -30,7 +30,6 @@ def check() -> tuple[Finding, ...]:
 
 
 def look(root: str = "/") -> Facts:
-    told = dict(re.findall(r"^(\w+):\s+(\d+) kB", cgroup.text(os.path.join(root, "proc/meminfo")), re.MULTILINE))
     limit = used = 0
     for folder, unified in cgroup.folders("memory", root):
         names = ("memory.max", "memory.current") if unified else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -41,8 +40,8 @@ def look(root: str = "/") -> Facts:
             used = max(0, cgroup.number(os.path.join(folder, names[1])) - (int(dropped[1]) if dropped else 0))
     counters = memory_counters(root)
     return Facts(
-        total=int(told.get("MemTotal", 0)) * 1024,
-        available=int(told.get("MemAvailable", 0)) * 1024,
+        total=counters.total,
+        available=counters.available,
         limit=limit,
         used=used,
         oom_kills=counters.oom_kills,
@@ -52,7 +51,7 @@ def look(root: str = "/") -> Facts:
 
 def judge(facts: Facts) -> tuple[Finding, ...]:
     if not facts.total:
-        return (ok("not known: /proc/meminfo cannot be read"),)
+        return (unknown("/proc/meminfo cannot be read"),)
     limited = 0 < facts.limit < facts.total
     free = min(facts.available, max(0, facts.limit - facts.used)) if limited else facts.available
     of = (

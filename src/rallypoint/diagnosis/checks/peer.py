@@ -179,6 +179,9 @@ def unresolved(host: str, answer: Answer) -> Finding:
 def unconnected(asked: str, port: int, failures: Sequence[tuple[str, OSError]]) -> Finding:
     """No address of the other's was connected to. `failures`: each address with its error, in the order they were tried."""
     why = tuple(f"{address}: {_said(error)}" for address, error in failures)
+    here = next((address for address, _ in failures if address == "::1" or address.startswith("127.")), "")
+    if here:
+        why += (f"{here} is this machine itself, and no other",)
     if any(error.errno == errno.ECONNREFUSED for _, error in failures):
         return _named(
             fault(

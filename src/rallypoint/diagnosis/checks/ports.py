@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from rallypoint.diagnosis.checks import cgroup
-from rallypoint.diagnosis.checks.finding import Finding, note, ok
+from rallypoint.diagnosis.checks.finding import Finding, note, ok, unknown
 
 USUAL = 29500
 """torchrun's port, and that of most tutorials."""
@@ -77,7 +77,7 @@ def _used(root: str, low: int, high: int) -> tuple[int | None, int]:
 
 def judge(facts: Facts) -> tuple[Finding, ...]:
     if facts.used is None:
-        return (ok(f"the kernel gives out {facts.low}-{facts.high}; who has which is not known: /proc/net/tcp cannot be read"),)
+        return (unknown(f"the kernel gives out {facts.low}-{facts.high}; who has which is not known: /proc/net/tcp cannot be read"),)
     there = facts.high - facts.low + 1 - facts.reserved
     shown = f"the kernel gives out {facts.low}-{facts.high}, {facts.used} of these are in use and {facts.waiting} connections in TIME_WAIT"
     found = []

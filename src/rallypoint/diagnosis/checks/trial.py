@@ -46,6 +46,7 @@ class Outcome(NamedTuple):
     reports: tuple[Report, ...] = ()  # why it did not
     problem: str = ""  # one sentence, when it failed before there were ranks
     code: str = ""  # of that problem
+    why: tuple[str, ...] = ()
     help: tuple[tuple[str, str], ...] = ()
 
 
@@ -111,7 +112,7 @@ def judge(backend: Backend, outcome: Outcome) -> Finding:
             first = msgspec.structs.replace(first, help=_LOUDER)
         return msgspec.structs.replace(fault(first.code, f"{over} failed: {first.headline}"), reports=(first, *outcome.reports[1:]))
     if outcome.problem:
-        return fault(outcome.code, f"{over} did not start: {outcome.problem}", *outcome.help)
+        return fault(outcome.code, f"{over} did not start: {outcome.problem}", *outcome.help, why=outcome.why)
     wrong = [one.rank for one in outcome.measured if not one.right]
     if wrong or not outcome.measured:
         return fault("cause-unknown", f"{over}: all_reduce gave a wrong sum in rank {', '.join(map(str, wrong))}")

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rallypoint.diagnosis import accounts, reading, stacks
+from rallypoint.diagnosis import reading, stacks
+from rallypoint.diagnosis.accounts import cases, collectives, endings, exceptions, wording
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.logs import phrases
 from rallypoint.diagnosis.logs.sightings import Collective, Findings, Sighting, Sign
 from rallypoint.diagnosis.report import Confidence, Help, Report, Said
 from rallypoint.world import ranks_phrase
 
-SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7}  # as strsignal(3) says them
 _KERNEL = "; the kernel, which does so when memory runs out, leaves no word there"
 SAID = 8  # lines of somebody's own words
 EXPLAINED, NOT_EXPLAINED = 0, 1  # the exit status of `rallypoint explain`: whether a cause is named
@@ -47,7 +47,7 @@ class Cause(msgspec.Struct, frozen=True):
         return "a rank" if self.findings.ranks else "the program"
 
 
-class _Told(accounts.Case, frozen=True):
+class _Told(cases.Case, frozen=True):
     """The ranks of a log, for the accounts that `rallypoint run` has of the same exceptions."""
 
     named: str = ""
@@ -61,12 +61,12 @@ def raised(cause: Cause) -> Report:
     """An exception, in the words that a job of ours has for the same one."""
     error, first = cause.first.error, cause.first
     assert error is not None
-    if reading.loader_killed(error.message) in SIGNALS and not reading.out_of_memory(error.type, error.message):
-        return _loader_killed(cause, error)
+    if (worker := reading.loader_killed(error)) is not None and not reading.out_of_memory(error.type, error.message):
+        return _loader_killed(cause, error, *worker)
     ranks = tuple(RankEvidence(rank, rank, 0, "started", raised=error) for rank in cause.ranks or (0,))
     program = _program(error)
     case = _Told(JobEvidence(program, 1, ranks), ranks, "", named=cause.who)
-    report = accounts.raised(case, _named_as_torch_does(error))
+    report = exceptions.raised(case, _named_as_torch_does(error))
     place = stacks.place(error.frames, stacks.root_of(program, error.frames))
     if not place and error.filename:
         found = re.search(r", line (\d+)\)$", error.message)
@@ -74,7 +74,7 @@ def raised(cause: Cause) -> Report:
     line = next((sighting for sighting in cause.seen if sighting.error is not None and sighting.error.frames), first)
     facts = report.evidence
     if not report.why and line.error is not None and (frame := stacks.own_frame(line.error.frames)) is not None and frame.source:
-        report = msgspec.structs.replace(report, why=f"the line there: {accounts.cut(frame.source)}")
+        report = msgspec.structs.replace(report, why=f"the line there: {wording.cut(frame.source)}")
     return msgspec.structs.replace(
         report,
         where=", ".join(filter(None, (place, cause.who if cause.ranks or first.speaker.known else ""))),
@@ -102,19 +102,17 @@ def _named_as_torch_does(error: Raised) -> Raised:
     return msgspec.structs.replace(error, message=f"environment variable {variable} expected, but not set")
 
 
-def _loader_killed(cause: Cause, error: Raised) -> Report:
+def _loader_killed(cause: Cause, error: Raised, pid: int, number: int) -> Report:
     """A worker of a DataLoader was ended by a signal; the process that read from it raised."""
-    number = SIGNALS[reading.loader_killed(error.message)]
-    name = accounts.signal_name(number)
-    pid = re.search(r"\(pid\(?s?\)? ?(\d+)\)", error.message)
+    name = wording.signal_name(number)
     worker = f"a DataLoader worker of {cause.who}"
-    crashed = number in accounts.CRASHES
+    crashed = number in wording.CRASHES
     report = _report(
         cause,
         "rank-crashed" if crashed else "rank-killed",
         f"{worker} {'crashed with' if crashed else 'was killed by'} {name}",
-        why=accounts.crash_words(number) if crashed else f"who sent {name} is not in the log" + (_KERNEL if name == "SIGKILL" else ""),
-        evidence=(f"it had pid {pid.group(1)}",) if pid else (),
+        why=wording.crash_words(number) if crashed else f"who sent {name} is not in the log" + (_KERNEL if name == "SIGKILL" else ""),
+        evidence=(f"it had pid {pid}",),
         help=(
             Help("ask the kernel whether it was for lack of memory, on that machine", "sudo dmesg -T | grep -i 'killed process'"),
             Help("load in the process itself: then its own traceback has the line", "DataLoader(..., num_workers=0)"),
@@ -129,7 +127,7 @@ def killed(cause: Cause) -> Report:
     """SIGKILL, by somebody whom the log does not name."""
     end = cause.first.end
     assert end is not None
-    name = accounts.signal_name(end.signal)
+    name = wording.signal_name(end.signal)
     whose = "was" if len(cause.ranks) <= 1 else "were"
     helps = (
         Help("ask the kernel whether it was for lack of memory, on that machine", "sudo dmesg -T | grep -i 'killed process'"),
@@ -159,7 +157,7 @@ def killed_for_memory(cause: Cause) -> Report:
         "rank-out-of-memory",
         f"{cause.who} {whose} killed by the kernel for lack of memory",
         why="the log has the word of " + ("Slurm, which limits the memory of a job" if slurm else "the kernel"),
-        evidence=tuple(accounts.cut(sighting.text, 200) for sighting in cause.seen if sighting.text)[:4],
+        evidence=tuple(wording.cut(sighting.text, 200) for sighting in cause.seen if sighting.text)[:4],
         help=tuple(helps),
     )
 
@@ -170,15 +168,15 @@ def crashed(cause: Cause) -> Report:
     end = next((sighting.end for sighting in cause.seen if sighting.end is not None and sighting.end.signal), None)
     dump = next((sighting for sighting in cause.seen if sighting.sign is Sign.CRASHED), None)
     number = end.signal if end is not None else _signal_of(dump)
-    name = accounts.signal_name(number)
+    name = wording.signal_name(number)
     stack = stacks.current_frames("\n".join(dump.lines)) if dump is not None else ()
     evidence = [
         ("called from " if i else "at ") + stacks.describe(frame)
-        for i, frame in enumerate(reversed([frame for frame in stack if frame.function not in stacks.WRAPPERS][-accounts.CRASH_FRAMES :]))
+        for i, frame in enumerate(reversed([frame for frame in stack if frame.function not in stacks.WRAPPERS][-endings.CRASH_FRAMES :]))
     ]
     error = dump.error if dump is not None else None
     if error is not None:
-        evidence.append(f"an exception of C++ that nobody caught: {accounts.named(error)}")
+        evidence.append(f"an exception of C++ that nobody caught: {wording.named(error)}")
     if not stack:
         evidence.append("the log has no Python stack of it")
     helps = [Help("let Python print its stacks when it crashes again", "export PYTHONFAULTHANDLER=1")] if not stack else []
@@ -188,7 +186,7 @@ def crashed(cause: Cause) -> Report:
         cause,
         "rank-crashed",
         f"{cause.who} crashed with {name}" + (f" in {stacks.place(stack)}" if stack else ""),
-        why=accounts.crash_words(number),
+        why=wording.crash_words(number),
         evidence=(*evidence, *(_by(end.by, cause) if end is not None and dump is None else ())),
         help=tuple(helps),
         said=_said(first, cause.who) if dump is not None and error is None and not stack else (),
@@ -226,7 +224,7 @@ def interrupted(cause: Cause) -> Report:
     elif end is None:
         what = "the job was stopped by Ctrl-C"
     else:
-        name = accounts.signal_name(end.signal)
+        name = wording.signal_name(end.signal)
         what = f"the launcher was stopped by {name}"
         if name == "SIGHUP":
             what += ", as when the terminal or the ssh connection closes"
@@ -261,37 +259,22 @@ def not_started(cause: Cause) -> Report:
     )
 
 
-_NCCL_CONNECT = re.compile(r"[Cc]onnect(?:ion)? (?:to|with|from) (?P<where>\S+) failed ?: ?(?P<how>.+)")
-
-
 def nccl(cause: Cause) -> Report:
     """NCCL gave up, and no rank shows another cause."""
     warning = next((sighting for sighting in cause.seen if sighting.sign is Sign.NCCL), None)
     error = next((sighting.error for sighting in cause.seen if sighting.error is not None), None)
-    words = warning.text if warning is not None else _nccl_words(error)
-    found = _NCCL_CONNECT.search(words)
-    helps = [Help("run again with its own words", "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET")]
-    if found is not None:
-        helps.insert(0, Help("name the network interface that the machines reach each other by", "export NCCL_SOCKET_IFNAME=eth0"))
-    if warning is None and error is not None and not words:
-        words = next((line for line in error.message.splitlines() if line), "")
+    words = warning.text if warning is not None else reading.nccl_words(error.message) if error is not None else ""
     report = _report(
         cause,
         "nccl-failed",
-        f"NCCL failed in {cause.who}: {accounts.cut(words, 140)}",
+        f"NCCL failed in {cause.who}: {wording.cut(words, 140)}",
         why=cause.doubt or "no rank shows another cause before it",
         evidence=("the log has NCCL's own warning",) if warning is not None else (),
-        help=tuple(helps),
+        help=collectives.nccl_helps(words),
         said=_said(cause.first, cause.who),
     )
     place = stacks.place(error.frames) if error is not None else ""
     return msgspec.structs.replace(report, where=", ".join(filter(None, (place, ranks_phrase(cause.ranks) if cause.ranks else ""))))
-
-
-def _nccl_words(error: Raised | None) -> str:
-    lines = error.message.splitlines() if error is not None else []
-    after = next((i for i, line in enumerate(lines) if line.startswith("Last error:")), -1)
-    return lines[after + 1].strip() if 0 <= after < len(lines) - 1 else ""
 
 
 _REASONS = {
@@ -318,8 +301,23 @@ def unreached(cause: Cause, where: str, number: int) -> Report:
         why="rank 0 listens there once it is in init_process_group; whether it ever was is not in the log"
         if code == "port-refused"
         else "",
-        evidence=(accounts.cut(cause.first.text, 200),),
+        evidence=(wording.cut(cause.first.text, 200),),
         help=(Help(look, command[code]),),
+    )
+
+
+def too_large(cause: Cause, size: int, most: int) -> Report:
+    """torch's store closed a connection for the size of what came. Both in bytes. It does not say whose connection that was."""
+    who = ranks_phrase(cause.ranks) if cause.ranks else "a rank"
+    return _report(
+        cause,
+        "value-too-large",
+        f"{who} sent {wording.size(size)} in one value to torch's store, which takes no more than {wording.size(most)}, and was cut off",
+        evidence=(wording.cut(cause.first.text, 200),),
+        help=(
+            Help("use the job's own store, which takes tensors and larger values", 'rallypoint.connect()["key"] = value'),
+            Help("or send it with a collective", "dist.broadcast_object_list([value], src=0)"),
+        ),
     )
 
 
@@ -353,8 +351,24 @@ def missing(cause: Cause, absent: Sequence[int], error: Raised) -> Report:
         "ranks-missing",
         f"{cause.who} waited in {call} until the timeout; {ranks_phrase(absent)} never came",
         why=f"{ranks_phrase(absent)} said nothing of it, and {'was' if len(absent) == 1 else 'were'} alive when the launcher ended the job",
-        evidence=(f"{cause.who} raised {accounts.named(error)}",),
+        evidence=(f"{cause.who} raised {wording.named(error)}",),
         help=(Help("see where every rank is while it hangs", "rallypoint run --stall 60 ..."),),
+    )
+
+
+def not_met(cause: Cause, ranks: Sequence[int], error: Raised) -> Report:
+    """gloo waited until its timeout for the addresses of some ranks, each of which has a key of its own in the store. `error`: of who
+    waited for the first of them."""
+    key = reading.keys_waited_for(error.message)
+    return _report(
+        cause,
+        "ranks-missing",
+        f"{cause.who} waited in init_process_group until the timeout; {ranks_phrase(ranks)} never came",
+        why=f"the key that was waited for, {key}, is where rank {ranks[0]} leaves its address",
+        help=(
+            Help(f"see where rank {ranks[0]} is meanwhile", "rallypoint run --stall 60 ..."),
+            Help("or look into the log of its machine", "rallypoint explain logs/*.log"),
+        ),
     )
 
 
@@ -425,7 +439,7 @@ def _in_short(sighting: Sighting) -> str:
         lost = reading.meaning(sighting.error.type, sighting.error.message, sighting.error.call)
         return f"{'waited in vain' if lost is reading.Meaning.WAITED else 'lost another rank'} ({reading.in_short(sighting.error)})"
     if sighting.end is not None:
-        how = accounts.signal_name(sighting.end.signal) if sighting.end.signal else f"exit code {sighting.end.code}"
+        how = wording.signal_name(sighting.end.signal) if sighting.end.signal else f"exit code {sighting.end.code}"
         return f"ended with {how}"
     return f"lost another rank or the store ({reading.in_short(Raised('', sighting.text, (), ''))})"[:200]
 
@@ -436,7 +450,7 @@ def _what_waited(consequences: Sequence[Sighting]) -> list[str]:
         if sighting.collective is not None and sighting.speaker.rank >= 0:
             calls.setdefault((sighting.collective.sequence, sighting.collective.kind), []).append(sighting.speaker.rank)
     lines = [f"{ranks_phrase(ranks)} timed out in {kind}, call {sequence}" for (sequence, kind), ranks in calls.items()]
-    return lines[: accounts.EVIDENCE_LINES - 1]
+    return lines[: wording.EVIDENCE_LINES - 1]
 
 
 def _report(
@@ -494,7 +508,7 @@ def _said(sighting: Sighting, who: str) -> tuple[Said, ...]:
         end = _ends_at(lines, sighting)
         tail = lines[max(2, end - (SAID - 4)) : end + 1]
         lines = [*lines[:2], f"... {len(lines) - 2 - len(tail)} more lines", *tail]
-    return (Said(who, tuple(accounts.cut(line, 300) for line in lines)),)
+    return (Said(who, tuple(wording.cut(line, 300) for line in lines)),)
 
 
 def _ends_at(lines: Sequence[str], sighting: Sighting) -> int:
@@ -505,7 +519,7 @@ def _ends_at(lines: Sequence[str], sighting: Sighting) -> int:
 def _last_words(cause: Cause) -> tuple[Said, ...]:
     """What stands before the launcher's word, whoever said it."""
     lines = [line for line in cause.findings.last_words if phrases.told_by(line) is None]
-    return (Said("the log, before that,", tuple(accounts.cut(line, 200) for line in lines)),) if lines else ()
+    return (Said("the log, before that,", tuple(wording.cut(line, 200) for line in lines)),) if lines else ()
 
 
 def _logs(cause: Cause) -> tuple[str, ...]:

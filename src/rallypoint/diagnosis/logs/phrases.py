@@ -113,6 +113,10 @@ def _unreached(found: re.Match[str]) -> Told:
     return Sign.UNREACHED, None, ()
 
 
+def _too_large(found: re.Match[str]) -> Told:
+    return Sign.TOO_LARGE, None, ()
+
+
 def _reported(found: re.Match[str]) -> Told:
     return Sign.REPORTED, None, ()
 
@@ -162,6 +166,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], Told]], .
         ),
         ("failed to connect to", r"client socket has failed to connect to \[?(?P<where>\S+?)\]?:?\d* \(errno: (?P<errno>\d+)", _unreached),
         ("cannot be retrieved", r"network addresses of \((?P<where>\S+), \d+\) cannot be retrieved \(gai error", _unreached),
+        ("Invalid payload size", r"Error processing client message: Invalid payload size\. size: \d+, max: \d+", _too_large),
         ("]: ", r"^(?:error|stopped)\[[a-z]+(?:-[a-z]+)+\]: \S", _reported),
         ("can't open file", r"can't open file '(?P<file>.+)': \[Errno 2\]", _not_started),
         # A script's shell names the process; one that a person types in pads the name to 24 columns before the command, or has it alone.
@@ -220,6 +225,12 @@ def unreached(text: str) -> tuple[str, int]:
         return found["where"].replace("[::ffff:", "[").replace("[", "").replace("]", ""), int(found["errno"])
     found = re.search(r"addresses of \((?P<host>[^,]+), (?P<port>\d+)\)", text)
     return (f"{found['host']}:{found['port']}", 0) if found is not None else ("", -1)
+
+
+def too_large(text: str) -> tuple[int, int]:
+    """The bytes of a value that torch's store refused, and the most that it takes."""
+    found = re.search(r"size: (\d+), max: (\d+)", text)
+    return (int(found[1]), int(found[2])) if found is not None else (0, 0)
 
 
 def group_of(text: str) -> str:

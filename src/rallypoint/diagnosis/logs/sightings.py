@@ -22,6 +22,7 @@ class Sign(Enum):
     NCCL = "nccl"  # NCCL's own warning
     LOST = "lost"  # a line of torch's that says that a peer or the store is gone or did not come
     UNREACHED = "unreached"  # a connection to the meeting point failed, with its reason
+    TOO_LARGE = "too large"  # torch's store refuses a message for its size, and closes the connection of whoever sent it
     REPORTED = "reported"  # the headline of a report of rallypoint's own
     NOT_STARTED = "not started"  # the interpreter did not find the program
 

@@ -13,8 +13,8 @@ from signal import SIGABRT, SIGKILL, SIGTERM
 
 import msgspec
 
-from rallypoint.diagnosis import accounts as of_jobs
 from rallypoint.diagnosis import reading, stacks
+from rallypoint.diagnosis.accounts import wording
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.logs import accounts, phrases
 from rallypoint.diagnosis.logs.accounts import Cause
@@ -83,10 +83,10 @@ def _of_one_attempt(findings: Findings) -> tuple[Report, ...]:
     by_signal = [s for s in ends if s.end is not None and s.end.signal and s.end.signal != SIGTERM and not _explained(s, errors, lost)]
     words_alone = [s for s in by_signal if s.went_on]
     by_signal = [s for s in by_signal if not s.went_on]
-    kills = [s for s in by_signal if s.end is not None and s.end.signal not in of_jobs.CRASHES]
+    kills = [s for s in by_signal if s.end is not None and s.end.signal not in wording.CRASHES]
     if kills and not of_memory:
         strong.append((kills[0], lambda: (accounts.killed(_cause(findings, _same_signal(kills), ends)),)))
-    crashes = [s for s in by_signal if s.end is not None and s.end.signal in of_jobs.CRASHES]
+    crashes = [s for s in by_signal if s.end is not None and s.end.signal in wording.CRASHES]
     hard = [s for s in crashes if s.end is not None and s.end.signal != SIGABRT]
     if dumps or hard:
         strong.append(((*dumps, *hard)[0], lambda: (accounts.crashed(_cause(findings, [*dumps, *_same_signal(hard or crashes)], ends)),)))
@@ -156,6 +156,10 @@ def _weak(
         )
         odd = min(calls, key=lambda call: len(call[0]))[0]
         return (accounts.mismatch(msgspec.structs.replace(cause, ranks=odd), calls),)
+    refused = [s for s in findings.sightings if s.sign is Sign.TOO_LARGE]
+    if refused and lost:
+        cause = msgspec.structs.replace(_cause(findings, refused, ()), ranks=_cut_off(lost))
+        return (_then_told(accounts.too_large(cause, *phrases.too_large(refused[0].text)), findings, ends, lost),)
     reached = _unreached(findings, errors, lost)
     if reached is not None:
         return (reached,)
@@ -173,8 +177,18 @@ def _weak(
         doubt = "the words stand alone in a line, and the log goes on for long after it"
         cause = _cause(findings, _same_signal(words_alone), ends, confidence="possible", doubt=doubt)
         end = words_alone[0].end
-        crashed = end is not None and end.signal in of_jobs.CRASHES
+        crashed = end is not None and end.signal in wording.CRASHES
         return (accounts.crashed(cause) if crashed else accounts.killed(cause),)
+    late = [s for s in errors if _meaning(s) is Meaning.WAITED and s.error is not None]
+    by_rank = {reading.not_met(s.error.message): s.error for s in late if s.error is not None}  # who was waited for
+    unmet = sorted(by_rank.keys() - {-1} - {s.speaker.rank for s in late})
+    if unmet:
+        cause = _cause(findings, late, (), confidence="likely")
+        return (msgspec.structs.replace(accounts.not_met(cause, unmet, by_rank[unmet[0]]), ranks=tuple(unmet)),)
+    never_set = [s for s in late if s.error is not None and _waits_for_own_key(s.error)]
+    if never_set and len(never_set) == len(late):
+        doubt = "nothing in the log shows who was to set that key"
+        return (accounts.raised(_cause(findings, never_set, ends, confidence="likely", doubt=doubt)),)
     absent = _absent(findings, ends, errors)
     waited = [s for s in errors if _meaning(s) is Meaning.WAITED and s.error is not None and s.speaker.rank >= 0]
     if absent and waited and waited[0].error is not None:
@@ -192,8 +206,6 @@ def _meaning(sighting: Sighting) -> Meaning:
     """What an error says of other ranks. A bare broken connection under torch is a lost peer; elsewhere it may be anything."""
     error = sighting.error
     assert error is not None
-    if reading.nccl_failed(error.message) and not _names_more(error):
-        return Meaning.LOST
     meaning = reading.meaning(error.type, error.message, error.call)
     if meaning is Meaning.OWN and re.search(
         r"connect\(\) timed out|rendezvous.*timed? ?out|RendezvousTimeout", error.message + error.type, re.IGNORECASE
@@ -202,15 +214,8 @@ def _meaning(sighting: Sighting) -> Meaning:
     return meaning
 
 
-def _names_more(error: Raised) -> bool:
-    """Whether NCCL's error carries a cause that has a name of its own."""
-    return (
-        reading.device_shared(error.message) or bool(reading.out_of_memory(error.type, error.message)) or "'out of memory'" in error.message
-    )
-
-
 def _is_nccl(sighting: Sighting) -> bool:
-    return sighting.error is not None and reading.nccl_failed(sighting.error.message) and not _names_more(sighting.error)
+    return sighting.error is not None and reading.nccl_gave_up(sighting.error.type, sighting.error.message)
 
 
 def _only_crashed(sighting: Sighting) -> bool:
@@ -224,7 +229,7 @@ def _is_stop(sighting: Sighting) -> bool:
 
 def _says_more_than_lost(nccl: Sequence[Sighting]) -> bool:
     words = " ".join(s.text or (s.error.message if s.error is not None else "") for s in nccl)
-    return not re.search(r"remote process exit|ncclRemoteError|closed by|Connection refused|socketProgress|Broken pipe", words)
+    return not reading.nccl_names_peer(words)
 
 
 def _ends(findings: Findings) -> list[Sighting]:
@@ -436,11 +441,24 @@ def _unreached(findings: Findings, errors: Sequence[Sighting], lost: Sequence[Si
     return accounts.unreached(_cause(findings, reasons[-1:], (), confidence="certain"), where, number)
 
 
+def _cut_off(lost: Sequence[Sighting]) -> tuple[int, ...]:
+    """The rank whose connection to torch's store was reset; () when no rank says so, or several do."""
+    errors = [s for s in lost if s.error is not None and s.error.type.endswith("DistNetworkError") and "reset by peer" in s.error.message]
+    ranks = {_rank(s) for s in errors} - {-1}
+    return tuple(ranks) if len(ranks) == 1 else ()
+
+
 def _absent(findings: Findings, ends: Sequence[Sighting], errors: Sequence[Sighting]) -> tuple[int, ...]:
     """Ranks that the launcher stopped, and that said nothing at all of a peer."""
     stopped = {s.end.rank for s in findings.sightings if s.end is not None and s.end.signal == SIGTERM and s.end.rank >= 0}
     spoke = {_rank(error) for error in errors}
     return tuple(sorted(stopped - spoke - {_end_rank(s.end) for s in ends}))
+
+
+def _waits_for_own_key(error: Raised) -> bool:
+    """Whether the program itself waited for a key: the call that raised stands in its own line."""
+    own = bool(error.frames) and not stacks.library(error.frames[-1])
+    return own and bool(reading.keys_of_program(error.message))
 
 
 def _end_rank(end: End | None) -> int:

@@ -1,0 +1,154 @@
+"""How a process ended: by a signal, by an exit code, or before it ran at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal as signals
+
+import msgspec
+
+from rallypoint.diagnosis import stacks
+from rallypoint.diagnosis.accounts import resources
+from rallypoint.diagnosis.accounts.cases import Case, last_stack, located, pids, resident, was, went_home
+from rallypoint.diagnosis.accounts.form import of_end, said
+from rallypoint.diagnosis.accounts.wording import crash_words, has_name, named, signal_name
+from rallypoint.diagnosis.evidence import Raised
+from rallypoint.diagnosis.report import Help, Report
+from rallypoint.world import ranks_phrase
+
+CRASH_FRAMES = 4  # of the last Python stack, innermost first: the library's call, and how the program came there
+
+_DUMP = re.compile(r'^(Fatal Python error|Current thread|Thread 0x|  File "|Extension modules:|  <no Python frame>)')
+
+
+def not_run(case: Case, number: int) -> Report:
+    """The kernel refused to execute the program. `number`: errno."""
+    program = case.job.program
+    helps: tuple[Help, ...] = ()
+    if number == errno.EACCES:
+        helps = (Help("make it executable", f"chmod +x {program}"),)
+    elif number == errno.ENOEXEC:
+        helps = (Help("say in its first line what runs it", "#!/bin/sh"),)
+    elif number == errno.ENOENT:
+        helps = (Help("see whether it is there, and the interpreter that its first line names", f"head -n 1 {program}"),)
+    return Report(
+        code="start-failed",
+        headline=f"{program} cannot be executed: {os.strerror(number)}",
+        where=f"execve, {pids(case.ranks[:1])}",
+        help=helps,
+        ranks=case.numbers,
+        exit_status=127 if number == errno.ENOENT else 126,
+    )
+
+
+def killed(case: Case, number: int) -> Report:
+    """A signal from outside. Memory is looked at by `out_of_memory` first."""
+    name = signal_name(number)
+    memory = case.job.memory
+    evidence = [f"{case.subject} ended by {name}; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal"]
+    helps: tuple[Help, ...] = ()
+    if number == signals.SIGKILL:
+        evidence += [*resources.no_kill_known(memory, pids(case.ranks)), *resident(case.ranks)]
+        helps = resources.ask_the_kernel(memory)
+    elif number == signals.SIGXCPU:
+        helps = (Help("see the limit on processor time", "ulimit -t"),)
+    elif number == signals.SIGXFSZ:
+        helps = (Help("see the limit on the size of files", "ulimit -f"),)
+    who = {signals.SIGXCPU: "the limit on processor time was reached", signals.SIGXFSZ: "the limit on the size of files was reached"}
+    return of_end(
+        case,
+        "rank-killed",
+        f"{case.subject} {was(case.ranks)} killed by {name}",
+        why=who.get(signals.Signals(number) if has_name(number) else signals.SIGKILL, f"who sent {name} is not known"),
+        evidence=tuple(evidence),
+        help=helps,
+        status=128 + number,
+    )
+
+
+def crashed(case: Case, number: int) -> Report:
+    """SIGSEGV, SIGABRT and their like, with the last Python stack."""
+    name, rank = signal_name(number), case.first
+    stack = last_stack(rank)
+    calls = tuple(frame for frame in stack if frame.function not in stacks.WRAPPERS)
+    evidence = [
+        ("called from " if i else "at ") + stacks.describe(frame, case.root) for i, frame in enumerate(reversed(calls[-CRASH_FRAMES:]))
+    ]
+    if number == signals.SIGBUS:
+        evidence.append("SIGBUS often means that /dev/shm or a mapped file's disk is full; that was not looked at")
+    helps = (Help("see whether shared memory is full", "df -h /dev/shm"),) if number == signals.SIGBUS else ()
+    main = stacks.main_frames(rank.stack_text)
+    if not stack and main:  # faulthandler marks no thread as the current one
+        evidence.append(f"it crashed in a thread of native code, while the main thread stood at {stacks.place(main, case.root)}")
+    elif not stack:
+        evidence.append("the rank left no Python stack")
+    words = tuple(line for line in rank.said if not _DUMP.match(line))
+    report = of_end(
+        case,
+        "rank-crashed",
+        f"{case.subject} crashed with {name}" + (f" in {stacks.place(stack, case.root)}" if stack else ""),
+        why=crash_words(number),
+        evidence=tuple(evidence),
+        help=helps,
+        status=128 + number,
+    )
+    return msgspec.structs.replace(report, said=said(rank, words))
+
+
+def exited(case: Case, code: int, caught: Raised | None) -> Report:
+    """An exit code that is not 0, and no exception that left the program."""
+    evidence = []
+    if caught is not None:
+        at = stacks.place(caught.frames, case.root)
+        what = caught.call or (f"the program, at {at}," if at else "a call")
+        evidence.append(f"{what} had raised {named(caught)}{_caught_at(caught, case.root)}")
+    elif not case.first.left_at and case.first.phase in ("importing", "joining", "running"):  # it is looked into
+        evidence.append("no exception and no sys.exit was seen in it: os._exit, exec or native code ended it")
+    if code in (2, 70, 75):
+        evidence.append(f"{code} is the program's own exit code here, not rallypoint's")
+    if code > 128 and has_name(code - 128):
+        evidence.append(f"{code} is how shells say that a program of theirs ended by {signal_name(code - 128)}")
+    if code in (126, 127):
+        evidence.append(f"{code} is how shells say: {'found, but not executable' if code == 126 else 'command not found'}")
+    where = f"{case.first.left_at}, pid {case.first.pid}" if case.first.left_at else ""
+    return of_end(
+        case, "rank-exited", f"{case.subject} exited with code {code}", where=where, evidence=tuple(evidence), status=code, quote=True
+    )
+
+
+def left_early(case: Case) -> Report:
+    """Exit code 0 while the others went on."""
+    waiting = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
+    joining = [rank.rank for rank in waiting if rank.phase == "joining"]
+    at_its_end = case.first.phase == "finishing" or (case.job.function and case.first.phase == "done")
+    absent = _never_joined(case)
+    step = ("let every rank make the same number of steps, and close the group together", "dist.destroy_process_group()")
+    if case.job.function:
+        step = ("let every rank make the same number of steps, and none return before the last one", "dist.barrier()")
+    if absent:
+        step = ("let every rank open the group before any of them may leave", 'dist.init_process_group("gloo")')
+    seen = f"{ranks_phrase(joining)} {'wait' if len(joining) > 1 else 'waits'} in init_process_group" if joining else ""
+    return of_end(
+        case,
+        "rank-left-early",
+        f"{case.subject} {went_home(case.job)} while others still needed {'it' if len(case.ranks) == 1 else 'them'}",
+        where=located(f"at the end of {case.job.program}", case.first) if at_its_end else "",
+        why="every rank must make the same collective calls, and stay until the last one",
+        evidence=tuple(filter(None, (seen, *absent))),
+        help=(Help(*step),),
+        status=1,
+        quote=True,
+    )
+
+
+def _caught_at(error: Raised, root: str) -> str:
+    return f", caught at {stacks.describe(error.caught_at, root)}" if error.caught_at else ""
+
+
+def _never_joined(case: Case) -> tuple[str, ...]:
+    """Only where others were seen to join: without our wrap of init_process_group nobody is."""
+    absent = [rank.rank for rank in case.ranks if rank.meeting is None]
+    seen = any(rank.meeting is not None for rank in case.job.ranks)
+    return (f"{ranks_phrase(absent)} never called init_process_group",) if absent and seen else ()

@@ -1,0 +1,210 @@
+"""An exception that left the program, or that it caught: which account tells of it."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+import msgspec
+
+from rallypoint.diagnosis import reading, stacks
+from rallypoint.diagnosis.accounts import children, collectives, gpus, rendezvous, resources
+from rallypoint.diagnosis.accounts.cases import Case, again, phase_of, went_home, where, whereabouts
+from rallypoint.diagnosis.accounts.form import logs, timeline, told
+from rallypoint.diagnosis.accounts.wording import first_line, named
+from rallypoint.diagnosis.evidence import JobEvidence, Raised
+from rallypoint.diagnosis.report import Help, Report
+
+
+def raised(case: Case, error: Raised) -> Report:
+    """An exception left the program: by what it says, one of several codes."""
+    if error.code:
+        return _known(case, error)
+    if (inside := reading.in_process(error)) is not None:
+        return _in_process(case, *inside)
+    if reading.producer_gone(error):
+        return children.producer_gone(case, error)
+    if (worker := reading.loader_killed(error)) is not None and not reading.out_of_memory(error.type, error.message):
+        return children.loader_killed(case, error, *worker)
+    if reading.files_exhausted(error):
+        return resources.files_exhausted(case, error)
+    if reading.not_pickled(error):
+        return children.not_pickled(case, error)
+    if reading.variable_missing(error.message):
+        return rendezvous.variable_missing(case, error)
+    if reading.group_twice(error.message):
+        return rendezvous.group_twice(case, error)
+    if reading.port_in_use(error.message) or error.errno == errno.EADDRINUSE:
+        return rendezvous.port_in_use(case, error)
+    if reading.out_of_memory(error.type, error.message):
+        return resources.memory_refused(case, error)
+    if reading.device_shared(error.message):
+        return gpus.device_shared(case, error)
+    if reading.cuda_forked(error.message):
+        return gpus.cuda_before_fork(case, error)
+    if reading.device_busy(error.message):
+        return gpus.device_busy(case, error)
+    if reading.device_missing(error.message):
+        return gpus.device_missing(case, error)
+    if reading.cuda_init_failed(error.message):
+        return gpus.cuda_init_failed(case, error)
+    if reading.port_forbidden(error.message):
+        return rendezvous.port_forbidden(case, error)
+    if reading.group_missing(error.message):
+        return rendezvous.group_missing(case, error)
+    if reading.parameters_unused(error.message):
+        return collectives.parameters_unused(case, error)
+    if reading.kernel_failed(error.message):
+        return gpus.kernel_failed(case, error)
+    if starts_nothing(case.job.program, error):
+        return _start_failed(case, error)
+    if name := reading.interface_missing(error.message):
+        return rendezvous.interface_missing(case, error, name)
+    if reading.nccl_gave_up(error.type, error.message):
+        return collectives.nccl_failed(case, error)
+    if (sizes := reading.sizes_differ(error.message)) is not None:
+        return collectives.sizes_differ(case, error, *sizes)
+    if reading.no_input(error.type, error.message):
+        return _no_input(case, error)
+    return told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, help=_help_for(error, case.job))
+
+
+def _no_input(case: Case, error: Raised) -> Report:
+    """`input()` in a rank, whose standard input is mostly /dev/null: a terminal is one, and the ranks are many."""
+    why = "rank 0 reads what the launcher reads (--debug-rank chooses another), and all others read /dev/null"
+    helps: tuple[Help, ...] = (Help("ask in that rank alone, and give the others the answer", "dist.broadcast_object_list(answer)"),)
+    if case.job.function:
+        why = "a rank's standard input is /dev/null"
+        helps = (Help("ask before, and pass the answer", f"rallypoint.launch({case.job.program}, (answer,))"),)
+    elif case.numbers == (0,):
+        why, helps = "rank 0 reads what the launcher reads, and that was at its end", ()
+    return told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, why=why, help=helps)
+
+
+def swallowed(case: Case, error: Raised) -> Report:
+    """An error in a shared call that the program caught before it went home."""
+    call = error.call or "a call of torch.distributed"
+    headline = f"caught {named(error)} and left" if error.on_its_way else f"caught an error of {call} and left: {named(error)}"
+    clause = error.caught_at
+    ended = case.first.ended
+    how = f"ended with exit code {ended.code}" if ended is not None and ended.code else went_home(case.job)
+    left = f"the rank then {how} while others waited"
+    # The traceback of an exception that is still on its way has no frame of the program: it begins at the call.
+    raised_at = stacks.place(error.frames, case.root) if any(not stacks.library(frame) for frame in error.frames) else ""
+    seen = "" if not raised_at else f"it was raised at {raised_at}" if error.on_its_way else f"{call} was called at {raised_at}"
+    report = told(
+        case,
+        "error-swallowed",
+        f"{case.subject} {headline}",
+        error,
+        why=f"{stacks.shown(clause.file, case.root)}:{clause.line} caught it; {left}" if clause else f"the program caught it; {left}",
+        evidence=tuple(filter(None, (seen, gpus.lack_and_facts(case.job.devices)[0]))),
+        help=(Help("let the exception leave the program, or end with a code that is not 0", "raise"),),
+    )
+    if clause is not None:
+        report = msgspec.structs.replace(report, where=f"{stacks.describe(clause, case.root)}, pid {case.first.pid}")
+    return msgspec.structs.replace(report, timeline=timeline(case))
+
+
+def on_its_way(case: Case, error: Raised) -> Report:
+    """An exception that was seen while the program closed its group: the others lost the rank then, and it has not left the program yet."""
+    report = raised(case, error)
+    evidence = [*report.evidence, f"it was on its way when {case.subject} closed the process group, which ends the others' collectives"]
+    if error.caught_at is not None:
+        evidence.append(f"{stacks.describe(error.caught_at, case.root)} may catch it")
+    why = report.why or "it had not left the program yet when the others had failed"
+    return msgspec.structs.replace(report, why=why, evidence=tuple(evidence), confidence="likely")
+
+
+def starts_nothing(program: str, error: Raised) -> bool:
+    """True when the exception says that the program itself could not begin: it does not compile, or is not found."""
+    short = error.type.rpartition(".")[2]
+    typed = program.removeprefix("./")
+    if short in ("SyntaxError", "IndentationError", "TabError"):
+        return bool(error.filename) and (error.filename == program or error.filename.endswith("/" + typed))
+    own = [frame for frame in error.frames if not stacks.hidden(frame)]
+    if short in ("ModuleNotFoundError", "ImportError"):
+        return not own and program.split(".")[0] in re.split(r"[\s'.]+", error.message)
+    return short in ("FileNotFoundError", "PermissionError", "IsADirectoryError") and not own and error.filename.endswith(typed)
+
+
+def _start_failed(case: Case, error: Raised) -> Report:
+    helps: tuple[Help, ...] = ()
+    if error.type == "ModuleNotFoundError":
+        helps = (Help("start from the folder that holds the package, or install it", "python -m pip install -e ."),)
+    report = told(case, "start-failed", f"{case.job.program} cannot be started: {named(error)}", error, help=helps)
+    # That it happened in every rank says nothing: they all began the same file.
+    return msgspec.structs.replace(report, then="", where="" if not error.frames and not error.filename else report.where)
+
+
+def _known(case: Case, error: Raised) -> Report:
+    """An exception of ours, raised in the rank, or one that our hook recognised: it brings its own words."""
+    if error.code == "group-twice":
+        return rendezvous.group_twice(case, error)
+    if error.code == "main-unguarded":
+        return children.main_unguarded(case, error)
+    why, evidence = error.why[:1], error.why[1:]
+    if case.confidence != "certain":  # one of the store's that another rank may have caused
+        others = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
+        why = (_AFTER_ANOTHER.get(error.code, "no rank shows why the store gave no answer"),)
+        seen = any(rank.stack or rank.ended or phase_of(rank) for rank in others)
+        evidence = (*error.why, *(whereabouts(case.job, others, case.root) if seen else ()))
+    return Report(
+        code=error.code,
+        headline=f"{case.subject}: {first_line(error.message)}",
+        where=where(case, case.first, error),
+        why="".join(why),
+        evidence=evidence,
+        then=case.then,
+        help=tuple(Help(sentence, command) for sentence, command in error.help[:3]),
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+    )
+
+
+_AFTER_ANOTHER = {
+    "wait-timeout": "whoever was to do it was elsewhere when the time was up",
+    "once-failed": "the function was called in another rank, and failed there",
+    "barrier-timeout": "whoever did not come was elsewhere when the time was up",
+    "barrier-broken": "somebody else at the barrier gave up or died, and no rank shows why",
+}
+"""What an error of the store that mostly comes of another rank says of that one; the store's own silence has no rank to blame."""
+
+
+def _in_process(case: Case, number: str, error: Raised) -> Report:
+    """What a process of `mp.spawn` raised: torch wraps its traceback into the message of another exception."""
+    report = raised(case, error)
+    inside = f"it was process {number} of those that mp.spawn had started in {case.subject}"
+    helps = report.help
+    if report.code == "port-in-use" and case.job.world_size > 1:
+        helps = (Help("start the program once, and let it spawn: of several, all ask for that port", again(case.job, 1)),)
+    return msgspec.structs.replace(report, evidence=(inside, *report.evidence), help=helps)
+
+
+_SCHEDULERS = {
+    "SLURM_PROCID": "RANK",
+    "SLURM_LOCALID": "LOCAL_RANK",
+    "SLURM_NTASKS": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK": "RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
+    "PMI_RANK": "RANK",
+    "PMI_SIZE": "WORLD_SIZE",
+}
+
+
+def _help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
+    """What to do, for the few exceptions where that is known."""
+    short = error.type.rpartition(".")[2]
+    if reading.loader_gone(error.message):
+        return (Help("load in the rank itself: then the traceback has the line that failed", "DataLoader(..., num_workers=0)"),)
+    if short == "ModuleNotFoundError" and (found := re.search(r"No module named '([\w.]+)'", error.message)):
+        name = found.group(1).partition(".")[0]
+        return (
+            Help("see which Python the ranks run, and whether it has the module", f"python -c 'import sys, {name}; print(sys.executable)'"),
+            Help("install it there (the package may have another name)", f"python -m pip install {name}"),
+        )
+    if short == "KeyError" and (ours := _SCHEDULERS.get(error.message.strip("'\""))):
+        return (Help("this is another launcher's variable; read the one that rallypoint and torchrun set", f'os.environ["{ours}"]'),)
+    return ()

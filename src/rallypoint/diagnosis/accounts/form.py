@@ -1,0 +1,142 @@
+"""The form of a report: of an exception or of an end, with its timeline, its quotations and its logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rallypoint.diagnosis import reading, stacks
+from rallypoint.diagnosis.accounts.cases import Case, how_ended, where, whereabout
+from rallypoint.diagnosis.accounts.wording import cut, signal_name
+from rallypoint.diagnosis.evidence import Raised, RankEvidence
+from rallypoint.diagnosis.report import Help, Moment, Report, Said
+
+SAID_LINES = 10  # of a rank's own words: what fits on a screen together with the rest
+TRACEBACK_LINES_ALONE = 40  # when no log has the rest of it: a full disk, or no run folder
+TRACEBACK_LINES = 8  # so that the report of one raise stays below 19 lines
+TIMELINE = 7  # lines around the cause; the rest is in events.jsonl
+TIMELINE_WORDS = 72  # characters of one event, so that a line fits on 92 columns
+
+
+def told(
+    case: Case, code: str, headline: str, error: Raised, *, why: str = "", evidence: tuple[str, ...] = (), help: tuple[Help, ...] = ()
+) -> Report:
+    """A report about an exception."""
+    quoted = traceback_said(case.first, error)
+    if not quoted and error.frames:
+        source = stacks.own_frame(error.frames)
+        if source is not None and source.source and not evidence and not why:
+            why = f"the line there: {cut(source.source)}" if case.confidence == "certain" else ""
+    if error.caught_at is None and case.first.ended is not None and case.first.ended.signal and not case.first.sent:
+        evidence += (f"its process then ended by {signal_name(case.first.ended.signal)}",)
+    return Report(
+        code=code,
+        headline=headline,
+        where=where(case, case.first, error),
+        why=why or ("" if case.confidence == "certain" else "its words may speak of another rank, or of something else that broke"),
+        evidence=evidence,
+        then=case.then,
+        said=quoted,
+        help=help,
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+    )
+
+
+def of_end(
+    case: Case,
+    code: str,
+    headline: str,
+    *,
+    where: str = "",
+    why: str = "",
+    evidence: tuple[str, ...] = (),
+    help: tuple[Help, ...] = (),
+    status: int,
+    quote: bool = False,
+) -> Report:
+    """A report about how a process ended."""
+    rank = case.first
+    if not where:
+        where = whereabout(case, rank)
+    if case.confidence != "certain" and not why:
+        why = "other ranks ended too, and nothing shows that they ended for another reason"
+    return Report(
+        code=code,
+        headline=headline,
+        where=where,
+        why=why,
+        evidence=evidence,
+        then=case.then,
+        timeline=timeline(case),
+        said=said(rank, rank.said) if quote else (),
+        help=help,
+        logs=logs(case),
+        ranks=case.numbers,
+        confidence=case.confidence,
+        exit_status=status,
+    )
+
+
+def said(rank: RankEvidence, lines: Sequence[str]) -> tuple[Said, ...]:
+    """The rank's last words."""
+    words = [cut(line) for line in lines if line.strip()]
+    return (Said(f"rank {rank.rank}", tuple(words[-SAID_LINES:])),) if words else ()
+
+
+def traceback_said(rank: RankEvidence, error: Raised) -> tuple[Said, ...]:
+    """The traceback, its middle left out when it is long; () when the terminal has it already. Of one process that another tells of, as a
+    DataLoader and mp.spawn do, its own: the other's ends in the library that passed it on."""
+    if rank.said_traceback or not error.traceback:
+        return ()
+    spawned = reading.in_process(error)
+    error = reading.from_loader(error) or (spawned[1] if spawned is not None else error)
+    lines = error.traceback.rstrip("\n").splitlines()
+    if error.caught_at is not None and all(stacks.library(frame) for frame in error.frames):
+        lines = lines[_ends_at(lines, error) :]  # caught near the call: what is above is the library's
+    most = TRACEBACK_LINES if rank.log else TRACEBACK_LINES_ALONE
+    if len(lines) > most:
+        lines = [line for line in lines if line.strip(" ~^") or not line.strip()]
+    if len(lines) > most:
+        end = _ends_at(lines, error)
+        head = 3 if end > 5 else 1  # "Traceback ...", and the outermost frame with its source line
+        tail = lines[max(head, end - (most - head - 2)) : end + 1]
+        left_out = len(lines) - head - len(tail)
+        file = f" in {rank.log.rpartition('/')[2]}:{rank.log_line}" if rank.log and rank.log_line else ""
+        lines = [*lines[:head], f"... {left_out} more lines{file}", *tail]
+    return (Said(f"rank {rank.rank}", tuple(cut(line) for line in lines)),)
+
+
+def _ends_at(lines: Sequence[str], error: Raised) -> int:
+    """The index of the line that names the exception: the first such, since what follows was raised while it was handled."""
+    return next((i for i, line in enumerate(lines) if line.startswith(error.type)), len(lines) - 1)
+
+
+def timeline(case: Case) -> tuple[Moment, ...]:
+    """What happened around the cause, as far as the evidence has times; () when there is no more than the end itself."""
+    at_fault = set(case.numbers)
+    moments: list[Moment] = []
+    for rank in case.job.ranks:
+        who = f"rank {rank.rank}"
+        error = rank.raised or (rank.handled[-1] if rank.handled else None)
+        if error is not None and error.at:
+            moments.append(Moment(error.at, who, cut(reading.in_short(error), TIMELINE_WORDS)))
+        follows = rank.raised is not None and rank.ended is not None and rank.ended.code == 1  # the end that every exception has
+        if rank.ended is not None and rank.ended.at and not follows and (rank.rank in at_fault or not rank.sent):
+            well = rank.ended.code == rank.ended.signal == 0
+            # Its sockets were closed while the interpreter closed down: peers that noticed did so after it had left its program.
+            at = rank.phase_at if well and rank.phase == "finishing" and rank.phase_at else rank.ended.at
+            moments.append(Moment(at, who, how_ended(case.job, rank)))
+    moments.sort(key=lambda moment: (moment.at, moment.who not in {f"rank {number}" for number in at_fault}, moment.who))
+    own = [i for i, moment in enumerate(moments) if moment.who == f"rank {case.first.rank}"]
+    start = max(own[-1] - 2, 0) if own else len(moments)
+    around = moments[start : start + TIMELINE]
+    return tuple(around) if len(around) > 1 else ()
+
+
+def logs(case: Case) -> tuple[str, ...]:
+    """The log of the first rank at fault, at the line of its last words."""
+    rank = case.first if case.ranks else None
+    if rank is None or not rank.log:
+        return (case.job.run_dir,) if case.job.run_dir else ()
+    return (f"{rank.log}:{rank.log_line}" if rank.log_line else rank.log,)
