@@ -16,7 +16,7 @@ from rallypoint.cli import doctor as command
 from rallypoint.cli import main as cli
 from rallypoint.cli import options
 from rallypoint.diagnosis import doctor
-from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok
+from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, unknown
 
 DOCTOR = (sys.executable, "-P", "-m", "rallypoint", "doctor")
 DEADLINE = 60.0  # seconds; each of these takes a fraction of one
@@ -36,6 +36,11 @@ DEADLINE = 60.0  # seconds; each of these takes a fraction of one
         (["--listen", "http"], "error[usage]: --listen http is not a port number"),
         (["--listen"], "error[usage]: --listen lacks its value, PORT"),
         (["--listen", "1234", "--peer", "node08:1234"], "error[usage]: --listen and --peer exclude each other"),
+        (["--port-range", "20000-20100"], "error[usage]: --port-range is for --listen and --peer"),
+        (
+            ["--listen", "29500", "--port-range", "20000-20100"],
+            "error[port-invalid]: port 29500 lies outside the allowed range 20000-20100",
+        ),
         (["--listen", "1234", "--only", "shm"], "error[usage]: --only and --skip choose among the checks of this machine"),
         (["node08:29500"], "error[usage]: rallypoint doctor takes options only, and got node08:29500"),
         (["--error-format", "xml"], "error[usage]: --error-format xml is not one of text, json"),
@@ -74,6 +79,7 @@ def test_which_checks_are_made(argv: list[str], names: tuple[str, ...], monkeypa
     [
         ([ok("a", "shm")], 0, "1 ok"),
         ([ok("a", "shm"), note("limit-low", "b")], 0, "1 note, 1 ok"),
+        ([ok("a", "shm"), unknown("b", "firewall")], 0, "1 ok, 1 not known"),
         ([fault("limit-low", "b"), ok("a", "shm"), fault("shm-small", "c")], 1, "2 faults, 1 ok"),
     ],
 )

@@ -37,7 +37,9 @@ def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in shown
 
 
-@pytest.mark.parametrize("word", ["error[rank-killed]:", "error[rank-killed]: rank 2 was killed by SIGKILL", "rank_killed", "RANK-KILLED"])
+@pytest.mark.parametrize(
+    "word", ["error[rank-killed]:", "error[rank-killed]: rank 2 was killed by SIGKILL", "rank_killed", "rank killed", "RANK-KILLED"]
+)
 def test_a_code_as_it_was_copied(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main([word]) == 0
     assert capsys.readouterr().out.startswith("# rank-killed\n")
@@ -48,6 +50,27 @@ def test_without_anything_all_codes() -> None:
     status, out, _ = _run()
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()] == list(CATALOGUE)
+
+
+@pytest.mark.parametrize(
+    ("message", "headline"),
+    [
+        ("Address already in use", "error[port-in-use]: the program could not listen on an address: it is in use"),
+        ("EADDRINUSE", "error[port-in-use]: the program could not listen on an address: it is in use"),
+        ("bind: Permission denied", "error[port-forbidden]: the program may not listen on an address"),
+        ("Too many open files", "error[files-exhausted]: the program has as many files open as it may have: Too many open files"),
+        ("Killed", "error[rank-killed]: the program was killed by SIGKILL"),
+        ("Connection refused", "error[cause-unknown]: a rank lost another rank (Connection refused); the cause is not known"),
+        ("hello world", "error[cause-unknown]: nothing in this line says why"),
+    ],
+)
+def test_words_without_the_type_of_an_exception(message: str, headline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a person copies out of a line, or remembers of it."""
+    explain.main([message])
+    out, err = capsys.readouterr()
+    assert " ".join(out.split()).startswith(headline)
+    assert "RuntimeError" not in out, "a type that nobody has said"
+    assert err == ""
 
 
 def test_an_unknown_code_offers_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import subprocess
@@ -64,6 +65,43 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["-n", "4", "train.py"], "error[usage]: rallypoint -n: no command is given", "rallypoint run -n 4 train.py"),
         (["--verison"], "error[option-unknown]: rallypoint has no option --verison; the nearest is --version", "rallypoint --version"),
         (["./a b"], "error[usage]: rallypoint ./a b: no command is given", "rallypoint run './a b'"),
+        (
+            ["torchrun", "-n", "2", "train.py"],
+            "error[usage]: rallypoint has no command torchrun; the nearest is run",
+            "rallypoint run -n 2 train.py",
+        ),
+        (["accelerate", "t.py"], "error[usage]: rallypoint has no command accelerate; the nearest is run", "rallypoint run t.py"),
+        (
+            ["mpirun", "-np", "2", "python", "t.py"],
+            "error[usage]: rallypoint has no command mpirun; the nearest is run",
+            "rallypoint run -n 2 t.py",
+        ),
+        (["accelerate", "launch", "t.py"], "error[usage]: rallypoint has no command accelerate; the nearest is run", "rallypoint run t.py"),
+        (["ps"], "error[usage]: rallypoint has no command ps; the nearest is show", "rallypoint show"),
+        (["help", "run"], "error[usage]: rallypoint has no command help", "rallypoint run --help"),
+        (["version"], "error[usage]: rallypoint has no command version", "rallypoint --version"),
+        (["doctor", "shm"], "error[usage]: rallypoint doctor takes options only, and got shm", "rallypoint doctor --only shm"),
+        (
+            ["doctor", "--only", "shm", "ports"],
+            "error[usage]: rallypoint doctor takes options only, and got ports",
+            "rallypoint doctor --only shm,ports",
+        ),
+        (
+            ["doctor", "listen", "29500"],
+            "error[usage]: rallypoint doctor takes options only, and got listen",
+            "rallypoint doctor --listen 29500",
+        ),
+        (["serve", "29500"], "error[usage]: rallypoint serve takes options only, and got 29500", "rallypoint serve --port 29500"),
+        (
+            ["explain", "--json", "x"],
+            "error[option-unknown]: rallypoint explain has no option --json; the nearest is --error-format=json",
+            "rallypoint explain --error-format=json x",
+        ),
+        (
+            ["doctor", "--json", "--only", "shm"],
+            "error[option-unknown]: rallypoint doctor has no option --json; the nearest is --error-format=json",
+            "rallypoint doctor --error-format=json --only shm",
+        ),
         (["frobnicate"], "error[usage]: rallypoint has no command frobnicate", "rallypoint --help"),
         (["run", "-n", "0", "x.py"], "error[usage]: -n 0 starts no rank", "-n 4"),
     ],
@@ -98,6 +136,16 @@ def test_a_problem_of_the_machine_is_1(capsys: pytest.CaptureFixture[str]) -> No
     assert err.startswith("error[port-in-use]: port 29500 is taken\n")
     assert "by pid 7" in err
     assert "--master-port 0" in err
+
+
+def test_no_descriptor_left_is_no_fault_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise OSError(errno.EMFILE, "Too many open files", "/proc/7/stat")
+
+    assert cli.guarded(command) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error[files-exhausted]: rallypoint has as many files open as it may have: [Errno 24] Too many open files:")
+    assert "ulimit -n 65536" in err
 
 
 def test_a_fault_of_ours_is_70_and_says_what_to_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,11 +44,19 @@ def test_every_example_is_a_good_one() -> None:
 
 @pytest.mark.parametrize("name", [name for option in options.TABLE for name in option.names])
 def test_help_names_every_option(name: str) -> None:
-    assert any(line.startswith("  -") and name in line.replace(",", " ").split() for line in options.help_text().splitlines())
+    assert any(line.startswith("  -") and name in line.replace(",", " ").split() for line in options.help_text(92).splitlines())
 
 
 def test_help_is_readable_on_a_narrow_terminal() -> None:
-    assert max(map(len, options.help_text().splitlines())) <= 110
+    for columns, widest in ((92, 92), (80, 80), (50, 77)):  # the lines of use, and options' names, are not parted
+        for text in (
+            options.help_text(columns),
+            options.serve_help_text(columns),
+            options.stacks_help_text(columns),
+            options.doctor_help_text(columns),
+            options.show_help_text(columns),
+        ):
+            assert max(map(len, text.splitlines())) <= widest
 
 
 @pytest.mark.parametrize("option", [o for o in options.TABLE if any("-" in n[2:] for n in o.names)], ids=lambda o: o.key)
@@ -120,7 +128,7 @@ def test_stream_maps_of_any_rank() -> None:
         ("--max-restarts 1.5 x.py", "--max-restarts 1.5 is not a whole number"),
         ("--port-range 5-1 x.py", "--port-range 5-1 ends before it starts"),
         ("--port-range 1-70000 x.py", "--port-range 1-70000 is not a range of ports: they go from 1 to 65535"),
-        ("--port-range 20000 x.py", "--port-range 20000 is not a range of ports"),
+        ("--port-range 20000 x.py", "--port-range 20000 is one port, and a range has two ends"),
         ("--master-port 70000 x.py", "--master-port 70000 is not a port: they go from 1 to 65535, and 0 means any free one"),
         ("--master-port http x.py", "--master-port http is not a port number"),
         (
@@ -216,7 +224,44 @@ def test_unknown_option_names_the_nearest(word: str, near: str) -> None:
 def test_unknown_option_shows_the_command_mended() -> None:
     error = refused(["--fresh", "--nproc=4", "train.py", "a b"])
     assert error.help[0] == ("use --nproc-per-node", "rallypoint run --fresh --nproc-per-node=4 train.py 'a b'")
-    assert error.help[1][1] == "rallypoint run train.py --nproc=4"
+    assert error.help[1][1] == "rallypoint run --fresh train.py 'a b' --nproc=4"
+
+
+@pytest.mark.parametrize(
+    ("line", "mended"),
+    [
+        ("-np 4 train.py x", "rallypoint run -n 4 train.py x"),
+        ("-np4 train.py", "rallypoint run -n 4 train.py"),
+        ("--fresh -np=4 train.py", "rallypoint run --fresh -n 4 train.py"),
+        ("-ppn 4 train.py", "rallypoint run --nproc-per-node 4 train.py"),
+        ("-npernode 4 train.py", "rallypoint run --nproc-per-node 4 train.py"),
+        ("-nproc_per_node=4 train.py", "rallypoint run --nproc-per-node=4 train.py"),
+        ("-nproc 4 -nnodes 1 train.py", "rallypoint run --nproc-per-node 4 --nnodes 1 train.py"),
+        ("-np 4 python3 -u train.py --lr 1", "PYTHONUNBUFFERED=1 rallypoint run -n 4 train.py --lr 1"),
+        ("--no-python -np 4 python train.py", "rallypoint run --no-python -n 4 python train.py"),
+        ("--hostfile hosts -n 2 train.py", "rallypoint run -n 2 train.py"),
+        ("-H a,b -n 2 train.py", "rallypoint run -n 2 train.py"),
+        ("--use_env --nproc_per_node=2 train.py -x", "rallypoint run --nproc_per_node=2 train.py -x"),
+        ("--mca btl tcp --bind-to none -n 2 train.py", "rallypoint run -n 2 train.py"),
+        ("-x LR=0.1 -x PATH -n 2 train.py", "LR=0.1 rallypoint run -n 2 train.py"),
+        (
+            "--multi_gpu --num_machines 1 --mixed_precision=fp16 --num_processes 2 train.py --resume",
+            "ACCELERATE_MIXED_PRECISION=fp16 rallypoint run --nnodes 1 --nproc-per-node 2 train.py --resume",
+        ),
+        ("-n train.py --lr 1", "rallypoint run -n 4 train.py --lr 1"),
+        ("--fresh --max-restarts train.py", "rallypoint run --fresh --max-restarts 3 train.py"),
+        ("-n 2", "rallypoint run -n 2 train.py"),
+        ("-n 2 --epochs 3 train.py a", "rallypoint run -n 2 train.py a --epochs 3"),
+        ("-n 2 -m --epochs 3 package.train", "rallypoint run train.py --epochs"),
+    ],
+)
+def test_habits_from_elsewhere_get_the_whole_line(line: str, mended: str) -> None:
+    error = refused(line.split())
+    assert error.help[-1 if "--epochs" in line else 0][1] == mended
+
+
+def test_a_name_is_not_near_for_its_dashes() -> None:
+    assert "; the nearest is" not in refused(["--hosts-file", "x", "train.py"]).headline
 
 
 # --- the program's own words -----------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from rallypoint import launch
 from rallypoint.cli import run
 from rallypoint.diagnosis.report import Report
 from rallypoint.launcher import plan
-from rallypoint.launcher.plan import Options, Program
+from rallypoint.launcher.assignment import Program
+from rallypoint.launcher.plan import Options
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -24,7 +25,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def look(target: str, *args: str, kind: str = "script") -> Report | None:
-    return run.look_at(Program(kind=kind, target=target, args=args), os.environ)  # type: ignore[arg-type]
+    typed = {"script": (), "module": ("-m",), "command": ("--no-python",)}[kind]
+    return run.look_at(Program(kind=kind, target=target, args=args), os.environ, typed)  # type: ignore[arg-type]
 
 
 def trouble(target: str, *args: str, kind: str = "script") -> Report:
@@ -76,7 +78,38 @@ def test_python_given_as_a_script() -> None:
 
 
 def test_nothing_near_says_where_we_are(folder: Path) -> None:
-    assert commands(trouble("train.py")) == [f"cd {folder}"]
+    assert commands(trouble("train.py")) == [f"ls {folder}"]
+    (folder / "nose.py").touch()  # the same ending makes no two names alike
+    assert commands(trouble("such.py")) == [f"ls {folder}"]
+
+
+def test_the_command_to_type_keeps_the_options(folder: Path) -> None:
+    (folder / "train.py").touch()
+    report = run.look_at(Program(kind="script", target="trian.py", args=("--lr", "1")), os.environ, ("-n", "2", "--fresh"))
+    assert report is not None
+    assert commands(report) == ["rallypoint run -n 2 --fresh train.py --lr 1"]
+    report = run.look_at(Program(kind="command", target="./train.py", args=("x",)), os.environ, ("-n", "2", "--no-python"))
+    assert report is not None
+    assert commands(report) == ["chmod +x ./train.py", "rallypoint run -n 2 ./train.py x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("python3", "train.py"), "rallypoint run --fresh train.py"),
+        (("python", "-u", "-m", "package.train", "-u"), "PYTHONUNBUFFERED=1 rallypoint run --fresh -m package.train -u"),
+        (("mpirun", "-np", "2", "train.py"), "rallypoint run --fresh -n 2 train.py"),
+        (("4", "train.py", "x"), "rallypoint run --fresh -n 4 train.py x"),
+        (("torchrun", "--nproc-per-node", "2", "train.py"), "rallypoint run --fresh --nproc-per-node 2 train.py"),
+        (("accelerate", "launch", "train.py"), "rallypoint run --fresh train.py"),
+        (("accelerate", "train.py"), "rallypoint run --fresh train.py"),
+        (("bash", "job.sh"), "rallypoint run --fresh --no-python bash job.sh"),
+    ],
+)
+def test_habits_from_elsewhere_where_the_script_stands(words: tuple[str, ...], command: str) -> None:
+    report = run.look_at(Program(kind="script", target=words[0], args=words[1:]), os.environ, ("--fresh",))
+    assert report is not None
+    assert commands(report) == [command]
 
 
 def test_a_folder(folder: Path) -> None:

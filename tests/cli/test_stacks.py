@@ -20,16 +20,18 @@ from rallypoint.cli import stacks
 from rallypoint.diagnosis.evidence import Frame
 from rallypoint.diagnosis.standing import RankStanding, Standing
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.launcher import inquiry
+from rallypoint.launcher import visits
 from rallypoint.record import run_folder
 from rallypoint.record.run_folder import Door
 
 HOLD = """
 import os
 import sys
-from rallypoint.record.run_folder import Door, open_run_folder
+from rallypoint.record.run_folder import Door, default_root, open_run_folder
 folder = open_run_folder(sys.argv[1], "a-job", print, asked_for=False)
-if len(sys.argv) > 2:
+if sys.argv[2:] == ["elsewhere"]:
+    folder.list_in(default_root(os.environ))
+elif len(sys.argv) > 2:
     folder.announce(Door(*sys.argv[2:4], int(sys.argv[4]) or os.getpid()))
 print("held", flush=True)
 sys.stdin.read()
@@ -104,6 +106,29 @@ def test_the_newest_that_runs_is_asked_and_the_others_are_named(state: Path, lau
     assert stacks.chosen(("a-job-1",)) == (str(state / "a-job-1"), ())
 
 
+def test_a_job_with_a_folder_of_its_own_is_found_without_its_name(state: Path, launchers: Launchers, tmp_path: Path) -> None:
+    launchers.hold(state / "a-job-1")
+    launchers.hold(tmp_path / "mine", "elsewhere")
+    launchers.hold(tmp_path / "killed", "elsewhere")
+    for path, started in ((state / "a-job-1", 1.0), (tmp_path / "mine", 2.0), (tmp_path / "killed", 3.0)):
+        os.utime(path / "plan.json", (started, started))
+    assert stacks.chosen(()) == (str(tmp_path / "killed"), (str(tmp_path / "mine"), "a-job-1"))
+    launchers.processes[2].kill()
+    launchers.processes[2].communicate()
+    assert stacks.chosen(()) == (str(tmp_path / "mine"), ("a-job-1",))
+    assert [os.readlink(link) for link in (state.parent / "elsewhere").iterdir()] == [str(tmp_path / "mine")]
+    assert stacks.chosen((str(tmp_path / "mine"),)) == (str(tmp_path / "mine"), ())
+
+
+def test_a_job_with_a_folder_of_its_own_leaves_no_link(state: Path, tmp_path: Path) -> None:
+    folder = run_folder.open_run_folder(str(tmp_path / "mine"), "a-job", print, asked_for=True)
+    folder.list_in(str(state))
+    [link] = (state.parent / "elsewhere").iterdir()
+    assert os.readlink(link) == folder.path
+    folder.close()
+    assert list((state.parent / "elsewhere").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("door", "words", "command"),
     [
@@ -133,17 +158,17 @@ def test_a_launcher_that_closes_its_door_because_it_ends(state: Path, launchers:
         assert launcher.stdin is not None
         launcher.stdin.close()  # it ends
         launcher.stdin = None
-        return inquiry_ask(path)
+        return visits_ask(path)
 
-    inquiry_ask = inquiry.ask
-    monkeypatch.setattr(inquiry, "ask", ask)
+    visits_ask = visits.ask
+    monkeypatch.setattr(visits, "ask", ask)
     with pytest.raises(UsageError, match="job a-job-1 has just ended"):
         stacks.ask(str(state / "a-job-1"))
 
 
 def test_a_launcher_that_has_no_room_for_a_visitor(state: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "ENDS_WITHIN", 0.0)
-    door = inquiry.Door()
+    door = visits.Door()
     try:
         launchers.hold(state / "a-job-1", door.path, os.uname().nodename, "1")
         monkeypatch.setattr(resource, "getrlimit", lambda _: (0, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import re
 import socket
 import subprocess
@@ -142,6 +143,25 @@ def test_a_connection_that_uses_the_number_is_named() -> None:
         assert f"is connected from 127.0.0.1:{port} to 127.0.0.1:{held.port}" in str(caught.value)
 
 
+def test_a_job_of_ours_is_named_and_its_connections_are_not() -> None:
+    serve = (
+        "from rallypoint.launcher.boot import TEMPLATE; import socket, sys; one = socket.create_server(('127.0.0.1', 0)); "
+        "two = socket.create_connection(one.getsockname()); three, _ = one.accept(); print(one.getsockname()[1]); sys.stdin.read()"
+    )
+    environ = {**os.environ, "RALLYPOINT_JOB": "job7"}
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", serve], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with pytest.raises(EnvironmentProblem) as caught:
+            hold_port(port)
+        process.stdin.close()
+    assert f"port {port} on 127.0.0.1 is taken: the rallypoint job job7 (pid {process.pid}, " in str(caught.value)
+    assert caught.value.why == ()
+
+
 def test_a_socket_that_is_bound_and_does_not_listen_is_named_where_the_kernel_tells() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -261,6 +281,13 @@ def test_a_port_below_1024_without_the_privilege() -> None:
         assert as_nobody("hold_port(81)").startswith("port-forbidden: port 81 may not be bound by user nobody")
 
 
+@pytest.mark.root
+def test_a_range_that_begins_below_1024() -> None:
+    """Its ports are tried in random order: one that may not be bound was the end of it, every other time."""
+    assert as_nobody("print(all(hold_port(port_range=(512, 1535)).port >= 1024 for _ in range(20)))") == "True"
+    assert as_nobody("hold_port(port_range=(81, 90))") == "port-forbidden: none of the ports 81-90 may be bound by user nobody"
+
+
 def as_nobody(call: str) -> str:
     """Run a call as user nobody; `code: headline` of what it raised."""
     script = f"""
@@ -337,8 +364,8 @@ def test_an_exhausted_range_that_outgoing_connections_use_too() -> None:
 
 
 def a_range_of(count: int) -> int:
-    """The first of some neighbouring ports outside the kernel's own range that are all free."""
-    for first in range(20000, 30000, count):
+    """The first of some neighbouring ports outside the kernel's own range that are all free; other tests look for some, too."""
+    for first in random.sample(range(20000, 30000, count), 10000 // count):
         try:
             for each in [hold_port(port) for port in range(first, first + count)]:
                 each.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -12,7 +13,8 @@ import pytest
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.meeting_point import ANSWER, GREETING, explains
-from rallypoint.host import reach, resolver
+from rallypoint.host import firewall, reach, resolver
+from rallypoint.host.ports import hold_port
 from rallypoint.host.resolver import Answer
 
 TIMEOUT = 0.3  # seconds for one look: as in a job
@@ -50,6 +52,24 @@ def test_nobody_listens() -> None:
     assert (found.outcome, found.here, found.holders, explains(found)) == ("refused", True, (), True)
     assert str(found.tried[0]) == f"127.0.0.1:{port}: nothing listens there (Connection refused, errno 111)"
     assert found.seconds < TIMEOUT + SLACK
+
+
+@pytest.mark.parametrize(("held_at", "table", "blames"), [
+    ("127.0.0.1", "*filter\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -p tcp -j REJECT\nCOMMIT\n", True),
+    ("0.0.0.0", "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -j REJECT\nCOMMIT\n", True),
+    ("127.0.0.2", "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -j REJECT\nCOMMIT\n", False),  # he listens elsewhere
+    ("127.0.0.1", "", False),  # he has begun meanwhile
+])  # fmt: skip
+def test_refused_though_somebody_listens(held_at: str, table: str, blames: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rule that rejects makes it, which takes root and a firewall: the refusal and the rules are played back, the listener is real."""
+    with hold_port(0, held_at) as held:
+        refused = reach.Tried(f"127.0.0.1:{held.port}", "refused", errno.ECONNREFUSED)
+        monkeypatch.setattr(reach, "_try_all", lambda *_: (refused,))
+        monkeypatch.setattr(firewall, "look", lambda _: firewall.Firewall(tuple(firewall.iptables_chains(table))))
+        found = at(held.port)
+    assert (found.outcome, len(found.holders)) == ("refused", 1)
+    assert (found.rejected is not None) == blames
+    assert found.rejected is None or str(found.rejected).startswith("the firewall rejects it (iptables-save: ")
 
 
 def test_packets_are_dropped() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rallypoint.cli import options
-from rallypoint.cli.main import guarded, wants_color, width, write_out
+from rallypoint.cli.main import guarded, help_width, wants_color, width, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher import exits
 
@@ -27,18 +27,24 @@ def main(argv: list[str]) -> int:
         line = options.take_apart(argv, {}, "doctor", options.DOCTOR)
         asked = line.error_format
         if line.wants_help:
-            write_out(options.doctor_help_text())
+            write_out(options.doctor_help_text(help_width()))
             return 0
         values = options.values(line, "doctor", options.DOCTOR)
-        listen, peers = values["listen"], values["peer"]
+        listen, peers, port_range = values["listen"], values["peer"], values["port_range"]
         if listen is not None or peers:
             _refuse_both(listen is not None and bool(peers), bool(values["only"] or values["skip"]))
+        elif port_range is not None:
+            raise UsageError(
+                "usage",
+                "--port-range is for --listen and --peer: the checks of this machine look at the kernel's range",
+                help=(("on this machine", f"rallypoint doctor --listen 0 --port-range {port_range[0]}-{port_range[1]}"),),
+            )
         _prepare()
         screen = _Screen(values["error_format"])
         if listen is not None:
-            return listening(listen, screen)
+            return listening(listen, port_range, screen)
         if peers:
-            return visiting(peers, screen)
+            return visiting(peers, port_range, screen)
         return examine(_names(values["only"], values["skip"]), screen)
 
     return guarded(command, lambda: asked)
@@ -54,26 +60,28 @@ def examine(names: tuple[str, ...], screen: _Screen) -> int:
     return screen.end()
 
 
-def visiting(peers: Iterable[tuple[str, int]], screen: _Screen) -> int:
+def visiting(peers: Iterable[tuple[str, int]], port_range: tuple[int, int] | None, screen: _Screen) -> int:
     """Check the way to each of these machines and back; the exit status."""
     from rallypoint.diagnosis.checks import encounter
 
     for host, port in peers:
         screen.starting(f"{host}:{port}")
-        for finding in encounter.visit(host, port):
+        for finding in encounter.visit(host, port, port_range):
             screen.show(finding)
     return screen.end()
 
 
-def listening(port: int, screen: _Screen) -> int:
+def listening(port: int, port_range: tuple[int, int] | None, screen: _Screen) -> int:
     """Let other machines check the way to here and back, until none comes any more; the exit status."""
     from rallypoint.diagnosis.checks import encounter
 
     try:
-        for finding in encounter.receive(port):
+        for finding in encounter.receive(port, port_range):
             screen.show(finding)
     except (UsageError, EnvironmentProblem) as refused:  # its help speaks of other commands' options
         help = (("take any free port", "rallypoint doctor --listen 0"),)
+        if port_range is not None and refused.code != "ports-exhausted":
+            help = (("take any free port of the range", f"{help[0][1]} --port-range {port_range[0]}-{port_range[1]}"),)
         raise type(refused)(refused.code, refused.headline, why=refused.why, help=help) from refused
     return screen.end()
 
@@ -165,5 +173,5 @@ def trial(backend: Backend, ranks: int, timeout: float) -> Outcome:
             return Outcome(clock.elapsed(), reports=(failed.report,))
         return Outcome(clock.elapsed(), problem=str(failed), code="cause-unknown")
     except RallypointError as problem:
-        return Outcome(clock.elapsed(), problem=problem.headline, code=problem.code, help=problem.help)
+        return Outcome(clock.elapsed(), problem=problem.headline, code=problem.code, why=problem.why, help=problem.help)
     return Outcome(clock.elapsed(), tuple(measured))

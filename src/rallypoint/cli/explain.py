@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rallypoint.cli.main import guarded, wants_color, width, write_out
+from rallypoint.cli.main import filled, guarded, help_width, wants_color, width, write_out
 from rallypoint.diagnosis.causes import CATALOGUE, nearest, page
 from rallypoint.errors import UsageError
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         nonlocal asked
         words, asked, wants_help = _taken_apart(argv)
         if wants_help:
-            write_out(HELP)
+            write_out(filled(HELP, help_width()))
             return 0
         return _explain(words, asked)
 
@@ -79,6 +80,12 @@ def _taken_apart(argv: Sequence[str]) -> tuple[list[str], str, bool]:
                     help=(("for a program", "--error-format json"),),
                 )
             chosen = value
+        elif word == "--json":
+            raise UsageError(
+                "option-unknown",
+                "rallypoint explain has no option --json; the nearest is --error-format=json",
+                help=(("use --error-format=json", f"rallypoint explain {shlex.join(['--error-format=json', *words, *rest])}"),),
+            )
         else:
             words.append(word)
     return words, chosen, wants_help
@@ -106,15 +113,18 @@ def _explain(words: list[str], error_format: str) -> int:
         if _like_a_path(words[0]):
             raise _no_file(words[0])
         if not words[0].endswith(("Error", "Exception")) and ":" not in words[0]:
-            raise _no_code(words[0])
+            reports = _reports_of(words[0])  # EADDRINUSE, Killed
+            if reports[0].code == "cause-unknown":
+                raise _no_code(words[0])
+            return _tell(reports, error_format)
     return _of_message(" ".join(words), error_format)
 
 
 def _code(words: Sequence[str]) -> str:
-    """The code that was meant by `rank-killed`, `rank_killed`, `RANK-KILLED`, or a headline as it was copied; "" if none was."""
+    """The code that was meant by `rank-killed`, `rank_killed`, `rank killed`, `RANK-KILLED`, or a copied headline; "" if none was."""
     text = " ".join(words)
     found = _CODE.search(text)
-    code = found.group(1) if found is not None and "\n" not in text else text.strip().lower().replace("_", "-")
+    code = found.group(1) if found is not None and "\n" not in text else "-".join(text.lower().replace("_", " ").split())
     return code if code in CATALOGUE else ""
 
 
@@ -192,9 +202,39 @@ def _say_that_it_waits() -> None:
 
 
 def _of_message(message: str, error_format: str) -> int:
+    return _tell(_reports_of(message), error_format)
+
+
+_TYPELESS = "RuntimeError: "
+"""The type of exception that says least: torch raises it for whatever goes wrong."""
+
+
+def _reports_of(message: str) -> tuple[Report, ...]:
+    """What a message tells of itself. One that was copied without its beginning is read once more, as the words of some exception."""
+    reports = _read_message(message)
+    if reports[0].code != "cause-unknown" or reports[0].said or "\n" in message:
+        return reports
+    as_exception = _read_message(_TYPELESS + message)
+    if as_exception[0].code == "rank-raised":  # the words alone tell nothing
+        return reports
+    return tuple(_without_type(report) for report in as_exception)
+
+
+def _without_type(report: Report) -> Report:
+    """The report without the type that nobody has said."""
+    import msgspec
+
+    def plain(text: str) -> str:
+        return text.replace(_TYPELESS, "")
+
+    said = tuple(msgspec.structs.replace(one, lines=tuple(map(plain, one.lines))) for one in report.said)
+    return msgspec.structs.replace(report, headline=plain(report.headline), evidence=tuple(map(plain, report.evidence)), said=said)
+
+
+def _read_message(message: str) -> tuple[Report, ...]:
     from rallypoint.diagnosis.logs import reader, verdict
 
-    return _tell(verdict.diagnose(reader.Reader("").read([message.encode("utf-8", "surrogateescape")])), error_format)
+    return verdict.diagnose(reader.Reader("").read([message.encode("utf-8", "surrogateescape")]))
 
 
 def _counted(chunks: Iterator[bytes], count: Callable[[int], None]) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from rallypoint import __version__
-from rallypoint.errors import InternalError, RallypointError, UsageError
+from rallypoint.errors import EnvironmentProblem, InternalError, RallypointError, UsageError
 from rallypoint.launcher import exits, machine
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ usage: rallypoint run [options] script.py [arguments of the script]
 
 {listed}
 
-`rallypoint run --help` lists the options of run.
+To begin: rallypoint run -n 4 train.py
+The options of a command: rallypoint run --help
 """
 
 
@@ -93,6 +95,8 @@ def _no_command(name: str, words: list[str]) -> UsageError:
     import difflib
     import shlex
 
+    from rallypoint.cli import foreign
+
     if name.startswith("--") and (near := difflib.get_close_matches(name, ("--version", "--help"), n=1)):
         return UsageError(
             "option-unknown",
@@ -103,9 +107,19 @@ def _no_command(name: str, words: list[str]) -> UsageError:
         return UsageError(
             "usage", f"rallypoint {name}: no command is given", help=(("say what to do with it", f"rallypoint run {shlex.join(words)}"),)
         )
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    if name in ("help", "version"):
+        rest = words[1:2] if words[1:2] and words[1] in COMMANDS else []
+        return UsageError(
+            "usage", f"rallypoint has no command {name}", help=(("it is an option", f"rallypoint {shlex.join([*rest, f'--{name}'])}"),)
+        )
+    near = [foreign.COMMANDS[name]] if name in foreign.COMMANDS else difflib.get_close_matches(name, COMMANDS, n=1)
     if near:
-        help = ((f"use {near[0]}", f"rallypoint {shlex.join([near[0], *words[1:]])}"),)
+        again = f"rallypoint {shlex.join([near[0], *words[1:]])}"
+        if name in foreign.LAUNCHERS:
+            from rallypoint.cli import options
+
+            again = options.mended(foreign.after_launcher(words))
+        help = ((f"use {near[0]}", again),)
     else:
         help = (("see the commands", "rallypoint --help"),)
     return UsageError("usage", f"rallypoint has no command {name}" + (f"; the nearest is {near[0]}" if near else ""), help=help)
@@ -164,7 +178,7 @@ def guarded(command: Callable[[], int], error_format: Callable[[], str] = lambda
         return exits.of_signal(signal.SIGPIPE)
     except Exception as error:
         try:
-            return _complain(_internal(error), error_format())
+            return _complain(_translated(error), error_format())
         except Exception:  # what shows errors is broken too: the bare traceback is better than nothing
             sys.excepthook(*sys.exc_info())
             return exits.INTERNAL
@@ -185,6 +199,21 @@ def _complain(error: RallypointError, error_format: str) -> int:
         report = msgspec.structs.replace(report, said=(Said(who="Python", lines=tuple(lines)),))
     show(report, error_format)
     return report.exit_status
+
+
+def _translated(error: Exception) -> RallypointError:
+    """What an exception that nobody expected says of this machine, or else of a fault in us."""
+    if not isinstance(error, OSError) or error.errno != errno.EMFILE:
+        return _internal(error)
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return EnvironmentProblem(
+        "files-exhausted",
+        f"rallypoint has as many files open as it may have: {error}",
+        why=(f"ulimit -n is {most}; the launcher keeps about six descriptors for each rank",),
+        help=(("raise the limit in the shell that starts the job", "ulimit -n 65536"),),
+    )
 
 
 def _internal(error: Exception) -> InternalError:
@@ -222,6 +251,23 @@ def wants_color(stream: TextIO) -> bool:
     if os.environ.get("FORCE_COLOR"):
         return True
     return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def help_width() -> int:
+    """Columns of a help text."""
+    return width(sys.stdout) if sys.stdout else WIDEST
+
+
+def filled(text: str, columns: int) -> str:
+    """A text for `--help`, its paragraphs filled to so many columns; what is indented, and the lines of use, stay as they are."""
+    import textwrap
+
+    def part(paragraph: str) -> str:
+        if paragraph.startswith(("usage:", " ")):
+            return paragraph
+        return "\n".join(textwrap.wrap(" ".join(paragraph.split()), columns, break_long_words=False, break_on_hyphens=False))
+
+    return "\n\n".join(map(part, text.strip("\n").split("\n\n"))) + "\n"
 
 
 def width(stream: TextIO) -> int:

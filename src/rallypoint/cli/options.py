@@ -9,8 +9,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from rallypoint.cli import foreign
+from rallypoint.cli.main import filled
 from rallypoint.errors import UsageError
-from rallypoint.launcher.plan import LARGEST_LOCAL_SIZE, Options, Program
+from rallypoint.launcher.assignment import Program
+from rallypoint.launcher.plan import Options
+from rallypoint.launcher.sizes import LARGEST_LOCAL_SIZE
 
 Fate = Literal["ours", "same", "accepted", "several-nodes"]
 FATES: dict[Fate, str] = {
@@ -63,6 +67,7 @@ class CommandLine(msgspec.Struct, frozen=True):
 
     given: dict[str, tuple[Given, ...]]  # by key, oldest first; from the environment only when not typed
     words: tuple[str, ...]  # the program and its arguments, untouched
+    typed: tuple[str, ...] = ()  # what stood before it, untouched: for a line that is to be typed again
     refusal: UsageError | None = None  # what could not be taken apart; `read` raises it, when the wanted error format is known
 
     @property
@@ -137,7 +142,7 @@ def _read_port(text: str) -> int:
 def _read_port_range(text: str) -> tuple[int, int]:
     ends = re.fullmatch(r"(\d+)[-:](\d+)", text)
     if not ends:
-        raise ValueError("is not a range of ports")
+        raise ValueError("is one port, and a range has two ends" if text.isdecimal() else "is not a range of ports")
     low, high = int(ends[1]), int(ends[2])
     if not 1 <= low <= 65535 or not 1 <= high <= 65535:
         raise ValueError("is not a range of ports: they go from 1 to 65535")
@@ -521,6 +526,9 @@ DOCTOR: tuple[Option, ...] = (
         names=("--peer",), metavar="HOST:PORT", read=_read_peer, default=(), adds_up=True, example="--peer node08:29500",
         sentence="check the way to a machine where doctor --listen PORT runs, and back; may be given several times",
     ),
+    msgspec.structs.replace(
+        BY_KEY["port_range"], sentence="with --listen or --peer: this side listens on ports of this range only, as a firewall may ask for"
+    ),
     Option(
         names=("--only",), metavar="NAME,...", read=_read_checks, default=(), adds_up=True, example="--only limits,shm",
         sentence="these checks and no others",
@@ -564,6 +572,7 @@ def take_apart(argv: Sequence[str], environ: Mapping[str, str], command: str = "
         parser.add_argument(*option.spellings, dest=option.key, action=Take, nargs=None if option.metavar else 0, default=argparse.SUPPRESS)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     words: list[str] = []
+    typed_words: list[str] = []
     refusal = None
     try:
         namespace, unknown = parser.parse_known_args(list(argv))
@@ -571,13 +580,17 @@ def take_apart(argv: Sequence[str], environ: Mapping[str, str], command: str = "
         refusal = _incomplete(error, command, table)
     else:
         words = namespace.words[1:] if namespace.words[:1] == ["--"] else namespace.words
-        refusal = _unknown(unknown[0], argv, command, table) if unknown else None
+        typed_words = list(argv[: len(argv) - len(namespace.words)])
+        unfit = unknown or [word for word in typed_words if command == "run" and foreign.is_one_dashed(word)]
+        refusal = _swallowed(typed, argv) if command == "run" else None
+        if refusal is None and unfit:
+            refusal = _unknown(unfit[0], argv, command, table)
     given = dict(typed)
     for option in table:
         variable = next((name for name in (option.variable, option.fallback) if name and name in environ), "")
         if variable and option.key not in given:
             given[option.key] = (Given(spelling=variable, text=environ[variable]),)
-    return CommandLine(given=given, words=tuple(words), refusal=refusal)
+    return CommandLine(given=given, words=tuple(words), typed=tuple(typed_words), refusal=refusal)
 
 
 def take_apart_anywhere(argv: Sequence[str], command: str, table: tuple[Option, ...]) -> tuple[CommandLine, tuple[str, ...]]:
@@ -598,47 +611,135 @@ def _incomplete(refusal: Any, command: str, table: tuple[Option, ...]) -> UsageE
     return UsageError("usage", f"{spelling} is a flag and takes no value", help=(("give it alone", spelling),))
 
 
+def _swallowed(typed: Mapping[str, tuple[Given, ...]], argv: Sequence[str]) -> UsageError | None:
+    """`-n train.py`: an option without its value has taken the program for it."""
+    for key, given in typed.items():
+        option, last = BY_KEY[key], given[-1]
+        if not (option.metavar and option.example and last.text.endswith(".py") and last.text in argv):
+            continue
+        try:
+            option.read(last.text)
+        except ValueError:
+            at = list(argv).index(last.text)
+            return UsageError(
+                "usage",
+                f"{last.spelling} lacks its value, {option.metavar}: {last.text} stands in its place",
+                help=(("give, for example", retyped((*argv[:at], option.example.rpartition(" ")[2]), *argv[at:])),),
+            )
+    return None
+
+
+ALIKE = 0.7
+"""How alike two names must be, by difflib's measure: a letter left out, doubled or swapped leaves 0.8 and more, and `config-file` has 0.67
+in common with `on-failure`."""
+
+
 def _unknown(word: str, argv: Sequence[str], command: str, table: tuple[Option, ...]) -> UsageError:
-    """Name the nearest option, and show the command with it."""
-    name, equals, value = word.partition("=")
-    near = _nearest_option(name, table)
+    """Name the nearest option, or why there is none, and show the command as it must be."""
+    name, _, _ = word.partition("=")
+    stranger = foreign.DIFFERENT.get(foreign.hyphened(name)) if command == "run" else None
+    if stranger is not None:
+        help = [(stranger.help, mended(argv, command, table))]
+        return UsageError("option-unknown", f"rallypoint run has no option {name}: {stranger.headline}", help=tuple(help))
+    near = foreign.WHOLE.get(word) or _nearest_option(name, table)
     helps = []
     if near:
-        import shlex
-
-        at = argv.index(word)
-        helps.append((f"use {near}", f"rallypoint {command} " + shlex.join([*argv[:at], f"{near}{equals}{value}", *argv[at + 1 :]])))
-    if command == "run":
-        helps.append(("put the program's own options after its name", f"rallypoint run train.py {word}"))
+        helps.append((f"use {near}", mended(argv, command, table)))
+    if command == "run" and not (foreign.is_one_dashed(word) or foreign.hyphened(name) in foreign.SAME or word in foreign.WHOLE):
+        helps.append(("put the program's own options after its name", _behind_the_program(word, argv)))
     helps = helps or [("see the options", f"rallypoint {command} --help")]
     nearest = f"; the nearest is {near}" if near else ""
     return UsageError("option-unknown", f"rallypoint {command} has no option {name}{nearest}", help=tuple(helps))
 
 
-_OTHERS_WORDS = {"--nprocs", "--np", "--num-procs", "--num-processes", "--num-gpus", "--ntasks", "--ntasks-per-node"}
-"""What mp.spawn, mpirun, accelerate, DeepSpeed and srun call the number of ranks. None is near the name that it has here."""
+def mended(argv: Sequence[str], command: str = "run", table: tuple[Option, ...] = TABLE) -> str:
+    """The command without the options that it lacks, each in the words that it has for it; those that it has none for stay."""
+    import shlex
+
+    argv, in_front, at = list(argv), "", 0
+    while at < len(argv):
+        word = argv[at]
+        name, equals, value = word.partition("=")
+        option = next((option for option in table if name in option.spellings), None)
+        if word == "--" or not word.startswith("-"):
+            if command != "run" or not foreign.is_python(word) or argv[at + 1 :] == [] or {*argv[:at]} & {*BY_KEY["no_python"].spellings}:
+                break  # here the program begins: what follows is its own
+            del argv[at]
+            continue
+        if option is not None:
+            at += 2 if option.metavar and not equals else 1
+        elif command == "run" and foreign.is_mpi_count(word):
+            argv = foreign.counted(argv, at)
+        elif command == "run" and (stranger := foreign.DIFFERENT.get(foreign.hyphened(name))) is not None:
+            in_front += foreign.in_front(argv, at, stranger)
+            argv = foreign.without(argv, at, stranger)
+        elif word in foreign.WHOLE:
+            argv[at] = foreign.WHOLE[word]
+        elif near := _nearest_option(name, table):
+            argv[at] = f"{near}{equals}{value}"
+        else:
+            at += 1
+    return f"{in_front}rallypoint {command} {shlex.join(argv)}"
+
+
+def _behind_the_program(word: str, argv: Sequence[str]) -> str:
+    """The command with an option, and its value if it has one, behind the program, where that can be made out."""
+    import shlex
+
+    at = argv.index(word) if word in argv else len(argv)
+    after = range(at + 1, len(argv))
+    program = next((i for i in after if argv[i].endswith((".py", ".pyc")) or argv[i - 1] in BY_KEY["module"].spellings), None)
+    if program is None:
+        return f"rallypoint run train.py {word}"
+    end = at + 1 + (at + 1 < program and "=" not in word and not argv[at + 1].startswith("-"))
+    return "rallypoint run " + shlex.join([*argv[:at], *argv[end:], *argv[at:end]])
 
 
 def _nearest_option(name: str, table: tuple[Option, ...]) -> str:
-    hyphened = name.replace("_", "-")
+    hyphened = foreign.hyphened(name)
     names = [n for option in table for n in option.names if n.startswith("--")]
-    if hyphened in _OTHERS_WORDS and "--nproc-per-node" in names:
-        return "--nproc-per-node"
+    if foreign.is_mpi_count(hyphened) and "--nproc-per-node" in names:
+        return "-n"
+    if foreign.SAME.get(hyphened) in names:
+        return foreign.SAME[hyphened]
+    hyphened = f"--{hyphened.lstrip('-')}"
     if len(hyphened) > 3:  # an abbreviation, which torchrun takes: `--nproc`
         started = [n for n in names if n.startswith(hyphened)]
         if started:
             return min(started, key=len)
-    return _nearest(hyphened, names)
+    near = _nearest(hyphened.lstrip("-"), [n[2:] for n in names])  # without the dashes, which are alike in all
+    return f"--{near}" if near else ""
 
 
 def _nearest(word: str, words: Any) -> str:
     import difflib
 
-    return next(iter(difflib.get_close_matches(word, list(words), n=1)), "")
+    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=ALIKE)), "")
 
 
 def _example(option: Option, command: str = "run") -> tuple[tuple[str, str], ...]:
     return (("give, for example", option.example),) if option.example else (("see the options", f"rallypoint {command} --help"),)
+
+
+def _as_options(line: CommandLine, command: str, table: tuple[Option, ...]) -> tuple[str, str]:
+    """Words that somebody gave to a command that takes none, as the options that were meant, where that can be made out."""
+    import shlex
+
+    first, *rest = line.words
+    meant: list[str] = []
+    if any(f"--{first}" in option.spellings for option in table):
+        meant = [f"--{first}", *rest]
+    elif command == "serve" and first.isdecimal():
+        meant = ["--port", *line.words]
+    elif command == "doctor":
+        from rallypoint.diagnosis.doctor import NAMES
+
+        if set(line.words) <= set(NAMES):
+            asked = [word for given in line.given.get("only", ()) for word in given.text.split(",")]
+            return "name the checks after --only", f"rallypoint doctor --only {','.join((*asked, *line.words))}"
+    if meant:
+        return "it is an option", f"rallypoint {command} {shlex.join((*line.typed, *meant))}"
+    return "see the options", f"rallypoint {command} --help"
 
 
 def values(line: CommandLine, command: str, table: tuple[Option, ...]) -> dict[str, Any]:
@@ -649,7 +750,7 @@ def values(line: CommandLine, command: str, table: tuple[Option, ...]) -> dict[s
         raise UsageError(
             "usage",
             f"rallypoint {command} takes options only, and got {line.words[0]}",
-            help=(("see the options", f"rallypoint {command} --help"),),
+            help=(_as_options(line, command, table),),
         )
     return {option.key: _value(option, line.given.get(option.key, ()), command) for option in table}
 
@@ -665,7 +766,7 @@ def read(line: CommandLine) -> Options:
     notes = [
         f"{option.names[0]} has no effect here: {option.why}" for option in TABLE if option.fate == "accepted" and option.key in line.given
     ]
-    program = _program(line.words, values, line.given)
+    program = _program(line.words, values, line.given, line.typed)
     address, port, more = _meeting_point(values, line.given)
     return Options(
         program=program,
@@ -726,12 +827,25 @@ def _checked(option: Option, given: Given, command: str = "run") -> Any:
         raise UsageError("usage", f"{shown} {refusal}", help=_example(option, command)) from None
 
 
-def _program(words: tuple[str, ...], values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]]) -> Program:
+def retyped(typed: Sequence[str], *words: str, as_script: bool = False) -> str:
+    """The command again, with these words behind its options. `as_script`: without the options that make the program something else."""
+    import shlex
+
+    others = {spelling for key in ("module", "no_python", "run_path") for spelling in BY_KEY[key].spellings} if as_script else set()
+    return "rallypoint run " + shlex.join([*(word for word in typed if word not in others), *words])
+
+
+def _program(
+    words: tuple[str, ...], values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]], typed: tuple[str, ...] = ()
+) -> Program:
     if not words or not words[0]:
         raise UsageError(
             "usage",
             "rallypoint run needs a program",
-            help=(("give a script", "rallypoint run -n 4 train.py"), ("or a module", "rallypoint run -n 4 -m package.train")),
+            help=(
+                ("give a script", retyped(typed or ("-n", "4"), "train.py")),
+                ("or a module", retyped((*(typed or ("-n", "4")), "-m"), "package.train")),
+            ),
         )
     target, args = words[0], words[1:]
     if values["run_path"]:
@@ -743,12 +857,10 @@ def _program(words: tuple[str, ...], values: Mapping[str, Any], given: Mapping[s
         return Program(kind="command", target=target, args=args)
     if values["module"]:
         if not is_module_name(target) or target.endswith(".py"):
-            import shlex
-
             dotted = target.removesuffix(".py").strip("./").replace("/", ".")
-            helps = [("a file is given without -m", "rallypoint run " + shlex.join(words))]
+            helps = [("a file is given without -m", retyped(typed, *words, as_script=True))]
             if is_module_name(dotted):
-                helps.insert(0, ("name the module with dots, and without .py", "rallypoint run -m " + shlex.join([dotted, *args])))
+                helps.insert(0, ("name the module with dots, and without .py", retyped(typed, dotted, *args)))
             raise UsageError("usage", f"-m {target} is not a module's name", help=tuple(helps))
         return Program(kind="module", target=target, args=args)
     if target == "-":
@@ -805,7 +917,7 @@ usage: rallypoint run [options] script.py [arguments of the script]
        rallypoint run [options] -m package.module [arguments]
        rallypoint run [options] --no-python ./program [arguments]
 
-Start the ranks of a PyTorch job on this node, bring them together, and say what happened when one fails.
+Start the ranks (processes) of a PyTorch job on this machine, bring them together, and say what happened when one fails.
 What stands after the program's name belongs to the program. Options may be written with _ for - inside, and
 not abbreviated. torchrun's PET_* variables set its options too.
 """
@@ -830,63 +942,69 @@ STACKS_HEAD = """\
 usage: rallypoint stacks [RUN] [options]
 
 Where every rank of a running job is: one sentence, then the Python stacks, ranks at the same place together and the odd
-ones first. RUN is a run's name or a part of it, its folder (for a job with --run-dir), or nothing: the newest that runs.
+ones first. RUN is a run's name or a part of it, its folder (of a job with --run-dir), or nothing: the newest that runs.
 Nothing is stopped; each rank is asked once, by a signal, and goes on.
 """
 
 DOCTOR_HEAD = """\
 usage: rallypoint doctor [options]
-       rallypoint doctor --listen PORT          on one machine, and
-       rallypoint doctor --peer HOST:PORT       on another: check the way between them, both ways
+       rallypoint doctor --listen PORT       on one machine, and
+       rallypoint doctor --peer HOST:PORT    on another: the way between them
 
-Look at this machine before a job does: a line for each check, [ok], [!] for what a job may run into and [x] for what
-is broken or will break most, with what to do. The exit status is 1 after any [x]. Nothing is changed, and no GPU is
-used but for the trial job at the end, which starts two ranks and times an all_reduce.
+Look at this machine before a job does: a line for each check, [ok], [?] for what could not be looked at, [!] for what a
+job may run into and [x] for what is broken or will break most, with what to do. The exit status is 1 after any [x].
+Nothing is changed, and no GPU is used but for the trial job at the end, which starts two ranks and times an all_reduce.
 """
 
 
-def help_text() -> str:
-    """What `rallypoint run --help` prints."""
-    parts = [HELP_HEAD]
+def help_text(columns: int) -> str:
+    """What `rallypoint run --help` prints on so many columns."""
+    parts = [filled(HELP_HEAD, columns)]
     for fate, title in FATES.items():
-        parts += [f"{title}:", *_rows(option for option in TABLE if option.fate == fate), ""]
+        parts += [f"{title}:", *_rows((option for option in TABLE if option.fate == fate), columns), ""]
     return "\n".join(parts)
 
 
-def serve_help_text() -> str:
+def serve_help_text(columns: int) -> str:
     """What `rallypoint serve --help` prints."""
-    return "\n".join([SERVE_HEAD, *_rows(SERVE), ""])
+    return "\n".join([filled(SERVE_HEAD, columns), *_rows(SERVE, columns), ""])
 
 
-def stacks_help_text() -> str:
+def stacks_help_text(columns: int) -> str:
     """What `rallypoint stacks --help` prints."""
-    return "\n".join([STACKS_HEAD, *_rows(STACKS), ""])
+    return "\n".join([filled(STACKS_HEAD, columns), *_rows(STACKS, columns), ""])
 
 
-def doctor_help_text() -> str:
+def doctor_help_text(columns: int) -> str:
     """What `rallypoint doctor --help` prints."""
     from rallypoint.diagnosis.doctor import NAMES
 
-    return "\n".join([DOCTOR_HEAD, *_rows(DOCTOR), "", f"The checks: {', '.join(NAMES[:8])},", f"{', '.join(NAMES[8:])}.", ""])
+    return "\n".join([filled(DOCTOR_HEAD, columns), *_rows(DOCTOR, columns), "", filled(f"The checks: {', '.join(NAMES)}.", columns)])
 
 
-def show_help_text() -> str:
+def show_help_text(columns: int) -> str:
     """What `rallypoint show --help` prints."""
-    return "\n".join([SHOW_HEAD, *_rows(SHOW), ""])
+    return "\n".join([filled(SHOW_HEAD, columns), *_rows(SHOW, columns), ""])
 
 
-def _rows(options: Iterable[Option]) -> list[str]:
+BESIDE, FEWEST_BESIDE = 32, 40
+"""Columns before an option's sentence, and how many it needs to stand there; where there are fewer it stands below the option."""
+
+
+def _rows(options: Iterable[Option], columns: int) -> list[str]:
     import textwrap
 
     parts = []
+    beside = columns - BESIDE >= FEWEST_BESIDE
+    indent = BESIDE if beside else 6
     for option in options:
         names = f"  {', '.join(option.names)} {option.metavar}".rstrip()
-        sentence = textwrap.wrap(option.sentence, width=72)
-        if len(names) > 30:
+        sentence = textwrap.wrap(option.sentence, width=columns - indent, break_long_words=False)
+        if len(names) > BESIDE - 2 or not beside:
             parts.append(names)
         else:
-            sentence[0] = f"{names:<32}{sentence[0]}"
-        parts += [line if line.startswith("  -") else f"{'':<32}{line}" for line in sentence]
+            parts.append(f"{names:<{BESIDE}}{sentence.pop(0)}")
+        parts += [f"{'':{indent}}{line}" for line in sentence]
     return parts
 
 

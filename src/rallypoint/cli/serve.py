@@ -8,7 +8,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from rallypoint.cli import options
-from rallypoint.cli.main import guarded, write_out
+from rallypoint.cli.main import guarded, help_width, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher import exits
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         line = options.take_apart(argv, {}, "serve", options.SERVE)
         asked = line.error_format
         if line.wants_help:
-            write_out(options.serve_help_text())
+            write_out(options.serve_help_text(help_width()))
             return 0
         values = options.values(line, "serve", options.SERVE)
         return serve(values["host"], values["port"], values["port_file"], values["secret_file"], values["max_bytes"], values["port_range"])

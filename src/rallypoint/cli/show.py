@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.cli import options
-from rallypoint.cli.main import guarded, wants_color, width, write_out
+from rallypoint.cli.main import guarded, help_width, wants_color, width, write_out
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import UsageError
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         line, words = options.take_apart_anywhere(argv, "show", options.SHOW)
         asked = line.error_format
         if line.wants_help:
-            write_out(options.show_help_text())
+            write_out(options.show_help_text(help_width()))
             return 0
         values = options.values(line, "show", options.SHOW)
         root = default_root(os.environ)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rallypoint.cli import options
-from rallypoint.cli.main import guarded, width, write_out
+from rallypoint.cli.main import guarded, help_width, width, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         line, words = options.take_apart_anywhere(argv, "stacks", options.STACKS)
         asked = line.error_format
         if line.wants_help:
-            write_out(options.stacks_help_text())
+            write_out(options.stacks_help_text(help_width()))
             return 0
         options.values(line, "stacks", options.STACKS)
         if len(words) > 1:
@@ -63,8 +63,11 @@ def chosen(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         raise UsageError(
             "usage",
             "no job of this user is running here",
-            why=(f"looked in {root}; a job with --run-dir is not listed there",),
-            help=(("name the folder of a job that has one", "rallypoint stacks DIR"), ("see the last one that ran", "rallypoint show")),
+            why=(f"looked in {root}, and for jobs with --run-dir beside it",),
+            help=(
+                ("name the folder of one that was started with another home", "rallypoint stacks DIR"),
+                ("see the last one that ran", "rallypoint show"),
+            ),
         )
     return running[0].path, tuple(run.job for run in running[1:])
 
@@ -72,7 +75,7 @@ def chosen(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 def ask(path: str) -> Standing:
     """Ask the launcher whose run folder this is. `EnvironmentProblem` (`launcher-silent`) when it does not answer, or cannot be asked;
     `UsageError` when it has just ended."""
-    from rallypoint.launcher import inquiry
+    from rallypoint.launcher import visits
     from rallypoint.record import run_folder
 
     name = os.path.basename(path)
@@ -93,11 +96,11 @@ def ask(path: str) -> Standing:
             help=(("ask there", f"ssh {door.host} rallypoint stacks {shlex.quote(name)}"),),
         )
     try:
-        return inquiry.ask(door.socket)
-    except inquiry.DoorClosed as closed:
+        return visits.ask(door.socket)
+    except visits.DoorClosed as closed:
         if _ends(path, door.pid):
             raise _over(name) from None
-        if isinstance(closed, inquiry.SentAway):
+        if isinstance(closed, visits.SentAway):
             raise EnvironmentProblem(
                 "launcher-silent",
                 f"the launcher of job {name} (pid {door.pid}) took the question and closed the connection",
@@ -110,14 +113,14 @@ def ask(path: str) -> Standing:
             why=(f"{door.socket} is gone, or belongs to another user, or the launcher is in a container that has a /tmp of its own",),
             help=(("ask as the user and in the container that started it", f"rallypoint stacks {shlex.quote(name)}"),),
         ) from None
-    except inquiry.OtherVersion:
+    except visits.OtherVersion:
         raise EnvironmentProblem(
             "launcher-silent",
             f"the launcher of job {name} speaks otherwise: it was started by another version of rallypoint",
             help=(("ask with the rallypoint that started it", f"{_python_of(door.pid)} -m rallypoint stacks {shlex.quote(name)}"),),
         ) from None
-    except inquiry.LauncherSilent as silent:
-        raise _silent(name, silent.pid or door.pid, inquiry.VISIT_DEADLINE) from None
+    except visits.LauncherSilent as silent:
+        raise _silent(name, silent.pid or door.pid, visits.VISIT_DEADLINE) from None
 
 
 def _ends(path: str, launcher: int) -> bool:

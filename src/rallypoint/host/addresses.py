@@ -298,16 +298,17 @@ def _ipv6(host: Host) -> list[Problem]:
                 help=(("remove the name from the line with the IPv6 address", "sudoedit /etc/hosts"),),
             )
         )
-    for interface in host.interfaces:
-        for address in interface.addresses:
-            if not address.ready:
-                wrong.append(
-                    Problem(
-                        "ipv6-half-configured",
-                        False,
-                        f"{address.ip} of {interface.name} cannot be used: another machine has it, or the kernel still asks for one",
-                        why=("its flags are tentative or dadfailed",),
-                        help=(("see its flags", f"ip -6 address show dev {interface.name}"),),
-                    )
-                )
+    unready = [(address.ip, interface.name) for interface in host.interfaces for address in interface.addresses if not address.ready]
+    if unready:
+        (ip, name), *others = unready
+        which = f"{ip} of {name}" + (f" and {len(others)} other address{'es' if len(others) > 1 else ''}" if others else "")
+        wrong.append(
+            Problem(
+                "ipv6-half-configured",
+                False,
+                f"{which} cannot be used: another machine has it, or the kernel still asks for one",
+                why=("its flags are tentative or dadfailed", *(f"so are those of {ip} of {name}" for ip, name in others)),
+                help=(("see its flags", f"ip -6 address show dev {name}"),),
+            )
+        )
     return wrong

@@ -98,6 +98,10 @@ class Holder(NamedTuple):
         """The owner's name, or number where there is none."""
         return _user(self.uid)
 
+    def accepts_at(self, ip: str) -> bool:
+        """Whether it listens at this address of this machine: at itself, or at all of them."""
+        return self.state == "listening" and _same_place(self.host, ip) and ip not in ("0.0.0.0", "::")
+
     def line(self, now: float | None = None) -> str:
         """`python train.py (pid 5112, user ada, started 3 h ago) is listening on 127.0.0.1:29500`."""
         address = _address(self.host, self.port)
@@ -214,14 +218,20 @@ def _try(family: socket.AddressFamily, ip: str, port: int) -> HeldPort:
     return HeldPort(listener)
 
 
-def _first(family: socket.AddressFamily, ip: str, ports: Iterable[int]) -> HeldPort | None:
-    """The first of these that is free; None if all are taken. Any other trouble is raised in our words."""
+def _first(family: socket.AddressFamily, ip: str, ports: Sequence[int]) -> HeldPort | None:
+    """The first of these that is free; None if all are taken. Any other trouble is raised in our words: of ports that this user may not
+    bind only when there are no others."""
+    forbidden: list[OSError] = []
     for port in ports:
         try:
             return _try(family, ip, port)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+            if error.errno in (errno.EACCES, errno.EPERM) and port:
+                forbidden.append(error)
+            elif error.errno != errno.EADDRINUSE:
                 raise _problem(error, ip, port) from error
+    if forbidden:
+        raise _forbidden(sorted(ports), taken=len(ports) - len(forbidden)) from forbidden[0]
     return None
 
 
@@ -265,6 +275,8 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
     if error.errno == errno.EADDRINUSE:
         found = holders(port)
         blocking = [holder for holder in found if holder.state != "time-wait" and _same_place(holder.host, ip)]
+        listening = {holder.pid for holder in blocking if holder.pid and holder.state == "listening"}  # its connections say nothing more
+        blocking = [holder for holder in blocking if holder.state == "listening" or holder.pid not in listening]
         why = tuple(holder.line() for holder in blocking)
         first = f": {why[0]}" if why else ""
         helps = [("leave the port out: a free one is then held from the start", "")]
@@ -277,13 +289,7 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
             help=tuple(helps),
         )
     if error.errno in (errno.EACCES, errno.EPERM) and port:
-        first_free = _number("/proc/sys/net/ipv4/ip_unprivileged_port_start", 1024)
-        return EnvironmentProblem(
-            "port-forbidden",
-            f"port {port} may not be bound by user {_user(os.geteuid())}",
-            why=(f"ports below {first_free} need root or CAP_NET_BIND_SERVICE",),
-            help=((f"choose a port from {first_free} to 65535, or none", "--master-port 0"),),
-        )
+        return _forbidden([port], taken=0)
     if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         return EnvironmentProblem(
             "address-unavailable",
@@ -292,6 +298,21 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
             help=(("list this machine's addresses", "ip -brief address"),),
         )
     return EnvironmentProblem("port-unavailable", f"cannot listen on {address}: {os.strerror(error.errno or 0)}")
+
+
+def _forbidden(ports: Sequence[int], taken: int) -> EnvironmentProblem:
+    """These ports, in ascending order, need a privilege that we have not; `taken` of them do not, and somebody has them."""
+    first_free = _number("/proc/sys/net/ipv4/ip_unprivileged_port_start", 1024)
+    why = [f"ports below {first_free} need root or CAP_NET_BIND_SERVICE"]
+    if taken:
+        why.append(f"others hold the {taken} of the range that need neither")
+    which = f"none of the ports {ports[0]}-{ports[-1]} may" if len(ports) > 1 else f"port {ports[0]} may not"
+    return EnvironmentProblem(
+        "port-forbidden",
+        f"{which} be bound by user {_user(os.geteuid())}",
+        why=tuple(why),
+        help=((f"choose from {first_free} to 65535; without a port or a range any free one is taken", ""),),
+    )
 
 
 def _same_place(held: str, ip: str) -> bool:
@@ -403,13 +424,21 @@ def _links(folder: str) -> Iterable[str]:
             yield os.readlink(f"{folder}/{fd}")
 
 
+_OURS = "from rallypoint.launcher."  # in the command line of every process that the launcher starts for itself
+
+
 def _described(holder: Holder, pid: int) -> Holder:
     import psutil
 
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            return holder._replace(pid=pid, command=_short(process.cmdline() or [process.name()]), started=process.create_time())
+            argv = process.cmdline() or [process.name()]
+            job = ""
+            if _OURS in " ".join(argv):
+                with contextlib.suppress(psutil.AccessDenied):  # another user's
+                    job = process.environ().get("RALLYPOINT_JOB", "")
+            return holder._replace(pid=pid, command=f"the rallypoint job {job}" if job else _short(argv), started=process.create_time())
     except psutil.Error:  # it ended between the two looks
         return holder._replace(pid=pid)
 

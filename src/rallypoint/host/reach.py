@@ -21,6 +21,7 @@ import msgspec
 from rallypoint.clock import Clock
 
 if TYPE_CHECKING:
+    from rallypoint.host.firewall import Blocked
     from rallypoint.host.ports import Holder
 
 FIRST_BYTES = 128
@@ -33,8 +34,8 @@ RESOLVER_SHARE = 0.75
 """How much of the time for a look the resolver may take: what is left is enough for a connection within a building."""
 
 FIREWALL_TIMEOUT = 0.2
-"""Seconds for this machine's firewall rules, which are read only when packets to this very machine are dropped: as a rule it takes a tenth
-of that, and the report is waited for."""
+"""Seconds for this machine's firewall rules, which are read only when packets to this very machine are dropped, or refused though somebody
+listens: as a rule it takes a tenth of that, and the report is waited for."""
 
 LISTENING_SHARE = 0.5
 """How much of the time for a look is for an answer to the greeting alone. A web server wants a whole line before it answers, or the end of
@@ -83,6 +84,7 @@ class Reached(msgspec.Struct, frozen=True):
     holders: tuple[str, ...] = ()  # who listens on the port on this machine, a line each, when it is this machine's
     stopped: int = 0  # the pid of one of them that stands still (state T)
     rules: tuple[str, ...] = ()  # what this machine's firewall has to do with it, when packets to itself are dropped; unread is said
+    rejected: Blocked | None = None  # the rule of this machine's firewall that refuses, or may refuse, what somebody listens for
     seconds: float = 0.0  # that the look took
 
     @property
@@ -118,13 +120,19 @@ def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
         unanswered = answer.silent
         unresolved = "" if places else answer.error or f"the resolver gave no answer within {answer.took:.1f} s"
     tried = _try_all(places, greeting, timeout, clock)
+    ips = {described(family, sockaddr): str(sockaddr[0]) for family, sockaddr in places}
     here = any(is_own(family, str(sockaddr[0])) for family, sockaddr in places)
     listening = _listeners(port) if here and port else ()
     lines = tuple(holder.line() for holder in listening)
-    lost = here and any(one.outcome in ("dropped", "unreachable") for one in tried)
-    return Reached(
-        host, port, tried, unresolved, unanswered, here, lines, _stopped(listening), _rules(port) if lost else (), clock.elapsed()
-    )
+    rules: tuple[str, ...] = ()
+    rejected: Blocked | None = None
+    refusing = [ips.get(one.where, "") for one in tried if one.outcome == "refused"]
+    refusing = [ip for ip in refusing if any(holder.accepts_at(ip) for holder in listening)]
+    if refusing:  # where no rule that does so is read he began to listen a moment ago
+        rejected = _rejecting(port, version=6 if ":" in refusing[0] else 4)
+    elif here and any(one.outcome in ("dropped", "unreachable") for one in tried):
+        rules = _rules(port)
+    return Reached(host, port, tried, unresolved, unanswered, here, lines, _stopped(listening), rules, rejected, clock.elapsed())
 
 
 class Looking:
@@ -333,6 +341,13 @@ def _rules(port: int) -> tuple[str, ...]:
     if blocked is not None:
         return (str(blocked),)
     return tuple(found.unread[:2]) or ("no rule of this machine's firewall drops it",)
+
+
+def _rejecting(port: int, version: int) -> Blocked | None:
+    from rallypoint.host import firewall
+
+    blocked = firewall.look(FIREWALL_TIMEOUT).blocked(port, version=version)
+    return blocked if blocked is not None and blocked.does == "reject" else None
 
 
 def _listeners(port: int) -> tuple[Holder, ...]:
