@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 from collections.abc import Iterator
 
@@ -94,6 +96,32 @@ def test_what_was_never_tried_does_not_hide_what_was(deaf: tuple[str, int], monk
         dial(of_name(monkeypatch, *[deaf] * 3), greet, clock.monotonic() + 0.2, clock)
     assert {failure.reason for failure in caught.value.failures} == {"unreachable"}
     assert not any("not tried" in failure.text for failure in caught.value.failures)
+
+
+def test_a_refusal_that_came_while_we_had_no_turn_is_one() -> None:
+    """On a busy machine: between asking and the deadline this process did not run. Nobody dropped a packet."""
+    clock = Clock()
+    deadline = clock.monotonic() + 0.05
+
+    def open_socket(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> socket.socket:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(0)
+            for _ in range(4):  # its queue is full: the kernel drops what comes, until nobody listens any more
+                caller = stack.enter_context(socket.socket())
+                caller.setblocking(False)
+                caller.connect_ex(listener.getsockname())
+            sock = reach.connecting(family, listener.getsockname())
+        poll = select.poll()
+        poll.register(sock, select.POLLOUT)
+        assert poll.poll(DEADLINE * 1000), "the kernel asks again after a second, and is refused"
+        assert clock.monotonic() > deadline
+        return sock
+
+    with pytest.raises(DialFailed) as caught:
+        dial(Address("127.0.0.1", 9), greet, deadline, clock, open_socket)
+    assert [(failure.reason, failure.text) for failure in caught.value.failures] == [("refused", "nothing listens there")]
 
 
 def test_a_socket_that_is_connected_with_itself_is_no_server() -> None:

@@ -255,15 +255,6 @@ def test_a_secret_that_could_be_guessed_is_refused() -> None:
         Server(secret="too short")
 
 
-def test_no_secret_that_is_made_ends_in_a_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be another one after its way through a file."""
-    made = iter([b"x" * 31 + b"\n", b"x" * 31 + b"\r", b"y" * 32])
-    monkeypatch.setattr("secrets.token_bytes", lambda size: next(made))
-    server = Server(max_bytes="2MiB")
-    server.stop()
-    assert server.secret == b"y" * 32
-
-
 @pytest.mark.parametrize("host", ["", " ", None])
 def test_no_host_is_not_every_host(host: str) -> None:
     with pytest.raises(UsageError, match=f"host={host!r} is not an address to listen on"):

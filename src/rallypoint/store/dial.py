@@ -168,6 +168,8 @@ class _Runner:
             return self._foreign() or Failure(
                 "silent", self.where, "it accepted the connection and said nothing", listener=listener_of(self.sock)
             )
+        if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # it came while this process had no turn
+            return _failure(OSError(error, os.strerror(error)), self.where)
         return Failure("unreachable", self.where, "no answer at all: packets to it are dropped, or it is off")
 
     def _foreign(self) -> Failure | None:
