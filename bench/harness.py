@@ -191,7 +191,7 @@ class Run:
         found = {}
         for pid in children(self.pid):
             line = command_line(pid)
-            if "rallypoint.launcher.template" in line:
+            if "rallypoint.launcher.torch_first" in line:
                 found["template"] = pid
             elif line == command_line(self.pid):
                 found["guard"] = pid

@@ -181,6 +181,7 @@ ACTS: Mapping[str, Callable[[Run, Cell], bool]] = {
     "interrupt the rank": _to_the_rank(signal.SIGINT),
     "kill the template": _to_the_launcher(signal.SIGKILL, "template"),
     "kill the c10d host": _to_the_launcher(signal.SIGKILL, "c10d host"),
+    "stop the c10d host": _to_the_launcher(signal.SIGSTOP, "c10d host"),
     "kill the guard": _to_the_launcher(signal.SIGKILL, "guard"),
     "terminate the launcher": _to_the_launcher(signal.SIGTERM),
     "interrupt the launcher": _to_the_launcher(signal.SIGINT),

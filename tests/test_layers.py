@@ -37,8 +37,9 @@ TORCH = ("wire/values.py", "primitives/", "store/c10d.py", "host/devices.py", "d
 PURE = (
     "world.py", "wire/", "store/state.py", "store/ledger.py", "store/budget.py", "store/waiting.py", "store/keys.py", "store/history.py",
     "store/queues.py", "store/locks.py", "store/claims.py", "store/barriers.py", "store/backoff.py", "record/timeline.py",
-    "diagnosis/rules.py", "diagnosis/rollcall.py", "diagnosis/render.py", "diagnosis/standing.py", "diagnosis/stall.py",
-    "launcher/plan.py", "launcher/joining.py", "launcher/supervisor.py", "launcher/exits.py",
+    "diagnosis/rules.py", "diagnosis/init_method.py", "diagnosis/rollcall.py", "diagnosis/render.py", "diagnosis/standing.py",
+    "diagnosis/stall.py", "launcher/assignment.py", "launcher/sizes.py", "launcher/plan.py",
+    "launcher/joining.py", "launcher/supervisor.py", "launcher/exits.py",
 )  # fmt: skip
 IMPURE = {"asyncio", "random", "select", "selectors", "socket", "subprocess", "threading", "time", "multiprocessing", "psutil"}
 

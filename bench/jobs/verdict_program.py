@@ -141,6 +141,13 @@ def is_signalled() -> None:
         time.sleep(KILLED_WITHIN)
 
 
+def asks_torchs_store() -> None:
+    """Until the harness has stopped it, and then for ever: torch knows no deadline for this."""
+    store = dist.distributed_c10d._get_default_store()  # torch's own name: what programs use, for want of a public one
+    while True:
+        store.add("asked", 1)
+
+
 def stops() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -166,6 +173,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "reads from a dead producer": reads_from_a_dead_producer,
     "kills itself": kills_itself,
     "is signalled": is_signalled,
+    "asks torch's store": asks_torchs_store,
     "stops": stops,
     "never goes on": never_goes_on,
     "nothing": lambda: None,

@@ -41,11 +41,15 @@ def test_waiting_for_marks_ends_with_the_launcher() -> None:
 
 
 def test_what_is_left_is_found_in_a_session_of_its_own_and_killed() -> None:
-    script = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+    script = (
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "print(child.pid, flush=True)\n"
+    )
     with Run([sys.executable, "-c", script]) as run:
         assert run.wait(30) == 0
         left = run.wait_until_gone(0)[1]
-        assert left == [int(run.output(0))]
+        assert left == [int(run.output(30))]
         run.clean_up()
         assert run.living() == []
 

@@ -80,6 +80,11 @@ class Result(NamedTuple):
         return self.err[match.start() :] if match else ""
 
     @property
+    def prose(self) -> str:
+        """The report without its line breaks: where a line ends depends on how long a path, a name or a number in it is."""
+        return " ".join(self.report.split())
+
+    @property
     def codes(self) -> list[str]:
         """The codes of the reports, first cause first."""
         return re.findall(r"^(?:error|interrupted)\[([a-z-]+)\]:", self.err, re.MULTILINE)

@@ -69,8 +69,8 @@ def test_nobody_listens_there(run: Run, write: Write, nobody: int) -> None:
     assert re.fullmatch(
         rf"error\[port-refused\]: (both ranks|rank \d) found nobody at 127\.0\.0\.1:{nobody}: nothing listens there", first_line(result)
     )
-    assert f"127.0.0.1:{nobody}: nothing listens there (Connection refused, errno 111)" in result.report, result.everything
-    assert "no rank of this job came as rank 0" in result.report, result.everything
+    assert f"127.0.0.1:{nobody}: nothing listens there (Connection refused, errno 111)" in result.prose, result.everything
+    assert "no rank of this job came as rank 0" in result.prose, result.everything
     assert "train.py:6" in result.report, result.everything
     assert seconds_of_the_report(result) < 2 * TIMEOUT + 20, "torch's own retries, on a busy machine"
 
@@ -115,7 +115,7 @@ def test_a_foreign_service_is_there(run: Run, write: Write, service: tuple[int, 
     result = met(run, write, f"127.0.0.1:{port}")
     assert (result.rc, result.codes) == (1, ["store-foreign"]), result.everything
     assert f" met a foreign service at 127.0.0.1:{port}: it answered '<!DOCTYPE HTML>'" in first_line(result)
-    assert f"(pid {web.pid}, user " in result.report, result.everything
+    assert f"(pid {web.pid}, user " in result.prose, result.everything
 
 
 @pytest.mark.parametrize("service", [DEAF], indirect=True, ids=["deaf"])
@@ -133,6 +133,45 @@ def test_the_store_is_stopped(run: Run, write: Write, service: tuple[int, subpro
     assert (result.rc, result.codes) == (1, ["store-silent"]), result.everything
     assert f"got no answer at 127.0.0.1:{port}: its process (pid {store.pid}) is stopped (state T)" in first_line(result)
     assert f"kill -CONT {store.pid}" in result.report
+
+
+STOPPED_LATER = """\
+import os, signal, sys
+from datetime import timedelta
+import psutil
+import torch.distributed as dist
+
+def serves(process):
+    return any(one.status == "LISTEN" and one.laddr.port == int(os.environ["MASTER_PORT"]) for one in process.net_connections("tcp"))
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+dist.barrier()
+if dist.get_rank() == 0:
+    (host,) = [one for one in psutil.Process(os.getppid()).children() if serves(one)]
+    host.suspend()
+    print("stopped", host.pid, flush=True)
+dist.barrier()
+store = dist.distributed_c10d._get_default_store()
+if sys.argv[1] == "get":
+    store.get("nobody sets this")
+else:
+    store.add("number", 1)
+"""
+
+
+@pytest.mark.parametrize("asks", ["get", "add"])
+def test_the_store_is_stopped_in_the_middle(run: Run, write: Write, asks: str) -> None:
+    """torch hangs: in `get` though its time is up, in `add` there is none."""
+    program = write("train.py", STOPPED_LATER)
+    result = run("-n", "2", "train.py", asks, cwd=program.parent)
+    assert (result.rc, result.codes) == (1, ["store-silent"]), result.everything
+    (stopped,) = re.findall(r"stopped (\d+)", result.out)
+    assert re.search(r": (both ranks|rank \d) got no answer at 127\.0\.0\.1:\d+: its process", first_line(result)), result.everything
+    assert f"(pid {stopped}) is stopped (state T)" in first_line(result)
+    assert f"kill -CONT {stopped}" in result.report
+    assert f"its process (pid {stopped}) is stopped; kill -CONT {stopped} lets it go on" in result.err  # and long before, as a line
+    at = "train.py:18" if asks == "get" else "train.py:20"
+    assert at in result.report, result.everything
 
 
 def test_a_program_that_tries_again_elsewhere_is_let(run: Run, write: Write, nobody: int) -> None:

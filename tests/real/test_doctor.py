@@ -3,9 +3,11 @@ two machines, which are network namespaces with a cable between them."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -173,9 +175,9 @@ def _until(there: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def listening(before: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+def listening(before: Sequence[str] = (), arguments: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
     """A doctor that listens: the process, the port, and its first line."""
-    command = [*before, *DOCTOR, "--listen", "0", "--error-format", "json"]
+    command = [*before, *DOCTOR, "--listen", "0", *arguments, "--error-format", "json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -208,6 +210,30 @@ def test_a_way_that_is_well_is_ok_both_ways_on_both_machines() -> None:
         assert here["fact"].startswith(f"127.0.0.1 ({socket.gethostname()}): ok both ways; round trip ")
         listener.send_signal(signal.SIGINT)
         assert listener.wait(DEADLINE) == -signal.SIGINT
+
+
+def test_both_sides_listen_within_their_ranges() -> None:
+    """What a firewall between them lets through."""
+    low, high = _free_range(8)
+    with listening(arguments=["--port-range", f"{low}-{low + 3}"]) as (listener, port, _):
+        assert low <= port <= low + 3
+        status, (there,) = examined("--peer", f"127.0.0.1:{port}", "--port-range", f"{low + 4}-{high}")
+        assert (status, there["mark"], line(listener)["mark"]) == (0, "ok", "ok"), there
+        with contextlib.ExitStack() as stack:
+            for number in range(low + 4, high + 1):
+                stack.enter_context(socket.create_server(("127.0.0.1", number)))
+            status, (there,) = examined("--peer", f"127.0.0.1:{port}", "--port-range", f"{low + 4}-{high}")
+    assert (status, there["mark"], there["code"]) == (1, "fault", "ports-exhausted"), there
+
+
+def _free_range(count: int) -> tuple[int, int]:
+    """So many ports one after the other that nobody has. Below those that the kernel gives out: no connection takes one meanwhile."""
+    for low in random.sample(range(15000, 30000, count), 200):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for number in range(low, low + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", number)))
+            return low, low + count - 1
+    raise AssertionError("no free range")
 
 
 def test_a_caller_that_asks_too_much_is_left() -> None:

@@ -61,7 +61,7 @@ def test_a_call_that_was_over_before_the_template_was_ready_leaves_a_good_one(tm
             return open(f"/proc/{pid}/syscall").read().split()[0] in ("232", "281", "22")
         def template_waits():
             for pid in open(children).read().split():
-                if b"template" in open(f"/proc/{pid}/cmdline", "rb").read() and waits(pid):
+                if b"torch_first" in open(f"/proc/{pid}/cmdline", "rb").read() and waits(pid):
                     return True
             return False
         deadline = time.monotonic() + 60
@@ -71,6 +71,110 @@ def test_a_call_that_was_over_before_the_template_was_ready_leaves_a_good_one(tm
         """,
     )
     assert said == "launch-timeout\n[0]\n"
+
+
+def test_a_call_that_cannot_be_made_imports_nothing_of_the_users(tmp_path: Path) -> None:
+    """The template starts with the call, and what is wrong with that is found while torch is imported: the next call has it warm."""
+    (tmp_path / "mine.py").write_text("print('imported', flush=True)\n")
+    said = script(
+        tmp_path,
+        """
+        import threading
+        import rallypoint
+        from rallypoint.launcher import warm
+
+        lock = threading.Lock()
+        def locks():
+            with lock:
+                return 1
+
+        for _ in range(2):
+            try:
+                rallypoint.launch(locks, preload=["mine"])
+            except rallypoint.UsageError as error:
+                print(error.code)
+        agent, = warm._idle
+        print(rallypoint.launch(lambda: 1, preload=["mine"]), warm._idle == [agent])
+        """,
+    )
+    assert said == "lock-in-wrong-scope\nlock-in-wrong-scope\nimported\n[1] True\n"
+
+
+def test_what_the_function_wants_done_at_the_end_is_done(tmp_path: Path) -> None:
+    said = script(
+        tmp_path,
+        """
+        import rallypoint
+
+        def work():
+            import atexit, gc, sys, weakref
+            class Resource: pass
+            kept = sys.kept = Resource()
+            weakref.finalize(kept, print, "finalized")
+            atexit.register(print, "at exit")
+            return gc.isenabled()
+
+        print(rallypoint.launch(work))
+        """,
+    )
+    assert sorted(said.splitlines()) == ["[True]", "at exit", "finalized"]
+
+
+def test_advice_is_in_terms_of_launch(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("\n1 / 0\n")
+    said = script(
+        tmp_path,
+        """
+        import rallypoint
+
+        for wrong in ({"run_dir": "/proc/x"}, {"preload": ["not_to_be_found"]}):
+            try:
+                rallypoint.launch(int, **wrong)
+            except rallypoint.EnvironmentProblem as error:
+                print(error.help[0][1] if "run_dir" in wrong else error.why[0])
+        try:
+            rallypoint.launch(int, preload=["broken"])
+        except rallypoint.EnvironmentProblem as error:
+            print('broken.py", line 2, in <module>' in error.why[1])
+        try:
+            rallypoint.launch(lambda: (x for x in "ab"))
+        except rallypoint.WorkerError as error:
+            print(error.report.help[0].command)
+        """,
+    )
+    assert said.splitlines() == [
+        'rallypoint.launch(..., run_dir="DIR")',
+        "preload asks for it: ModuleNotFoundError: No module named 'not_to_be_found'",
+        "True",
+        "return list(...)",
+    ]
+
+
+def test_ranks_meet_in_the_range_of_ports(tmp_path: Path) -> None:
+    said = script(
+        tmp_path,
+        """
+        import os
+        import rallypoint
+
+        with rallypoint.hold_port() as held:
+            port = held.port
+            try:
+                rallypoint.launch(int, port_range=(port, port))
+            except rallypoint.EnvironmentProblem as error:
+                print(error.code)
+        print(rallypoint.launch(lambda: int(os.environ["MASTER_PORT"]), port_range=(port, port)) == [port])
+        try:
+            rallypoint.launch(int, port_range=(20100, 20000))
+        except rallypoint.UsageError as error:
+            print(error.code, error.headline)
+        """,
+    )
+    assert said.splitlines() == [
+        "ports-exhausted",
+        "True",
+        "port-invalid port_range=(20100, 20000) is no range of ports: two numbers from 1 to 65535, the smaller first",
+    ]
 
 
 def test_a_module_that_cannot_be_preloaded_is_said_every_time(tmp_path: Path) -> None:
@@ -301,9 +405,9 @@ def test_a_stopped_agent_does_not_outlast_the_timeout(tmp_path: Path) -> None:
         """
         import os, signal, time
         import rallypoint
-        from rallypoint.launcher import function, warm
+        from rallypoint.launcher import conversation, warm
 
-        function.ANSWER_PATIENCE, warm.DISMISS_PATIENCE = 2.0, 0.5
+        conversation.ANSWER_PATIENCE, warm.DISMISS_PATIENCE = 2.0, 0.5
 
         def work():
             with open(f"/proc/{os.getppid()}/stat") as file:
@@ -369,9 +473,9 @@ def test_ctrl_c_between_any_two_lines_leaves_nothing(tmp_path: Path) -> None:
         """
         import gc, os, select, sys, time
         import rallypoint
-        from rallypoint.launcher import function, warm
+        from rallypoint.launcher import conversation, function, warm
 
-        files = (function.__file__, warm.__file__)
+        files = (conversation.__file__, function.__file__, warm.__file__)
         seen = at = 0
 
         def each(frame, event, argument):
@@ -396,7 +500,7 @@ def test_ctrl_c_between_any_two_lines_leaves_nothing(tmp_path: Path) -> None:
 
         before = settled()
         bad = []
-        for at in [*range(200, 360, 17), *range(360, 560, 67)]:
+        for at in [*range(29, 60, 6), *range(185, 335, 21)]:  # while an agent is taken; while it is at work
             seen = 0
             sys.settrace(lambda frame, event, argument: each if frame.f_code.co_filename in files else None)
             try:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -41,13 +39,6 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 {SUM}"""
-
-
-@pytest.fixture
-def port() -> int:
-    """A port that was free a moment ago."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture
@@ -136,7 +127,7 @@ def test_a_port_that_another_program_has(run: Run, write: Write, squatter: tuple
     result = run("-n", "2", "train.py", cwd=program.parent)
     assert (result.rc, result.codes) == (1, ["port-in-use"]), result.everything
     assert result.report.startswith(f"error[port-in-use]: rank 0 could not listen on port {number}: it is in use\n"), result.everything
-    assert f"(pid {holder.pid}, user " in result.report, result.everything
+    assert f"(pid {holder.pid}, user " in result.prose, result.everything
     assert "train.py:6" in result.report, result.everything
     assert result.seconds < SOON
 
@@ -145,7 +136,7 @@ def test_the_port_asked_for_is_taken(run: Run, squatter: tuple[int, subprocess.P
     number, holder = squatter
     result = run("-n", "2", "--master-port", str(number), "facts.py")
     assert (result.rc, result.codes, result.out) == (1, ["port-in-use"], ""), result.everything
-    assert f"(pid {holder.pid}, user " in result.report, result.everything
+    assert f"(pid {holder.pid}, user " in result.prose, result.everything
 
 
 WRONG = {

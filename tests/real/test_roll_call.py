@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +72,6 @@ dist.init_process_group("gloo")
 print("here")
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def port() -> int:
-    """A port that was free a moment ago."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
 
 
 def events(state: Path) -> list[dict[str, Any]]:
@@ -251,6 +243,30 @@ def test_where_all_wait_at_an_address_of_their_own_it_says_what_is_there(run: Ru
     assert "seen from here: " in last[1], result.everything
     assert "no-such-host.invalid" in last[1], result.everything
     assert last[1].endswith("; train.py:5 names it"), result.everything
+    told, seen = [line for line in result.err.splitlines() if line.startswith("rallypoint: ")][:2]
+    assert told.startswith("rallypoint: train.py:5 sets MASTER_ADDR=no-such-host.invalid and MASTER_PORT=29500; the held port "), (
+        result.everything
+    )
+    assert seen.startswith("rallypoint: seen from here: "), result.everything  # at once, and not with the roll call
+    assert "no-such-host.invalid" in seen, result.everything
+
+
+def test_ctrl_c_tells_what_is_wrong_with_the_address_where_all_wait(run: Run, write: Write, tmp_path: Path) -> None:
+    program, state = write("train.py", STRANGE.replace("seconds=4", "seconds=1000")), tmp_path / "state"
+
+    def joins(rank: int, event: dict[str, Any]) -> bool:
+        return event["what"] == "phase" and (event["rank"], event["details"]["phase"]) == (rank, "joining")
+
+    def act(launcher: subprocess.Popen[bytes]) -> None:
+        for rank in range(2):
+            until(state, functools.partial(joins, rank))
+        launcher.send_signal(signal.SIGINT)
+
+    result = run("--grace", "1", "-n", "2", "train.py", cwd=program.parent, state=state, act=act)
+    assert result.rc == 130, result.everything
+    seen = [line for line in result.err.partition("stopped[interrupted]")[2].splitlines() if "seen from here: " in line]
+    assert len(seen) == 1, result.everything
+    assert "no-such-host.invalid" in seen[0], result.everything
 
 
 def test_plain_does_not_look(run: Run, write: Write) -> None:

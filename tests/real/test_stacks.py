@@ -20,7 +20,7 @@ import pytest
 from rallypoint.diagnosis import standing
 from rallypoint.diagnosis.standing import Standing
 from rallypoint.host import processes
-from rallypoint.launcher import inquiry
+from rallypoint.launcher import visits
 from rallypoint.launcher.handles import EVIDENCE_KEPT, RankHandle
 from rallypoint.record import run_folder
 
@@ -79,7 +79,7 @@ def ask(state: Path) -> Standing | None:
     """What the command would ask, and be told; None when no job is that far yet."""
     running = run_folder.running_runs(str(state / "rallypoint" / "runs"))
     door = run_folder.door_of(running[0].path) if running else None
-    return inquiry.ask(door.socket, DEADLINE) if door is not None else None
+    return visits.ask(door.socket, DEADLINE) if door is not None else None
 
 
 def wait_for(condition: Callable[[], object], what: Callable[[], object]) -> None:
@@ -235,11 +235,11 @@ def test_visitors_who_say_nothing_or_nonsense_hold_nobody_up(tmp_path: Path) -> 
         door = run_folder.door_of(found.run_dir)
         assert door is not None
         assert door.pid == process.pid
-        silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * inquiry.VISITORS_MOST)]
+        silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * visits.VISITORS_MOST)]
         for one in silent:
             one.settimeout(DEADLINE)
             one.connect(door.socket)
-        assert inquiry.ask(door.socket, DEADLINE).launcher == process.pid
+        assert visits.ask(door.socket, DEADLINE).launcher == process.pid
         assert silent[0].recv(1) == b""  # too many came after it
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(DEADLINE)
@@ -248,7 +248,7 @@ def test_visitors_who_say_nothing_or_nonsense_hold_nobody_up(tmp_path: Path) -> 
             assert stranger.recv(1) == b"?"
         for one in silent:
             one.close()
-        assert inquiry.ask(door.socket, DEADLINE).world_size == 1
+        assert visits.ask(door.socket, DEADLINE).world_size == 1
         process.terminate()
 
     result = run_job(["--no-python", "sleep", "1000"], state=tmp_path, act=act)
@@ -256,38 +256,38 @@ def test_visitors_who_say_nothing_or_nonsense_hold_nobody_up(tmp_path: Path) -> 
 
 
 def test_where_nobody_listens_and_where_another_version_does(tmp_path: Path) -> None:
-    with pytest.raises(inquiry.DoorClosed):
-        inquiry.ask(str(tmp_path / "none"))
+    with pytest.raises(visits.DoorClosed):
+        visits.ask(str(tmp_path / "none"))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "door"))
-        with pytest.raises(inquiry.DoorClosed):
-            inquiry.ask(str(tmp_path / "door"))
+        with pytest.raises(visits.DoorClosed):
+            visits.ask(str(tmp_path / "door"))
         listener.listen()
-        with pytest.raises(inquiry.LauncherSilent) as silent:
-            inquiry.ask(str(tmp_path / "door"), 0.1)
+        with pytest.raises(visits.LauncherSilent) as silent:
+            visits.ask(str(tmp_path / "door"), 0.1)
         assert silent.value.pid == os.getpid()
 
 
 def test_who_comes_when_few_descriptors_are_left_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job at its limit goes on: answering opened what it had none left for, and that ended the launcher."""
-    door = inquiry.Door()
+    door = visits.Door()
     try:
         sent_away: list[BaseException] = []
 
         def visit() -> None:
             try:
-                inquiry.ask(door.path, DEADLINE)
-            except inquiry.DoorClosed as error:
+                visits.ask(door.path, DEADLINE)
+            except visits.DoorClosed as error:
                 sent_away.append(error)
 
-        limit = door.fileno() + 1 + inquiry.ROOM
+        limit = door.fileno() + 1 + visits.ROOM
         monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
         visitor = threading.Thread(target=visit)
         visitor.start()
         select.select([door], [], [], DEADLINE)
         assert door.come_in() is None
         visitor.join(DEADLINE)
-        assert [type(error) for error in sent_away] == [inquiry.SentAway]
+        assert [type(error) for error in sent_away] == [visits.SentAway]
     finally:
         door.close()
 
@@ -354,6 +354,22 @@ def test_an_answer_is_to_the_last_question_only(rank: RankHandle) -> None:
     asked(rank)
     assert rank.answer().count("most recent call first") == 1
     assert rank.dump().count("most recent call first") == 2
+
+
+def test_a_rank_that_executes_another_program_meanwhile_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal had a handler when the launcher looked, and none when it came: a real-time signal ended a healthy process."""
+    handle = RankHandle(0, 0)
+    monkeypatch.setattr(processes, "handles", lambda pid, number: True)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        handle.forked(process.pid)
+        assert handle.ask()
+        process.stdin.write(b"lives\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"lives\n"
+    assert process.returncode == 0
+    handle.close()
 
 
 def test_a_rank_that_is_stopped_is_asked_once_and_answers_when_it_goes_on(rank: RankHandle) -> None:

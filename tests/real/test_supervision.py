@@ -179,6 +179,23 @@ def test_ctrl_c_tells_where_every_rank_was(tmp_path: Path) -> None:
     assert sent == [(0, "SIGINT"), (1, "SIGINT"), (2, "SIGINT"), (1, "SIGTERM"), (2, "SIGTERM")], sent  # 1 and 2 stand inside torch
 
 
+@pytest.mark.parametrize("manner", ["get", "connect"])
+def test_ctrl_c_ends_a_wait_in_torch_s_store_and_leaves_a_handler_its_time(tmp_path: Path, manner: str) -> None:
+    """Rank 1 stands in C++ code that the program called itself: no line of torch's Python tells so. Rank 0's handler has run."""
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "goes on", 2)
+        wait_for(standing_still(tmp_path, {0, 1}), "they wait", process)
+        process.send_signal(signal.SIGINT)
+
+    result = run_job(["-n", "2", "--grace", "80", "torchs_store.py", manner], state=tmp_path, act=act)
+    assert result.rc == 130, result.everything
+    sent = [(e["rank"], e["details"]["signal"]) for e in result.events if e["what"] == "stop-sent"]
+    assert sent == [(0, "SIGINT"), (1, "SIGINT"), (1, "SIGTERM")], result.everything
+    assert "rank 0 has saved" in result.out, result.everything
+    assert "rank 0 is done" in result.out, result.everything
+
+
 def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
     result = interrupted(tmp_path, "handler", signal.SIGTERM)
     assert result.rc == 143
@@ -322,10 +339,55 @@ def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_pa
 def test_a_fault_of_ours_is_said_to_be_ours_and_leaves_nothing(tmp_path: Path) -> None:
     """The launcher's own loop raises in the middle of a job with children."""
     faulty = (
-        "import sys\nfrom rallypoint.launcher.agent import Agent\nfrom rallypoint.cli.main import main\n"
-        "def fault(*_): raise RuntimeError('a fault of ours')\nAgent._on_meets = fault\nsys.exit(main(['run', *sys.argv[1:]]))"
+        "import sys\nfrom rallypoint.launcher.meetings import Meetings\nfrom rallypoint.cli.main import main\n"
+        "def fault(*_): raise RuntimeError('a fault of ours')\nMeetings.meets = fault\nsys.exit(main(['run', *sys.argv[1:]]))"
     )
     result = run_job(["-n", "2", "family.py", "wait"], state=tmp_path, launcher=(sys.executable, "-P", "-c", faulty))
     assert (result.rc, result.codes) == (70, ["internal-error"]), result.everything
     assert "RuntimeError: a fault of ours" in result.err
     assert "the launcher was killed" not in result.err  # it cleaned up by itself; the guard had nothing to do
+
+
+# `rallypoint run` in every other way; the disk of the run folder answers no more from the first rank's start on.
+DEAD_DISK = """\
+import sys
+import threading
+from rallypoint.cli.main import main
+from rallypoint.launcher import account
+from rallypoint.record import run_folder
+
+account.DISK_TIMEOUT = account.ERROR_FILES_TIMEOUT = 0.5
+write = run_folder.KeptFile.write
+
+def dead(file, data):
+    if b'"worker-started"' in data:
+        threading.Event().wait()
+    return write(file, data)
+
+run_folder.KeptFile.write = dead
+sys.exit(main(["run", *sys.argv[1:]]))
+"""
+
+
+def test_a_disk_that_dies_in_the_middle_of_a_run_holds_nobody_up(tmp_path: Path) -> None:
+    """The launcher's loop waited for it in the kernel: no rank was reaped any more, and Ctrl-C did nothing."""
+    program = tmp_path / "train.py"
+    program.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('a cause')\nimport time\ntime.sleep(1000)\n")
+    result = run_job(["-n", "2", "train.py"], state=tmp_path, cwd=tmp_path, launcher=(sys.executable, "-P", "-c", DEAD_DISK))
+    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
+    assert re.search(
+        r"^rallypoint: the disk of \S+ gave no answer within 0\.5 s: the record of this run is not whole$", result.err, re.M
+    ), result.everything
+
+
+def test_when_descriptors_run_out_while_ranks_are_started_it_is_reported_once(tmp_path: Path) -> None:
+    """After its report the launcher failed of the same thing again, where it took in the c10d host, and said so in a second one."""
+    program = tmp_path / "train.py"
+    program.write_text("")
+    result = run_job(
+        ['ulimit -n 37; exec "$@"', "sh", sys.executable, "-P", "-m", "rallypoint", "run", "-n", "3", "--fresh", program],
+        state=tmp_path,
+        launcher=("/bin/sh", "-c"),
+    )
+    assert result.rc == 1, result.everything
+    assert len(result.codes) == 1, result.everything

@@ -1,0 +1,88 @@
+"""Causes that are seen only when the launcher hears more than torch tells: each job for real, and the report that it ends with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .job import run_job
+
+pytestmark = pytest.mark.torch
+
+LOADER = """
+import os, signal
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 0 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(4)
+
+dist.init_process_group("gloo")
+for batch in DataLoader(Numbers(), batch_size=2, num_workers=1):
+    pass
+dist.barrier()
+"""
+
+CLEARING_UP = """
+import threading
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+try:
+    if rank == 1:
+        raise ValueError("bad batch")
+    dist.all_reduce(torch.ones(1))
+finally:
+    dist.destroy_process_group()
+    if rank == 1:
+        threading.Event().wait()  # an upload that does not end
+"""
+
+UNHEARD = """
+import os, sys
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    os._exit(4)
+try:
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+except RuntimeError:
+    sys.exit(5)
+"""
+
+
+def _write(folder: Path, text: str) -> str:
+    program = folder / "train.py"
+    program.write_text(text)
+    return str(program)
+
+
+def test_a_worker_of_a_loader_that_was_killed_is_the_cause(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", _write(tmp_path, LOADER)], state=tmp_path)
+    assert result.codes == ["rank-killed"], result.everything
+    assert result.report.startswith("error[rank-killed]: a DataLoader worker of rank 1 was killed by SIGKILL\n"), result.everything
+    assert "rank 1 itself was not killed, and noticed" in result.report
+
+
+def test_an_exception_that_does_not_come_out_is_told_when_the_group_is_closed(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", _write(tmp_path, CLEARING_UP)], state=tmp_path)
+    assert result.codes == ["rank-raised"], result.everything
+    assert result.report.startswith("error[rank-raised]: rank 1 raised ValueError: bad batch\n"), result.everything
+    assert "rank 0 lost the connection to a peer; it is not at fault" in result.prose, result.everything
+
+
+def test_a_loss_that_torch_tells_nobody_of_is_known_from_the_exit_after_it(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", _write(tmp_path, UNHEARD)], state=tmp_path)
+    assert (result.rc, result.codes) == (4, ["rank-exited"]), result.everything
+    assert result.report.startswith("error[rank-exited]: rank 1 exited with code 4\n"), result.everything
