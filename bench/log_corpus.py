@@ -21,7 +21,7 @@ from bench.samples import Sample
 from bench.verdict_figures import NOT_KNOWN, RIGHT, WRONG
 
 FOLDER = ROOT / "tests" / "logs"
-HALVES = ("held_out", "developed")
+HALVES = ("held_out", "third", "developed")
 
 SIZE = 256 << 20
 """Bytes of the log for the speed: it is read in some seconds, and start-up is less than a twentieth of that."""

@@ -171,6 +171,14 @@ def test_a_key_of_the_programs_that_nobody_set_is_named() -> None:
     assert _told(waiting + "[rank2]: ValueError: bad\n")[0].headline == "rank 2 raised ValueError: bad"
 
 
+def test_words_of_torch_that_nobody_here_knows_are_no_certain_cause() -> None:
+    head = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\n'
+    (strange,) = _told(head + "RuntimeError: the NCCL flux of process group 0 is inverted\n")
+    (plain,) = _told(head + "RuntimeError: the loss went to infinity\n")
+    assert (strange.code, strange.confidence) == ("rank-raised", "likely")
+    assert (plain.code, plain.confidence) == ("rank-raised", "certain")
+
+
 def test_a_port_in_use_that_has_no_number_is_looked_up_all_the_same() -> None:
     report = _told("OSError: [Errno 98] Address already in use\n")[0]
     assert [one.command for one in report.help][-1] == "ss -ltnp"
@@ -344,3 +352,27 @@ def test_what_misled(log: str, code: str, confidence: str, words: str) -> None:
     assert (first.code, first.confidence) == (code, confidence), render.text((first, *others))
     assert words in first.headline
     assert not others or code == "interrupted"
+
+
+def test_ranks_that_torch_counts_are_missing_only_when_fewer_came() -> None:
+    """More than there should be are not missing: others, or those of an earlier attempt, were counted as well."""
+    words = "Timed out initializing process group in store based barrier on rank: 0, for key: store_based_barrier_key:1"
+    assert _told(f"RuntimeError: {words} (world_size=4, worker_count=3, timeout=0:01:00)")[0].code == "ranks-missing"
+    assert _told(f"RuntimeError: {words} (world_size=4, worker_count=16, timeout=0:01:00)")[0].code == "cause-unknown"
+
+
+def test_ray_counts_what_it_did_not_kill_too() -> None:
+    words = "(raylet) node_manager.cc:3277: {} Workers (tasks / actors) killed due to memory pressure (OOM), 2 Workers crashed"
+    assert _told(words.format(10))[0].code == "rank-out-of-memory"
+    assert _told(words.format(0))[0].code == "cause-unknown"
+
+
+def test_ranks_that_were_in_different_calls_are_named_once() -> None:
+    call = "Rank {} is running collective: CollectiveFingerPrint(SequenceNumber=3, OpType={}, TensorShape=[1])"
+    lines = [
+        f"[rank{one}]: RuntimeError: Detected mismatch between collectives on ranks. {call.format(one, a)}, but {call.format(two, b)}."
+        for one, a, two, b in ((0, "ALLREDUCE", 1, "BROADCAST"), (1, "BROADCAST", 0, "ALLREDUCE"))
+    ]
+    reports = _told("\n".join(lines))
+    assert [report.code for report in reports] == ["collective-mismatch"]
+    assert reports[0].headline == "rank 0 was in ALLREDUCE, and rank 1 in BROADCAST"

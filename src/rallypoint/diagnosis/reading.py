@@ -42,6 +42,7 @@ _WAITED = re.compile(
     r"Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms"
     r"|The client socket has (timed out|failed to connect)|Watchdog caught collective operation timeout"
     r"|collective operation timeout|failed to pass monitoredBarrier|\.cc:\d+\].*(timed out connecting|Connect timeout)"
+    r"|Timed out initializing process group in store based barrier"
     r"|Timed out in synchronization|connect\(\) timed out\. Original|Timeout waiting for key|\b(TCP|File|Hash|Prefix)Store\b.*timed? ?out",
     re.IGNORECASE,
 )
@@ -72,9 +73,9 @@ AFTER_ANOTHER = {
 }
 _EXPLAIN = re.compile(r"\brallypoint explain ([a-z]+(?:-[a-z]+)+)\s*$")  # the last line that Python shows of an error of ours
 
-_PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use|errno: 98\b|\[Errno 98\]", re.IGNORECASE)
+_PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use|errno: 98\b|\[Errno 98\]|but another process is utilizing it", re.IGNORECASE)
 _PORT = re.compile(
-    r"\bport[:= ]+(\d{1,5})\b"  # torch
+    r"\bport[:= ]+`?(\d{1,5})\b"  # torch; accelerate quotes the number
     r"|\('[^']*', (\d{1,5})[,)]"  # socket.create_server, asyncio
     r"|:(\d{2,5})\b(?=[^\d]*(?:EADDRINUSE|address already in use))",  # gRPC, uvicorn and others
     re.IGNORECASE,
@@ -91,7 +92,9 @@ _HOST_MEMORY = re.compile(
 _WANTED = re.compile(r"you tried to allocate (\d+) bytes|unable to mmap (\d+) bytes")
 _WANTED_BY_NUMPY = re.compile(r"^Unable to allocate ([\d.]+) ([KMGTPE])iB for an array")
 _SHARED_MEMORY = re.compile(
-    r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory|killed by signal: Bus error", re.IGNORECASE
+    r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory|killed by signal: Bus error"
+    r"|(posix_fallocate failed|failed to extend /dev/shm/).*No space left on device",  # NCCL
+    re.IGNORECASE,
 )
 _DEVICE_MISSING = re.compile(
     r"invalid device ordinal|No CUDA GPUs are available|Torch not compiled with CUDA enabled|Found no NVIDIA driver"
@@ -111,13 +114,13 @@ _CUDA_INIT_FAILED = re.compile(
 _GROUP_TWICE = re.compile(r"trying to initialize the default process group twice")
 _SIZES_DIFFER = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _NOT_AT_BARRIER = re.compile(r"\[Rank 0\]: Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-_CUDA_FORKED = re.compile(r"Cannot re-initialize CUDA in forked subprocess")
+_CUDA_FORKED = re.compile(r"Cannot re-initialize CUDA in forked subprocess|can't create new processes if CUDA is already initialized")
 _MASTER_ENV = re.compile(r"environment variable (\w+) expected, but not set")
 _GROUP_MISSING = re.compile(r"Default process group has not been initialized")
 _PARAMETERS_UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 _KERNEL_FAILED = re.compile(
     r"device-side assert triggered|an illegal memory access was encountered"
-    r"|(CUDA|HIP) error: (misaligned address|unspecified launch failure)"
+    r"|(CUDA|HIP) error: (misaligned address|unspecified launch failure|uncorrectable ECC error)"
     r"|\.cu:\d+: .*Assertion `.*` ?failed|cuda runtime error \((59|77|700|710)\)",
     re.IGNORECASE,
 )
@@ -274,6 +277,44 @@ def not_at_barrier(message: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", found[1])) if found is not None else ()
 
 
+_CAME_SHORT = re.compile(
+    r"store based barrier on rank.*\(world_size=(?P<all>\d+), worker_count=(?P<came>\d+),"
+    r"|waiting for (?:clients|workers)\. (?P<clients>\d+)/(?P<of>\d+) (?:clients|workers) joined"
+)
+
+
+def came_short(message: str) -> tuple[int, int] | None:
+    """How many ranks torch's store had heard of at the timeout, and how many it waited for; None when no fewer came, or it is not said."""
+    found = _CAME_SHORT.search(message)
+    if found is None:
+        return None
+    came, every = int(found["came"] or found["clients"]), int(found["all"] or found["of"])
+    return (came, every) if came < every else None
+
+
+_CALLS_DIFFER = re.compile(
+    r"Detected mismatch between collectives on ranks\. Rank (\d+) is running collective: .*?OpType=(\w+).*?"
+    r"\bRank (\d+) is running collective: .*?OpType=(\w+)",
+    re.DOTALL,
+)
+
+
+def calls_differ(message: str) -> tuple[tuple[int, str], tuple[int, str]] | None:
+    """Two ranks and the collectives that they were in, by the word of TORCH_DISTRIBUTED_DEBUG=DETAIL; None for any other message."""
+    found = _CALLS_DIFFER.search(message)
+    return ((int(found[1]), found[2]), (int(found[3]), found[4])) if found is not None else None
+
+
+_UNGUARDED = re.compile(
+    r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase"
+)
+
+
+def main_unguarded(message: str) -> bool:
+    """True when multiprocessing refuses to start a process while the main module is imported in one."""
+    return bool(_UNGUARDED.search(message))
+
+
 _KEYS = re.compile(r"wait timeout after \d+ ?ms, keys: (?P<keys>[^\n]+)")
 _ADDRESS_KEY = re.compile(r"/default_pg/\d+//\w+//\d+/(\d+)")
 _KEY_OF_TORCH = re.compile(r"//\w+//|barrier_key|^/?(default_pg/)?[\d/]*$|worker_count|^init/|ncclUniqueId")
@@ -369,7 +410,13 @@ def names_cause(message: str) -> bool:
     """True when a message has, whatever stands around it, a text that only one cause leaves."""
     asked = (port_in_use, port_forbidden, group_twice, group_missing, parameters_unused, cuda_forked, kernel_failed, nccl_failed)
     found = any(one(message) for one in asked) or about_devices("", message)
-    return found or bool(variable_missing(message) or out_of_memory("", message) or _LOADER_KILLED.search(message) or sizes_differ(message))
+    return found or bool(
+        variable_missing(message)
+        or out_of_memory("", message)
+        or _LOADER_KILLED.search(message)
+        or sizes_differ(message)
+        or calls_differ(message)
+    )
 
 
 _PRODUCER_GONE = re.compile(r"[Uu]nable to open shared memory object </torch_\S+>.*No such file or directory")

@@ -86,6 +86,21 @@ def sizes_differ(case: Case, error: Raised, sent: int, room: int) -> Report:
     return msgspec.structs.replace(report, exit_status=status_of(case.first)) if ended is not None and ended.signal else report
 
 
+def calls_differ(case: Case, error: Raised, one: tuple[int, str], other: tuple[int, str]) -> Report:
+    """torch compared the calls of the ranks before they were made. Each of the two is a rank and its collective."""
+    (rank, kind), (peer, theirs) = one, other
+    what = f"{kind} with tensors that do not match" if kind == theirs else f"{kind}, and rank {peer} in {theirs}"
+    whom = f"ranks {min(rank, peer)} and {max(rank, peer)} were in" if kind == theirs else f"rank {rank} was in"
+    return told(
+        case,
+        "collective-mismatch",
+        f"{whom} {what}",
+        error,
+        why="every rank of a group must make the same collective calls in the same order, with tensors of one shape and dtype",
+        help=(Help("look for a branch around a collective, or a loop or a batch whose length differs between ranks"),),
+    )
+
+
 _NCCL_CONNECT = re.compile(r"[Cc]onnect(?:ion)? (?:to|with|from) \S+ failed")
 
 

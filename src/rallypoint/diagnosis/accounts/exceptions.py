@@ -28,6 +28,8 @@ def raised(case: Case, error: Raised) -> Report:
         return children.loader_killed(case, error, *worker)
     if reading.files_exhausted(error):
         return resources.files_exhausted(case, error)
+    if reading.main_unguarded(error.message):
+        return children.main_unguarded(case, error)
     if reading.not_pickled(error):
         return children.not_pickled(case, error)
     if reading.variable_missing(error.message):
@@ -60,6 +62,8 @@ def raised(case: Case, error: Raised) -> Report:
         return _start_failed(case, error)
     if name := reading.interface_missing(error.message):
         return rendezvous.interface_missing(case, error, name)
+    if (calls := reading.calls_differ(error.message)) is not None:
+        return collectives.calls_differ(case, error, *calls)
     if reading.nccl_gave_up(error.type, error.message):
         return collectives.nccl_failed(case, error)
     if (sizes := reading.sizes_differ(error.message)) is not None:

@@ -23,6 +23,18 @@ def kernel_failed(case: Case, error: Raised) -> Report:
     else:
         found = re.search(r"device-side assert triggered|illegal memory access|misaligned address|unspecified launch failure", words)
         what = found.group(0) if found else words
+    if "uncorrectable ECC error" in words:
+        return told(
+            case,
+            "cuda-kernel-failed",
+            f"the memory of a GPU failed in {case.subject}: uncorrectable ECC error",
+            error,
+            why="the GPU counts errors in its own memory, and met one that it cannot correct: no program causes that",
+            help=(
+                Help("see which GPU it was", "nvidia-smi -q -d ECC"),
+                Help("reset that GPU, or have it replaced if it happens again", "sudo nvidia-smi --gpu-reset -i INDEX"),
+            ),
+        )
     index = bool(asserted and re.search(r"[Ii]ndex|t >= 0|cur_target", asserted.group(2)))
     return told(
         case,

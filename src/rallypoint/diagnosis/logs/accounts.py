@@ -152,6 +152,15 @@ def killed_for_memory(cause: Cause) -> Report:
     if slurm:
         helps.insert(0, Help("see how much it had and how much it may have", "sacct -j JOBID --format=JobID,ReqMem,MaxRSS,State"))
         helps.append(Help("or ask Slurm for more", "#SBATCH --mem=128G"))
+    if any(sighting.end.by == "Ray" for sighting in cause.seen if sighting.end is not None):
+        return _report(
+            cause,
+            "rank-out-of-memory",
+            "Ray killed workers because the memory of their machine was nearly used up",
+            why="Ray does so before the kernel would, at 95 % unless RAY_memory_usage_threshold says otherwise",
+            evidence=tuple(wording.cut(sighting.text, 200) for sighting in cause.seen if sighting.text)[:4],
+            help=(*helps, Help("or let Ray run fewer of them on one machine", "@ray.remote(num_cpus=4)")),
+        )
     return _report(
         cause,
         "rank-out-of-memory",
@@ -353,6 +362,32 @@ def missing(cause: Cause, absent: Sequence[int], error: Raised) -> Report:
         why=f"{ranks_phrase(absent)} said nothing of it, and {'was' if len(absent) == 1 else 'were'} alive when the launcher ended the job",
         evidence=(f"{cause.who} raised {wording.named(error)}",),
         help=(Help("see where every rank is while it hangs", "rallypoint run --stall 60 ..."),),
+    )
+
+
+def not_at_barrier(cause: Cause, ranks: Sequence[int]) -> Report:
+    """`monitored_barrier` names those that it waited for in vain."""
+    return _report(
+        cause,
+        "ranks-missing",
+        f"rank 0 waited in monitored_barrier until the timeout; {ranks_phrase(ranks)} never came",
+        help=(
+            Help(f"see where rank {ranks[0]} is meanwhile", "rallypoint run --stall 60 ..."),
+            Help("or look into its log", "rallypoint explain logs/*.log"),
+        ),
+    )
+
+
+def came_short(cause: Cause, came: int, every: int) -> Report:
+    """torch's store counts who comes, and does not say who."""
+    return _report(
+        cause,
+        "ranks-missing",
+        f"{came} of {every} ranks came to init_process_group before the timeout",
+        help=(
+            Help("see how far each rank comes", "rallypoint run --stall 60 ..."),
+            Help("or look into the logs of all ranks and machines", "rallypoint explain logs/*.log"),
+        ),
     )
 
 

@@ -78,6 +78,14 @@ def _mpirun_code(found: re.Match[str]) -> Told:
     return Sign.ENDED, End(code=int(found["code"]), rank=int(found["rank"]), by="mpirun", first=True), ()
 
 
+def _killed_by_ray(found: re.Match[str]) -> Told:
+    return Sign.KILLED_FOR_MEMORY, End(signal=int(signal.SIGKILL), by="Ray"), ()
+
+
+def _mpi_handler(found: re.Match[str]) -> Told:
+    return Sign.ENDED, End(signal=_BY_NAME[found["name"]], pid=int(found["pid"] or 0), by="Open MPI"), ()
+
+
 def _named_signal(by: str) -> Callable[[re.Match[str]], Told]:
     def told(found: re.Match[str]) -> Told:
         number = int(getattr(signal, found["name"], signal.SIGKILL))
@@ -136,6 +144,8 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], Told]], .
             r"Out of memory: Kill(?:ed)? process (?P<pid>\d+)|Memory cgroup out of memory: Kill(?:ed)? process \d+",
             _of_memory,
         ),
+        ("memory pressure", r"\b[1-9]\d* Workers \(tasks / actors\) killed due to memory pressure \(OOM\)", _killed_by_ray),
+        ("Signal: ", rf"^(?:\[(?:\S+:)?(?P<pid>\d+)\] )?Signal: (?P<name>{_NAMES}) \(\d+\)$", _mpi_handler),
         ("OOMKilled", r"\bOOMKilled\b", _of_memory),
         (
             "srun: error",

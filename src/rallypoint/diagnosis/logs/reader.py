@@ -36,6 +36,7 @@ _LAUNCHERS = re.compile(
     r"(?:Sending|Terminating) process \d+|Killing subprocess \d+|^srun: |^slurmstepd: |^\[?[EWIF]\d{3,4} |Setting OMP_NUM_THREADS"
     r"|^[*=-]{20}|^Primary job +terminated|^a non-zero exit code|resource_tracker|semaphore_tracker|len\(cache\)"
 )
+_WORKER_DIED = "A worker died or was killed while executing a task by an unexpected system error"  # Ray, which knows no more
 _IGNORED = re.compile(r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs)")
 _SHELL = "\0the shell"  # whose words that are watched
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
@@ -155,7 +156,7 @@ class Reader:
             self._stopped.append(int(found.group(1)))
             self._keep_last_words()
         else:
-            self._failed = self._failed or "ChildFailedError" in text or text.endswith(".py FAILED")
+            self._failed = self._failed or "ChildFailedError" in text or text.endswith(".py FAILED") or _WORKER_DIED in text
             if "watchdog" in text and (rank := phrases.spoken_rank(text, speaker)) >= 0:
                 self._groups.setdefault(rank, phrases.group_of(text))
             if not _LAUNCHERS.search(text):

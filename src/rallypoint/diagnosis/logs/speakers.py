@@ -40,6 +40,7 @@ _RANK = re.compile(
 )
 _TASK = re.compile(r" ?(\d{1,5}): (?=\S|  |$)")  # srun --label
 _LOCAL = re.compile(r"\[[A-Za-z_]+(\d+)\]:(?!\d)")  # torchrun --tee: [default0]:
+_ROLE = re.compile(r"[a-z][\w-]*/\d+ \[(\d+)\]:")  # TorchX: trainer/0 [1]:
 _NAMED = re.compile(r"\(([A-Za-z_]\w*) pid=(\d+)(?:, ip=[\d.]+)?\) ?")  # Ray, vLLM
 
 
@@ -71,6 +72,8 @@ def _speaker(text: str) -> tuple[re.Match[str], Speaker] | None:
     elif head == "(":
         if (found := _NAMED.match(text)) is not None:
             return found, Speaker(-1, f"{found.group(1)} pid {found.group(2)}")
+    elif "/" in text[:20] and (found := _ROLE.match(text)) is not None:
+        return found, Speaker(-1, f"local rank {found.group(1)}")
     elif (head.isdigit() or head == " ") and (found := _TASK.match(text)) is not None:
         return found, Speaker(int(found.group(1)), f"rank {found.group(1)}")
     return None

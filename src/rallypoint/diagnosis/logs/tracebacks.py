@@ -145,7 +145,8 @@ class Traceback:
             return True
         if self._open > 1 and (_FRAME.match(body) or body.startswith("    ")):
             return True
-        long = _LONG.search(self._message[0]) and not self._blank and len(self._message) < MESSAGE_LINES
+        indented = not self._message[0] and body.startswith("    ")  # a message that begins on the line after its type
+        long = (indented or _LONG.search(self._message[0])) and not self._blank and len(self._message) < MESSAGE_LINES
         if long and not _ANOTHERS.match(body) and phrases.told_by(body) is None:
             self._message.append(body)
             self._keep(body)

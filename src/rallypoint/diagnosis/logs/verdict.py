@@ -29,11 +29,25 @@ _OTHER_RANKS = re.compile(r"rank (\d+) and rank (\d+) both on")
 _UNUSED_IN = re.compile(r"did not receive grad for rank (\d+)")
 
 
+_OF_TORCH = re.compile(
+    r"raised RuntimeError: .*(\b(CUDA|HIP|NCCL|gloo|c10d|collectives?|process group)\b|ProcessGroup|enforce fail)", re.IGNORECASE
+)
+
+
 def diagnose(findings: Findings) -> tuple[Report, ...]:
     """The causes that logs tell of, the first one first; `cause-unknown` rather than a guess. Never empty."""
-    if findings.restarts and len({s.place.log for s in findings.sightings}) == 1:
-        return _of_attempts(findings)
-    return _of_one_attempt(findings)
+    of_attempts = findings.restarts and len({s.place.log for s in findings.sightings}) == 1
+    reports = _of_attempts(findings) if of_attempts else _of_one_attempt(findings)
+    return tuple(_reserved(report) for report in reports)
+
+
+def _reserved(report: Report) -> Report:
+    """What torch's own code says of itself, in words that nothing here knows, is raised as told; what it means is another matter."""
+    if report.code != "rank-raised" or report.confidence != "certain" or _OF_TORCH.search(report.headline) is None:
+        return report
+    return msgspec.structs.replace(
+        report, confidence="likely", why=report.why or "these are torch's words, and what led to them is not known here"
+    )
 
 
 def _of_attempts(findings: Findings) -> tuple[Report, ...]:
@@ -185,6 +199,17 @@ def _weak(
     if unmet:
         cause = _cause(findings, late, (), confidence="likely")
         return (msgspec.structs.replace(accounts.not_met(cause, unmet, by_rank[unmet[0]]), ranks=tuple(unmet)),)
+    barred = {rank for s in late if s.error is not None for rank in reading.not_at_barrier(s.error.message)}
+    if barred:
+        doubt = "why they did not come is not in the log"
+        cause = _cause(findings, late, (), confidence="likely", doubt=doubt)
+        cause = msgspec.structs.replace(cause, ranks=tuple(sorted(barred)))
+        return (accounts.not_at_barrier(cause, cause.ranks),)
+    short = [counted for s in late if s.error is not None and (counted := reading.came_short(s.error.message)) is not None]
+    if short and len(short) == len(late):
+        doubt = "who did not come, and why, is not in the log"
+        cause = msgspec.structs.replace(_cause(findings, late, (), confidence="likely", doubt=doubt), ranks=())
+        return (accounts.came_short(cause, *max(short)),)
     never_set = [s for s in late if s.error is not None and _waits_for_own_key(s.error)]
     if never_set and len(never_set) == len(late):
         doubt = "nothing in the log shows who was to set that key"
@@ -344,7 +369,7 @@ def _code(error: Raised) -> str:
     asked = {
         "kernel": reading.kernel_failed, "port": reading.port_in_use, "shared": reading.device_shared, "fork": reading.cuda_forked,
         "group": reading.group_missing, "twice": reading.group_twice, "unused": reading.parameters_unused,
-        "missing": reading.device_missing,
+        "missing": reading.device_missing, "calls": reading.calls_differ, "unguarded": reading.main_unguarded,
     }  # fmt: skip
     memory = reading.out_of_memory(error.type, error.message)
     return next((name for name, one in asked.items() if one(error.message)), memory and f"memory {memory}")
@@ -431,7 +456,8 @@ def _different_calls(findings: Findings) -> tuple[list[Sighting], list[tuple[tup
 
 def _unreached(findings: Findings, errors: Sequence[Sighting], lost: Sequence[Sighting]) -> Report | None:
     """The reason why a connection that was given up did not come about, when the log has it: retries that ended well say nothing."""
-    given_up = [s for s in (*errors, *lost) if "timed out" in (s.error.message if s.error is not None else s.text)]
+    told = [(s, s.error.message if s.error is not None else s.text) for s in (*errors, *lost)]
+    given_up = [s for s, words in told if "timed out" in words or "failed to connect to any network address" in words]
     reasons = [s for s in findings.sightings if s.sign is Sign.UNREACHED]
     if not given_up or not reasons:
         return None
