@@ -20,7 +20,7 @@ BEFORE = 5
 
 
 def held() -> dict[str, float]:
-    """Of this process: descriptors, threads, children, resident bytes that are its own; and files in /dev/shm, whoever's."""
+    """Of this process: descriptors, threads, children, resident bytes that are its own; and files in /dev/shm."""
     gc.collect()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {

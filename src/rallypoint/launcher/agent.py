@@ -247,7 +247,7 @@ class Agent:
         if self._status == 0:
             self.account.say_imports(self.ranks)
         self.account.close(self._status, left)
-        self.attempt.close()
+        self._close_attempt()
         self._loop.close()
         self._signals.close()
 
@@ -390,7 +390,7 @@ class Agent:
 
     def _start_ranks(self, action: StartRanks) -> None:
         self._close_store("the job was started again, with a new store")
-        self.attempt.close()
+        self._close_attempt()
         try:
             self._job.attempt = self._new_attempt(action.attempt)
             self._meetings.begin()
@@ -460,8 +460,7 @@ class Agent:
             if order.handle is not None:
                 order.handle.ordered = True
             else:
-                ready = self.attempt.host_ready
-                self._loop.watch(ready, lambda ready=ready: self._on_host_ready(ready))  # type: ignore[misc]
+                self._loop.watch(self.attempt.host_ready, self._on_host_ready)
             self.template.order(order.message, order.fds)
             for fd in order.ours:
                 os.close(fd)
@@ -479,11 +478,14 @@ class Agent:
                 handle.close()
         self._cannot_start(exhausted(error, self.plan.world.local_size))
 
-    def _on_host_ready(self, ready: int) -> None:
-        if os.read(ready, 1):
+    def _on_host_ready(self) -> None:
+        self._loop.unwatch(self.attempt.host_ready)
+        if self.attempt.hear_host():
             self.account.event("c10d-ready", address=self.attempt.held)
-        self._loop.unwatch(ready)
-        os.close(ready)
+
+    def _close_attempt(self) -> None:
+        self._loop.unwatch(self.attempt.host_ready)  # a function that returns at once is done before the host serves
+        self.attempt.close()
 
     def _on_forked(self, message: Forked) -> None:
         self._ahead -= 1

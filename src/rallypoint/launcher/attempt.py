@@ -155,6 +155,14 @@ class Attempt:
         if self.host is not None:
             self.host.end()
 
+    def hear_host(self) -> bool:
+        """`host_ready` is readable: whether the host serves, or has ended without. Closes the pipe."""
+        ready, self.host_ready = self.host_ready, -1
+        try:
+            return bool(os.read(ready, 1))
+        finally:
+            os.close(ready)
+
     def close_store(self, reason: str) -> None:
         """End the store: whoever still asks for something is told the reason. Nothing when there is none (any more)."""
         if self.store is not None:
@@ -164,6 +172,9 @@ class Attempt:
     def close(self) -> None:
         """Give every descriptor back. The processes have ended, and the store was closed."""
         self.release()
+        if self.host_ready >= 0:
+            os.close(self.host_ready)
+            self.host_ready = -1
         for handle in self.ranks:
             handle.close()
 
