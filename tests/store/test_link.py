@@ -18,7 +18,7 @@ from rallypoint.clock import Clock
 from rallypoint.host import memory
 from rallypoint.store import link as links
 from rallypoint.store.dial import Opened
-from rallypoint.store.link import Link, LinkBroken, TooLate, Unread
+from rallypoint.store.link import Link, LinkBroken, Received, TooLate, Unread
 from rallypoint.wire.frames import HEADER, Cutter, header
 from rallypoint.wire.messages import (
     HELLO_BYTES,
@@ -42,6 +42,12 @@ from .situations import DEADLINE, descriptors, start
 
 ME, ANOTHER = threading.get_ident(), -7
 WELCOME = Welcome(b"s" * 16, "0", Limits(0, 0, 0, 0, 0, 0), "", 0, 10.0)
+
+
+def taken(link: Link) -> list[Received]:
+    """What has arrived, as a session takes it."""
+    reply = link.receive()
+    return link.backlog() if reply is None else [(reply, None)]
 
 
 class Ends:
@@ -70,7 +76,7 @@ class Ends:
         found: list[Any] = []
         while len(found) < count:
             assert self.link.wait(DEADLINE)
-            found += self.link.receive()
+            found += taken(self.link)
         return found
 
     def read(self, size: int) -> bytes:
@@ -200,7 +206,7 @@ def test_who_waits_for_room_reads_meanwhile(ends: Ends) -> None:
     drained: list[Any] = []
 
     def look_in() -> bool:
-        looked.extend(ends.link.receive())
+        looked.extend(taken(ends.link))
         if not drained:
             drained.append(start(lambda: drained.append(ends.read(size))))
         return True
@@ -260,7 +266,7 @@ def test_replies_are_the_same_however_they_are_cut(ends: Ends, size: int) -> Non
     for at in range(0, len(data), size):
         ends.say(data[at : at + size])
         while ends.link.wait(0.0):
-            found += ends.link.receive()
+            found += taken(ends.link)
     found += ends.received(len(REPLIES) - len(found)) if len(found) < len(REPLIES) else []
     assert [reply for reply, _ in found] == REPLIES
 
@@ -460,7 +466,7 @@ def test_the_socket_is_closed_when_nobody_uses_it_and_not_before(ends: Ends) -> 
     assert ends.link.sock.fileno() >= 0
     assert ends.link.wait(DEADLINE), "who polls is woken"
     with pytest.raises(LinkBroken):
-        ends.link.receive()
+        taken(ends.link)
     ends.link.driven = 0
     ends.link.writer = ANOTHER
     ends.link.dispose()
@@ -478,7 +484,7 @@ def test_a_link_that_is_forgotten_leaves_nothing_open(unix: Ends) -> None:
     other.server.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("ii", fd, fd))])
     os.close(fd)
     assert other.link.wait(DEADLINE)
-    other.link.receive()
+    taken(other.link)
     other.link.driven = 1
     other.link.close()
     other.server.close()

@@ -19,6 +19,7 @@ from rallypoint.store import link as links
 from rallypoint.store import session as sessions
 from rallypoint.store.client import ABSENT
 from rallypoint.store.dues import Dues
+from rallypoint.store.link import Link
 from rallypoint.store.pending import Pending
 from rallypoint.store.server import Server
 from rallypoint.testing import ChaosProxy
@@ -76,16 +77,17 @@ def test_who_drives_hands_over_when_its_time_is_up(store: Store, other: Store) -
 
 def test_who_drives_hands_over_when_a_handler_ends_it(store: Store, other: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the exception strikes right after the wait."""
-    real = store._session._receive
+    real = Link.exchange
     struck = threading.Event()
 
-    def strike(link: links.Link, **named: Any) -> None:
-        real(link, **named)
+    def strike(link: Link, *given: Any) -> Any:
+        reply = real(link, *given)
         if threading.current_thread().name == "the one" and not struck.is_set():
             struck.set()
             raise Interruption
+        return reply
 
-    monkeypatch.setattr(store._session, "_receive", strike)
+    monkeypatch.setattr(Link, "exchange", strike)
 
     def drive() -> None:
         threading.current_thread().name = "the one"

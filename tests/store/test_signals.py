@@ -20,7 +20,7 @@ from rallypoint.primitives.store import Store
 from rallypoint.store import link as links
 from rallypoint.store.server import Server
 from rallypoint.testing import ChaosProxy
-from rallypoint.wire.messages import Add, AnyReply, Done, Granted, Lock, Pop, Unlock, Value
+from rallypoint.wire.messages import Add, AnyReply, Done, Granted, Lock, Pop, Unlock, Value, decode_reply
 
 from .processes import ServerProcess
 from .situations import DEADLINE, LONG, Interruption, Storm, alarm, eventually, in_child, put, start, take
@@ -180,17 +180,17 @@ def test_a_handler_reads_the_answer_of_the_call_below_it(store: Store, server: S
 
 def test_a_handler_in_the_middle_of_receiving_takes_another_link(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The frames below it have half a frame in their hands."""
-    real = links._decoded
+    real = decode_reply
     seen: list[int] = []
 
     def decoded(message: bytes) -> AnyReply:
-        reply = real(message)
+        reply: AnyReply = real(message)
         if not seen:
             seen.append(0)
             seen[0] = store.add("above")
         return reply
 
-    monkeypatch.setattr(links, "_decoded", decoded)
+    monkeypatch.setattr(links, "decode_reply", decoded)
     assert store.add("below") == 1
     assert (seen, store["above"], store["below"]) == ([1], 1, 1)
     assert store.statistics()["reconnects"] == 1

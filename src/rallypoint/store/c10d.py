@@ -29,7 +29,8 @@ from rallypoint.errors import (
     StoreUnreachable,
     UsageError,
 )
-from rallypoint.store.client import Client, refused
+from rallypoint.store.client import Client
+from rallypoint.store.failures import refused
 from rallypoint.wire.messages import (
     Absent,
     Add,

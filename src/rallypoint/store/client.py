@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -38,7 +38,7 @@ from rallypoint.store import keeper, place
 from rallypoint.store.address import Address, parse
 from rallypoint.store.arguments import described, key_of, positive, seconds_of
 from rallypoint.store.dial import OpenSocket
-from rallypoint.store.failures import failure
+from rallypoint.store.failures import failure, refused
 from rallypoint.store.lease import Figures, Lease
 from rallypoint.store.session import BYE_SECONDS, Session
 from rallypoint.wire import messages as wire
@@ -80,19 +80,6 @@ WATCH_SECONDS = 60.0
 
 ABSENT: Final = values.ABSENT
 """Stands for "there is no such key"."""
-
-_ROOM = frozenset({"value-too-large", "store-full", "too-many-keys"})
-"""Refusals whose text does not say for what there was no room."""
-
-_FOR: dict[type[Request], str] = {
-    **dict.fromkeys((Set, CompareAndSet, Add, wire.Append), "store[{}]"),
-    wire.Push: "the queue {}",
-    wire.Claim: "once({})",
-    wire.Resolve: "once({})",
-    wire.Lock: "the lock {}",
-    wire.Arrive: "{}",  # a barrier, or an average
-}
-"""What a request would have made the store keep, with its key or name."""
 
 _stores: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
 """Those of this process that are open, and in a forked child those of its parent until they are used there."""
@@ -182,7 +169,6 @@ class Client:
         self._options = options
         self._secret = secret
         self._open_socket = open_socket
-        self._counts: Counter[type[Request]] = Counter()
         self._lost_updates = 0
         self._figures: OrderedDict[str, Figures] = OrderedDict()  # of locks, by name
         self._warned: set[str] = set()
@@ -223,7 +209,6 @@ class Client:
         self._finalizer.detach()
         self._making = threading.RLock()
         self._session.abandon()
-        self._counts.clear()
         self._seen.clear()
         self._figures.clear()
         self._lost_updates = 0
@@ -254,20 +239,14 @@ class Client:
         session = self._session
         if session.foreign:
             session = self._forked()
-        self._counts[kind] += 1
-        answer = session.ask(kind, fields, wait)
         # Nothing is called on the way out to whoever asked: no signal handler can come between the answer and him.
-        if answer[0].__class__ is Failed:
-            raise refused(kind, fields, answer[0])
-        return answer
+        return session.ask(kind, fields, wait)
 
     def ask_many(self, requests: list[tuple[type[Request], tuple[Any, ...]]]) -> list[tuple[AnyReply, memoryview | None]]:
         """Like `ask` for several requests that wait for nobody, without waiting in between. `Failed` is returned."""
         session = self._session
         if session.foreign:
             session = self._forked()
-        for kind, _ in requests:
-            self._counts[kind] += 1
         return session.ask_many(requests)
 
     def lease(self, name: str, ttl: float) -> Lease:
@@ -569,7 +548,9 @@ class Client:
         of each lock (the last 1000 names) how often it was had, not had in time and lost, and the seconds of waiting and holding."""
         sent, received = self._session.bytes()
         return {
-            "operations": {kind.__name__: count for kind, count in sorted(self._counts.items(), key=lambda entry: entry[0].__name__)},
+            "operations": {
+                kind.__name__: count for kind, count in sorted(self._session.counts.items(), key=lambda entry: entry[0].__name__)
+            },
             "bytes_sent": sent,
             "bytes_received": received,
             "reconnects": self._session.reconnects,
@@ -755,13 +736,6 @@ def _too_large(called: str, what: str, limit: int | None) -> LimitExceeded:
         f"{called}{': ' if called else ''}{what} is more than the store takes: the limit is {limit} bytes (max_bytes=)",
         help=(("give the store more memory", "rallypoint.serve(max_bytes=...), rallypoint serve --max-bytes ..."),),
     )
-
-
-def refused(kind: type[Request], fields: tuple[Any, ...], reply: Failed) -> RallypointError:
-    """The exception for a Failed reply, which names the key, the queue, ... where the reply does not."""
-    if reply.code in _ROOM and kind in _FOR:
-        reply = msgspec.structs.replace(reply, text=f"{_FOR[kind].format(values.shown(fields[0]))}: {reply.text}")
-    return failure(reply)
 
 
 def _integer(reply: AnyReply) -> int:

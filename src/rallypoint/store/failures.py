@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
+
 from rallypoint.errors import (
     BarrierBroken,
     BarrierMismatch,
@@ -22,11 +24,32 @@ from rallypoint.errors import (
     WouldDeadlock,
     WrongType,
 )
+from rallypoint.wire import messages as wire
 from rallypoint.wire import values
-from rallypoint.wire.messages import Failed
+from rallypoint.wire.messages import Failed, Request
 
 _LIMITS = {"value-too-large", "store-full", "key-too-long", "too-many-keys", "too-many-waiting"}
 _TYPES = {"wrong-type", "integer-overflow"}
+
+_ROOM = frozenset({"value-too-large", "store-full", "too-many-keys"})
+"""Refusals whose text does not say for what there was no room."""
+
+_FOR: dict[type[Request], str] = {
+    **dict.fromkeys((wire.Set, wire.CompareAndSet, wire.Add, wire.Append), "store[{}]"),
+    wire.Push: "the queue {}",
+    wire.Claim: "once({})",
+    wire.Resolve: "once({})",
+    wire.Lock: "the lock {}",
+    wire.Arrive: "{}",  # a barrier, or an average
+}
+"""What a request would have made the store keep, with its key or name."""
+
+
+def refused(kind: type[Request], fields: tuple[Any, ...], reply: Failed) -> RallypointError:
+    """The exception for a Failed reply, which names the key, the queue, ... where the reply does not."""
+    if reply.code in _ROOM and kind in _FOR:
+        reply = msgspec.structs.replace(reply, text=f"{_FOR[kind].format(values.shown(fields[0]))}: {reply.text}")
+    return failure(reply)
 
 
 def failure(reply: Failed) -> RallypointError:

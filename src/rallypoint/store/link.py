@@ -27,7 +27,7 @@ from typing import NamedTuple
 from rallypoint.clock import Clock
 from rallypoint.host import memory
 from rallypoint.store.dial import Opened
-from rallypoint.wire.frames import HEADER, HEADER_BYTES, FrameError
+from rallypoint.wire.frames import CLOEXEC, HEADER, HEADER_BYTES, HEADS, NOSIGNAL, TRUNCATED, FrameError
 from rallypoint.wire.messages import MESSAGE_BYTES, UNDECODABLE, AnyReply, Freed, Value, decode_reply
 from rallypoint.wire.values import Parts, alloc
 
@@ -62,8 +62,9 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTORS)
 
 _GONE = (errno.EPIPE, errno.ECONNRESET)
 
+_SMALL = HEADER_BYTES + len(HEADS)
+
 _pack = HEADER.pack
-_unpack = HEADER.unpack_from
 
 
 class LinkBroken(Exception):
@@ -102,6 +103,12 @@ class Link:
     """See the module. `writer`: the thread that is sending, 0 for none; then nothing is queued. `driven`: how many calls, one inside the
     other, are about to use the socket for receiving. `receiving`: one of them is in the middle of `receive`."""
 
+    __slots__ = (
+        "_clean", "_cutter", "_descriptors", "_filled", "_filling", "_free", "_left", "_lent", "_now", "_numbered", "_queue", "_recv",
+        "_recvmsg", "_round", "_send", "closed", "driven", "heard", "local", "moved", "number", "poll", "received_bytes", "receiving",
+        "sent_bytes", "shared", "sock", "welcome", "where", "writer",
+    )  # fmt: skip
+
     def __init__(self, opened: Opened, clock: Clock, number: int, *, shared_memory: bool) -> None:
         """`number`: which of the session's links this is, from 1. `shared_memory`: large values go by descriptor, over a Unix socket."""
         self._descriptors: deque[int] = deque()  # that have arrived; -1 for one that this process had no room for
@@ -122,6 +129,9 @@ class Link:
         self._now = clock.monotonic
         readable = select.poll()
         readable.register(self.sock, select.POLLIN)
+        self._send = self.sock.send
+        self._recvmsg = self.sock.recvmsg
+        self._recv = self.sock.recv
         self.poll = readable.poll  # milliseconds; RuntimeError when it is asked while it waits, see `wait_again`
         self._queue: deque[_Piece] = deque()
         self._cutter = opened.cutter
@@ -130,6 +140,7 @@ class Link:
         self._clean = False  # the cutter is known to be empty
         self._filling: tuple[AnyReply, memoryview | Unread] | None = None  # the large value that is on its way in
         self._left = 0  # bytes of it that are still to come
+        self._filled: tuple[AnyReply, memoryview | Unread] | None = None  # and is there now
         self._lent: dict[int, memory.Segment] = {}  # in use by the server, by number
         self._free: deque[tuple[int, memory.Segment, int]] = deque()  # number, segment, and the round in which it came back
         self._numbered = 0
@@ -170,7 +181,7 @@ class Link:
             segment.close()
 
     def __del__(self) -> None:
-        if "sock" in self.__dict__:  # a signal handler may have raised before that
+        if hasattr(self, "sock"):  # a signal handler may have raised before that
             self._dispose()
 
     # --- out ---
@@ -182,7 +193,7 @@ class Link:
             return self._queue_up((_Piece(frames, owner),), me)
         self.writer = me  # one step with the question above
         try:
-            sent = self.sock.send(frames, socket.MSG_NOSIGNAL)
+            sent = self._send(frames, NOSIGNAL)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -218,7 +229,7 @@ class Link:
             return False
         self.writer = me  # one step with the question above
         try:
-            sent = self.sock.send(data, socket.MSG_NOSIGNAL)
+            sent = self.sock.send(data, NOSIGNAL)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -267,7 +278,7 @@ class Link:
                 return
             batch, ancillary = self._batch()
             try:
-                sent = self.sock.sendmsg(batch, ancillary, socket.MSG_NOSIGNAL)
+                sent = self.sock.sendmsg(batch, ancillary, NOSIGNAL)
             except BlockingIOError:
                 found = ready.poll(max(0.0, max(deadline, self.moved + patience) - self._now()) * 1000.0)
                 if not found:
@@ -344,6 +355,63 @@ class Link:
 
     # --- in ---
 
+    def exchange(self, frame: bytes, owner: object, me: int, seconds: float) -> AnyReply | None:
+        """`post`, `wait` and `receive` in one, for the thread that drives: a call less each, on the way that nearly every request takes.
+
+        None: not everything could be sent (`writer` is `me`), or nothing has come, or more than one small reply (`backlog` has it).
+        Raises LinkBroken; then nothing was sent, unless this link is `receiving`.
+        """
+        if self.writer or self.closed:
+            self._queue_up((_Piece(frame, owner),), me)
+            return None
+        self.writer = me  # one step with the question above
+        try:
+            sent = self._send(frame, NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self.writer = 0
+            raise LinkBroken(_said(error), gone=error.errno in _GONE) from error
+        self.sent_bytes += sent
+        if sent < len(frame):
+            self._queue.appendleft(_Piece(memoryview(frame)[sent:], owner))
+            return None
+        if self._queue:
+            return None
+        self.driven += 1  # before `writer` is 0: one of the two keeps the socket open
+        self.writer = 0  # one step with the question above
+        try:
+            if self.closed or not self.poll(seconds * 1000.0):
+                return None
+            if not self._clean or self._filling is not None:
+                return self.receive()
+            self.receiving = True
+            try:
+                if self.local:
+                    data, ancillary, flags, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
+                    if ancillary or flags & TRUNCATED:
+                        self._take_descriptors(ancillary, flags)
+                else:
+                    data = self._recv(READ_BYTES)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise LinkBroken(_said(error)) from error
+            if not data:
+                raise LinkBroken("the server closed the connection")
+            self.heard = self._now()
+            self.received_bytes += len(data)
+            if HEADER_BYTES < len(data) < _SMALL and data.startswith(HEADS[len(data) - HEADER_BYTES]):
+                reply: AnyReply = decode_reply(data[HEADER_BYTES:])
+                if type(reply) is not Freed and not (type(reply) is Value and reply.shared):
+                    return reply
+            self._cutter.feed(data)
+            return None
+        finally:
+            self.driven -= 1
+            if self.closed:
+                self.dispose()
+
     def wait(self, seconds: float) -> bool:
         """Wait until `receive` has something to do, at most `seconds`. Signal handlers run meanwhile, and may raise."""
         try:
@@ -365,44 +433,50 @@ class Link:
         """The request whose large value is on its way in, 0: none."""
         return self._filling[0].seq if self._filling is not None else 0
 
-    def receive(self) -> list[Received]:
-        """What has arrived, without waiting: replies, each with the bytes of its large value. Raises LinkBroken.
+    def receive(self) -> AnyReply | None:
+        """Read what has arrived, without waiting. A reply, if that is one small frame, as nearly always: `receiving` is for the caller to
+        unset, when it has been handed over. None: ask `backlog`, which has whatever it is. Raises LinkBroken.
 
         A large value may take several calls. After an exception the link is of no use.
         """
         self.receiving = True
         try:
             if self._filling is not None:
-                return self._fill()
+                self._fill()
+                return None
             if self.local:
-                data, ancillary, flags, _ = self.sock.recvmsg(READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-                if ancillary or flags & socket.MSG_CTRUNC:
+                data, ancillary, flags, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
+                if ancillary or flags & TRUNCATED:
                     self._take_descriptors(ancillary, flags)
             else:
                 data = self.sock.recv(READ_BYTES)
         except BlockingIOError:
-            self.receiving = False
-            return []
+            return None
         except OSError as error:
             raise LinkBroken(_said(error)) from error
         if not data:
             raise LinkBroken("the server closed the connection")
         self.heard = self._now()
         self.received_bytes += len(data)
-        if self._clean and len(data) > HEADER_BYTES:
-            # Nearly always one small frame, and whole. The cutter would say the same in four times the time.
-            length, body = _unpack(data)
-            if length + HEADER_BYTES == len(data) and not body:
-                reply = _decoded(data[HEADER_BYTES:])
-                if type(reply) is not Freed and not (type(reply) is Value and reply.shared):
-                    self.receiving = False
-                    return [(reply, None)]
+        if self._clean and HEADER_BYTES < len(data) < _SMALL and data.startswith(HEADS[len(data) - HEADER_BYTES]):
+            # One frame, and whole. The cutter would say the same in four times the time.
+            try:
+                reply: AnyReply = decode_reply(data[HEADER_BYTES:])
+            except UNDECODABLE as error:
+                raise _undecodable(error) from error
+            if type(reply) is not Freed and not (type(reply) is Value and reply.shared):
+                self.receiving = False
+                return reply
         self._cutter.feed(data)
-        return self.backlog()
+        return None
 
     def backlog(self) -> list[Received]:
-        """What has arrived and was not returned yet, also with the end of the handshake. Raises LinkBroken."""
+        """What has arrived and was not returned yet, also with the end of the handshake: replies, each with the bytes of its large value.
+        Raises LinkBroken."""
         received: list[Received] = []
+        if self._filled is not None:
+            received.append(self._filled)
+            self._filled = None
         cutter = self._cutter
         try:
             while (frame := cutter.next()) is not None:
@@ -436,10 +510,10 @@ class Link:
                 fds = array.array("i")
                 fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
                 self._descriptors.extend(fds)
-        if flags & socket.MSG_CTRUNC:
+        if flags & TRUNCATED:
             self._descriptors.append(-1)
 
-    def _fill(self) -> list[Received]:
+    def _fill(self) -> None:
         """More of the large value that is under way."""
         assert self._filling is not None
         reply, view = self._filling
@@ -452,11 +526,9 @@ class Link:
         self.heard = self._now()
         self.received_bytes += count
         self._left -= count
-        self.receiving = False
-        if self._left:
-            return []
-        self._filling = None
-        return [(reply, view)]
+        if not self._left:
+            self._filling = None
+            self._filled = reply, view
 
     def _read_shared(self, size: int) -> memoryview | Unread:
         """The bytes of a value that came as a descriptor. They are the server's again when the session has sent Release."""
@@ -491,8 +563,12 @@ def _decoded(message: bytes) -> AnyReply:
     try:
         reply: AnyReply = decode_reply(message)
     except UNDECODABLE as error:
-        raise LinkBroken(f"the server sent a message that is not rallypoint's: {error}") from error
+        raise _undecodable(error) from error
     return reply
+
+
+def _undecodable(error: Exception) -> LinkBroken:
+    return LinkBroken(f"the server sent a message that is not rallypoint's: {error}")
 
 
 def _room(size: int) -> memoryview | Unread:

@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from rallypoint.host.memory import Segment
-from rallypoint.wire.frames import Cutter
+from rallypoint.wire.frames import CLOEXEC, NOSIGNAL, TRUNCATED, Cutter
 
 if TYPE_CHECKING:
     from rallypoint.store.ledger import Session
@@ -117,8 +117,8 @@ class Peer:
             if not self.local:
                 data = self.sock.recv(READ_BYTES)
             else:
-                data, ancillary, flags, _ = self.sock.recvmsg(READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-                if ancillary or flags & socket.MSG_CTRUNC:
+                data, ancillary, flags, _ = self.sock.recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
+                if ancillary or flags & TRUNCATED:
                     self._descriptors_of(ancillary, flags)
         except BlockingIOError:
             raise
@@ -136,7 +136,7 @@ class Peer:
                 fds = array.array("i")
                 fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
                 self.descriptors.extend(fds)
-        if flags & socket.MSG_CTRUNC:  # its place stays: the next request's descriptor must not be taken for this one's
+        if flags & TRUNCATED:  # its place stays: the next request's descriptor must not be taken for this one's
             self.descriptors.append(-1)
         if len(self.descriptors) > DESCRIPTORS:
             raise Gone("it sends descriptors that belong to no request")
@@ -158,7 +158,7 @@ class Peer:
         """Send, or queue what the socket does not take. Raises OSError when the connection is broken, Gone when too much waits."""
         if not self.out and self.outgoing is None:
             try:
-                sent = self.sock.send(data, socket.MSG_NOSIGNAL)
+                sent = self.sock.send(data, NOSIGNAL)
             except BlockingIOError:
                 sent = 0
             if sent == len(data):
@@ -189,7 +189,7 @@ class Peer:
                     return first
                 if isinstance(first, Lending):
                     rights = array.array("i", [first.segment.fileno()])
-                    sent = self.sock.sendmsg([first.frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_NOSIGNAL)
+                    sent = self.sock.sendmsg([first.frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], NOSIGNAL)
                     self.queued -= sent
                     out.popleft()
                     if sent < len(first.frame):
@@ -208,7 +208,7 @@ class Peer:
             if isinstance(item, (Segment, Lending)) or len(buffers) == 64:
                 break
             buffers.append(item)
-        sent = self.sock.sendmsg(buffers, [], socket.MSG_NOSIGNAL)
+        sent = self.sock.sendmsg(buffers, [], NOSIGNAL)
         self.queued -= sent
         for buffer in buffers:
             if sent < len(buffer):

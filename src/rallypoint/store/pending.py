@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import msgspec
+
 from rallypoint.errors import Outcome
 from rallypoint.wire import messages as wire
 from rallypoint.wire.messages import AnyReply, Request
@@ -36,32 +38,29 @@ _ASKED: dict[type[Request], str] = {
 """What a request is to whoever called a method, with its key or name: the names of messages mean nothing to users."""
 
 
-class Pending:
+class Pending(msgspec.Struct, eq=False):
     """One request, from when it has a number until its own thread has the answer in hand."""
 
-    # In the class, for most stay as they are in the life of a small request.
-    seq = 0
+    began: float
+    deadline: float
+    patient: bool  # the deadline is for a standstill: it moves on while bytes of a large value do
+    seq: int = 0
     request: Request = None  # type: ignore[assignment]  # for the moment in which only its number is known
     parts: Parts | None = None  # its value, when that is large
-    on = 0  # the link that all of it was given to, or may have been; 0: none
-    repeated = False  # an earlier one was, too
+    on: int = 0  # the link that all of it was given to, or may have been; 0: none
+    repeated: bool = False  # an earlier one was, too
     reply: AnyReply | None = None
     body: memoryview | None = None
     error: Exception | None = None
     waiter: threading.Lock | None = None  # what its thread sleeps on while another one drives
     given_up: Sequence[bool] = NO  # nobody will look at the answer, and the server is to be told; in a list that several may share
-    told = (0, 0)  # so that was done: on which link, and before which of its pings
-
-    def __init__(self, began: float, deadline: float, patient: bool) -> None:
-        self.began = began
-        self.deadline = deadline
-        self.patient = patient  # the deadline is for a standstill: it moves on while bytes of a large value do
+    told: tuple[int, int] = (0, 0)  # so that was done: on which link, and before which of its pings
 
 
 def grace(wait: float) -> float:
     """How much longer than the server a client waits for an answer that is due after `wait` seconds: the server's is better, for it
     says what is known, but a frozen one must not hold anybody up by more than a tenth (or what a busy machine needs anyway)."""
-    return min(1.0, max(0.05, 0.08 * wait))
+    return 0.05 if wait < 0.625 else 0.08 * wait if wait < 12.5 else 1.0
 
 
 def outcome_of(pending: Pending, happened: frozenset[int] | None = None) -> Outcome:
