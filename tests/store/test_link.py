@@ -18,7 +18,7 @@ from rallypoint.clock import Clock
 from rallypoint.host import memory
 from rallypoint.store import link as links
 from rallypoint.store.dial import Opened
-from rallypoint.store.link import Link, LinkBroken, Received, TooLate, Unread
+from rallypoint.store.link import Link, LinkBroken, TooLate, Unread
 from rallypoint.wire.frames import HEADER, Cutter, header
 from rallypoint.wire.messages import (
     HELLO_BYTES,
@@ -42,12 +42,6 @@ from .situations import DEADLINE, descriptors, start
 
 ME, ANOTHER = threading.get_ident(), -7
 WELCOME = Welcome(b"s" * 16, "0", Limits(0, 0, 0, 0, 0, 0), "", 0, 10.0)
-
-
-def taken(link: Link) -> list[Received]:
-    """What has arrived, as a session takes it."""
-    reply = link.receive()
-    return link.backlog() if reply is None else [(reply, None)]
 
 
 class Ends:
@@ -76,7 +70,7 @@ class Ends:
         found: list[Any] = []
         while len(found) < count:
             assert self.link.wait(DEADLINE)
-            found += taken(self.link)
+            found += self.link.receive()
         return found
 
     def read(self, size: int) -> bytes:
@@ -197,6 +191,44 @@ def test_nobody_waits_longer_than_until_the_deadline_for_room(ends: Ends) -> Non
     assert list(ends.link.unsent()) == [owner]
 
 
+def test_a_request_and_its_small_reply_are_one_call(ends: Ends) -> None:
+    ends.say(frame(Done(1, 5)))
+    assert ends.link.exchange(frame(Get(1, 0, "k")), None, ME, DEADLINE) == Done(1, 5)
+    assert ends.link.receiving  # until whoever called has handed it over
+    assert requests(ends.read(len(frame(Get(1, 0, "k"))))) == [Get(1, 0, "k")]
+    assert (ends.link.writer, ends.link.driven) == (0, 0)
+
+
+def test_an_exchange_that_is_not_that_simple_leaves_all_to_the_usual_calls(ends: Ends) -> None:
+    assert ends.link.exchange(frame(Get(1, 0, "k")), None, ME, 0.0) is None  # nothing has come
+    assert not ends.link.receiving
+    ends.say(frame(Done(1, 5)), frame(Done(2, 5)))
+    assert ends.link.wait(DEADLINE)
+    assert ends.link.exchange(frame(Get(3, 0, "k")), None, ME, DEADLINE) is None
+    assert ends.link.receiving
+    assert ends.link.backlog() == [(Done(1, 5), None), (Done(2, 5), None)]
+    ends.say(frame(Value(3, 5, 4, b""), b"x" * 5000))
+    assert ends.link.exchange(frame(Get(4, 0, "k")), None, ME, DEADLINE) is None
+    assert [reply for reply, _ in ends.link.backlog() or ends.received(1)] == [Value(3, 5, 4, b"")]
+    ends.link.writer = ANOTHER
+    assert ends.link.exchange(frame(Get(5, 0, "k")), None, ME, DEADLINE) is None  # behind what the other one sends
+    assert ends.link.writer == ANOTHER
+    assert list(ends.link.unsent()) == []
+
+
+def test_an_exchange_with_a_server_that_is_gone(ends: Ends) -> None:
+    ends.say(b"\x04\0\0\0" + b"\0" * 8 + b"\xff\xff\xff\xff")
+    assert ends.link.wait(DEADLINE)
+    with pytest.raises(LinkBroken, match="not rallypoint's"):
+        ends.link.exchange(frame(Get(1, 0, "k")), None, ME, DEADLINE)
+    assert ends.link.receiving  # it was sent: whether it was carried out is not known
+    ends.link.receiving = False
+    ends.server.close()
+    with pytest.raises(LinkBroken):
+        ends.link.exchange(frame(Get(2, 0, "k")), None, ME, DEADLINE)  # sending may go well, or not
+    assert ends.link.driven == 0
+
+
 def test_who_waits_for_room_reads_meanwhile(ends: Ends) -> None:
     """The server stops reading from a client that does not read: both would wait for ever."""
     value = parts(os.urandom(16 << 20))
@@ -206,7 +238,7 @@ def test_who_waits_for_room_reads_meanwhile(ends: Ends) -> None:
     drained: list[Any] = []
 
     def look_in() -> bool:
-        looked.extend(taken(ends.link))
+        looked.extend(ends.link.receive())
         if not drained:
             drained.append(start(lambda: drained.append(ends.read(size))))
         return True
@@ -266,7 +298,7 @@ def test_replies_are_the_same_however_they_are_cut(ends: Ends, size: int) -> Non
     for at in range(0, len(data), size):
         ends.say(data[at : at + size])
         while ends.link.wait(0.0):
-            found += taken(ends.link)
+            found += ends.link.receive()
     found += ends.received(len(REPLIES) - len(found)) if len(found) < len(REPLIES) else []
     assert [reply for reply, _ in found] == REPLIES
 
@@ -466,7 +498,7 @@ def test_the_socket_is_closed_when_nobody_uses_it_and_not_before(ends: Ends) -> 
     assert ends.link.sock.fileno() >= 0
     assert ends.link.wait(DEADLINE), "who polls is woken"
     with pytest.raises(LinkBroken):
-        taken(ends.link)
+        ends.link.receive()
     ends.link.driven = 0
     ends.link.writer = ANOTHER
     ends.link.dispose()
@@ -477,6 +509,7 @@ def test_the_socket_is_closed_when_nobody_uses_it_and_not_before(ends: Ends) -> 
     ends.link.dispose()
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # it closes itself, and Python says so
 def test_a_link_that_is_forgotten_leaves_nothing_open(unix: Ends) -> None:
     before = descriptors()
     other = Ends(socket.AF_UNIX)
@@ -484,7 +517,7 @@ def test_a_link_that_is_forgotten_leaves_nothing_open(unix: Ends) -> None:
     other.server.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("ii", fd, fd))])
     os.close(fd)
     assert other.link.wait(DEADLINE)
-    taken(other.link)
+    other.link.receive()
     other.link.driven = 1
     other.link.close()
     other.server.close()

@@ -81,6 +81,46 @@ def test_ctrl_c_in_a_call_to_a_frozen_server(process: ServerProcess, same_host: 
         assert store.statistics()["sessions"] == 1
 
 
+@pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError, OSError])
+def test_an_oserror_of_a_handler_is_never_taken_for_the_sockets(store: Store, error: type[OSError]) -> None:
+    """The usual way to give a call a time of one's own is a handler of SIGALRM that raises TimeoutError."""
+    chance = random.Random(7)
+    for _ in range(150):
+        fired: list[OSError] = []
+
+        def handler(number: int, frame: object, fired: list[OSError] = fired) -> None:
+            fired.append(error("the handler's"))
+            raise fired[0]
+
+        def add(fired: list[OSError] = fired) -> None:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 2e-3))
+            while not fired:
+                store.add("n")
+
+        store.add("n")  # connected again
+        former = signal.signal(signal.SIGALRM, handler)
+        try:
+            with pytest.raises(error, match="the handler's") as raised:
+                add()
+            assert raised.value is fired[0]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, former)
+    assert store.statistics()["sessions"] == 1
+
+
+def test_an_oserror_of_a_handler_ends_connecting(process: ServerProcess) -> None:
+    process.stop()
+    clock = Clock()
+
+    def handler() -> None:
+        raise TimeoutError("the handler's")
+
+    with alarm(0.1, handler), pytest.raises(TimeoutError, match="the handler's"):
+        rallypoint.connect(process.address, secret=process.secret, timeout=LONG)
+    assert clock.elapsed() < LONG / 5
+
+
 def test_ctrl_c_while_connecting(process: ServerProcess) -> None:
     process.stop()
     clock = Clock()

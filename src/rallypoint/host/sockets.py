@@ -17,6 +17,10 @@ import struct
 
 from rallypoint.errors import EnvironmentProblem
 
+NOSIGNAL, CLOEXEC, TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+"""Flags of the calls that send and receive, as plain numbers: an operator on the enum's members is Python code of two microseconds, and
+was a tenth of a small request of the store."""
+
 LONGEST_PATH = 107
 """Bytes of a socket's path: `sun_path` has 108, with the final zero (unix(7))."""
 

@@ -12,6 +12,7 @@ from rallypoint.primitives.division import Division
 from rallypoint.primitives.flat import Layout
 from rallypoint.primitives.offers import Participant, Place, place
 from rallypoint.primitives.pages import Own, Pages
+from rallypoint.store.failures import of_a_handler
 
 
 class Ours(NamedTuple):
@@ -87,7 +88,9 @@ class Segments:
             try:
                 self._contributions[index] = self._mapped(index, offer.place, self.contribution)
                 self._results[index] = self._mapped(index, self.places[index], self.result)
-            except (OSError, memory.Unfit):
+            except (OSError, memory.Unfit) as error:
+                if isinstance(error, OSError) and of_a_handler(error):
+                    raise
                 unreadable.append(index)
         return tuple(unreadable)
 
@@ -95,8 +98,10 @@ class Segments:
         """Map the whole mean, which the first of my host has; False when it cannot be had."""
         try:
             self._finals[index] = self._mapped(index, there, self.final)
-        except (OSError, memory.Unfit):  # he has just died
-            return False
+        except (OSError, memory.Unfit) as error:
+            if isinstance(error, OSError) and of_a_handler(error):
+                raise
+            return False  # he has just died
         return True
 
     def _mapped(self, index: int, there: Place | None, own: Own | None) -> memoryview:

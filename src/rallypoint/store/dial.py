@@ -20,6 +20,7 @@ from rallypoint.host import reach
 from rallypoint.host.reach import Place
 from rallypoint.host.sockets import listener_of
 from rallypoint.store.address import Address
+from rallypoint.store.failures import of_a_handler
 from rallypoint.wire.connection import HandshakeFailed, Joining
 from rallypoint.wire.frames import HEADER, HEADER_BYTES, Cutter, FrameError, header
 from rallypoint.wire.messages import HELLO_BYTES, Refusal, Welcome
@@ -97,6 +98,8 @@ def dial(address: Address, greet: Callable[[], Joining], deadline: float, clock:
                 try:
                     runner = _Runner(open_socket, family, sockaddr, greet)
                 except OSError as error:
+                    if of_a_handler(error):
+                        raise
                     failures.append(_failure(error, reach.described(family, sockaddr)))
                 else:
                     racing[runner.sock.fileno()] = runner
@@ -159,6 +162,8 @@ class _Runner:
             else:
                 return self._receive()
         except OSError as error:
+            if of_a_handler(error):
+                raise
             raise _Lost(self._foreign() or _failure(error, self.where, connected=self._connected)) from error
         return None
 

@@ -45,6 +45,18 @@ _FOR: dict[type[Request], str] = {
 """What a request would have made the store keep, with its key or name."""
 
 
+def of_a_handler(error: OSError) -> bool:
+    """Whether a signal handler raised it, and not the call of ours in the middle of which that ran. Handlers that raise TimeoutError, which
+    is an OSError, are common; taken for the socket's it would be lost."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    module = trace.tb_frame.f_globals.get("__name__", "")
+    return isinstance(error, RallypointError) or module.partition(".")[0] not in ("rallypoint", "socket")
+
+
 def refused(kind: type[Request], fields: tuple[Any, ...], reply: Failed) -> RallypointError:
     """The exception for a Failed reply, which names the key, the queue, ... where the reply does not."""
     if reply.code in _ROOM and kind in _FOR:

@@ -26,8 +26,10 @@ from typing import NamedTuple
 
 from rallypoint.clock import Clock
 from rallypoint.host import memory
+from rallypoint.host.sockets import CLOEXEC, NOSIGNAL, TRUNCATED
 from rallypoint.store.dial import Opened
-from rallypoint.wire.frames import CLOEXEC, HEADER, HEADER_BYTES, HEADS, NOSIGNAL, TRUNCATED, FrameError
+from rallypoint.store.failures import of_a_handler
+from rallypoint.wire.frames import HEADER, HEADER_BYTES, HEADS, FrameError
 from rallypoint.wire.messages import MESSAGE_BYTES, UNDECODABLE, AnyReply, Freed, Value, decode_reply
 from rallypoint.wire.values import Parts, alloc
 
@@ -99,19 +101,33 @@ class _Piece(NamedTuple):
     segment: memory.Segment | None = None
 
 
+class _Descriptors(deque[int]):
+    """That have arrived and belong to nobody yet; -1 for one that this process had no room for. Closed with this, wherever it goes.
+
+    Apart from the link, which needs no finalizer of its own then: what a signal handler raises in one is lost.
+    """
+
+    def close(self) -> None:
+        with contextlib.suppress(IndexError):  # several threads may come here
+            while True:
+                _close(self.popleft())
+
+    __del__ = close
+
+
 class Link:
     """See the module. `writer`: the thread that is sending, 0 for none; then nothing is queued. `driven`: how many calls, one inside the
     other, are about to use the socket for receiving. `receiving`: one of them is in the middle of `receive`."""
 
     __slots__ = (
-        "_clean", "_cutter", "_descriptors", "_filled", "_filling", "_free", "_left", "_lent", "_now", "_numbered", "_queue", "_recv",
+        "_clean", "_cutter", "_descriptors", "_filling", "_free", "_left", "_lent", "_now", "_numbered", "_queue", "_recv",
         "_recvmsg", "_round", "_send", "closed", "driven", "heard", "local", "moved", "number", "poll", "received_bytes", "receiving",
         "sent_bytes", "shared", "sock", "welcome", "where", "writer",
     )  # fmt: skip
 
     def __init__(self, opened: Opened, clock: Clock, number: int, *, shared_memory: bool) -> None:
         """`number`: which of the session's links this is, from 1. `shared_memory`: large values go by descriptor, over a Unix socket."""
-        self._descriptors: deque[int] = deque()  # that have arrived; -1 for one that this process had no room for
+        self._descriptors: _Descriptors | None = None  # that have arrived
         self.sock = opened.sock
         self.number = number
         self.welcome = opened.welcome
@@ -140,7 +156,6 @@ class Link:
         self._clean = False  # the cutter is known to be empty
         self._filling: tuple[AnyReply, memoryview | Unread] | None = None  # the large value that is on its way in
         self._left = 0  # bytes of it that are still to come
-        self._filled: tuple[AnyReply, memoryview | Unread] | None = None  # and is there now
         self._lent: dict[int, memory.Segment] = {}  # in use by the server, by number
         self._free: deque[tuple[int, memory.Segment, int]] = deque()  # number, segment, and the round in which it came back
         self._numbered = 0
@@ -169,9 +184,8 @@ class Link:
 
     def _dispose(self) -> None:
         self.sock.close()
-        with contextlib.suppress(IndexError):  # several threads may come here
-            while True:
-                _close(self._descriptors.popleft())
+        if self._descriptors is not None:
+            self._descriptors.close()
 
     def abandon(self) -> None:
         """In a forked child, which has no other thread: close what it has inherited. The parent's conversation goes on."""
@@ -179,10 +193,6 @@ class Link:
         self._dispose()
         for segment in (*self._lent.values(), *(segment for _, segment, _ in self._free)):
             segment.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "sock"):  # a signal handler may have raised before that
-            self._dispose()
 
     # --- out ---
 
@@ -197,6 +207,8 @@ class Link:
         except BlockingIOError:
             sent = 0
         except OSError as error:
+            if of_a_handler(error):
+                raise
             self.writer = 0
             raise LinkBroken(_said(error), gone=error.errno in _GONE) from error
         self.sent_bytes += sent
@@ -233,6 +245,8 @@ class Link:
         except BlockingIOError:
             sent = 0
         except OSError as error:
+            if of_a_handler(error):
+                raise
             self.writer = 0
             raise LinkBroken(_said(error), gone=error.errno in _GONE) from error
         self.sent_bytes += sent
@@ -287,6 +301,8 @@ class Link:
                     ready.modify(self.sock, select.POLLOUT)
                 continue
             except OSError as error:
+                if of_a_handler(error):
+                    raise
                 raise LinkBroken(_said(error), gone=error.errno in _GONE) from error
             self.sent_bytes += sent
             self.moved = self._now()
@@ -356,10 +372,11 @@ class Link:
     # --- in ---
 
     def exchange(self, frame: bytes, owner: object, me: int, seconds: float) -> AnyReply | None:
-        """`post`, `wait` and `receive` in one, for the thread that drives: a call less each, on the way that nearly every request takes.
+        """`post`, `wait` and `receive` in one, for the thread that drives: the way that nearly every request takes.
 
-        None: not everything could be sent (`writer` is `me`), or nothing has come, or more than one small reply (`backlog` has it).
-        Raises LinkBroken; then nothing was sent, unless this link is `receiving`.
+        A reply, whoever asked for it: `receiving` is for the caller to unset, when it has been handed over. None when it is not that
+        simple: not everything could be sent (`writer` is `me`), or nothing has come, or, if the link is `receiving`, something else than
+        one small reply: see `backlog`. Raises LinkBroken; then nothing was sent, unless the link is `receiving`.
         """
         if self.writer or self.closed:
             self._queue_up((_Piece(frame, owner),), me)
@@ -370,6 +387,8 @@ class Link:
         except BlockingIOError:
             sent = 0
         except OSError as error:
+            if of_a_handler(error):
+                raise
             self.writer = 0
             raise LinkBroken(_said(error), gone=error.errno in _GONE) from error
         self.sent_bytes += sent
@@ -383,30 +402,34 @@ class Link:
         try:
             if self.closed or not self.poll(seconds * 1000.0):
                 return None
-            if not self._clean or self._filling is not None:
-                return self.receive()
             self.receiving = True
-            try:
-                if self.local:
-                    data, ancillary, flags, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
-                    if ancillary or flags & TRUNCATED:
-                        self._take_descriptors(ancillary, flags)
-                else:
-                    data = self._recv(READ_BYTES)
-            except BlockingIOError:
+            if self._filling is not None:
                 return None
-            except OSError as error:
-                raise LinkBroken(_said(error)) from error
+            if self.local:  # `_read`, in place
+                data, ancillary, flags, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
+                if ancillary or flags & TRUNCATED:
+                    self._take_descriptors(ancillary, flags)
+            else:
+                data = self._recv(READ_BYTES)
             if not data:
                 raise LinkBroken("the server closed the connection")
             self.heard = self._now()
             self.received_bytes += len(data)
-            if HEADER_BYTES < len(data) < _SMALL and data.startswith(HEADS[len(data) - HEADER_BYTES]):
+            if self._clean and HEADER_BYTES < len(data) < _SMALL and data.startswith(HEADS[len(data) - HEADER_BYTES]):
+                # One small frame, and whole. The cutter would say the same in four times the time.
                 reply: AnyReply = decode_reply(data[HEADER_BYTES:])
                 if type(reply) is not Freed and not (type(reply) is Value and reply.shared):
                     return reply
             self._cutter.feed(data)
             return None
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if of_a_handler(error):
+                raise
+            raise LinkBroken(_said(error)) from error
+        except UNDECODABLE as error:
+            raise _undecodable(error) from error
         finally:
             self.driven -= 1
             if self.closed:
@@ -433,50 +456,45 @@ class Link:
         """The request whose large value is on its way in, 0: none."""
         return self._filling[0].seq if self._filling is not None else 0
 
-    def receive(self) -> AnyReply | None:
-        """Read what has arrived, without waiting. A reply, if that is one small frame, as nearly always: `receiving` is for the caller to
-        unset, when it has been handed over. None: ask `backlog`, which has whatever it is. Raises LinkBroken.
+    def receive(self) -> list[Received]:
+        """What has arrived, without waiting: replies, each with the bytes of its large value. Raises LinkBroken.
 
         A large value may take several calls. After an exception the link is of no use.
         """
         self.receiving = True
         try:
             if self._filling is not None:
-                self._fill()
-                return None
+                return self._fill()
+            self._cutter.feed(self._read())
+        except BlockingIOError:
+            self.receiving = False
+            return []
+        return self.backlog()
+
+    def _read(self) -> bytes:
+        """Some bytes. Raises BlockingIOError, LinkBroken."""
+        try:
             if self.local:
                 data, ancillary, flags, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
                 if ancillary or flags & TRUNCATED:
                     self._take_descriptors(ancillary, flags)
             else:
-                data = self.sock.recv(READ_BYTES)
+                data = self._recv(READ_BYTES)
         except BlockingIOError:
-            return None
+            raise
         except OSError as error:
+            if of_a_handler(error):
+                raise
             raise LinkBroken(_said(error)) from error
         if not data:
             raise LinkBroken("the server closed the connection")
         self.heard = self._now()
         self.received_bytes += len(data)
-        if self._clean and HEADER_BYTES < len(data) < _SMALL and data.startswith(HEADS[len(data) - HEADER_BYTES]):
-            # One frame, and whole. The cutter would say the same in four times the time.
-            try:
-                reply: AnyReply = decode_reply(data[HEADER_BYTES:])
-            except UNDECODABLE as error:
-                raise _undecodable(error) from error
-            if type(reply) is not Freed and not (type(reply) is Value and reply.shared):
-                self.receiving = False
-                return reply
-        self._cutter.feed(data)
-        return None
+        return data
 
     def backlog(self) -> list[Received]:
-        """What has arrived and was not returned yet, also with the end of the handshake: replies, each with the bytes of its large value.
-        Raises LinkBroken."""
+        """What has arrived and was not returned yet, also with the end of the handshake. Raises LinkBroken."""
         received: list[Received] = []
-        if self._filled is not None:
-            received.append(self._filled)
-            self._filled = None
         cutter = self._cutter
         try:
             while (frame := cutter.next()) is not None:
@@ -505,6 +523,8 @@ class Link:
         return received
 
     def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
+        if self._descriptors is None:
+            self._descriptors = _Descriptors()
         for level, kind, raw in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
@@ -513,22 +533,31 @@ class Link:
         if flags & TRUNCATED:
             self._descriptors.append(-1)
 
-    def _fill(self) -> None:
+    def _fill(self) -> list[Received]:
         """More of the large value that is under way."""
         assert self._filling is not None
         reply, view = self._filling
-        if isinstance(view, Unread):
-            count = self.sock.recv_into(bytearray(min(self._left, DISCARD_BYTES)))
-        else:
-            count = self.sock.recv_into(view[len(view) - self._left :])
+        try:
+            if isinstance(view, Unread):
+                count = self.sock.recv_into(bytearray(min(self._left, DISCARD_BYTES)))
+            else:
+                count = self.sock.recv_into(view[len(view) - self._left :])
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if of_a_handler(error):
+                raise
+            raise LinkBroken(_said(error)) from error
         if not count:
             raise LinkBroken("the server closed the connection in the middle of a value")
         self.heard = self._now()
         self.received_bytes += count
         self._left -= count
-        if not self._left:
-            self._filling = None
-            self._filled = reply, view
+        self.receiving = False
+        if self._left:
+            return []
+        self._filling = None
+        return [(reply, view)]
 
     def _read_shared(self, size: int) -> memoryview | Unread:
         """The bytes of a value that came as a descriptor. They are the server's again when the session has sent Release."""
@@ -548,6 +577,8 @@ class Link:
                     raise LinkBroken("the server sent less shared memory than it announced")
                 done += count
         except OSError as error:
+            if of_a_handler(error):
+                raise
             raise LinkBroken(_said(error)) from error
         finally:
             _close(self._descriptors.popleft())

@@ -27,7 +27,7 @@ from rallypoint.store.logbook import logger
 from rallypoint.store.peer import Arriving, Body, Gone, Lending, Peer
 from rallypoint.store.state import Large, Session, State
 from rallypoint.store.transfer import Movers, Transfer
-from rallypoint.wire.frames import HEADER, HEADER_BYTES, FrameError
+from rallypoint.wire.frames import HEADER, HEADER_BYTES, HEADS, FrameError
 from rallypoint.wire.messages import (
     HELLO_BYTES,
     MESSAGE_BYTES,
@@ -98,7 +98,8 @@ _Carrier = Set | CompareAndSet | Push | Resolve
 
 IN, OUT, HUNG_UP = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
 _pack = HEADER.pack
-_unpack = HEADER.unpack_from
+_SHORT = len(HEADS)
+_SMALL = HEADER_BYTES + _SHORT
 
 log = logger()
 
@@ -515,10 +516,9 @@ class Loop:
 
     def _work_one(self, peer: Peer, session: Session, data: bytes, now: float) -> bool:
         """Carry out what has arrived, if that is nearly everything that ever arrives: one small request, and whole. Whether it was."""
-        if len(data) < HEADER_BYTES or peer.descriptors or peer.out is not None or peer.freed:
+        if not HEADER_BYTES < len(data) < _SMALL or peer.descriptors or peer.out is not None or peer.freed:
             return False
-        length, body = _unpack(data)
-        if body or length + HEADER_BYTES != len(data) or not length or len(peer.cutter):
+        if not data.startswith(HEADS[len(data) - HEADER_BYTES]) or len(peer.cutter):
             return False
         try:
             request = decode_request(data[HEADER_BYTES:])
@@ -540,7 +540,8 @@ class Loop:
                 data = b"".join(parts)
             else:
                 message = encode(reply)
-                data = _pack(len(message), 0) + message
+                size = len(message)
+                data = HEADS[size] + message if size < _SHORT else _pack(size, 0) + message
         if len(session.replies) > UNACKNOWLEDGED:
             self._state.end(now, session, f"it acknowledged none of its last {len(session.replies)} replies")
             raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
@@ -764,7 +765,8 @@ class Loop:
             try:
                 if held is None and not peer.freed:
                     message = encode(reply)
-                    peer.send(_pack(len(message), 0) + message)
+                    size = len(message)
+                    peer.send(HEADS[size] + message if size < _SHORT else _pack(size, 0) + message)
                     if peer.out is None:  # nearly always: there may be ten thousand to be told of one barrier
                         continue
                 else:

@@ -10,7 +10,8 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from rallypoint.host.memory import Segment
-from rallypoint.wire.frames import CLOEXEC, NOSIGNAL, TRUNCATED, Cutter
+from rallypoint.host.sockets import CLOEXEC, NOSIGNAL, TRUNCATED
+from rallypoint.wire.frames import Cutter
 
 if TYPE_CHECKING:
     from rallypoint.store.ledger import Session

@@ -42,7 +42,7 @@ from rallypoint.store import reach
 from rallypoint.store.address import Address
 from rallypoint.store.dial import DialFailed, Opened, OpenSocket
 from rallypoint.store.dues import Dues
-from rallypoint.store.failures import Loss, refused
+from rallypoint.store.failures import Loss, of_a_handler, refused
 from rallypoint.store.lease import Leases
 from rallypoint.store.link import Link, LinkBroken, TooLate, Unread
 from rallypoint.store.pending import YES, Pending, asked_of, grace, outcome_of, told_of
@@ -409,8 +409,10 @@ class Session:
         """By shared memory; False when there is none."""
         try:
             number, segment = link.fill(value)
-        except OSError:  # no memory, or no descriptor: the socket will do
-            return False
+        except OSError as error:
+            if of_a_handler(error):
+                raise
+            return False  # no memory, or no descriptor: the socket will do
         message = encode(msgspec.structs.replace(pending.request, shared=value.size, segment=number))
         pending.on = link.number
         link.post_lent(message, number, segment, pending, me)
@@ -581,13 +583,8 @@ class Session:
     def _receive(self, link: Link, *, backlog: bool = False) -> None:
         """Take in what has arrived. By the driver."""
         try:
-            reply = None if backlog else link.receive()
-            if reply is not None:
-                self._deliver(link, reply, None)
-                link.receiving = False
-                return
-            for each, body in link.backlog():
-                self._deliver(link, each, body)
+            for reply, body in link.backlog() if backlog else link.receive():
+                self._deliver(link, reply, body)
         except LinkBroken as broken:
             self._broken(link, str(broken))
         except BaseException:
@@ -658,6 +655,8 @@ class Session:
         link = self._link
         if link is not None and link.writer == me:
             self._broken(link, "interrupted")
+            link.writer = 0  # nothing more is sent on it: its descriptor need not wait until the traceback is gone
+            link.dispose()
         for pending in pendings:
             pending.parts = pending.body = pending.waiter = None
             self._waiting.pop(pending.seq, None)

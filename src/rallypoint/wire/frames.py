@@ -10,7 +10,6 @@ socket. That is why bytes of a tensor are never copied in Python.
 
 from __future__ import annotations
 
-import socket
 import struct
 from typing import NamedTuple
 
@@ -19,10 +18,6 @@ HEADER_BYTES = HEADER.size
 
 HEADS = [HEADER.pack(length, 0) for length in range(512)]
 """The header of a frame without a body, by the length of its message, for small ones: to look it up is half the work of making it."""
-
-# Flags of the calls by which frames go and come, as plain numbers: an operator on the enum's members is Python code of two microseconds,
-# and took a tenth of a small request.
-NOSIGNAL, CLOEXEC, TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
 
 class FrameError(Exception):
