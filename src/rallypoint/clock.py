@@ -13,7 +13,7 @@ class Clock:
     """The real clock. `elapsed()` counts from when this object was made, which is when the job started."""
 
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
-    """Seconds on a clock that is never set back; only differences mean anything. (The store asks it for every message: no method around it.)"""
+    """Seconds on a clock that is never set back; only differences mean anything. (No method: the store asks it for every message.)"""
 
     def __init__(self) -> None:
         self._start = self.monotonic()

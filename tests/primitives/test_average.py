@@ -7,6 +7,7 @@ import logging
 import math
 import multiprocessing
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,12 +21,15 @@ import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import BarrierBroken, BarrierMismatch, BarrierTimeout, UsageError
 from rallypoint.primitives import average as averages
-from rallypoint.primitives import pages
+from rallypoint.primitives import meetings, pages
+from rallypoint.primitives.meetings import Meetings, Told
+from rallypoint.primitives.round import Round
 from rallypoint.primitives.store import Store
 from rallypoint.store.server import Server
+from rallypoint.wire.messages import State, Status
 
-from ..store.live import Thread, ended_well
-from ..store.situations import Interruption, alarm
+from ..store.live import DEADLINE, Thread, ended_well
+from ..store.situations import Interruption, alarm, eventually
 
 LARGE = 100_003
 """Elements of float32 that travel in shared memory; no round number of pages."""
@@ -61,6 +65,13 @@ def _caught(does: Callable[[int, Store], Any], rank: int, store: Store) -> Any:
         return does(rank, store)
     except Exception as error:
         return error
+
+
+def waiting(store: Store) -> int:
+    """Requests that wait at the server."""
+    reply, _ = store.ask(Status)
+    assert isinstance(reply, State)
+    return reply.waiting
 
 
 def ranked(rank: float, count: int = LARGE, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -164,6 +175,33 @@ def test_weights(connect: Callable[..., Store], count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [100, LARGE])
+@pytest.mark.parametrize("unit", [1e-320, 1e-50, 1e39, 1e308], ids=str)
+def test_weights_of_any_size(connect: Callable[..., Store], count: int, unit: float) -> None:
+    """Likelihoods, say. In float32, in which the sums are kept, they are 0 or infinite."""
+    value = [1.0, 5.0, math.nan]
+    weights = [0.25 * unit, 0.75 * unit, 0.0]
+    ratio = weights[1] / weights[0]  # of numbers that small it is not 3
+
+    def does(rank: int, store: Store) -> Any:
+        return store.average("w", torch.full((count,), value[rank]), 3, weight=weights[rank], details=True)
+
+    for got in together([connect() for _ in range(3)], does):
+        assert torch.allclose(got.value, torch.full((count,), (1 + 5 * ratio) / (1 + ratio)))
+        assert (got.weight, got.not_finite) == (weights[0] + weights[1], ())
+
+
+def test_weights_whose_sum_is_beyond_all_numbers(connect: Callable[..., Store]) -> None:
+    for equal in (True, False):
+
+        def does(rank: int, store: Store, equal: bool = equal) -> Any:
+            return store.average("w", torch.full((3,), float(rank)), 2, weight=1e308 if equal or rank else 1.5e308, details=True)
+
+        for got in together([connect() for _ in range(2)], does):
+            assert torch.allclose(got.value, torch.full((3,), 0.5 if equal else 0.4))
+            assert got.weight == math.inf
+
+
+@pytest.mark.parametrize("count", [100, LARGE])
 def test_weights_that_are_all_zero(connect: Callable[..., Store], count: int) -> None:
     stores = [connect() for _ in range(2)]
     for error in together(stores, lambda rank, store: store.average("w", ranked(rank, count), 2, weight=0)):
@@ -226,6 +264,54 @@ def test_names_sizes_and_forms_one_after_the_other(connect: Callable[..., Store]
     assert together(stores, many) == [None] * 3
 
 
+def test_no_name_of_a_barrier_or_another_average_is_in_its_way(connect: Callable[..., Store]) -> None:
+    """Its meetings have names in the same book."""
+    names = ["w/done/2", "done/2/w", "average/w", "w/described"]
+    stores = [connect() for _ in range(3)]
+    threads = [Thread(lambda name=name: stores[2].average(name, torch.full((2,), 1.0), 2, timeout=DEADLINE)) for name in names]
+    threads += [Thread(stores[2].barrier, f"average/{name}", 2, DEADLINE) for name in ("w", *names)]
+    eventually(lambda: waiting(stores[0]) == len(threads))
+    for mean in together(stores[:2], lambda rank, store: store.average("w", ranked(rank), 2)):
+        assert torch.equal(mean, ranked(0.5))
+    for error in together(stores[:2], lambda rank, store: store.average("w", ranked(rank, 3 + rank), 2)):
+        assert isinstance(error, BarrierMismatch), error
+        assert "got values that do not match" in str(error)
+        assert "float32 [3] in " in str(error)
+    for name in names:
+        assert stores[0].average(name, torch.full((2,), 3.0), 2).tolist() == [2.0, 2.0]
+    for name in ("w", *names):
+        stores[0].barrier(f"average/{name}", 2)
+    for thread in threads:
+        thread.result()
+
+
+def test_a_slow_rank_is_looked_for_more_often_than_a_float_can_count(
+    connect: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause between two looks doubles. After a thousand, some nine minutes, its doubling was beyond all floats, and all raised."""
+    monkeypatch.setattr(meetings, "PAUSE", 0.0)
+    looks, often = 0, threading.Event()
+    arrive, add_up = Meetings._arrive, Round._add_up
+
+    def counted(self: Meetings, stage: str, mine: Told) -> Any:
+        nonlocal looks
+        looks += 1
+        if looks > 1200:
+            often.set()
+        return arrive(self, stage, mine)
+
+    def slow(self: Round) -> dict[str, Any]:
+        if self._me == 1:
+            assert often.wait(DEADLINE)
+        return add_up(self)
+
+    monkeypatch.setattr(Meetings, "_arrive", counted)
+    monkeypatch.setattr(Round, "_add_up", slow)
+    for mean in together([connect() for _ in range(2)], lambda rank, store: store.average("w", ranked(rank), 2, timeout=None)):
+        assert torch.equal(mean, ranked(0.5))
+    assert looks > 1200
+
+
 def test_the_memory_is_used_again_and_goes_with_the_store(connect: Callable[..., Store], server: Server) -> None:
     def segments() -> int:
         return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:rallypoint") for fd in _descriptors())
@@ -265,6 +351,17 @@ def test_an_average_of_many_names_does_not_pile_up_memory(connect: Callable[...,
         assert len(held._results) <= 2
         assert len(held._others) <= 4
         assert len(store) == 0
+
+
+def test_averages_that_fail_do_not_pile_up_memory(connect: Callable[..., Store]) -> None:
+    """One rank alone, with values that grow: none of the segments before fits."""
+    store = connect()
+    for times in range(1, 13):
+        with pytest.raises(BarrierTimeout):
+            store.average("w", torch.ones(times * 50_000), 2, timeout=0)
+    kept = pages.pages(store)
+    assert len(kept._contributions) <= pages.KEPT
+    assert len(kept._results) <= pages.KEPT
 
 
 def test_a_forked_child_averages_with_memory_of_its_own(connect: Callable[..., Store]) -> None:
@@ -345,7 +442,7 @@ def test_values_that_do_not_match_are_refused_everywhere_with_the_key(connect: C
     for error in errors:
         assert isinstance(error, BarrierMismatch)
         assert error.code == "average-mismatch"
-        assert error.headline.startswith("the average \"w\" is one of different values: value['b'] is float32 [")
+        assert error.headline.startswith("the average \"w\" got values that do not match: value['b'] is float32 [")
         assert "float32 [4] in 2 in pid" in error.headline
         assert "float32 [2, 2] in pid" in error.headline
     assert len({error.headline for error in errors}) == 1

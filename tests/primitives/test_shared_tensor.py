@@ -23,6 +23,7 @@ import pytest
 
 from rallypoint import LockAbandoned, LockTimeout, SharedTensor, UsageError, WouldDeadlock
 from rallypoint.host import processes
+from rallypoint.host.record_lock import RecordLock
 from rallypoint.primitives import shared_tensor
 
 torch = pytest.importorskip("torch")
@@ -415,6 +416,42 @@ def test_a_holder_that_dies_is_named_to_the_next_one_once() -> None:
         assert tensor.tolist() == [7, 7]
 
 
+def test_a_holder_that_dies_is_told_of_though_the_next_one_dies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one, in an `add_`, would have left nothing half changed by itself, and was killed before it could say what it found."""
+    shared = SharedTensor(4)
+    with child(hold(shared, lambda tensor: tensor[:2].fill_(1))) as first:
+        first.hear()
+        first.kill()
+
+    def run(end: socket.socket) -> None:
+        publish = RecordLock._publish
+
+        def die(self: RecordLock, who: str, doing: str) -> None:
+            publish(self, who, doing)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(RecordLock, "_publish", die)
+        shared.add_(1)
+
+    with child(run) as second:
+        assert second.join() == -signal.SIGKILL
+    with pytest.raises(LockAbandoned, match="may be half changed"), shared.locked():
+        pass
+    assert shared.add_(1).tensor.tolist() == [2, 2, 1, 1]
+
+
+def test_what_a_holder_does_is_told_also_when_the_former_one_died() -> None:
+    shared = SharedTensor(4)
+    with child(hold(shared)) as first:
+        first.hear()
+        first.kill()
+    shared._take(0.0, "continue", "add_")
+    holder = shared._lock.holder()
+    assert holder is not None
+    assert holder.doing == "add_"
+    shared._give_back()
+
+
 def test_who_can_go_on_goes_on() -> None:
     shared = SharedTensor(2)
     for change in (shared.add_, shared.copy_):
@@ -531,6 +568,88 @@ def test_a_signal_handler_that_raises_in_the_block_or_around_it() -> None:
         one.hear()
         with shared.locked(timeout=DEADLINE):
             pass
+
+
+def test_no_interruption_is_lost() -> None:
+    """What a handler raises in a destructor is: each change had one, and 1 in 100 of the Ctrl-C between two of them did nothing."""
+
+    def run(end: socket.socket) -> None:
+        import random
+
+        chance = random.Random(5)
+        stormy, raised, caught = False, 0, 0
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            nonlocal raised
+            if stormy:
+                raised += 1
+                raise Interrupted
+
+        signal.signal(signal.SIGALRM, handle)
+        for _ in range(2000):
+            try:
+                stormy = True
+                signal.setitimer(signal.ITIMER_REAL, 0.000005 + chance.random() * 0.0001)
+                for _ in range(20):
+                    shared.add_(1)
+                stormy = False
+            except Interrupted:
+                stormy = False
+                caught += 1
+        assert caught == raised > 200, (caught, raised)
+
+    shared = SharedTensor(10)
+    shared.add_(1)
+    with child(run) as one:
+        assert one.join() == 0
+
+
+def test_what_is_written_after_an_interrupted_change_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a block that goes on after Ctrl-C: what was interrupted, complete beside the tensor, was copied over it at the end."""
+    shared = SharedTensor(4)
+    leave_note, compute = RecordLock.leave_note, shared_tensor._compute
+    struck = 0
+
+    def strike(at: int) -> None:
+        """A handler that raises at the n-th moment of those at which one may run between two steps of a change."""
+        moments = 0
+
+        def moment() -> None:
+            nonlocal moments, struck
+            moments += 1
+            if moments == at:
+                struck += 1
+                raise Interrupted
+
+        def note(self: RecordLock, number: int) -> None:
+            moment()
+            self.note = number
+            moment()
+            leave_note(self, number)
+            moment()
+
+        def computed(step: Callable[[], object]) -> None:
+            compute(step)
+            moment()
+
+        monkeypatch.setattr(RecordLock, "leave_note", note)
+        monkeypatch.setattr(shared_tensor, "_compute", computed)
+
+    for at in range(1, 10):
+        shared.copy_(0)
+        with shared.locked() as tensor:
+            strike(at)
+            try:
+                shared.add_(1)
+            except Interrupted:
+                pass
+            finally:
+                monkeypatch.undo()
+            assert tensor.tolist() in ([0.0] * 4, [1.0] * 4)
+            tensor.fill_(7)
+        with shared.locked() as tensor:
+            assert tensor.tolist() == [7.0] * 4, at
+    assert struck == 8
 
 
 def test_a_waiting_call_runs_signal_handlers() -> None:

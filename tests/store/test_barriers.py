@@ -250,6 +250,35 @@ def test_what_is_remembered_is_bounded(room: Room, monkeypatch: pytest.MonkeyPat
     assert held._former._seats == len(held._former._kept) == 3
 
 
+def test_who_did_not_come_counts_in_what_is_remembered(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a thousand ranks looks again and again, under names of their own, whether the others are there."""
+    monkeypatch.setattr(barriers, "SEATS_KEPT", 100)
+    for rank in range(30):
+        room.enter(rank)
+    for number in range(20):
+        room.arrive(0, 30, 0.0, name=f"b{number}")
+        room.arrive(0, 30, 0.0, name=f"q{number}", quorum=1)
+    held: Any = room.state._barriers
+    assert len(held._over._kept) == 3  # of one who came and 29 who did not
+
+
+def test_the_end_of_a_session_looks_only_at_barriers_that_it_may_complete(room: Room) -> None:
+    """With all of them, a thousand ranks that end together held the server for seconds, and 200,000 barriers for half a second each."""
+    for caller in range(3):
+        room.arrive(caller, 3, 5.0, b"x", quorum=2, name="q")
+    assert len(room.told()) == 2
+    room.arrive(0, 3, 5.0, b"x", quorum=2, name="q")
+    for number in range(50):
+        room.arrive(0, 2, name=f"b{number}")
+    held: Any = room.state._barriers
+    assert set(held._seats.expecting) == {"q"}
+    assert room.arrive(1, 3, 5.0, b"x", quorum=2, name="q") is None
+    room.die(2)
+    assert len(room.told()) == 2
+    assert not held._seats.expecting
+    assert len(held._generations) == 50
+
+
 # --- one size ---
 
 
@@ -400,6 +429,35 @@ def test_until_the_quorum_cannot_be_had(room: Room) -> None:
     assert "the quorum of 3 cannot be had any more" in room.told()[2].text
 
 
+def test_one_rank_that_dies_again_and_again_costs_nobody_the_quorum(room: Room) -> None:
+    """It is started again each time: the places of the dead are the same one."""
+    for caller in range(2):
+        room.arrive(caller, 4, 5.0, b"x", quorum=3)
+    for _ in range(5):
+        room.enter(2)
+        assert room.arrive(2, 4, 50.0, b"x", quorum=3) is None
+        room.die(2)
+        assert room.told() == {}
+    room.enter(2)
+    assert room.arrive(2, 4, 50.0, b"x", quorum=3) is None
+    told = room.pass_time(5.0)
+    assert [seat.identity.rank for seat in told[0].seats] == [0, 1, 2]
+    assert [member.rank for member in told[0].absent] == [3]
+
+
+def test_a_quorum_that_is_there_cannot_be_lost_by_those_who_are_not(room: Room) -> None:
+    """Processes without ranks: of whom a new one is the successor nobody knows."""
+    for caller in range(3):
+        room.enter(caller, rank=None)
+        room.arrive(caller, 5, 5.0, b"x", quorum=3)
+    for caller in range(3, 9):
+        room.enter(caller, rank=None)
+        assert room.arrive(caller, 5, 50.0, b"x", quorum=3) is None
+        room.die(caller)
+        assert room.told() == {}
+    assert len(room.pass_time(5.0)[0].seats) == 3
+
+
 def test_who_is_interrupted_leaves_the_others_to_their_quorum_and_is_not_told_of_it(room: Room) -> None:
     for caller in range(3):
         room.arrive(caller, 4, 5.0, b"x", quorum=2)
@@ -471,6 +529,18 @@ def test_of_a_rank_that_is_over_it_is_said_why(room: Room) -> None:
     room.arrive(0, 2, 1.0)
     [member] = room.pass_time(1.0)[0].absent
     assert str(member) == "rank 1 (pid 101 on node0, its session ended 3.5 s ago: nothing was heard of it for 10 s)"
+
+
+def test_of_a_rank_whose_process_has_ended_its_session_is_not_spoken_of() -> None:
+    room = Room({rank: Sighting("node0", 100 + rank, f"ended {rank}.0 s ago with exit code 0" if rank else "") for rank in range(3)})
+    room.enter(1)
+    room.die(1, "it said goodbye")
+    room.arrive(0, 3, 1.0)
+    absent = room.pass_time(1.0)[0].absent
+    assert [str(member) for member in absent] == [
+        "rank 1 (pid 101 on node0, ended 1.0 s ago with exit code 0)",
+        "rank 2 (pid 102 on node0, ended 2.0 s ago with exit code 0)",
+    ]
 
 
 def test_the_launcher_knows_more() -> None:
@@ -663,6 +733,8 @@ class Model(RuleBasedStateMachine):
         state: Any = self.room.state
         assert {one for one in CALLERS if self.room.sessions[one].waiting} == set(self.waiting)
         assert set(state._barriers._generations) == {where for where, *_ in self.waiting.values()}
+        expecting = {name for name, generation in state._barriers._generations.items() if generation.expected is not None}
+        assert set(state._barriers._seats.expecting) == expecting
         held = {id(kept.loan) for session in self.room.sessions.values() for kept in session.kept.values() if kept.loan is not None}
         assert not held
         assert state.budget.used == len(self.waiting)  # one byte each

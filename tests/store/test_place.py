@@ -241,6 +241,14 @@ def test_a_file_that_others_may_use(mode: int, tmp_path: Path) -> None:
     assert caught.value.help[0][1] == f"chmod 600 {path}"
 
 
+def test_nobody_is_led_to_change_a_file_that_others_need(tmp_path: Path) -> None:
+    """For `--secret-file /etc/passwd` the help was `chmod 600 /etc/passwd`, which root could have typed."""
+    path = secret_file(tmp_path, b"root:x:0:0:root:/root:/bin/bash\ndaemon:x:1:1::/:/sbin/nologin\n", mode=0o644)
+    with pytest.raises(EnvironmentProblem, match="its mode is 0644") as caught:
+        place.secret_from_file(str(path))
+    assert [command for _, command in caught.value.help] == ["(umask 077 && head -c 32 /dev/urandom | base64 > my-secret)"]
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o400])
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\n\n"])
 def test_line_breaks_at_the_end_do_not_count(end: bytes, mode: int, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ _HOLDER_AT = 24
 _HOLDER = struct.Struct("=IQd48s16s")
 """Who holds it: pid (0: nobody), when it started (clock ticks), when it got the lock (monotonic seconds), who, doing what."""
 
+_DOING_AT = _HOLDER_AT + struct.calcsize("=IQd48s")
+
 _NOBODY = bytes(_HOLDER.size)
 _BYTES = _HOLDER_AT + _HOLDER.size
 
@@ -133,9 +135,12 @@ class RecordLock:
         """Take the lock; False when it was not to be had within `timeout` seconds (0: do not wait).
 
         `who` and `doing` are what others are told. Afterwards `left` is the one who died with it, if so; who does not call `settled()`
-        leaves that to the next holder. Signal handlers run at once, in the main thread, as in every Python call; when one raises,
-        the lock is not held. WouldDeadlock when this thread has it, or is asking for it (a signal handler in the middle of this call).
-        UsageError when the program has closed the descriptor.
+        leaves that to the next holder. Then `doing` is not told before `says()` is called: a holder who dies before he has settled it must
+        not look like one of whom it is known that he leaves nothing behind.
+
+        Signal handlers run at once, in the main thread, as in every Python call; when one raises, the lock is not held. WouldDeadlock when
+        this thread has it, or is asking for it (a signal handler in the middle of this call). UsageError when the program has closed the
+        descriptor.
         """
         me = threading.get_ident()
         if self._inside == me:
@@ -214,13 +219,18 @@ class RecordLock:
         self.left = None if former == _NOBODY else _holder(former, holds=False)
         self._former = former
         own = _this_process()
-        entry = _HOLDER.pack(own.pid, own.started, _clock.monotonic(), _cut(who, 48), _cut(doing, 16))
+        told = _cut(doing, 16) if self.left is None else b""
+        entry = _HOLDER.pack(own.pid, own.started, _clock.monotonic(), _cut(who, 48), told)
         os.pwrite(self._fd, entry, _HOLDER_AT)
 
     def settled(self) -> None:
         """While held: what `left` says is dealt with, and the next holder need not know."""
         self._former = _NOBODY
         self.left = None
+
+    def says(self, doing: str) -> None:
+        """While held: tell others what it is held for."""
+        os.pwrite(self._fd, _cut(doing, 16).ljust(16, b"\0"), _DOING_AT)
 
     def leave_note(self, note: int) -> None:
         """While held: write the note, 0 to 255. It stands until a holder writes another one, however this process ends."""

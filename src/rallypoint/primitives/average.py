@@ -25,13 +25,15 @@ from rallypoint.primitives import flat, mean
 from rallypoint.primitives import pages as shared
 from rallypoint.primitives.flat import Layout, Tree
 from rallypoint.primitives.mean import Weights
-from rallypoint.primitives.offers import PREFIX, Offer, Participant, called, place, scope
+from rallypoint.primitives.offers import PREFIX, Offer, Participant, called, meeting, place, scope
 from rallypoint.primitives.pages import Foreseen, Own, Pages
 from rallypoint.primitives.round import Round
 from rallypoint.primitives.segments import Ours
 from rallypoint.store.arguments import described, key_of, seconds_of
+from rallypoint.store.budget import quoted
 from rallypoint.store.rollcall import attendance, who
 from rallypoint.wire.messages import Arrive, Identity, Member, Met, TimedOut
+from rallypoint.world import ranks_phrase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,7 +140,11 @@ def _check(size: object, weight: object, quorum: object) -> None:
         raise UsageError("usage", f"size={size}: at least one takes part in an average, and fewer than {1 << 31}")
     if isinstance(weight, bool | str) or not hasattr(weight, "__float__"):
         raise TypeError(f"weight={weight!r}: a weight is a number, not {described(weight)}")
-    if not 0.0 <= float(weight) < math.inf:
+    try:
+        number = float(weight)
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
+    if not 0.0 <= number < math.inf:
         raise UsageError("usage", f"weight={weight!r} is no number from 0: a mean is made of non-negative parts")
     if quorum is None:
         return
@@ -228,6 +234,7 @@ class _Call:
         except (BarrierTimeout, BarrierBroken, BarrierMismatch):  # nobody has seen the offer
             pages.give_contribution(contribution)
             pages.give_result(result)
+            pages.tidy()
             raise
         except BaseException:  # it may have been seen: the memory is left to whoever reads it
             shared.leave(contribution.mapped.memory, shared.ANY_ROUND, gave_up=True)
@@ -320,13 +327,13 @@ class _Call:
                 "; ".join(f"{identity} in {', '.join(leaves)}" for identity, leaves in who_was) or "the sum of finite numbers is too large"
             )
             _say("warning", f"{called(self._name)}, round {met.generation}, has NaN or infinite elements: {what}")
-        weight = math.fsum(participants[index].offer.weight for index in living)
+        weight = mean.total(participants[index].offer.weight for index in living)
         return Averaged(None, met.generation, present, absent, weight, who_was)
 
     # --- what goes wrong ---
 
     def _reworded(self, error: BarrierBroken | BarrierMismatch) -> BarrierBroken | BarrierMismatch:
-        text = error.headline.replace(f'the barrier "{self._name}"', called(self._name))
+        text = error.headline.replace(f"the barrier {quoted(self._name)}", called(self._name))
         if isinstance(error, BarrierMismatch):
             return BarrierMismatch(error.code, text, why=error.why, help=error.help)
         return BarrierBroken(error.code, text, present=error.present, absent=error.absent, why=error.why, help=error.help)
@@ -348,7 +355,8 @@ class _Call:
         mine = zlib.compress(_encode(self._tree.described()))
         brought = _encode(mine if len(mine) <= DESCRIPTION_BYTES else b"")
         try:
-            reply, _ = self._store.ask(Arrive, f"{self._name}/described", len(participants), EXPLAINING, brought, 1, wait=EXPLAINING)
+            name = meeting(self._name, "described")
+            reply, _ = self._store.ask(Arrive, name, len(participants), EXPLAINING, brought, 1, wait=EXPLAINING)
         except (BarrierBroken, BarrierMismatch):
             reply = None
         told: list[tuple[Identity, dict[str, str]]] = []
@@ -369,7 +377,7 @@ class _Call:
             found = [f"{who(group)} have the same" for group in groups.values()]
         raise BarrierMismatch(
             "average-mismatch",
-            f"{called(self._name)} is one of different values: {found[0]}",
+            f"{called(self._name)} got values that do not match: {found[0]}",
             why=tuple(found[1:]),
             help=(("give all ranks the same keys, shapes and dtypes", ""),),
         )
@@ -387,12 +395,16 @@ SHOWN = 5
 def _differences(told: Sequence[tuple[Identity, dict[str, str]]]) -> list[str]:
     """The first parts of the value that are not the same for all, and who has what."""
     found = []
+    ranks = {identity.rank for identity, _ in told}
+    by_rank = None not in ranks and len(ranks) == len(told)  # then the numbers say enough
     for path in sorted({path for _, leaves in told for path in leaves}):
         sides: dict[str, list[Identity]] = {}
         for identity, leaves in told:
             sides.setdefault(leaves.get(path, "nothing"), []).append(identity)
         if len(sides) > 1:
-            found.append(f"{path} is {', '.join(f'{what} in {who(them)}' for what, them in sides.items())}")
+            had = [f"{what} in {ranks_phrase(one.rank or 0 for one in them) if by_rank else who(them)}" for what, them in sides.items()]
+            said = f"{', '.join(had[:-1])} and {had[-1]}"
+            found.append(said if path == "value" else f"{path} is {said}")  # "value": it is no container
     return found if len(found) <= SHOWN else [*found[:SHOWN], f"and {len(found) - SHOWN} more parts differ"]
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import shlex
+import sys
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -252,7 +254,7 @@ def _leaf(value: Any, path: str) -> Leaf:
         raise EnvironmentProblem(
             "torch-missing",
             "an average is computed by torch, which is not installed here",
-            help=(("install it", "pip install torch"),),
+            help=(("install it", f"{shlex.quote(sys.executable)} -m pip install torch"),),
         ) from error
     if isinstance(value, torch.Tensor):
         return Leaf(path, _tensor(value, path), "tensor", value)

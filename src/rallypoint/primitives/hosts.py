@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
     from rallypoint.store.client import Client
 
-KEYS = "rallypoint/"
-"""Before the keys of an exchange."""
-
 CHUNK_BYTES = 16 * 1024 * 1024
 """Of sums, that one host has in the store at a time: far above what a request costs, far below what a store holds."""
 
@@ -65,7 +62,7 @@ class Silent(BarrierBroken):
 
 def called_off(name: str) -> str:
     """The key that says that somebody in an exchange is dead."""
-    return f"{KEYS}{name}/off"
+    return f"{name}/off"
 
 
 class Exchange:
@@ -76,7 +73,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         self._store = store
         self._name = name
-        self._prefix = f"{KEYS}{name}/"
+        self._prefix = f"{name}/"
         self._layout = layout
         self._me = me
         self._hosts = hosts

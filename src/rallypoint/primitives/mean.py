@@ -7,7 +7,7 @@ sum divided by the count, as `torch.mean` has it, and not a sum of products: the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rallypoint.primitives.flat import accumulator
@@ -26,15 +26,36 @@ TELL_BLOCKS = 64
 """Blocks between two looks at how far it is: 32 MiB, some 10 ms."""
 
 
+PLAIN = 64
+"""Powers of two from 1 up to which the largest weight is taken as it is: every dtype that sums are kept in has room for far more."""
+
+
 class Weights:
-    """What each contribution counts. Those of weight 0 are not read: a NaN in them is nobody's."""
+    """What each contribution counts. Those of weight 0 are not read: a NaN in them is nobody's.
+
+    Only their ratios matter. Where all are tiny or huge, as likelihoods are, they are multiplied by a power of two, which changes no
+    bit of a ratio: 1e-50 is 0 in float32, in which sums are kept, and the mean would be 0 / 0.
+    """
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.counted = [index for index, weight in enumerate(weights) if weight > 0.0]
         given = [weights[index] for index in self.counted]
         self.equal = len(set(given)) <= 1
-        self.each = [1.0] * len(given) if self.equal else given
-        self.total = math.fsum(self.each)  # by which a sum is divided
+        self.each = [1.0] * len(given) if self.equal else _plain(given)
+        self.total = total(self.each)  # by which a sum is divided
+
+
+def _plain(weights: list[float]) -> list[float]:
+    exponent = math.frexp(max(weights))[1]
+    return weights if abs(exponent) <= PLAIN else [math.ldexp(weight, -exponent) for weight in weights]
+
+
+def total(weights: Iterable[float]) -> float:
+    """Their sum; infinity when that is beyond all floats."""
+    try:
+        return math.fsum(weights)
+    except OverflowError:
+        return math.inf
 
 
 def combine(

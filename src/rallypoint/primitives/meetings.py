@@ -16,7 +16,7 @@ import msgspec
 from rallypoint.clock import Clock
 from rallypoint.errors import BarrierBroken, BarrierMismatch
 from rallypoint.host import memory, processes
-from rallypoint.primitives.offers import Participant, Place, called, scope
+from rallypoint.primitives.offers import Participant, Place, called, meeting, scope
 from rallypoint.primitives.progress import Progress
 from rallypoint.primitives.segments import Segments
 from rallypoint.store.rollcall import who
@@ -30,6 +30,9 @@ LOOK = 1.0
 
 PAUSE = 0.5
 """Seconds between two such looks at most."""
+
+DOUBLINGS = 16
+"""Of the pause, which begins with 5 ms: more than it takes to reach PAUSE. Without an end, after a thousand, no float could hold it."""
 
 PATIENCE = 10.0
 """Seconds, at least, for the others to finish their part once all have come: `timeout` may be short because everybody is known to come
@@ -124,7 +127,7 @@ class Meetings:
                 on_death()
             self._progress.waiting(stage, functools.partial(self.who, absent))
             attempts += 1
-            threading.Event().wait(min(PAUSE, 0.005 * 2**attempts))
+            threading.Event().wait(min(PAUSE, 0.005 * 2 ** min(attempts, DOUBLINGS)))
 
     def ask(self, stage: str, told: dict[str, Any]) -> dict[int, Told]:
         """What those say who come at once. Nobody is waited for longer than LOOK."""
@@ -132,7 +135,8 @@ class Meetings:
         return self._heard(met) if met is not None else {}
 
     def _arrive(self, stage: str, mine: Told) -> Met | None:
-        name, size = f"{self._name}/{stage}/{len(self.living)}", len(self.living)
+        size = len(self.living)
+        name = meeting(self._name, f"{stage}/{size}")
         try:
             # A server that is slow to answer is no reason to give the seat up: as for what waits for nobody, it has the store's timeout.
             reply, _ = self._store.ask(Arrive, name, size, LOOK, _encode(mine), 1, wait=LOOK + self._store.timeout)

@@ -11,8 +11,11 @@ from rallypoint.host import memory
 from rallypoint.primitives.pages import Own
 from rallypoint.wire.messages import Identity
 
-PREFIX = "average/"
-"""Before the names of averages among those of barriers."""
+PREFIX = "rallypoint/average/"
+"""Before the names of averages among those of barriers, where users have names of their own; "average/loss" may be one of them."""
+
+WITHIN = "rallypoint/within-average/"
+"""Before those of the meetings within a round. The stage comes before the average's name, which may be anything."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +54,11 @@ class Participant(NamedTuple):
 def called(name: str) -> str:
     """An average in a text; `name` is that of its meeting."""
     return f'the average "{name.removeprefix(PREFIX)}"'
+
+
+def meeting(name: str, stage: str) -> str:
+    """The name of a meeting within a round of an average, whose own meeting is `name`."""
+    return f"{WITHIN}{stage}/{name.removeprefix(PREFIX)}"
 
 
 def place(own: Own | None) -> Place | None:

@@ -157,6 +157,7 @@ class SharedTensor:
                 lock.settled()
                 if error is not None:
                     raise error
+                lock.says(doing)
         except BaseException:
             if lock.mine:
                 lock.release()
@@ -260,8 +261,14 @@ class SharedTensor:
     def _write(self, write: Callable[[torch.Tensor], object]) -> None:
         beside = self._beside_it()
         _compute(lambda: write(beside))
-        self._lock.leave_note(_REDO)
-        self._redo()
+        try:
+            self._lock.leave_note(_REDO)
+            self._redo()
+        except BaseException:
+            # Who has the lock for a block may catch this there, and go on writing to the tensor: it must not be copied over that later.
+            self._redo()
+            self._lock.leave_note(0)  # the file's may stand though ours does not
+            raise
 
     def _redo(self) -> None:
         """While the lock is held: finish what is complete beside the tensor, here or in a process that died."""
@@ -302,12 +309,12 @@ class SharedTensor:
 
 
 class Locked:
-    """`with shared.locked():`; see there. One `with` at a time."""
+    """`with shared.locked():`; see there. One `with` at a time. It has no destructor except while it holds the lock: what a signal
+    handler raises in one is lost, a Ctrl-C too."""
 
-    __slots__ = ("_doing", "_inside", "_on_abandoned", "_shared", "_timeout")
+    __slots__ = ("_doing", "_on_abandoned", "_shared", "_timeout")
 
     def __init__(self, shared: SharedTensor, timeout: float, on_abandoned: OnAbandoned, doing: str) -> None:
-        self._inside = False
         self._doing = doing
         self._shared = shared
         self._timeout = timeout
@@ -315,7 +322,7 @@ class Locked:
 
     def __enter__(self) -> torch.Tensor:
         self._shared._take(self._timeout, self._on_abandoned, self._doing)
-        self._inside = True
+        self.__class__ = _Inside
         return self._shared._tensor
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -328,11 +335,18 @@ class Locked:
                 lock.release()
             raise
         finally:
-            self._inside = lock.mine
+            if not lock.mine:
+                self.__class__ = Locked
+
+
+class _Inside(Locked):
+    """While it holds the lock."""
+
+    __slots__ = ()
 
     def __del__(self) -> None:
         # A signal handler can raise at the very entry of __exit__, where nothing catches it. This comes when its traceback goes.
-        if getattr(self, "_inside", False) and self._shared._lock.mine:
+        if self._shared._lock.mine:
             self._shared._give_back()
 
 

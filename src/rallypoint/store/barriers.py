@@ -38,7 +38,7 @@ NAMES_KEPT = 4096
 """Names of which the last generation is remembered. A program that gives each round a name of its own must not fill the server."""
 
 SEATS_KEPT = 65_536
-"""Sessions in all that these remember, as many as may live: 50 MB at most, if all of them have ended."""
+"""Sessions, and ranks that did not come, in all that these remember, as many as may live: 50 MB at most, if all of them have ended."""
 
 RANKS_KEPT = 65_536
 """Ranks of which the last session that ended is remembered."""
@@ -122,12 +122,13 @@ class _Seats(Lines):
     """Who waits at each barrier. However a seat is left, its value counts no more (`Barriers.arrive` charges it); with the last one the
     generation is over."""
 
-    __slots__ = ("_budget", "generations")
+    __slots__ = ("_budget", "expecting", "generations")
 
     def __init__(self, barriers: Barriers, budget: Budget) -> None:
         super().__init__(barriers.timed_out)
         self._budget = budget
         self.generations: dict[str, _Generation] = {}
+        self.expecting: dict[str, _Generation] = {}  # of these, the ones that anybody's death may complete
 
     def leave(self, waiter: Waiter, name: str) -> None:
         super().leave(waiter, name)
@@ -135,6 +136,7 @@ class _Seats(Lines):
             self._budget.used -= len(waiter.request.value)
         if name not in self:
             del self.generations[name]
+            self.expecting.pop(name, None)
 
 
 class Barriers:
@@ -167,8 +169,8 @@ class Barriers:
             return self._disagree(now, session, request, generation)
         else:
             arrived = len(self._seats[name]) + 1
-            if session in generation.gone:  # he had given up, and comes again before the others are through
-                generation.gone.remove(session)
+            if generation.gone:
+                _back(generation, session)
         if arrived == generation.size:
             return self._complete(now, name, generation, session, request)
         if quorum is not None:
@@ -182,6 +184,8 @@ class Barriers:
         if answer is None:
             if arrived == 1:
                 self._generations[name] = generation
+                if generation.expected is not None:
+                    self._seats.expecting[name] = generation
             if request.value:
                 self._ledger.budget.used += len(request.value)
         return answer
@@ -204,7 +208,7 @@ class Barriers:
                 self._ended.popitem(last=False)
         if seats:
             self._leave(now, seats, f"the session of {session.identity} ended while it waited: {session.because}")
-        for name, generation in list(self._generations.items()):
+        for name, generation in list(self._seats.expecting.items()):  # not of all: there may be a hundred thousand, and as many ends
             if generation.expected and generation.expected.pop(session, 0):
                 self._perhaps_complete(now, name, generation)
 
@@ -293,7 +297,7 @@ class Barriers:
             details = (("size", size), ("arrived", arrived), ("generation", number))
             everybody = {*seated, *generation.gone}
             over = _Over(now, self._ledger.opened, "barrier-missed", text, details, _shown(present), _shown(absent), everybody, late)
-            self._over.keep(name, over, len(everybody))
+            self._over.keep(name, over, len(everybody) + len(over.absent))
         else:
             self._over.forget(name)
         return _shown(absent)
@@ -312,7 +316,7 @@ class Barriers:
             quorum = generation.quorum
             if quorum is None:
                 self._break(now, name, generation, because)
-            elif generation.size - sum(one.ended for one in generation.gone) < quorum:
+            elif len(self._seats.get(name, ())) < quorum and generation.size - sum(one.ended for one in generation.gone) < quorum:
                 self._break(now, name, generation, f"{because}; the quorum of {quorum} cannot be had any more")
             else:
                 self._perhaps_complete(now, name, generation)
@@ -374,7 +378,7 @@ class Barriers:
             self._over.forget(name)
             return
         over = _Over(now, self._ledger.opened, code, text, details, _shown(present), _shown(absent), set(came), late)
-        self._over.keep(name, over, len(over.seated))
+        self._over.keep(name, over, len(over.seated) + len(over.absent))
 
     def _tell_late(self, now: float, session: Session, request: Arrive, over: _Over) -> Answer:
         """He comes to a round that is over. His next call is his next round: with a quorum, the others wait for him again."""
@@ -415,6 +419,16 @@ class Barriers:
         seated = former.seated if former is not None and former.size == size else None
         roster = self._roster() if self._roster is not None else None
         return rollcall.absent(now, size, present, seated, self._sessions.values(), self._ended, roster)
+
+
+def _back(generation: _Generation, session: Session) -> None:
+    """Somebody comes: if he had given up before, or died and was started again as the same rank, he is no more one of those who left."""
+    rank = session.identity.rank
+    former = session if session in generation.gone else None
+    if former is None and rank is not None:
+        former = next((one for one in generation.gone if one.ended and one.identity.rank == rank), None)
+    if former is not None:
+        generation.gone.remove(former)
 
 
 def _here(generation: _Generation, session: Session) -> None:

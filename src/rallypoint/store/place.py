@@ -188,8 +188,9 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     except OSError as error:
         raise _unreadable(shown, os.strerror(error.errno or 0)) from error
     try:
-        _check_file(path, shown, os.fstat(fd))
-        content = os.read(fd, SECRET_FILE_BYTES)
+        found = os.fstat(fd)
+        content = os.read(fd, SECRET_FILE_BYTES) if stat.S_ISREG(found.st_mode) else b""
+        _check_file(path, shown, found, content)
     except OSError as error:
         raise _unreadable(shown, os.strerror(error.errno or 0)) from error
     finally:
@@ -197,14 +198,27 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     return checked_secret(content, f"the secret in {shown}")
 
 
-def _check_file(path: str, shown: str, found: os.stat_result) -> None:
+def _private(path: str, content: bytes) -> tuple[tuple[str, str], ...]:
+    """The help for a file that others may use. One that does not look like a secret may be one that others need: nobody may be led to
+    type `chmod 600 /etc/passwd`."""
+    if len(content.splitlines()) <= 1:
+        return ("keep it to yourself", f"chmod 600 {path}"), ("and make a new secret, if somebody may have read this one", "")
+    return (
+        (
+            "it has several lines, as no secret has: make one of your own, and name that",
+            "(umask 077 && head -c 32 /dev/urandom | base64 > my-secret)",
+        ),
+    )
+
+
+def _check_file(path: str, shown: str, found: os.stat_result, content: bytes) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise _unreadable(shown, "it is not a regular file")
     if found.st_mode & 0o077:
         raise _unreadable(
             shown,
             f"its mode is {stat.S_IMODE(found.st_mode):04o}: others than its owner may use it",
-            help=(("keep it to yourself", f"chmod 600 {path}"), ("and make a new secret, if somebody may have read this one", "")),
+            help=_private(path, content),
         )
     if found.st_size > SECRET_FILE_BYTES:
         raise _unreadable(shown, f"{found.st_size} bytes are no secret; at most {SECRET_FILE_BYTES} are read")

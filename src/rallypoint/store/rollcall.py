@@ -19,7 +19,7 @@ class Sighting(NamedTuple):
 
     host: str
     pid: int  # 0: it has not been started
-    phase: str  # in words, with since when: "importing since 41 s", "ended with exit code 3 2.0 s ago"
+    phase: str  # in words, with since when: "importing since 41 s", "ended 2.0 s ago with exit code 3"
 
 
 Roster = Callable[[], Mapping[int, Sighting]]

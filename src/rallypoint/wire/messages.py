@@ -78,11 +78,12 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     def __str__(self) -> str:
         known = [self.phase] if self.phase else []
-        if self.ended:
+        gone = self.phase.startswith("ended ")  # its process has: that its session has, too, says nothing more
+        if self.ended and not gone:
             known.append(f"its session ended {self.ended}")
         elif self.silent is not None:
             known.append(f"last heard of {self.silent:.1f} s ago")
-        elif self.identity is not None or not self.phase:
+        elif (self.identity is not None or not self.phase) and not gone:
             known.append("not connected to the store")
         process = f"pid {self.identity.pid} on {self.identity.host}" if self.identity is not None else ""
         rank = self.rank if self.identity is None else self.identity.rank

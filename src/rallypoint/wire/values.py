@@ -931,7 +931,9 @@ def _numpy() -> Any:
 
 
 def _absent(name: str, error: ImportError) -> ValueUnsupported:
-    help = ((f"install {name} where this value is read", f"pip install {name}"),)
+    import shlex  # here: nobody else needs it
+
+    help = ((f"install {name} where this value is read", f"{shlex.quote(sys.executable)} -m pip install {name}"),)
     return ValueUnsupported("value-unsupported", f"the value needs {name}, which cannot be imported here: {error}", help=help)
 
 
