@@ -31,6 +31,21 @@ LAYERS = (
 )
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 
+# The same inside cli/, file by file.
+COMMAND_LINE = (
+    {"main"},
+    {"run", "show", "serve", "explain", "stacks", "doctor"},
+    {"invocation", "program_check", "progress", "port_file"},
+    {"help_page", "request"},
+    {"parser"},
+    {"suggestions"},
+    {"command_line", "commands"},
+    {"options"},
+    {"values"},
+    {"spelling", "foreign", "guard"},
+    {"terminal"},
+)
+
 # Where torch may be imported, and there only inside functions.
 TORCH = ("wire/values.py", "primitives/", "store/c10d.py", "host/devices.py", "diagnosis/checks/", "launcher/")
 
@@ -86,6 +101,19 @@ def test_imports_only_go_down() -> None:
                 continue
             if there not in HEIGHT or HEIGHT[there] >= HEIGHT[here]:
                 wrong.append(f"{path}:{line}: {here} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_only_go_down_in_the_command_line_too() -> None:
+    height = {name: -row for row, names in enumerate(COMMAND_LINE) for name in names}
+    files = {path.stem: path for path in MODULES if path.parent == SRC / "cli" and path.stem != "__init__"}
+    assert files.keys() == height.keys()
+    wrong = [
+        f"{path}:{line}: {here} imports {target}"
+        for here, path in files.items()
+        for line, target, _ in imports(path)
+        if target.startswith("rallypoint.cli.") and height[target.split(".")[2]] >= height[here]
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from rallypoint import env_vars
-from rallypoint.cli import options
+from rallypoint.cli import help_page, options
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 
 @pytest.mark.parametrize(
     ("page", "section", "made"),
-    [("run.md", "options", options.reference), ("environment.md", "variables", env_vars.reference)],
+    [("run.md", "options", help_page.reference), ("environment.md", "variables", env_vars.reference)],
 )
 def test_reference_page_has_the_table(page: str, section: str, made: Callable[[], str]) -> None:
     path = REFERENCE / page
@@ -37,6 +37,6 @@ def test_every_row_has_a_sentence_that_ends() -> None:
 
 
 def test_every_variable_of_an_option_is_documented() -> None:
-    variables = [name for option in options.TABLE for name in (option.variable, option.fallback) if name]
+    variables = [name for option in options.RUN for name in (option.variable, option.fallback) if name]
     assert variables
     assert [name for name in variables if not env_vars.covers(name)] == []

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.cli import doctor as command
+from rallypoint.cli import foreign, options
 from rallypoint.cli import main as cli
-from rallypoint.cli import options
 from rallypoint.diagnosis import doctor
 from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, unknown
 
@@ -32,6 +32,13 @@ DEADLINE = 60.0  # seconds; each of these takes a fraction of one
         (["--peer", "node08"], "error[usage]: --peer node08 is not HOST:PORT"),
         (["--peer", "node08:0"], "error[usage]: --peer node08:0 is not HOST:PORT"),
         (["--peer", "node08:70000"], "error[usage]: --peer node08:70000 is not a port: they go from 1 to 65535\n"),
+        (["--peer", ":29500"], "error[usage]: --peer :29500 is not HOST:PORT, of a machine"),
+        (["--only", "GPU"], "error[usage]: --only GPU names no check 'GPU'; the nearest is devices"),
+        (
+            ["--list"],
+            "error[option-unknown]: rallypoint doctor has no option --list; the nearest is --listen\n\n  help   use --listen:\n"
+            "             rallypoint doctor --listen 29500\n",
+        ),
         (["--peer", ""], "error[usage]: --peer '' is not HOST:PORT"),
         (["--listen", "http"], "error[usage]: --listen http is not a port number"),
         (["--listen"], "error[usage]: --listen lacks its value, PORT"),
@@ -51,6 +58,25 @@ def test_wrong_usage(argv: list[str], headline: str, capsys: pytest.CaptureFixtu
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(headline)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["gpu", "DNS"], "--only devices,names"),
+        (["--only", "shm", "shm", "ram"], "--only shm,memory"),
+        (["--skip", "job", "shm"], "--skip job --only shm"),
+        (["shm", "everything"], "--help"),
+    ],
+)
+def test_checks_without_their_option(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *argv]) == 2
+    assert f"rallypoint doctor {line}" in [line.strip() for line in capsys.readouterr().err.splitlines()]
+
+
+def test_other_names_of_checks_are_of_checks_that_there_are() -> None:
+    assert {*foreign.CHECKS.values()} <= {*doctor.NAMES}
+    assert not {*foreign.CHECKS} & {*doctor.NAMES}
 
 
 @pytest.mark.parametrize(

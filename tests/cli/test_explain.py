@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -21,6 +22,7 @@ def _run(*arguments: str, stdin: bytes | None = None) -> tuple[int, str, str]:
         [sys.executable, "-m", "rallypoint", "explain", *arguments],
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
+        env=dict(os.environ),  # or else with COLUMNS from readline, which sets it behind Python's back
         capture_output=True,
         timeout=60,
         check=False,
@@ -46,10 +48,29 @@ def test_a_code_as_it_was_copied(word: str, capsys: pytest.CaptureFixture[str]) 
     assert explain.main(word.split()) == 0
 
 
-def test_without_anything_all_codes() -> None:
+def test_without_anything_all_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     status, out, _ = _run()
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()] == list(CATALOGUE)
+
+
+def test_what_is_no_text_is_refused_from_stdin_too() -> None:
+    """`rallypoint explain < /bin/ls` answered that nothing in these lines says that something failed."""
+    for content in (pathlib.Path(sys.executable).resolve().read_bytes()[:100_000], b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\x01\x02"):
+        status, out, err = _run(stdin=content)
+        assert (status, out) == (2, "")
+        assert err.startswith("error[usage]: what came from stdin is no text, so it is no log\n")
+
+
+def test_all_codes_and_a_page_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages, and the list, were as wide as their source."""
+    monkeypatch.setenv("COLUMNS", "40")
+    out = _run()[1]
+    assert [line for line in out.splitlines() if line[0] != " "] == list(CATALOGUE)
+    assert max(map(len, out.splitlines())) <= 40
+    prose = [line for line in _run("rank-killed")[1].splitlines() if not line.startswith(" ")]
+    assert max(map(len, prose[: prose.index("## A script that produces it")])) <= 40
 
 
 @pytest.mark.parametrize(
@@ -85,6 +106,59 @@ def test_an_unknown_option_is_no_code(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.startswith("error[option-unknown]: rallypoint explain has no option --jsn\n")
 
 
+@pytest.mark.parametrize(
+    ("argv", "headline", "line"),
+    [
+        (["--error-fromat", "json", "x"], "no option --error-fromat; the nearest is --error-format", "--error-format json x"),
+        (["x", "--error_fromat=json"], "no option --error_fromat; the nearest is --error-format", "x --error-format=json"),
+        (["x", "y", "--json"], "no option --json; the nearest is --error-format=json", "x y --error-format=json"),
+        (["-x", "y"], "no option -x\n", "--help"),
+        (["--verbose", "rank-killed"], "no option --verbose\n", "--help"),
+        (["137"], "there is no code and no file 137; as an exit status it tells of SIGKILL\n", "rank-killed"),
+        (["-9"], "there is no code and no file -9; as an exit status it tells of SIGKILL\n", "rank-killed"),
+        (["sigsegv"], "there is no code and no file sigsegv; it is a signal\n", "rank-crashed"),
+        (["3"], "there is no code and no file 3; as an exit status it is what the program itself has said\n", "rank-exited"),
+        (["300"], "there is no code and no file 300\n", ""),
+        ([""], "the message is empty\n", ""),
+        ([" ", ""], "the message is empty\n", ""),
+    ],
+)
+def test_what_is_nearly_right(argv: list[str], headline: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert headline in err
+    assert f"rallypoint explain {line}".rstrip() in [said.strip() for said in err.splitlines()]
+
+
+@pytest.mark.parametrize("message", [["---", "Logging", "error", "---"], ["error:", "unrecognized", "arguments:", "--local-rank=0"]])
+def test_a_message_may_have_dashes(message: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    explain.main(message)
+    assert "option-unknown" not in capsys.readouterr().err
+
+
+def test_underscores_are_hyphens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["--error_format=json", "Killed"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_two_codes_are_two_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main(["rank-killed", "port-in-use"]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("# ")] == ["# rank-killed", "# port-in-use"]
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "NO_COLOR"])
+def test_a_page_is_in_bold_where_colours_are_asked_for(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "1")
+    assert explain.main(["rank-killed"]) == 0
+    assert ("\x1b[1m# rank-killed" in capsys.readouterr().out) == (variable == "FORCE_COLOR")
+
+
 def test_a_log(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "train.log"
     log.write_text("step 1\n" * 5 + TRACEBACK)
@@ -93,7 +167,6 @@ def test_a_log(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> No
         "error[rank-raised]: the program raised ValueError: bad batch\n"
         "\n"
         "  where  train.py:12 in step\n"
-        "  why    the line there: loss = f(x)\n"
         "\n"
         "  the program said:\n"
         "    | Traceback (most recent call last):\n"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 import subprocess
@@ -11,7 +10,6 @@ import pytest
 
 import rallypoint as rallypoint_package
 from rallypoint.cli import main as cli
-from rallypoint.errors import EnvironmentProblem
 
 SOURCE = Path(cli.__file__).parents[2]
 DEADLINE = 30.0  # seconds; each of these takes a tenth of one
@@ -46,6 +44,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
+def test_help_of_a_command_by_the_option_in_front(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help", "serve"]) == cli.main(["serve", "--help"]) == 0
+    first, second = capsys.readouterr().out.split("usage: ")[1:]
+    assert first == second
+    assert first.startswith("rallypoint serve")
+
+
 def test_no_command_is_help_and_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     out, err = capsys.readouterr()
@@ -77,9 +82,38 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "rallypoint run -n 2 t.py",
         ),
         (["accelerate", "launch", "t.py"], "error[usage]: rallypoint has no command accelerate; the nearest is run", "rallypoint run t.py"),
-        (["ps"], "error[usage]: rallypoint has no command ps; the nearest is show", "rallypoint show"),
+        (["ps"], "error[usage]: rallypoint has no command ps; the nearest is show --list", "rallypoint show --list"),
+        (["status"], "error[usage]: rallypoint has no command status; the nearest is show --list", "rallypoint show --list"),
+        (["status"], "error[usage]: rallypoint has no command status; the nearest is show --list", "rallypoint stacks"),
+        (["ps", "-a"], "error[usage]: rallypoint has no command ps; the nearest is show --list", "rallypoint show --list"),
+        (["logs", "ab12"], "error[usage]: rallypoint has no command logs; the nearest is show", "rallypoint show ab12"),
+        (
+            ["RUN", "--nproc", "2", "t.py"],
+            "error[usage]: rallypoint has no command RUN; the nearest is run",
+            "rallypoint run --nproc-per-node 2 t.py",
+        ),
+        (
+            ["python3", "-u", "t.py"],
+            "error[usage]: rallypoint has no command python3; the nearest is run",
+            "PYTHONUNBUFFERED=1 rallypoint run t.py",
+        ),
+        (
+            ["python", "-m", "torch.distributed.run", "--nproc_per_node", "2", "t.py"],
+            "error[usage]: rallypoint has no command python; the nearest is run",
+            "rallypoint run --nproc_per_node 2 t.py",
+        ),
+        (["rank-killed"], "error[usage]: rallypoint has no command rank-killed; the nearest is explain", "rallypoint explain rank-killed"),
+        (["train.log"], "error[usage]: rallypoint has no command train.log; the nearest is explain", "rallypoint explain train.log"),
+        (["-v"], "error[option-unknown]: rallypoint has no option -v; the nearest is --version", "rallypoint --version"),
+        (["--json"], "error[usage]: rallypoint has no command --json", "rallypoint --help"),
+        ([""], "error[usage]: rallypoint has no command ''", "rallypoint --help"),
         (["help", "run"], "error[usage]: rallypoint has no command help", "rallypoint run --help"),
         (["version"], "error[usage]: rallypoint has no command version", "rallypoint --version"),
+        (
+            ["serve", "--port 29500"],
+            "error[usage]: --port 29500 is one word with a blank in it, and no option",
+            "rallypoint serve --port 29500",
+        ),
         (["doctor", "shm"], "error[usage]: rallypoint doctor takes options only, and got shm", "rallypoint doctor --only shm"),
         (
             ["doctor", "--only", "shm", "ports"],
@@ -125,60 +159,6 @@ def test_wrong_usage_as_json(argv: list[str], capsys: pytest.CaptureFixture[str]
     assert said["exit_status"] == 2
     assert said["reports"][0]["code"] in ("usage", "option-unknown")
     assert said["reports"][0]["help"]
-
-
-def test_a_problem_of_the_machine_is_1(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> int:
-        raise EnvironmentProblem("port-in-use", "port 29500 is taken", why=("by pid 7",), help=(("choose another", "--master-port 0"),))
-
-    assert cli.guarded(command) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("error[port-in-use]: port 29500 is taken\n")
-    assert "by pid 7" in err
-    assert "--master-port 0" in err
-
-
-def test_no_descriptor_left_is_no_fault_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> int:
-        raise OSError(errno.EMFILE, "Too many open files", "/proc/7/stat")
-
-    assert cli.guarded(command) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("error[files-exhausted]: rallypoint has as many files open as it may have: [Errno 24] Too many open files:")
-    assert "ulimit -n 65536" in err
-
-
-def test_a_fault_of_ours_is_70_and_says_what_to_report(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> int:
-        return len(None)  # type: ignore[arg-type]
-
-    assert cli.guarded(command) == 70
-    err = capsys.readouterr().err
-    assert err.startswith("error[internal-error]: rallypoint itself failed: TypeError: object of type 'NoneType' has no len()\n")
-    assert f"Python {sys.version.split()[0]}, torch " in err
-    assert "in command" in err  # the traceback
-    assert "please report it" in err
-
-
-def test_a_fault_in_showing_a_fault_is_70_too(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> int:
-        raise ZeroDivisionError("the first fault")
-
-    def broken() -> str:
-        raise LookupError("the second fault")
-
-    assert cli.guarded(command, broken) == 70
-    err = capsys.readouterr().err
-    assert "the first fault" in err
-    assert "the second fault" in err
-
-
-def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> int:
-        raise KeyboardInterrupt
-
-    assert cli.guarded(command) == 130
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

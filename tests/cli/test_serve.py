@@ -33,8 +33,11 @@ def served(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        process.kill()
-        process.communicate(timeout=DEADLINE)
+        process.terminate()  # killed, it would leave its secret's folder behind
+        try:
+            process.communicate(timeout=DEADLINE)
+        finally:
+            process.kill()
 
 
 def announced(process: subprocess.Popen[str]) -> tuple[str, dict[str, str]]:
@@ -98,6 +101,14 @@ def test_a_secret_and_a_port_file_of_the_users_own(tmp_path: Path) -> None:
         (["--port", "70000"], "error[usage]: --port 70000 is not a port: they go from 1 to 65535, and 0 means any free one"),
         (["train.py"], "error[usage]: rallypoint serve takes options only, and got train.py"),
         (["--host", ""], "error[usage]: --host '' is not an address to listen on"),
+        (["--host", "a b"], "error[usage]: --host a b is not an address to listen on"),
+        (["--host", "node07:29500"], "error[usage]: --host node07:29500 is an address with a port, and the port is given with --port"),
+        (
+            ["--host", "a..b"],
+            "error[usage]: --host a..b names no host: a label between its dots is empty, longer than 63 letters, or no text",
+        ),
+        (["--secret-file", ""], "error[usage]: --secret-file '' is not a file's name"),
+        (["--port-file", ""], "error[usage]: --port-file '' is not a file's name"),
     ],
 )
 def test_wrong_usage(argv: list[str], headline: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,10 +118,41 @@ def test_wrong_usage(argv: list[str], headline: str, capsys: pytest.CaptureFixtu
     assert err.splitlines()[0] == headline
 
 
+@pytest.mark.parametrize("host", ["\udcff", "a" * 64, f"{'a' * 64}.example", "a..b"])
+def test_a_host_that_no_resolver_can_be_asked_for_is_no_fault_of_ours(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--host", host]) == 2
+    assert "names no host" in capsys.readouterr().err
+    assert cli.main(["doctor", "--peer", f"{host}:29500"]) == 2
+    assert cli.main(["run", "--master-addr", host, "--dry-run", __file__]) == 2
+    assert "names no host" in capsys.readouterr().err
+    assert cli.main(["run", "--rdzv-endpoint", f"{host}:29500", "--dry-run", __file__]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["29500"], "--port 29500"),
+        ([":29500"], "--port 29500"),
+        (["node07:29500"], "--host node07 --port 29500"),
+        (["0.0.0.0"], "--host 0.0.0.0"),
+        (["-p", "29500"], "--port 29500"),
+        (["--bind", "0.0.0.0"], "--host 0.0.0.0"),
+        (["--port", "29500", "29501"], "--help"),
+    ],
+)
+def test_an_address_without_its_options(argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *argv]) == 2
+    assert f"rallypoint serve {meant}" in [line.strip() for line in capsys.readouterr().err.splitlines()]
+
+
 def test_problems_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     secret = tmp_path / "secret"
     assert cli.main(["serve", "--secret-file", str(secret)]) == 1
-    assert capsys.readouterr().err.startswith(f"error[secret-unreadable]: the secret in {secret} cannot be used: No such file")
+    err = capsys.readouterr().err
+    assert err.startswith(f"error[secret-unreadable]: the secret in {secret} cannot be used: No such file")
+    assert f"(umask 077 && head -c 32 /dev/urandom | base64 > {secret})" in err
+    assert cli.main(["serve", "--port", "29500", "--port-range", "20000-20001"]) == 2
+    assert "leave --port out" in capsys.readouterr().err
     secret.write_text("0123456789abcdef\n")
     secret.chmod(0o644)
     assert cli.main(["serve", "--secret-file", str(secret)]) == 1

@@ -20,7 +20,7 @@ from rallypoint.cli import show
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.record.events import Event, EventLog
-from rallypoint.record.run_folder import RunFolder, default_root, open_run_folder, past_runs
+from rallypoint.record.run_folder import CUT, RunFolder, default_root, open_run_folder, past_runs
 
 REPORT = Report(
     code="rank-raised",
@@ -150,7 +150,7 @@ def test_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert (told["state"], told["exit_status"], told["code"], told["ranks"]) == ("ended", 1, "rank-raised", 2)
     assert told["timeline"][2] == {"at": 1.3, "who": "ranks 0-1", "what": "joining"}
     assert msgspec.convert(told["reports"], tuple[Report, ...]) == (REPORT,)
-    assert told["logs"][1] == {"rank": 1, "path": str(path / "rank1.log"), "size": 16}
+    assert told["logs"][1] == {"rank": 1, "path": str(path / "rank1.log"), "size": 16, "cut": False}
     [listed] = json.loads(shown(capsys, "--list", "--error-format", "json"))
     assert listed == {name: told[name] for name in listed}
 
@@ -175,6 +175,27 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
         ["20260102-030407-ef56", "2026-01-02 03:04:07", "2.0 s", "2", "launcher killed", command],
         ["20260102-030405-ab12", "2026-01-02 03:04:05", "2.1 s", "2", "1 rank-raised", command],
     ]
+
+
+def test_the_list_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("20260102-030405-ab12")
+    monkeypatch.setenv("COLUMNS", "110")
+    head = "20260102-030405-ab12  2026-01-02 03:04:05  2.1 s  2      1 rank-raised  "
+    assert shown(capsys, "--list").splitlines()[1:] == [
+        f"{head}-n 2 --max-restarts 3 train.py --lr 'a",
+        f"{'':{len(head)}}b'",
+    ]
+    monkeypatch.setenv("COLUMNS", "44")
+    assert (
+        shown(capsys, "--list")
+        == """\
+20260102-030405-ab12
+    exit status 1, rank-raised
+    2026-01-02 03:04:05, 2.1 s on 2 ranks
+    -n 2 --max-restarts 3 train.py --lr 'a
+    b'
+"""
+    )
 
 
 def test_a_run_that_is_removed_while_it_is_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +259,38 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(name: str, content: bytes
     assert "rank 1 raised ValueError" in told  # of the timeline and the report one is left
 
 
+def test_a_full_disk_is_told_later_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Afterwards `show` said that the rank whose log could not be written had printed nothing, and gave no cause."""
+    path = keep("20260102-030405-ab12", (*RAISED[:6], Event(1.92, "report", details={"headline": REPORT.headline}), *RAISED[6:]), ())
+    (path / "rank0.log").chmod(CUT)
+    told = shown(capsys)
+    assert "  logs     rank0.log  0 bytes, cut: it could not be written any more, as when a disk is full\n" in told
+    assert "printed nothing" not in told
+    assert "exit status 1: rank 1 raised ValueError: the learning rate is NaN\n" in told
+    assert "  there is no report.json: it could not be written (a full disk?), or was removed; " in told
+    assert json.loads(shown(capsys, "--error-format", "json"))["logs"][0]["cut"]
+    (path / "rank0.log").unlink()
+    assert "  there is no log of rank 0: it could not be written" in shown(capsys)
+
+
+def test_events_that_end_early_are_no_launcher_that_was_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    path = keep("20260102-030405-ab12", RAISED[:5], ())
+    (path / "events.jsonl").chmod(CUT)
+    told = shown(capsys)
+    assert "  ended    not known: events.jsonl ends early; last heard of 1.3 s after the start\n" in told
+    assert "  events.jsonl ends early: it could not be written any more, as when a disk is full\n" in told
+    assert json.loads(shown(capsys, "--error-format", "json"))["state"] == "unknown"
+    assert " not known " in shown(capsys, "--list")
+
+
+def test_where_it_was_started(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command alone, typed in another folder, starts another train.py."""
+    keep("20260102-030405-ab12", cwd="/srv/work", run_dir="/srv/work/runs/today", run_dir_asked=True)
+    told = shown(capsys)
+    assert "  command  rallypoint run -n 2 --max-restarts 3 --run-dir runs/today train.py --lr 'a b'\n  in       /srv/work\n" in told
+    assert json.loads(shown(capsys, "--error-format", "json"))["folder"] == "/srv/work"
+
+
 def test_a_folder_where_a_file_should_be(capsys: pytest.CaptureFixture[str]) -> None:
     path = keep("20260102-030405-ab12")
     for name in ("report.json", "events.jsonl"):
@@ -286,7 +339,16 @@ def test_the_logs_of_the_ranks_at_fault_come_before_larger_ones(capsys: pytest.C
         (["a", "b"], "error[usage]: show takes one run, and got 2", "rallypoint show --list"),
         (["--list", "cd34"], "error[usage]: --list names no run, and got cd34", "rallypoint show cd34"),
         (["--lst"], "error[option-unknown]: rallypoint show has no option --lst; the nearest is --list", "rallypoint show --list"),
-        (["cd34", "--lst"], "error[option-unknown]: rallypoint show has no option --lst; the nearest is --list", "rallypoint show --list"),
+        (
+            ["cd34", "--lst"],
+            "error[option-unknown]: rallypoint show has no option --lst; the nearest is --list",
+            "rallypoint show --list\n",
+        ),
+        (["-l"], "error[option-unknown]: rallypoint show has no option -l; the nearest is --list", "rallypoint show --list"),
+        (["cd34", "--json"], "error[option-unknown]", "rallypoint show cd34 --error-format=json"),
+        (["--error-format", "text", "cd34", "--json"], "error[option-unknown]", "show --error-format text cd34 --error-format=json"),
+        (["--error-format", "text", "cd34", "-l"], "error[option-unknown]", "rallypoint show --error-format text --list\n"),
+        (["\u2013list"], "error[option-unknown]: \u2013list begins with a dash (U+2013)", "rallypoint show --list"),
     ],
 )
 def test_wrong_usage(argv: list[str], headline: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:

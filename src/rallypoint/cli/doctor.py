@@ -6,8 +6,11 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rallypoint.cli import options
-from rallypoint.cli.main import guarded, help_width, wants_color, width, write_out
+from rallypoint.cli import parser
+from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli.commands import DOCTOR
+from rallypoint.cli.invocation import invoke
+from rallypoint.cli.terminal import wants_color, width, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher import exits
 
@@ -20,16 +23,9 @@ _CLEAR_LINE = "\r\x1b[K"
 
 def main(argv: list[str]) -> int:
     """`rallypoint doctor` with its arguments; the exit status: 0, or 1 when there is a fault."""
-    asked = "text"
 
-    def command() -> int:
-        nonlocal asked
-        line = options.take_apart(argv, {}, "doctor", options.DOCTOR)
-        asked = line.error_format
-        if line.wants_help:
-            write_out(options.doctor_help_text(help_width()))
-            return 0
-        values = options.values(line, "doctor", options.DOCTOR)
+    def act(line: CommandLine) -> int:
+        values = parser.values(line, DOCTOR)
         listen, peers, port_range = values["listen"], values["peer"], values["port_range"]
         if listen is not None or peers:
             _refuse_both(listen is not None and bool(peers), bool(values["only"] or values["skip"]))
@@ -47,7 +43,7 @@ def main(argv: list[str]) -> int:
             return visiting(peers, port_range, screen)
         return examine(_names(values["only"], values["skip"]), screen)
 
-    return guarded(command, lambda: asked)
+    return invoke(DOCTOR, argv, act)
 
 
 def examine(names: tuple[str, ...], screen: _Screen) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rallypoint.cli.main import filled, guarded, help_width, wants_color, width, write_out
+from rallypoint.cli.guard import guarded
+from rallypoint.cli.progress import Progress
+from rallypoint.cli.spelling import nearest as nearest_word
+from rallypoint.cli.terminal import beside, columns, filled, help_width, wants_color, width, write_out
 from rallypoint.diagnosis.causes import CATALOGUE, nearest, page
 from rallypoint.errors import UsageError
 
@@ -34,13 +36,8 @@ one job. `-` is stdin.
 The exit status is 0 when a cause is named (or a page was shown), 1 when the log does not tell it, 2 for what cannot be read.
 """
 
-PROGRESS_AFTER = 1.0
-"""Seconds of reading until a terminal is told how far it is: what is done by then needs no progress."""
-
 QUIET = 2.0
 """Seconds without a byte on stdin until it is said that stdin is read: a job that is piped in may take longer, and nothing is lost."""
-
-PROGRESS_EVERY = 0.5  # seconds between two states of that line: people read no faster
 
 _CODE = re.compile(r"\b(?:error|warning|stopped)\[([a-z]+(?:-[a-z0-9]+)*)\]")
 
@@ -66,44 +63,55 @@ def _taken_apart(argv: Sequence[str]) -> tuple[list[str], str, bool]:
     chosen, wants_help, rest = "text", False, list(argv)
     while rest:
         word = rest.pop(0)
+        name, equals, value = word.replace("_", "-").partition("=")
         if word == "--":
             words += rest
             break
         if word in ("-h", "--help"):
             wants_help = True
-        elif word == "--error-format" or word.startswith("--error-format="):
-            value = word.partition("=")[2] if "=" in word else rest.pop(0) if rest else ""
-            if value not in ("text", "json"):
+        elif name == "--error-format":
+            chosen = value if equals else rest.pop(0) if rest else ""
+            if chosen not in ("text", "json"):
                 raise UsageError(
                     "usage",
-                    f"--error-format is text or json, and got {value or 'nothing'}",
+                    f"--error-format is text or json, and got {chosen or 'nothing'}",
                     help=(("for a program", "--error-format json"),),
                 )
-            chosen = value
-        elif word == "--json":
-            raise UsageError(
-                "option-unknown",
-                "rallypoint explain has no option --json; the nearest is --error-format=json",
-                help=(("use --error-format=json", f"rallypoint explain {shlex.join(['--error-format=json', *words, *rest])}"),),
-            )
+        elif _is_option(word, not words):
+            from rallypoint.cli import commands, suggestions
+
+            raise suggestions.unknown(word, argv, commands.EXPLAIN)
         else:
             words.append(word)
     return words, chosen, wants_help
+
+
+def _is_option(word: str, first: bool) -> bool:
+    """Whether somebody means an option by it, and no word of a message: one that begins the line, or is near one that there is."""
+    if not re.fullmatch(r"--?[a-z][\w-]*(=\S*)?", word):
+        return False
+    name = word.lstrip("-").partition("=")[0].replace("_", "-")
+    return first or word == "--json" or bool(nearest_word(name, ("error-format", "help")))
 
 
 def _explain(words: list[str], error_format: str) -> int:
     if not words:
         if _piped():
             return _of_stdin(error_format)
-        write_out(_list())
+        write_out(_list(columns(sys.stdout) if sys.stdout else None))
         return 0
     if words == ["-"]:
         return _of_stdin(error_format)
-    code = _code(words)
-    if code:
-        terminal = bool(sys.stdout) and sys.stdout.isatty()
-        write_out(_shown(page(code), terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"))
+    codes = [_code(words)] if _code(words) else [_code([word]) for word in words]
+    if all(codes):
+        if sys.stdout:
+            from rallypoint.diagnosis import page_text
+
+            wide, bold = width(sys.stdout), wants_color(sys.stdout)
+            write_out("\n".join(page_text.shown(page(code), wide, bold=bold) for code in codes))
         return 0
+    if not "".join(words).strip():
+        raise UsageError("usage", "the message is empty", help=(("see the codes", "rallypoint explain"),))
     there = [os.path.exists(word) for word in words]
     if all(there):
         return _of_files(words, error_format)
@@ -148,6 +156,11 @@ def _no_file(word: str) -> UsageError:
 
 
 def _no_code(word: str) -> UsageError:
+    kind = _end_of_a_process(word)
+    if kind:
+        return UsageError(
+            "usage", f"there is no code and no file {word}; {kind[0]}", help=(("read what that means", f"rallypoint explain {kind[1]}"),)
+        )
     if word.startswith("-"):
         return UsageError(
             "option-unknown", f"rallypoint explain has no option {word}", help=(("see the options", "rallypoint explain --help"),)
@@ -157,13 +170,34 @@ def _no_code(word: str) -> UsageError:
     return UsageError("usage", f"there is no code and no file {word}", help=helps or (("see the codes", "rallypoint explain"),))
 
 
+def _end_of_a_process(word: str) -> tuple[str, str] | None:
+    """What a signal's name or an exit status says, and the code with the page about it; None when it is neither."""
+    import signal
+
+    name = word.upper() if word.upper().startswith("SIG") else f"SIG{word.upper()}"
+    number = int(word) if re.fullmatch(r"-?[0-9]{1,3}", word) else 0
+    if number:
+        number = -number if number < 0 else number - 128
+        found = {one.value: one for one in signal.Signals}.get(number)
+        if found is None:
+            return ("as an exit status it is what the program itself has said", "rank-exited") if 0 < int(word) < 128 else None
+        said = f"as an exit status it tells of {found.name}"
+    elif name in signal.Signals.__members__:
+        found = signal.Signals[name]
+        said = "it is a signal"
+    else:
+        return None
+    crashes = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+    return said, "rank-crashed" if found in crashes else "rank-killed"
+
+
 # --- logs
 
 
 def _of_files(paths: Sequence[str], error_format: str) -> int:
     from rallypoint.diagnosis.logs import files, reader, speakers, verdict
 
-    with _Progress() as progress:
+    with Progress() as progress:
         found = []
         for path in paths:
             one = reader.Reader(path, speakers.of_file(path) if len(paths) > 1 else speakers.NOBODY)
@@ -183,7 +217,7 @@ def _of_stdin(error_format: str) -> int:
         sys.stderr.flush()
     else:
         _say_that_it_waits()
-    with _Progress() as progress:
+    with Progress() as progress:
         findings = reader.Reader("stdin").read(_counted(files.of_stream(sys.stdin.buffer), lambda done: progress.at("stdin", done, 0)))
     if not findings.empty:
         return _tell(verdict.diagnose(findings), error_format)
@@ -212,7 +246,10 @@ _TYPELESS = "RuntimeError: "
 def _reports_of(message: str) -> tuple[Report, ...]:
     """What a message tells of itself. One that was copied without its beginning is read once more, as the words of some exception."""
     reports = _read_message(message)
-    if reports[0].code != "cause-unknown" or reports[0].said or "\n" in message:
+    from rallypoint.diagnosis.logs.accounts import in_unknown_words
+
+    known = reports[0].code != "cause-unknown" or (bool(reports[0].said) and not in_unknown_words(reports[0]))
+    if known or "\n" in message:
         return reports
     as_exception = _read_message(_TYPELESS + message)
     if as_exception[0].code == "rank-raised":  # the words alone tell nothing
@@ -256,50 +293,10 @@ def _tell(reports: Sequence[Report], error_format: str) -> int:
     return reports[0].exit_status
 
 
-class _Progress:
-    """One line on a terminal's stderr while a long log is read: how far it is. It is gone when the report comes."""
-
-    def __init__(self) -> None:
-        from rallypoint.clock import Clock
-
-        self._clock = Clock()
-        self._next = self._clock.monotonic() + PROGRESS_AFTER
-        self._shown = False
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-    def at(self, name: str, done: int, size: int) -> None:
-        """`done` bytes of `size` were read; 0: nobody knows how many there are."""
-        now = self._clock.monotonic()
-        if now < self._next or not sys.stderr or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-            return
-        of = f" of {_size(size)}" if size else ""
-        sys.stderr.write(f"\r\x1b[Kreading {os.path.basename(name)}: {_size(done)}{of}")
-        sys.stderr.flush()
-        self._shown, self._next = True, now + PROGRESS_EVERY
-
-
-def _size(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
-
-
 # --- pages
 
 
-def _list() -> str:
+def _list(columns: int | None) -> str:
+    """Every code with its meaning: on one line, or fitted to so many columns."""
     wide = max(map(len, CATALOGUE)) + 2
-    return "".join(f"{cause.code:<{wide}}{cause.meaning}\n" for cause in CATALOGUE.values())
-
-
-def _shown(text: str, bold: bool) -> str:
-    """The page without its note for the test suite; headings in bold on a terminal."""
-    lines = [line for line in text.splitlines() if not line.startswith("<!--")]
-    if bold:
-        lines = [f"\x1b[1m{line}\x1b[0m" if line.startswith("#") else line for line in lines]
-    return "\n".join(lines).strip("\n") + "\n"
+    return "".join(beside(f"{cause.code:<{wide}}", cause.meaning, columns) for cause in CATALOGUE.values())

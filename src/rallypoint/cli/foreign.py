@@ -24,15 +24,18 @@ _ACCELERATE = "that is a setting of accelerate's, which its Accelerator(...) tak
 SAME = {
     **dict.fromkeys(
         ("--nprocs", "--np", "--num-procs", "--num-processes", "--num-gpus", "--ntasks", "--ntasks-per-node", "--gpus", "--gpus-per-node",
-         "--procs", "--ppn", "-ppn", "--npernode", "-npernode"),
+         "--procs", "--ppn", "-ppn", "--npernode", "-npernode", "--n", "--ranks", "--world-size"),
         "--nproc-per-node",
     ),
     **dict.fromkeys(("--num-machines", "--num-nodes", "--nodes"), "--nnodes"),
     "--machine-rank": "--node-rank",
     "--main-process-port": "--master-port",
     "--main-process-ip": "--master-addr",
+    **dict.fromkeys(("--bind", "--address", "--addr"), "--host"),
+    "-p": "--port",
+    **dict.fromkeys(("--all", "-a", "-l"), "--list"),
 }  # fmt: skip
-"""What others call an option that is here. None is near the name that it has here."""
+"""What others call an option that is here, for the commands that have it. None is near the name that it has here."""
 
 WHOLE = {"--json": "--error-format=json"}
 """What is an option with its value here, of every command."""
@@ -61,22 +64,52 @@ DIFFERENT = {
 """What is not here, or goes without saying."""
 
 COMMANDS = {
-    **dict.fromkeys(("launch", "start", "exec", "submit", "torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun"), "run"),
-    **dict.fromkeys(("ps", "list", "ls", "log", "logs", "status", "history", "runs"), "show"),
+    **dict.fromkeys(("launch", "start", "exec", "submit", "torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun",
+                     "torch.distributed.run", "torch.distributed.launch"), "run"),
+    **dict.fromkeys(("log", "logs"), "show"),
+    **dict.fromkeys(("ps", "status", "top", "list", "ls", "history", "runs"), "show --list"),
     **dict.fromkeys(("check", "diagnose", "env", "info"), "doctor"),
     **dict.fromkeys(("stack", "dump", "py-spy", "where"), "stacks"),
     **dict.fromkeys(("why", "error"), "explain"),
     "store": "serve",
-}
+}  # fmt: skip
 """What other tools call a command that is here."""
 
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun")
+LIVE = ("ps", "status", "top")
+"""Those that elsewhere tell of what is running at this moment."""
+
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "torch.distributed.run", "torch.distributed.launch")
 """Launchers that somebody writes where the program stands."""
+
+CHECKS = {
+    **dict.fromkeys(("gpu", "gpus", "cuda", "nvidia", "driver"), "devices"),
+    **dict.fromkeys(("cpu", "cpus", "cores"), "processors"),
+    **dict.fromkeys(("disk", "disks", "tmp"), "folders"),
+    **dict.fromkeys(("dns", "hosts", "hostname"), "names"),
+    **dict.fromkeys(("network", "interfaces"), "addresses"),
+    **dict.fromkeys(("torch", "python"), "versions"),
+    "ram": "memory",
+    "/dev/shm": "shm",
+    "ulimit": "limits",
+    "time": "clock",
+}
+"""What somebody calls a check of the doctor's."""
+
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+"""What a word processor or a web page makes of hyphens: hyphen, non-breaking hyphen, figure, en and em dash, horizontal bar, minus."""
 
 
 def hyphened(name: str) -> str:
     """An option's name as the tables have it."""
     return name.replace("_", "-")
+
+
+def with_hyphens(word: str) -> str:
+    """An option that was copied from a text which has made another dash of its hyphens; "" for any other word."""
+    name = word.lstrip(_DASHES + "-")
+    if not name or word[0] not in _DASHES:
+        return ""
+    return f"{'-' if len(name.partition('=')[0]) == 1 else '--'}{name.translate(dict.fromkeys(map(ord, _DASHES), '-'))}"
 
 
 def is_mpi_count(word: str) -> bool:

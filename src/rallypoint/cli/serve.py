@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-import stat
+import shlex
 from typing import TYPE_CHECKING
 
-from rallypoint.cli import options
-from rallypoint.cli.main import guarded, help_width, write_out
+from rallypoint.cli import parser
+from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli.commands import SERVE
+from rallypoint.cli.invocation import invoke
+from rallypoint.cli.port_file import PortFile
+from rallypoint.cli.terminal import write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher import exits
 
@@ -23,19 +26,12 @@ SECRET_NAME = "secret"
 
 def main(argv: list[str]) -> int:
     """`rallypoint serve` with its arguments; the exit status: 0 after SIGTERM or SIGHUP, 130 after Ctrl-C."""
-    asked = "text"
 
-    def command() -> int:
-        nonlocal asked
-        line = options.take_apart(argv, {}, "serve", options.SERVE)
-        asked = line.error_format
-        if line.wants_help:
-            write_out(options.serve_help_text(help_width()))
-            return 0
-        values = options.values(line, "serve", options.SERVE)
+    def act(line: CommandLine) -> int:
+        values = parser.values(line, SERVE)
         return serve(values["host"], values["port"], values["port_file"], values["secret_file"], values["max_bytes"], values["port_range"])
 
-    return guarded(command, lambda: asked)
+    return invoke(SERVE, argv, act)
 
 
 def serve(
@@ -55,7 +51,7 @@ def serve(
     from rallypoint.store.place import secret_from_file
     from rallypoint.store.server import Server
 
-    port_kept = None if port_file is None else _PortFile(port_file)  # looks at it, before anything is started
+    port_kept = None if port_file is None else PortFile(port_file)  # looks at it, before anything is started
     logger(loud=True)
     # First of all: between here and serving, a signal must not leave files behind.
     signals = SignalLog((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
@@ -64,7 +60,16 @@ def serve(
     try:
         if secret_file is None:
             folder, secret_file = _new_secret()
-        secret = secret_from_file(secret_file)
+        try:
+            secret = secret_from_file(secret_file)
+        except EnvironmentProblem as error:
+            if error.help or os.path.exists(secret_file):
+                raise
+            raise EnvironmentProblem(
+                error.code,
+                error.headline,
+                help=(("make one", f"(umask 077 && head -c 32 /dev/urandom | base64 > {shlex.quote(secret_file)})"),),
+            ) from error
         try:
             server = Server(host=host, port=port, port_range=port_range, max_bytes=max_bytes, secret=secret)
         except (UsageError, EnvironmentProblem) as error:
@@ -87,8 +92,6 @@ def serve(
 
 
 def _announce(server: Server, secret_file: str) -> None:
-    import shlex
-
     gib = server.limits.store_bytes / 1024**3
     path = shlex.quote(os.path.abspath(secret_file))
     write_out(
@@ -101,6 +104,8 @@ def _with_options(error: UsageError | EnvironmentProblem) -> UsageError | Enviro
     """An error about what `Server` was called with, its help in terms of our options."""
     options = {'max_bytes="2GiB"': "--max-bytes 2GiB", "port=0": "--port 0", 'host="127.0.0.1"': "--host 127.0.0.1"}
     help = tuple((sentence, options.get(command, command)) for sentence, command in error.help)
+    if error.code == "port-invalid" and not help:  # --port lies outside --port-range: its reader has seen to the rest
+        help = (("leave --port out: a free one of the range is taken", ""),)
     return type(error)(error.code, error.headline, why=error.why, help=help)
 
 
@@ -135,74 +140,6 @@ def _new_secret() -> tuple[str, str]:
             help=(("name a file for it", "rallypoint serve --secret-file F"),),
         ) from error
     return folder, path
-
-
-class _PortFile:
-    """The file that holds the port while the server lives. Whoever waits for it finds nothing, or all of it.
-
-    What is there already is replaced only when it is what a server has left behind: a regular file with a port in it.
-    """
-
-    def __init__(self, path: str) -> None:
-        """`UsageError` for a file that is not ours to replace; nothing is written yet."""
-        self._path = path
-        self._fd = -1  # kept open, so that no other file gets the number of ours
-        self._text = b""
-        self._check()
-
-    def write(self, port: str) -> None:
-        import secrets
-
-        self._check()  # once more: it may have come since
-        self._text = f"{port}\n".encode("ascii")
-        beside = f"{self._path}.{secrets.token_hex(4)}"
-        made = False
-        try:
-            self._fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            made = True
-            os.write(self._fd, self._text)
-            os.replace(beside, self._path)
-        except OSError as error:
-            if made:
-                _remove(beside)
-            self._close()
-            raise self._refused(f"the port cannot be written to {self._path}: {os.strerror(error.errno or 0)}") from error
-
-    def remove(self) -> None:
-        """Remove the file if it still is the one that was written: another server may have put its own in its place."""
-        if self._fd < 0:
-            return
-        try:
-            ours, there = os.fstat(self._fd), os.lstat(self._path)
-            if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino) and os.pread(self._fd, 64, 0) == self._text:
-                os.unlink(self._path)
-        except OSError:  # it is not there, or no longer ours to remove
-            pass
-        self._close()
-
-    def _check(self) -> None:
-        try:
-            if not stat.S_ISREG(os.lstat(self._path).st_mode):
-                raise self._refused(f"{self._path} is no regular file, and is not replaced by one with the port")
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                content = os.read(fd, 64)
-            finally:
-                os.close(fd)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise self._refused(f"the port cannot be written to {self._path}: {os.strerror(error.errno or 0)}") from error
-        if not re.fullmatch(rb"[0-9]{1,5}\n?", content):
-            raise self._refused(f"{self._path} holds something else than a port, and is not replaced")
-
-    def _refused(self, headline: str) -> UsageError:
-        return UsageError("usage", headline, help=(("name another file", "--port-file F"),))
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
 
 
 def _remove_folder(folder: str) -> None:

@@ -12,8 +12,11 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.cli import options
-from rallypoint.cli.main import guarded, help_width, wants_color, width, write_out
+from rallypoint.cli import parser
+from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli.commands import SHOW
+from rallypoint.cli.invocation import invoke
+from rallypoint.cli.terminal import beside, columns, wants_color, width, write_out
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import UsageError
@@ -25,46 +28,48 @@ from rallypoint.record.timeline import Row
 MOST_ROWS = 60
 """Lines of a timeline: two screens. A run with many restarts has its beginning and its end, and the number of the lines between."""
 
+LEAST_OF_COMMAND = 24
+"""Columns of the list that a command needs beside the rest of its line."""
+
 MOST_RANKS_QUOTED = 3  # ranks at fault whose last lines are shown; what more of them said is mostly the same
 MOST_LINES_QUOTED = 10  # of each: as in a report
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+_NO_END = "events.jsonl ends early"
 
 LOGS_LISTED = 8  # log files that are named one by one
 
 
 def main(argv: list[str]) -> int:
     """`rallypoint show` with its arguments; the exit status: 0 when something was shown."""
-    asked = "text"
 
-    def command() -> int:
-        nonlocal asked
-        line, words = options.take_apart_anywhere(argv, "show", options.SHOW)
-        asked = line.error_format
-        if line.wants_help:
-            write_out(options.show_help_text(help_width()))
-            return 0
-        values = options.values(line, "show", options.SHOW)
-        root = default_root(os.environ)
-        now = datetime.datetime.now().timestamp()
+    def act(line: CommandLine) -> int:
+        values, words = parser.values(line, SHOW), line.words
+        root, now = default_root(os.environ), datetime.datetime.now().timestamp()
+        as_json = values["error_format"] == "json"
         if values["list"]:
-            if words:
-                raise UsageError(
-                    "usage", f"--list names no run, and got {words[0]}", help=(("see one run", f"rallypoint show {words[0]}"),)
-                )
-            runs = list(_kept(root))
-            write_out(_json([_summary(run, now) for run in runs]) if asked == "json" else listed(runs, root, now))
-            return 0
+            return _show_list(words, root, now, as_json)
         if len(words) > 1:
             raise UsageError("usage", f"show takes one run, and got {len(words)}", help=(("see what is kept", "rallypoint show --list"),))
         run = kept_run.read(kept_run.find(root, *words))
-        if asked == "json" or not sys.stdout:
+        if as_json or not sys.stdout:
             write_out(_json(document(run, now)))
         else:
-            write_out(text(run, now, columns=width(sys.stdout), color=wants_color(sys.stdout)))
+            write_out(text(run, now, wide=width(sys.stdout), color=wants_color(sys.stdout)))
         return 0
 
-    return guarded(command, lambda: asked)
+    return invoke(SHOW, argv, act)
+
+
+def _show_list(words: Sequence[str], root: str, now: float, as_json: bool) -> int:
+    if words:
+        raise UsageError("usage", f"--list names no run, and got {words[0]}", help=(("see one run", f"rallypoint show {words[0]}"),))
+    runs = list(_kept(root))
+    write_out(
+        _json([_summary(run, now) for run in runs]) if as_json else listed(runs, root, now, columns(sys.stdout) if sys.stdout else None)
+    )
+    return 0
 
 
 def _kept(root: str) -> Iterator[KeptRun]:
@@ -87,13 +92,13 @@ def reports_of(run: KeptRun) -> tuple[tuple[Report, ...], str]:
 # --- text
 
 
-def text(run: KeptRun, now: float, *, columns: int = 92, color: bool = False) -> str:
+def text(run: KeptRun, now: float, *, wide: int = 92, color: bool = False) -> str:
     """All of it, as a person reads it. Pure, but for the last lines of logs, which are read here."""
     reports, damage = reports_of(run)
     blocks = [
         _labelled(_header(run, reports, now)),
         "\n".join(_timeline(timeline.whole(run.events))),
-        render.text(reports, width=columns, color=color) if reports else "",
+        render.text(reports, width=wide, color=color) if reports else "",
         *_last_words(run, reports),
         _labelled(_logs(run, reports)),
         "\n".join(f"  {line}" for line in (*run.damage, *filter(None, [damage]))),
@@ -107,6 +112,7 @@ def _header(run: KeptRun, reports: Sequence[Report], now: float) -> list[tuple[s
     return [
         ("run", run.name),
         ("command", command or "not known: plan.json does not tell"),
+        *([("in", render.plain(run.plan.cwd))] if command and run.plan.cwd else []),
         *([("ranks", f"{run.plan.world.local_size}{torch}")] if command else []),
         ("began", _date(run.began)),
         ("ended", how(run, reports, now)),
@@ -121,8 +127,9 @@ def how(run: KeptRun, reports: Sequence[Report], now: float) -> str:
         )
     if run.status is None:
         last = f"; last heard of {_span(run.took)} after the start" if run.events else ""
-        return f"the launcher was killed, or the machine went down{last}"
-    because = f": {render.plain(reports[0].headline)}" if reports else ""
+        return f"not known: {_NO_END}{last}" if run.events_cut else f"the launcher was killed, or the machine went down{last}"
+    headline = reports[0].headline if reports else run.reported
+    because = f": {render.plain(headline)}" if headline else ""
     return f"after {_span(run.took)} with exit status {run.status}{because}"
 
 
@@ -157,10 +164,14 @@ def _last_words(run: KeptRun, reports: Sequence[Report]) -> list[str]:
 
 
 def _logs(run: KeptRun, reports: Sequence[Report]) -> list[tuple[str, str]]:
-    """Where the logs are, and how large: those of the ranks at fault, then the largest. Empty ones are only counted."""
+    """Where the logs are, and how large: of the ranks at fault, then those that were cut, then the largest. Empty ones are only counted."""
     at_fault = {rank for report in reports for rank in report.ranks}
-    full = sorted((log for log in run.logs if log.size), key=lambda log: (log.rank not in at_fault, -log.size, log.rank))
-    lines = [f"{os.path.basename(log.path)}  {_size(log.size)}" for log in sorted(full[:LOGS_LISTED])]
+    full = sorted(
+        (log for log in run.logs if log.size or log.cut), key=lambda log: (log.rank not in at_fault, not log.cut, -log.size, log.rank)
+    )
+    lines = [
+        f"{os.path.basename(log.path)}  {_size(log.size)}{f', cut: {kept_run.UNWRITABLE}' * log.cut}" for log in sorted(full[:LOGS_LISTED])
+    ]
     more, empty = len(full) - LOGS_LISTED, len(run.logs) - len(full)
     lines += [f"and {more} more"] if more > 0 else []
     lines += [f"{empty} rank{'s' * (empty > 1)} printed nothing"] if empty else []
@@ -176,8 +187,9 @@ def _labelled(lines: Sequence[tuple[str, str]]) -> str:
 # --- the list
 
 
-def listed(runs: Sequence[KeptRun], root: str, now: float) -> str:
-    """A line for each run: its name, when, how long, how many ranks, how it ended, the command."""
+def listed(runs: Sequence[KeptRun], root: str, now: float, columns: int | None = None) -> str:
+    """A line for each run: its name, when, how long, how many ranks, how it ended, the command. Fitted to so many columns: long commands
+    are filled beside the rest, and where there is no room for them each run has some lines of its own."""
     if not runs:
         return f"no run is kept in {root}\n"
     rows = []
@@ -187,15 +199,27 @@ def listed(runs: Sequence[KeptRun], root: str, now: float) -> str:
         rows.append((run.name, _date(run.began), _duration(run, now), ranks, _end(run, reports), _command(run)))
     header = ("run", "began", "took", "ranks", "ended", "command")
     wide = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, wide, strict=False)), row[-1]]).rstrip() for row in (header, *rows)]
-    return "\n".join(lines) + "\n"
+    heads = ["".join(f"{cell:<{w}}  " for cell, w in zip(row, wide, strict=False)) for row in (header, *rows)]
+    if columns is not None and columns - len(heads[0]) < LEAST_OF_COMMAND:
+        return "".join(_apart(row, columns) for row in rows)
+    return "".join(beside(head, row[-1], columns) for head, row in zip(heads, (header, *rows), strict=True))
+
+
+def _apart(row: Sequence[str], columns: int) -> str:
+    """A run on lines of its own."""
+    name, began, took, ranks, ended, command = row
+    of = "" if ranks == "-" else f" on {ranks} rank{'s' * (ranks != '1')}"
+    ended = f"exit status {ended.replace(' ', ', ')}" if ended[0].isdecimal() else ended
+    return beside(f"{name}  ", ended, columns) + "".join(
+        beside("    ", words, columns) for words in (f"{began}, {took}{of}", command) if words
+    )
 
 
 def _end(run: KeptRun, reports: Sequence[Report]) -> str:
     if run.running:
         return "still running"
     if run.status is None:
-        return "launcher killed"
+        return "not known" if run.events_cut else "launcher killed"
     return f"{run.status} {reports[0].code}" if reports else str(run.status)
 
 
@@ -216,10 +240,11 @@ def _summary(run: KeptRun, now: float) -> dict[str, Any]:
         "run": run.name,
         "path": run.path,
         "command": kept_run.command(run.plan),
+        "folder": run.plan.cwd,
         "ranks": run.plan.world.local_size,
         "began": datetime.datetime.fromtimestamp(run.began).astimezone().isoformat(timespec="seconds"),
         "seconds": max(now - run.began, run.took) if run.running else run.took,
-        "state": "running" if run.running else "killed" if run.status is None else "ended",
+        "state": "running" if run.running else "ended" if run.status is not None else "unknown" if run.events_cut else "killed",
         "exit_status": run.status,
         "code": reports[0].code if reports else None,
     }

@@ -9,8 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rallypoint.cli import options
-from rallypoint.cli.main import guarded, help_width, width, write_out
+from rallypoint.cli import parser
+from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli.commands import STACKS
+from rallypoint.cli.invocation import invoke
+from rallypoint.cli.terminal import width, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
@@ -23,24 +26,17 @@ SOURCE_BYTES_MOST = 2 * 1024 * 1024  # a larger file is generated, and its lines
 
 def main(argv: list[str]) -> int:
     """`rallypoint stacks` with its arguments; the exit status: 0 when the ranks were shown."""
-    asked = "text"
 
-    def command() -> int:
-        nonlocal asked
-        line, words = options.take_apart_anywhere(argv, "stacks", options.STACKS)
-        asked = line.error_format
-        if line.wants_help:
-            write_out(options.stacks_help_text(help_width()))
-            return 0
-        options.values(line, "stacks", options.STACKS)
+    def act(line: CommandLine) -> int:
+        values, words = parser.values(line, STACKS), line.words
         if len(words) > 1:
             raise UsageError("usage", f"stacks takes one run, and got {len(words)}", help=(("ask one", f"rallypoint stacks {words[0]}"),))
         path, others = chosen(words)
         found = ask(path)
-        write_out(as_json(found) if asked == "json" else as_text(found, others))
+        write_out(as_json(found) if values["error_format"] == "json" else as_text(found, others))
         return 0
 
-    return guarded(command, lambda: asked)
+    return invoke(STACKS, argv, act)
 
 
 def chosen(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:

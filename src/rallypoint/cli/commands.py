@@ -1,0 +1,117 @@
+"""The commands whose options stand in a table: their words, and what `--help` says around the options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from rallypoint.cli import options
+from rallypoint.cli.options import Option
+
+Words = Literal["program", "own", "none"]
+"""What is no option: a program and its arguments, behind our options and untouched; the command's own words, among its options; nothing."""
+
+
+def _nothing() -> str:
+    return ""
+
+
+def _checks() -> str:
+    from rallypoint.diagnosis.doctor import NAMES
+
+    return f"The checks: {', '.join(NAMES)}."
+
+
+def _run_ends() -> str:
+    return (
+        "The exit status is 0 when every rank ended with 0, else that of the first cause: 1 when the program raised, or the job could "
+        "not be started on this machine; a rank's own exit code; 128+n when signal n ended a rank or stopped the job (130: Ctrl-C); "
+        "2 for wrong usage, or a program that is not there; 70 for a fault of rallypoint's own."
+    )
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """One command."""
+
+    name: str
+    options: tuple[Option, ...]
+    words: Words
+    head: str  # of `--help`, before the options
+    foot: Callable[[], str] = _nothing  # behind them
+
+
+RUN = Command(
+    name="run",
+    options=options.RUN,
+    words="program",
+    foot=_run_ends,
+    head="""\
+usage: rallypoint run [options] script.py [arguments of the script]
+       rallypoint run [options] -m package.module [arguments]
+       rallypoint run [options] --no-python ./program [arguments]
+
+Start the ranks (processes) of a PyTorch job on this machine, bring them together, and say what happened when one fails.
+What stands after the program's name belongs to the program. Options may be written with _ for - inside, and
+not abbreviated. torchrun's PET_* variables set its options too.
+""",
+)
+
+SHOW = Command(
+    name="show",
+    options=options.SHOW,
+    words="own",
+    head="""\
+usage: rallypoint show [options] [RUN]
+
+A run again: how it was started and how it ended, what happened when, the report as it was, and where the logs are.
+RUN is a run's name, a part of it that only one run has, or the path of a run folder; without it the newest run.
+""",
+)
+
+SERVE = Command(
+    name="serve",
+    options=options.SERVE,
+    words="none",
+    head="""\
+usage: rallypoint serve [options]
+
+Start a coordination store and keep it running until Ctrl-C or SIGTERM. Whoever knows the secret may use it:
+rallypoint.connect() with RALLYPOINT_STORE and RALLYPOINT_SECRET_FILE set as this command prints them.
+""",
+)
+
+STACKS = Command(
+    name="stacks",
+    options=options.STACKS,
+    words="own",
+    head="""\
+usage: rallypoint stacks [RUN] [options]
+
+Where every rank of a running job is: one sentence, then the Python stacks, ranks at the same place together and the odd
+ones first. RUN is a run's name or a part of it, its folder (of a job with --run-dir), or nothing: the newest that runs.
+Nothing is stopped; each rank is asked once, by a signal, and goes on.
+""",
+)
+
+DOCTOR = Command(
+    name="doctor",
+    options=options.DOCTOR,
+    words="none",
+    foot=_checks,
+    head="""\
+usage: rallypoint doctor [options]
+       rallypoint doctor --listen PORT       on one machine, and
+       rallypoint doctor --peer HOST:PORT    on another: the way between them
+
+Look at this machine before a job does: a line for each check, [ok], [?] for what could not be looked at, [!] for what a
+job may run into and [x] for what is broken or will break most, with what to do. The exit status is 1 after any [x].
+Nothing is changed, and no GPU is used but for the trial job at the end, which starts two ranks and times an all_reduce.
+""",
+)
+
+# Only for what is said of a wrong line: `explain` answers a code without this table, and its words may be a message, with dashes.
+EXPLAIN = Command(name="explain", options=options.EXPLAIN, words="own", head="")
+
+BY_NAME = {command.name: command for command in (RUN, SHOW, SERVE, STACKS, DOCTOR, EXPLAIN)}

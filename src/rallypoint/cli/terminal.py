@@ -1,0 +1,107 @@
+"""Where commands write: stdout and stderr, in colour or not, and in how many columns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TextIO
+
+from rallypoint.host import terminal
+
+
+class OutputLost(Exception):
+    """Standard output takes nothing, as when a disk is full."""
+
+
+def write_out(text: str) -> None:
+    """Write to stdout now: whatever a command prints there. Nothing when it was closed at the start, as Python's own `print`.
+
+    `OutputLost`; `BrokenPipeError` when the reader has gone.
+    """
+    if not sys.stdout:
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_stdout()
+        raise OutputLost(f"cannot write to stdout: {os.strerror(error.errno or 0)}") from error
+
+
+def write_err(text: str) -> None:
+    """Write to stderr, if there is one and it takes anything: the exit status tells in any case."""
+    if sys.stderr:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def discard_stdout() -> None:
+    """What could not be written is kept, and the interpreter tries it once more at its end: then it must work."""
+    if sys.stdout:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def wants_color(stream: TextIO) -> bool:
+    """https://no-color.org and https://force-color.org: set and not empty; otherwise colour is for terminals."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def help_width() -> int:
+    """Columns of a help text."""
+    return width(sys.stdout) if sys.stdout else terminal.WIDEST
+
+
+def filled(text: str, columns: int) -> str:
+    """A text for `--help`, its paragraphs filled to so many columns; what is indented, and the lines of use, stay as they are."""
+    import textwrap
+
+    def part(paragraph: str) -> str:
+        if paragraph.startswith(("usage:", " ")):
+            return paragraph
+        return "\n".join(textwrap.wrap(" ".join(paragraph.split()), columns, break_long_words=False, break_on_hyphens=False))
+
+    return "\n\n".join(map(part, text.strip("\n").split("\n\n"))) + "\n"
+
+
+def columns(stream: TextIO) -> int | None:
+    """Columns of a stream, for what need not be prose: COLUMNS, else the terminal's; None when there is neither."""
+    try:
+        fd = stream.fileno()
+    except (OSError, ValueError):  # a stream without a descriptor
+        fd = -1
+    return terminal.columns(fd)
+
+
+def width(stream: TextIO) -> int:
+    """Columns to write prose in: COLUMNS, else the terminal's, else 92, and at most 100."""
+    return terminal.prose_columns(columns(stream))
+
+
+FEWEST_BESIDE, BELOW = 24, 4
+"""Columns that a row's last words need to stand beside the others, and how far in they stand below them where there are fewer."""
+
+
+def beside(head: str, words: str, columns: int | None) -> str:
+    """A row whose last words may be long: beside its head, and filled there or below it where the row is longer than so many columns.
+
+    None: one line, however long. `head` ends with the blanks before the words.
+    """
+    if columns is None or len(head) + len(words) <= columns:
+        return f"{head}{words}".rstrip() + "\n"
+    import textwrap
+
+    below = bool(head.strip()) and columns - len(head) < FEWEST_BESIDE
+    indent = min(BELOW, columns // 4) if below else len(head)
+    lines = textwrap.wrap(words, max(columns - indent, 8), break_long_words=False, break_on_hyphens=False)
+    first = [] if below else [head + lines.pop(0)]
+    return "\n".join([*([head.rstrip()] if below else first), *(" " * indent + line for line in lines)]) + "\n"

@@ -1,0 +1,118 @@
+"""What the options of `run` mean together."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.cli import options, parser, request
+from rallypoint.errors import UsageError
+from rallypoint.launcher.plan import Options
+
+
+def parse(line: str | list[str], **environ: str) -> Options:
+    argv = line.split() if isinstance(line, str) else line
+    return request.read(parser.take_apart(argv, environ))
+
+
+def refused(line: str | list[str], **environ: str) -> UsageError:
+    argv = line.split() if isinstance(line, str) else line
+    with pytest.raises(UsageError) as refusal:
+        request.read(parser.take_apart(argv, environ))
+    return refusal.value
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--nnodes 2",
+        "--nnodes 1:2",
+        "--nnodes=1:4 --standalone",
+        "--node-rank 1",
+        "--rdzv-backend etcd-v2",
+        "--rdzv-backend=etcd",
+        "--rdzv-backend c10d --rdzv-endpoint etcd://node07:2379",
+    ],
+)
+def test_several_nodes_are_refused(line: str) -> None:
+    error = refused(f"{line} train.py")
+    assert error.code == "several-nodes"
+    assert "comes with multi-node support" in error.headline
+
+
+@pytest.mark.parametrize(
+    "line", ["--nnodes 1", "--nnodes=1:1", "--node-rank 0", "--rdzv-backend static", "--rdzv-backend c10d", "--standalone"]
+)
+def test_one_node_is_fine(line: str) -> None:
+    wanted = parse(f"{line} train.py")
+    assert (wanted.master_addr, wanted.master_port, wanted.notes) == ("", 0, ())
+
+
+@pytest.mark.parametrize(
+    ("line", "address", "port", "ignored"),
+    [
+        ("--master-addr localhost --master-port 29500", "localhost", 29500, 0),
+        ("--master-addr [::1]", "::1", 0, 0),
+        ("--rdzv-endpoint localhost:29501", "localhost", 29501, 0),
+        ("--rdzv-endpoint localhost", "localhost", 0, 0),
+        ("--rdzv-endpoint [::1]:29501", "::1", 29501, 0),
+        ("--rdzv-endpoint ::1", "::1", 0, 0),
+        ("--rdzv-backend c10d --rdzv-endpoint node07:0 --master-port 29500", "node07", 0, 1),
+        ("--rdzv-backend c10d --master-port 29500 --master-addr x", "", 0, 2),
+        ("--standalone --rdzv-backend etcd --rdzv-endpoint far:1 --rdzv-id 3 --master-addr far --master-port 29500", "", 0, 5),
+    ],
+)
+def test_meeting_point(line: str, address: str, port: int, ignored: int) -> None:
+    wanted = parse(f"{line} train.py")
+    assert (wanted.master_addr, wanted.master_port) == (address, port)
+    assert len([note for note in wanted.notes if "is ignored with" in note]) == ignored == len(wanted.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("--rdzv-endpoint file:///shared/dir/job", "/shared/dir/job"),
+        ("--rdzv-backend c10d --rdzv-endpoint=file:///shared/job/", "/shared/job"),
+        ("--rdzv-endpoint file:///shared/job --rdzv-id a/7", "/shared/job.a_7"),
+        ("--standalone --rdzv-endpoint file:///shared/job", ""),
+        ("--rdzv-endpoint localhost:29500", ""),
+    ],
+)
+def test_a_place_on_a_shared_file_system(line: str, place: str) -> None:
+    wanted = parse(f"{line} train.py")
+    assert (wanted.rendezvous, wanted.master_addr) == (place, "localhost" if "localhost" in line else "")
+
+
+@pytest.mark.parametrize(
+    ("url", "wrong"),
+    [
+        ("file://tmp/job", "takes 'tmp' for a host: a whole path has three slashes, file:///tmp/job"),
+        ("file://./job", "takes '.' for a host: a whole path has three slashes, file:///./job"),
+        ("file:///", "names no place"),
+        ("file://", "takes '' for a host: a whole path has three slashes, file:///"),
+    ],
+)
+def test_a_place_that_is_none(url: str, wrong: str) -> None:
+    assert refused(f"--rdzv-endpoint {url} train.py").headline == f"--rdzv-endpoint {url} {wrong}"
+
+
+def test_standalone_ignores_the_id() -> None:
+    assert parse("--rdzv-id 7 train.py").run_id == "7"
+    wanted = parse("--standalone --rdzv-id 7 train.py")
+    assert wanted.run_id == ""
+    assert wanted.notes == ("--rdzv-id 7 is ignored with --standalone, as torchrun does",)
+
+
+@pytest.mark.parametrize("option", [o for o in options.RUN if o.fate == "accepted"], ids=lambda o: o.key)
+def test_accepted_options_say_so_once(option: options.Option) -> None:
+    text = option.example.split()[1] if option.example else "x"
+    wanted = parse([option.names[0], text, "train.py"])
+    assert wanted.notes == (f"{option.names[0]} has no effect here: {option.why}",)
+    if option.variable:
+        assert parse("train.py", **{option.variable: text}).notes == wanted.notes
+
+
+def test_a_variable_that_makes_the_program_a_module_is_named() -> None:
+    with pytest.raises(UsageError) as refusal:
+        parse("train.py", PET_MODULE="1")
+    assert refusal.value.headline == "train.py is not a module's name, and PET_MODULE=1 says that the program is one"
+    assert refusal.value.help == (("leave that to -m", "unset PET_MODULE"),)
