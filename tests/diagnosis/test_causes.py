@@ -13,7 +13,7 @@ import pytest
 
 from rallypoint import errors
 from rallypoint.cli import main as cli
-from rallypoint.diagnosis import error_pages
+from rallypoint.diagnosis import error_pages, page_text
 from rallypoint.diagnosis.causes import CATALOGUE, cuda_in_template, nearest, page, spawn_inside_run
 from rallypoint.store.unreachable import CODES
 from rallypoint.wire.messages import FAILURES, REFUSALS
@@ -76,13 +76,15 @@ def test_every_code_is_in_the_index_once() -> None:
     assert sorted(listed) == sorted((cause.code, cause.meaning) for cause in CATALOGUE.values())
 
 
-def test_a_page_in_the_documentation_is_the_one_of_explain(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_in_the_documentation_is_the_one_of_explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert cli.main(["explain", "rank-killed"]) == 0
-    assert error_pages.written("rank-killed") == capsys.readouterr().out + "\n---\n\n[all errors](README.md)\n"
+    assert page_text.shown(error_pages.written("rank-killed"), 92) == capsys.readouterr().out + "\n---\n\n[all errors](README.md)\n"
 
 
 def test_codes_that_are_nearly_right() -> None:
-    assert nearest("rank-kiled")[0] == "rank-killed"
+    assert nearest("rank-kiled") == ("rank-killed",)
+    assert nearest("rank-rased") == ("rank-raised",), "others are much less alike"
     assert nearest("Rank Killed")[0] == "rank-killed"
     assert "rank-out-of-memory" in nearest("memory")
     assert nearest("xyzzy") == ()

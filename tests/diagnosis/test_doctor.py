@@ -33,6 +33,7 @@ from rallypoint.diagnosis.checks import (
 )
 from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, size
 from rallypoint.diagnosis.checks.peer import Met, Side
+from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host.addresses import Host
 from rallypoint.host.devices import Build, Device, Found, Look, Process, Visible
@@ -231,7 +232,12 @@ def test_the_loopback() -> None:
 @pytest.mark.parametrize(
     ("facts", "mark", "code", "words"),
     [
-        (ports.Facts(32768, 60999, used=12, waiting=3), "ok", "", "the kernel gives out 32768-60999, 12 of these are in use and 3"),
+        (
+            ports.Facts(32768, 60999, used=12, waiting=3),
+            "ok",
+            "",
+            "the kernel gives out 32768-60999: 12 in use, 3 connections in TIME_WAIT",
+        ),
         (ports.Facts(32768, 60999, used=None), "unknown", "", "not known"),
         (ports.Facts(1024, 60999), "ok", "", "29500, torchrun's port, is one of them"),
         (ports.Facts(40000, 41000, used=10), "note", "ports-exhausted", "991 ports are free"),
@@ -325,6 +331,7 @@ def test_folders(tmp_path: Path) -> None:
     assert only(folders.judge(folders.Facts((well,), "/tmp"))).fact == "temporary files in /tmp (10.0 GiB free); sockets in /tmp"
     for folder, mark, code, words in [
         (well._replace(problem="Read-only file system"), "fault", "folder-unusable", "cannot be written, /tmp: Read-only file system"),
+        (well._replace(problem="No space left on device"), "fault", "folder-unusable", "cannot be written, /tmp: No space left"),
         (well._replace(free=3 * MIB), "note", "folder-unusable", "temporary files in /tmp: 3.0 MiB are free"),
         (well._replace(files=4), "note", "folder-unusable", "temporary files in /tmp: 4 more files can be made"),
         (well._replace(use="run folders", problem="Permission denied"), "note", "run-folder-unwritable", "Permission denied"),
@@ -335,6 +342,10 @@ def test_folders(tmp_path: Path) -> None:
     asked = folders.PassedOver("TMPDIR", "/nope", "No such file or directory")
     passed = only(folders.judge(folders.Facts((well,), "/tmp", passed_over=(asked,))))
     assert shown(passed) == ("note", "folder-unusable", "TMPDIR=/nope cannot be used and is passed over: No such file or directory")
+    full = asked._replace(path=str(tmp_path), problem="No space left on device")
+    assert only(folders.judge(folders.Facts((well,), "/tmp", passed_over=(full,)))).help[0].command.startswith(f"df -h {tmp_path};")
+    readonly = full._replace(problem="Read-only file system")
+    assert only(folders.judge(folders.Facts((well,), "/tmp", passed_over=(readonly,)))).help[0].command == "export TMPDIR=DIR"
     none = only(folders.judge(folders.Facts((well,), no_sockets=("/tmp: Permission denied",))))
     assert (none.mark, none.code, none.why) == ("fault", "socket-unavailable", ("/tmp: Permission denied",))
 
@@ -459,6 +470,29 @@ def test_nccl_is_tried_with_two_gpus_and_after_gloo_alone() -> None:
     works = False
     assert len(trial.check(start, True, lambda: 8)) == 1
     assert shown(only(trial.check(start, False, lambda: 8)))[:2] == ("note", "torch-missing")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seen"),
+    [
+        (trial.Outcome(1.0, problem="rallypoint's template was ended by SIGKILL", code="launcher-died"), "template was ended by SIGKILL"),
+        (
+            trial.Outcome(1.0, reports=(Report(code="rank-killed", headline="rank 1 was killed by SIGKILL"),)),
+            "rank 1 was killed by SIGKILL",
+        ),
+    ],
+)
+def test_a_trial_job_for_which_memory_did_not_suffice(monkeypatch: pytest.MonkeyPatch, outcome: trial.Outcome, seen: str) -> None:
+    counts = iter([2, 4, 4, 4])
+    monkeypatch.setattr(trial, "memory_counters", lambda: MemoryCounters(next(counts), 64 * MIB, path="/sys/fs/cgroup/memory.events"))
+    finding = only(trial.check(lambda *asked: outcome, True, lambda: 0))
+    assert shown(finding) == (
+        "fault",
+        "rank-out-of-memory",
+        "2 ranks over gloo failed: memory ran out, and the kernel killed 2 processes of this control group, which may use 64.0 MiB",
+    )
+    assert seen in finding.why[-1]
+    assert only(trial.check(lambda *asked: outcome, True, lambda: 0)).code == (outcome.code or "rank-killed")  # nothing killed now
 
 
 # --- two machines ----------------------------------------------------------------------------------------------------
@@ -593,6 +627,28 @@ def noisy():
     ]
 
 
+def test_a_check_that_the_kernel_killed_for_memory_is_no_fault_of_ours() -> None:
+    body = """
+import tempfile
+from rallypoint.diagnosis import evidence
+counted = tempfile.NamedTemporaryFile("w+")  # the kernel's count, which a kill raises
+evidence.memory_counters = lambda: evidence.MemoryCounters(os.path.getsize(counted.name), 64 << 20, path="/sys/fs/cgroup/memory.events")
+def grow():
+    os.write(counted.fileno(), b"x")
+    os.kill(os.getpid(), signal.SIGKILL)
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    found = run(body, "('a',), 5.0, grow", "('b',), 5.0, killed")
+    assert [(one["code"], one["fact"]) for one in found] == [
+        (
+            "rank-out-of-memory",
+            "memory ran out: what looked was killed, and the kernel has killed in this control group, which may use 64.0 MiB",
+        ),
+        ("internal-error", "the check was ended by signal 9"),
+    ]
+
+
 def test_only_what_is_wanted_runs_and_what_needs_a_broken_one_is_left_out() -> None:
     body = (
         "def broken():\n    return [fault('limit-low', 'broken'), ok('fine', 'c')]\ndef never():\n    os.kill(os.getppid(), signal.SIGKILL)"
@@ -664,3 +720,9 @@ def test_sizes() -> None:
         "1.5 GiB",
         "2.0 TiB",
     ]
+
+
+def test_the_line_for_the_other_machine_can_be_typed_in_any_shell() -> None:
+    """zsh takes [...] for a pattern, and refuses one that fits no file."""
+    said = peer.waiting("node07", ("10.0.0.7", "fd00::2"), 38089, 600.0)
+    assert [one.command for one in said.help] == ["rallypoint doctor --peer 10.0.0.7:38089", "rallypoint doctor --peer '[fd00::2]:38089'"]

@@ -7,6 +7,7 @@ import json
 import traceback
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -66,6 +67,21 @@ def test_an_error_of_the_store_brings_its_code() -> None:
     others = reading.exception_in([*TWO, "  more   rallypoint explain wait-timeout"])
     assert others is not None
     assert others.code == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "came"),
+    [
+        ('the barrier "b" of 4 timed out after 3.0 s: 2 arrived (ranks 0-1), missing: rank 2 (pid 7 on vm, running since 3 s)', {0, 1}),
+        ('the barrier "b" of 9 timed out after 3.0 s: 5 arrived (ranks 0-2, 4 and 6), 4 are missing', {0, 1, 2, 4, 6}),
+        ('the barrier "b" of 2 is broken: rank 1 (pid 8 on vm) died; 1 arrived (rank 0 (pid 7 on vm))', {0}),
+        ('the barrier "b" of 3 timed out after 3.0 s: 2 arrived (rank 0 (pid 7 on vm), 2 in rank 1 (pid 8 on vm)), 1 is missing', {0, 1}),
+        ('the barrier "b" of 2 timed out after 3.0 s: 1 arrived (pid 7 on vm), 1 is missing', set()),
+        ('the barrier "b" is broken', set()),
+    ],
+)
+def test_who_came_to_a_barrier(message: str, came: set[int]) -> None:
+    assert reading.came_to_barrier(message) == came
 
 
 def test_the_file_that_record_writes() -> None:

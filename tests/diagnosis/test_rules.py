@@ -28,7 +28,7 @@ from rallypoint.diagnosis.evidence import (
     RankEvidence,
 )
 from rallypoint.diagnosis.meeting_point import ANSWER
-from rallypoint.diagnosis.rules import diagnose, is_consequence
+from rallypoint.diagnosis.rules import News, cause_first, diagnose, is_consequence, news
 from rallypoint.host.firewall import Blocked
 from rallypoint.host.reach import Outcome, Reached, Tried
 
@@ -50,6 +50,11 @@ ALL_REDUCE = (
     STEP,
     Frame(f"{TORCH}/c10d_logger.py", 81, "wrapper", "return func(*args, **kwargs)"),
     Frame(f"{TORCH}/distributed_c10d.py", 2936, "all_reduce", "work.wait()"),
+)
+BROADCAST = (
+    MAIN,
+    Frame("/home/ada/exp/train.py", 93, "train_step", "dist.broadcast(x, 0)"),
+    Frame(f"{TORCH}/distributed_c10d.py", 2700, "broadcast", "work.wait()"),
 )
 LOADING = (MAIN, Frame("/home/ada/exp/data.py", 12, "build_index", "time.sleep(60)"))
 
@@ -548,6 +553,24 @@ HISTORIES = [
         (0, 1, 2, 3),
         "all 4 ranks exited with code 2",
         status=2,
+    ),
+    History(
+        "an-argument-that-is-missing",
+        job(*same(2, code=2, left_at="train.py:8 in main", left_saying="the following arguments are required: --lr\n")),
+        "rank-exited",
+        (0, 1),
+        "both ranks exited with code 2: the following arguments are required: --lr",
+        status=2,
+    ),
+    History(
+        "all-exit-alike-with-words-of-their-own",
+        job(
+            rank(0, 1, left_at="train.py:8 in main", left_saying="no data in /data/0"),
+            rank(1, 1, order=1, left_at="train.py:8 in main", left_saying="no data in /data/1"),
+        ),
+        "rank-exited",
+        (0, 1),
+        "both ranks exited with code 1",
     ),
     History(
         "plain-traceback-in-the-log",
@@ -1107,10 +1130,109 @@ HISTORIES = [
         "nothing-seen", job(*same(2, code=0), stop_reason="asked to"), "cause-unknown", (), "the job was stopped, and no rank shows why"
     ),
     History(
+        "a-rule-forbids-the-port",
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "torch.distributed.DistNetworkError",
+                    "The server socket has failed to listen on any local network address. port: 29501, useIpv6: false, code: -13, "
+                    "name: EACCES, message: permission denied",
+                ),
+                said_traceback=True,
+            ),
+            lost(1),
+        ),
+        "port-unavailable",
+        (0,),
+        "rank 0 may not listen on port 29501: a rule of the machine's forbids it",
+    ),
+    History(
+        "one-is-closing-down-when-the-others-lose-it",
+        job(rank(0, phase="finishing", phase_at=1.0), lost(1), lost(2)),
+        "rank-left-early",
+        (0,),
+        "rank 0 came to the end of train.py while others still needed it",
+        "likely",
+    ),
+    History(
+        "two-have-closed-their-group-and-work-on",
+        job(rank(0, phase="running", closed_at=1.2, closed_line="train.py:30"), lost(1), stopped(2, closed_at=1.21)),
+        "rank-left-early",
+        (0, 2),
+        "ranks 0 and 2 closed their process group while others still needed it",
+        "likely",
+    ),
+    History(
+        "one-ended-well-after-the-others-had-lost-it-and-was-at-its-end-before",
+        job(rank(0, 0, phase="finishing", phase_at=1.4, at=1.7, order=1), lost(1, order=0)),
+        "rank-left-early",
+        (0,),
+        "rank 0 ended with exit code 0 while others still needed it",
+        "likely",
+    ),
+    History(
+        "who-had-closed-its-own-group-was-not-hurt-by-those-who-closed-theirs",
+        job(stopped(0, closed_at=1.2), lost(1, closed_at=1.2)),
+        "cause-unknown",
+        (1,),
+        "rank 1 lost another rank (all_reduce: Connection closed by peer); the cause is not known",
+        "possible",
+    ),
+    History(
+        "who-closed-its-group-because-of-the-loss-was-hurt-and-no-cause",
+        job(stopped(0, closed_at=1.2), lost(1, closed_at=1.55), stopped(2, closed_at=1.6)),
+        "rank-left-early",
+        (0,),
+        "rank 0 closed its process group while others still needed it",
+        "likely",
+    ),
+    History(
+        "who-leaves-by-an-exit-code-closes-its-group-for-another-reason",
+        job(stopped(0, closed_at=1.2, left_at="train.py:9 in main"), lost(1)),
+        "cause-unknown",
+        (1,),
+        "rank 1 lost another rank (all_reduce: Connection closed by peer); the cause is not known",
+        "possible",
+    ),
+    History(
+        "who-comes-to-its-end-after-the-others-were-hurt-is-no-cause",
+        job(rank(0, phase="finishing", phase_at=9.0), lost(1), lost(2)),
+        "cause-unknown",
+        (1,),
+        "rank 1 lost another rank (all_reduce: Connection closed by peer); the cause is not known",
+        "possible",
+    ),
+    History(
         "template-killed",
         job(
             rank(0, sig=9),
             rank(1, sig=9, order=1),
+            helper=HelperLost("template", 4711, Ended(signal=9, at=2.0)),
+        ),
+        "launcher-died",
+        (),
+        "rallypoint's template was ended by SIGKILL",
+        status=137,
+    ),
+    History(
+        "template-killed-for-memory",
+        job(
+            memory=MemoryEvidence(oom_kills=1, counted=True, limit=64 << 20),
+            helper=HelperLost("template", 4711, Ended(signal=9, at=0.6)),
+        ),
+        "launcher-died",
+        (),
+        "rallypoint's template was ended by SIGKILL",
+        "likely",
+        137,
+    ),
+    History(
+        "template-killed-for-memory-by-the-log",
+        job(
+            stopped(0),
+            memory=MemoryEvidence(oom_kills=1, counted=True, limit=64 << 20, killed_pids=(4711,), kernel_log_read=True),
             helper=HelperLost("template", 4711, Ended(signal=9, at=2.0)),
         ),
         "launcher-died",
@@ -1137,6 +1259,14 @@ HISTORIES = [
             interrupted_by="SIGINT",
             now=12.34,
         ),
+        "interrupted",
+        (),
+        "the job was stopped by Ctrl-C, 12.3 s after its start",
+        status=130,
+    ),
+    History(
+        "ctrl-c-on-ranks-in-different-collectives",
+        job(stopped(0), stopped(1, stack=BROADCAST), stopped(2), interrupted_by="SIGINT", now=12.34),
         "interrupted",
         (),
         "the job was stopped by Ctrl-C, 12.3 s after its start",
@@ -1534,6 +1664,17 @@ def test_a_loader_that_died_while_its_batch_was_taken_is_no_queue_of_the_program
     assert killed.evidence == ("the kernel's log says that it killed pid 24990 for lack of memory",)
 
 
+def test_what_torchs_signal_handler_raised_over_it_says_who_was_killed() -> None:
+    """A single rank has the terminal itself: what it said last is not known, but the traceback of the whole chain is."""
+    loader = Frame(
+        "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 1291, "_try_get_data", "data = self._data_queue.get()"
+    )
+    error = raised("ConnectionResetError", "[Errno 104] Connection reset by peer", (MAIN, loader, *FETCHING), at=1.2)
+    later = "\nDuring handling of the above exception, another exception occurred:\n\n" + WORKER_GONE.traceback.partition("\nThe above")[0]
+    (report,) = diagnose(job(rank(0, 1, raised=msgspec.structs.replace(error, traceback=error.traceback + later)), memory=COUNTED))
+    assert (report.code, report.headline) == ("rank-killed", "a DataLoader worker of rank 0 was killed by SIGKILL")
+
+
 def test_a_log_that_was_not_kept_is_not_pointed_to() -> None:
     deep = raised("ValueError", "bad", tuple(Frame("/home/ada/exp/train.py", line, f"level_{line}", "go()") for line in range(1, 12)))
     (kept,) = diagnose(job(rank(0, 1, raised=deep)))
@@ -1559,13 +1700,13 @@ def test_where_a_rank_was_that_left_without_a_word(phase: str, other: RankEviden
     assert (report.code, report.where) == ("rank-exited", f"{where}, pid 24315".removeprefix(", "))
 
 
-def test_one_raise_is_told_in_18_lines() -> None:
+def test_one_raise_is_told_in_22_lines() -> None:
     deep = tuple(Frame(f"/home/ada/exp/layer{i}.py", i, "forward", "x = self.inner(x)") for i in range(1, 30))
     long = raised("ValueError", "too deep\n" + "more words\n" * 40, (MAIN, *deep))
     for error in (VALUE, long):
         for shown in (False, True):
             reports = diagnose(job(stopped(0), lost(1), rank(2, 1, raised=error, said_traceback=shown), stopped(3)))
-            assert len(render.text(reports).splitlines()) <= 18
+            assert len(render.text(reports).splitlines()) <= 22
 
 
 def test_a_long_traceback_keeps_its_ends() -> None:
@@ -1574,8 +1715,75 @@ def test_a_long_traceback_keeps_its_ends() -> None:
     (said,) = report.said
     assert said.lines[0] == "Traceback (most recent call last):"
     assert "train.py" in said.lines[1]
-    assert said.lines[3] == "... 55 more lines in rank0.log:40"
+    assert said.lines[3] == "... 52 more lines in rank0.log:40"
+    assert said.lines[4].startswith('  File "/home/ada/exp/layer27.py"')
     assert said.lines[-1] == "ValueError: too deep"
+
+
+def test_beside_a_help_a_traceback_takes_less_room() -> None:
+    deep = tuple(Frame(f"/home/ada/exp/layer{i}.py", i, "forward", f"x = self.inner{i}(x)") for i in range(1, 30))
+    error = raised("ModuleNotFoundError", "No module named 'einops'", (MAIN, *deep))
+    reports = diagnose(job(stopped(0), rank(1, 1, raised=error), stopped(2), stopped(3)))
+    assert reports[0].help
+    assert len(render.text(reports).splitlines()) <= 25
+
+
+def test_what_is_missing_is_installed_for_the_python_of_the_ranks() -> None:
+    error = raised("ModuleNotFoundError", "No module named 'einops'", (MAIN,))
+    (report,) = diagnose(job(*same(2, code=1, raised=error), python="/env/bin/python3"))
+    assert [help.command for help in report.help] == ["/env/bin/python3 -m pip install einops"]
+    (unknown,) = diagnose(job(*same(2, code=1, raised=error)))
+    assert unknown.help[1].command == "python -m pip install einops"
+
+
+def test_a_barrier_that_broke_for_two_lines_is_one_cause() -> None:
+    elsewhere = msgspec.structs.replace(BROKE, frames=(STEP, *AT_BARRIER[1:]))
+    (report,) = diagnose(job(rank(0, 1, raised=BROKE), rank(1, 1, raised=elsewhere, order=1), stopped(2)))
+    assert (report.code, report.ranks) == ("barrier-broken", (0, 1))
+    assert report.evidence[-2:] == (
+        "rank 0: train.py:120 in <module> (rallypoint barrier)",
+        "rank 1: train.py:88 in train_step (rallypoint barrier)",
+    )
+
+
+AVERAGED = 'the average "m" got values that do not match: float32 [4, 4] in rank 0 and float32 [3, 4] in rank 1'
+
+
+def test_what_all_who_met_were_told_at_different_lines_is_one_cause() -> None:
+    errors = [raised("rallypoint.errors.BarrierMismatch", AVERAGED, (frame,), at=1.0, code="average-mismatch") for frame in (MAIN, STEP)]
+    (report,) = diagnose(job(rank(0, 1, raised=errors[0]), rank(1, 1, raised=errors[1], order=1)))
+    assert (report.ranks, report.headline) == ((0, 1), f"both ranks: {AVERAGED}")
+    assert report.evidence == ("rank 0: train.py:120 in <module>", "rank 1: train.py:88 in train_step")
+    (report,) = diagnose(job(*same(2, code=1, raised=errors[0])))
+    assert report.evidence == ()
+
+
+def test_who_came_to_a_barrier_is_not_said_to_have_been_elsewhere() -> None:
+    """Its frames at its own exit are ours, too, and nothing that a user could look at."""
+    closing = (Frame("/venv/lib/python3.11/site-packages/rallypoint/store/client.py", 112, "_end_all"),)
+    ranks = (rank(0, sent=("SIGTERM",), stack=closing), rank(1, 1, raised=TOO_LATE, at=6.1), stopped(2, LOADING))
+    (report,) = diagnose(job(*ranks))
+    assert report.evidence == ("rank 2  data.py:12 in build_index",)
+    (report,) = diagnose(job(*ranks[:2], stopped(2, closing)))
+    assert report.evidence == ("rank 2  while running",)
+
+
+@pytest.mark.parametrize(
+    ("others", "then"),
+    [
+        ((stopped(1), stopped(2)), "ranks 1-2 were stopped; they are not at fault"),
+        ((rank(1, 4, order=1, left_at="train.py:9"), stopped(2)), "rank 2 was stopped"),
+        (
+            (rank(1, 4, order=1, left_at="train.py:9"), stopped(2, left_at="train.py:9", phase="finishing")),
+            "rank 2 was leaving by the same sys.exit, and stopped",
+        ),
+        ((stopped(1), stopped(2, left_at="train.py:70")), "ranks 1-2 were stopped; they are not at fault"),  # its handler of our SIGTERM
+    ],
+    ids=["one-leaves", "two-leave", "all-leave", "one-is-told-to"],
+)
+def test_who_was_about_to_leave_in_the_same_way_is_not_acquitted(others: tuple[RankEvidence, ...], then: str) -> None:
+    (report,) = diagnose(job(rank(0, 4, left_at="train.py:9"), *others))
+    assert (report.code, report.then) == ("rank-exited", then)
 
 
 def test_of_an_error_caught_near_the_call_only_its_words_are_quoted() -> None:
@@ -1604,6 +1812,41 @@ def test_a_rank_at_its_next_group_is_no_other_meeting_point() -> None:
     assert one.code != "address-differs"
     one, *_ = diagnose(job(waited(0, meeting=first), stopped(1, meeting=msgspec.structs.replace(second, turn=0))))
     assert one.code == "address-differs"
+
+
+def test_in_a_job_that_goes_on_who_lost_the_rank_that_was_told_of_is_no_cause() -> None:
+    """Each was reported as "the cause is not known", with "none raised an error of its own", after the cause had been told."""
+    dead = rank(1, 3, at=1.0)
+    going = job(lost(0, order=2), dead, lost(2), rank(3), on_failure="continue")
+    assert news(going, (1,), (1,)) == News((), ("ranks 0 and 2 followed rank 1: all_reduce: Connection closed by peer",))
+    assert news(going, (0, 1, 2), (1,)) == News()
+    assert news(job(rank(0, sig=6, at=1.5), dead, on_failure="continue"), (1,), (1,)).followed == ("rank 0 followed rank 1: died: SIGABRT",)
+
+
+def test_in_a_job_that_goes_on_another_failure_is_a_cause_of_its_own() -> None:
+    going = job(rank(0, 4, at=9.0), rank(1, 3, at=1.0), lost(2), rank(3), on_failure="continue")
+    told = news(going, (1,), (1,))
+    assert told.followed == ("rank 2 followed rank 1: all_reduce: Connection closed by peer",)
+    assert [(one.code, one.ranks, one.then) for one in told.reports] == [("rank-exited", (0,), "rank 3 goes on")]
+
+
+def test_in_a_job_that_goes_on_who_had_lost_a_peer_long_before_has_not_followed() -> None:
+    told = news(job(lost(0, at=1.5), rank(1, 3, at=9.0), rank(2), on_failure="continue"), (1,), (1,))
+    assert (told.followed, [one.code for one in told.reports]) == ((), ["cause-unknown"])
+
+
+@pytest.mark.parametrize(("at", "codes"), [(1.0, ["rank-exited", "rank-raised"]), (3.0, ["rank-raised"])])
+def test_in_a_job_that_goes_on_an_exit_before_an_exception_is_no_consequence_of_it(at: float, codes: list[str]) -> None:
+    other = rank(2, 1, at=2.1, raised=raised("ValueError", "boom", at=2.0))
+    assert [one.code for one in diagnose(job(rank(0), rank(1, 4, at=at), other, on_failure="continue"))] == codes
+    assert [one.code for one in diagnose(job(rank(0), rank(1, 4, at=at), other))] == ["rank-raised"]
+    closing = rank(1, 4, at=3.0, left_when=at)  # its interpreter closed down meanwhile
+    assert [one.code for one in diagnose(job(rank(0), closing, other, on_failure="continue"))] == codes
+
+
+def test_a_cause_that_is_seen_later_comes_first() -> None:
+    unknown, known = diagnose(job(lost(0), rank(1), on_failure="continue")), diagnose(job(rank(1, 3), on_failure="continue"))
+    assert [one.code for one in cause_first((*unknown, *known))] == ["rank-exited", "cause-unknown"]
 
 
 def test_more_than_three_causes_are_not_told_one_by_one() -> None:
@@ -1726,6 +1969,16 @@ def test_any_evidence_gives_a_report_that_does_not_depend_on_the_order_of_ranks(
     shuffled = list(evidence.ranks)
     chance.shuffle(shuffled)
     assert diagnose(msgspec.structs.replace(evidence, ranks=tuple(shuffled))) == reports
+
+
+def test_a_module_that_is_not_there_is_wrong_usage_as_a_script_is() -> None:
+    """`-m package.nothing` ended with 1, and `nothing.py` with 2."""
+    missing = raised("ModuleNotFoundError", "No module named train.nothing", ())
+    (report,) = diagnose(msgspec.structs.replace(job(*same(2, code=1, phase="importing", raised=missing)), program="train.nothing"))
+    assert (report.code, report.exit_status) == ("start-failed", 2)
+    syntax = raised("SyntaxError", "invalid syntax (train.py, line 3)", (), filename="train.py")
+    (report,) = diagnose(job(*same(2, code=1, phase="importing", raised=syntax)))
+    assert (report.code, report.exit_status) == ("start-failed", 1)
 
 
 def test_the_signals_of_the_table_are_this_systems() -> None:

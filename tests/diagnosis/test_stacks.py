@@ -48,6 +48,15 @@ def test_a_stack_in_one_line_names_the_programs_line_and_the_call_it_is_in() -> 
     assert stacks.place(()) == ""
 
 
+def test_a_function_that_was_typed_behind_c_is_a_place() -> None:
+    """`python -c "... rallypoint.launch(f)"`; our own processes begin with a line of `-c`, and dataclasses write functions there, too."""
+    typed = DUMP.replace("/home/ada/exp/train.py", "<string>").replace("line 60 in <module>", "line 3 in __init__")
+    assert stacks.place(stacks.main_frames(typed)) == "<string>:42 in step (torch all_reduce)"
+    made = DUMP.replace('train.py", line 42 in step', 'made.py", line 42 in step').replace("c10d_logger.py", "logger.py")
+    made = made.replace('"/venv/lib/python3.11/site-packages/torch/distributed/logger.py"', '"<string>"')
+    assert stacks.place(stacks.main_frames(made)).startswith("/home/ada/exp/made.py:42 in step")
+
+
 def test_a_call_of_the_store_is_named_as_a_call_of_torch_is() -> None:
     """Also where rallypoint is run from its source: the program's line is not ours."""
     package = os.path.dirname(os.path.dirname(stacks.__file__))

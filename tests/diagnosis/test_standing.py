@@ -127,7 +127,7 @@ def test_processor_time_only_orders_what_is_equal() -> None:
         ({"missing": "other program", "detail": "sleep 1000"}, "rank 1 runs another program, sleep 1000"),
         ({"missing": "no answer", "state": "R"}, "rank 1 does not answer; is on a processor"),
         ({"missing": "held"}, "rank 1 is held by a debugger"),
-        ({"missing": "not looked into"}, "rank 1 is asleep; such a program is not looked into"),
+        ({"missing": "not looked into"}, "rank 1 is asleep (with --plain no rank is asked where)"),
     ],
 )
 def test_what_is_said_of_a_rank_without_a_stack(changes: dict[str, str], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -283,3 +284,76 @@ def test_a_name_to_listen_on_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert in_namespace(network, script, tmp_path) == (
         "address-unresolved the host name node08 has no address: the resolver gave no answer within 1 s\n"
     )
+
+
+# A name server of the smallest kind: one question, one answer (RFC 1035). "" is NXDOMAIN, None no answer at all.
+NAME_SERVER = """
+import ctypes, json, signal, socket, struct, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+zone = json.loads(sys.argv[1])
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("192.0.2.77", 53))
+with open(sys.argv[2], "w") as ready:
+    ready.write("ready")
+def labels(name):
+    return b"".join(bytes([len(part)]) + part.encode() for part in name.split(".")) + bytes(1)
+while True:
+    packet, whom = server.recvfrom(512)
+    parts, at = [], 12
+    while packet[at]:
+        parts.append(packet[at + 1 : at + 1 + packet[at]].decode())
+        at += 1 + packet[at]
+    kind, end = packet[at + 1 : at + 3], at + 5
+    if kind not in (b"\\0\\x01", b"\\0\\x0c"):  # A and PTR; of others there is nothing
+        found = []
+    else:
+        found = zone.get(".".join(parts), "")
+        if found is None:
+            continue
+        found = [found] if found else []
+    code = 0 if found or ".".join(parts) in zone else 3
+    answer = packet[:2] + struct.pack(">HHHHH", 0x8580 | code, 1, len(found), 0, 0) + packet[12:end]
+    for one in found:
+        data = socket.inet_aton(one) if kind == b"\\0\\x01" else labels(one)
+        answer += b"\\xc0\\x0c" + kind + struct.pack(">HIH", 1, 60, len(data)) + data
+    server.sendto(answer, whom)
+"""
+
+BACK = "5.2.0.192.in-addr.arpa"  # the question for the name of 192.0.2.5
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("zone", "said"),
+    [
+        ({"node07": "192.0.2.5", BACK: "node07"}, "[ok] names 192.0.2.5 is node07; the resolver answered within 1 s"),
+        ({"node07": "192.0.2.5"}, "[ok] names 192.0.2.5 has no name (Unknown host); the resolver answered within 1 s"),
+        (
+            {"node07": "192.0.2.5", BACK: "old.cluster"},
+            "[!] names 192.0.2.5 is called old.cluster, and that name has no address (Name or service not known)",
+        ),
+        (
+            {"node07": "192.0.2.5", BACK: "old.cluster", "old.cluster": "192.0.2.99"},
+            "[!] names 192.0.2.5 is called old.cluster, and old.cluster stands for 192.0.2.99",
+        ),
+        (
+            {"node07": "192.0.2.5", BACK: "old.cluster", "old.cluster": None},
+            "[!] names 192.0.2.5 is called old.cluster, and the resolver gave no answer for that name within 1 s",
+        ),
+        (
+            {"node07": "192.0.2.5", BACK: None},
+            "[!] names the resolver gave no answer within 1 s when it was asked for the name of 192.0.2.5",
+        ),
+    ],
+    ids=["both-ways", "no-way-back", "no-way-forth", "another-way-forth", "silent-forth", "silent-back"],
+)
+def test_a_name_server_that_answers_one_way(zone: Mapping[str, str | None], said: str, tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(NAME_SERVER)
+    commands = (
+        "ip link set lo up; ip address add 192.0.2.77/32 dev lo; ip link add eth0 type veth peer name far\n"
+        "ip address add 192.0.2.5/24 dev eth0; ip link set eth0 up; ip link set far up; ip route add default via 192.0.2.1\n"
+        f"mkfifo {tmp_path}/ready\n{sys.executable} {tmp_path}/server.py '{json.dumps(zone)}' {tmp_path}/ready > /dev/null 2>&1 &\n"
+        f"read -r line < {tmp_path}/ready || true; test $line = ready"
+    )
+    shown = in_namespace(commands, 'import sys; from rallypoint.cli.main import main; main(["doctor", "--only", "names"])', tmp_path)
+    assert " ".join(shown.split()).startswith(said), shown

@@ -332,3 +332,29 @@ def test_a_tool_whose_exit_status_another_has_taken(tools: Path) -> None:
 def test_without_root_the_rules_are_said_to_be_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert firewall.look() == Firewall(unread=("only root may read the firewall's rules",))
+
+
+@pytest.mark.parametrize(
+    ("rule", "four", "six"),
+    [
+        ("ip protocol tcp drop", "drop", None),
+        ("ip protocol { icmp, udp } drop", None, None),
+        ("ip protocol != tcp drop", None, None),
+        ("ip protocol vmap { udp : accept, tcp : drop }", "drop", None),
+        ("ip6 nexthdr tcp reject", None, "reject"),
+        ("ip6 nexthdr vmap { tcp : drop, udp : accept }", None, "drop"),
+        ("meta l4proto tcp drop", "drop", "drop"),
+        ("meta l4proto { tcp, udp } th dport 29000-30000 drop", "drop", "drop"),
+        ("meta l4proto != tcp drop", None, None),
+        ("meta l4proto 6 drop", "drop", "drop"),
+        ("meta nfproto ipv6 tcp dport 29500 drop", None, "drop"),
+        ("meta protocol ip tcp dport 29500 drop", "drop", None),
+        ("meta protocol vmap { ip : accept, ip6 : drop }", None, "drop"),
+    ],
+)
+def test_protocols_in_a_table_for_both_versions(rule: str, four: str | None, six: str | None) -> None:
+    """`ip protocol` asks for a field of IPv4's header: an `inet` table sees IPv6 packets, too, and these do not match (nft(8))."""
+    listed = f"table inet filter {{\n\tchain input {{\n\t\ttype filter hook input priority filter; policy accept;\n\t\t{rule}\n\t}}\n}}\n"
+    rules = Firewall(tuple(nft_chains(listed)))
+    for version, does in ((4, four), (6, six)):
+        assert rules.blocked(29500, "eth0", version) == (Blocked(does, "nft: inet filter input", rule, True) if does else None), version

@@ -288,6 +288,39 @@ def test_a_range_that_begins_below_1024() -> None:
     assert as_nobody("hold_port(port_range=(81, 90))") == "port-forbidden: none of the ports 81-90 may be bound by user nobody"
 
 
+# landlock(7): the process gives up its right to bind TCP ports, as a sandbox does to it; root may not either.
+LANDLOCK = """
+import ctypes, os, struct, sys
+from rallypoint.errors import EnvironmentProblem
+from rallypoint.host.ports import hold_port
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.syscall(444, None, ctypes.c_size_t(0), 1) < 4:
+    sys.exit("no landlock for ports")
+attributes = ctypes.create_string_buffer(struct.pack("=QQ", 0, 1), 16)  # handled_access_net: bind TCP
+ruleset = libc.syscall(444, attributes, ctypes.c_size_t(16), 0)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.syscall(446, ruleset, 0) == 0
+for call in (dict(port=29511), dict(port=81), dict(port_range=(29600, 29603))):
+    try:
+        hold_port(**call)
+    except EnvironmentProblem as problem:
+        print(problem.code, problem.headline, problem.why[0], sep=": ")
+"""
+
+
+def test_a_rule_that_forbids_ports_is_not_taken_for_a_privilege() -> None:
+    done = subprocess.run([sys.executable, "-c", LANDLOCK], capture_output=True, text=True)
+    if "no landlock for ports" in done.stderr:
+        pytest.skip("this kernel has no Landlock for ports (Linux 6.7)")
+    assert done.returncode == 0, done.stderr
+    high, low, range_ = done.stdout.splitlines()
+    assert re.match(r"port-unavailable: port 29511 may not be bound by user \S+: a rule of this machine's forbids it: ", high)
+    assert re.match(
+        r"port-unavailable: none of the ports 29600-29603 may be bound by user \S+: a rule of this machine's forbids it: ", range_
+    )
+    expected = "port-unavailable: port 81 " if os.geteuid() == 0 else "port-forbidden: port 81 "
+    assert low.startswith(expected), low
+
+
 def as_nobody(call: str) -> str:
     """Run a call as user nobody; `code: headline` of what it raised."""
     script = f"""

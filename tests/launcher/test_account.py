@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from rallypoint.diagnosis.evidence import Ended
+from rallypoint.diagnosis.evidence import Ended, Raised
 from rallypoint.launcher import account
 from rallypoint.launcher.account import Account
+from rallypoint.launcher.channel import ImportFailed, Ready
 from rallypoint.launcher.handles import RankHandle
 from rallypoint.record.writer import Writer
 
@@ -38,6 +39,21 @@ def test_a_line_is_written_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.given == ["rallypoint: cannot write report.json\n"]
     monkeypatch.setattr(sys, "stderr", None)
     account._say_past_the_pump("nobody hears it")
+
+
+@pytest.mark.parametrize("columns", ["45", "70"])
+def test_a_report_is_as_wide_as_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads a report of `run` got lines of 92 columns, whatever the terminal had."""
+    monkeypatch.setenv("COLUMNS", columns)
+    said: list[str] = []
+    pump: Any = SimpleNamespace(say=said.append)
+    told = object.__new__(Account)
+    monkeypatch.setattr(told, "_pump", pump, raising=False)
+    monkeypatch.setattr(told, "_errors_fd", 2, raising=False)
+    told.say_unclean(Ready(0, unclean="2 threads", module="ops"), "ops.py:3")
+    headline, *rest = said[0].splitlines()
+    assert headline.startswith("warning[cuda-in-template]: ")
+    assert int(columns) - 15 < max(map(len, rest)) <= int(columns)
 
 
 DUMP = b"""\
@@ -86,3 +102,16 @@ def test_a_disk_that_answers_slowly_has_one_deadline_for_all_error_files(monkeyp
     told._disk_is_silent = False
     monkeypatch.setattr(account, "ERROR_FILES_TIMEOUT", 30.0)
     assert told._written(ranks) == ["first", "", "second"]
+
+
+@pytest.mark.parametrize(("lines", "quoted"), [((), False), (('  File "ops.py", line 3, in <module>', "    import nothing"), True)])
+def test_a_module_to_preload_that_is_not_there_is_said_once(lines: tuple[str, ...], quoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its traceback is one line, which stood under `why` already."""
+    told = object.__new__(Account)
+    plan: Any = SimpleNamespace(preload=("nothing",), task=None)
+    monkeypatch.setattr(told, "_plan", plan, raising=False)
+    last = "ModuleNotFoundError: No module named 'nothing'"
+    raised = Raised(type="ModuleNotFoundError", message="No module named 'nothing'", frames=(), traceback="\n".join((*lines, last)))
+    report = told.import_failed(ImportFailed("nothing", raised))
+    assert report.why == f"--preload asks for it: {last}"
+    assert bool(report.said) == quoted

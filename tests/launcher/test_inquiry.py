@@ -11,12 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from rallypoint.diagnosis.evidence import Meeting
+from rallypoint.diagnosis.evidence import Ended, Meeting
 from rallypoint.diagnosis.standing import Standing
+from rallypoint.host.processes import Activity
+from rallypoint.launcher import inquiry as inquiry_module
 from rallypoint.launcher import visits
 from rallypoint.launcher.channel import Meets
 from rallypoint.launcher.guard import Guard
-from rallypoint.launcher.inquiry import MEASURED, Inquiry
+from rallypoint.launcher.inquiry import LEFT_BEHIND, MEASURED, Inquiry
 from rallypoint.launcher.meetings import Meetings
 from rallypoint.launcher.supervisor import EvidenceIn, Signalled
 
@@ -123,3 +125,34 @@ def test_a_rank_that_meets_the_others_meanwhile_costs_a_visitor_nothing(scene: S
     scene.pass_by(MEASURED)
     visitor.join(DEADLINE)
     assert isinstance(visitor.answer, Standing)
+
+
+def _of_a_job_that_some_have_left(monkeypatch: pytest.MonkeyPatch, moves: bool = False, code: int = 0, debugs: bool = False) -> Scene:
+    """Rank 0 has ended, rank 1 stands in a call; two minutes pass."""
+    scene = Scene(2)
+    scene.ranks[0].ended = Ended(code=code, at=1.0)
+    scene.ranks[1].pid = 4711
+    scene.ranks[1].debugging = debugs
+    monkeypatch.setattr(inquiry_module, "activities", lambda ranks: {1: Activity("S", 100 + moves * int(scene.clock.elapsed()), 7, 7)})
+    part = Inquiry(scene.job, hooks=True)
+    part.begin()
+    for _ in range(24):
+        scene.pass_by(5.0)
+    part.close()
+    scene.ranks[1].pid = 0  # nobody's
+    return scene
+
+
+def test_ranks_that_stand_still_when_the_others_have_ended_well_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = _of_a_job_that_some_have_left(monkeypatch)
+    [(ended, left, seconds)] = scene.words.of("say_left_behind")
+    assert (ended, left) == ([0], [1])
+    assert LEFT_BEHIND <= seconds <= LEFT_BEHIND + 10.0
+    scene.close()
+
+
+@pytest.mark.parametrize("other", [{"moves": True}, {"code": 1}, {"debugs": True}], ids=["it works", "a failure", "a debugger"])
+def test_who_works_on_alone_is_left_in_peace(monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
+    scene = _of_a_job_that_some_have_left(monkeypatch, **other)
+    assert scene.words.of("say_left_behind") == []
+    scene.close()

@@ -163,6 +163,39 @@ def test_what_would_not_die_is_given_up_and_said() -> None:
     assert "rank 1 would not die" in last[-1].because  # type: ignore[union-attr]
 
 
+def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
+    """For thirty seconds nothing was said, and that ranks were killed after them never."""
+    play = Play(3, grace=30.0, status=130).running()
+    play.at(5.0, sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    play.at(5.1, ended(1, signal=2))
+    assert not play.of(sv.SayWaiting)
+    assert play.at(5.0 + sv.SILENT, sv.Timer("silent")) == [sv.SayWaiting((0, 2), 30.0, "Ctrl-C again")]
+    play.at(8.0, ended(0, signal=2))
+    assert play.at(35.0, sv.Timer("grace"))[-1] == sv.SayKilled((2,))
+    assert not play.at(36.0, sv.Signalled("SIGINT", 2))  # it is killed already
+
+
+@pytest.mark.parametrize(
+    ("event", "hurry"),
+    [(sv.Signalled("SIGTERM", 15), "a second SIGTERM"), (raised(0), "Ctrl-C"), (sv.Overdue(9.0), "Ctrl-C")],
+    ids=["a batch system", "a failure", "the time is over"],
+)
+def test_what_ends_the_waiting(event: sv.Event, hurry: str) -> None:
+    play = Play(2, grace=30.0).running()
+    play.at(5.0, event, sv.EvidenceIn())
+    play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
+    play.at(7.0, sv.Timer("silent"))
+    assert [said.hurry for said in play.of(sv.SayWaiting)] == [hurry]
+    assert play.at(8.0, sv.Signalled("SIGINT", 2))[-1] == sv.SayKilled((0, 1))
+
+
+def test_of_a_grace_of_two_seconds_only_its_end_is_told() -> None:
+    play = Play(2, grace=2.0).running()
+    play.at(5.0, sv.Signalled("SIGINT", 2), sv.EvidenceIn())
+    assert "silent" not in [timer.name for timer in play.of(sv.SetTimer)]
+    assert play.at(7.0, sv.Timer("grace"))[-1] == sv.SayKilled((0, 1))
+
+
 def test_a_restart_is_a_new_attempt_and_the_last_one_is_final() -> None:
     play = Play(2, max_restarts=1).running()
     for attempt in (0, 1):
@@ -202,6 +235,30 @@ def test_on_failure_continue_reports_and_lets_the_others_finish() -> None:
     play.at(7.0, ended(2))
     assert (play.of(sv.Leave)[0].status, signalled(play.actions)) == (137, [])
     assert not play.of(sv.AskEvidence)  # it would interrupt healthy ranks
+
+
+def test_on_failure_continue_waits_for_the_cause_of_what_may_be_a_consequence() -> None:
+    """Who had lost a peer was told first, as "the cause is not known": its parent hears of a killed process later than its peers do."""
+    play = Play(4, on_failure="continue", status=137).running()
+    assert play.at(5.0, ended(0, code=1))[-1] == sv.SetTimer("settle", 5.0 + sv.SETTLE_FOR_CAUSE)
+    assert not play.of(sv.MakeReport)
+    play.at(5.1, ended(1, signal=9, sure=True))
+    assert len(play.of(sv.MakeReport)) == 1  # of both
+    play.at(5.0 + sv.SETTLE_FOR_CAUSE, sv.Timer("settle"))
+    assert len(play.of(sv.MakeReport)) == 1
+    play.at(6.0, ended(2, code=1))
+    play.at(6.0 + sv.SETTLE_FOR_CAUSE, sv.Timer("settle"))
+    assert len(play.of(sv.MakeReport)) == 2
+    play.at(7.0, ended(3, code=1))
+    assert len(play.of(sv.MakeReport)) == 3  # nobody is left to wait for
+    assert play.status == 137
+
+
+def test_on_failure_continue_the_last_one_ends_well_while_a_cause_may_still_show() -> None:
+    play = Play(2, on_failure="continue", status=3).running()
+    play.at(5.0, ended(0, code=3), ended(1))
+    assert [made.because for made in play.of(sv.MakeReport)] == ["rank 0 ended with 3"]
+    assert play.status == 3
 
 
 def test_on_failure_continue_when_the_last_one_fails() -> None:

@@ -152,3 +152,16 @@ def test_what_is_on_its_way(program: Callable[[list[Exception | None]], None], e
     with contextlib.suppress(ValueError, SystemExit):
         program(seen)
     assert [type(one) for one in seen] == [ValueError if expected else type(None)]
+
+
+def test_a_function_that_was_typed_behind_c_is_the_programs() -> None:
+    """`python -c "... rallypoint.launch(f)"`; our own processes begin with a line of `-c`."""
+    scope: dict[str, Callable[[], None]] = {}
+    exec("def f():\n    raise ValueError('x')", scope)  # its code says that it stands in <string>, as that of `python -c` does
+    with pytest.raises(ValueError, match="x") as caught:
+        scope["f"]()
+    told = words.raised(caught.value)
+    assert [(frame.file, frame.line, frame.function) for frame in told.frames][-1] == ("<string>", 2, "f")
+    assert 'File "<string>", line 2, in f' in told.traceback
+    assert words.is_ours("<string>")
+    assert words.is_ours("<string>", "__init__")

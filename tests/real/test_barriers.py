@@ -53,7 +53,7 @@ except rallypoint.BarrierBroken as error:
     [
         ("slow", r"rank 2 \(pid \d+ on \S+, running since \d+ s, not connected to the store\)"),
         ("stopped", r"rank 2 \(pid \d+ on \S+, stopped by a signal, last heard of \d\.\d s ago\)"),
-        ("gone", r"rank 2 \(pid \d+ on \S+, ended with exit code 0 \d\.\d s ago, its session ended \d\.\d s ago: its process died\)"),
+        ("gone", r"rank 2 \(pid \d+ on \S+, ended \d\.\d s ago with exit code 0\)"),
     ],
     ids=["slow", "stopped", "gone"],
 )

@@ -30,6 +30,14 @@ def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, cwd=folder)
 
 
+def test_a_function_that_was_typed_behind_c_has_a_place() -> None:
+    program = "import rallypoint\ndef f():\n    raise ValueError('bad')\nrallypoint.launch(f)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert "rank-raised]: rank 0 raised ValueError: bad" in done.stderr
+    assert "where  <string>:3 in f, pid " in done.stderr
+    assert 'File "<string>", line 3, in f' in done.stderr
+
+
 def test_results_come_by_rank_and_the_environment_is_torchruns() -> None:
     def who() -> tuple[str, ...]:
         return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -123,6 +131,22 @@ def test_results_of_the_others_are_kept() -> None:
     with pytest.raises(WorkerError) as caught:
         rallypoint.launch(mixed, nproc=3, pass_rank=True, on_failure="continue")
     assert caught.value.results == {0: 0, 2: 20}
+
+
+def test_who_fails_because_another_did_is_no_member() -> None:
+    def meets(rank: int) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+        if rank == 1:
+            raise KeyError("lr")
+        dist.barrier()
+
+    with pytest.raises(WorkerError) as caught:
+        rallypoint.launch(meets, nproc=3, pass_rank=True, backend="gloo", on_failure="continue")
+    assert (caught.value.ranks, [type(member) for member in caught.value.exceptions]) == ((1,), [KeyError])
+    assert "rank 1 raised KeyError" in str(caught.value)
+    assert "cause-unknown" not in str(caught.value)
 
 
 def test_except_star_finds_it() -> None:
@@ -432,6 +456,32 @@ def test_a_killed_agent_is_said_and_the_next_launch_works(tmp_path: Path) -> Non
         """,
     )
     assert done.stdout == "launcher-died\n[5]\n", done.stderr
+
+
+def test_an_agent_that_was_killed_for_memory(tmp_path: Path) -> None:
+    done = script(
+        tmp_path,
+        """
+        import os, signal, time
+        import rallypoint
+        from rallypoint.diagnosis import evidence
+
+        def kills_agent():
+            with open(f"/proc/{os.getppid()}/stat") as file:
+                agent = int(file.read().rpartition(")")[2].split()[1])
+            os.kill(agent, signal.SIGKILL)
+            time.sleep(600)
+
+        counts = iter([3, 5])  # the kernel's, before and after
+        evidence.memory_counters = lambda: evidence.MemoryCounters(next(counts), 64 << 20, path="/sys/fs/cgroup/memory.events")
+        try:
+            rallypoint.launch(kills_agent)
+        except rallypoint.EnvironmentProblem as error:
+            print(error.code, error.why[0], sep=": ")
+        """,
+    )
+    words = "during the call the kernel killed 2 processes of this control group, which may use 64.0 MiB, for lack of memory"
+    assert done.stdout == f"launcher-died: {words}\n", done.stderr
 
 
 def test_memory_that_was_shared_is_the_same_there() -> None:

@@ -210,6 +210,7 @@ def test_who_ignores_everything_is_killed_after_the_grace(tmp_path: Path) -> Non
     assert result.rc == 143
     (zero,) = [e for e in result.events if e["what"] == "killed" and e["rank"] == 0]
     assert zero["because"] == "it did not end within the grace of 1 s"
+    assert "rallypoint: rank 0 did not end and was killed\n" in result.err, result.everything
 
 
 def test_ctrl_c_twice_kills_now(tmp_path: Path) -> None:
@@ -321,7 +322,23 @@ def test_what_a_successful_rank_leaves_is_named_and_ended(tmp_path: Path) -> Non
 def test_on_failure_continue_tells_each_failure_once_and_lets_the_others_finish(tmp_path: Path) -> None:
     result = run_job(["-n", "4", "--on-failure", "continue", "two_fail.py"], state=tmp_path)
     assert (result.rc, result.codes) == (4, ["rank-exited", "rank-raised"]), result.everything
+    kept = json.loads((result.run_dir / "report.json").read_bytes())
+    assert [report["code"] for report in kept] == ["rank-exited", "rank-raised"]
     assert result.out.count("finished") == 2
+
+
+@pytest.mark.torch
+def test_on_failure_continue_who_loses_the_rank_that_failed_is_one_line_and_no_report(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, signal\nimport torch, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+        "if dist.get_rank() == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(torch.ones(1))\n"
+    )
+    result = run_job(["-n", "3", "--on-failure", "continue", str(program)], state=tmp_path)
+    assert (result.rc, result.codes) == (137, ["rank-killed"]), result.everything
+    assert "followed rank 1: all_reduce: " in result.err, result.everything
+    kept = json.loads((result.run_dir / "report.json").read_bytes())
+    assert [report["code"] for report in kept] == ["rank-killed"]
 
 
 def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_path: Path) -> None:
@@ -378,6 +395,24 @@ def test_a_disk_that_dies_in_the_middle_of_a_run_holds_nobody_up(tmp_path: Path)
     assert re.search(
         r"^rallypoint: the disk of \S+ gave no answer within 0\.5 s: the record of this run is not whole$", result.err, re.M
     ), result.everything
+
+
+# The same, and the ranks' logs: not one line of theirs gets to the disk.
+DEAD_LOGS = DEAD_DISK.replace("b'\"worker-started\"' in data", 'b"line" in data').replace(
+    "account.DISK_TIMEOUT =", "from rallypoint.record import logs\nlogs.DISK_PATIENCE = account.DISK_TIMEOUT ="
+)
+
+
+def test_a_disk_that_takes_no_logs_holds_nobody_up(tmp_path: Path) -> None:
+    """The thread that reads the ranks' pipes waited for it: the terminal got nothing more, and ranks that print waited for ever."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os\nfor i in range(20_000):\n    print('line', i)\nif os.environ['RANK'] == '1':\n    raise ValueError('a cause')\n"
+    )
+    result = run_job(["-n", "2", "train.py"], state=tmp_path, cwd=tmp_path, launcher=(sys.executable, "-P", "-c", DEAD_LOGS))
+    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
+    assert [result.of(rank) for rank in (0, 1)] == [[f"line {i}" for i in range(20_000)]] * 2
+    assert "no answer within 0.5 s, and the logs in it are not whole" in result.err, result.err
 
 
 def test_when_descriptors_run_out_while_ranks_are_started_it_is_reported_once(tmp_path: Path) -> None:

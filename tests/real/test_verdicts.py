@@ -61,6 +61,30 @@ except RuntimeError:
     sys.exit(5)
 """
 
+LEAVES_FIRST = """
+import sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    dist.destroy_process_group()
+    sys.exit()
+dist.monitored_barrier()
+"""
+
+CLOSES_FIRST = """
+import threading
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+for _ in range(8 + dist.get_rank()):
+    dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 0:
+    dist.destroy_process_group()
+    threading.Event().wait()  # an evaluation that takes long
+"""
+
 
 def _write(folder: Path, text: str) -> str:
     program = folder / "train.py"
@@ -80,6 +104,22 @@ def test_an_exception_that_does_not_come_out_is_told_when_the_group_is_closed(tm
     assert result.codes == ["rank-raised"], result.everything
     assert result.report.startswith("error[rank-raised]: rank 1 raised ValueError: bad batch\n"), result.everything
     assert "rank 0 lost the connection to a peer; it is not at fault" in result.prose, result.everything
+
+
+def test_who_closes_down_while_the_others_lose_it_has_left_early(tmp_path: Path) -> None:
+    """Its interpreter needs a quarter of a second for that, and the others hear at once that it closed its group."""
+    result = run_job(["-n", "2", _write(tmp_path, LEAVES_FIRST)], state=tmp_path)
+    assert result.codes == ["rank-left-early"], result.everything
+    assert result.report.startswith("error[rank-left-early]: rank 0 "), result.everything
+
+
+def test_who_has_closed_its_group_and_works_on_has_left_early(tmp_path: Path) -> None:
+    result = run_job(["-n", "2", _write(tmp_path, CLOSES_FIRST)], state=tmp_path)
+    assert result.codes == ["rank-left-early"], result.everything
+    assert result.report.startswith("error[rank-left-early]: rank 0 closed its process group while others still needed it\n"), (
+        result.everything
+    )
+    assert "train.py:9, pid" in result.prose, result.everything
 
 
 def test_a_loss_that_torch_tells_nobody_of_is_known_from_the_exit_after_it(tmp_path: Path) -> None:

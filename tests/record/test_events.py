@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -44,11 +45,13 @@ def test_a_line_cut_off_by_a_crash_is_left_out_and_any_other_is_an_error(tmp_pat
 
 def test_a_full_disk_costs_the_events_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    mode = os.stat("/dev/full").st_mode
     said: list[str] = []
     log = EventLog(folder(tmp_path, said))
     for at in range(3):
         log.write(Event(float(at), "evidence-asked"))
     assert said == [f"rallypoint: cannot write {tmp_path}/events.jsonl: No space left on device; events are no longer kept"]
+    assert os.stat("/dev/full").st_mode == mode, "it is only files that are marked, no devices"
     assert len(log.events) == 3
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.record import logs
 from rallypoint.record.logs import TAIL_BYTES, TAIL_LINES, LogPump, worker_columns
 
 SOON = 20.0  # seconds: a generous deadline for what takes milliseconds
@@ -327,6 +328,66 @@ def test_a_full_disk_costs_the_log_and_one_line(rigs: Callable[..., Rig], tmp_pa
     )
     assert rig.pump.tail(2) == ("hello",) * 3
     assert rig.pump.log_position(2)[0] == ""  # its last words are not there
+
+
+def _lines(rank: int, number: int) -> bytes:
+    return b"".join(b"rank %d line %07d\n" % (rank, i) for i in range(number))
+
+
+@pytest.mark.parametrize("backlog", [1 << 30, 1 << 16])
+def test_a_disk_that_gives_no_answer_costs_the_log_and_one_line(
+    rigs: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backlog: int
+) -> None:
+    """A FIFO that nobody reads, as the kernel's answer of a file server that is gone: write() does not return."""
+    monkeypatch.setattr(logs, "DISK_PATIENCE", 0.5)
+    monkeypatch.setattr(logs, "BACKLOG_BYTES", backlog)
+    os.mkfifo(tmp_path / "rank0.log")
+    held = os.open(tmp_path / "rank0.log", os.O_RDWR)
+    rig = rigs(2)
+    writers = [write_later(rig.rank(rank), _lines(rank, 20_000)) for rank in range(2)]
+    for writer in writers:
+        writer.join(SOON)
+    assert rig.pump.drain(SOON)
+    out, err = rig.result()
+    assert sorted(out.splitlines()) == sorted(b"[%d] %s" % (rank, line) for rank in range(2) for line in _lines(rank, 20_000).splitlines())
+    reason = b"Connection timed out; no answer within 0.5 s, and the logs in it are not whole\n"
+    assert err == b"rallypoint: cannot write %s: " % bytes(tmp_path) + reason
+    assert rig.pump.log_position(0)[0] == ""
+    assert rig.pump.tail(0)[-1] == "rank 0 line 0019999"
+    os.set_blocking(held, False)
+    while len(os.read(held, 1 << 20)) == 1 << 20:  # its writer's thread can end
+        continue
+    os.close(held)
+
+
+def test_torchruns_files_on_a_disk_that_gives_no_answer(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "DISK_PATIENCE", 0.5)
+    rig = rigs(1, prefix=True)
+    held, tee = os.pipe()
+    write_later(rig.rank(0, tee=tee), _lines(0, 20_000)).join(SOON)
+    assert rig.pump.settle(SOON)
+    out, err = rig.result()
+    assert out.count(b"\n") == 20_000
+    assert rig.log(0) == _lines(0, 20_000)  # this disk is well
+    assert err.count(b"no answer within 0.5 s, and the logs in it are not whole\n") == err.count(b"\n") == 1
+    os.close(held)
+
+
+def test_a_slow_disk_holds_the_ranks_and_loses_nothing(rigs: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "BACKLOG_BYTES", 1 << 16)
+    os.mkfifo(tmp_path / "rank0.log")
+    held = os.open(tmp_path / "rank0.log", os.O_RDWR)
+    rig = rigs(1, prefix=True)
+    writer = write_later(rig.rank(0), _lines(0, 40_000))
+    kept = b""
+    while len(kept) < len(_lines(0, 40_000)):
+        assert rig.pump._disk._bytes <= (1 << 16) + 4 * logs.READ_SIZE
+        kept += os.read(held, 50_000)
+    assert kept == _lines(0, 40_000)
+    writer.join(SOON)
+    assert rig.pump.drain(SOON)
+    assert rig.result()[1] == b""
+    os.close(held)
 
 
 def test_output_into_a_full_disk_is_given_up_with_a_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -254,3 +255,31 @@ def test_a_log_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="Not a directory") as caught:
         TorchrunFiles(str(tmp_path / "file"), "job", 1)
     assert caught.value.code == "log-dir-unwritable"
+
+
+def test_a_file_that_was_given_up_is_marked_on_a_full_disk(tmp_path: Path, said: list[str]) -> None:
+    """A disk that is full has no room for a word about it, and a later reader must not take the file for whole."""
+    import resource
+    import signal
+
+    file = run_folder.KeptFile(str(tmp_path / "rank0.log"), run_folder.Trouble(said.append))
+    assert (tmp_path / "rank0.log").stat().st_mode & 0o777 == run_folder.WHOLE
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        assert file.write(b"x" * 1000)
+        assert not file.write(b"y")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "rank0.log").stat().st_mode & 0o777 == run_folder.CUT
+    assert said == [f"rallypoint: cannot write {tmp_path}/rank0.log: File too large; its output is no longer kept"]
+
+
+@pytest.mark.parametrize(
+    ("number", "command"), [(errno.ENOSPC, "df -h /srv; df -i /srv"), (errno.EDQUOT, "df -h /srv"), (errno.EACCES, "--run-dir DIR")]
+)
+def test_a_full_disk_is_not_mended_by_permissions(number: int, command: str) -> None:
+    help = run_folder.writable(OSError(number, ""), "/srv/run", "--run-dir DIR")
+    assert help[0][1].startswith(command)
+    assert help[-1][1] == "--run-dir DIR"

@@ -157,12 +157,19 @@ def page(code: str) -> str:
         return file.read()
 
 
+SLIP = 0.9
+"""How alike two codes are, by difflib's measure, when one letter is left out, doubled or swapped: then no other one was meant."""
+
+
 def nearest(name: str) -> tuple[str, ...]:
     """Up to three codes that were perhaps meant."""
     import difflib
 
     words = name.lower().replace("_", "-").replace(" ", "-")
     near = difflib.get_close_matches(words, CATALOGUE, n=3, cutoff=0.6)
+    like = [difflib.SequenceMatcher(a=code, b=words).ratio() for code in near]
+    if like and like[0] >= SLIP:
+        near = near[:1]
     return tuple(near) or tuple(code for code in CATALOGUE if words and words in code)[:3]
 
 
@@ -191,7 +198,7 @@ def cuda_in_template(module: str, line: str, found: str) -> Report:
         help=(
             Help(f"do not touch CUDA, or start threads, while {module} is imported: do it in a function that the ranks call"),
             Help("or leave the module out of --preload"),
-            Help("or ask for fresh interpreters, and this message goes", "rallypoint run --fresh ..."),
+            Help("or ask for fresh interpreters, and this message goes", "--fresh"),
         ),
         exit_status=0,
     )

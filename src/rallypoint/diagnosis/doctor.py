@@ -19,7 +19,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import render
-from rallypoint.diagnosis.checks.finding import Finding, fault, note
+from rallypoint.diagnosis.checks.finding import Finding, fault, note, size
 from rallypoint.diagnosis.report import Help
 from rallypoint.host import processes, system_calls
 
@@ -125,7 +125,9 @@ def run(checks: Sequence[Check], wanted: Collection[str] = NAMES, starting: Call
 
 
 def _carry_out(check: Check) -> list[Finding]:
-    clock = Clock()
+    from rallypoint.diagnosis import evidence  # here: whoever only prints findings needs none of it
+
+    clock, memory = Clock(), evidence.memory_counters()
     reader, writer = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
     try:
@@ -150,6 +152,10 @@ def _carry_out(check: Check) -> list[Finding]:
         return msgspec.json.decode(answer, type=list[Finding])
     if clock.elapsed() >= check.deadline:
         return [_overrun(check.deadline, status)]
+    if status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        seen = evidence.difference(memory, evidence.memory_counters())
+        if seen.oom_kills:
+            return [_without_memory(seen.limit)]
     died = f"signal {os.WTERMSIG(status)}" if status is not None and os.WIFSIGNALED(status) else "an exit without an answer"
     return [fault("internal-error", f"the check was ended by {died}", ("please report it, with everything printed here", ""))]
 
@@ -216,6 +222,16 @@ def _overrun(deadline: float, status: int | None) -> Finding:
     )
     return fault(
         "check-overrun", f"no answer within {deadline:g} s", ("do by hand what this check does: its page says what that is", ""), why=held
+    )
+
+
+def _without_memory(limit: int) -> Finding:
+    of = f", which may use {size(limit)}" if limit else ""
+    return fault(
+        "rank-out-of-memory",
+        f"memory ran out: what looked was killed, and the kernel has killed in this control group{of}",
+        ("give it more", "docker run --memory=64g ..."),
+        why=("its oom_kill count went up meanwhile",),
     )
 
 

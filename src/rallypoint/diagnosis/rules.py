@@ -66,6 +66,10 @@ ROWS: tuple[tuple[Kind, ...], ...] = (
 )
 
 
+# What a rank shows that another one's failure may have brought about.
+CONSEQUENCES = (Kind.LOST, Kind.WAITED, Kind.DOUBTFUL, Kind.NCCL, Kind.ABORTED)
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """A rank, what kind of evidence it shows, and the exception that shows it."""
 
@@ -76,11 +80,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def diagnose(job: JobEvidence) -> tuple[Report, ...]:
     """The causes of a job's failure, the first one first, each with its consequences folded in. Never empty; depends on nothing else."""
-    job = msgspec.structs.replace(job, ranks=_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
-    verdicts = [_verdict(rank, job) for rank in job.ranks]
-    verdicts = [_stopped_after(verdict, verdicts) for verdict in verdicts]
-    verdicts = [_after_a_loss(verdict, verdicts) for verdict in verdicts]
-    verdicts = [_shared(verdict, verdicts) for verdict in verdicts]
+    job, verdicts = _looked_at(job)
     first: tuple[Report, ...] = ()
     rows = ROWS
     if job.helper is not None:
@@ -94,14 +94,70 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
             at_fault = [verdict for verdict in verdicts if verdict.rank.rank in shared]
             return (gpus.device_shared(_case(job, verdicts, at_fault, "certain"), None),)
         if found:
-            return (*first, *_reports(job, verdicts, found))
+            return (*first, *_reports(job, verdicts, [*found, *_exits_before(job, verdicts, found)]))
     if first:
         return first
     if job.overdue:
-        return (stops.overdue(job, _seen_where_they_wait(job)),)
+        return (stops.overdue(job, (*_seen_where_they_wait(job), *_seen_apart(verdicts))),)
     if job.interrupted_by:
-        return (stops.interrupted(job, _seen_where_they_wait(job)),)
+        return (stops.interrupted(job, (*_seen_where_they_wait(job), *_seen_apart(verdicts))),)
     return (_of_consequences(job, verdicts),)
+
+
+def _exits_before(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) -> list[Verdict]:
+    """In a job that goes on when ranks fail: those that had left by an exit code before the first of the causes, for no such reason."""
+    if job.on_failure != "continue" or found[0].kind is Kind.EXITED:
+        return []
+    first = min(_moment(v) - (SAME_MOMENT if v.kind is Kind.RAISED else HEARD_LATE) for v in found)
+    return [v for v in verdicts if v.kind is Kind.EXITED and _moment(v) < first]
+
+
+class News(msgspec.Struct, frozen=True):
+    """What is to be told of a job that goes on."""
+
+    reports: tuple[Report, ...] = ()
+    followed: tuple[str, ...] = ()  # a line each: ranks that lost one of those at fault
+
+
+def news(job: JobEvidence, told: Iterable[int], at_fault: Iterable[int]) -> News:
+    """What a job that goes on when ranks fail has to tell beyond what was `told`, ranks whose failure stands in a report or in a line.
+
+    `at_fault`: of all reports so far. Whoever fails after one of them, and shows nothing but that a peer is lost, has followed: no cause
+    of its own is to be looked for, and none to be called unknown.
+    """
+    told, at_fault = set(told), set(at_fault)
+    _, verdicts = _looked_at(job)
+    moments = {verdict.rank.rank: _moment(verdict) for verdict in verdicts if verdict.rank.rank in at_fault}
+    followed: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for verdict in verdicts:
+        before = tuple(sorted(rank for rank, at in moments.items() if at <= _moment(verdict) + HEARD_LATE))
+        if verdict.rank.rank in told or not before or verdict.kind not in CONSEQUENCES or not has_failed(verdict.rank):
+            continue
+        words = reading.in_short(verdict.error) if verdict.error is not None else cases.how_ended(job, verdict.rank)
+        followed.setdefault((before, words), []).append(verdict.rank.rank)
+    known = told.union(*followed.values())
+    rest = tuple(rank for rank in job.ranks if rank.rank not in known)
+    lines = tuple(f"{ranks_phrase(ranks)} followed {ranks_phrase(before)}: {words}" for (before, words), ranks in followed.items())
+    return News(diagnose(msgspec.structs.replace(job, ranks=rest)) if any(map(has_failed, rest)) else (), lines)
+
+
+def has_failed(rank: RankEvidence) -> bool:
+    """Whether its program has ended, or is about to, and not well."""
+    return rank.raised is not None or (rank.ended is not None and (rank.ended.code, rank.ended.signal) != (0, 0))
+
+
+def cause_first(reports: Iterable[Report]) -> tuple[Report, ...]:
+    """In the order in which they were made, those behind that know no cause: what was seen later may well be theirs."""
+    return tuple(sorted(reports, key=lambda report: report.code == "cause-unknown"))
+
+
+def _looked_at(job: JobEvidence) -> tuple[JobEvidence, list[Verdict]]:
+    """The job with its ranks in order, and what each of them shows beside the others."""
+    job = msgspec.structs.replace(job, ranks=_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
+    verdicts = [_verdict(rank, job) for rank in job.ranks]
+    verdicts = [_stopped_after(verdict, verdicts) for verdict in verdicts]
+    verdicts = [_after_a_loss(verdict, verdicts) for verdict in verdicts]
+    return job, [_shared(verdict, verdicts) for verdict in verdicts]
 
 
 def _seen_where_they_wait(job: JobEvidence) -> tuple[str, ...]:
@@ -111,6 +167,15 @@ def _seen_where_they_wait(job: JobEvidence) -> tuple[str, ...]:
         return ()
     lines = [rank.meeting.line for rank in job.ranks if rank.meeting is not None and meeting_point.waits_at(rank, reached)]
     return (meeting_point.in_short(reached, lines[0]),) if lines else ()
+
+
+def _seen_apart(verdicts: list[Verdict]) -> tuple[str, ...]:
+    """That all ranks stood in collectives, and not in the same one. A healthy job does, too, for a moment: nobody knows for how long."""
+    names = sorted({name for name, _ in _different_collectives(verdicts).values()})
+    if not names or any(verdict.rank.ended is not None for verdict in verdicts):
+        return ()
+    differ = f"{', '.join(names[:-1])} and {names[-1]} do not match"
+    return (f"{differ}: ranks that stay there wait for each other (possible): rallypoint explain collective-mismatch",)
 
 
 def _placed(ranks: list[RankEvidence]) -> tuple[RankEvidence, ...]:
@@ -296,6 +361,8 @@ def _shared(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
 def _moment(verdict: Verdict) -> float:
     if verdict.error is not None and verdict.error.at:
         return verdict.error.at
+    if verdict.kind is Kind.EXITED and verdict.rank.left_when:  # torch's interpreter takes a quarter of a second to close down
+        return verdict.rank.left_when
     return verdict.rank.ended.at if verdict.rank.ended is not None else 0.0
 
 
@@ -323,7 +390,9 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
     # Who was waited for in vain may well be at fault.
     in_vain = any(verdict.kind is Kind.DOUBTFUL and verdict.error is not None and verdict.error.code for verdict in found)
     mismatch = any(verdict.error is not None and reading.sizes_differ(verdict.error.message) for verdict in found)
-    then = _then(job, verdicts, at_fault, STRONG, acquit=not (in_vain or mismatch or _doubt(told[0], verdicts)))
+    # Where several left with one exit code, those who were stopped may have been about to.
+    alike = told[0][0].kind is Kind.EXITED and len(told[0]) > 1
+    then = _then(job, verdicts, at_fault, STRONG, acquit=not (in_vain or mismatch or alike or _doubt(told[0], verdicts)))
     reports = []
     for i, group in enumerate(told):
         last = i == len(told) - 1
@@ -367,6 +436,8 @@ def _same(verdict: Verdict, job: JobEvidence) -> Hashable:
     """What makes two ranks' failures one cause."""
     rank, error = verdict.rank, verdict.error
     if error is not None and verdict.kind is not Kind.EXITED:
+        if error.code in reading.SAID_TO_ALL:
+            return (verdict.kind, error.code, error.message)
         frame = stacks.own_frame(error.frames)
         place: Hashable = (frame.file, frame.line) if frame else error.message
         if (worker := reading.loader_killed(error)) is not None:  # that place says nothing of the worker
@@ -412,7 +483,9 @@ def _raised(case: Case, verdict: Verdict) -> Report:
     if (foreign := meeting_point.of_words(error, meeting)) is not None:
         reached = case.job.reached
         return meeting_point.report(case, reached if reached is not None and reached.outcome == "answered" else foreign, error)
-    if reading.producer_gone(error) and (worker := reading.says_loader_killed(verdict.rank.said)) is not None:
+    # torch says it a moment later: in the rank's last words, or in what its signal handler raised over the exception that began the chain.
+    said = (*verdict.rank.said, *error.traceback.splitlines())
+    if reading.producer_gone(error) and (worker := reading.says_loader_killed(said)) is not None:
         return children.loader_killed(case, error, *worker)
     if reading.producer_gone(error) and any(reading.says_files_exhausted(line) for line in verdict.rank.said):
         return resources.files_exhausted(case, error)
@@ -592,14 +665,31 @@ def _by_stale_file(verdict: Verdict) -> bool:
 
 
 def _left_before(verdicts: list[Verdict], hurt: list[Verdict]) -> list[Verdict]:
-    """Ranks that ended well before the first of those that were hurt did; all that ended well when the others are still there."""
+    """Ranks that had done with the others before the first of those that were hurt lost them: ended well, come to their end (torch takes
+    a quarter of a second to close down), or with their group closed. All that ended well when the others are still there."""
     finished = [v for v in verdicts if v.kind is Kind.FINISHED]
-    if not finished or len(finished) == len(verdicts):
+    if len(finished) == len(verdicts):
         return []
     ends = [v.rank.ended.order for v in hurt if v.rank.ended is not None]
-    if not ends:
-        return finished
-    return [v for v in finished if v.rank.ended is not None and v.rank.ended.order < min(ends)]
+    ended = [v for v in finished if not ends or (v.rank.ended is not None and v.rank.ended.order < min(ends))]
+    if not hurt:
+        return ended
+    first = min(hurt, key=_place_in_order)
+    # Who had closed its own group, or opens another one, was not hurt by those who closed theirs.
+    in_it = not 0 < first.rank.closed_at <= _moment(first) and first.rank.phase != "joining"
+    done = {v.rank.rank: _had_done(v, closing=in_it) for v in verdicts}
+    before = [v for v in verdicts if v in ended or 0 < done[v.rank.rank] <= _moment(first)]
+    return before or [v for v in verdicts if 0 < done[v.rank.rank] <= _moment(first) + HEARD_LATE]
+
+
+def _had_done(verdict: Verdict, *, closing: bool) -> float:
+    """When a rank that shows no error came to its end, or (`closing`) closed its group; 0 when neither is known."""
+    rank = verdict.rank
+    if verdict.kind not in (Kind.ALIVE, Kind.STOPPED, Kind.FINISHED) or verdict.error is not None or rank.handled or rank.left_at:
+        return 0.0
+    if closing and rank.closed_at:
+        return rank.closed_at
+    return rank.phase_at if rank.phase in ("finishing", "done") else 0.0
 
 
 # --- consequences ----------------------------------------------------------------------------------------------------
@@ -620,17 +710,21 @@ def _then(job: JobEvidence, verdicts: list[Verdict], at_fault: list[Verdict], ce
     lost, waited = _ranks(kinds, Kind.LOST, Kind.DOUBTFUL), _ranks(kinds, Kind.WAITED)
     stopped, alive = _ranks(kinds, Kind.STOPPED), _ranks(kinds, Kind.ALIVE)
     going_on = alive if job.on_failure == "continue" else []
-    stopped = sorted({*stopped, *alive} - {*going_on})
+    # The sys.exit of these was seen, too, at the same line; what exit code it would have given is not known.
+    lines = {verdict.rank.left_at for verdict in at_fault} - {""}
+    exiting = sorted({v.rank.rank for v in verdicts if v.rank.left_at in lines} & {*stopped, *alive} - {*going_on})
+    stopped = sorted({*stopped, *alive} - {*going_on, *exiting})
     innocent = [
         f"{ranks_phrase(lost)} lost the connection to a peer" if lost else "",
         f"{ranks_phrase(waited)} waited for a peer until the timeout" if waited else "",
         *(f"{ranks_phrase(ranks)} {words}" for words, ranks in of_store.items()),
         f"{ranks_phrase(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped" if stopped else "",
-        f"{ranks_phrase(going_on)} {'goes' if len(going_on) == 1 else 'go'} on" if going_on else "",
     ]
     told = len(lost) + len(waited) + len(stopped) + sum(map(len, of_store.values()))
     blameless = "" if not told or not acquit else "it is not at fault" if told == 1 else "they are not at fault"
-    others = []
+    others = [f"{ranks_phrase(going_on)} {'goes' if len(going_on) == 1 else 'go'} on"] if going_on else []
+    if exiting:
+        others.append(f"{ranks_phrase(exiting)} {'was' if len(exiting) == 1 else 'were'} leaving by the same sys.exit, and stopped")
     for kind, words in (
         (Kind.EXITED, "exited with a code that is not 0"),
         (Kind.NCCL, "had an error of NCCL's"),

@@ -19,9 +19,12 @@ _HEADER = re.compile(r"^(Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(?P<name>[^\
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 # The launcher. The store is no part of it: programs call it, and a report says so as it does of torch ("rallypoint wait").
 _OURS = re.compile(r"(^|/)rallypoint/(launcher|diagnosis|cli|host|record)/(\w+/)?\w+\.py$|(^|/)rallypoint/__main__\.py$")
-_INTERPRETER = re.compile(r"^<(string|frozen (runpy|importlib.*))>$|(^|/)(runpy|importlib/_bootstrap\w*)\.py$")
+_INTERPRETER = re.compile(r"^<frozen (runpy|importlib.*)>$|(^|/)(runpy|importlib/_bootstrap\w*)\.py$")
+# The text of `python -c`. Our own processes begin with a line of it, and dataclasses write functions that say they stand in it, with names
+# in underscores; a function with another name is one that somebody typed there, and started with `launch`.
+_TYPED = "<string>"
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/(?P<path>.+)$")
-_STDLIB = re.compile(r".*/lib(?:64)?/python3\.\d+t?/(?P<path>.+)$")
+_STDLIB = re.compile(r"(?:.*/lib(?:64)?/python3\.\d+t?|[A-Za-z]:/.*/[Ll]ib)/(?P<path>.+)$")
 # Names inside torch that say nothing: decorators around the call that the program made.
 WRAPPERS = frozenset(
     ("wrapper", "wrapper_func", "wrapped", "_wrapped_call_impl", "_call_impl", "inner", "decorate_context", "_fn", "__call__")
@@ -122,7 +125,9 @@ def current_frames(dump: str) -> tuple[Frame, ...]:
 
 
 def hidden(frame: Frame) -> bool:
-    """True for frames that are neither the program's nor a library's: the launcher's, runpy's, importlib's, `<string>`."""
+    """True for frames that are neither the program's nor a library's: the launcher's, runpy's, importlib's, those of a first line."""
+    if frame.file == _TYPED:
+        return frame.function == "<module>" or frame.function.startswith("__")
     return bool(_OURS.search(frame.file) or _INTERPRETER.search(frame.file))
 
 
@@ -141,7 +146,8 @@ def library(frame: Frame) -> str:
 def own_index(frames: tuple[Frame, ...]) -> int:
     """The index of the innermost frame that belongs to the program and not to a library; the last one when none does; -1 for ()."""
     own = [i for i, frame in enumerate(frames) if not library(frame)]
-    return own[-1] if own else len(frames) - 1
+    in_files = [i for i in own if frames[i].file != _TYPED]  # libraries, too, make functions from text
+    return (in_files or own or [len(frames) - 1])[-1]
 
 
 def own_frame(frames: tuple[Frame, ...]) -> Frame | None:

@@ -267,17 +267,28 @@ def _backwards(host: Host) -> list[Problem]:
         elif answer.found:
             name = answer.found[0]
             back = host.answers.get(name)
-            if back is not None and back.found and ip not in back.found and not (name == host.name and scope(back.found[0]) == "host"):
+            if back is not None and (sentence := _leads_elsewhere(host, ip, name, back)):
                 wrong.append(
                     Problem(
                         "address-one-way",
                         False,
-                        f"{ip} is called {name}, and {name} stands for {', '.join(back.found)}",
-                        why=("whoever connects by that name reaches another address",),
+                        f"{ip} is called {name}, and {sentence}",
+                        why=(f"whoever connects by that name reaches {'another address' if back.found else 'nobody'}",),
                         help=(("ask the resolver both ways", f"getent hosts {ip} {name}"),),
                     )
                 )
     return wrong
+
+
+def _leads_elsewhere(host: Host, ip: str, name: str, back: Answer) -> str:
+    """What the resolver says of the name that it gave for an address, "" when that is the same address."""
+    if name == host.name and (not back.found or scope(back.found[0]) == "host"):  # of its own name more is said elsewhere
+        return ""
+    if back.silent:
+        return f"the resolver gave no answer for that name within {back.took:.1f} s"
+    if not back.found:
+        return f"that name has no address ({back.error})"
+    return f"{name} stands for {', '.join(back.found)}" if ip not in back.found else ""
 
 
 def _ipv6(host: Host) -> list[Problem]:

@@ -272,14 +272,17 @@ _NFT_ASKS = (
     ("source6", re.compile(rf"\bip6 saddr {_NFT_SET}")),
     ("destination4", re.compile(rf"\bip daddr {_NFT_SET}")),
     ("destination6", re.compile(rf"\bip6 daddr {_NFT_SET}")),
-    ("version", re.compile(rf"meta nfproto {_NFT_SET}")),
-    ("protocol", re.compile(rf"(?:meta l4proto|ip protocol|ip6 nexthdr) {_NFT_SET}")),
+    ("version", re.compile(rf"meta (?:nfproto|protocol) {_NFT_SET}")),
+    ("protocol", re.compile(rf"meta l4proto {_NFT_SET}")),
+    ("protocol4", re.compile(rf"\bip protocol {_NFT_SET}")),  # a field of that version's header: in a table for both, packets of the other
+    ("protocol6", re.compile(rf"\bip6 nexthdr {_NFT_SET}")),  # have none, and do not match (nft(8), implicit dependencies)
 )
 _NFT_NOTHING = re.compile(
     r'counter(?: packets \d+ bytes \d+)?|comment "[^"]*"|log(?: (?:prefix "[^"]*"|level \w+|flags \w+))*|# handle \d+'
 )
 _NFT_VMAP = re.compile(
-    r"(?P<before>.*?)(?P<what>(?:tcp|th) dport|iif(?:name)?|oif(?:name)?|ct state|ip6? [sd]addr|meta (?:l4proto|nfproto)|ip protocol)"
+    r"(?P<before>.*?)(?P<what>(?:tcp|th) dport|iif(?:name)?|oif(?:name)?|ct state|ip6? [sd]addr|meta (?:l4proto|nfproto|protocol)"
+    r"|ip protocol|ip6 nexthdr)"
     r" vmap (?P<entries>\{[^}]*\}|@\S+)"
 )
 _OTHER_PROTOCOL = re.compile(r"^(?:udp|icmp|icmpv6|sctp|dccp|esp|ah|arp) ")
@@ -399,10 +402,10 @@ def _matches(rule: Rule, packet: _Packet, hook: str) -> Matches:
             hit = hook == "output" and _named(packet.interface, asked)
         elif name == "state":
             hit = packet.state in asked
-        elif name == "protocol":
+        elif what == "protocol":
             hit = bool({"tcp", "all", "6", "0"} & set(asked))
         elif name == "version":
-            hit = f"ipv{packet.version}" in asked
+            hit = bool({"ipv4", "ip"} & set(asked) if packet.version == 4 else {"ipv6", "ip6"} & set(asked))
         elif what in ("source", "destination") and packet.interface == "lo":
             hit = _from_here(asked, packet.version)
         else:

@@ -13,7 +13,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ RESOLVE_TIMEOUT = 5.0
 
 LISTENING, TIME_WAIT = 0x0A, 0x06  # include/net/tcp_states.h
 BOUND = 0x07  # TCP_CLOSE there: a socket that is bound, and neither listens nor is connected
+
+_CAP_NET_BIND_SERVICE = 10  # the bit of capabilities(7) in CapEff
 
 
 class HeldPort:
@@ -221,17 +223,17 @@ def _try(family: socket.AddressFamily, ip: str, port: int) -> HeldPort:
 def _first(family: socket.AddressFamily, ip: str, ports: Sequence[int]) -> HeldPort | None:
     """The first of these that is free; None if all are taken. Any other trouble is raised in our words: of ports that this user may not
     bind only when there are no others."""
-    forbidden: list[OSError] = []
+    forbidden: dict[int, OSError] = {}
     for port in ports:
         try:
             return _try(family, ip, port)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM) and port:
-                forbidden.append(error)
+                forbidden[port] = error
             elif error.errno != errno.EADDRINUSE:
                 raise _problem(error, ip, port) from error
     if forbidden:
-        raise _forbidden(sorted(ports), taken=len(ports) - len(forbidden)) from forbidden[0]
+        raise _forbidden(sorted(ports), set(forbidden)) from next(iter(forbidden.values()))
     return None
 
 
@@ -289,7 +291,7 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
             help=tuple(helps),
         )
     if error.errno in (errno.EACCES, errno.EPERM) and port:
-        return _forbidden([port], taken=0)
+        return _forbidden([port], {port})
     if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         return EnvironmentProblem(
             "address-unavailable",
@@ -300,19 +302,52 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
     return EnvironmentProblem("port-unavailable", f"cannot listen on {address}: {os.strerror(error.errno or 0)}")
 
 
-def _forbidden(ports: Sequence[int], taken: int) -> EnvironmentProblem:
-    """These ports, in ascending order, need a privilege that we have not; `taken` of them do not, and somebody has them."""
+def _forbidden(ports: Sequence[int], forbidden: Collection[int]) -> EnvironmentProblem:
+    """The kernel refuses some of these ports, which are in ascending order, and somebody has the others. It does so for low numbers
+    (ip(7)), and for any number by a rule of this machine's."""
     first_free = _number("/proc/sys/net/ipv4/ip_unprivileged_port_start", 1024)
-    why = [f"ports below {first_free} need root or CAP_NET_BIND_SERVICE"]
-    if taken:
-        why.append(f"others hold the {taken} of the range that need neither")
+    status = _status()
+    privileged = bool(int(status.get("CapEff", "0"), 16) & 1 << _CAP_NET_BIND_SERVICE)
+    by_rule = [port for port in forbidden if port >= first_free or privileged]
+    taken = len(ports) - len(forbidden)
     which = f"none of the ports {ports[0]}-{ports[-1]} may" if len(ports) > 1 else f"port {ports[0]} may not"
-    return EnvironmentProblem(
-        "port-forbidden",
-        f"{which} be bound by user {_user(os.geteuid())}",
-        why=tuple(why),
-        help=((f"choose from {first_free} to 65535; without a port or a range any free one is taken", ""),),
-    )
+    headline = f"{which} be bound by user {_user(os.geteuid())}"
+    if not by_rule:
+        why = [f"ports below {first_free} need root or CAP_NET_BIND_SERVICE"]
+        if taken:
+            why.append(f"others hold the {taken} of the range that need neither")
+        help = (f"choose from {first_free} to 65535; without a port or a range any free one is taken", "")
+        return EnvironmentProblem("port-forbidden", headline, why=tuple(why), help=(help,))
+    number = "this process has the right to bind any port" if privileged else f"only ports below {first_free} need a privilege here"
+    why = [f"a rule of this machine's forbids it: {number}"]
+    selinux = _words("/sys/fs/selinux/enforce") == "1"
+    if selinux:
+        why.append("SELinux is enforcing here")
+    if status.get("Seccomp") == "2":
+        why.append("this process runs under a seccomp filter, as in most containers")
+    if not why[1:]:
+        why.append("which one is not seen from here: SELinux is off, and there is no seccomp filter; Landlock and BPF do not show")
+    if taken:
+        why.append(f"others hold the {taken} of the range that are not forbidden")
+    helps = [("try other ports; without a port or a range the kernel chooses", "")]
+    if selinux:
+        helps.append(("see what SELinux refused", "sudo ausearch -m avc -ts recent"))
+    return EnvironmentProblem("port-unavailable", headline, why=tuple(why), help=tuple(helps))
+
+
+def _status() -> dict[str, str]:
+    """/proc/self/status: the kernel's words for this process."""
+    pairs = (line.partition(":") for line in _words("/proc/self/status").splitlines())
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def _words(path: str) -> str:
+    """What a file of the kernel's says, "" when it is not there."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def _same_place(held: str, ip: str) -> bool:

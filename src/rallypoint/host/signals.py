@@ -75,7 +75,9 @@ def ignored() -> tuple[int, ...]:
 
 
 def name(number: int) -> str:
-    """`SIGTERM`, or `signal 35` for one without a name."""
+    """`SIGTERM`; `SIGRTMIN+5` for the real-time ones, most of which have no names of their own; `signal 77` for what is none."""
+    if signal.SIGRTMIN < number < signal.SIGRTMAX:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import stat
 import sys
@@ -17,11 +18,11 @@ from rallypoint.diagnosis.evidence import HelperLost, JobEvidence, Meeting, Memo
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.diagnosis.rollcall import Misfit
 from rallypoint.errors import RallypointError
-from rallypoint.host import devices
+from rallypoint.host import devices, signals, terminal
 from rallypoint.host.devices import Found
 from rallypoint.host.processes import Status, command_line
 from rallypoint.host.reach import Reached
-from rallypoint.launcher import words
+from rallypoint.launcher import exits, words
 from rallypoint.launcher.channel import ImportFailed, NotForked, Ready
 from rallypoint.launcher.handles import RankHandle
 from rallypoint.launcher.plan import Plan
@@ -43,6 +44,8 @@ DEVICES_TIMEOUT = 1.5
 DISK_TIMEOUT = 5.0
 # Seconds that a report waits for the files in which `@record` writes a rank's error: small, on the same disk, and mostly not there.
 ERROR_FILES_TIMEOUT = 0.5
+# Processes of the ranks' own that are named when they failed unseen: what fits on a screen beside the ranks' words.
+CHILDREN_MOST = 6
 _STDOUT, _STDERR = 1, 2  # bits of torchrun's --redirects and --tee
 
 
@@ -70,11 +73,13 @@ class Account:
             stderr_fd=outputs[1],
         )
         self._same_output = _same_file(*outputs)
+        self._errors_fd = outputs[1]
         self._live = ""
         self._handed = False  # a single rank has the terminal itself
         self._before = evidence.memory_counters()
         self._began = clock.monotonic()
-        self._reported = False
+        self._earlier: tuple[Report, ...] = ()  # reports of earlier attempts
+        self._reports: tuple[Report, ...] = ()  # of this one, its cause first
         self._late: set[str] = set()
         self._folder.write_plan(plan)
         self.event("job-started", job=plan.job, program=words.sayable(plan.program.target), world_size=plan.world.size)
@@ -136,7 +141,7 @@ class Account:
     def say_stalled(self, report: Report) -> None:
         """No rank has moved for as long as `--stall` says. A notice: it ends nothing, and is no report of the job's end."""
         self.event("stalled", code=report.code, headline=report.headline)
-        self.say(render.json((report,)) if self._plan.error_format == "json" else "\n" + render.text((report,), color=_wants_color()))
+        self.say(render.json((report,)) if self._plan.error_format == "json" else "\n" + self._as_text((report,)))
 
     def say_moved(self, ranks: Sequence[int]) -> None:
         """The ranks that have moved after all."""
@@ -166,7 +171,7 @@ class Account:
 
     def say_spawns(self, line: str) -> None:
         """A program that starts ranks of its own, started several times."""
-        self.say(render.text((causes.spawn_inside_run(line, self._plan.world.size, self._plan.program.target),), color=_wants_color()))
+        self.say(self._as_text((causes.spawn_inside_run(line, self._plan.world.size, self._plan.program.target),)))
 
     def say_leftovers(self, rank: int, members: Sequence[Status]) -> None:
         """What a successful rank left running; not `multiprocessing`'s own helpers, which see the rank's end and leave by themselves."""
@@ -178,6 +183,46 @@ class Account:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         self.say(f"rallypoint: rank {rank} has ended well and left running: {names}{more}; stopped when the job ends")
 
+    def say_left_behind(self, ended: Sequence[int], left: Sequence[int], seconds: float) -> None:
+        """Ranks that have not moved since the others ended well."""
+        if self._plan.quiet:
+            return
+        has, have = ("has" if len(ranks) == 1 else "have" for ranks in (ended, left))
+        how = "returned" if self._plan.task is not None else "ended with exit code 0"
+        still = f"{ranks_phrase(sorted(left))} {have} not moved for {seconds:.0f} s"
+        self.say(f"rallypoint: {ranks_phrase(sorted(ended))} {has} {how}, and {still}; to see where: rallypoint stacks")
+
+    def say_children(self, ranks: Sequence[RankHandle]) -> None:
+        """Processes that the ranks' programs had started, and that failed without anybody there having looked. Not of a rank that was
+        stopped: so were they."""
+        told = {handle.rank: handle.children for handle in ranks if handle.children is not None and not handle.sent}
+        found = [(rank, child) for rank, failed in told.items() for child in failed.children]
+        if not found:
+            return
+        number = len(found) + sum(failed.more for failed in told.values())
+        count = f"{number} processes" if number > 1 else "a process"
+        whose = "its program" if len(told) == 1 else "their program"
+        lines = [f"rallypoint: {count} that {ranks_phrase(list(told))} had started failed, and {whose} never looked at the exit code:"]
+        for rank, child in found[:CHILDREN_MOST]:
+            who = f"{child.name} of rank {rank}" if len(told) > 1 else child.name
+            how = f"died: {signals.name(child.signal)}" if child.signal else f"exited with code {child.code}"
+            lines.append(f"  {who}, pid {child.pid}{f', started at {child.line}' if child.line else ''}: {how}")
+        if number > CHILDREN_MOST:
+            lines.append(f"  and {number - CHILDREN_MOST} more")
+        again = {child.line for _, child in found if child.unguarded and child.code == exits.RAISED}
+        lines += [f"  {line} runs again in every new process: rallypoint explain main-unguarded" for line in sorted(again)]
+        self.say("\n".join(lines))
+
+    def say_waiting(self, ranks: Sequence[int], seconds: float, hurry: str) -> None:
+        """Ranks that were asked to end, and have not yet."""
+        if not self._plan.quiet:
+            them = "it" if len(ranks) == 1 else "them"
+            self.say(f"rallypoint: waiting up to {seconds:g} s for {ranks_phrase(ranks)} to end; {hurry} kills {them}")
+
+    def say_killed(self, ranks: Sequence[int]) -> None:
+        """Ranks that were asked to end, did not, and get SIGKILL: what they were about to write is lost."""
+        self.say(f"rallypoint: {ranks_phrase(ranks)} did not end and {'was' if len(ranks) == 1 else 'were'} killed")
+
     def say_immortal(self, left: Sequence[Status]) -> None:
         """Processes that SIGKILL did not end."""
         for one in left:
@@ -186,7 +231,7 @@ class Account:
     def say_unclean(self, ready: Ready, line: str) -> None:
         """The template may not be forked: a notice, since the job goes on without. `line`: what spoilt it, "" when not known."""
         report = causes.cuda_in_template(ready.module, line, ready.unclean)
-        self.say(render.text((report,), color=_wants_color()))
+        self.say(self._as_text((report,)))
 
     def say_late(self, name: str, line: str) -> None:
         """The program sets a variable that has been read already. Once for each, not for every rank."""
@@ -231,6 +276,7 @@ class Account:
     def begin_attempt(self, number: int, because: str) -> None:
         """A new attempt: the logs go on below a line."""
         self.event("attempt-started", because=because, attempt=number)
+        self._earlier, self._reports = self.reports, ()
         if number:
             self._pump.attempt(number)
             self.say(f"rallypoint: restarting all {_count(self._plan.world.size)}, attempt {number} of {self._plan.max_restarts}")
@@ -339,9 +385,11 @@ class Account:
         option = "preload" if self._plan.task is not None else "--preload"
         why = f"{option} asks for it: {raised.type}: {raised.message}" if asked else f"{raised.type}: {raised.message}"
         helps = (Help("try it alone", f"{sys.executable} -c 'import {message.module}'"),)
+        lines = tuple(raised.traceback.rstrip().splitlines()[-10:])
+        said = (Said("the template", lines),) if len(lines) > 1 else ()  # a module that is not there: `why` has said it
         return Report(
             code="start-failed", headline=f"{message.module} cannot be imported", where="before any worker started", why=why,
-            said=(Said("the template", tuple(raised.traceback.rstrip().splitlines()[-10:])),), help=helps,
+            said=said, help=helps,
         )  # fmt: skip
 
     def not_forked(self, message: NotForked) -> Report:
@@ -350,6 +398,11 @@ class Account:
         who = f"rank {message.rank}" if message.rank >= 0 else "the c10d host"
         helps = (Help("look at the limits on processes and memory", "ulimit -a"),) if message.errno else ()
         return Report(code="start-failed", headline=f"{who} could not be started: {reason}", help=helps)
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """Those of all attempts, each attempt's cause first."""
+        return (*self._earlier, *self._reports)
 
     def report_problem(self, problem: RallypointError | Report) -> tuple[Report, ...]:
         """Why nothing could be started."""
@@ -369,24 +422,25 @@ class Account:
         reached: Reached | None = None,
         misfit: Misfit | None = None,
     ) -> tuple[Report, ...]:
-        """Diagnose what the ranks told, print it, keep it; the first cause first. With a `misfit` that is what went wrong: whatever
-        the ranks say of it came after."""
+        """Diagnose what the ranks told, print what is new in it, keep it; all reports of this attempt, the cause first. With a `misfit`
+        that is what went wrong: whatever the ranks say of it came after."""
         self._pump.settle(SETTLE_TIMEOUT)
-        untold = [handle for handle in ranks if not handle.told]
-        heard = self._plan.on_failure != "continue" or bool(interrupted_by or overdue)
-        if not heard:  # each failure is told once, when its rank has ended, and nobody else is asked for it
-            untold = [handle for handle in untold if handle.ended or not handle.raised]
+        heard = self._plan.on_failure != "continue" or bool(interrupted_by or overdue)  # else nobody was asked where he is
+        told = tuple(handle.rank for handle in ranks if handle.told)
+        looked_at = ranks if not heard else [handle for handle in ranks if not handle.told]
         job = JobEvidence(
             program=words.sayable(self._plan.program.target),
             world_size=self._plan.world.size,
-            ranks=tuple(self._rank(handle, written, heard=heard) for handle, written in zip(untold, self._written(untold), strict=True)),
+            ranks=tuple(
+                self._rank(handle, written, heard=heard) for handle, written in zip(looked_at, self._written(looked_at), strict=True)
+            ),
             attempt=attempt,
             max_restarts=self._plan.max_restarts,
             held_address=held,
             interrupted_by=interrupted_by,
             overdue=overdue,
             stop_reason=because,
-            memory=self._memory(ranks),
+            memory=self._memory(ranks, helper),
             helper=helper,
             holders=_holders(ranks),
             run_dir=self._folder.path,
@@ -394,30 +448,44 @@ class Account:
             function=self._plan.task is not None,
             folder=self._folder_of_task(),
             devices=self._devices(ranks),
+            python=shlex.quote(sys.executable) if sys.executable else "",
             reached=reached,
             now=self._clock.elapsed(),
         )
-        for handle in untold:
-            handle.told = handle.ended is not None and (handle.ended.code, handle.ended.signal) != (0, 0)
-        return self._show((rollcall.report(misfit, job),) if misfit is not None else rules.diagnose(job))
+        failed = {rank.rank for rank in job.ranks if rules.has_failed(rank)}
+        for handle in ranks:
+            handle.told = handle.told or handle.rank in failed
+        if misfit is not None:
+            return self._show((rollcall.report(misfit, job),))
+        if not told or heard:
+            return self._show(rules.diagnose(job))
+        news = rules.news(job, told, tuple({rank for report in self._reports for rank in report.ranks}))
+        for line in news.followed:
+            self.say(f"rallypoint: {line}")
+        return self._show(news.reports)
 
     def _folder_of_task(self) -> str:
         """The folder that a caller of `launch` is in: paths are shown relative to it. "" for a program, whose own place tells."""
         return os.path.join(self._plan.task.folder, "") if self._plan.task is not None else ""
 
     def _show(self, reports: tuple[Report, ...]) -> tuple[Report, ...]:
+        """Print and keep these; all of this attempt."""
         self.live(None)
+        first = not self.reports
         for report in reports:
             self.event("report", code=report.code, headline=report.headline)
-        if self._plan.task is not None:
+        if self._plan.task is not None or not reports:
             pass  # the caller's exception says it
         elif self._plan.error_format == "json":
             self.say(render.json(reports))
         else:
-            self.say(("" if self._reported else "\n") + render.text(reports, color=_wants_color()))
-        self._reported = True
-        self._writer.submit(lambda: self._folder.write_report(reports))
-        return reports
+            self.say(("\n" if first else "") + self._as_text(reports))
+        self._reports = kept = rules.cause_first((*self._reports, *reports))
+        self._writer.submit(lambda: self._folder.write_report(kept))
+        return kept
+
+    def _as_text(self, reports: Sequence[Report]) -> str:
+        return render.text(reports, width=terminal.prose_columns(terminal.columns(self._errors_fd)), color=_wants_color())
 
     def _rank(self, handle: RankHandle, written: str = "", *, heard: bool) -> RankEvidence:
         """`written`: in its error file. `heard`: the living ones were asked where they are, for this report; else what they have
@@ -445,6 +513,10 @@ class Account:
             log_line=handle.log_line or max(1, lines - len(tail) + 1),
             resident=handle.resident,
             left_at=handle.left_at,
+            left_when=handle.left_when,
+            left_saying=handle.left_saying,
+            closed_at=handle.closed_at,
+            closed_line=handle.closed_line,
             error_file=written,
             not_executed=handle.not_executed,
             cuda_forks=tuple(handle.cuda_forks),
@@ -468,10 +540,12 @@ class Account:
         environ = {**os.environ, **self._plan.environment, **self._plan.rank_environment[0]}
         return devices.find(environ, devices.look_closely(DEVICES_TIMEOUT))
 
-    def _memory(self, ranks: Sequence[RankHandle]) -> MemoryEvidence:
-        killed = any(handle.ended and handle.ended.signal == signal.SIGKILL and not handle.sent for handle in ranks) or any(
-            (reading.loader_killed(handle.raised) or (0, 0))[1] == signal.SIGKILL for handle in ranks if handle.raised is not None
-        )
+    def _memory(self, ranks: Sequence[RankHandle], helper: HelperLost | None) -> MemoryEvidence:
+        killed = any(handle.ended and handle.ended.signal == signal.SIGKILL and not handle.sent for handle in ranks)
+        for error in (handle.raised for handle in ranks if handle.raised is not None):
+            loader = reading.loader_killed(error) or reading.says_loader_killed(error.traceback.splitlines())
+            killed = killed or (loader is not None and loader[1] == signal.SIGKILL)
+        killed = killed or (helper is not None and helper.ended.signal == signal.SIGKILL)
         pids, read = evidence.kernel_oom_kills(self._began) if killed else ((), False)
         return evidence.difference(self._before, evidence.memory_counters(), pids, read)
 

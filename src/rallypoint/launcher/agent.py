@@ -19,6 +19,8 @@ from rallypoint.launcher import channel, crew, guard, supervisor
 from rallypoint.launcher.channel import (
     AtPhase,
     Caught,
+    ChildrenFailed,
+    ClosesGroup,
     Debugging,
     Exited,
     Finish,
@@ -55,6 +57,8 @@ from rallypoint.launcher.supervisor import (
     Leave,
     LookWhetherStuck,
     MakeReport,
+    SayKilled,
+    SayWaiting,
     SetTimer,
     SignalGroup,
     StartRanks,
@@ -157,7 +161,6 @@ class Agent:
         self.lost: HelperLost | None = None
         self.signalled_by = ""
         self.overdue = 0.0  # seconds that the job was given, when they are over
-        self.reports: list[Report] = []
         self._supervisor = Supervisor(
             world_size=plan.world.size,
             max_restarts=plan.max_restarts,
@@ -200,6 +203,11 @@ class Agent:
         return self.crew.template
 
     @property
+    def reports(self) -> tuple[Report, ...]:
+        """Of all attempts."""
+        return self.account.reports
+
+    @property
     def attempt(self) -> Attempt:
         """The present one; empty before the first."""
         return self._job.attempt
@@ -228,6 +236,7 @@ class Agent:
         if self._suspicion is not None:
             self._suspicion.tell()
         self._inquiry.close()
+        self.account.say_children(self.ranks)
         if self.errand is not None:
             self._await_forks()
         living = [handle for handle in self.ranks if handle.pid and not handle.reaped]
@@ -286,6 +295,10 @@ class Agent:
                 self._roll_call.begin(action)
             case SignalGroup():
                 self._signal_group(action)
+            case SayWaiting(ranks, seconds, hurry):
+                self.account.say_waiting(ranks, seconds, hurry)
+            case SayKilled(ranks):
+                self.account.say_killed(ranks)
             case LookWhetherStuck():
                 self._deafness.begin(action)
             case CleanGroup():
@@ -572,16 +585,23 @@ class Agent:
             case Uncaught():
                 self._on_uncaught(handle, message)
             case Leaving():
-                handle.left_at = message.line
+                handle.left_at, handle.left_saying, handle.left_when = message.line, message.words, now
             case Debugging(waits):
                 handle.debugging = waits
                 self._job.feed(supervisor.Debugged(handle.rank, waits))
+            case ClosesGroup(line):
+                handle.closed_at, handle.closed_line = now, line
+                self.account.event("group-closed", rank=handle.rank, line=line)
             case Meets():
+                handle.closed_at, handle.closed_line = 0.0, ""
                 self._meetings.meets(handle, message)
             case Spawns(line):
                 self._on_spawns(handle, line)
             case ForksCuda(line, first):
                 handle.cuda_forks.append((line, first))
+            case ChildrenFailed():
+                handle.children = message
+                self.account.event("children-failed", rank=handle.rank, pids=[one.pid for one in message.children])
             case Imported(name, seconds):
                 handle.imports[name] = seconds
             case SetLate(name, line):
@@ -742,7 +762,6 @@ class Agent:
                 reached=self._meetings.reached,
                 misfit=self._meetings.cause_of_all() if action.reason == "failure" else None,
             )
-        self.reports += reports
         self._job.feed(supervisor.Judged(reports[0].exit_status))
 
     # --- stopping

@@ -141,10 +141,11 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: sys.exit with something other than success; `line` is the place, "train.py:10 in main"."""
+    """worker -> agent: sys.exit with something other than success; `line` is the place, "train.py:10 in main", `words` what it said."""
 
     code: int
     line: str
+    words: str = ""
 
 
 class Caught(msgspec.Struct, frozen=True, tag=True):
@@ -161,6 +162,12 @@ class Uncatch(msgspec.Struct, frozen=True, tag=True):
     """worker -> agent: the exception of `Caught(serial)` was not handled after all: it leaves the program."""
 
     serial: int
+
+
+class ClosesGroup(msgspec.Struct, frozen=True, tag=True):
+    """worker -> agent: the program closes the process group, with no exception on its way; `line`: where, "" if not known."""
+
+    line: str
 
 
 class Meets(msgspec.Struct, frozen=True, tag=True):
@@ -188,6 +195,24 @@ class ForksCuda(msgspec.Struct, frozen=True, tag=True):
 
     line: str
     first: str
+
+
+class Child(msgspec.Struct, frozen=True):
+    """A process that the program had started with multiprocessing. `line`: where; `unguarded`: an import of the program does it again."""
+
+    name: str
+    pid: int
+    code: int = 0
+    signal: int = 0
+    line: str = ""
+    unguarded: bool = False
+
+
+class ChildrenFailed(msgspec.Struct, frozen=True, tag=True):
+    """worker -> agent: the program has ended, and never asked how these of its children did. `more`: how many were not kept."""
+
+    children: tuple[Child, ...]
+    more: int
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):
@@ -299,7 +324,8 @@ class Aside(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Setup | StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught
     | Leaving | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Inherit | Forget
-    | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | Debugging | Aside
+    | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | Debugging | ChildrenFailed | ClosesGroup
+    | Aside
 )  # fmt: skip
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -335,26 +361,30 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def send(sock: socket.socket, message: Message, fds: Sequence[int] = (), *, flags: int = 0) -> None:
-    """Send one packet. OSError (EPIPE, ECONNRESET) when the other side is gone, EAGAIN with MSG_DONTWAIT when it does not read."""
+def send(sock: socket.socket, message: Message, fds: Sequence[int] = (), *, flags: int = 0, sent: list[int] | None = None) -> None:
+    """Send one packet. OSError (EPIPE, ECONNRESET) when the other side is gone, EAGAIN with MSG_DONTWAIT when it does not read.
+
+    `sent`: filled in the moment that the packet is sent, for a caller whose signal handlers may raise before this returns."""
+    sent = [] if sent is None else sent
     try:
         packet = _encoder.encode(message)
     except UnicodeEncodeError:  # surrogates: text that is not UTF-8
         packet = b""
     if packet and len(packet) <= PACKET_BYTES:
-        _send(sock, packet, fds, flags)
+        _send(sock, packet, fds, flags, sent)
         return
     fd = processes.memory_file("rallypoint-message")
     try:
         os.write(fd, exact(message))
-        _send(sock, _encoder.encode(Aside()), (fd, *fds), flags)
+        _send(sock, _encoder.encode(Aside()), (fd, *fds), flags, sent)
     finally:
         os.close(fd)
 
 
-def _send(sock: socket.socket, packet: bytes, fds: Sequence[int], flags: int) -> None:
+def _send(sock: socket.socket, packet: bytes, fds: Sequence[int], flags: int, sent: list[int]) -> None:
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
-    sock.sendmsg([packet], ancillary, flags | socket.MSG_NOSIGNAL)
+    # In one step of the interpreter, between sending and remembering which no handler can run.
+    sent.extend(map(sock.sendmsg, ([packet],), (ancillary,), (flags | socket.MSG_NOSIGNAL,)))
 
 
 def receive(sock: socket.socket, *, flags: int = 0) -> tuple[Message | None, list[int]]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from rallypoint.clock import Clock
+from rallypoint.diagnosis import evidence
+from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import (
     EnvironmentProblem,
@@ -59,6 +61,7 @@ class Conversation:
         self._heard = Held()
         self._interrupts = 0
         self._hearing = False
+        self._memory = evidence.memory_counters()
 
     def carry_out(self, call: Call, parcel_fds: Sequence[int]) -> Over:
         """Have the agent do it, and wait until it is over. The agent is kept for the next call, or let go."""
@@ -70,7 +73,7 @@ class Conversation:
         except (BrokenPipeError, ConnectionResetError):
             if self._agent.usable:  # it was a stream of this program's own
                 raise
-            raise _agent_died(self._agent) from None
+            raise _agent_died(self._agent, self._memory) from None
         finally:  # also after an exception of a signal handler's, or of a stream's: nobody waits any more
             for pipe in self._pipes:
                 pipe.close()
@@ -146,7 +149,7 @@ class Conversation:
                     text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
                 self._verdict = channel.from_exact(text, Verdict)
             case None:
-                raise _agent_died(self._agent)
+                raise _agent_died(self._agent, self._memory)
         self._heard = Held()
 
 
@@ -174,12 +177,19 @@ class _Show:
             stream.flush()
 
 
-def _agent_died(agent: warm.Agent) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        "launcher-died",
-        f"rallypoint's agent (pid {agent.pid}) ended in the middle of the call",
-        why=("its ranks were stopped by its guard", "what it said last, if anything, is on this program's own stderr"),
-    )
+def _agent_died(agent: warm.Agent, memory: MemoryCounters) -> EnvironmentProblem:
+    """`memory`: the counters when the call began."""
+    why: tuple[str, ...] = ("its ranks were stopped by its guard", "what it said last, if anything, is on this program's own stderr")
+    help: tuple[tuple[str, str], ...] = ()
+    seen = evidence.difference(memory, evidence.memory_counters())
+    if seen.oom_kills:
+        from rallypoint.diagnosis.accounts.wording import size
+
+        killed = "a process" if seen.oom_kills == 1 else f"{seen.oom_kills} processes"
+        limit = f", which may use {size(seen.limit)}" if seen.limit else ""
+        why = (f"during the call the kernel killed {killed} of this control group{limit}, for lack of memory", why[0])
+        help = (("give it more memory: a process that has imported torch holds a few hundred MiB", "docker run --memory=64g ..."),)
+    return EnvironmentProblem("launcher-died", f"rallypoint's agent (pid {agent.pid}) ended in the middle of the call", why=why, help=help)
 
 
 def _silent(agent: warm.Agent) -> Verdict:

@@ -6,6 +6,8 @@ import signal as signals
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rallypoint.host.signals import name
+
 if TYPE_CHECKING:
     from rallypoint.diagnosis.report import Report
 
@@ -19,17 +21,7 @@ BY_SIGNAL = 128  # plus the signal's number, as shells say it
 
 def describe(code: int, signal: int = 0) -> str:
     """How a process ended, in words: `exit code 3`, or the signal's name `SIGKILL`."""
-    return signal_name(signal) if signal else f"exit code {code}"
-
-
-def signal_name(number: int) -> str:
-    """`SIGKILL`; `SIGRTMIN+5` for the real-time ones, which have no names of their own."""
-    if signals.SIGRTMIN < number < signals.SIGRTMAX:
-        return f"SIGRTMIN+{number - signals.SIGRTMIN}"
-    try:
-        return signals.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return name(signal) if signal else f"exit code {code}"
 
 
 def meaning(code: int) -> str:
@@ -39,7 +31,7 @@ def meaning(code: int) -> str:
     if code == 127:
         return "a shell's word for: command not found"
     if BY_SIGNAL < code <= BY_SIGNAL + signals.SIGRTMAX:
-        return f"a shell's word for: ended by {signal_name(code - BY_SIGNAL)}"
+        return f"a shell's word for: ended by {name(code - BY_SIGNAL)}"
     return ""
 
 

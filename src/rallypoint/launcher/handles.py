@@ -12,7 +12,7 @@ from rallypoint.diagnosis.evidence import Ended, Frame, Meeting, Raised
 from rallypoint.host import processes, system_calls
 from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
 from rallypoint.launcher import channel
-from rallypoint.launcher.channel import Go, Message, Released, Setup
+from rallypoint.launcher.channel import ChildrenFailed, Go, Message, Released, Setup
 
 # Bytes of dumps that are kept when a rank is asked once more: a job that is looked at every minute for days must not fill the memory.
 # What a rank writes when it crashes comes after all answers.
@@ -116,11 +116,16 @@ class RankHandle:
         self.traceback_printed = False
         self.caught: dict[int, Raised] = {}
         self.left_at = ""
+        self.left_when = 0.0
+        self.left_saying = ""
+        self.closed_at = 0.0  # when the program closed its process group, and where; 0: it has not, or has opened another one since
+        self.closed_line = ""
         self.meeting: Meeting | None = None
         self.unanswered: tuple[str, int] | None = None  # where torch's store has left it without an answer for all of its time
         self.at_held = False  # it meets the others where the agent holds a socket
         self.sent: list[str] = []
         self.cuda_forks: list[tuple[str, str]] = []
+        self.children: ChildrenFailed | None = None
         self.not_executed = 0
         self.resident = 0
         self.error_file = ""

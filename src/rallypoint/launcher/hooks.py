@@ -26,10 +26,10 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from rallypoint.diagnosis import init_method
-from rallypoint.diagnosis.evidence import Meeting
+from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.launcher import channel, cuda, gloo, variables, words
-from rallypoint.launcher.channel import AtPhase, Caught, ForksCuda, Meets, Message, Released, SetLate, Spawns
+from rallypoint.launcher import channel, children, cuda, gloo, interruptions, variables, words
+from rallypoint.launcher.channel import AtPhase, Caught, ChildrenFailed, ClosesGroup, ForksCuda, Meets, Message, Released, SetLate, Spawns
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 FORKS_MOST = 20  # places told per worker
@@ -77,12 +77,20 @@ class Hooks:
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
         """Tell the agent; False when it does not listen (any more), or this process is not the rank."""
+        sent: list[int] = []
+        try:
+            return interruptions.whole(lambda: self._post(message, fds, sent))
+        except OSError as error:
+            if interruptions.raised_by_handler(error):
+                raise
+            return False  # it is gone; the guard is about to end this process
+
+    def _post(self, message: Message, fds: Sequence[int], sent: list[int]) -> bool:
+        """`tell`, unless it is `sent`; a handler of the program's may raise."""
         if self._control is None or os.getpid() != self._pid:
             return False
-        try:
-            channel.send(self._control, message, fds)
-        except OSError:  # the agent is gone; the guard is about to end this process
-            return False
+        if not sent:
+            channel.send(self._control, message, fds, sent=sent)
         return True
 
     def is_rank(self) -> bool:
@@ -105,32 +113,54 @@ class Hooks:
         """An exception leaves a call of torch's. Tell it, with the except clause that will catch it, if one will."""
         if error is None or self._serial >= CAUGHT_MOST or self._control is None:
             return
-        self._serial += 1
-        if not words.mark(error, self._serial):
-            self._serial -= 1
-            return
-        error.__dict__["_rallypoint_call"] = call
-        clause = words.except_line(error, words.user_frame(sys._getframe(1)))
-        self.tell(Caught(self._serial, words.raised(error, call=call, caught_at=clause)))
-
-    def clearing_up(self) -> None:
-        """The program closes its group, which the others hear at once. With an exception on its way they have lost this rank for that
-        reason, and it may take long until it leaves the program: tell it now."""
         frame = words.user_frame(sys._getframe(1))
-        error = words.on_its_way(frame)
-        if error is None or self._serial >= CAUGHT_MOST or not words.mark(error, self._serial + 1):
+
+        def raised() -> Raised:
+            error.__dict__["_rallypoint_call"] = call
+            return words.raised(error, call=call, caught_at=words.except_line(error, frame))
+
+        self._tell_of(error, raised)
+
+    def clearing_up(self, *, whole: bool) -> None:
+        """The program closes a group, or (`whole`) all of them, which the others hear at once. With an exception on its way they have
+        lost this rank for that reason, and it may take long until it leaves the program: tell it now."""
+        caller = words.current_frame(2)
+        frame, error = words.user_frame(caller), words.on_its_way(caller)
+        if error is None and whole and _is_initialized() and not _is_giving_up(sys.exc_info()[1]):
+            by_launch = caller is not None and words.is_ours(caller.f_code.co_filename)  # with no line of the program's
+            self.tell(ClosesGroup("" if by_launch else words.line_of(frame)))
+        if error is None or self._serial >= CAUGHT_MOST:
             return
-        self._serial += 1
-        told = words.raised(error, caught_at=words.except_line(error, frame))
-        self.tell(Caught(self._serial, msgspec.structs.replace(told, on_its_way=True)))
+
+        def raised() -> Raised:
+            return msgspec.structs.replace(words.raised(error, caught_at=words.except_line(error, frame)), on_its_way=True)
+
+        self._tell_of(error, raised)
 
     def left_after(self, leaving: SystemExit) -> None:
         """`sys.exit` while an exception was handled, perhaps one that torch tells nobody of (`work.wait()`, DDP's own collectives): told
         however many were, since it is the last."""
         error = words.first_of_chain(leaving)
-        if isinstance(error, Exception) and words.mark(error, self._serial + 1):
-            self._serial += 1
-            self.tell(Caught(self._serial, words.raised(error)))
+        if isinstance(error, Exception):
+            self._tell_of(error, lambda: words.raised(error))
+
+    def _tell_of(self, error: BaseException, raised: Callable[[], Raised]) -> None:
+        """Tell of an exception, once."""
+        serial, sent = self._serial + 1, list[int]()
+
+        def tell() -> None:
+            if not sent and words.is_marked(error):
+                return
+            try:
+                if not sent:
+                    self._post(Caught(serial, raised()), (), sent)
+            except OSError as problem:  # the agent is gone
+                if interruptions.raised_by_handler(problem):
+                    raise
+            words.mark(error, serial)
+            self._serial = max(serial, self._serial)
+
+        interruptions.whole(tell)
 
     def joining(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`init_process_group`, with the meeting point looked at first."""
@@ -425,13 +455,28 @@ def install() -> None:
             raise
 
     _replace("torch.multiprocessing", start, start_processes)
+    _watch_children()
+
+
+def _watch_children() -> None:
+    children.watch(lambda failed, more: _current.tell(ChildrenFailed(tuple(failed), more)) if _current is not None else None)
+
+
+def _is_giving_up(error: BaseException | None) -> bool:
+    """Whether this ends the program, and not well."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return error is not None and not isinstance(error, Exception)
 
 
 def _destroy_with_care(original: Callable[..., None]) -> None:
+    import torch.distributed as dist
+
     @functools.wraps(original)
     def destroy_process_group(*args: Any, **kwargs: Any) -> None:
         if _current is not None:
-            _current.clearing_up()
+            group = args[0] if args else kwargs.get("group")
+            _current.clearing_up(whole=group is None or group is dist.group.WORLD)
             gloo.let_threads_finish()
         original(*args, **kwargs)
 
@@ -469,28 +514,41 @@ def _replace(package: str, original: object, replacement: object) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `install` once the program has imported torch.distributed by itself (fresh interpreters)."""
+    """Calls `act` once the program has imported a module by itself (fresh interpreters)."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._act = act
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch.distributed":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]  # importlib.util is not there yet
+        spec = next((found for find in finders if (found := find(name, path, target)) is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                if hasattr(module, "init_process_group"):  # a torch built without distributed has none
-                    install()
+                self._act(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def install_when_imported() -> None:
-    """As `install`, at the moment the program imports torch.distributed; nothing when it never does."""
-    sys.meta_path.insert(0, _AfterImport())
+    """As `install`, at the moment the program imports torch.distributed; nothing when it never does. Children are watched without it."""
+
+    def imported(module: ModuleType) -> None:
+        if hasattr(module, "init_process_group"):  # a torch built without distributed has none
+            install()
+
+    sys.meta_path.insert(0, _AfterImport("torch.distributed", imported))
+    if "multiprocessing.process" in sys.modules:
+        _watch_children()
+    else:
+        sys.meta_path.insert(0, _AfterImport("multiprocessing.process", lambda module: _watch_children()))
 
 
 def _unreached() -> BaseException:

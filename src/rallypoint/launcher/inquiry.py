@@ -31,6 +31,10 @@ ANSWERS_WITHIN = 1.5
 # Seconds between looks whether the dumps are whole: each look reads a file per thread of a rank.
 ANSWERS_LOOK = 0.02
 
+# Seconds for which all that is left of a job must have stood still before it is said that the others have ended well. torch's store, which
+# is not a rank's here and so outlives them, keeps who waits for their keys waiting for all of its timeout: half an hour, mostly.
+LEFT_BEHIND = 60.0
+
 
 class Round:
     """One question to every living rank: what /proc shows before and after, and the stacks in between."""
@@ -133,6 +137,7 @@ class Inquiry:
         self._began = 0.0
         self._round: Round | None = None
         self._waiting: list[socket.socket] = []
+        self._left_told = False
 
     def _new_watch(self) -> Watch:
         return Watch(os.sysconf("SC_CLK_TCK"), self._job.plan.stall)
@@ -140,7 +145,7 @@ class Inquiry:
     def begin(self) -> None:
         """Another attempt, with other processes: nothing that was seen is of them."""
         now = self._job.loop.now
-        self._watch, self._began, self._round = self._new_watch(), now, None
+        self._watch, self._began, self._round, self._left_told = self._new_watch(), now, None, False
         self._job.loop.at("looks", self._next_look(now), self._look)
         if self._waiting:  # their round was about ranks that are gone
             self._ask()
@@ -242,7 +247,20 @@ class Inquiry:
             self._watch.look(activities(self._job.ranks), now)
             if self._watch.wants_stacks(now):
                 self._ask()
+            self._tell_left_behind(now)
         self._tell_moved()
+
+    def _tell_left_behind(self, now: float) -> None:
+        """Once: some ranks have ended well, and no other has moved for a while. Nobody is asked: a rank may well have work of its own."""
+        ended = {handle.rank: handle.ended for handle in self._job.ranks if handle.ended is not None}
+        living = [handle for handle in self._job.ranks if handle.alive]
+        if self._left_told or not ended or not living or any(one.code or one.signal for one in ended.values()):
+            return
+        since = now - max(one.at for one in ended.values())
+        still = min(since, *(self._watch.still_for(handle.rank, now) or 0.0 for handle in living))
+        if still >= LEFT_BEHIND and not any(handle.halted() for handle in living):
+            self._left_told = True
+            self._job.account.say_left_behind(list(ended), [handle.rank for handle in living], still)
 
     def _judge(self, standing: Standing, now: float) -> None:
         """Say the stall that this shows, once; none while a person holds a rank in a debugger."""

@@ -106,7 +106,7 @@ def _seen(handle: RankHandle, now: float) -> str:
         return "not started yet"
     ended = handle.ended
     if ended is not None:
-        return f"ended with {describe(ended.code, ended.signal)} {max(0.0, now - ended.at):.1f} s ago"
+        return f"ended {max(0.0, now - ended.at):.1f} s ago with {describe(ended.code, ended.signal)}"
     status = processes.status(handle.pid)
     if status is None or status.state in "ZX":
         return "ended"

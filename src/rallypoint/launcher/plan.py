@@ -65,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True):
     task: Task | None = None  # what the ranks of `launch` run
     rendezvous: str = ""  # a folder that this job alone has while it runs; see rendezvous_file.py
     roll_call: float = ROLL_CALL  # seconds in init_process_group after which those who have not come are named
+    cwd: str = ""  # where it was started: the program's path is relative to it
 
 
 # DDP's constructor, and every optimizer at its first use, import torch._dynamo: one to three seconds, in every rank.
@@ -207,6 +208,7 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
         remarks=tuple(remarks),
         torch=machine.torch,
         stall=options.stall,
+        cwd=machine.cwd,
     )
 
 
@@ -237,7 +239,6 @@ def _start(options: Options, machine: Machine) -> Literal["template", "fresh", "
             help=(
                 ("install torch there", f"{install} torch"),
                 ("without a GPU the CPU build is smaller", f"{install} torch --index-url https://download.pytorch.org/whl/cpu"),
-                ("for a program that needs no torch, start new interpreters", "rallypoint run --fresh ..."),
             ),
         )
     found = re.match(r"(\d+)\.(\d+)", machine.torch)  # no match: a version we cannot judge, left to the user

@@ -7,13 +7,19 @@ import importlib.machinery
 import os
 import signal
 import sys
+import traceback
+from collections import deque
 from collections.abc import Iterable
 from types import CodeType, ModuleType
+from typing import NoReturn
 
-from rallypoint.launcher import gloo, words
+from rallypoint.diagnosis import stacks
+from rallypoint.launcher import channel, gloo, words
 from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.channel import AtPhase, Leaving, Uncatch, Uncaught
 from rallypoint.launcher.hooks import Hooks
+
+SAID_MOST = 2000  # bytes of what `sys.exit` is told of: the log has all of it
 
 _placed: list[str] = []  # what we have put first on sys.path
 _first_main: list[ModuleType] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
@@ -37,31 +43,52 @@ def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool, signal_
             if "__mp_main__" in sys.modules:  # multiprocessing's name for it, under which children send back the program's classes
                 sys.modules["__mp_main__"] = main
             exec(code, main.__dict__)
-        except SystemExit as leaving:
             if hooks:
                 hooks.stop()
-                tell_exit(hooks, leaving)
-            raise
+                hooks.tell(AtPhase("finishing"))
         except BaseException as error:
-            words.strip(error)
-            if hooks:
-                hooks.stop()
-                for serial in words.serials(error):
-                    hooks.tell(Uncatch(serial))
-            silent = hooks is not None and takes_traceback and hooks.excepthook_is_default()
-            delivered = hooks is not None and hooks.tell(
-                Uncaught(words.raised(error, call=hooks.call_of(error)), printed=not silent, keyboard=isinstance(error, KeyboardInterrupt))
-            )
-            if not (silent and delivered):
-                sys.excepthook(type(error), error, error.__traceback__)
-            sys.excepthook = _already_shown
-            raise
-        if hooks:
-            hooks.stop()
-            hooks.tell(AtPhase("finishing"))
+            _end_by(hooks, error, takes_traceback)
     finally:
         sys.modules.setdefault("__main__", ModuleType("__main__"))
         gloo.let_threads_finish()
+
+
+def _end_by(hooks: Hooks | None, error: BaseException, takes_traceback: bool) -> NoReturn:
+    """Tell what ends the program, and let it go on to the interpreter. A signal's handler of the program's may raise meanwhile: then it is
+    that by which the program ends."""
+    try:
+        shown = _tell_end(hooks, error, takes_traceback)
+    except BaseException as later:
+        error = later
+        shown = _tell_end(hooks, error, takes_traceback)
+    if not isinstance(error, SystemExit):
+        if not shown:
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook = _already_shown
+    raise error
+
+
+def _tell_end(hooks: Hooks | None, error: BaseException, takes_traceback: bool) -> bool:
+    """Whether its traceback is shown by the launcher."""
+    if not isinstance(error, SystemExit):
+        words.strip(error)
+    if hooks is None:
+        return False
+    hooks.stop()
+    if isinstance(error, SystemExit):
+        tell_exit(hooks, error)
+        return False
+    silent = takes_traceback and hooks.excepthook_is_default()
+    return tell_uncaught(hooks, error, printed=not silent) and silent
+
+
+def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
+    """Tell the agent of an exception that leaves the program, and take back what was told of those that it comes from. Whether it
+    listens."""
+    for serial in words.serials(error):
+        hooks.tell(Uncatch(serial))
+    raised = words.raised(error, call=hooks.call_of(error))
+    return hooks.tell(Uncaught(raised, printed=printed, keyboard=isinstance(error, KeyboardInterrupt)))
 
 
 def _already_shown(*_: object) -> None:
@@ -85,9 +112,20 @@ def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
         hooks.tell(AtPhase("finishing"))
         return
     hooks.left_after(leaving)
-    frames = words.frames_of(leaving.__traceback__)
-    mine = [frame for frame in frames if "site-packages" not in frame.file] or list(frames)
-    hooks.tell(Leaving(code, f"{words.shown_path(mine[-1].file)}:{mine[-1].line} in {mine[-1].function}" if mine else ""))
+    frame = stacks.own_frame(words.frames_of(leaving.__traceback__))
+    line = f"{words.shown_path(frame.file)}:{frame.line} in {frame.function}" if frame else ""
+    hooks.tell(Leaving(code, line, channel.cut(words.sayable(_said_by(leaving)), SAID_MOST)))
+
+
+def _said_by(leaving: SystemExit) -> str:
+    """What is written when the program leaves by this: the text given to `sys.exit`, or argparse's message without the usage."""
+    if isinstance(leaving.code, str):
+        return leaving.code
+    innermost = deque(traceback.walk_tb(leaving.__traceback__), maxlen=1)
+    for frame, _ in innermost:
+        if frame.f_globals.get("__name__") == "argparse" and frame.f_code.co_name == "exit":  # ArgumentParser.exit(status, message)
+            return str(frame.f_locals.get("message") or "").partition(": error: ")[2]
+    return ""
 
 
 def folder(program: Program) -> str:

@@ -21,6 +21,11 @@ SETTLE = 0.05
 SETTLE_FOR_CAUSE = 0.25
 # Seconds after a signal in which a main thread that stands where it stood cannot have seen it (architecture.md section 6).
 STUCK_AFTER = 0.2
+# Seconds that a person who waits for the end of a job is told nothing: most ranks end at once, and a prompt that does not come back is
+# wondered about after some two.
+SILENT = 1.5
+# Seconds of the grace that must be left for a line about it: shorter ones are over before it is read.
+WORTH_A_LINE = 2.0
 # Seconds that a rank which takes no signal at all gets after SIGKILL before we say that it would not die.
 KILL_PATIENCE = 5.0
 # Seconds in init_process_group after which the ranks that have not come are named. Imports and data of healthy ranks differ by less, and
@@ -179,6 +184,20 @@ class SignalGroup(msgspec.Struct, frozen=True, tag=True):
     because: str
 
 
+class SayWaiting(msgspec.Struct, frozen=True, tag=True):
+    """Say that these ranks have not ended yet, how long they may take, and what kills them now: "Ctrl-C again"."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+    hurry: str
+
+
+class SayKilled(msgspec.Struct, frozen=True, tag=True):
+    """Say that these ranks had not ended and are killed."""
+
+    ranks: tuple[int, ...]
+
+
 class LookWhetherStuck(msgspec.Struct, frozen=True, tag=True):
     """Compare where these ranks stand with where they stood when signalled; answer with `Stuck`."""
 
@@ -215,7 +234,8 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 Action = (
-    StartRanks | AskEvidence | MakeReport | CallRoll | SignalGroup | LookWhetherStuck | CleanGroup | SetTimer | CleanUp | Leave
+    StartRanks | AskEvidence | MakeReport | CallRoll | SignalGroup | SayWaiting | SayKilled | LookWhetherStuck | CleanGroup | SetTimer
+    | CleanUp | Leave
 )  # fmt: skip
 
 
@@ -261,6 +281,7 @@ class Supervisor:
         self._because = ""
         self._sure = False  # a failure that is nobody's consequence has been seen
         self._evidence_in = False
+        self._untold = ""  # of a job that goes on when ranks fail: a failure that is told after a moment, in which its cause may show
         self._settle_until = 0.0
         self._at_once = False
         self._asked_by: Signalled | None = None
@@ -282,7 +303,7 @@ class Supervisor:
     def _start_attempt(self, because: str) -> list[Action]:
         self.state = State.RUNNING
         self._ranks = [_Rank(started=True) for _ in range(self._size)]
-        self._status, self._sure, self._evidence_in = None, False, False
+        self._status, self._sure, self._evidence_in, self._untold = None, False, False, ""
         return [StartRanks(self.attempt, because)]
 
     def _impossible(self, event: Event, now: float) -> list[Action]:
@@ -329,6 +350,8 @@ class Supervisor:
 
     def _timer_while_running(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Timer)
+        if event.name == "settle" and self._untold:
+            return self._tell(self._untold)
         waiting = self._waiting()
         if event.name != "roll call" or not waiting:
             return []
@@ -373,12 +396,27 @@ class Supervisor:
         rank.ended = True
         if event.code == 0 and event.signal == 0:
             actions: list[Action] = [CleanGroup(event.rank, kill=False, because="it ended well")]
+            if self._untold and self._nobody_left():
+                return actions + self._tell(self._untold)
             return actions + (self._all_ended(now) if self._nobody_left() else self._look_for_absent(now))
         rank.failed = True
         if self._continue:  # the row of --on-failure continue: said, and the others go on
-            return [CleanGroup(event.rank, kill=True, because=event.because), MakeReport("failure", event.because)]
+            return [CleanGroup(event.rank, kill=True, because=event.because), *self._perhaps_tell(event, now)]
         self._sure = self._sure or event.sure
         return [CleanGroup(event.rank, kill=True, because=event.because), *self._judge(event.because, now)]
+
+    def _perhaps_tell(self, event: RankEnded, now: float) -> list[Action]:
+        """Who perhaps lost a peer only is told of when the peer's end has had its time to be heard."""
+        if event.sure or self._nobody_left():
+            return self._tell(event.because)
+        if self._untold:
+            return []
+        self._untold = event.because
+        return [SetTimer("settle", now + SETTLE_FOR_CAUSE)]
+
+    def _tell(self, because: str) -> list[Action]:
+        self._untold = ""
+        return [MakeReport("failure", because)]
 
     def _helper_lost(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, HelperLost)
@@ -466,7 +504,7 @@ class Supervisor:
 
     def _judged(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Judged)
-        if self._status is None:
+        if self._status is None or self.state is State.RUNNING:  # of a job that goes on, each report is one of all that has failed by now
             self._status = event.status
         if self.state is State.STOPPING and self._at_once:
             return self._kill(self._living(), self._because, now) or self._all_ended(now)
@@ -483,6 +521,8 @@ class Supervisor:
         actions: list[Action] = []
         for number in living:
             actions += self._ask(number, name, because)
+        if self._grace >= SILENT + WORTH_A_LINE:
+            actions.append(SetTimer("silent", now + SILENT))
         return [*actions, SetTimer("stuck", now + STUCK_AFTER), SetTimer("grace", now + self._grace)]
 
     def _ask(self, number: int, name: str, because: str) -> list[Action]:
@@ -502,14 +542,24 @@ class Supervisor:
             return []
         if event.name == "stuck":
             return [LookWhetherStuck(living)]
+        asked = tuple(number for number in living if self._ranks[number].asked != "SIGKILL")
+        if event.name == "silent" and asked:
+            return [SayWaiting(asked, self._grace, self._hurry())]
         if event.name == "grace":
-            return self._kill(living, f"it did not end within the grace of {self._grace:g} s", now)
+            said = [SayKilled(asked)] if asked else []
+            return [*self._kill(living, f"it did not end within the grace of {self._grace:g} s", now), *said]
         if event.name == "patience":
             self.state = State.ENDED
             status = self._status if self._status is not None else 1
             because = f"{ranks_phrase(living)} would not die"
             return [CleanUp(gently=False, because=because), Leave(status, because)]
         return []
+
+    def _hurry(self) -> str:
+        """What a person does who will not wait for the grace."""
+        if self._reason != "interrupted" or self._asked_by is None:
+            return "Ctrl-C"
+        return "Ctrl-C again" if self._asked_by.name == "SIGINT" else f"a second {self._asked_by.name}"
 
     def _stuck(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Stuck)
@@ -533,7 +583,9 @@ class Supervisor:
         assert isinstance(event, Signalled)
         if self._asked_by is None:
             self._asked_by = event
-        return self._kill(self._living(), f"asked to stop a second time ({event.name})", now)
+        asked = tuple(number for number in self._living() if self._ranks[number].asked != "SIGKILL")
+        said = [SayKilled(asked)] if asked else []
+        return [*self._kill(asked, f"asked to stop a second time ({event.name})", now), *said]
 
     def _kill(self, living: tuple[int, ...], because: str, now: float) -> list[Action]:
         actions: list[Action] = []

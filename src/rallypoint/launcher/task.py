@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 from rallypoint.errors import UsageError
 from rallypoint.launcher import exits, program, warm, words
 from rallypoint.launcher.assignment import Task
-from rallypoint.launcher.channel import AtPhase, Outcome, Uncatch, Uncaught
+from rallypoint.launcher.channel import AtPhase, Outcome
 from rallypoint.launcher.crossing import parcel
 from rallypoint.launcher.hooks import Hooks
 
@@ -57,7 +57,10 @@ def run(task: Task, rank: int, fds: list[int], hooks: Hooks, *, signal_mask: Ite
         elif not isinstance(leaving.code, int):
             print(leaving.code, file=sys.stderr)  # as the interpreter does
     except BaseException as error:
-        code = _failed(hooks, rank, error)
+        try:
+            code = _failed(hooks, rank, error)
+        except BaseException as later:  # of a signal's handler: now it is this that ends the function
+            code = _failed(hooks, rank, later)
     _leave(code)
 
 
@@ -108,11 +111,8 @@ def _failed(hooks: Hooks, rank: int, error: BaseException) -> int:
     """Tell the caller, which gets the exception itself, and the agent, which judges; the exit status."""
     words.strip(error)
     hooks.stop()
-    raised = words.raised(error, call=hooks.call_of(error))
     _send(hooks, rank, "error", parcel.pack_error(error))
-    for serial in words.serials(error):
-        hooks.tell(Uncatch(serial))
-    if not hooks.tell(Uncaught(raised, printed=False, keyboard=isinstance(error, KeyboardInterrupt))):
+    if not program.tell_uncaught(hooks, error, printed=False):
         sys.excepthook(type(error), error, error.__traceback__)
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else exits.RAISED
 

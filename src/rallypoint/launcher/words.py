@@ -12,11 +12,12 @@ from types import FrameType, TracebackType
 
 from rallypoint.diagnosis.evidence import Frame, Raised
 from rallypoint.errors import RallypointError
+from rallypoint.launcher import interruptions
 from rallypoint.launcher.channel import cut
 
 _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# The template's own first line (`python -c`), and runpy's, which a fresh `python -m` has, too, but hides.
-_HIDDEN_FILES = frozenset({"<string>", "<frozen runpy>"})
+_TYPED = "<string>"  # the text of `python -c`: our own processes begin so, and people call `launch` from one
+_RUNPY = "<frozen runpy>"  # a fresh `python -m` has it, too, but hides it
 SOURCE_LINE_MOST = 500  # characters of a source line: generated code has lines of a megabyte
 FRAMES_MOST = 60  # of one exception: a recursion has a thousand that say the same
 SOURCE_BYTES_MOST = 2 * 1024 * 1024  # a larger source file is not searched for its except clauses
@@ -24,16 +25,19 @@ SOURCE_BYTES_MOST = 2 * 1024 * 1024  # a larger source file is not searched for 
 _SERIAL = "_rallypoint_serial"  # where an exception remembers that it was told about: builtin exceptions take no weak references
 
 
-def is_ours(filename: str) -> bool:
-    """Whether a code object's file belongs to the launcher (or to the template's first line)."""
-    return filename.startswith(_OUR_FOLDER) or filename in _HIDDEN_FILES
+def is_ours(filename: str, function: str = "<module>") -> bool:
+    """Whether a code object belongs to the launcher: to its files, or to the first line of one of its processes. A function with a name
+    that was typed behind `-c` is the user's; those that dataclasses write have names with underscores. As `stacks.hidden` has it."""
+    if filename == _TYPED:
+        return function == "<module>" or function.startswith("__")
+    return filename.startswith(_OUR_FOLDER) or filename == _RUNPY
 
 
 def without_ours(tb: TracebackType | None) -> TracebackType | None:
     """The same traceback with our frames taken out, wherever they stand."""
     kept: list[TracebackType] = []
     while tb is not None:
-        if not is_ours(tb.tb_frame.f_code.co_filename):
+        if not is_ours(tb.tb_frame.f_code.co_filename, tb.tb_frame.f_code.co_name):
             kept.append(tb)
         tb = tb.tb_next
     following: TracebackType | None = None
@@ -124,6 +128,8 @@ def message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as problem:
+        if interruptions.raised_by_handler(problem):  # not its fault: the program's, on its way to the program
+            raise
         return f"<message cannot be shown: {type_name(type(problem))}>"
 
 
@@ -135,10 +141,12 @@ def traceback_text(error: BaseException) -> str:
         while waiting:
             one = waiting.pop()
             if one is not None:
-                one.stack[:] = [frame for frame in one.stack if not is_ours(frame.filename)]
+                one.stack[:] = [frame for frame in one.stack if not is_ours(frame.filename, frame.name)]
                 waiting += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
         return "".join(shown.format())
     except Exception as problem:  # an exception whose __str__ or __notes__ raises must not hide that there was one
+        if interruptions.raised_by_handler(problem):
+            raise
         return f"{type_name(type(error))}: {message_of(error)}\n(its traceback cannot be shown: {type_name(type(problem))})\n"
 
 
@@ -147,7 +155,7 @@ def frames_of(tb: TracebackType | None) -> tuple[Frame, ...]:
     found = [
         _frame(tb_frame.f_code.co_filename, line, tb_frame.f_code.co_name)
         for tb_frame, line in traceback.walk_tb(tb)
-        if not is_ours(tb_frame.f_code.co_filename)
+        if not is_ours(tb_frame.f_code.co_filename, tb_frame.f_code.co_name)
     ]
     if len(found) > FRAMES_MOST:
         found = found[: FRAMES_MOST // 2] + found[-FRAMES_MOST // 2 :]
@@ -184,12 +192,14 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
     )
 
 
-def mark(error: BaseException, serial: int) -> bool:
-    """Remember in the exception that it was told about; False when it was already."""
-    if _SERIAL in error.__dict__:
-        return False
+def mark(error: BaseException, serial: int) -> None:
+    """Remember in the exception that it was told about."""
     error.__dict__[_SERIAL] = serial
-    return True
+
+
+def is_marked(error: BaseException) -> bool:
+    """Whether it was told about."""
+    return _SERIAL in error.__dict__
 
 
 def serials(error: BaseException) -> list[int]:
@@ -199,7 +209,10 @@ def serials(error: BaseException) -> list[int]:
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The nearest caller that is neither ours nor torch's."""
-    while frame is not None and (is_ours(frame.f_code.co_filename) or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename):
+    while frame is not None:
+        code = frame.f_code
+        if not is_ours(code.co_filename, code.co_name) and f"{os.sep}torch{os.sep}" not in code.co_filename:
+            break
         frame = frame.f_back
     return frame
 

@@ -25,6 +25,7 @@ What = Literal[
     "attempt-started",  # attempt
     "worker-started",  # rank; pid
     "phase",  # rank; phase
+    "group-closed",  # rank; line: the program closed its process group in good order
     "handled-error",  # rank; type, message, call
     "raised",  # rank; type, message
     "ended",  # rank; code or signal
@@ -36,6 +37,7 @@ What = Literal[
     "stop-sent",  # rank; signal; because
     "killed",  # rank; because: SIGKILL sent by the launcher
     "reaped",  # rank; user, system: seconds; resident: bytes
+    "children-failed",  # rank; pids of processes that its program had started, and did not ask how they ended
     "left-running",  # rank; pids that outlived a successful rank
     "attempt-ended",  # attempt; because
     "report",  # code, headline

@@ -10,17 +10,21 @@ import datetime
 import os
 import re
 import shlex
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.record.events import Event
-from rallypoint.record.run_folder import PastRun, is_running, past_runs, reason_of
+from rallypoint.record.run_folder import CUT, PastRun, is_running, past_runs, reason_of
+from rallypoint.world import ranks_phrase
 
 TAIL_BYTES = 65536
 """How much of the end of a log is read for its last lines: hundreds of them, and nothing beside a log of gigabytes."""
+
+UNWRITABLE = "it could not be written any more, as when a disk is full"
 
 _STAMP = re.compile(r"(\d{8}-\d{6})(?:-|$)")
 _LOG = re.compile(r"rank(\d+)\.log")
@@ -57,6 +61,9 @@ class KeptPlan(msgspec.Struct, frozen=True):
     stall: float | None = None
     torch: str | None = ""
     task: _Task | None = None
+    cwd: str = ""
+    run_dir: str = ""
+    run_dir_asked: bool = False
 
 
 class Log(NamedTuple):
@@ -65,6 +72,7 @@ class Log(NamedTuple):
     rank: int
     path: str
     size: int  # bytes
+    cut: bool = False  # its last words could not be written
 
 
 class KeptRun(msgspec.Struct, frozen=True):
@@ -78,6 +86,7 @@ class KeptRun(msgspec.Struct, frozen=True):
     report: bytes = b""  # report.json as it stands there; the layers above know what is in it
     logs: tuple[Log, ...] = ()
     damage: tuple[str, ...] = ()
+    events_cut: bool = False  # the last of them could not be written
 
     @property
     def name(self) -> str:
@@ -88,6 +97,12 @@ class KeptRun(msgspec.Struct, frozen=True):
         """The exit status that the launcher left with."""
         ends = [event.details.get("status") for event in self.events if event.what == "job-ended"]
         return ends[-1] if ends and isinstance(ends[-1], int) else None
+
+    @property
+    def reported(self) -> str:
+        """The headline of the first cause, as the events have it; "" when they have none."""
+        told = (event.details.get("headline") for event in self.events if event.what == "report")
+        return next((headline for headline in told if isinstance(headline, str)), "")
 
     @property
     def took(self) -> float:
@@ -145,16 +160,38 @@ def read(path: str) -> KeptRun:
         plan = msgspec.json.decode(_content(planned), type=KeptPlan)
     except (OSError, msgspec.DecodeError) as error:
         damage.append(f"plan.json cannot be read: {_reason(error)}")
-    return KeptRun(
+    log = os.path.join(path, "events.jsonl")
+    run = KeptRun(
         path=path,
         plan=plan,
         began=_began(plan, written),
         running=is_running(path),
-        events=_events(os.path.join(path, "events.jsonl"), damage),
+        events=_events(log, damage),
         report=_report(os.path.join(path, "report.json"), damage),
         logs=_logs(path, damage),
-        damage=tuple(damage),
+        events_cut=_is_cut(log),
     )
+    return msgspec.structs.replace(run, damage=(*damage, *_missing(run)))
+
+
+def _missing(run: KeptRun) -> Iterator[str]:
+    """What belongs to a run like this one, and is not there: its disk was full, or somebody removed it."""
+    if run.events_cut:
+        yield f"events.jsonl ends early: {UNWRITABLE}"
+    over = not run.running
+    if over and not os.path.exists(os.path.join(run.path, "report.json")) and (run.status or run.reported):
+        yield "there is no report.json: it could not be written (a full disk?), or was removed; it was shown when the job ended"
+    missing = [rank for rank in range(run.plan.world.local_size) if rank not in {log.rank for log in run.logs}]
+    if over and run.logs and missing:
+        yield f"there is no log of {ranks_phrase(missing)}: it could not be written (a full disk?), or was removed"
+
+
+def _is_cut(path: str) -> bool:
+    """Whether it was given up by its writer; see `run_folder.CUT`."""
+    try:
+        return stat.S_IMODE(os.stat(path).st_mode) == CUT
+    except OSError:
+        return False
 
 
 def _content(path: str) -> bytes:
@@ -209,7 +246,7 @@ def _report(path: str, damage: list[str]) -> bytes:
 def _logs(path: str, damage: list[str]) -> tuple[Log, ...]:
     try:
         entries = [(found, entry) for entry in os.scandir(path) if (found := _LOG.fullmatch(entry.name))]
-        return tuple(sorted(Log(int(found[1]), entry.path, entry.stat().st_size) for found, entry in entries))
+        return tuple(sorted(Log(int(found[1]), entry.path, entry.stat().st_size, _is_cut(entry.path)) for found, entry in entries))
     except OSError as error:
         damage.append(f"the logs cannot be listed: {reason_of(error)}")
         return ()
@@ -243,5 +280,11 @@ def command(plan: KeptPlan) -> str:
     words += ["--master-port", str(plan.master_port)] if plan.master_port else []
     words += ["--port-range", "{}-{}".format(*plan.port_range)] if plan.port_range else []
     words += ["--stall", f"{plan.stall:g}"] if plan.stall is not None else []
+    words += ["--run-dir", _from(plan.run_dir, plan.cwd)] if plan.run_dir_asked else []
     words += {"module": ["-m"], "command": ["--no-python"]}.get(plan.program.kind, [])
     return shlex.join([*words, plan.program.target, *plan.program.args])
+
+
+def _from(path: str, folder: str) -> str:
+    """A path as one types it in a folder."""
+    return os.path.relpath(path, folder) if folder and path.startswith(os.path.join(folder, "")) else path

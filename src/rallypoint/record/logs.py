@@ -3,7 +3,8 @@
 `LogPump` is one thread between the workers' pipes and everything that keeps or shows their words: the
 terminal, each rank's log, torchrun's files. It reads no faster than its slowest reader takes (a pipe that
 fills up holds the worker, not our memory), and it never stops reading for a reason of its own: a file that
-cannot be written is given up with one line, a terminal that is gone is written to no more.
+cannot be written is given up with one line, a terminal that is gone is written to no more. Files are written
+by threads of their own, one for each disk: one that does not answer (a network's) is given up, too.
 
 The loop batches by itself: while one round is written, the next one collects in the pipes.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import select
 import signal
@@ -24,6 +26,7 @@ from rallypoint.clock import Clock
 from rallypoint.record.lines import LineSplitter, Piece
 from rallypoint.record.run_folder import KeptFile, Trouble
 from rallypoint.record.screen import Screen, Sink, plain
+from rallypoint.record.writer import Backlog
 
 StreamName = Literal["stdout", "stderr", "both"]
 
@@ -43,6 +46,16 @@ TAIL_LINES = 40
 
 TAIL_BYTES = 2048
 """Bytes kept of each of those: a line that a person reads, 80 kB a rank in all."""
+
+BACKLOG_BYTES = 16 << 20
+"""What may wait for a disk: a second of a hundred ranks that print as fast as a terminal takes it. More holds the ranks."""
+
+DISK_PATIENCE = 5.0
+"""Seconds in which a disk that has something to write must have written some of it. A busy one needs tenths; meanwhile ranks that print
+much wait, and nobody else."""
+
+DISK_LINGER = 1.0
+"""Seconds for which a disk's thread waits for the next lines: starting one for each would cost more than to write them."""
 
 CLOSE_WAITS = 2.0
 """Seconds that `close` waits for a terminal that takes nothing (Ctrl-S, a stopped pager)."""
@@ -159,12 +172,12 @@ class LogPump:
         self._stdout = _Console(stdout_fd)
         # One text, and one cursor, when both lead to the same place.
         self._stderr = self._stdout if _same_file(stdout_fd, stderr_fd) else _Console(stderr_fd)
-        self._trouble = Trouble(self._say_now)
+        self._trouble = Trouble(self._say_in_turn)
         self._lock = threading.Lock()  # of tails and line counts, and of the state once the thread is gone
+        self._disk = self._backlog(lambda: [log.file for log in self._logs.values() if log.file])
+        self._other_disk = self._backlog(lambda: self._torchruns)  # these files are mostly somewhere else
+        self._torchruns: list[KeptFile] = []
         self._logs: dict[int, _Log] = {}
-        for rank in ranks:
-            path = os.path.join(run_dir, f"rank{rank}.log") if run_dir else ""
-            self._logs[rank] = _Log(rank, KeptFile(path, self._trouble) if path else None)
         self._filters: dict[StreamName, _Filter] = {}
         self._streams: dict[int, _Stream] = {}  # by descriptor
         self._floor: _Stream | None = None
@@ -176,6 +189,9 @@ class LogPump:
         self._closing = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="rallypoint-logs", daemon=True)
+        for rank in ranks:
+            path = os.path.join(run_dir, f"rank{rank}.log") if run_dir else ""
+            self._logs[rank] = _Log(rank, KeptFile(path, self._trouble) if path else None)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "failed" if self.error else "running" if self._thread.is_alive() else "not started"
@@ -239,7 +255,10 @@ class LogPump:
         False if that took longer than `timeout` seconds: only a reader of our terminal that takes nothing, or a disk
         that does not answer, can be the reason. Nothing is lost then; the pump goes on.
         """
-        return self._submit(self._flush).wait(timeout) and self.error is None
+        until = self._clock.monotonic() + timeout
+        done = self._submit(self._flush).wait(timeout)
+        written = [disk.settle(max(0.0, until - self._clock.monotonic())) for disk in (self._disk, self._other_disk)]
+        return done and all(written) and self.error is None
 
     def drain(self, timeout: float) -> bool:
         """`settle`, then end all streams: unfinished lines are completed and the pipes closed.
@@ -247,7 +266,10 @@ class LogPump:
         A pipe that a grandchild keeps open has no end to wait for: what it holds now is read, what is written later is
         not (the writer gets SIGPIPE). False as for `settle`.
         """
-        return self._submit(self._end_all).wait(timeout) and self.error is None
+        until = self._clock.monotonic() + timeout
+        done = self._submit(self._end_all).wait(timeout)
+        written = [disk.finish(max(0.0, until - self._clock.monotonic())) for disk in (self._disk, self._other_disk)]
+        return done and all(written) and self.error is None
 
     def close(self, timeout: float = CLOSE_WAITS) -> bool:
         """End the thread and close every file. Lines said later go straight to stderr. May be called twice.
@@ -261,24 +283,33 @@ class LogPump:
             self._closing = True
             os.eventfd_write(self._wake, 1)
             self._thread.join(timeout)
+            if self._thread.is_alive() and any(disk.waits for disk in (self._disk, self._other_disk)):
+                self._thread.join(2 * DISK_PATIENCE)  # it is not the terminal that it waits for
             if self._thread.is_alive():
                 return False
         self._closed = True
-        while self._orders:  # from before a thread that was never started, or from another thread just now
-            order = self._orders.popleft()
-            order.action()
-            order.done.set()
-        self._flush()
+        self._obey_the_rest()
         for stream in list(self._streams.values()):
             self._forget(stream)
         for log in self._logs.values():
             if log.file:
-                log.file.close()
+                self._disk.submit(log.file.close)
         for picked in self._filters.values():
-            picked.file.close()
+            self._other_disk.submit(picked.file.close)
+        for disk in (self._disk, self._other_disk):
+            disk.close()
+        self._obey_the_rest()
         self._epoll.close()
         os.close(self._wake)
         return True
+
+    def _obey_the_rest(self) -> None:
+        """There is no thread any more: what was asked for before one was started, or by another thread just now."""
+        while self._orders:
+            order = self._orders.popleft()
+            order.action()
+            order.done.set()
+        self._flush()
 
     # The thread.
 
@@ -351,7 +382,7 @@ class LogPump:
             self._end(stream)
             return 0
         if stream.tee is not None:
-            stream.tee.write(data)
+            self._other_disk.submit(functools.partial(stream.tee.write, data), len(data))
         if self._alone and stream.console is not None and stream.console.fd is not None:
             stream.console.screen.raw(stream, data)
         self._show(stream, stream.splitter.feed(data, now))
@@ -413,23 +444,27 @@ class LogPump:
         self._epoll.unregister(stream.fd)
         os.close(stream.fd)
         if stream.tee is not None:
-            stream.tee.close()
+            self._other_disk.submit(stream.tee.close)
 
     def _flush(self) -> None:
-        """Hand over what was composed; logs first, because a terminal may keep us waiting."""
+        """Hand over what was composed; logs first, because a terminal may keep us waiting. A disk does after that."""
         for log in self._logs.values():
             if log.out:
                 text = log.take()
-                if log.file is not None and log.file.write(text):
+                if log.file is not None and not log.file.given_up:
                     with self._lock:
                         log.lines += text.count(b"\n")
+                    self._disk.submit(functools.partial(log.file.write, text), len(text))
         for picked in self._filters.values():
             if picked.out:
-                picked.file.write(picked.take())
+                text = picked.take()
+                self._other_disk.submit(functools.partial(picked.file.write, text), len(text))
         for console in (self._stdout, self._stderr):
             text = console.screen.take()
             if text and console.fd is not None:
                 self._write(console, text)
+        for disk in (self._disk, self._other_disk):
+            disk.make_room()
 
     def _write(self, console: _Console, text: bytes) -> None:
         """Write all of it, waiting as long as it takes: this is what slows the ranks down to their reader."""
@@ -483,6 +518,7 @@ class LogPump:
             stream.console = self._stderr if name == "stderr" else self._stdout
         if tee is not None:
             stream.tee = KeptFile(_path_of(tee), self._trouble, fd=tee)
+            self._torchruns.append(stream.tee)
             stream.filter = self._filters.get(name) if rank in self._shown else None
         os.set_blocking(fd, False)
         self._streams[fd] = stream
@@ -498,9 +534,10 @@ class LogPump:
     def _duplicate(self, stream: StreamName, path: str, needles: Sequence[str], header: str) -> None:
         before = self._filters.pop(stream, None)
         if before is not None:
-            before.file.close()
+            self._other_disk.submit(before.file.close)
         if needles:
             self._filters[stream] = _Filter(KeptFile(path, self._trouble), needles, header)
+            self._torchruns.append(self._filters[stream].file)
 
     def _note(self, rank: int, text: str, show: bool) -> None:
         log = self._logs[rank]
@@ -510,6 +547,28 @@ class LogPump:
             log.remember(log, piece)
         if show and self._stderr.fd is not None:
             self._stderr.screen.show(log, b"[%d] " % rank if self._prefix else b"", piece)
+
+    def _backlog(self, files: Callable[[], Sequence[KeptFile]]) -> Backlog:
+        """`files`: those on its disk."""
+
+        def give_up() -> None:
+            lost = [file for file in files() if not file.given_up]
+            for file in lost:
+                file.given_up = True
+            if lost:
+                silent = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+                self._trouble(
+                    os.path.dirname(lost[0].path), silent, f"no answer within {DISK_PATIENCE:g} s, and the logs in it are not whole"
+                )
+
+        return Backlog(self._clock, BACKLOG_BYTES, DISK_PATIENCE, DISK_LINGER, give_up)
+
+    def _say_in_turn(self, text: str) -> None:
+        """From any thread."""
+        if threading.current_thread() is self._thread:
+            self._say_now(text)
+        else:
+            self._submit(lambda: self._say_now(text), ordered=False)
 
     def _say_now(self, text: str) -> None:
         if self._stderr.fd is not None:

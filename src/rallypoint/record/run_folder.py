@@ -17,7 +17,9 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
+import stat
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -41,6 +43,9 @@ LINK_TIMEOUT = 1.0
 
 LINK_KEPT = 30 * 86400.0
 """Seconds for which a link of another machine's is kept though nothing is seen there: no scheduler lets a job run for longer."""
+
+WHOLE, CUT = 0o600, 0o400
+"""Modes of a kept file. One that was given up is made read-only: the only mark that a full disk has room for."""
 
 _FLOCK = struct.Struct("@hhqqi")
 """struct flock of fcntl(2): type, whence, start, length, pid."""
@@ -67,6 +72,14 @@ def reason_of(error: OSError) -> str:
     """The system's words. A file where a folder should be is "File exists" to mkdir; it is said as what it is."""
     number = errno.ENOTDIR if error.errno == errno.EEXIST else error.errno
     return os.strerror(number) if number else str(error)
+
+
+def writable(error: OSError, path: str, option: str) -> tuple[tuple[str, str], ...]:
+    """The help for a folder that cannot be written: a full disk is not mended by permissions."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        above = shlex.quote(os.path.dirname(os.path.abspath(path)))
+        return ("see what fills that disk", f"df -h {above}; df -i {above}"), ("or name a folder on another one", option)
+    return (("name a folder that you may write to", option),)
 
 
 def as_json(value: Any) -> bytes:
@@ -103,9 +116,10 @@ class KeptFile:
         self._trouble = trouble
         self._lost = lost
         self._fd = fd
+        self._ours = fd is None
         if fd is None:
             try:
-                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, WHOLE)
             except OSError as error:
                 self.given_up = True
                 trouble(path, error, lost)
@@ -117,6 +131,8 @@ class KeptFile:
             try:
                 rest = rest[os.write(self._fd, rest) :]
             except OSError as error:
+                if self._ours:
+                    _mark_cut(self._fd)
                 self.close()
                 self.given_up = True
                 self._trouble(self.path, error, self._lost)
@@ -129,6 +145,12 @@ class KeptFile:
             # Some file systems (NFS, quota) say only now that the data did not fit; write() said what it could.
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def _mark_cut(fd: int) -> None:
+    with contextlib.suppress(OSError):  # a file system that has no modes, or is gone: then nobody is told later
+        if stat.S_ISREG(os.fstat(fd).st_mode):  # never a device that somebody has put in its place
+            os.fchmod(fd, CUT)
 
 
 class RunFolder:
@@ -254,7 +276,7 @@ def open_run_folder(path: str, job: str, say: Callable[[str], None], *, asked_fo
             raise EnvironmentProblem(
                 "run-folder-unwritable",
                 f"the run folder {path} cannot be written: {reason}",
-                help=(("name a folder that you may write to", "--run-dir DIR"),),
+                help=writable(error, path, "--run-dir DIR"),
             ) from error
         say(f"rallypoint: no record of this run is kept: {path}: {reason}")
         return RunFolder("", None, trouble)

@@ -121,6 +121,7 @@ _SENTENCES: dict[What, Callable[[dict[str, Any], str], str]] = {
     "store-serves": lambda d, because: "the job's store has its first client",
     "worker-started": lambda d, because: "started {ranks}",
     "phase": lambda d, because: str(d.get("phase", "phase unknown")),
+    "group-closed": lambda d, because: "closed its process group" + (f" at {d['line']}" if d.get("line") else ""),
     "handled-error": lambda d, because: (
         f"closed its group with {_error(d)} on its way"
         if d.get("on_its_way")
@@ -134,6 +135,7 @@ _SENTENCES: dict[What, Callable[[dict[str, Any], str], str]] = {
     "stop-sent": lambda d, because: f"sent {d.get('signal', 'a signal')} to {{ranks}}{_reason(because)}",
     "killed": lambda d, because: f"killed {{ranks}}{_reason(because)}",
     "reaped": lambda d, because: "reaped {ranks}",
+    "children-failed": lambda d, because: "processes that it had started failed: " + ", ".join(str(pid) for pid in d.get("pids", ())),
     "left-running": lambda d, because: "left processes running: " + ", ".join(str(pid) for pid in d.get("pids", ())),
     "attempt-ended": lambda d, because: f"ended attempt {d.get('attempt', 0)}{_reason(because)}",
     "report": lambda d, because: f"reported {d.get('code', '')}",

@@ -14,7 +14,7 @@ import tempfile
 from typing import Literal
 
 from rallypoint.errors import EnvironmentProblem
-from rallypoint.record.run_folder import reason_of
+from rallypoint.record.run_folder import reason_of, writable
 
 
 class TorchrunFiles:
@@ -77,5 +77,5 @@ def _unwritable(path: str, error: OSError) -> EnvironmentProblem:
     return EnvironmentProblem(
         "log-dir-unwritable",
         f"the log folder {path} cannot be written: {reason_of(error)}",
-        help=(("name a folder that you may write to", "--log-dir DIR"),),
+        help=writable(error, path, "--log-dir DIR"),
     )

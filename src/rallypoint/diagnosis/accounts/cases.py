@@ -65,6 +65,11 @@ def again(job: JobEvidence, ranks: int) -> str:
     return f"rallypoint.launch({job.program}, nproc={ranks})" if job.function else f"rallypoint run -n {ranks} {job.program}"
 
 
+def python_of(job: JobEvidence) -> str:
+    """The ranks' Python in a line to type: with its whole path, since the shell's `python` may be another, or none."""
+    return job.python or "python"
+
+
 def went_home(job: JobEvidence) -> str:
     """What a rank did that ended well."""
     return "returned" if job.function else "ended with exit code 0"
@@ -84,10 +89,13 @@ def where(case: Case, rank: RankEvidence, error: Raised) -> str:
 
 def whereabout(case: Case, rank: RankEvidence) -> str:
     """Where a rank stands, or stood at its end, and the process. What libraries do while the interpreter closes down is no place."""
-    frames = last_stack(rank)
-    if rank.phase in ("finishing", "done") and all(stacks.library(frame) for frame in frames):
-        frames = ()
-    return located(stacks.place(frames, case.root) or phase_of(rank), rank)
+    return located(stacks.place(_of_program(rank, last_stack(rank)), case.root) or phase_of(rank), rank)
+
+
+def _of_program(rank: RankEvidence, frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The frames of a rank, () when they are but what libraries, ours among them, do once the program is over."""
+    over = rank.phase in ("finishing", "done") or all(stacks.library(frame) == "rallypoint" for frame in frames)
+    return () if over and all(stacks.library(frame) for frame in frames) else frames
 
 
 def last_stack(rank: RankEvidence) -> tuple[Frame, ...]:
@@ -102,7 +110,7 @@ def located(place: str, rank: RankEvidence) -> str:
 
 def whereabouts(job: JobEvidence, ranks: Sequence[RankEvidence], root: str) -> tuple[str, ...]:
     """A line for each place at which ranks stand, or for what is known instead: "ranks 1-2  train.py:6 in build"."""
-    placed = {rank.rank: rank.stack for rank in ranks if rank.stack}
+    placed = {rank.rank: frames for rank in ranks if (frames := _of_program(rank, rank.stack))}
     lines = [(ranks_phrase(group.ranks), stacks.place(group.frames, root)) for group in stacks.group(placed)]
     elsewhere: dict[str, list[int]] = {}
     for rank in ranks:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal as signals
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,8 +14,8 @@ from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.accounts import resources
 from rallypoint.diagnosis.accounts.cases import Case, last_stack, located, pids, resident, was, went_home
 from rallypoint.diagnosis.accounts.form import of_end, said
-from rallypoint.diagnosis.accounts.wording import crash_words, has_name, named, signal_name
-from rallypoint.diagnosis.evidence import Raised
+from rallypoint.diagnosis.accounts.wording import EVIDENCE_LINES, crash_words, first_line, has_name, named, signal_name, since
+from rallypoint.diagnosis.evidence import Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
 
@@ -106,16 +107,19 @@ def exited(case: Case, code: int, caught: Raised | None) -> Report:
         evidence.append(f"{what} had raised {named(caught)}{_caught_at(caught, case.root)}")
     elif not case.first.left_at and case.first.phase in ("importing", "joining", "running"):  # it is looked into
         evidence.append("no exception and no sys.exit was seen in it: os._exit, exec or native code ended it")
-    if code in (2, 70, 75):
+    said_by = {first_line(rank.left_saying): rank for rank in reversed(case.ranks)}
+    words = next(iter(said_by)) if len(said_by) == 1 else ""
+    if not words:
+        evidence += [f"rank {rank.rank} left by: {line}" for line, rank in reversed(said_by.items()) if line][:EVIDENCE_LINES]
+    if code in (2, 70, 75) and not words:
         evidence.append(f"{code} is the program's own exit code here, not rallypoint's")
     if code > 128 and has_name(code - 128):
         evidence.append(f"{code} is how shells say that a program of theirs ended by {signal_name(code - 128)}")
     if code in (126, 127):
         evidence.append(f"{code} is how shells say: {'found, but not executable' if code == 126 else 'command not found'}")
     where = f"{case.first.left_at}, pid {case.first.pid}" if case.first.left_at else ""
-    return of_end(
-        case, "rank-exited", f"{case.subject} exited with code {code}", where=where, evidence=tuple(evidence), status=code, quote=True
-    )
+    headline = ": ".join(filter(None, (f"{case.subject} exited with code {code}", words)))
+    return of_end(case, "rank-exited", headline, where=where, evidence=tuple(evidence), status=code, quote=True)
 
 
 def left_early(case: Case) -> Report:
@@ -123,6 +127,12 @@ def left_early(case: Case) -> Report:
     waiting = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
     joining = [rank.rank for rank in waiting if rank.phase == "joining"]
     at_its_end = case.first.phase == "finishing" or (case.job.function and case.first.phase == "done")
+    over = all(rank.ended is not None and not rank.sent for rank in case.ranks)
+    closed = not over and not at_its_end and bool(case.first.closed_at)
+    went = went_home(case.job) if over else f"came to the end of {case.job.program}"
+    if closed:
+        went = f"closed {'its' if len(case.ranks) == 1 else 'their'} process group"
+    where = case.first.closed_line if closed else f"at the end of {case.job.program}" if at_its_end else ""
     absent = _never_joined(case)
     step = ("let every rank make the same number of steps, and close the group together", "dist.destroy_process_group()")
     if case.job.function:
@@ -133,14 +143,25 @@ def left_early(case: Case) -> Report:
     return of_end(
         case,
         "rank-left-early",
-        f"{case.subject} {went_home(case.job)} while others still needed {'it' if len(case.ranks) == 1 else 'them'}",
-        where=located(f"at the end of {case.job.program}", case.first) if at_its_end else "",
+        f"{case.subject} {went} while others still needed {'it' if closed or len(case.ranks) == 1 else 'them'}",
+        where=located(where, case.first) if where else "",
         why="every rank must make the same collective calls, and stay until the last one",
-        evidence=tuple(filter(None, (seen, *absent))),
+        evidence=tuple(filter(None, (_when(case, waiting), seen, *absent))),
         help=(Help(*step),),
         status=1,
         quote=True,
     )
+
+
+def _when(case: Case, waiting: Sequence[RankEvidence]) -> str:
+    """Who left when, and who noticed it when, where no timeline shows it: of ranks that had not ended by themselves."""
+    left = [(rank.closed_at or rank.phase_at, rank.rank) for rank in case.ranks if rank.ended is None or rank.sent]
+    lost = [(error.at, rank.rank) for rank in waiting for error in (rank.raised, *rank.handled) if error is not None and error.at]
+    if not left or not lost or min(left) > min(lost):  # heard late: it would read the wrong way round
+        return ""
+    did = f"{ranks_phrase(number for _, number in left)} {'closed the group' if case.first.closed_at else 'came to the end'}"
+    (gone, _), (noticed, number) = min(left), min(lost)
+    return f"{did} at {since(gone)}, rank {number} noticed at {since(noticed)}"
 
 
 def _caught_at(error: Raised, root: str) -> str:

@@ -9,11 +9,12 @@ import msgspec
 
 from rallypoint.diagnosis import reading, stacks
 from rallypoint.diagnosis.accounts import children, collectives, gpus, rendezvous, resources
-from rallypoint.diagnosis.accounts.cases import Case, again, phase_of, went_home, where, whereabouts
+from rallypoint.diagnosis.accounts.cases import Case, again, phase_of, python_of, went_home, where, whereabouts
 from rallypoint.diagnosis.accounts.form import logs, timeline, told
-from rallypoint.diagnosis.accounts.wording import first_line, named
-from rallypoint.diagnosis.evidence import JobEvidence, Raised
+from rallypoint.diagnosis.accounts.wording import HEADLINE_OURS, first_line, listed, named
+from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
+from rallypoint.world import ranks_phrase
 
 
 def raised(case: Case, error: Raised) -> Report:
@@ -42,7 +43,7 @@ def raised(case: Case, error: Raised) -> Report:
         return resources.memory_refused(case, error)
     if reading.device_shared(error.message):
         return gpus.device_shared(case, error)
-    if reading.cuda_forked(error.message):
+    if reading.cuda_after_fork(error):
         return gpus.cuda_before_fork(case, error)
     if reading.device_busy(error.message):
         return gpus.device_busy(case, error)
@@ -135,10 +136,11 @@ def starts_nothing(program: str, error: Raised) -> bool:
 def _start_failed(case: Case, error: Raised) -> Report:
     helps: tuple[Help, ...] = ()
     if error.type == "ModuleNotFoundError":
-        helps = (Help("start from the folder that holds the package, or install it", "python -m pip install -e ."),)
+        helps = (Help("start from the folder that holds the package, or install it", f"{python_of(case.job)} -m pip install -e ."),)
     report = told(case, "start-failed", f"{case.job.program} cannot be started: {named(error)}", error, help=helps)
     # That it happened in every rank says nothing: they all began the same file.
-    return msgspec.structs.replace(report, then="", where="" if not error.frames and not error.filename else report.where)
+    report = msgspec.structs.replace(report, then="", where="" if not error.frames and not error.filename else report.where)
+    return msgspec.structs.replace(report, exit_status=2) if helps else report  # as for a script that is not there
 
 
 def _known(case: Case, error: Raised) -> Report:
@@ -149,13 +151,17 @@ def _known(case: Case, error: Raised) -> Report:
         return children.main_unguarded(case, error)
     why, evidence = error.why[:1], error.why[1:]
     if case.confidence != "certain":  # one of the store's that another rank may have caused
-        others = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
+        came = reading.came_to_barrier(error.message)
+        here = came or {rank.rank for rank in case.job.ranks if _waited_too(rank)}
+        others = [rank for rank in case.job.ranks if rank.rank not in case.numbers and rank.rank not in here]
         why = (_AFTER_ANOTHER.get(error.code, "no rank shows why the store gave no answer"),)
         seen = any(rank.stack or rank.ended or phase_of(rank) for rank in others)
         evidence = (*error.why, *(whereabouts(case.job, others, case.root) if seen else ()))
+    if error.code in reading.SAID_TO_ALL and (calls := _calls(case, error.code)):
+        why, evidence = why or ("the ranks made the call at different places",), (*evidence, *calls)
     return Report(
         code=error.code,
-        headline=f"{case.subject}: {first_line(error.message)}",
+        headline=f"{case.subject}: {first_line(error.message, HEADLINE_OURS)}",
         where=where(case, case.first, error),
         why="".join(why),
         evidence=evidence,
@@ -165,6 +171,22 @@ def _known(case: Case, error: Raised) -> Report:
         ranks=case.numbers,
         confidence=case.confidence,
     )
+
+
+def _waited_too(rank: RankEvidence) -> bool:
+    """Whether a rank shows that it was where the others waited: it got such an error itself."""
+    return rank.raised is not None and rank.raised.code in reading.AFTER_ANOTHER
+
+
+def _calls(case: Case, code: str) -> tuple[str, ...]:
+    """A line for each place from which ranks made the call that did not fit together; () for one place."""
+    places: dict[str, list[int]] = {}
+    for rank in sorted(case.ranks, key=lambda one: one.rank):
+        error = next((one for one in (rank.raised, *rank.handled) if one is not None and one.code == code), None)
+        place = stacks.place(error.frames, case.root) if error is not None else ""
+        if place:
+            places.setdefault(place, []).append(rank.rank)
+    return listed([f"{ranks_phrase(ranks)}: {place}" for place, ranks in places.items()]) if len(places) > 1 else ()
 
 
 _AFTER_ANOTHER = {
@@ -205,9 +227,12 @@ def _help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
         return (Help("load in the rank itself: then the traceback has the line that failed", "DataLoader(..., num_workers=0)"),)
     if short == "ModuleNotFoundError" and (found := re.search(r"No module named '([\w.]+)'", error.message)):
         name = found.group(1).partition(".")[0]
+        another = "the package may have another name"
+        if job.python:
+            return (Help(f"install it for the Python that the ranks run ({another})", f"{job.python} -m pip install {name}"),)
         return (
             Help("see which Python the ranks run, and whether it has the module", f"python -c 'import sys, {name}; print(sys.executable)'"),
-            Help("install it there (the package may have another name)", f"python -m pip install {name}"),
+            Help(f"install it there ({another})", f"python -m pip install {name}"),
         )
     if short == "KeyError" and (ours := _SCHEDULERS.get(error.message.strip("'\""))):
         return (Help("this is another launcher's variable; read the one that rallypoint and torchrun set", f'os.environ["{ours}"]'),)

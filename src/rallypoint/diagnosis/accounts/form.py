@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rallypoint.diagnosis import reading, stacks
+from rallypoint.diagnosis.accounts.abridged import abridged
 from rallypoint.diagnosis.accounts.cases import Case, how_ended, where, whereabout
 from rallypoint.diagnosis.accounts.wording import cut, signal_name
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
@@ -12,7 +13,8 @@ from rallypoint.diagnosis.report import Help, Moment, Report, Said
 
 SAID_LINES = 10  # of a rank's own words: what fits on a screen together with the rest
 TRACEBACK_LINES_ALONE = 40  # when no log has the rest of it: a full disk, or no run folder
-TRACEBACK_LINES = 8  # so that the report of one raise stays below 19 lines
+TRACEBACK_LINES = 12  # so that the report of one raise stays below 25 lines; less beside a help, which takes its room
+TRACEBACK_LINES_LEAST = 8  # beside any help: two frames of a chain of two exceptions
 TIMELINE = 7  # lines around the cause; the rest is in events.jsonl
 TIMELINE_WORDS = 72  # characters of one event, so that a line fits on 92 columns
 
@@ -21,7 +23,8 @@ def told(
     case: Case, code: str, headline: str, error: Raised, *, why: str = "", evidence: tuple[str, ...] = (), help: tuple[Help, ...] = ()
 ) -> Report:
     """A report about an exception."""
-    quoted = traceback_said(case.first, error)
+    room = TRACEBACK_LINES - sum(1 + len(one.command.splitlines()) for one in help)
+    quoted = traceback_said(case.first, error, max(room, TRACEBACK_LINES_LEAST))
     if not quoted and error.frames:
         source = stacks.own_frame(error.frames)
         if source is not None and source.source and not evidence and not why:
@@ -84,8 +87,8 @@ def said(rank: RankEvidence, lines: Sequence[str]) -> tuple[Said, ...]:
     return (Said(f"rank {rank.rank}", tuple(words[-SAID_LINES:])),) if words else ()
 
 
-def traceback_said(rank: RankEvidence, error: Raised) -> tuple[Said, ...]:
-    """The traceback, its middle left out when it is long; () when the terminal has it already. Of one process that another tells of, as a
+def traceback_said(rank: RankEvidence, error: Raised, room: int = TRACEBACK_LINES_LEAST) -> tuple[Said, ...]:
+    """The traceback, of a long one `room` lines; () when the terminal has it already. Of one process that another tells of, as a
     DataLoader and mp.spawn do, its own: the other's ends in the library that passed it on."""
     if rank.said_traceback or not error.traceback:
         return ()
@@ -94,16 +97,13 @@ def traceback_said(rank: RankEvidence, error: Raised) -> tuple[Said, ...]:
     lines = error.traceback.rstrip("\n").splitlines()
     if error.caught_at is not None and all(stacks.library(frame) for frame in error.frames):
         lines = lines[_ends_at(lines, error) :]  # caught near the call: what is above is the library's
-    most = TRACEBACK_LINES if rank.log else TRACEBACK_LINES_ALONE
+    if error.code:
+        lines = lines[: _ends_at(lines, error) + 1]  # what follows are its notes, of which the report is made
+    most = room if rank.log else TRACEBACK_LINES_ALONE
     if len(lines) > most:
         lines = [line for line in lines if line.strip(" ~^") or not line.strip()]
-    if len(lines) > most:
-        end = _ends_at(lines, error)
-        head = 3 if end > 5 else 1  # "Traceback ...", and the outermost frame with its source line
-        tail = lines[max(head, end - (most - head - 2)) : end + 1]
-        left_out = len(lines) - head - len(tail)
-        file = f" in {rank.log.rpartition('/')[2]}:{rank.log_line}" if rank.log and rank.log_line else ""
-        lines = [*lines[:head], f"... {left_out} more lines{file}", *tail]
+    file = f" in {rank.log.rpartition('/')[2]}:{rank.log_line}" if rank.log and rank.log_line else ""
+    lines = abridged(lines, error.type, most, file)
     return (Said(f"rank {rank.rank}", tuple(cut(line) for line in lines)),)
 
 

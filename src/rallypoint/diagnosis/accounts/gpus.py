@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rallypoint.diagnosis.accounts.cases import Case, again, subject
+from rallypoint.diagnosis.accounts.cases import Case, again, python_of, subject
 from rallypoint.diagnosis.accounts.form import logs, told
 from rallypoint.diagnosis.accounts.wording import first_line, listed, named
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
@@ -73,7 +73,9 @@ def device_missing(case: Case, error: Raised) -> Report:
     if found is not None and found.look.devices and devices.missing(found) and not found.visible.stopped:
         helps.append(Help("or install the torch that fits these GPUs and their driver", "https://pytorch.org/get-started/locally/"))
     if not helps:
-        helps.append(Help("see what torch finds", "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'"))
+        helps.append(
+            Help("see what torch finds", f"{python_of(case.job)} -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'")
+        )
     headline = f"{case.subject} asked for a device that is not there: {named(error)}"
     return told(case, "device-missing", headline, error, why=why, evidence=facts, help=tuple(helps[:3]))
 
@@ -184,7 +186,7 @@ def cuda_before_fork(case: Case, error: Raised) -> Report:
     line, first = (at[1], at[2] or "") if at else forks[-1] if forks else ("", "")
     why = f"the process was forked at {line}" if line else "the process was forked"
     why += f", after {first} had used CUDA" if first else ", after CUDA had been used"
-    loader = "DataLoader" in error.message + error.traceback
+    loader = re.search("DataLoader|torch/utils/data/", error.message + error.traceback) is not None
     helps = (
         (
             Help(

@@ -13,6 +13,8 @@ from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
 
+FIRST_FREE = 1024  # the first port that needs no privilege, where nobody changed ip_unprivileged_port_start
+
 
 def address_differs(case: Case, meetings: Sequence[tuple[Meeting, tuple[int, ...]]]) -> Report:
     """Ranks of one group that look for each other at different places."""
@@ -60,14 +62,28 @@ def group_twice(case: Case, error: Raised) -> Report:
 
 
 def port_forbidden(case: Case, error: Raised) -> Report:
-    """A port below 1024, and a user who may not bind one."""
+    """A port that the kernel refuses: below 1024 for want of a right, beyond that by a rule of the machine's."""
     port = reading.port_named(error.message) or next((int(found) for found in re.findall(r"\]:(\d+)", error.message)), 0)
+    if port >= FIRST_FREE:
+        return told(
+            case,
+            "port-unavailable",
+            f"{case.subject} may not listen on port {port}: a rule of the machine's forbids it",
+            error,
+            why="ports from 1024 on need no privilege, unless somebody has changed that",
+            evidence=("SELinux, a seccomp filter, Landlock or a BPF program of the container's refuse like this",),
+            help=(
+                Help("see what SELinux refused, where it is on", "sudo ausearch -m avc -ts recent"),
+                Help("or try another port, or leave it out: rallypoint holds a free one"),
+            ),
+        )
     return told(
         case,
         "port-forbidden",
-        f"{case.subject} may not listen on {f'port {port}' if port else 'an address'}: the kernel keeps it for privileged users",
+        f"{case.subject} may not listen on {f'port {port}: it is for privileged users' if port else 'an address: permission denied'}",
         error,
         why="ports below 1024 need the right to bind them (CAP_NET_BIND_SERVICE)",
+        evidence=() if port else ("which port it was is not said; from 1024 on only a rule (SELinux's, a container's) forbids one",),
         help=(Help("take a port from 1024 on, or leave it out: rallypoint holds a free one"),),
     )
 

@@ -7,6 +7,7 @@ import signal as signals
 import msgspec
 
 from rallypoint.diagnosis import reading
+from rallypoint.diagnosis.accounts import resources
 from rallypoint.diagnosis.accounts.cases import Case, how_ended, status_of, where, whereabouts
 from rallypoint.diagnosis.accounts.children import mixed_up, spawns
 from rallypoint.diagnosis.accounts.form import SAID_LINES, of_end, traceback_said
@@ -100,11 +101,20 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
     how = f"was ended by {signal_name(ended.signal)}" if ended.signal else f"exited with code {ended.code}"
     evidence = [f"it had pid {lost.pid} and ended {ended.at:.2f} s after the job's start"]
     why = "a job cannot go on without it"
-    if lost.pid in job.memory.killed_pids:
-        why = "the kernel killed it for lack of memory: its log names the pid"
+    for_memory = ended.signal == signals.SIGKILL and resources.for_memory(job.memory, lost.pid)
+    certain = lost.pid in job.memory.killed_pids or not for_memory
+    if for_memory:
+        why = (
+            "the kernel killed it for lack of memory: its log names the pid" if certain else resources.why_killed(job.memory, certain=False)
+        )
+        evidence += resources.kills_known(job.memory, "")
     elif by_signal:
         evidence.append("rallypoint ends it with no signal while a job runs, so the signal came from outside")
     helps = () if by_signal else (Help("if it happens again, report it with this text and the logs"),)
+    if for_memory:
+        helps = (
+            Help("give the job more memory: a process that has imported torch holds a few hundred MiB", "docker run --memory=64g ..."),
+        )
     return Report(
         code="launcher-died",
         headline=f"rallypoint's {lost.name} {how}",
@@ -114,5 +124,6 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
         said=(Said(f"the {lost.name}", tuple(cut(line) for line in lost.words[-SAID_LINES:])),) if lost.words else (),
         help=helps,
         logs=(job.run_dir,) if job.run_dir else (),
+        confidence="certain" if certain else "likely",
         exit_status=128 + ended.signal if by_signal else 70,
     )

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 from rallypoint.diagnosis import reading
 from rallypoint.diagnosis.evidence import Raised
+from rallypoint.host import signals as host_signals
+
+signal_name = host_signals.name  # one spelling everywhere
 
 LINE_CHARACTERS = 400  # of one quoted line; a rank can print megabytes without a newline
 HEADLINE_MESSAGE = 160  # characters of an exception's message in the headline: two lines of a terminal
+HEADLINE_OURS = 400  # of an exception of ours: it names those who are missing, and one that is cut off is the one that is looked for
 EVIDENCE_LINES = 7  # of a list with a line for each rank or place
 
 
@@ -20,13 +24,6 @@ def named(error: Raised) -> str:
         return f"{first_line(inner)} (in DataLoader worker process {worker})"
     line = first_line(error.message)
     return ": ".join(filter(None, (error.type, line)))
-
-
-def signal_name(number: int) -> str:
-    """`SIGKILL`; `SIGRTMIN+5`, `signal 77` for those without a name."""
-    if signals.SIGRTMIN < number < signals.SIGRTMAX:
-        return f"SIGRTMIN+{number - signals.SIGRTMIN}"
-    return signals.Signals(number).name if has_name(number) else f"signal {number}"
 
 
 def size(count: int) -> str:
@@ -70,10 +67,10 @@ def has_name(number: int) -> bool:
     return number in {int(known) for known in signals.Signals}
 
 
-def first_line(message: str) -> str:
+def first_line(message: str, most: int = HEADLINE_MESSAGE) -> str:
     """The first line of a message that has words, cut to fit a headline."""
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    return line if len(line) <= HEADLINE_MESSAGE else line[: HEADLINE_MESSAGE - 4] + " ..."
+    return line if len(line) <= most else line[: most - 4] + " ..."
 
 
 def listed(lines: Sequence[str]) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 
 from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, size
 from rallypoint.host.devices import BUSY_SHARE, Device, Found, count, find, look_closely, missing
@@ -26,7 +28,7 @@ def judge(found: Found) -> tuple[Finding, ...]:
                 note(
                     "device-missing",
                     f"{count(len(look.devices))} and {lack}",
-                    ("install a torch for CUDA, if it is to use them", "python -m pip install torch"),
+                    ("install a torch for CUDA, if it is to use them", f"{shlex.quote(sys.executable)} -m pip install torch"),
                     why=facts,
                 ),
             )

@@ -28,6 +28,9 @@ SOCKET = "doctor.sock"
 """The name of the socket that is made: longer than those of the stores and launchers."""
 
 
+_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
+
+
 class Folder(NamedTuple):
     """One folder."""
 
@@ -114,12 +117,14 @@ def _look_at(use: str, path: str) -> Folder:
 def judge(facts: Facts) -> tuple[Finding, ...]:
     found = [finding for folder in facts.folders for finding in _judge(folder)]
     for one in facts.passed_over:
-        shorter = "a Unix socket" in one.problem
-        help = (
-            ("name one with a shorter path", f"export {one.variable}=DIR")
-            if shorter
-            else ("make it, or name another", f"mkdir -p {shlex.quote(one.path)}")
-        )
+        if "a Unix socket" in one.problem:
+            help = ("name one with a shorter path", f"export {one.variable}=DIR")
+        elif one.problem in _FULL:
+            help = ("make room there, or name another", f"df -h {shlex.quote(one.path)}; df -i {shlex.quote(one.path)}")
+        elif os.path.isdir(one.path):
+            help = ("name one that this user may write to", f"export {one.variable}=DIR")
+        else:
+            help = ("make it, or name another", f"mkdir -p {shlex.quote(one.path)}")
         found.append(note("folder-unusable", f"{one.variable}={one.path} cannot be used and is passed over: {one.problem}", help))
     if facts.no_sockets:
         found.append(
@@ -140,12 +145,14 @@ def _judge(folder: Folder) -> list[Finding]:
     run = folder.use == "run folders"
     name = "--run-dir DIR" if run else "export TMPDIR=DIR"
     if folder.problem and run:  # a job goes on without a record
-        full = os.strerror(errno.ENOSPC) in folder.problem
+        full = folder.problem in _FULL
         mend = "make room there" if full else "let this user write there"
         help = ((f"{mend}, or keep them elsewhere", "export XDG_STATE_HOME=DIR"), ("or name a folder for one run", name))
         return [note("run-folder-unwritable", f"{folder.use} cannot be written, {folder.path}: {folder.problem}", *help)]
     if folder.problem:
-        return [fault("folder-unusable", f"{folder.use} cannot be written, {folder.path}: {folder.problem}", ("name another folder", name))]
+        fill = (("see what fills it", f"df -h {shlex.quote(folder.path)}; df -i {shlex.quote(folder.path)}"),) * (folder.problem in _FULL)
+        another = ("or name another folder" if fill else "name another folder", name)
+        return [fault("folder-unusable", f"{folder.use} cannot be written, {folder.path}: {folder.problem}", *fill, another)]
     if folder.free < ROOM or 0 <= folder.files < FEW_FILES:
         left = f"{size(folder.free)} are free" if folder.free < ROOM else f"{folder.files} more files can be made"
         help = (

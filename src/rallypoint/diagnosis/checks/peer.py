@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -229,7 +230,7 @@ def trouble(problem: RallypointError) -> Finding:
 def waiting(host: str, addresses: Sequence[str], port: int, seconds: float) -> Finding:
     """The first line: what to type on the other machine."""
     help = [
-        ("or" if i else "on the other machine", f"rallypoint doctor --peer {_at(address, port)}")
+        ("or" if i else "on the other machine", f"rallypoint doctor --peer {shlex.quote(_at(address, port))}")
         for i, address in enumerate(addresses or (host,))
     ]
     listens = ok(f"{host} listens on port {port} for {seconds:.0f} s")

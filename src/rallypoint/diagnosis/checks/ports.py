@@ -79,7 +79,8 @@ def judge(facts: Facts) -> tuple[Finding, ...]:
     if facts.used is None:
         return (unknown(f"the kernel gives out {facts.low}-{facts.high}; who has which is not known: /proc/net/tcp cannot be read"),)
     there = facts.high - facts.low + 1 - facts.reserved
-    shown = f"the kernel gives out {facts.low}-{facts.high}, {facts.used} of these are in use and {facts.waiting} connections in TIME_WAIT"
+    waiting = f"{facts.waiting} connection{'s' * (facts.waiting != 1)} in TIME_WAIT"
+    shown = f"the kernel gives out {facts.low}-{facts.high}: {facts.used} in use, {waiting}"
     found = []
     if there - facts.used < FEW:
         found.append(

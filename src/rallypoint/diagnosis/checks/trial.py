@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -9,6 +11,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, size
+from rallypoint.diagnosis.evidence import MemoryEvidence, difference, memory_counters
 from rallypoint.diagnosis.report import Help, Report
 
 RANKS = 2
@@ -87,25 +90,32 @@ def check(trial: Trial, has_torch: bool, gpus: Callable[[], int]) -> tuple[Findi
             note(
                 "torch-missing",
                 "left out: there is no torch, which its ranks import",
-                ("install it, and call doctor again", "python -m pip install torch"),
+                ("install it, and call doctor again", f"{shlex.quote(sys.executable)} -m pip install torch"),
             ),
         )
     backends: Sequence[Backend] = ("gloo", "nccl") if gpus() >= RANKS else ("gloo",)
     found = []
     for backend in backends:
-        found.append(judge(backend, trial(backend, RANKS, PATIENCE)))
+        before = memory_counters()
+        outcome = trial(backend, RANKS, PATIENCE)
+        found.append(judge(backend, outcome, difference(before, memory_counters())))
         if found[-1].mark == "fault":
             break  # what failed without a GPU fails with one
     return tuple(found)
 
+
+_NO_MEMORY_SEEN = MemoryEvidence()
 
 _LOUDER = (
     Help("let torch say more while it tries", "TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL rallypoint doctor --only job"),
 )
 
 
-def judge(backend: Backend, outcome: Outcome) -> Finding:
+def judge(backend: Backend, outcome: Outcome, memory: MemoryEvidence = _NO_MEMORY_SEEN) -> Finding:
+    """`memory`: what the kernel says of the time of the job."""
     over = f"{RANKS} ranks over {backend}"
+    if memory.oom_kills and (outcome.reports or outcome.problem):
+        return _without_memory(over, outcome, memory)
     if outcome.reports:
         first = outcome.reports[0]
         if first.code == "launch-timeout":  # more time is not what it lacks
@@ -121,6 +131,19 @@ def judge(backend: Backend, outcome: Outcome) -> Finding:
     rate = f"{LARGE / max(large, 1e-9) / 1e9:.1f} GB/s"
     times = f"all_reduce of one number takes {_time(small)}, of {size(LARGE)} {_time(large)} ({rate})"
     return ok(f"{over}{library}: {times}; the job took {outcome.seconds:.1f} s")
+
+
+def _without_memory(over: str, outcome: Outcome, memory: MemoryEvidence) -> Finding:
+    """It failed, and the kernel has killed meanwhile: whoever noticed the loss has another name for it."""
+    first = outcome.reports[0].headline if outcome.reports else outcome.problem
+    killed = "a process" if memory.oom_kills == 1 else f"{memory.oom_kills} processes"
+    limit = f", which may use {size(memory.limit)}" if memory.limit else ""
+    return fault(
+        "rank-out-of-memory",
+        f"{over} failed: memory ran out, and the kernel killed {killed} of this control group{limit}",
+        ("give it more: a process that has imported torch holds a few hundred MiB", "docker run --memory=64g ..."),
+        why=("its oom_kill count went up while the job ran", f"what was seen of it: {first}"),
+    )
 
 
 def _time(seconds: float) -> str:

@@ -1,0 +1,25 @@
+"""How wide a terminal is, and how wide prose on it should be."""
+
+from __future__ import annotations
+
+import os
+
+WIDEST = 100  # columns: prose that is wider is hard to read
+NARROWEST = 20  # columns: where there are fewer, no sentence can be filled, and the terminal may break the lines itself
+UNKNOWN = 92  # columns of prose where there is no terminal: a log, a pipe
+
+
+def columns(fd: int) -> int | None:
+    """Columns of what is behind a descriptor: COLUMNS, else the terminal's own number; None when there is neither."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isascii() and given.isdecimal() and given.strip("0"):
+        return int(given) if len(given) < 9 else WIDEST
+    try:
+        return os.get_terminal_size(fd).columns or None
+    except OSError:  # no terminal, or closed
+        return None
+
+
+def prose_columns(found: int | None) -> int:
+    """Columns to fill prose to, on so many, or where it is not known."""
+    return max(NARROWEST, min(UNKNOWN if found is None else found, WIDEST))
