@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.diagnosis.causes import CATALOGUE, Affair, page
+from rallypoint.diagnosis.page_text import without_note
 
 AFFAIRS: dict[Affair, tuple[str, str]] = {
     "program": ("Your program", "Something in the program, or in what its ranks did to each other."),
@@ -38,5 +39,4 @@ def index() -> str:
 
 def written(code: str) -> str:
     """A page as it stands there: without its note for the test suite, and with the way back."""
-    lines = [line for line in page(code).splitlines() if not line.startswith("<!--")]
-    return "\n".join(lines).strip("\n") + "\n\n---\n\n[all errors](README.md)\n"
+    return without_note(page(code)) + "\n---\n\n[all errors](README.md)\n"

@@ -71,6 +71,8 @@ AFTER_ANOTHER = {
     "barrier-timeout": "waited at a barrier until the timeout",
     "barrier-broken": "waited at a barrier that broke",
 }
+# Errors of our own store that all who met get at once, in the same words: together they are one cause.
+SAID_TO_ALL = frozenset(("average-mismatch", "barrier-broken", "barrier-size"))
 _EXPLAIN = re.compile(r"\brallypoint explain ([a-z]+(?:-[a-z]+)+)\s*$")  # the last line that Python shows of an error of ours
 
 _PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use|errno: 98\b|\[Errno 98\]|but another process is utilizing it", re.IGNORECASE)
@@ -86,7 +88,7 @@ _GPU_MEMORY = re.compile(
 )
 _HOST_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory|\[Errno 12\]|std::bad_alloc"
-    r"|^Unable to allocate [\d.]+ \wi?B for an array",
+    r"|^Unable to allocate [\d.]+ \wi?B for an array|\[WinError 1455\]|The paging file is too small",
     re.IGNORECASE,
 )
 _WANTED = re.compile(r"you tried to allocate (\d+) bytes|unable to mmap (\d+) bytes")
@@ -99,7 +101,10 @@ _SHARED_MEMORY = re.compile(
 _DEVICE_MISSING = re.compile(
     r"invalid device ordinal|No CUDA GPUs are available|Torch not compiled with CUDA enabled|Found no NVIDIA driver"
     r"|no attribute '_cuda_|Distributed package doesn't have NCCL built in|no CUDA-capable device is detected"
-    r"|No HIP GPUs are available|ProcessGroupNCCL is only supported with GPUs",
+    r"|No HIP GPUs are available|ProcessGroupNCCL is only supported with GPUs"
+    r"|^Invalid device id$"  # torch.nn.DataParallel
+    r"|You requested gpus?: \[[\d, ]*\]\s+But your machine only has: "  # Lightning
+    r"|mixed precision requires a (GPU|CUDA)\b|can only be used on CUDA (or \w+ )?devices",  # accelerate, transformers
     re.IGNORECASE,
 )
 _DEVICE_BUSY = re.compile(r"CUDA-capable device(\(s\) is/are|s are) busy or unavailable", re.IGNORECASE)
@@ -107,6 +112,7 @@ _DEVICE_SHARED = re.compile(r"Duplicate GPU detected", re.IGNORECASE)
 _CUDA_INIT_FAILED = re.compile(
     r"CUDA unknown error|driver on your system is too old|CUDA driver initialization failed|driver version is insufficient"
     r"|CUDA error: (initialization error|system not yet initialized|system has unsupported display driver|unknown error)"
+    r"|cuda runtime error \(3\) ?: initialization error"  # before torch 1.5
     r"|Unexpected error from cudaGetDeviceCount|forward compatibility was attempted on non supported HW"
     r"|libcudart functions unavailable",
     re.IGNORECASE,
@@ -115,12 +121,15 @@ _GROUP_TWICE = re.compile(r"trying to initialize the default process group twice
 _SIZES_DIFFER = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _NOT_AT_BARRIER = re.compile(r"\[Rank 0\]: Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 _CUDA_FORKED = re.compile(r"Cannot re-initialize CUDA in forked subprocess|can't create new processes if CUDA is already initialized")
+_CUDA_NOT_STARTED = re.compile(r"(CUDA error|cuda runtime error \(3\)) ?: initialization error", re.IGNORECASE)
+_WORKERS_LOOP = re.compile(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.py$")
 _MASTER_ENV = re.compile(r"environment variable (\w+) expected, but not set")
-_GROUP_MISSING = re.compile(r"Default process group has not been initialized")
+_GROUP_MISSING = re.compile(r"Default process group (has not been|is not) initialized", re.IGNORECASE)
 _PARAMETERS_UNUSED = re.compile(r"Expected to have finished reduction in the prior iteration")
 _KERNEL_FAILED = re.compile(
     r"device-side assert triggered|an illegal memory access was encountered"
     r"|(CUDA|HIP) error: (misaligned address|unspecified launch failure|uncorrectable ECC error)"
+    r"|Memory access fault by GPU node-\d+"  # ROCm
     r"|\.cu:\d+: .*Assertion `.*` ?failed|cuda runtime error \((59|77|700|710)\)",
     re.IGNORECASE,
 )
@@ -206,6 +215,8 @@ def port_named(message: str) -> int:
 
 def out_of_memory(kind: str, message: str) -> str:
     """ "GPU", "host" or "shared" when the exception says that this memory ran out; "" otherwise."""
+    if kind.startswith("ray.") and _short(kind) == "OutOfMemoryError":
+        return "host"
     if _short(kind) == "OutOfMemoryError" or _GPU_MEMORY.search(message):
         return "GPU"
     if _SHARED_MEMORY.search(message):
@@ -277,6 +288,21 @@ def not_at_barrier(message: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", found[1])) if found is not None else ()
 
 
+_ARRIVED = re.compile(r"\barrived \((?P<who>.*?)\)(?:, missing: |, \d+ (?:is|are) missing|$)")
+_RANKS = re.compile(r"\branks? (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*)")
+
+
+def came_to_barrier(message: str) -> frozenset[int]:
+    """The ranks that an error of our own barrier names as those who came, as far as it names them."""
+    found = _ARRIVED.search(message)
+    came: set[int] = set()
+    for named in _RANKS.findall(found.group("who") if found is not None else ""):
+        for part in re.findall(r"\d+(?:-\d+)?", named):
+            first, _, last = part.partition("-")
+            came.update(range(int(first), int(last or first) + 1))
+    return frozenset(came)
+
+
 _CAME_SHORT = re.compile(
     r"store based barrier on rank.*\(world_size=(?P<all>\d+), worker_count=(?P<came>\d+),"
     r"|waiting for (?:clients|workers)\. (?P<clients>\d+)/(?P<of>\d+) (?:clients|workers) joined"
@@ -343,6 +369,34 @@ def keys_of_program(message: str) -> tuple[str, ...]:
 def cuda_forked(message: str) -> bool:
     """True when CUDA was up in the process that forked this one."""
     return bool(_CUDA_FORKED.search(message))
+
+
+def cuda_after_fork(error: Raised) -> bool:
+    """True when torch says the same, or CUDA: "initialization error" is its word for it in a worker of a DataLoader, which is forked."""
+    if cuda_forked(error.message):
+        return True
+    worker = any(_WORKERS_LOOP.search(frame.file) and frame.function == "_worker_loop" for frame in error.frames)
+    return bool(_CUDA_NOT_STARTED.search(error.message)) and (worker or "_worker_loop" in error.message)
+
+
+_IN_CHILD = re.compile(r"(^|/)multiprocessing/process\.py$")
+_SPAWNED = re.compile(r"(^|/)multiprocessing/(spawn|forkserver|popen_spawn\w*)\.py$|^[A-Za-z]:[/\\]")
+
+
+def cuda_perhaps_after_fork(error: Raised) -> bool:
+    """True when CUDA says "initialization error" in a process of `multiprocessing` that nothing shows to have been started anew."""
+    child = any(_IN_CHILD.search(frame.file) for frame in error.frames)
+    anew = any(_SPAWNED.search(frame.file) for frame in error.frames)
+    return bool(_CUDA_NOT_STARTED.search(error.message)) and child and not anew
+
+
+_SHARED_FILES = re.compile(r"(^|/)multiprocessing/(synchronize|heap|shared_memory)\.py$")
+
+
+def shared_memory_full(error: Raised) -> bool:
+    """True when `multiprocessing` found no room for a semaphore or a block of memory: both are files in /dev/shm."""
+    full = error.errno == errno.ENOSPC or "[Errno 28]" in error.message
+    return full and bool(error.frames) and bool(_SHARED_FILES.search(error.frames[-1].file))
 
 
 def group_missing(message: str) -> bool:

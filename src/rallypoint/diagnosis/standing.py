@@ -204,7 +204,7 @@ def _doing(group: Group, root: str) -> str:
             case "other program":
                 return f"{'runs' if be == 'is' else 'run'} another program, {_cut(one.detail, COMMAND_CHARACTERS)}"
             case "not looked into":
-                return f"{be} {_STATES.get(one.state, 'alive')}; such a program is not looked into"
+                return f"{be} {_STATES.get(one.state, 'alive')} (with --plain no rank is asked where)"
             case _:
                 return f"{'does' if be == 'is' else 'do'} not answer; {be} {_STATES.get(one.state, 'alive')}"
     place = group.frames[stacks.own_index(group.frames)]

@@ -9,6 +9,7 @@ import msgspec
 
 from rallypoint.diagnosis import reading, stacks
 from rallypoint.diagnosis.accounts import cases, collectives, endings, exceptions, wording
+from rallypoint.diagnosis.accounts.abridged import abridged
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.logs import phrases
 from rallypoint.diagnosis.logs.sightings import Collective, Findings, Sighting, Sign
@@ -73,7 +74,15 @@ def raised(cause: Cause) -> Report:
         place = error.filename + (f":{found.group(1)}" if found else "")
     line = next((sighting for sighting in cause.seen if sighting.error is not None and sighting.error.frames), first)
     facts = report.evidence
-    if not report.why and line.error is not None and (frame := stacks.own_frame(line.error.frames)) is not None and frame.source:
+    said = words_of(first, cause.who)
+    quoted = {one.strip() for each in said for one in each.lines}
+    if (
+        not report.why
+        and line.error is not None
+        and (frame := stacks.own_frame(line.error.frames)) is not None
+        and frame.source
+        and frame.source not in quoted
+    ):
         report = msgspec.structs.replace(report, why=f"the line there: {wording.cut(frame.source)}")
     return msgspec.structs.replace(
         report,
@@ -82,7 +91,7 @@ def raised(cause: Cause) -> Report:
         evidence=facts,
         then=cause.then,
         timeline=(),
-        said=_said(first, cause.who),
+        said=said,
         logs=_logs(cause),
         ranks=cause.ranks,
         confidence=cause.confidence,
@@ -107,7 +116,7 @@ def _loader_killed(cause: Cause, error: Raised, pid: int, number: int) -> Report
     name = wording.signal_name(number)
     worker = f"a DataLoader worker of {cause.who}"
     crashed = number in wording.CRASHES
-    report = _report(
+    report = account(
         cause,
         "rank-crashed" if crashed else "rank-killed",
         f"{worker} {'crashed with' if crashed else 'was killed by'} {name}",
@@ -117,7 +126,7 @@ def _loader_killed(cause: Cause, error: Raised, pid: int, number: int) -> Report
             Help("ask the kernel whether it was for lack of memory, on that machine", "sudo dmesg -T | grep -i 'killed process'"),
             Help("load in the process itself: then its own traceback has the line", "DataLoader(..., num_workers=0)"),
         ),
-        said=_said(cause.first, cause.who),
+        said=words_of(cause.first, cause.who),
     )
     own = any(not stacks.library(frame) for frame in error.frames)  # mostly it is the handler of a signal, in torch
     return msgspec.structs.replace(report, where=stacks.place(error.frames) if own else "")
@@ -133,7 +142,7 @@ def killed(cause: Cause) -> Report:
         Help("ask the kernel whether it was for lack of memory, on that machine", "sudo dmesg -T | grep -i 'killed process'"),
         Help("under Slurm, ask it", "sacct -j JOBID --format=JobID,State,ExitCode,MaxRSS"),
     )
-    return _report(
+    return account(
         cause,
         "rank-killed",
         f"{cause.who} {whose} killed by {name}",
@@ -153,7 +162,7 @@ def killed_for_memory(cause: Cause) -> Report:
         helps.insert(0, Help("see how much it had and how much it may have", "sacct -j JOBID --format=JobID,ReqMem,MaxRSS,State"))
         helps.append(Help("or ask Slurm for more", "#SBATCH --mem=128G"))
     if any(sighting.end.by == "Ray" for sighting in cause.seen if sighting.end is not None):
-        return _report(
+        return account(
             cause,
             "rank-out-of-memory",
             "Ray killed workers because the memory of their machine was nearly used up",
@@ -161,7 +170,7 @@ def killed_for_memory(cause: Cause) -> Report:
             evidence=tuple(wording.cut(sighting.text, 200) for sighting in cause.seen if sighting.text)[:4],
             help=(*helps, Help("or let Ray run fewer of them on one machine", "@ray.remote(num_cpus=4)")),
         )
-    return _report(
+    return account(
         cause,
         "rank-out-of-memory",
         f"{cause.who} {whose} killed by the kernel for lack of memory",
@@ -177,7 +186,7 @@ def crashed(cause: Cause) -> Report:
     end = next((sighting.end for sighting in cause.seen if sighting.end is not None and sighting.end.signal), None)
     dump = next((sighting for sighting in cause.seen if sighting.sign is Sign.CRASHED), None)
     number = end.signal if end is not None else _signal_of(dump)
-    name = wording.signal_name(number)
+    name = end.status if end is not None and end.status else wording.signal_name(number)
     stack = stacks.current_frames("\n".join(dump.lines)) if dump is not None else ()
     evidence = [
         ("called from " if i else "at ") + stacks.describe(frame)
@@ -191,14 +200,14 @@ def crashed(cause: Cause) -> Report:
     helps = [Help("let Python print its stacks when it crashes again", "export PYTHONFAULTHANDLER=1")] if not stack else []
     if name == "SIGBUS":
         helps.insert(0, Help("see whether shared memory is full", "df -h /dev/shm"))
-    return _report(
+    return account(
         cause,
         "rank-crashed",
         f"{cause.who} crashed with {name}" + (f" in {stacks.place(stack)}" if stack else ""),
         why=wording.crash_words(number),
         evidence=(*evidence, *(_by(end.by, cause) if end is not None and dump is None else ())),
         help=tuple(helps),
-        said=_said(first, cause.who) if dump is not None and error is None and not stack else (),
+        said=words_of(first, cause.who) if dump is not None and error is None and not stack else (),
     )
 
 
@@ -209,7 +218,7 @@ def exited(cause: Cause) -> Report:
     helps: tuple[Help, ...] = (
         Help("see what it said: the log has none of its words on that", "torchrun --redirects 3 --log-dir logs ..."),
     )
-    return _report(
+    return account(
         cause,
         "rank-exited",
         f"{cause.who} exited with code {end.code}",
@@ -220,6 +229,9 @@ def exited(cause: Cause) -> Report:
     )
 
 
+_MORE_TIME = {"PBS": "#PBS -l walltime=48:00:00", "LSF": "#BSUB -W 48:00", "Slurm": "#SBATCH --time=2-00:00:00"}
+
+
 def interrupted(cause: Cause) -> Report:
     """Somebody, or the end of the job's time, stopped it."""
     first = cause.first
@@ -227,10 +239,11 @@ def interrupted(cause: Cause) -> Report:
     by = end.by if end is not None else ""
     helps: tuple[Help, ...] = ()
     if by == "TIME LIMIT":
-        what, helps = "Slurm stopped the job: its time was over", (Help("ask for more time", "#SBATCH --time=2-00:00:00"),)
+        scheduler = next((name for name in _MORE_TIME if name in first.text), "Slurm")
+        what, helps = f"{scheduler} stopped the job: its time was over", (Help("ask for more time", _MORE_TIME[scheduler]),)
     elif by:
         what = f"Slurm stopped the job: {by.lower()}"
-    elif end is None:
+    elif end is None or not end.signal:
         what = "the job was stopped by Ctrl-C"
     else:
         name = wording.signal_name(end.signal)
@@ -240,14 +253,14 @@ def interrupted(cause: Cause) -> Report:
             helps = (Help("start it so that it outlives the terminal", "tmux new -s train"),)
         elif name == "SIGINT":
             what = "the job was stopped by Ctrl-C"
-    return _report(cause, "interrupted", what, why=cause.doubt, help=helps)
+    return account(cause, "interrupted", what, why=cause.doubt, help=helps)
 
 
 def reported(cause: Cause) -> Report:
     """A report of rallypoint's own, which stands in the log of a job that it ran."""
     found = re.search(r"\b(?:error|stopped)\[([a-z-]+)\]: (.+)$", cause.first.text)
     assert found is not None
-    return _report(
+    return account(
         cause,
         found.group(1),
         found.group(2),
@@ -257,14 +270,22 @@ def reported(cause: Cause) -> Report:
 
 
 def not_started(cause: Cause) -> Report:
-    """The interpreter did not find the program."""
-    found = re.search(r"can't open file '(.+)'", cause.first.text)
-    file = found.group(1) if found else "the program"
-    return _report(
+    """The interpreter, or Slurm, did not find the program."""
+    file, why = phrases.not_started(cause.first.text)
+    windows = re.match(r"[A-Za-z]:\\", file) is not None
+    slurm = "execve()" in cause.first.text
+    by_path = (slurm or "execvp" in cause.first.text) and "/" not in file
+    if by_path:
+        command = f"{'srun' if slurm else 'mpiexec'} which {file}"
+        help = Help("activate the environment that has it before the job, and see whether that node has it, too", command)
+    else:
+        help = Help("start from the folder that holds it, or type its whole path", f"dir {file}" if windows else f"ls -l {file}")
+    return account(
         cause,
         "start-failed",
-        f"{file} cannot be started: there is no such file",
-        help=(Help("start from the folder that holds it, or type its whole path", f"ls -l {file}"),),
+        f"{file} cannot be started: {why}",
+        why="it was looked for on the PATH of the job" if by_path else "",
+        help=(help,),
     )
 
 
@@ -273,14 +294,14 @@ def nccl(cause: Cause) -> Report:
     warning = next((sighting for sighting in cause.seen if sighting.sign is Sign.NCCL), None)
     error = next((sighting.error for sighting in cause.seen if sighting.error is not None), None)
     words = warning.text if warning is not None else reading.nccl_words(error.message) if error is not None else ""
-    report = _report(
+    report = account(
         cause,
         "nccl-failed",
         f"NCCL failed in {cause.who}: {wording.cut(words, 140)}",
         why=cause.doubt or "no rank shows another cause before it",
         evidence=("the log has NCCL's own warning",) if warning is not None else (),
         help=collectives.nccl_helps(words),
-        said=_said(cause.first, cause.who),
+        said=words_of(cause.first, cause.who),
     )
     place = stacks.place(error.frames) if error is not None else ""
     return msgspec.structs.replace(report, where=", ".join(filter(None, (place, ranks_phrase(cause.ranks) if cause.ranks else ""))))
@@ -296,21 +317,23 @@ _REASONS = {
 def unreached(cause: Cause, where: str, number: int) -> Report:
     """The meeting point could not be reached, and the log has the reason. `number`: errno, 0 for a name without an address."""
     code = "address-unresolved" if number == 0 else "port-refused" if number == 111 else "address-unreachable"
-    host, _, port = where.rpartition(":")
+    host, _, port = where.rpartition(":") if ":" in where else (where, "", "")
     what, look = _REASONS[code]
+    if not where:  # torch 1.x does not say which name it was
+        what, host = "the host at which the ranks are to meet has no address here", '"$MASTER_ADDR"'
     command = {
         "port-refused": f"ss -ltnp 'sport = :{port}'",
         "address-unreachable": f"nc -vz {host} {port}",
         "address-unresolved": f"getent hosts {host}",
     }
-    return _report(
+    return account(
         cause,
         code,
         what.format(where=where),
         why="rank 0 listens there once it is in init_process_group; whether it ever was is not in the log"
         if code == "port-refused"
         else "",
-        evidence=(wording.cut(cause.first.text, 200),),
+        evidence=(wording.cut(cause.first.text or (wording.named(cause.first.error) if cause.first.error is not None else ""), 200),),
         help=(Help(look, command[code]),),
     )
 
@@ -318,7 +341,7 @@ def unreached(cause: Cause, where: str, number: int) -> Report:
 def too_large(cause: Cause, size: int, most: int) -> Report:
     """torch's store closed a connection for the size of what came. Both in bytes. It does not say whose connection that was."""
     who = ranks_phrase(cause.ranks) if cause.ranks else "a rank"
-    return _report(
+    return account(
         cause,
         "value-too-large",
         f"{who} sent {wording.size(size)} in one value to torch's store, which takes no more than {wording.size(most)}, and was cut off",
@@ -334,17 +357,109 @@ def mismatch(cause: Cause, calls: Sequence[tuple[tuple[int, ...], Collective]]) 
     """Ranks of one group stood in different collectives."""
     lines = [f"{ranks_phrase(ranks)}: {_collective(call)}" for ranks, call in calls]
     (some, one), (others, other) = calls[:2]
-    return _report(
+    headline = f"{ranks_phrase(some)} stood in {one.kind}, {ranks_phrase(others)} in {other.kind}, as call {one.sequence} of one group"
+    if one.kind == other.kind:
+        brought = f"{ranks_phrase(some)} brought {one.elements} elements, {ranks_phrase(others)} {other.elements}"
+        headline = f"{brought}, to {one.kind}, call {one.sequence}"
+    return account(
         cause,
         "collective-mismatch",
-        f"{ranks_phrase(some)} stood in {one.kind}, {ranks_phrase(others)} in {other.kind}, as call {one.sequence} of one group",
-        why="every rank of a group must make the same collective calls in the same order" if cause.confidence == "certain" else cause.doubt,
+        headline,
+        why="every rank of a group must make the same collective calls in the same order, with as much in each",
         evidence=tuple(lines),
         help=(
             Help("look for a branch around a collective, or a loop whose length differs between ranks"),
             Help("let torch compare the calls", "export TORCH_DISTRIBUTED_DEBUG=DETAIL"),
         ),
     )
+
+
+def models_differ(cause: Cause) -> Report:
+    """DDP compares how many parameters each rank has, before it begins."""
+    error = cause.first.error
+    told = phrases.models_differ(error.message) if error is not None else None
+    assert told is not None
+    rank, number, other, others = told
+    nothing = min(number, others) == 0
+    doubt = "a model without parameters is also what a rank seems to have when their exchange broke" if nothing else ""
+    report = account(
+        cause,
+        "collective-mismatch",
+        f"rank {rank} gave DDP a model of {number} parameters, rank {other} one of {others}",
+        why=doubt or "DDP averages parameter by parameter, so every rank must build the same model",
+        help=(
+            Help("print in each rank what it builds, before DDP", "print(rank, sum(1 for _ in model.parameters()))"),
+            Help("and look for what the model depends on that differs: the rank, a file, a version, a seed"),
+        ),
+        said=words_of(cause.first, cause.who),
+    )
+    return msgspec.structs.replace(report, ranks=tuple(sorted((rank, other))), confidence="likely" if nothing else cause.confidence)
+
+
+def no_handler(cause: Cause) -> Report:
+    """The URL given to init_process_group begins with what this torch has no code for."""
+    error = cause.first.error
+    scheme = phrases.scheme_unknown(error.message) if error is not None else ""
+    tcp = scheme == "tcp"
+    report = account(
+        cause,
+        "init-method-invalid",
+        f"init_method begins with {scheme}://, which this torch does not know" if scheme else "init_method is no URL that torch knows",
+        why="on Windows torch knows only file:// before 1.8" if tcp else "torch knows env://, tcp://HOST:PORT and file:///absolute/path",
+        help=(
+            Help("let the ranks meet in a file that all of them can reach, and that is not there yet", "init_method='file:///D:/meet/here'")
+            if tcp
+            else Help("leave init_method out: a launcher sets what env:// reads", 'dist.init_process_group("gloo")'),
+        ),
+        said=words_of(cause.first, cause.who),
+    )
+    place = stacks.place(error.frames) if error is not None else ""
+    return msgspec.structs.replace(report, where=place)
+
+
+def nccl_mismatch(cause: Cause) -> Report:
+    """NCCL itself sees that the ranks' calls differ."""
+    ranks = phrases.mismatched(cause.first.text) or ()
+    sizes = re.search(r"local size (\d+) remote size (\d+)", cause.first.text)
+    why = "every rank of a group must make the same collective calls in the same order, with the same sizes"
+    if sizes is not None:  # of one message, whose size NCCL also works out from its own settings
+        doubt = (
+            f"one rank was to get {sizes[1]} bytes where a peer sent {sizes[2]}; settings of NCCL that differ between nodes do that, too"
+        )
+        cause = msgspec.structs.replace(cause, confidence="likely", doubt=doubt)
+    report = account(
+        cause,
+        "collective-mismatch",
+        f"NCCL met collectives that do not match{f' at or around rank {ranks[0]}' if ranks else ''}",
+        why=why,
+        help=(
+            Help("let torch compare the calls, and name them", "export TORCH_DISTRIBUTED_DEBUG=DETAIL"),
+            Help("or let NCCL write down each call", "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=COLL"),
+        ),
+        said=words_of(cause.first, cause.who),
+    )
+    return msgspec.structs.replace(report, ranks=ranks)
+
+
+def stalled(cause: Cause) -> Report:
+    """Horovod lists the calls that some ranks are in; whom it waits for it says in newer versions only."""
+    first = cause.first
+    call = first.collective.kind if first.collective is not None else ""
+    named = any("[missing ranks" in line for line in first.lines)
+    what = "never came" if named else "wait for the others"
+    whom = ranks_phrase(first.ranks) if first.ranks else "some ranks"
+    where = f" to {call}" if named and call else f" in {call}" if call else ""
+    report = account(
+        cause,
+        "ranks-missing",
+        f"{whom} {'have not come' if named else what}{where}, by Horovod's list of what stalls",
+        help=(
+            Help("see where every rank is while it hangs", "py-spy dump --pid PID"),
+            Help("or end the job when that happens, so that it does not wait for ever", "export HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=600"),
+        ),
+        said=words_of(first, first.speaker.name or "Horovod"),
+    )
+    return msgspec.structs.replace(report, ranks=first.ranks if named else ())
 
 
 def _collective(call: Collective) -> str:
@@ -355,7 +470,7 @@ def _collective(call: Collective) -> str:
 def missing(cause: Cause, absent: Sequence[int], error: Raised) -> Report:
     """Some waited until their timeout for ranks that were alive, and silent."""
     call = error.call or "a collective"
-    return _report(
+    return account(
         cause,
         "ranks-missing",
         f"{cause.who} waited in {call} until the timeout; {ranks_phrase(absent)} never came",
@@ -367,7 +482,7 @@ def missing(cause: Cause, absent: Sequence[int], error: Raised) -> Report:
 
 def not_at_barrier(cause: Cause, ranks: Sequence[int]) -> Report:
     """`monitored_barrier` names those that it waited for in vain."""
-    return _report(
+    return account(
         cause,
         "ranks-missing",
         f"rank 0 waited in monitored_barrier until the timeout; {ranks_phrase(ranks)} never came",
@@ -380,7 +495,7 @@ def not_at_barrier(cause: Cause, ranks: Sequence[int]) -> Report:
 
 def came_short(cause: Cause, came: int, every: int) -> Report:
     """torch's store counts who comes, and does not say who."""
-    return _report(
+    return account(
         cause,
         "ranks-missing",
         f"{came} of {every} ranks came to init_process_group before the timeout",
@@ -395,7 +510,7 @@ def not_met(cause: Cause, ranks: Sequence[int], error: Raised) -> Report:
     """gloo waited until its timeout for the addresses of some ranks, each of which has a key of its own in the store. `error`: of who
     waited for the first of them."""
     key = reading.keys_waited_for(error.message)
-    return _report(
+    return account(
         cause,
         "ranks-missing",
         f"{cause.who} waited in init_process_group until the timeout; {ranks_phrase(ranks)} never came",
@@ -409,6 +524,9 @@ def not_met(cause: Cause, ranks: Sequence[int], error: Raised) -> Report:
 
 def unknown(findings: Findings, consequences: Sequence[Sighting], ended: Sequence[Sighting]) -> Report:
     """Nothing that names a cause: what the log has, and what is ruled out."""
+    spoken = [sighting for sighting in findings.sightings if sighting.sign is Sign.SPOKEN]
+    if not consequences and not ended and spoken:
+        return _in_unknown_words(findings, spoken)
     if not consequences and not ended:
         headline = f"nothing in these {findings.lines} lines says that something failed"
         if findings.failed:
@@ -425,6 +543,8 @@ def unknown(findings: Findings, consequences: Sequence[Sighting], ended: Sequenc
     who = ranks_phrase(ranks) if ranks else "a rank"
     short = _in_short(first)
     evidence = ["no rank shows an error of its own, and none was ended by a signal from outside", *_what_waited(consequences)]
+    before = [s for s in spoken if s.place.log == first.place.log and s.place.line < first.place.line]
+    evidence += [f"line {s.place.line}, before that: {wording.cut(s.text, 200)}" for s in before[:MOST_SPOKEN]]
     helps: list[Help] = []
     unreached_at = _unreached_at(first)
     if unreached_at:
@@ -450,10 +570,49 @@ def unknown(findings: Findings, consequences: Sequence[Sighting], ended: Sequenc
         headline=f"{who} {short}; the cause is not known",
         why="all that the log has are consequences; this is the first",
         evidence=tuple(evidence),
-        said=_said(first, first.speaker.name or "the log"),
+        said=words_of(first, first.speaker.name or "the log"),
         help=tuple(helps),
         logs=_logs_of((first,)),
         ranks=(),
+        exit_status=NOT_EXPLAINED,
+    )
+
+
+_UNKNOWN_WORDS = "these words name no cause that is known here"
+MOST_SPOKEN = 4  # lines in words that are not known that a report shows
+
+
+def in_unknown_words(report: Report) -> bool:
+    """Whether a report only shows lines that speak of a failure."""
+    return report.why == _UNKNOWN_WORDS
+
+
+def _in_unknown_words(findings: Findings, spoken: Sequence[Sighting]) -> Report:
+    """Lines that speak of a failure, and that is all: they are shown, the first ones first."""
+    first = spoken[0]
+    handled = all(sighting.went_on for sighting in spoken)
+    loader = next((sighting for sighting in spoken if reading.loader_gone(sighting.text)), None)
+    helps: list[Help] = [Help("give the whole log, or the logs of all ranks", "rallypoint explain logs/*.log")]
+    if loader is not None:
+        helps.insert(0, Help("load in the rank itself: then the traceback has the line that failed", "DataLoader(..., num_workers=0)"))
+    elif any("eartbeat monitor" in s.text or "watchdog got stuck" in s.text for s in spoken):
+        helps.insert(
+            0, Help("see where every rank stands when it hangs: something holds the GPU, or Python's lock", "py-spy dump --pid PID")
+        )
+    several = f", and {len(spoken) - 1} more after it" if len(spoken) > 1 else ""
+    headline = f"line {first.place.line} speaks of a failure{several}; the cause is not known"
+    return Report(
+        code="cause-unknown",
+        headline=headline if findings.lines != 1 else "this line speaks of a failure, and does not say why",
+        why="the log goes on for long after it, so it may have been handled" if handled else _UNKNOWN_WORDS,
+        said=(
+            Said(
+                first.speaker.name or "the log",
+                tuple(f"{s.place.line}: {wording.cut(s.text, 300)}" for s in spoken[:MOST_SPOKEN]),
+            ),
+        ),
+        help=tuple(helps),
+        logs=_logs_of((first,)),
         exit_status=NOT_EXPLAINED,
     )
 
@@ -472,7 +631,10 @@ def _in_short(sighting: Sighting) -> str:
         return f"could not reach {at[0]}:{at[1]} in time"
     if sighting.error is not None:
         lost = reading.meaning(sighting.error.type, sighting.error.message, sighting.error.call)
-        return f"{'waited in vain' if lost is reading.Meaning.WAITED else 'lost another rank'} ({reading.in_short(sighting.error)})"
+        words = reading.in_short(sighting.error).removesuffix(": ")
+        if lost is reading.Meaning.OWN:  # of Ray's, Horovod's or the rendezvous', which say that somebody else was first
+            return f"failed after something else had ({words})"
+        return f"{'waited in vain' if lost is reading.Meaning.WAITED else 'lost another rank'} ({words})"
     if sighting.end is not None:
         how = wording.signal_name(sighting.end.signal) if sighting.end.signal else f"exit code {sighting.end.code}"
         return f"ended with {how}"
@@ -488,7 +650,7 @@ def _what_waited(consequences: Sequence[Sighting]) -> list[str]:
     return lines[: wording.EVIDENCE_LINES - 1]
 
 
-def _report(
+def account(
     cause: Cause,
     code: str,
     headline: str,
@@ -534,21 +696,14 @@ def _signal_of(dump: Sighting | None) -> int:
     return next((number for name, number in names.items() if dump is not None and name in dump.text), 6)
 
 
-def _said(sighting: Sighting, who: str) -> tuple[Said, ...]:
-    """Its words: of a long traceback the outermost frame and the end."""
+def words_of(sighting: Sighting, who: str) -> tuple[Said, ...]:
+    """Its words: of a long traceback what each exception says, and the program's own frames."""
     lines = [line for line in sighting.lines if line.strip(" ~^")]
     if not lines:
         return ()
     if len(lines) > SAID:
-        end = _ends_at(lines, sighting)
-        tail = lines[max(2, end - (SAID - 4)) : end + 1]
-        lines = [*lines[:2], f"... {len(lines) - 2 - len(tail)} more lines", *tail]
+        lines = abridged(lines, sighting.error.type if sighting.error is not None else "", SAID)
     return (Said(who, tuple(wording.cut(line, 300) for line in lines)),)
-
-
-def _ends_at(lines: Sequence[str], sighting: Sighting) -> int:
-    kind = sighting.error.type if sighting.error is not None else ""
-    return next((i for i, line in enumerate(lines) if kind and line.startswith(kind)), len(lines) - 1)
 
 
 def _last_words(cause: Cause) -> tuple[Said, ...]:

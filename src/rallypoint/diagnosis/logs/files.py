@@ -57,9 +57,17 @@ def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
 
 
 def of_stream(stream: IO[bytes]) -> Iterator[bytes]:
-    """The bytes of a pipe, as they come."""
+    """The bytes of a pipe, as they come. Raises `UsageError` when it begins like no text."""
     read = getattr(stream, "read1", stream.read)
+    first = True
     while chunk := read(CHUNK):
+        if first and not is_text(chunk[:4096]):
+            raise UsageError(
+                "usage",
+                "what came from stdin is no text, so it is no log",
+                help=(("if it is compressed", "zcat FILE | rallypoint explain"),),
+            )
+        first = False
         yield chunk
 
 

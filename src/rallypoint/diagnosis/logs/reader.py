@@ -13,10 +13,13 @@ from rallypoint.diagnosis.logs import phrases, speakers
 from rallypoint.diagnosis.logs.lines import Line, Sifter, as_utf8
 from rallypoint.diagnosis.logs.sightings import Collective, End, Findings, Place, Sighting, Sign
 from rallypoint.diagnosis.logs.speakers import NOBODY, Speaker
-from rallypoint.diagnosis.logs.tracebacks import HEADER, Crash, Message, MpiExit, Summary, Traceback, native
+from rallypoint.diagnosis.logs.tracebacks import HEADER, Crash, Message, MpiExit, Stall, Summary, Traceback, headless, native
 
 MOST_SIGHTINGS = 2000
 """Different things of one log that are kept. What is the same but for its numbers counts as one, and a cause is among the first."""
+
+MOST_SPOKEN = 100
+"""Of these, lines whose words are not known; the first ones are shown."""
 
 WENT_ON = 12
 """Lines that the same process wrote after an error until it counts as handled: threads, exit handlers and notes write a few."""
@@ -27,10 +30,12 @@ FOLLOWED = 2  # lines after an error, at the end of a log, that leave open wheth
 
 IGNORED_WITHIN = 20  # lines after "Exception ignored in:" in which the traceback of that begins; others may write between them
 
+BEGINNING = 40  # lines of a log that are all read: a paste may begin inside a traceback, whose frames have no words of failure
+
 LAST_WORDS = 6  # lines before the launcher's word of an end, for a process that says nothing itself
 WORDS = 400  # characters of one line that are kept
 
-_Open = Traceback | Message | Crash | Summary | MpiExit
+_Open = Traceback | Message | Crash | Summary | MpiExit | Stall
 _STOPPED = re.compile(r"(?:Sending process|Terminating process|Killing subprocess) (\d+)")
 _LAUNCHERS = re.compile(
     r"(?:Sending|Terminating) process \d+|Killing subprocess \d+|^srun: |^slurmstepd: |^\[?[EWIF]\d{3,4} |Setting OMP_NUM_THREADS"
@@ -39,6 +44,7 @@ _LAUNCHERS = re.compile(
 _WORKER_DIED = "A worker died or was killed while executing a task by an unexpected system error"  # Ray, which knows no more
 _IGNORED = re.compile(r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs)")
 _SHELL = "\0the shell"  # whose words that are watched
+_SPOKEN = "\0spoken by "  # the same of lines in words that are not known
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -52,6 +58,9 @@ class Reader:
         self._log = log
         self._speaker = speaker
         self._sifter = Sifter()
+        self._sifter.attentive = True
+        self._first_lines = BEGINNING  # that are still to come
+        self._prefixes = speakers.Prefixes()
         self._open: dict[str, tuple[Speaker, _Open]] = {}
         self._seen: list[Sighting] = []
         self._same: dict[object, int] = {}
@@ -62,9 +71,12 @@ class Reader:
         self._ignored: dict[str, int] = {}  # where Python said last that it ignores what a process raised
         self._restarts: list[Place] = []
         self._groups: dict[int, str] = {}
+        self._members: dict[int, int] = {}  # how many processes came as this rank, and below where the first of them says so
+        self._came = (0, 0)  # the size of the group that they name, and a line
         self._last_words: tuple[str, ...] = ()
         self._bytes = 0
         self._failed = False
+        self._spoke = 0
 
     def read(self, chunks: Iterable[bytes]) -> Findings:
         """All of it."""
@@ -81,6 +93,7 @@ class Reader:
         for _, which, since in self._watched.values():
             for number in which if since >= FOLLOWED else ():
                 self._seen[number] = msgspec.structs.replace(self._seen[number], followed=True)
+        self._count_members()
         seen = tuple(self._with_group(sighting) for sighting in self._seen)
         lines = self._sifter.number - self._sifter.ended
         return Findings(
@@ -100,11 +113,12 @@ class Reader:
             if self._watched:
                 self._pass(self._sifter.passed, self._sifter.passed_bytes)
             self._take(line)
-            self._sifter.attentive = bool(self._open)
+            self._sifter.attentive = bool(self._open) or self._first_lines > 0
         self._pass(self._sifter.passed, self._sifter.passed_bytes if self._watched else b"")
 
     def _take(self, line: Line) -> None:
-        speaker, text = speakers.split(line.text)
+        self._first_lines -= self._first_lines > 0
+        speaker, text = self._prefixes.split(line.text)
         if not speaker.known:
             speaker = self._speaker
         elif speaker.rank >= 0:
@@ -122,7 +136,14 @@ class Reader:
     def _fresh(self, number: int, speaker: Speaker, text: str) -> None:
         if native(text):
             return
-        if HEADER in text:
+        at = text.find(HEADER)
+        if at >= 0:
+            if at > 0 and not text[:at].isspace() and not text[:at].startswith(("Original", "Remote")):
+                speaker, words = speakers.before_traceback(text[:at], speaker)
+                self._ranks.update((speaker.rank,) if speaker.rank >= 0 else ())
+                if words:  # of somebody's own, who wrote it into that line
+                    self._fresh(number, speaker, words)
+                text = HEADER
             ignored = number - self._ignored.pop(speaker.name, -IGNORED_WITHIN) < IGNORED_WITHIN
             self._begin(speaker, Traceback(number, text, ignored=ignored))
         elif _IGNORED.match(text):
@@ -133,10 +154,22 @@ class Reader:
             self._begin(speaker, Crash(number, text))
         elif "Root Cause (first observed failure)" in text or (text == "Failures:" and "torch" in self._around()):
             self._begin(speaker, Summary(number, text))
-        elif "detected that one or more processes exited with non-zero" in text:
+        elif MpiExit.begins(text):
             self._begin(speaker, MpiExit(number, text))
+        elif phrases.stalls(text):
+            self._begin(speaker, Stall(number, text))
+        elif self._first_lines > 0 and headless(text) and self._quiet(speaker):
+            block = Traceback(number, HEADER, headless=True)
+            block.take(number, "  " + text.lstrip())
+            self._begin(speaker, block)
         elif (told := phrases.told_by(text)) is not None:
             self._told(number, speaker, text, told)
+        elif (member := phrases.member(text)) is not None:
+            rank, every = member
+            self._ranks.add(rank)
+            if every != self._came[0]:  # another group
+                self._members, self._came = {}, (every, number)
+            self._members[rank] = self._members.get(rank, 0) + 1
         elif (words := phrases.nccl_warning(text)) != "" and phrases.recognised(words):
             if self._quiet(speaker):
                 self._begin(speaker, Message(number, "", words))
@@ -144,7 +177,7 @@ class Reader:
             self._see(Sighting(Sign.NCCL, self._place(number), speaker, words, lines=(text[:WORDS],), ranks=_pair(words)))
         elif name_and_message := phrases.exception(text):
             if self._quiet(speaker):
-                self._begin(speaker, self._message(number, *name_and_message))
+                self._begin(speaker, Traceback.of_gathered(number, *name_and_message) or self._message(number, *name_and_message))
         elif phrases.recognised(text) or text.endswith(" is killed by signal:"):
             if self._quiet(speaker):
                 self._begin(speaker, Message(number, "", text))
@@ -159,9 +192,29 @@ class Reader:
             self._failed = self._failed or "ChildFailedError" in text or text.endswith(".py FAILED") or _WORKER_DIED in text
             if "watchdog" in text and (rank := phrases.spoken_rank(text, speaker)) >= 0:
                 self._groups.setdefault(rank, phrases.group_of(text))
-            if not _LAUNCHERS.search(text):
+            if self._spoke < MOST_SPOKEN and phrases.speaks_of_failure(text):
+                self._spoken(number, speaker, text)
+            elif not _LAUNCHERS.search(text):
                 self._pass_one(speaker.name)
                 self._sifter.call_dull()
+
+    def _count_members(self) -> None:
+        """Whether those who came to a group are as many as it has, and not the ones that it has."""
+        every, number = self._came
+        twice = tuple(sorted(rank for rank, count in self._members.items() if count > 1))
+        if twice and sum(self._members.values()) == every:
+            words = f"{every} processes said so, as {len(self._members)} ranks"
+            self._see(Sighting(Sign.SAME_RANK, self._place(number), NOBODY, words, ranks=twice))
+
+    def _spoken(self, number: int, speaker: Speaker, text: str) -> None:
+        """A line that speaks of a failure in words that nobody here knows. The same words again are passed over, but for their numbers."""
+        self._pass_one(speaker.name)
+        self._sifter.call_dull()
+        seen = self._see(Sighting(Sign.SPOKEN, self._place(number), speaker, text[:WORDS], lines=(text[:WORDS],)))
+        if seen is not None:
+            self._spoke += 1
+            mark, which, _ = self._watched.get(_SPOKEN + speaker.name, (speaker.mark.encode(), [], 0))
+            self._watched[_SPOKEN + speaker.name] = (mark, [*which, seen], 0)
 
     def _message(self, number: int, kind: str, message: str) -> Message:
         """A line with the form of an exception's last. A program that does not compile has no traceback, but its place before that."""
@@ -191,23 +244,39 @@ class Reader:
         if isinstance(block, Summary):
             self._summarised(block)
         elif isinstance(block, MpiExit):
-            if block.code >= 0:
-                end = End(code=block.code, rank=block.rank, by="mpirun", first=True)
+            if block.code > 0 or block.signal:
+                end = phrases.exit_of(block.code) if not block.signal else End(signal=block.signal)
+                end = msgspec.structs.replace(end, rank=block.rank, pid=block.pid, host=block.host, by=block.by, first=True)
                 self._see(Sighting(Sign.ENDED, self._place(block.start, block.last), NOBODY, "", end=end))
         elif isinstance(block, Crash):
             self._crashed(speaker, block)
+        elif isinstance(block, Stall):
+            ranks = tuple(sorted(block.missing or block.ready))
+            self._ranks.update(block.missing | block.ready)
+            whom = Collective(0, block.call)
+            place = self._place(block.start, block.last)
+            self._see(
+                Sighting(Sign.STALLED, place, speaker, block.lines[0][:WORDS], collective=whom, lines=tuple(block.lines), ranks=ranks)
+            )
         elif isinstance(block, Traceback) and block.ignored:
             return
         elif (error := block.error()) is not None:
             rank = block.rank if isinstance(block, Traceback) else -1
             who = Speaker(rank, f"rank {rank}") if rank >= 0 and speaker.rank < 0 else speaker
             lines = tuple(error.traceback.splitlines())
-            self._raised(who, self._place(block.start, block.last), error, lines, block.times if isinstance(block, Traceback) else 1)
+            place = self._place(block.start, block.last)
+            if isinstance(block, Traceback) and block.ranks:  # every rank raises it, whoever began: these did
+                self._ranks.update(block.ranks)
+                self._raised(NOBODY, place, error, lines, block.times, block.ranks)
+            else:
+                self._raised(who, place, error, lines, block.times if isinstance(block, Traceback) else 1)
             if isinstance(block, Traceback):
                 for _ in range(block.stray):
                     self._pass_one(speaker.name)
 
-    def _raised(self, speaker: Speaker, place: Place, error: Raised, lines: tuple[str, ...], times: int = 1) -> None:
+    def _raised(
+        self, speaker: Speaker, place: Place, error: Raised, lines: tuple[str, ...], times: int = 1, ranks: tuple[int, ...] = ()
+    ) -> None:
         if phrases.of_launcher(error.type) or error.type == "Exception":
             self._failed = True
             told = phrases.told_by(f"{error.type.rpartition('.')[2]}: {error.message}")
@@ -215,7 +284,7 @@ class Reader:
                 self._told(place.line, speaker, error.message, told, place)
             if told is not None or error.type != "Exception":
                 return
-        number = self._see(Sighting(Sign.RAISED, place, speaker, error=error, lines=lines, times=times))
+        number = self._see(Sighting(Sign.RAISED, place, speaker, error=error, lines=lines, times=times, ranks=ranks))
         if number is not None:
             mark, watched, since = self._watched.get(speaker.name, (speaker.mark.encode(), [], 0))
             if speaker.known and since > PERHAPS:  # who raises another error has handled the one before
@@ -323,7 +392,7 @@ class Reader:
             self._watch(name, mark, which, since)
 
     def _pass_one(self, name: str) -> None:
-        for one in (name, _SHELL):
+        for one in (name, _SPOKEN + name, _SHELL):
             if one in self._watched:
                 mark, which, since = self._watched[one]
                 self._watch(one, mark, which, since + 1)

@@ -24,7 +24,10 @@ class Sign(Enum):
     UNREACHED = "unreached"  # a connection to the meeting point failed, with its reason
     TOO_LARGE = "too large"  # torch's store refuses a message for its size, and closes the connection of whoever sent it
     REPORTED = "reported"  # the headline of a report of rallypoint's own
-    NOT_STARTED = "not started"  # the interpreter did not find the program
+    NOT_STARTED = "not started"  # the interpreter, or Slurm, did not find the program
+    STALLED = "stalled"  # Horovod lists who waits for whom
+    SAME_RANK = "same rank"  # as many processes as a group has came to it, and some of them as the same rank
+    SPOKEN = "spoken"  # a line that plainly speaks of a failure, in words that are not known here
 
 
 class End(msgspec.Struct, frozen=True):
@@ -38,6 +41,7 @@ class End(msgspec.Struct, frozen=True):
     host: str = ""
     by: str = ""  # who says so: "torchrun", "srun", ...
     first: bool = False  # the launcher says that this was the first
+    status: str = ""  # Windows' own word for a crash, which has no signals there: "0xC0000005 (access violation)"
 
 
 class Collective(msgspec.Struct, frozen=True):

@@ -24,15 +24,22 @@ _BECAUSE = "The above exception was the direct cause of the following exception:
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _TYPED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
 _SURE = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w*)$")
-_LONG = re.compile(r"NCCL [Ee]rror|CUDA error|finished reduction|killed by signal|Failed to initialize NVML")
+_LONG = re.compile(
+    r"NCCL [Ee]rror|HCCL error|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
+)
 _CARETS = re.compile(r"^[\s~^]+$")
 _ANOTHERS = re.compile(
     r"^(?:\[?[EWIF]\d{3,4} |\[\d{4}-|\[[EWI] |(?:INFO|WARNING|ERROR|CRITICAL)[: ]|Exception raised from|frame #\d+|[-=*]{20})"
 )
+_NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")  # which have no header, but their place before them
 # What a program catches to go another way: that this failed, too, is the cause. A group that is closed after a failure is no other way.
 _TRIED = ("ImportError", "ModuleNotFoundError")
-_CLOSING = re.compile(r"Process group cannot be None|Default process group has not been initialized")
+_CLOSING = re.compile(r"Process group cannot be None|Default process group (?:has not been|is not) initialized")
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error:")
+# torch.distributed.checkpoint gathers what ranks raised into one exception, which all of them raise: "ranks:dict_keys([0, 3])", and below
+# it the traceback of each.
+_GATHERED = re.compile(r"^CheckpointException ranks:dict_keys\(\[(?P<ranks>[\d, ]+)\]\)")
+_OF_RANK = re.compile(r"\(RANK (\d+)\)$")
 _NATIVE = re.compile(r"^frame #\d+|^Exception raised from |^<omitting python frames>")
 
 
@@ -41,17 +48,30 @@ def native(text: str) -> bool:
     return bool(_NATIVE.match(text))
 
 
+def _path(file: str) -> str:
+    """A path of Windows' with the slashes that everything here looks for, and that Windows takes as well."""
+    return file.replace("\\", "/") if re.match(r"[A-Za-z]:\\", file) else file
+
+
+def headless(text: str) -> bool:
+    """Whether a line is a frame of a traceback whose first lines were not pasted."""
+    return _FRAME.match("  " + text.lstrip()) is not None and len(text) - len(text.lstrip()) <= 2
+
+
 class Traceback:
     """One traceback, with what it was raised from."""
 
-    def __init__(self, number: int, text: str, *, ignored: bool = False) -> None:
+    def __init__(self, number: int, text: str, *, ignored: bool = False, headless: bool = False) -> None:
         self.start = self.last = number
+        self._headless = headless  # its first lines were not pasted: the line that names the exception is where it begins then
         self.ignored = ignored  # Python says that it is: of `__del__`, or while the interpreter closes down
         self.times = 1
         self.rank = -1  # that the words name, as mp.spawn's do
         self.done = False
         self._open = 1  # headers that wait for their last line
         self._chain: list[tuple[str, Raised]] = []
+        self._gathered: dict[int, tuple[str, str]] = {}  # ranks that an exception counts, and what each of them raised, where that is shown
+        self._of = -1  # the rank among these whose traceback is read now
         self._joint = ""  # how the next one of the chain hangs together with the one before
         self._begin(text)
 
@@ -65,6 +85,22 @@ class Traceback:
         self._doubtful: tuple[str, str, int] | None = None
         self._kind, self._message, self._file = "", [""], ""
 
+    @classmethod
+    def of_gathered(cls, number: int, kind: str, message: str) -> Traceback | None:
+        """One whose own lines are missing, and that begins with what torch.distributed.checkpoint gathered; None for other messages."""
+        if _GATHERED.match(message) is None:
+            return None
+        block = cls(number, HEADER)
+        block._end(kind, message, number)
+        block._keep(f"{kind}: {message}")
+        return block
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that raised, where the words count them: those that show the same error as the first one, or none."""
+        told = next((one for one in self._gathered.values() if one != ("", "")), ("", ""))
+        return tuple(sorted(rank for rank, one in self._gathered.items() if one in (told, ("", ""))))
+
     def take(self, number: int, text: str) -> bool:
         """Whether the line belongs to this traceback; `done` afterwards when no more can come."""
         body = text[self._indent :] if text[: self._indent].isspace() else text
@@ -76,7 +112,7 @@ class Traceback:
     def _inside(self, number: int, body: str) -> bool:
         if (frame := _FRAME.match(body)) is not None:
             self._doubtful = None
-            new = Frame(frame["file"], int(frame["line"]), frame["function"] or "")
+            new = Frame(_path(frame["file"]), int(frame["line"]), frame["function"] or "")
             if self._open == 1 or new not in self._frames[-2:]:
                 self._frames.append(new)
         elif HEADER in body:
@@ -116,6 +152,13 @@ class Traceback:
     def _end(self, kind: str, message: str, number: int) -> None:
         self._kind, self._message, self._ended, self._doubtful = kind, [message], True, None
         self.last = number
+        if self._headless and not kind.endswith(_NOT_COMPILED):
+            self.start = number
+        self._headless = False
+        if (gathered := _GATHERED.match(message)) is not None:
+            self._gathered = {int(rank): ("", "") for rank in re.findall(r"\d+", gathered["ranks"])}
+        elif self._of in self._gathered:
+            self._gathered[self._of] = (kind, message)
 
     def _after(self, number: int, body: str) -> bool:
         self._tail += 1
@@ -128,10 +171,14 @@ class Traceback:
             return True
         if HEADER in body:
             inner = "Original Traceback" in body
-            if not self._joint and not inner:
+            of_rank = _OF_RANK.search(body) if self._gathered else None
+            if not self._joint and not inner and of_rank is None:
                 self.done = True
                 return False
-            self._chain.append(("inside" if inner else self._joint, self._raised()))
+            joint = "inside" if inner else self._joint
+            if of_rank is not None:
+                joint, self._of = "gathered" if self._of >= 0 else "inside", int(of_rank[1])
+            self._chain.append((joint, self._raised()))
             self._joint = ""
             self._begin(body)
             return True
@@ -145,8 +192,9 @@ class Traceback:
             return True
         if self._open > 1 and (_FRAME.match(body) or body.startswith("    ")):
             return True
-        indented = not self._message[0] and body.startswith("    ")  # a message that begins on the line after its type
-        long = (indented or _LONG.search(self._message[0])) and not self._blank and len(self._message) < MESSAGE_LINES
+        # A message that begins on the line after its type: indented, or in words that are known.
+        below = not self._message[0] and (body.startswith("    ") or (self._tail == 1 and phrases.recognised(body)))
+        long = (below or _LONG.search(self._message[0])) and not self._blank and len(self._message) < MESSAGE_LINES
         if long and not _ANOTHERS.match(body) and phrases.told_by(body) is None:
             self._message.append(body)
             self._keep(body)
@@ -191,7 +239,7 @@ class Traceback:
 
     def _raised(self) -> Raised:
         frames, filename = self._frames, ""
-        if self._kind.endswith(("SyntaxError", "IndentationError", "TabError")) and frames and not frames[-1].function:
+        if self._kind.endswith(_NOT_COMPILED) and frames and not frames[-1].function:
             filename = f"{frames[-1].file}"
             frames = frames[:-1]
         own = tuple(frame for frame in frames if not stacks.hidden(frame))
@@ -324,22 +372,72 @@ class Summary:
 
 
 class MpiExit:
-    """mpirun's paragraph on the first process that ended with a code that is not 0."""
+    """The paragraph of mpirun (Open MPI) or mpiexec (MPICH, Intel MPI) on the first process that ended badly."""
+
+    _ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+)")
 
     def __init__(self, number: int, text: str) -> None:
         self.start = self.last = number
         self.done = False
         self.rank = self.code = -1
+        self.signal = self.pid = 0
+        self.host = ""
+        self.by = "mpiexec" if "BAD TERMINATION" in text else "mpirun"
         self._lines = 0
+        if (found := self._ABORT.search(text)) is not None:
+            self.rank, self.by = int(found[1]), "MPI_ABORT"
+
+    @classmethod
+    def begins(cls, text: str) -> bool:
+        """Whether the line is the first of one."""
+        known = ("detected that one or more processes exited with non-zero", "BAD TERMINATION OF ONE OF YOUR")
+        return any(words in text for words in known) or ("MPI_ABORT" in text and cls._ABORT.search(text) is not None)
 
     def take(self, number: int, text: str) -> bool:
         self._lines += 1
-        if (found := re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]", text)) is not None:
+        if (found := re.search(r"with errorcode (-?\d+)", text)) is not None:
+            self.code, self.done = int(found[1]), True
+        elif (found := re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]", text)) is not None:
             self.rank = int(found.group(1))
         elif (found := re.search(r"Exit code: +(\d+)", text)) is not None:
             self.code = int(found.group(1))
             self.done = True
+        elif (found := re.search(r"^= +(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)", text)) is not None:
+            self.rank, self.pid, self.host = int(found["rank"] or -1), int(found["pid"]), found["host"]
+        elif (found := re.search(r"^= +(EXIT CODE|KILLED BY SIGNAL): (\d+)", text)) is not None:
+            self.code, self.signal = (int(found[2]), 0) if found[1] == "EXIT CODE" else (0, int(found[2]))
+        elif (found := re.search(r"TERMINATED WITH THE EXIT STRING: .*\(signal (\d+)\)", text)) is not None:
+            self.signal, self.code, self.done = int(found[1]), 0, True
         elif self._lines > 10 or text.startswith("-----"):
             self.done = True
         self.last = number
+        return True
+
+
+class Stall:
+    """Horovod's list of the calls that some ranks are in and others are not."""
+
+    _CALL = re.compile(r"^\s*(?P<call>\S+) \[(?P<which>ready|missing) ranks: (?P<ranks>[\d, ]+)\]")
+
+    def __init__(self, number: int, text: str) -> None:
+        self.start = self.last = number
+        self.done = False
+        self.lines = [text]
+        self.call = ""
+        self.ready: set[int] = set()  # of the first call
+        self.missing: set[int] = set()
+
+    def take(self, number: int, text: str) -> bool:
+        found = self._CALL.match(text)
+        if found is None and "Stalled ops:" not in text:
+            self.done = True
+            return False
+        if found is not None:
+            self.call = self.call or found["call"]
+            if found["call"] == self.call:
+                ranks = self.ready if found["which"] == "ready" else self.missing
+                ranks.update(int(rank) for rank in re.findall(r"\d+", found["ranks"]))
+        self.last = number
+        self.lines.append(text)
+        self.done = len(self.lines) > MESSAGE_LINES
         return True

@@ -16,9 +16,9 @@ import msgspec
 from rallypoint.diagnosis import reading, stacks
 from rallypoint.diagnosis.accounts import wording
 from rallypoint.diagnosis.evidence import Raised
-from rallypoint.diagnosis.logs import accounts, phrases
+from rallypoint.diagnosis.logs import accounts, certainty, known, phrases
 from rallypoint.diagnosis.logs.accounts import Cause
-from rallypoint.diagnosis.logs.sightings import Collective, End, Findings, Sighting, Sign
+from rallypoint.diagnosis.logs.sightings import Collective, End, Findings, Place, Sighting, Sign
 from rallypoint.diagnosis.reading import Meaning
 from rallypoint.diagnosis.report import Confidence, Report
 from rallypoint.world import ranks_phrase
@@ -26,28 +26,29 @@ from rallypoint.world import ranks_phrase
 MOST_REPORTS = 3  # causes told in full, as for jobs of our own
 
 _OTHER_RANKS = re.compile(r"rank (\d+) and rank (\d+) both on")
+_RANK_ID = re.compile(r"\(PID:\d+, Device:\d+, RankID:(\d+)\)")  # torch_npu, of who speaks
 _UNUSED_IN = re.compile(r"did not receive grad for rank (\d+)")
-
-
-_OF_TORCH = re.compile(
-    r"raised RuntimeError: .*(\b(CUDA|HIP|NCCL|gloo|c10d|collectives?|process group)\b|ProcessGroup|enforce fail)", re.IGNORECASE
-)
 
 
 def diagnose(findings: Findings) -> tuple[Report, ...]:
     """The causes that logs tell of, the first one first; `cause-unknown` rather than a guess. Never empty."""
     of_attempts = findings.restarts and len({s.place.log for s in findings.sightings}) == 1
     reports = _of_attempts(findings) if of_attempts else _of_one_attempt(findings)
-    return tuple(_reserved(report) for report in reports)
+    return (_placed(reports[0], findings), *reports[1:])
 
 
-def _reserved(report: Report) -> Report:
-    """What torch's own code says of itself, in words that nothing here knows, is raised as told; what it means is another matter."""
-    if report.code != "rank-raised" or report.confidence != "certain" or _OF_TORCH.search(report.headline) is None:
+def _placed(report: Report, findings: Findings) -> Report:
+    """A cause before which the log speaks of another failure, in words that are not known here, is not certain to be the first one."""
+    if report.confidence != "certain" or not report.logs:
         return report
-    return msgspec.structs.replace(
-        report, confidence="likely", why=report.why or "these are torch's words, and what led to them is not known here"
-    )
+    log, _, line = report.logs[0].rpartition(":")
+    spoken = [s for s in findings.sightings if s.sign is Sign.SPOKEN and not phrases.of_slurms_stop(s.text)]
+    before = certainty.of_place(report.code, Place(log, int(line)), spoken)
+    if before is None:
+        return report
+    told = f"line {before.place.line}: {wording.cut(before.text, 200)}"
+    why = f"line {before.place.line}, before it, speaks of a failure, too, in words that are not known here"
+    return msgspec.structs.replace(report, confidence="likely", why=why, evidence=(told, *report.evidence))
 
 
 def _of_attempts(findings: Findings) -> tuple[Report, ...]:
@@ -81,6 +82,12 @@ def _of_one_attempt(findings: Findings) -> tuple[Report, ...]:
     aborts = [s for s in dumps if s.error is None and ("Aborted" in s.text or s.text.startswith("terminate called"))]
     dumps = [s for s in dumps if s not in aborts]
     not_started = [s for s in findings.sightings if s.sign is Sign.NOT_STARTED]
+    unresolved = [s for s in own if s.error is not None and phrases.unresolved(s.error)]
+    models = [s for s in own if s.error is not None and phrases.models_differ(s.error.message)]
+    schemes = [s for s in own if s.error is not None and phrases.scheme_unknown(s.error.message)]
+    by_ssh = [s for s in own if s.error is not None and phrases.ssh_host(s.error.message)]
+    own = [s for s in own if s not in unresolved and s not in models and s not in schemes and s not in by_ssh]
+    collectives = [s for s in findings.sightings if s.sign is Sign.NCCL and phrases.mismatched(s.text) is not None]
 
     strong: list[tuple[Sighting, Callable[[], tuple[Report, ...]]]] = []
     if of_memory:
@@ -92,6 +99,16 @@ def _of_one_attempt(findings: Findings) -> tuple[Report, ...]:
         sure, handled = handled[-1:], []  # somebody ended with an error, and this is the last one that the log has
     if sure:
         strong.append((sure[0], lambda: _raised(findings, sure, ends, handled=own[-1].went_on)))
+    if unresolved:
+        strong.append((unresolved[0], lambda: (accounts.unreached(_cause(findings, unresolved, ends), phrases.host_of(unresolved), 0),)))
+    if by_ssh:
+        strong.append((by_ssh[0], lambda: (known.ssh_unresolved(_cause(findings, by_ssh, ends)),)))
+    if schemes:
+        strong.append((schemes[0], lambda: (accounts.no_handler(_cause(findings, schemes, ends)),)))
+    if models:
+        strong.append((models[0], lambda: (accounts.models_differ(_cause(findings, models, ends)),)))
+    if collectives:
+        strong.append((collectives[0], lambda: (accounts.nccl_mismatch(_cause(findings, collectives, ends)),)))
     if not_started and not sure:
         strong.append((not_started[0], lambda: (accounts.not_started(_cause(findings, not_started, ends)),)))
     by_signal = [s for s in ends if s.end is not None and s.end.signal and s.end.signal != SIGTERM and not _explained(s, errors, lost)]
@@ -106,6 +123,7 @@ def _of_one_attempt(findings: Findings) -> tuple[Report, ...]:
         strong.append(((*dumps, *hard)[0], lambda: (accounts.crashed(_cause(findings, [*dumps, *_same_signal(hard or crashes)], ends)),)))
 
     strong.sort(key=lambda one: _order(one[0], findings))
+    stops = [s for s in stops if not certainty.answers(s, [*ends, *lost])]
     stops.sort(key=lambda one: _order(one, findings))
     if stops and not strong:
         return (accounts.interrupted(_cause(findings, _with_end(stops), [])),)
@@ -169,6 +187,8 @@ def _weak(
             doubt="" if sure else "the log does not say that both are of one group",
         )
         odd = min(calls, key=lambda call: len(call[0]))[0]
+        if len(calls) > 1 and len({len(ranks) for ranks, _ in calls}) == 1:  # as many on each side: none is the odd one
+            odd = tuple(sorted(rank for ranks, _ in calls for rank in ranks))
         return (accounts.mismatch(msgspec.structs.replace(cause, ranks=odd), calls),)
     refused = [s for s in findings.sightings if s.sign is Sign.TOO_LARGE]
     if refused and lost:
@@ -193,6 +213,13 @@ def _weak(
         end = words_alone[0].end
         crashed = end is not None and end.signal in wording.CRASHES
         return (accounts.crashed(cause) if crashed else accounts.killed(cause),)
+    stalled = [s for s in findings.sightings if s.sign is Sign.STALLED]
+    if stalled and not lost:
+        doubt = "it is a warning: they may have come later, and the log does not say that the job ended"
+        return (accounts.stalled(_cause(findings, stalled[:1], (), confidence="likely", doubt=doubt)),)
+    same = [s for s in findings.sightings if s.sign is Sign.SAME_RANK]
+    if same:
+        return (_then_told(known.same_rank(_cause(findings, same, ())), findings, ends, lost),)
     late = [s for s in errors if _meaning(s) is Meaning.WAITED and s.error is not None]
     by_rank = {reading.not_met(s.error.message): s.error for s in late if s.error is not None}  # who was waited for
     unmet = sorted(by_rank.keys() - {-1} - {s.speaker.rank for s in late})
@@ -232,11 +259,21 @@ def _meaning(sighting: Sighting) -> Meaning:
     error = sighting.error
     assert error is not None
     meaning = reading.meaning(error.type, error.message, error.call)
-    if meaning is Meaning.OWN and re.search(
-        r"connect\(\) timed out|rendezvous.*timed? ?out|RendezvousTimeout", error.message + error.type, re.IGNORECASE
-    ):
+    if reading.producer_gone(error) and not any(_LOADER.search(frame.file) for frame in error.frames):
+        return Meaning.OWN  # a DataLoader's worker that breaks off is another matter: something ended it
+    if meaning is not Meaning.OWN:
+        return meaning
+    if re.search(r"connect\(\) timed out|rendezvous.*timed? ?out|RendezvousTimeout", error.message + error.type, re.IGNORECASE):
         return Meaning.WAITED
-    return meaning
+    return Meaning.LOST if _GONE.search(f"{error.type}: {error.message}") else meaning
+
+
+_LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
+# What Horovod, Ray and torchrun's rendezvous raise in those that are left when another one has gone.
+_GONE = re.compile(
+    r"Horovod has been shut ?down|HorovodInternalError|RendezvousClosedError|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed"
+    r"|NodeDied|OwnerDied|ObjectLost)Error\b|\bEngineDeadError\b"
+)
 
 
 def _is_nccl(sighting: Sighting) -> bool:
@@ -324,6 +361,7 @@ def _cause(
     for s in seen:
         if s.error is not None:
             ranks |= {int(number) for pair in _OTHER_RANKS.findall(s.error.message) for number in pair}
+            ranks |= {int(number) for number in _RANK_ID.findall(s.error.message) if _rank(s) < 0}
             ranks |= {int(number) for number in _UNUSED_IN.findall(s.error.message) if _rank(s) < 0}
     return Cause(findings, tuple(seen), tuple(sorted(ranks)), "", confidence, doubt)
 
@@ -350,14 +388,23 @@ def _raised(findings: Findings, own: Sequence[Sighting], ends: Sequence[Sighting
         elif all(s.followed for s in group) and not ends and not findings.failed:
             doubt = "lines of the same process follow it, and nothing says that it ended: it may have been handled"
             cause = msgspec.structs.replace(cause, confidence="likely", doubt=doubt)
-        told.append(accounts.raised(cause))
+        told.append(_earned(known.told(cause) or accounts.raised(cause), cause))
     return tuple(told)
+
+
+def _earned(report: Report, cause: Cause) -> Report:
+    """An exception that is not plainly the program's own is raised as told; whose fault it was is another matter."""
+    error = cause.first.error
+    if report.code != "rank-raised" or report.confidence != "certain" or error is None:
+        return report
+    doubt = certainty.of_error(error)
+    return msgspec.structs.replace(report, confidence="likely", why=doubt) if doubt else report
 
 
 def _same(sighting: Sighting) -> Hashable:
     error = sighting.error
     assert error is not None
-    code = _code(error)
+    code = "fork" if reading.cuda_after_fork(error) else _code(error)
     if code:
         return code
     frame = stacks.own_frame(error.frames)
@@ -429,6 +476,10 @@ def _then(findings: Findings, ends: Sequence[Sighting], lost: Sequence[Sighting]
     return "; ".join(parts)
 
 
+# Collectives to which every rank of the group brings as much; the others may rightly differ.
+_OF_ONE_SIZE = {"ALLREDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "BROADCAST", "REDUCE"}
+
+
 def _different_calls(findings: Findings) -> tuple[list[Sighting], list[tuple[tuple[int, ...], Collective]], bool] | None:
     """Ranks whose watchdog names another call under the same number; and whether the log says that they are of one group."""
     last: dict[int, Sighting] = {}
@@ -442,7 +493,7 @@ def _different_calls(findings: Findings) -> tuple[list[Sighting], list[tuple[tup
             if call is not None and call.sequence == number:
                 calls.setdefault((call.kind, call.elements), []).append(sighting)
         kinds = {kind for kind, _ in calls}
-        if len(kinds) < 2:
+        if len(kinds) < 2 and not (len(calls) > 1 and kinds <= _OF_ONE_SIZE and all(elements >= 0 for _, elements in calls)):
             continue
         groups = [{s.collective.group for s in seen if s.collective is not None and s.collective.group} for seen in calls.values()]
         if any(a and b and not a & b for a in groups for b in groups):
@@ -458,13 +509,15 @@ def _unreached(findings: Findings, errors: Sequence[Sighting], lost: Sequence[Si
     """The reason why a connection that was given up did not come about, when the log has it: retries that ended well say nothing."""
     told = [(s, s.error.message if s.error is not None else s.text) for s in (*errors, *lost)]
     given_up = [s for s, words in told if "timed out" in words or "failed to connect to any network address" in words]
-    reasons = [s for s in findings.sightings if s.sign is Sign.UNREACHED]
+    reasons = [(s, s.text) for s in findings.sightings if s.sign is Sign.UNREACHED]
+    reasons = reasons or [(s, words) for s, words in told if phrases.unreached(words)[0]]
     if not given_up or not reasons:
         return None
-    where, number = phrases.unreached(reasons[-1].text)
+    where, number = phrases.unreached(reasons[-1][1])
     if number not in (0, 110, 111, 113):
         return None
-    return accounts.unreached(_cause(findings, reasons[-1:], (), confidence="certain"), where, number)
+    cause = _cause(findings, [reasons[-1][0]], (), confidence="certain")
+    return accounts.unreached(msgspec.structs.replace(cause, ranks=()), where, number)
 
 
 def _cut_off(lost: Sequence[Sighting]) -> tuple[int, ...]:

@@ -1,0 +1,180 @@
+"""When a log makes a cause certain: what is earned, and what is only likely."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.diagnosis.evidence import Frame, Raised
+from rallypoint.diagnosis.logs import certainty
+from rallypoint.diagnosis.logs.reader import Reader
+from rallypoint.diagnosis.logs.sightings import End, Place, Sighting, Sign
+from rallypoint.diagnosis.logs.verdict import diagnose
+from rallypoint.diagnosis.report import Report
+
+OWN = Frame("/srv/train.py", 7, "main", "step()")
+SITE = "/opt/py/lib/python3.11/site-packages"
+
+
+def _error(kind: str, message: str, *frames: Frame) -> Raised:
+    return Raised(kind, message, frames, f"{kind}: {message}")
+
+
+def _library(path: str) -> Frame:
+    return Frame(f"{SITE}/{path}", 12, "call")
+
+
+def _told(log: str) -> Report:
+    return diagnose(Reader("train.log").read([log.encode()]))[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        _error("KeyError", "'port'", OWN),
+        _error("IndexError", "index 3 is out of bounds", OWN),
+        _error("ValueError", "bad record 88 in shard-0003", OWN),
+        _error("KeyError", "'lr'"),  # a message alone: the kind is enough
+        _error("ValueError", "shapes (2,3) and (4,5) must match"),  # the same: such words are of the program's own data
+        _error("RuntimeError", "loss is nan at step 3", OWN),
+        _error("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", OWN, _library("torch/nn/functional.py")),
+        _error(
+            "RuntimeError",
+            "Expected all tensors to be on the same device, but found cuda:0 and cpu",
+            OWN,
+            _library("torch/nn/functional.py"),
+        ),
+        _error("OSError", "[Errno 28] No space left on device: '/ckpt/last.pt'", OWN, _library("torch/serialization.py")),
+        _error("ImportError", "cannot import name 'get_args'", OWN, _library("accelerate/utils/megatron_lm.py")),
+        _error("shop.errors.OutOfStock", "no more shoes", OWN),
+        _error("requests.exceptions.ConnectTimeout", "the hub timed out", OWN),  # of another service than the ranks'
+    ],
+    ids=lambda error: f"{error.type}: {error.message[:30]}",
+)
+def test_what_is_plainly_the_programs_own_is_certain(error: Raised) -> None:
+    assert certainty.of_error(error) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        # By the code that it left.
+        (_error("ValueError", "bad", OWN, _library("torch/distributed/distributed_c10d.py")), "raised in torch/distributed/"),
+        (_error("KeyError", "'x'", OWN, _library("deepspeed/runtime/engine.py")), "raised in deepspeed/"),
+        (
+            _error("AttributeError", "x", OWN, Frame("/usr/lib/python3.11/multiprocessing/reduction.py", 60, "dump")),
+            "raised in multiprocessing/",
+        ),
+        # By its type.
+        (_error("lightning.fabric.utilities.exceptions.MisconfigurationException", "no", OWN), "Misconfiguration"),
+        (_error("ray.exceptions.ActorUnavailableError", "no", OWN), "ActorUnavailableError"),
+        (_error("socket.gaierror", "[Errno -2] x", OWN), "gaierror"),
+        # By what it speaks of.
+        (_error("ValueError", "the host was not found", OWN), "the network"),
+        (_error("RuntimeError", "only 2 GPUs are left", OWN), "devices"),
+        (_error("OSError", "no paging space", OWN), "memory"),
+        (_error("RuntimeError", "Worker 3 died", OWN), "a process that is gone"),
+        (_error("AssertionError", "rank 3 has another seed", OWN), "other ranks"),
+        (_error("RuntimeError", "the engine was shut down", OWN), "shut down"),
+        # A library that could not be loaded is installed; the program only asks for it.
+        (_error("ImportError", "libcudart.so.11.0: cannot open shared object file: No such file or directory", OWN), "a library"),
+        (_error("OSError", "/usr/lib/libshop.so: undefined symbol: shoes_count", OWN), "a library"),
+        (_error("ImportError", "/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /opt/x.so)", OWN), "a library"),
+        (_error("ImportError", "DLL load failed while importing _ext: The specified module could not be found.", OWN), "a library"),
+        # By what is not known of it.
+        (_error("RuntimeError", "it went wrong"), "no line of the program"),
+        (_error("AssertionError", "it went wrong"), "no line of the program"),
+        (_error("ValueError", "no bf16 here", OWN, _library("transformers/training_args.py")), "words of transformers's"),
+        (_error("RuntimeError", "it went wrong", OWN, _library("torch/autograd/graph.py")), "words of torch's that are not known"),
+    ],
+    ids=lambda one: f"{one.type}: {one.message[:30]}" if isinstance(one, Raised) else None,
+)
+def test_what_may_be_anybodys_fault_is_likely(error: Raised, words: str) -> None:
+    assert words in certainty.of_error(error)
+
+
+def _spoken(line: int, *, log: str = "a.log", went_on: bool = False) -> Sighting:
+    return Sighting(Sign.SPOKEN, Place(log, line), text="it failed", went_on=went_on)
+
+
+def test_a_failure_in_unknown_words_before_a_cause_makes_it_likely() -> None:
+    cause = Place("a.log", 10)
+    before = [_spoken(5), _spoken(3)]
+    assert certainty.of_place("rank-raised", cause, before) is before[1]
+    assert certainty.of_place("rank-out-of-memory", cause, before) is None  # torch's own words for it
+    assert certainty.of_place("rank-raised", cause, [_spoken(11)]) is None  # what followed
+    announced = Sighting(Sign.SPOKEN, Place("a.log", 8), text="ERROR [trainer]: Exception during training:")
+    assert certainty.of_place("rank-raised", cause, [announced]) is None
+    assert certainty.of_place("rank-raised", cause, [announced, _spoken(9)]) == _spoken(9)
+    assert certainty.of_place("rank-raised", cause, [_spoken(3, went_on=True), _spoken(3, log="b.log")]) is None
+
+
+def test_a_stop_after_a_failure_is_an_answer_to_it() -> None:
+    stop = Sighting(Sign.INTERRUPTED, Place("a.log", 10), end=End(signal=15))
+    ended = Sighting(Sign.ENDED, Place("a.log", 4), end=End(code=1, by="srun"))
+    late = Sighting(Sign.ENDED, Place("a.log", 12), end=End(code=1, by="srun"))
+    assert certainty.answers(stop, [ended])
+    assert not certainty.answers(stop, [late])
+    retried = Sighting(Sign.LOST, Place("a.log", 4), text="Connection refused")
+    assert not certainty.answers(stop, [retried])
+    overtime = Sighting(Sign.INTERRUPTED, Place("a.log", 10), end=End(by="TIME LIMIT"))
+    assert not certainty.answers(overtime, [ended])
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "t.py", line 4, in <module>\n    main()\nValueError: x\n'
+
+
+def test_the_line_before_is_shown() -> None:
+    report = _told("the licence daemon failed on this node\nstep\nstep\nstep\n" + TRACEBACK)
+    assert (report.code, report.confidence) == ("rank-raised", "likely")
+    assert report.evidence[0] == "line 1: the licence daemon failed on this node"
+    went_on = _told("the licence daemon failed on this node\n" + "".join(f"step {i}\n" for i in range(30)) + TRACEBACK)
+    assert (went_on.code, went_on.confidence) == ("rank-raised", "certain")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ERROR 07-04 17:35:16 [multiproc_executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down executor.",
+        "DataLoader worker (pid(s) 18056, 20540) exited unexpectedly",
+        "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired",
+        "web-1 exited with code 3",
+        "the process was terminated by its supervisor: job 4 was killed",
+        "collective stalled",
+        "[ 1234.567890] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.",
+        "    Reason: Error",
+        "fatal: cannot go on",
+        "ssh: connect to host worker-2 port 22: Connection refused",
+        "进程已结束,退出代码1",
+        "ORTE has lost communication with a remote daemon.",
+    ],
+)
+def test_a_line_that_speaks_of_a_failure_is_shown_though_nobody_knows_it(line: str) -> None:
+    report = _told(f"step 1\nstep 2\n{line}\nstep 3\n")
+    assert report.code == "cause-unknown"
+    assert report.headline == "line 3 speaks of a failure; the cause is not known"
+    assert report.said[0].lines[0].startswith("3: ")
+    assert report.logs == ("train.log:3",)
+    assert _told(line + "\n").headline == "this line speaks of a failure, and does not say why"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "test error: 0.0312",
+        "step 3 val_error 0.7 signal ok, exit code 0",
+        "INFO retrying: the connection failed",
+        "12 passed, 0 failed",
+        "I0422 05:07:49 no error",
+        "loss 0.3 (terminator fox is killed)",
+        "E external/local_xla/cuda_dnn.cc:9261] Unable to register cuDNN factory: one has already been registered",
+    ],
+)
+def test_a_line_that_only_sounds_so_is_not(line: str) -> None:
+    assert _told(f"step 1\n{line}\nstep 2\n").headline == "nothing in these 3 lines says that something failed"
+
+
+def test_a_line_of_unknown_words_is_shown_beside_consequences() -> None:
+    lost = "[rank2]: RuntimeError: [x/pair.cc:5] Connection closed by peer [10.0.0.1]:4\n"
+    report = _told("the switch was lost: node 7 is dead\n" + lost)
+    assert report.code == "cause-unknown"
+    assert "line 1, before that: the switch was lost: node 7 is dead" in report.evidence
