@@ -117,4 +117,4 @@ def _ended(pid: int, code: int) -> None:
 
 def _tell(tell: _Tell) -> None:
     if _failed:
-        tell(tuple(_failed.values()), _beyond[0])
+        tell(tuple(sorted(_failed.values(), key=lambda child: child.pid)), _beyond[0])  # as they were started: they end as they may
