@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.cli import options, parser, request
+from rallypoint.cli import options
 from rallypoint.errors import UsageError
-from rallypoint.launcher.plan import Options
 
-
-def parse(line: str | list[str], **environ: str) -> Options:
-    argv = line.split() if isinstance(line, str) else line
-    return request.read(parser.take_apart(argv, environ))
-
-
-def refused(line: str | list[str], **environ: str) -> UsageError:
-    argv = line.split() if isinstance(line, str) else line
-    with pytest.raises(UsageError) as refusal:
-        request.read(parser.take_apart(argv, environ))
-    return refusal.value
+from .lines import parse, refused
 
 
 @pytest.mark.parametrize(
