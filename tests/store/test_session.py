@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -22,9 +23,10 @@ from rallypoint.store.dues import Dues
 from rallypoint.store.link import Link
 from rallypoint.store.pending import Pending
 from rallypoint.store.server import Server
+from rallypoint.store.session import Session
 from rallypoint.testing import ChaosProxy
 from rallypoint.wire import values
-from rallypoint.wire.messages import Add, Length, Refusal
+from rallypoint.wire.messages import TAGS, Add, Length, Refusal, encode
 
 from .processes import ServerProcess
 from .situations import LONG, Interruption, eventually, our_threads, put, start, take
@@ -312,31 +314,66 @@ def test_a_watch_that_is_interrupted_while_it_reads_a_large_value(store: Store, 
 # --- what others do meanwhile
 
 
-def test_what_failed_before_it_was_sent_is_not_sent(server: Server, store: Store, other: Store) -> None:
+def test_what_failed_before_it_was_sent_is_not_sent(server: Server, store: Store, other: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session is lost, and another thread has connected anew, while a signal handler holds this thread up before it sends."""
     session = store._session
+    exchange, post_many = Link.exchange, Session._post_many
 
-    def held_up(seq: int, acked: int, *fields: Any) -> Add:
-        session._fail(session._pending[seq], SessionLost("session-lost", "lost", outcome="did not happen"))
-        return Add(seq, acked, *fields)
+    def lose() -> None:
+        assert session._link is not None
+        session._broken(session._link, "cut")
+        session._session_lost(Refusal("session-lost", "", known=False))
+        session._connect(session._now() + 10.0)
 
+    def held_up(link: Link, *args: Any) -> Any:
+        monkeypatch.setattr(Link, "exchange", exchange)
+        lose()
+        return exchange(link, *args)
+
+    def held_up_with_many(session: Session, *args: Any) -> Any:
+        monkeypatch.setattr(Session, "_post_many", post_many)
+        lose()
+        return post_many(session, *args)
+
+    monkeypatch.setattr(Link, "exchange", held_up)
     with pytest.raises(SessionLost):
-        session.ask(held_up, ("n", 1), None)  # type: ignore[arg-type]
+        store.add("n", 1)
+    monkeypatch.setattr(Session, "_post_many", held_up_with_many)
     with pytest.raises(SessionLost):
-        session.ask_many([(held_up, ("n", 1))])  # type: ignore[list-item]
+        store.ask_many([(Add, ("n", 1))])
     assert "n" not in other
     assert not session._pending
     assert store.add("n", 1) == 1
 
 
-def test_the_session_is_lost_while_a_request_has_only_its_number(server: Server, store: Store) -> None:
+def test_the_number_of_a_request_that_was_not_asked_yet_is_free(server: Server, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread takes the number while a request is made, and then the session is lost: the other one's is not given up."""
     session = store._session
-    pending = Pending(0.0, 0.0, True)
-    session._pending[session._seq + 1] = pending
-    session._session_lost(Refusal("session-lost", "", known=True))
-    assert isinstance(pending.error, SessionLost)
-    assert pending.error.outcome == "did not happen"
-    assert "it was not sent" in pending.error.why
+    theirs: list[Pending] = []
+
+    def encoded(message: Any) -> bytes:
+        now, seq = session._now(), session._seq + 1
+        link = session._link
+        assert link is not None
+        one = Pending(now, now + LONG, True, seq, Add, encode((TAGS[Add], seq, seq - 1, "n", 1)), None, 0)
+        session._pending[seq] = one
+        session._seq = seq
+        theirs.append(one)
+        session._lost, session._refusing = SessionLost("session-lost", "lost", outcome="did not happen"), True
+        return encode(message)
+
+    monkeypatch.setattr(sessions, "encode", encoded)
+    with pytest.raises(SessionLost):
+        store.add("n", 1)
+    with pytest.raises(SessionLost):
+        store.ask_many([(Add, ("n", 1))])
+    monkeypatch.undo()
+    assert list(session._pending.values()) == theirs
+    for one in theirs:
+        session._await(one, get_ident())
+        assert one.reply is not None
+        del session._pending[one.seq]
+    assert store.add("n", 1) == 3
 
 
 def test_a_sign_of_life_that_does_not_go_because_the_link_changes() -> None:

@@ -44,6 +44,7 @@ from rallypoint.store.session import BYE_SECONDS, Session
 from rallypoint.wire import messages as wire
 from rallypoint.wire import values
 from rallypoint.wire.messages import (
+    TAGS,
     Absent,
     Add,
     AnyReply,
@@ -549,7 +550,9 @@ class Client:
         sent, received = self._session.bytes()
         return {
             "operations": {
-                kind.__name__: count for kind, count in sorted(self._session.counts.items(), key=lambda entry: entry[0].__name__)
+                name: count
+                for name, tag in sorted((kind.__name__, tag) for kind, tag in TAGS.items())
+                if (count := self._session.counts[tag])
             },
             "bytes_sent": sent,
             "bytes_received": received,

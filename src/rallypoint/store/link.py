@@ -35,6 +35,10 @@ from rallypoint.wire.values import Parts, alloc
 
 READ_BYTES = 64 * 1024
 
+FIRST_BYTES = 448
+"""Of the first read for a reply, which is small as a rule: for so few, Python has room of its own at hand. A large buffer is fetched from
+libc each time, and most of it given back."""
+
 BUFFERS = 512
 """Of one sendmsg: half of Linux's IOV_MAX."""
 
@@ -63,8 +67,6 @@ DESCRIPTORS = 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTORS)
 
 _GONE = (errno.EPIPE, errno.ECONNRESET)
-
-_SMALL = HEADER_BYTES + len(HEADS)
 
 _pack = HEADER.pack
 
@@ -382,8 +384,9 @@ class Link:
             self._queue_up((_Piece(frame, owner),), me)
             return None
         self.writer = me  # one step with the question above
+        send = self._send
         try:
-            sent = self._send(frame, NOSIGNAL)
+            sent = send(frame, NOSIGNAL)
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -400,27 +403,37 @@ class Link:
         self.driven += 1  # before `writer` is 0: one of the two keeps the socket open
         self.writer = 0  # one step with the question above
         try:
-            if self.closed or not self.poll(seconds * 1000.0):
+            poll = self.poll
+            if self.closed or not poll(seconds * 1000.0):
                 return None
             self.receiving = True
             if self._filling is not None:
                 return None
             if self.local:  # `_read`, in place
-                data, ancillary, flags, _ = self._recvmsg(READ_BYTES, _ANCILLARY_BYTES, CLOEXEC)
+                recvmsg = self._recvmsg
+                data, ancillary, flags, _ = recvmsg(FIRST_BYTES, _ANCILLARY_BYTES, CLOEXEC)
                 if ancillary or flags & TRUNCATED:
                     self._take_descriptors(ancillary, flags)
             else:
-                data = self._recv(READ_BYTES)
+                recv = self._recv
+                data = recv(FIRST_BYTES)
             if not data:
                 raise LinkBroken("the server closed the connection")
-            self.heard = self._now()
-            self.received_bytes += len(data)
-            if self._clean and HEADER_BYTES < len(data) < _SMALL and data.startswith(HEADS[len(data) - HEADER_BYTES]):
+            now = self._now
+            self.heard = now()
+            size = len(data)
+            self.received_bytes += size
+            if size == FIRST_BYTES:
+                self._cutter.feed(data)
+                self._cutter.feed(self._read())
+            elif self._clean and size > HEADER_BYTES and data.startswith(HEADS[size - HEADER_BYTES]):
                 # One small frame, and whole. The cutter would say the same in four times the time.
                 reply: AnyReply = decode_reply(data[HEADER_BYTES:])
                 if type(reply) is not Freed and not (type(reply) is Value and reply.shared):
                     return reply
-            self._cutter.feed(data)
+                self._cutter.feed(data)
+            else:
+                self._cutter.feed(data)
             return None
         except BlockingIOError:
             return None

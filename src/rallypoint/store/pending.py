@@ -44,8 +44,9 @@ class Pending(msgspec.Struct, eq=False):
     began: float
     deadline: float
     patient: bool  # the deadline is for a standstill: it moves on while bytes of a large value do
-    seq: int = 0
-    request: Request = None  # type: ignore[assignment]  # for the moment in which only its number is known
+    seq: int
+    kind: type[Request]
+    message: bytes  # as it is sent
     parts: Parts | None = None  # its value, when that is large
     on: int = 0  # the link that all of it was given to, or may have been; 0: none
     repeated: bool = False  # an earlier one was, too
@@ -56,16 +57,29 @@ class Pending(msgspec.Struct, eq=False):
     given_up: Sequence[bool] = NO  # nobody will look at the answer, and the server is to be told; in a list that several may share
     told: tuple[int, int] = (0, 0)  # so that was done: on which link, and before which of its pings
 
+    @property
+    def request(self) -> Request:
+        """What was asked: decoded from the message, for this is looked at only when something is wrong."""
+        request: Request = wire.decode_request(self.message)
+        return request
+
+
+LONG = 12.5
+"""Seconds of waiting from which on `grace` is the same."""
+
+GRACE = 1.0
+"""Seconds: that much."""
+
 
 def grace(wait: float) -> float:
     """How much longer than the server a client waits for an answer that is due after `wait` seconds: the server's is better, for it
     says what is known, but a frozen one must not hold anybody up by more than a tenth (or what a busy machine needs anyway)."""
-    return 0.05 if wait < 0.625 else 0.08 * wait if wait < 12.5 else 1.0
+    return 0.05 if wait < 0.625 else 0.08 * wait if wait < LONG else GRACE
 
 
 def outcome_of(pending: Pending, happened: frozenset[int] | None = None) -> Outcome:
     """What is known about a request without an answer. `happened`: the numbers that the server carried out, when it knows."""
-    if not (pending.on or pending.repeated) or not pending.request.changes:
+    if not (pending.on or pending.repeated) or not pending.kind.changes:
         return "did not happen"
     if happened is None:
         return "unknown"
@@ -89,10 +103,8 @@ def asked_of(request: Request) -> str:
 
 def told_of(pending: Pending, outcome: Outcome) -> str:
     """`outcome` in words; the request is named, for the headline may speak of something else."""
-    if pending.request is None:  # its thread has not got further
-        return "it was not sent"
     asked = asked_of(pending.request)
-    if not pending.request.changes:
+    if not pending.kind.changes:
         return f"{asked} changes nothing: it can be asked again"
     if outcome == "unknown":
         return f"{asked} was sent, and whether it was carried out is not known"

@@ -45,12 +45,13 @@ from rallypoint.store.dues import Dues
 from rallypoint.store.failures import Loss, of_a_handler, refused
 from rallypoint.store.lease import Leases
 from rallypoint.store.link import Link, LinkBroken, TooLate, Unread
-from rallypoint.store.pending import YES, Pending, asked_of, grace, outcome_of, told_of
+from rallypoint.store.pending import GRACE, LONG, YES, Pending, asked_of, grace, outcome_of, told_of
 from rallypoint.store.reach import Reach
 from rallypoint.store.unreachable import is_stopped, stopped_server
 from rallypoint.wire.connection import NONCE_BYTES, SESSION_BYTES, Joining
 from rallypoint.wire.frames import HEADER, HEADS
 from rallypoint.wire.messages import (
+    TAGS,
     AnyReply,
     Bye,
     Closing,
@@ -144,7 +145,7 @@ class Session:
         self.closed_before_fork = ""  # why nothing could be asked in the parent any more
         self.reconnects = 0
         self.sessions = 0
-        self.counts: dict[type[Request], int] = {}  # what was asked, by kind
+        self.counts = [0] * (max(TAGS.values()) + 1)  # what was asked, by kind: at its place in `TAGS`
         self.limits: Limits | None = None
         self._secret = secret
         self._job = job
@@ -191,54 +192,63 @@ class Session:
         StoreTimeout, SessionLost, StoreClosed, StoreUnreachable, and what the server refused with. After any exception, also a signal
         handler's, the server is told to take back what only the reply would have handed over.
 
-        One piece, with few calls: between two requests of a process others run, and each function that is called then is some cache
-        misses more. Sixty-four processes at a barrier on two processors took twice as long when this was told in six functions.
+        One piece, with few calls and few objects: between two requests of a process others run, and each function that is called, each
+        object that is looked at then is some cache misses more. Sixty-four processes at a barrier on two processors took twice as long
+        when this was told in six functions.
         """
-        began = self._now()
+        now = self._now  # a call in the words `self._now()` would look it up by its name
+        began = now()
         me = get_ident()
-        pending = Pending(began, began + (wait + grace(wait) if wait else self.timeout), not wait)
+        if not wait:
+            deadline = began + self.timeout
+        else:
+            deadline = began + wait + (GRACE if wait >= LONG else grace(wait))
+        parts = None
         if len(fields) > 1 and type(fields[1]) is Parts:
-            pending.parts = fields[1]
+            parts = fields[1]
             fields = (fields[0], b"", *fields[2:])
+        tag = TAGS[kind]
+        pending: Pending | None = None
+        reply: AnyReply | None = None
         driver = -1
         try:
             try:
-                while self._refusing:
-                    self._refuse()
-                # One step, from the last look at `_refusing` on.
-                pending.seq = seq = self._seq + 1
-                self._pending[seq] = pending
-                self._seq = seq
-                for oldest in self._pending:  # noqa: B007  (`_acked`, without the call)
-                    break
-                pending.request = kind(seq, oldest - 1, *fields)
-                try:
-                    self.counts[kind] += 1
-                except KeyError:
-                    self.counts[kind] = 1
-                message = encode(pending.request)
-                size = len(message)
-                frame = HEADS[size] + message if size < _SMALL else _pack(size, 0) + message
-                link = self._link
-                if link is not None and pending.parts is None and pending.on != link.number and pending.error is None:
-                    pending.on = link.number  # one step with the questions above: whoever opens a link or fails it asks them too
+                while True:
+                    while self._refusing:
+                        self._refuse()
+                    link = self._link
+                    seq = self._seq + 1
+                    message = encode((tag, seq, self._acked() if self._pending else seq - 1, *fields))
+                    size = len(message)
+                    frame = HEADS[size] + message if size < _SMALL else _pack(size, 0) + message
+                    if link is None or parts is not None:
+                        pending = Pending(began, deadline, not wait, seq, kind, message, parts)
+                    else:
+                        pending = Pending(began, deadline, not wait, seq, kind, message, None, link.number)
+                    # One step: whoever takes a number, opens a link or refuses meanwhile asks these questions, too.
+                    if self._seq < seq and self._link is link and not self._refusing:
+                        self._pending[seq] = pending
+                        self._seq = seq
+                        break
+                self.counts[tag] += 1
+                if link is not None and parts is None:
                     driver = self._driver
                     if driver == 0:  # one step
                         self._driver = me
                         self._driving = pending
                     try:
                         if driver == 0:
-                            wait = pending.deadline - began
-                            reply = link.exchange(frame, pending, me, wait if wait < self._silence else self._silence)
-                            if reply is not None and reply.seq == seq:  # nearly always; `_deliver`, without the call
-                                if began > self._confirmed:
-                                    if self.leases.held:
-                                        self.leases.look()
-                                    self._confirmed = began
-                                pending.reply = reply
-                                link.receiving = False
-                            elif reply is not None:
-                                self._deliver(link, reply, None)
+                            left = deadline - began
+                            reply = link.exchange(frame, pending, me, left if left < self._silence else self._silence)
+                            if reply is not None:
+                                if reply.seq == seq:  # nearly always; `_deliver`, without the call
+                                    if began > self._confirmed:
+                                        if self.leases.held:
+                                            self.leases.look()
+                                        self._confirmed = began
+                                else:
+                                    self._deliver(link, reply, None)
+                                    reply = None
                                 link.receiving = False
                             elif link.receiving:
                                 self._receive(link, backlog=True)
@@ -246,7 +256,7 @@ class Session:
                             driver = -1
                             link.post(frame, pending, me)
                         if link.writer == me:
-                            self._pump(link, pending.deadline, self.timeout if pending.patient else 0.0, me)
+                            self._pump(link, deadline, self.timeout if pending.patient else 0.0, me)
                     except LinkBroken as broken:
                         if driver == 0 and link.receiving:
                             self._broken(link, str(broken))
@@ -257,30 +267,35 @@ class Session:
                         if driver == 0 and link.receiving:
                             self._broken(link, "interrupted")
                         raise
-                if driver == 0 and pending.reply is None:
-                    self._drive(pending, self._now())
+                if driver == 0 and reply is None and pending.reply is None:
+                    self._drive(pending, now())
             finally:
                 if driver == 0:
                     self._driver = 0
                     if self._waiting:
                         self._hand_over()
-            if pending.reply is None:
-                self._await(pending, me)
+            if reply is None:
                 if pending.reply is None:
-                    raise pending.error or self._timed_out(pending)
-            if pending.body is not None or len(self._pending) > 1:
+                    self._await(pending, me)
+                    if pending.reply is None:
+                        raise pending.error or self._timed_out(pending)
+                reply = pending.reply
+            if len(self._pending) > 1 or pending.body is not None:
+                pending.reply = reply
                 self._took(pending)
         except BaseException:
-            pending.given_up = YES
             link = None  # the traceback keeps this frame, and should not keep the link
-            self._give_up((pending,), me)
-            pending.error = None  # which has the traceback
+            if pending is not None:
+                pending.given_up = YES
+                pending.reply = pending.reply or reply
+                self._give_up((pending,), me)
+                pending.error = None  # which has the traceback
             raise
         # From here on nothing is called: the reply is in hand, or it can be cancelled.
         del self._pending[seq]
-        if pending.reply.__class__ is Failed:
-            raise refused(kind, fields, pending.reply)
-        return pending.reply, pending.body
+        if reply.__class__ is Failed:
+            raise refused(kind, fields, reply)
+        return reply, pending.body
 
     def ask_many(self, requests: Sequence[tuple[type[Request], tuple[Any, ...]]]) -> list[tuple[AnyReply, memoryview | None]]:
         """Send several requests that wait for nobody without waiting in between, and return their replies in the same order.
@@ -319,23 +334,27 @@ class Session:
         """Send a batch, small requests in one piece. Each is in `under_way` before it can have reached the server."""
         small: list[Pending] = []
         for kind, fields in batch:
-            began = self._now()
-            pending = Pending(began, began + self.timeout, True)
-            pending.given_up = given_up
+            parts = None
             if len(fields) > 1 and type(fields[1]) is Parts:
                 self._post_many(small, me)
                 small = []
-                pending.parts = fields[1]
+                parts = fields[1]
                 fields = (fields[0], b"", *fields[2:])
-            under_way.append(pending)
-            while self._refusing:
-                self._refuse()
-            # One step, from the last look at `_refusing` on.
-            pending.seq = seq = self._seq + 1
-            self._pending[seq] = pending
-            self._seq = seq
-            pending.request = kind(seq, self._acked(), *fields)
-            self.counts[kind] = self.counts.get(kind, 0) + 1
+            while True:
+                while self._refusing:
+                    self._refuse()
+                began = self._now()
+                seq = self._seq + 1
+                message = encode((TAGS[kind], seq, self._acked(), *fields))
+                pending = Pending(began, began + self.timeout, True, seq, kind, message, parts)
+                pending.given_up = given_up
+                under_way.append(pending)
+                if self._seq < seq and not self._refusing:  # one step, as in `ask`
+                    self._pending[seq] = pending
+                    self._seq = seq
+                    break
+                under_way.pop()
+            self.counts[TAGS[kind]] += 1
             if pending.parts is None:
                 small.append(pending)
             else:
@@ -385,7 +404,7 @@ class Session:
             dues.read.append(pending.seq)
         if dues.read or len(dues.arrived) >= AHEAD:
             self._pay()
-        if pending.request.changes and self._acked() < pending.seq - 1:
+        if pending.kind.changes and self._acked() < pending.seq - 1:
             dues.arrived.append(pending.seq)  # last: when the server has been told, nothing can be cancelled any more
 
     # --- sending ---
@@ -421,13 +440,12 @@ class Session:
 
     def _transmit_with(self, link: Link, pending: Pending, value: Parts, me: int) -> None:
         """By the socket, when no other large value is on its way there."""
-        message = encode(pending.request)
         while link.writer not in (0, me) and not link.closed:
             if self._now() >= max(pending.deadline, link.moved + self.timeout):
                 return
             select.poll().poll(TURN * 1000.0)
         pending.on = link.number
-        link.post_with(message, value, pending, me)
+        link.post_with(pending.message, value, pending, me)
         self._sent(link, pending, me)
 
     def _sent(self, link: Link, pending: Pending, me: int) -> None:
@@ -658,6 +676,8 @@ class Session:
             link.writer = 0  # nothing more is sent on it: its descriptor need not wait until the traceback is gone
             link.dispose()
         for pending in pendings:
+            if self._pending.get(pending.seq) is not pending:
+                continue  # it was not asked yet, and its number is another one's by now
             pending.parts = pending.body = pending.waiter = None
             self._waiting.pop(pending.seq, None)
             if pending.seq in self._dues.arrived:
@@ -809,7 +829,7 @@ class Session:
                 continue
             if pending.parts is not None:
                 _wake(pending)
-            elif pending.request is not None and pending.on == 0:
+            elif pending.on == 0:
                 pending.on = link.number  # one step with the question above: its own thread asks it too
                 small.append(pending)
         return small
@@ -1011,18 +1031,19 @@ class Session:
             return
         me = get_ident()
         now = self._now()
-        bye = Pending(now, now + wait, False)
+        bye: Pending | None = None
         link = self._link
         try:
             already, self._closed = self._closed, self._closed or "this store object was closed"  # one step
             self._finish(self._closed)
             if link is not None and not already:
-                # One step.
-                bye.seq = seq = self._seq + 1
-                self._pending[seq] = bye
-                self._seq = seq
-                bye.on = link.number
-                bye.request = Bye(seq, self._acked())
+                while True:
+                    seq = self._seq + 1
+                    bye = Pending(now, now + wait, False, seq, Bye, encode(Bye(seq, self._acked())), None, link.number)
+                    if self._seq < seq:  # one step
+                        self._pending[seq] = bye
+                        self._seq = seq
+                        break
                 if not link.post(_frames((bye,)), bye, me) and link.writer == me:  # behind what others send: they have just been woken
                     self._pump(link, bye.deadline, 0.0, me)
                 if wait > 0:
@@ -1030,7 +1051,8 @@ class Session:
         except LinkBroken:
             return
         finally:
-            self._pending.pop(bye.seq, None)
+            if bye is not None and self._pending.get(bye.seq) is bye:
+                self._pending.pop(bye.seq, None)
             if link is not None:
                 self._broken(link, "closed")
 
@@ -1047,7 +1069,7 @@ class Session:
 
 def _frames(pendings: Sequence[Pending]) -> bytes:
     """Their requests, as they are sent."""
-    return b"".join([part for message in [encode(pending.request) for pending in pendings] for part in (_pack(len(message), 0), message)])
+    return b"".join([part for pending in pendings for part in (_pack(len(pending.message), 0), pending.message)])
 
 
 def _not_on(pending: Pending, link: Link) -> None:

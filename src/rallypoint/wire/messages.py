@@ -19,7 +19,7 @@ so that the server may forget them. A reply carries the `seq` of its request and
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, get_args
 
 import msgspec
 
@@ -546,6 +546,10 @@ AnyReply = Done | Value | Absent | Integer | Names | Granted | Changes | TimedOu
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What the decoders raise for bytes that are no message: text that is not UTF-8 and deep nesting are no MsgspecError."""
+
+TAGS: dict[type[Request], int] = {kind: kind.__struct_config__.tag for kind in get_args(AnyRequest)}
+"""What stands first in a message of each kind. A request that is sent by the million is encoded as `(TAGS[kind], seq, acked, *fields)`,
+which is the same bytes as those of the object, without the object; fields that have a default may be left out at the end."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_handshake = msgspec.msgpack.Decoder(AnyHandshake).decode
