@@ -243,11 +243,11 @@ def test_what_is_remembered_is_bounded(room: Room, monkeypatch: pytest.MonkeyPat
     assert room.arrive(1, 2, name="b14") is None
     assert room.arrive(1, 2, name="b15").code == "barrier-broken"
     held: Any = room.state._barriers
-    assert len(held._former._kept) == len(held._former._kept) == 5
+    assert len(held._former.kept) == len(held._former.kept) == 5
     monkeypatch.setattr(barriers, "SEATS_KEPT", 3)
     for number in range(4):
         room.arrive(0, 1, name=f"d{number}")
-    assert held._former._seats == len(held._former._kept) == 3
+    assert held._former._seats == len(held._former.kept) == 3
 
 
 def test_who_did_not_come_counts_in_what_is_remembered(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_who_did_not_come_counts_in_what_is_remembered(room: Room, monkeypatch: 
         room.arrive(0, 30, 0.0, name=f"b{number}")
         room.arrive(0, 30, 0.0, name=f"q{number}", quorum=1)
     held: Any = room.state._barriers
-    assert len(held._over._kept) == 3  # of one who came and 29 who did not
+    assert len(held._over.kept) == 3  # of one who came and 29 who did not
 
 
 def test_the_end_of_a_session_looks_only_at_barriers_that_it_may_complete(room: Room) -> None:

@@ -424,7 +424,7 @@ def test_replies_that_arrived_out_of_turn_can_be_released(store: Store, a: Clien
     assert a.get("n") == 100
     a.acked = 102
     a.send(a.request(m.Ping))
-    assert not a.session.released
+    assert not a.session.released.stretches
 
 
 def test_a_request_that_is_acknowledged_while_it_waits_waits_for_nobody(store: Store, a: Client, b: Client) -> None:

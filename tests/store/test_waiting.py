@@ -57,6 +57,25 @@ def test_who_waits_for_several_things_stands_in_several_lines() -> None:
     assert key.all("b") == [alone]
 
 
+def test_a_whole_line_leaves_at_once() -> None:
+    all_, key = Waiting(), lines()
+    line = [waiter(key, "a", into=all_, until=float(n)) for n in range(3)]
+    other = waiter(key, "b", into=all_, until=1.0)
+    assert list(all_.dismiss(key, "a")) == line
+    assert not all_.dismiss(key, "a")
+    assert (key.all("a"), key.all("b"), len(all_)) == ([], [other], 1)
+    assert all_.expire(9.0) is other
+    assert all_.expire(9.0) is None
+
+
+def test_times_that_are_all_over_are_forgotten_at_once() -> None:
+    all_, key = Waiting(), lines()
+    for _ in range(3):
+        waiter(key, "a", into=all_, until=3600.0)
+    all_.dismiss(key, "a")
+    assert (len(all_.deadlines), all_.deadlines.next) == (0, NEVER)
+
+
 def test_a_waiter_is_taken_when_its_time_has_come_and_not_before() -> None:
     all_, key = Waiting(), lines()
     late, early, never = waiter(key, "a", into=all_, until=9.0), waiter(key, "a", into=all_, until=3.0), waiter(key, "a", into=all_)
@@ -83,8 +102,12 @@ def _set_and_take(changes: list[tuple[int, float]], now: float) -> None:
     deadlines: Deadlines[Thing] = Deadlines()
     model: dict[str, float] = {}
     for number, deadline in changes:
-        deadlines.set(things[number], deadline)
-        model[str(number)] = deadline
+        if deadline == 0.0:  # of several at once
+            deadlines.drop(things[number:])
+            model |= {thing.name: NEVER for thing in things[number:]}
+        else:
+            deadlines.set(things[number], deadline)
+            model[str(number)] = deadline
         assert deadlines.next <= min(model.values())
     taken = []
     while (thing := deadlines.take(now)) is not None:

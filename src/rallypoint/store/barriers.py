@@ -22,7 +22,7 @@ from rallypoint.store import rollcall
 from rallypoint.store.budget import LEND_BYTES, Budget, Large, quoted
 from rallypoint.store.ledger import Answer, Ledger, Session
 from rallypoint.store.rollcall import Roster, attendance, who
-from rallypoint.store.waiting import Lines, Waiter
+from rallypoint.store.waiting import Line, Lines, Waiter
 from rallypoint.wire.messages import INLINE_BYTES, Arrive, Failed, Identity, Integer, Member, Met, Seat, TimedOut
 
 PRESENT_WHOLE = 1024
@@ -92,28 +92,25 @@ class _Over:
 class _Recent(Generic[T]):
     """What was last, by name; the oldest is forgotten first, when there are too many names, or too many sessions in them."""
 
-    __slots__ = ("_kept", "_seats")
+    __slots__ = ("_seats", "kept")
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
+        self.kept: OrderedDict[str, tuple[T, int]] = OrderedDict()  # and how many sessions are in each
         self._seats = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._kept)
-
     def get(self, name: str) -> T | None:
-        kept = self._kept.get(name)
+        kept = self.kept.get(name)
         return None if kept is None else kept[0]
 
     def keep(self, name: str, thing: T, seats: int) -> None:
         self.forget(name)
-        self._kept[name] = thing, seats
+        self.kept[name] = thing, seats
         self._seats += seats
-        while len(self._kept) > NAMES_KEPT or self._seats > SEATS_KEPT:
-            self._seats -= self._kept.popitem(last=False)[1][1]
+        while len(self.kept) > NAMES_KEPT or self._seats > SEATS_KEPT:
+            self._seats -= self.kept.popitem(last=False)[1][1]
 
     def forget(self, name: str) -> None:
-        kept = self._kept.pop(name, None)
+        kept = self.kept.pop(name, None)
         if kept is not None:
             self._seats -= kept[1]
 
@@ -138,6 +135,16 @@ class _Seats(Lines):
             del self.generations[name]
             self.expecting.pop(name, None)
 
+    def dismiss(self, name: str) -> Line:
+        line = super().dismiss(name)
+        for waiter in line:
+            if waiter.request.value:
+                self._budget.used -= len(waiter.request.value)
+        if line:
+            del self.generations[name]
+            self.expecting.pop(name, None)
+        return line
+
 
 class Barriers:
     """All barriers at which somebody waits, and what is remembered of those before."""
@@ -155,7 +162,7 @@ class Barriers:
 
     def arrive(self, now: float, session: Session, request: Arrive, large: Large | None) -> Answer | None:
         name, quorum = request.name, request.quorum
-        if self._over and (over := self._over.get(name)) is not None and session not in over.seated and session.number <= over.opened:
+        if self._over.kept and (over := self._over.get(name)) is not None and session not in over.seated and session.number <= over.opened:
             return self._tell_late(now, session, request, over)
         generation = self._generations.get(name)
         if request.value or generation is None:
@@ -261,12 +268,11 @@ class Barriers:
             self._over.forget(name)
         self._former.keep(name, _Former(generation.size, seated), len(seated))
         answers: list[Integer | Met]
-        if any(one.value for one in requests):
+        if [one for one in requests if one.value]:
             answers = self._meeting(number, seated, requests, absent)
         else:
             answers = [Integer(one.seq, number, number) for one in requests]
-        for waiter, answer in zip(waiters, answers, strict=False):
-            ledger.answer(waiter, answer)
+        ledger.answer_all(self._seats, name, answers)
         return None if session is None else (answers[-1], None)
 
     def _meeting(self, number: int, seated: list[Session], requests: list[Arrive], absent: tuple[Member, ...]) -> list[Integer | Met]:

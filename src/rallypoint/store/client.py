@@ -241,6 +241,8 @@ class Client:
         if session.foreign:
             session = self._forked()
         # Nothing is called on the way out to whoever asked: no signal handler can come between the answer and him.
+        if len(fields) > 1 and type(fields[1]) is values.Parts:
+            return session.ask(kind, (fields[0], b"", *fields[2:]), wait, fields[1])
         return session.ask(kind, fields, wait)
 
     def ask_many(self, requests: list[tuple[type[Request], tuple[Any, ...]]]) -> list[tuple[AnyReply, memoryview | None]]:

@@ -36,23 +36,20 @@ class Kept:
 class Numbers:
     """A set of whole numbers, kept as stretches without gaps: a million in a row cost what one costs."""
 
-    __slots__ = ("_stretches",)
+    __slots__ = ("stretches",)
 
     def __init__(self) -> None:
-        self._stretches: list[tuple[int, int]] = []  # first and last, ascending, never touching each other
-
-    def __bool__(self) -> bool:
-        return bool(self._stretches)
+        self.stretches: list[tuple[int, int]] = []  # first and last, ascending, never touching each other
 
     def __contains__(self, number: int) -> bool:
-        at = bisect_right(self._stretches, (number, NEVER)) - 1
-        return at >= 0 and number <= self._stretches[at][1]
+        at = bisect_right(self.stretches, (number, NEVER)) - 1
+        return at >= 0 and number <= self.stretches[at][1]
 
     def add(self, number: int) -> None:
         """May be in it already."""
         if number in self:
             return
-        stretches = self._stretches
+        stretches = self.stretches
         at = bisect_right(stretches, (number, NEVER))
         first = last = number
         end = at
@@ -66,7 +63,7 @@ class Numbers:
 
     def forget(self, upto: int) -> None:
         """Remove all numbers up to and including this one."""
-        self._stretches = [(max(first, upto + 1), last) for first, last in self._stretches if last > upto]
+        self.stretches = [(max(first, upto + 1), last) for first, last in self.stretches if last > upto]
 
 
 class Session:
@@ -167,6 +164,16 @@ class Ledger:
             session.replies[reply.seq] = (reply, large)
         self.woken.append((session, reply, large))
 
+    def answer_all(self, lines: Lines, name: str, replies: Iterable[Reply]) -> None:
+        """The end of the wait of all who stand in this line, and in no other; `replies` in its order."""
+        woken = self.woken
+        for waiter, reply in zip(self.waiting.dismiss(lines, name), replies, strict=False):
+            session, seq = waiter.session, reply.seq
+            del session.waiting[seq]
+            if waiter.request.changes:
+                session.replies[seq] = (reply, None)
+            woken.append((session, reply, None))
+
     def keep(self, session: Session, seq: int, thing: object, size: int, *, stored: bool, changed: bool, item: Item | None = None) -> None:
         """The cached reply to a changing request carries this value (`thing`: the bytes or the Large). `stored`: the store holds it too."""
         session.kept[seq] = Kept(self.budget.lend(thing, size, stored=stored), item, changed)
@@ -180,7 +187,7 @@ class Ledger:
         session.acked = upto
         for seq in numbers:
             self.forget(session, seq)
-        if session.released:
+        if session.released.stretches:
             session.released.forget(upto)
 
     def abandon(self, session: Session, seq: int) -> None:

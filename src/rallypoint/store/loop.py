@@ -518,7 +518,7 @@ class Loop:
         """Carry out what has arrived, if that is nearly everything that ever arrives: one small request, and whole. Whether it was."""
         if not HEADER_BYTES < len(data) < _SMALL or peer.descriptors or peer.out is not None or peer.freed:
             return False
-        if not data.startswith(HEADS[len(data) - HEADER_BYTES]) or len(peer.cutter):
+        if not data.startswith(HEADS[len(data) - HEADER_BYTES]) or not peer.cutter.empty:
             return False
         try:
             request = decode_request(data[HEADER_BYTES:])

@@ -184,10 +184,12 @@ class Session:
 
     # --- asking ---
 
-    def ask(self, kind: type[Request], fields: tuple[Any, ...], wait: float | None) -> tuple[AnyReply, memoryview | None]:
+    def ask(
+        self, kind: type[Request], fields: tuple[Any, ...], wait: float | None, parts: Parts | None = None
+    ) -> tuple[AnyReply, memoryview | None]:
         """Send a request and return its reply, with the bytes of a large value beside it.
 
-        `fields` are those after `seq` and `acked`; an encoded value among them, at its place, may be `Parts`. `wait`: the seconds
+        `fields` are those after `seq` and `acked`. `parts`: a large value; at its place among the fields stands b"". `wait`: the seconds
         that the server may let it wait, as in its `timeout` field (math.inf: for ever); None or 0: it is answered at once. Raises
         StoreTimeout, SessionLost, StoreClosed, StoreUnreachable, and what the server refused with. After any exception, also a signal
         handler's, the server is told to take back what only the reply would have handed over.
@@ -203,10 +205,6 @@ class Session:
             deadline = began + self.timeout
         else:
             deadline = began + wait + (GRACE if wait >= LONG else grace(wait))
-        parts = None
-        if len(fields) > 1 and type(fields[1]) is Parts:
-            parts = fields[1]
-            fields = (fields[0], b"", *fields[2:])
         tag = TAGS[kind]
         pending: Pending | None = None
         reply: AnyReply | None = None
@@ -218,7 +216,7 @@ class Session:
                         self._refuse()
                     link = self._link
                     seq = self._seq + 1
-                    message = encode((tag, seq, self._acked() if self._pending else seq - 1, *fields))
+                    message = encode((tag, seq, self._acked() if self._pending else seq - 1) + fields)  # noqa: RUF005  (half the work)
                     size = len(message)
                     frame = HEADS[size] + message if size < _SMALL else _pack(size, 0) + message
                     if link is None or parts is not None:

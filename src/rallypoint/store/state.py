@@ -135,7 +135,7 @@ class State(Ledger):
             self.budget.used -= large.size
         acked = request.acked
         if acked > session.acked:
-            if acked == session.acked + 1 and not session.kept and not session.released:
+            if acked == session.acked + 1 and not session.kept and not session.released.stretches:
                 # A client with one thread: one reply has arrived since its last request.
                 session.acked = acked
                 if session.replies.pop(acked, _NOT_WANTED) is None:
@@ -147,7 +147,7 @@ class State(Ledger):
         seq, replies = request.seq, session.replies
         if seq in replies:
             return replies[seq]
-        if seq <= session.acked or (session.released and seq in session.released):
+        if seq <= session.acked or (session.released.stretches and seq in session.released):
             return None
         replies[seq] = answer = self._handlers[type(request)](now, session, request, large)
         return answer

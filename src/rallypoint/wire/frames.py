@@ -53,6 +53,7 @@ class Cutter:
         self._later: list[bytes] = []  # arrived after `_data`: joined only once, or a long message would be copied for every read
         self._later_bytes = 0
         self._need = 0  # with fewer bytes than this there is no frame yet
+        self.empty = True  # all that has arrived was returned: an attribute, for it is asked before each small request
 
     def __len__(self) -> int:
         """How many bytes have arrived and were not returned yet."""
@@ -60,6 +61,7 @@ class Cutter:
 
     def feed(self, data: bytes) -> None:
         """Add what was read. Call `next` until it returns None before feeding again, or memory grows with what is fed."""
+        self.empty = False
         if self._at < len(self._data):
             self._later.append(data)
             self._later_bytes += len(data)
@@ -84,6 +86,7 @@ class Cutter:
         there = len(self._data) - start
         if there < HEADER_BYTES:
             self._need = HEADER_BYTES
+            self.empty = not there
             return None
         length, body = HEADER.unpack_from(self._data, start)
         if length > self.message_bytes or length == 0 or body > self.body_bytes:
@@ -100,7 +103,9 @@ class Cutter:
         message = self._data[start + HEADER_BYTES : end]
         if not body:
             self._at = end
+            self.empty = end == len(self._data)
             return Frame(message, b"", 0)
         self._at = min(end + body, start + there)
+        self.empty = self._at == len(self._data)
         part = self._data[end : self._at]
         return Frame(message, part, body - len(part))
