@@ -216,6 +216,21 @@ def test_an_exchange_that_is_not_that_simple_leaves_all_to_the_usual_calls(ends:
     assert list(ends.link.unsent()) == []
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1, 300, 70_000])
+def test_a_reply_of_any_length_and_then_the_end(ends: Ends, more: int) -> None:
+    """The first read is a short one; what it leaves is read at once, and the end of the stream hides nothing that came before it."""
+    reply = next(one for n in range(70_000) if len(one := frame(Names(1, 5, ("n" * (more + 400 + n),)))) >= links.FIRST_BYTES + more)
+    assert len(reply) == links.FIRST_BYTES + more
+    ends.say(reply)
+    ends.server.shutdown(socket.SHUT_WR)
+    got = ends.link.exchange(frame(Get(1, 0, "k")), None, ME, DEADLINE)
+    found = [got] if got is not None else [one for one, _ in ends.link.backlog() or ends.received(1)]
+    assert [encode(one) for one in found] == [reply[12:]]
+    ends.link.receiving = False
+    with pytest.raises(LinkBroken, match="closed the connection"):
+        ends.link.receive()
+
+
 def test_an_exchange_with_a_server_that_is_gone(ends: Ends) -> None:
     ends.say(b"\x04\0\0\0" + b"\0" * 8 + b"\xff\xff\xff\xff")
     assert ends.link.wait(DEADLINE)

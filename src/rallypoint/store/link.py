@@ -425,7 +425,8 @@ class Link:
             self.received_bytes += size
             if size == FIRST_BYTES:
                 self._cutter.feed(data)
-                self._cutter.feed(self._read())
+                with contextlib.suppress(LinkBroken):  # what came before the end is still to be handed over, and the end is found again
+                    self._cutter.feed(self._read())
             elif self._clean and size > HEADER_BYTES and data.startswith(HEADS[size - HEADER_BYTES]):
                 # One small frame, and whole. The cutter would say the same in four times the time.
                 reply: AnyReply = decode_reply(data[HEADER_BYTES:])
