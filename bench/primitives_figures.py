@@ -41,7 +41,7 @@ def _barrier(cases: Mapping[str, Case]) -> Table:
         "A barrier",
         "So many processes pass one barrier right after the other: time per barrier. `TCPStore.barrier` and gloo's `dist.barrier` have the "
         f"same processes; gloo has at most 64. {PAIRED} What many members on few processors cost is what each touches when its turn comes: "
-        "see 'A small request' in [design.md](design.md). An Intel machine had 2.01 x and 1.86 x for 64 before that was made less.",
+        "see 'A small request' in [design.md](design.md), which counts it.",
         ("members", "rallypoint by", "rallypoint", "TCPStore.barrier", "gloo dist.barrier", "rallypoint / TCPStore", "gloo / rallypoint"),
         tuple(rows),
     )

@@ -236,7 +236,7 @@ def test_a_thousand_histories_are_true(block: int) -> None:
 
 def test_everything_happens_in_them() -> None:
     """Otherwise the test above would show little."""
-    found = counts([judged(seed)[0] for seed in range(200)])
+    found = counts([judged(seed)[0] for seed in range(600)])
     answers = (
         "lock granted", "lock timed out", "lock refused", "lock unknown", "unlock done", "unlock absent", "write done", "write refused",
         "arrive passed", "arrive timed out", "arrive broken", "arrive mismatch", "arrive missed", "put done", "put unknown", "take value",

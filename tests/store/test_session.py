@@ -346,6 +346,31 @@ def test_what_failed_before_it_was_sent_is_not_sent(server: Server, store: Store
     assert store.add("n", 1) == 1
 
 
+def test_a_barrier_of_one_thread_and_large_values_of_others(server: Server, other: Store) -> None:
+    """Who waits reads the others' replies, with their shared memory; without others it need not expect any."""
+    with rallypoint.connect(server.address, secret=server.secret, timeout=LONG) as store:
+        session, large = store._session, b"L" * 100_000
+        assert session.local
+        found: list[Any] = []
+        reads = [lambda name=f"w{n}": found.append(store.wait(name, LONG)) for n in range(3)]
+        for _ in range(30):
+            found.clear()
+            waiting = start(lambda: store.barrier("b", 2, LONG))
+            reading = start(*reads)
+            for n in range(3):
+                other.set(f"w{n}", large)
+            reading()
+            assert found == [large] * 3
+            other.barrier("b", 2, LONG)
+            waiting()
+            for n in range(3):
+                del other[f"w{n}"]
+            store.barrier("alone", 1)
+            assert session._link is not None
+            assert not session._link.lends
+        assert session.reconnects == 0
+
+
 def test_the_number_of_a_request_that_was_not_asked_yet_is_free(server: Server, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread takes the number while a request is made, and then the session is lost: the other one's is not given up."""
     session = store._session

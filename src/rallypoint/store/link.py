@@ -119,12 +119,14 @@ class _Descriptors(deque[int]):
 
 class Link:
     """See the module. `writer`: the thread that is sending, 0 for none; then nothing is queued. `driven`: how many calls, one inside the
-    other, are about to use the socket for receiving. `receiving`: one of them is in the middle of `receive`."""
+    other, are about to use the socket for receiving. `receiving`: one of them is in the middle of `receive`. `lends`: a reply with a
+    descriptor may be on its way; whoever asks for what may have such a reply says so before. Without that `exchange` reads with `recv`,
+    which is half the work of `recvmsg`."""
 
     __slots__ = (
-        "_clean", "_cutter", "_descriptors", "_filling", "_free", "_left", "_lent", "_now", "_numbered", "_queue", "_recv",
-        "_recvmsg", "_round", "_send", "closed", "driven", "heard", "local", "moved", "number", "poll", "received_bytes", "receiving",
-        "sent_bytes", "shared", "sock", "welcome", "where", "writer",
+        "_blind", "_clean", "_cutter", "_descriptors", "_filling", "_free", "_left", "_lent", "_now", "_numbered", "_queue",
+        "_recv", "_recvmsg", "_round", "_send", "closed", "driven", "heard", "lends", "local", "moved", "number", "poll",
+        "received_bytes", "receiving", "sent_bytes", "shared", "sock", "welcome", "where", "writer",
     )  # fmt: skip
 
     def __init__(self, opened: Opened, clock: Clock, number: int, *, shared_memory: bool) -> None:
@@ -144,6 +146,7 @@ class Link:
         self.writer = 0
         self.driven = 0
         self.receiving = False
+        self.lends = False
         self._now = clock.monotonic
         readable = select.poll()
         readable.register(self.sock, select.POLLIN)
@@ -156,6 +159,7 @@ class Link:
         self._cutter.message_bytes = MESSAGE_BYTES
         self._cutter.body_bytes = 1 << 62  # the server has proved itself; a value that it has is one that somebody could store
         self._clean = False  # the cutter is known to be empty
+        self._blind = 0  # bytes in front of what the cutter has that were read without their descriptors
         self._filling: tuple[AnyReply, memoryview | Unread] | None = None  # the large value that is on its way in
         self._left = 0  # bytes of it that are still to come
         self._lent: dict[int, memory.Segment] = {}  # in use by the server, by number
@@ -409,7 +413,8 @@ class Link:
             self.receiving = True
             if self._filling is not None:
                 return None
-            if self.local:  # `_read`, in place
+            blind = not self.lends and self._clean
+            if self.local and not blind:  # `_read`, in place
                 recvmsg = self._recvmsg
                 data, ancillary, flags, _ = recvmsg(FIRST_BYTES, _ANCILLARY_BYTES, CLOEXEC)
                 if ancillary or flags & TRUNCATED:
@@ -424,16 +429,23 @@ class Link:
             size = len(data)
             self.received_bytes += size
             if size == FIRST_BYTES:
+                self._blind = size if blind else 0
                 self._cutter.feed(data)
                 with contextlib.suppress(LinkBroken):  # what came before the end is still to be handed over, and the end is found again
                     self._cutter.feed(self._read())
-            elif self._clean and size > HEADER_BYTES and data.startswith(HEADS[size - HEADER_BYTES]):
-                # One small frame, and whole. The cutter would say the same in four times the time.
-                reply: AnyReply = decode_reply(data[HEADER_BYTES:])
-                if type(reply) is not Freed and not (type(reply) is Value and reply.shared):
-                    return reply
-                self._cutter.feed(data)
             else:
+                if self._clean and data[0] == size - HEADER_BYTES:
+                    # One small frame, and whole, if this can be decoded: no message is the beginning of another one, so that all of its
+                    # length is in the first byte; and nothing but a Value has a body. The cutter would say the same in four times the time.
+                    try:
+                        reply: AnyReply = decode_reply(data[HEADER_BYTES:])
+                    except UNDECODABLE:
+                        pass  # the beginning of a longer one, or no message: `backlog` says which
+                    else:
+                        kind = type(reply)
+                        if kind is not Freed and (kind is not Value or self._bare(reply, data)):
+                            return reply
+                self._blind = size if blind else 0
                 self._cutter.feed(data)
             return None
         except BlockingIOError:
@@ -442,12 +454,15 @@ class Link:
             if of_a_handler(error):
                 raise
             raise LinkBroken(_said(error)) from error
-        except UNDECODABLE as error:
-            raise _undecodable(error) from error
         finally:
             self.driven -= 1
             if self.closed:
                 self.dispose()
+
+    @staticmethod
+    def _bare(reply: AnyReply, data: bytes) -> bool:
+        """Whether all of this Value, whose message is in `data`, is in the message."""
+        return not getattr(reply, "shared", 0) and data.startswith(HEADS[len(data) - HEADER_BYTES])
 
     def wait(self, seconds: float) -> bool:
         """Wait until `receive` has something to do, at most `seconds`. Signal handlers run meanwhile, and may raise."""
@@ -513,6 +528,9 @@ class Link:
         try:
             while (frame := cutter.next()) is not None:
                 message, body, missing = frame
+                blind = self._blind
+                if blind:
+                    self._blind = max(0, blind - HEADER_BYTES - len(message) - len(body))
                 reply = _decoded(message)
                 if type(reply) is Value and (body or missing):
                     view = _room(len(body) + missing)
@@ -525,6 +543,8 @@ class Link:
                 elif body or missing:
                     raise LinkBroken(f"the server sent a {type(reply).__name__} with a body")
                 elif type(reply) is Value and reply.shared:
+                    if blind:  # it was asked for between our last look and the reading, by another thread
+                        raise LinkBroken("the server sent shared memory while none was expected")
                     received.append((reply, self._read_shared(reply.shared)))
                 elif type(reply) is Freed:
                     self._freed(reply.numbers)

@@ -51,6 +51,7 @@ from rallypoint.store.unreachable import is_stopped, stopped_server
 from rallypoint.wire.connection import NONCE_BYTES, SESSION_BYTES, Joining
 from rallypoint.wire.frames import HEADER, HEADS
 from rallypoint.wire.messages import (
+    LENDS,
     TAGS,
     AnyReply,
     Bye,
@@ -230,6 +231,8 @@ class Session:
                         break
                 self.counts[tag] += 1
                 if link is not None and parts is None:
+                    if LENDS[tag]:
+                        link.lends = True
                     driver = self._driver
                     if driver == 0:  # one step
                         self._driver = me
@@ -291,6 +294,8 @@ class Session:
             raise
         # From here on nothing is called: the reply is in hand, or it can be cancelled.
         del self._pending[seq]
+        if link is not None and link.lends and not self._pending:
+            link.lends = False  # one step with the questions: who asks for more is in `_pending` before he says so
         if reply.__class__ is Failed:
             raise refused(kind, fields, reply)
         return reply, pending.body
@@ -373,6 +378,7 @@ class Session:
                 mine.append(pending)
         if not mine:
             return
+        link.lends = True  # simply: to be read as many replies are
         try:
             if not link.post(_frames(mine), mine[-1], me) and link.writer == me:
                 self._pump(link, mine[-1].deadline, self.timeout, me)
@@ -424,6 +430,7 @@ class Session:
 
     def _transmit_lent(self, link: Link, pending: Pending, value: Parts, me: int) -> bool:
         """By shared memory; False when there is none."""
+        link.lends = True
         try:
             number, segment = link.fill(value)
         except OSError as error:
@@ -438,6 +445,7 @@ class Session:
 
     def _transmit_with(self, link: Link, pending: Pending, value: Parts, me: int) -> None:
         """By the socket, when no other large value is on its way there."""
+        link.lends = True
         while link.writer not in (0, me) and not link.closed:
             if self._now() >= max(pending.deadline, link.moved + self.timeout):
                 return
@@ -796,6 +804,7 @@ class Session:
         self.leases.look()
         self._confirmed = max(self._confirmed, began)
         self._dues.begin()
+        link.lends = True  # what was asked before, or given up, may be answered on it
         former, self._link = self._link, link
         if former is not None:  # of a signal handler in the middle of connecting, who was quicker
             former.close()

@@ -551,6 +551,11 @@ TAGS: dict[type[Request], int] = {kind: kind.__struct_config__.tag for kind in g
 """What stands first in a message of each kind. A request that is sent by the million is encoded as `(TAGS[kind], seq, acked, *fields)`,
 which is the same bytes as those of the object, without the object; fields that have a default may be left out at the end."""
 
+LENDS = [False] * (max(TAGS.values()) + 1)
+"""Whether the reply to a request may be a Value, which may come with a descriptor: at its place in `TAGS`."""
+for _kind in (Get, CompareAndSet, Delete, Pop, Claim):
+    LENDS[TAGS[_kind]] = True
+
 encode = msgspec.msgpack.Encoder().encode
 decode_handshake = msgspec.msgpack.Decoder(AnyHandshake).decode
 decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
