@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 import rallypoint
 from rallypoint.clock import Clock
-from rallypoint.errors import SessionLost, StoreTimeout
+from rallypoint.errors import SessionLost, StoreTimeout, UsageError
 from rallypoint.primitives.store import Store
 from rallypoint.store import client as clients
 from rallypoint.store import link as links
@@ -21,12 +22,13 @@ from rallypoint.store import session as sessions
 from rallypoint.store.client import ABSENT
 from rallypoint.store.dues import Dues
 from rallypoint.store.link import Link
-from rallypoint.store.pending import Pending
+from rallypoint.store.pending import Pending, asked_of
 from rallypoint.store.server import Server
 from rallypoint.store.session import Session
 from rallypoint.testing import ChaosProxy
 from rallypoint.wire import values
-from rallypoint.wire.messages import TAGS, Add, Length, Refusal, encode
+from rallypoint.wire.frames import header
+from rallypoint.wire.messages import TAGS, Add, Get, Length, Refusal, encode
 
 from .processes import ServerProcess
 from .situations import LONG, Interruption, eventually, our_threads, put, start, take
@@ -97,7 +99,7 @@ def test_who_drives_hands_over_when_a_handler_ends_it(store: Store, other: Store
             store.wait("a", timeout=LONG)
 
     first = start(drive)
-    eventually(lambda: store._session._driver != 0)
+    eventually(lambda: other.status()["waiting"] == 1)  # it has sent: a second one could be in its way, and then it does not wait there
     got: list[Any] = []
     second = start(lambda: got.append(store.wait("b", timeout=LONG)))
     eventually(lambda: store._session._waiting)
@@ -344,6 +346,55 @@ def test_what_failed_before_it_was_sent_is_not_sent(server: Server, store: Store
     assert "n" not in other
     assert not session._pending
     assert store.add("n", 1) == 1
+
+
+def test_a_notice_to_another_thread_is_nobodys_answer(server: Server, store: Store) -> None:
+    """Somebody's request cannot be understood: the server says so and ends the conversation. All others' are asked again."""
+    session = store._session
+    waiting = start(lambda: store.wait("late", LONG))
+    eventually(lambda: store.status()["waiting"] == 1)
+    assert session._link is not None
+    nonsense = encode((TAGS[Add], 0, 0, "n", "x"))
+    session._link.sock.send(header(len(nonsense)) + nonsense)
+    assert store.add("n", 1) == 1
+    store.set("late", 1)
+    waiting()
+    assert session.reconnects == 1
+    assert not session._pending
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda store: store.set("k", 1, fence="x"), "fence='x': the token of a lock is an int, not a str"),
+        (lambda store: store.set("k", 1, fence=True), "the token of a lock is an int, not a bool"),
+        (lambda store: store.set("k", 1, ephemeral=1), "ephemeral=1: whether the key goes with this session is True or False, not an int"),
+        (lambda store: store.delete("k", fence=1.5), "fence=1.5: the token of a lock is an int, not a float"),
+        (lambda store: store.update("k", str, fence=b""), "the token of a lock is an int, not a bytes"),
+        (lambda store: store.compare_and_set("k", 1, 2, revision="1"), "revision='1': a revision of this store is an int, not a str"),
+        (lambda store: next(store.watch("", since="1")), "since='1': a revision of this store is an int, not a str"),
+    ],
+)
+def test_what_is_no_number_is_not_sent(store: Store, call: Callable[[Store], object], said: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(said)):
+        call(store)
+    assert store._session.reconnects == 0
+    assert list(store) == []
+
+
+def test_a_grant_given_as_a_fence(store: Store) -> None:
+    with store.lock("l") as grant:
+        with pytest.raises(TypeError, match=r"fence=grant\.token"):
+            store.set("k", 1, fence=grant)  # type: ignore[arg-type]
+        store.set("k", 1, fence=grant.token)
+    with pytest.raises(UsageError, match="fence=-1 is not the token of a lock"):
+        store.set("k", 1, fence=-1)
+
+
+def test_what_cannot_be_understood_is_named_all_the_same() -> None:
+    """In the error that tells of it."""
+    pending = Pending(0.0, 0.0, True, 1, Get, encode((TAGS[Get], 1, 0, "k", "soon")))
+    assert asked_of(pending) == 'waiting for "k"'
 
 
 def test_a_barrier_of_one_thread_and_large_values_of_others(server: Server, other: Store) -> None:

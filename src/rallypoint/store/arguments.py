@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from datetime import timedelta
 
 from rallypoint.errors import UsageError
@@ -48,6 +49,20 @@ def positive(name: str, given: float | timedelta) -> float:
     if not 0 < seconds < math.inf:
         raise UsageError("usage", f"{name}={given!r} is no number of seconds above 0")
     return seconds
+
+
+def number(name: str, given: object, what: str) -> int | None:
+    """A whole number that this store gave out, or None. `name`: of the argument; `what`: what it is, "the token of a lock"."""
+    if given is None:
+        return None
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        token = getattr(given, "token", None)
+        right = f": {name}=grant.token" if isinstance(token, int) else ""
+        raise TypeError(f"{name}={given!r}: {what} is an int, not {described(given)}{right}")
+    whole = operator.index(given)
+    if not 0 <= whole < 1 << 63:
+        raise UsageError("usage", f"{name}={given!r} is not {what}")
+    return whole
 
 
 def _number(name: str, given: object) -> float:

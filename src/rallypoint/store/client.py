@@ -36,7 +36,7 @@ from rallypoint.errors import (
 from rallypoint.host import passing
 from rallypoint.store import keeper, place
 from rallypoint.store.address import Address, parse
-from rallypoint.store.arguments import described, key_of, positive, seconds_of
+from rallypoint.store.arguments import described, key_of, number, positive, seconds_of
 from rallypoint.store.dial import OpenSocket
 from rallypoint.store.failures import failure, refused
 from rallypoint.store.lease import Figures, Lease
@@ -77,6 +77,8 @@ SEEN_LOCKS = 1000
 
 WATCH_SECONDS = 60.0
 """How long one request of a watch waits on the server; then it is asked anew. Only shortens what a dead server costs."""
+
+TOKEN, REVISION = "the token of a lock", "a revision of this store"
 
 
 ABSENT: Final = values.ABSENT
@@ -391,6 +393,9 @@ class Client:
     ) -> int:
         """See `set`. Called by what the user calls, so that a warning finds the user's line."""
         seconds = positive("ttl", ttl) if ttl is not None else None
+        fence = number("fence", fence, TOKEN)
+        if not isinstance(ephemeral, bool):
+            raise TypeError(f"ephemeral={ephemeral!r}: whether the key goes with this session is True or False, not {described(ephemeral)}")
         key = key_of(key)
         data = self.encoded(value, key)
         seen = self._seen.pop(key, None)
@@ -431,7 +436,7 @@ class Client:
         """Remove a key; whether there was one."""
         key = key_of(key)
         self._seen.pop(key, None)
-        return not isinstance(self.ask(Delete, key, False, fence)[0], Absent)
+        return not isinstance(self.ask(Delete, key, False, number("fence", fence, TOKEN))[0], Absent)
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove a key and return what it was; `default`, if given, when there is none, else KeyError. Of several callers one gets it."""
@@ -464,6 +469,7 @@ class Client:
         bytes: 1, 1.0 and True differ, and so do dicts in another order. `fence`: as in `set`.
         """
         key = key_of(key)
+        fence, revision = number("fence", fence, TOKEN), number("revision", revision, REVISION)
         data = self.encoded(new, key)
         self._seen.pop(key, None)
         while True:
@@ -489,7 +495,7 @@ class Client:
         """Replace a value by `fn(value)`, as one change that nobody comes between, and return the new value; `default` is given to
         `fn` when there is no such key. `fn` is called again whenever somebody else was quicker, so it must have no effect of its own.
         `fence`: as in `set`."""
-        key = key_of(key)
+        key, fence = key_of(key), number("fence", fence, TOKEN)
         self._seen.pop(key, None)
         reply, body = self.ask(Get, key)
         while True:
@@ -508,7 +514,7 @@ class Client:
         StoreTimeout when nothing changes for `timeout` seconds (the iterator can be asked again).
         """
         prefix = key_of(prefix)
-        seconds = seconds_of(timeout)
+        seconds, since = seconds_of(timeout), number("since", since, REVISION)
         if since is None:
             reply, _ = self.ask(Watch, prefix, None, 0.0)
             since = reply.revision

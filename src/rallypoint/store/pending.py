@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -44,7 +45,7 @@ class Pending(msgspec.Struct, eq=False):
     began: float
     deadline: float
     patient: bool  # the deadline is for a standstill: it moves on while bytes of a large value do
-    seq: int
+    seq: int  # 0: none yet
     kind: type[Request]
     message: bytes  # as it is sent
     parts: Parts | None = None  # its value, when that is large
@@ -59,9 +60,15 @@ class Pending(msgspec.Struct, eq=False):
 
     @property
     def request(self) -> Request:
-        """What was asked: decoded from the message, for this is looked at only when something is wrong."""
+        """What was asked, decoded from the message."""
         request: Request = wire.decode_request(self.message)
         return request
+
+    @property
+    def fields(self) -> list[Any]:
+        """Those after `seq` and `acked`; decoded from the message, for they are looked at only when something is wrong. As they are: one
+        that the server cannot understand is among what may be wrong."""
+        return list(msgspec.msgpack.decode(self.message)[3:])
 
 
 LONG = 12.5
@@ -86,24 +93,24 @@ def outcome_of(pending: Pending, happened: frozenset[int] | None = None) -> Outc
     return "happened" if pending.seq in happened else "did not happen"
 
 
-def asked_of(request: Request) -> str:
+def asked_of(pending: Pending) -> str:
     """What was asked, in a user's words: 'reading "w"'."""
-    kind = type(request)
+    kind, fields = pending.kind, pending.fields
     words = _ASKED.get(kind, kind.__name__)
     if "{}" not in words:
         return words
-    name = getattr(request, kind.__struct_fields__[2])  # the first behind `seq` and `acked`
+    name = fields[0]
     if kind in (wire.Keys, wire.Watch) and not name:
         return words.removesuffix(" that begin with {}")
     what = shown(name) if isinstance(name, str) else shown(name[0]) if len(name) == 1 else f"{len(name)} keys"
-    if kind in (wire.Get, wire.Exists) and getattr(request, "timeout", None):
+    if kind in (wire.Get, wire.Exists) and fields[1:] and fields[1]:
         return f"waiting for {what}"
     return words.format(what)
 
 
 def told_of(pending: Pending, outcome: Outcome) -> str:
     """`outcome` in words; the request is named, for the headline may speak of something else."""
-    asked = asked_of(pending.request)
+    asked = asked_of(pending)
     if not pending.kind.changes:
         return f"{asked} changes nothing: it can be asked again"
     if outcome == "unknown":

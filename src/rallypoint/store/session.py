@@ -229,6 +229,7 @@ class Session:
                         self._pending[seq] = pending
                         self._seq = seq
                         break
+                    pending = None  # it was not asked
                 self.counts[tag] += 1
                 if link is not None and parts is None:
                     if LENDS[tag]:
@@ -243,13 +244,14 @@ class Session:
                             reply = link.exchange(frame, pending, me, left if left < self._silence else self._silence)
                             if reply is not None:
                                 if reply.seq == seq:  # nearly always; `_deliver`, without the call
+                                    pending.reply = reply  # whoever connects anew asks again for what has none
                                     if began > self._confirmed:
                                         if self.leases.held:
                                             self.leases.look()
                                         self._confirmed = began
                                 else:
-                                    self._deliver(link, reply, None)
-                                    reply = None
+                                    others, reply = reply, None
+                                    self._deliver(link, others, None)
                                 link.receiving = False
                             elif link.receiving:
                                 self._receive(link, backlog=True)
@@ -282,13 +284,11 @@ class Session:
                         raise pending.error or self._timed_out(pending)
                 reply = pending.reply
             if len(self._pending) > 1 or pending.body is not None:
-                pending.reply = reply
                 self._took(pending)
         except BaseException:
             link = None  # the traceback keeps this frame, and should not keep the link
             if pending is not None:
                 pending.given_up = YES
-                pending.reply = pending.reply or reply
                 self._give_up((pending,), me)
                 pending.error = None  # which has the traceback
             raise
@@ -349,10 +349,11 @@ class Session:
                 began = self._now()
                 seq = self._seq + 1
                 message = encode((TAGS[kind], seq, self._acked(), *fields))
-                pending = Pending(began, began + self.timeout, True, seq, kind, message, parts)
+                pending = Pending(began, began + self.timeout, True, 0, kind, message, parts)
                 pending.given_up = given_up
                 under_way.append(pending)
                 if self._seq < seq and not self._refusing:  # one step, as in `ask`
+                    pending.seq = seq
                     self._pending[seq] = pending
                     self._seq = seq
                     break
@@ -682,8 +683,8 @@ class Session:
             link.writer = 0  # nothing more is sent on it: its descriptor need not wait until the traceback is gone
             link.dispose()
         for pending in pendings:
-            if self._pending.get(pending.seq) is not pending:
-                continue  # it was not asked yet, and its number is another one's by now
+            if not pending.seq:
+                continue  # it was not asked yet
             pending.parts = pending.body = pending.waiter = None
             self._waiting.pop(pending.seq, None)
             if pending.seq in self._dues.arrived:
@@ -881,7 +882,7 @@ class Session:
     def _timed_out(self, pending: Pending) -> StoreTimeout:
         outcome = outcome_of(pending)
         took = self._now() - pending.began
-        headline = f"{asked_of(pending.request)} got no answer from the store at {self.address} within {took:.1f} s"
+        headline = f"{asked_of(pending)} got no answer from the store at {self.address} within {took:.1f} s"
         why = [told_of(pending, outcome)]
         problem = self._reach.problem(look=False) if self._link is None and self._reach.failing else None
         if problem is not None:
