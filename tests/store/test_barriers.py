@@ -243,7 +243,7 @@ def test_what_is_remembered_is_bounded(room: Room, monkeypatch: pytest.MonkeyPat
     assert room.arrive(1, 2, name="b14") is None
     assert room.arrive(1, 2, name="b15").code == "barrier-broken"
     held: Any = room.state._barriers
-    assert len(held._former.kept) == len(held._former.kept) == 5
+    assert len(held._former.kept) == 5
     monkeypatch.setattr(barriers, "SEATS_KEPT", 3)
     for number in range(4):
         room.arrive(0, 1, name=f"d{number}")

@@ -132,8 +132,7 @@ class _Seats(Lines):
         if waiter.request.value:
             self._budget.used -= len(waiter.request.value)
         if name not in self:
-            del self.generations[name]
-            self.expecting.pop(name, None)
+            self._empty(name)
 
     def dismiss(self, name: str) -> Line:
         line = super().dismiss(name)
@@ -141,9 +140,13 @@ class _Seats(Lines):
             if waiter.request.value:
                 self._budget.used -= len(waiter.request.value)
         if line:
-            del self.generations[name]
-            self.expecting.pop(name, None)
+            self._empty(name)
         return line
+
+    def _empty(self, name: str) -> None:
+        """Nobody waits there any more."""
+        del self.generations[name]
+        self.expecting.pop(name, None)
 
 
 class Barriers:

@@ -442,8 +442,10 @@ class Link:
                     except UNDECODABLE:
                         pass  # the beginning of a longer one, or no message: `backlog` says which
                     else:
-                        kind = type(reply)
-                        if kind is not Freed and (kind is not Value or self._bare(reply, data)):
+                        if type(reply) is Value:
+                            if not reply.shared and data.startswith(HEADS[size - HEADER_BYTES]):
+                                return reply
+                        elif type(reply) is not Freed:
                             return reply
                 self._blind = size if blind else 0
                 self._cutter.feed(data)
@@ -458,11 +460,6 @@ class Link:
             self.driven -= 1
             if self.closed:
                 self.dispose()
-
-    @staticmethod
-    def _bare(reply: AnyReply, data: bytes) -> bool:
-        """Whether all of this Value, whose message is in `data`, is in the message."""
-        return not getattr(reply, "shared", 0) and data.startswith(HEADS[len(data) - HEADER_BYTES])
 
     def wait(self, seconds: float) -> bool:
         """Wait until `receive` has something to do, at most `seconds`. Signal handlers run meanwhile, and may raise."""

@@ -185,8 +185,7 @@ class Waiting:
         self.deadlines.set(waiter, NEVER)
 
     def dismiss(self, lines: Lines, name: str) -> Line:
-        """All who stand in this line leave it, and stand in no other one. Returns them, in order. One by one it was a sixth of what a
-        barrier costs the server."""
+        """All who stand in this line leave it, and stand in no other one. Returns them, in order."""
         line = lines.dismiss(name)
         self.count -= len(line)
         self.deadlines.drop(line)
