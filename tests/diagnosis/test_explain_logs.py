@@ -591,3 +591,26 @@ def test_members_of_a_group_are_counted() -> None:
     assert (report.code, report.ranks, report.confidence, report.logs) == ("rank-duplicate", (0, 1), "likely", ("train.log:61",))
     assert _told("".join(line.format(rank) for rank in (0, 1, 2, 3, 0, 1, 2, 3)))[0].code == "cause-unknown"
     assert _told("".join(line.format(rank) for rank in (0, 1, 0)))[0].code == "cause-unknown"
+
+
+def test_a_killed_loader_that_a_library_swallowed_is_one_cause() -> None:
+    """torch's handler of SIGCHLD raised inside an import of torch's own, which logs it, and the rank fails for want of its batch."""
+    dataloader, prefix = (
+        "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py",
+        "[rank1]:W1122 23:55:12.4 26339 profiler.py:772] ",
+    )
+    swallowed = (
+        "Unexpected error importing torch.profiler._cupti_monitor\nTraceback (most recent call last):\n"
+        '  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/signal_handling.py", line 78, in handler\n'
+        "    _error_if_any_worker_fails()\nRuntimeError: DataLoader worker (pid 26400) is killed by signal: Killed. \n"
+    )
+    raised = (
+        'Traceback (most recent call last):\n  File "/home/ada/train.py", line 20, in <module>\n    for batch in loader:\n'
+        f'  File "{dataloader}", line 1316, in _try_get_data\n    raise RuntimeError(\n'
+        "RuntimeError: DataLoader worker (pid(s) {}) exited unexpectedly\n"
+    )
+    log = "".join(prefix + line for line in swallowed.splitlines(keepends=True))
+    (report,) = _told(log + raised.format("26400"))
+    assert report.headline == "a DataLoader worker of rank 1 was killed by SIGKILL"
+    reports = _told(log + raised.format("26401"))
+    assert [each.code for each in reports] == ["rank-killed", "rank-raised"]

@@ -1650,6 +1650,26 @@ def test_a_batch_that_was_being_taken_when_its_loader_was_killed() -> None:
     assert (report.code, report.headline) == ("rank-killed", "a DataLoader worker of rank 1 was killed by SIGKILL")
 
 
+CAUGHT = (  # torch's handler of SIGCHLD raised inside an import of torch's own, which logs whatever goes wrong in it
+    "[rank1]:W1122 23:55:12.400000 24315 torch/autograd/profiler.py:772] Unexpected error importing torch.profiler._cupti_monitor",
+    "[rank1]:W1122 23:55:12.400000 24315 torch/autograd/profiler.py:772] Traceback (most recent call last):",
+    "[rank1]:W1122 23:55:12.400000 24315 torch/autograd/profiler.py:772] RuntimeError: " + KILLED_WORKER.format("Killed"),
+)
+
+
+def test_a_killed_loader_of_which_a_library_swallowed_the_news() -> None:
+    gone = raised("RuntimeError", "DataLoader worker (pid(s) 24990) exited unexpectedly", at=1.4)
+    (report,) = diagnose(job(stopped(0), rank(1, 1, raised=gone, said=CAUGHT), memory=COUNTED))
+    assert (report.code, report.headline) == ("rank-killed", "a DataLoader worker of rank 1 was killed by SIGKILL")
+    assert "num_workers=0" not in " ".join(help.command for help in report.help)  # it would be the rank that is killed
+
+
+def test_a_loader_that_exited_is_not_the_one_that_was_killed_before() -> None:
+    gone = raised("RuntimeError", "DataLoader worker (pid(s) 24991, 24992) exited unexpectedly", at=1.4)
+    (report,) = diagnose(job(stopped(0), rank(1, 1, raised=gone, said=CAUGHT), memory=COUNTED))
+    assert (report.code, report.help[0].command) == ("rank-raised", "DataLoader(..., num_workers=0)")
+
+
 @pytest.mark.parametrize(("kind", "confidence"), [("ConnectionResetError", "likely"), ("ConnectionRefusedError", "certain")])
 def test_a_loader_that_died_while_its_batch_was_taken_is_no_queue_of_the_programs(kind: str, confidence: str) -> None:
     loader = Frame(

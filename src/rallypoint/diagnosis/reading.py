@@ -138,7 +138,7 @@ _NCCL_NAMES_PEER = re.compile(
     r"remote process exit|ncclRemoteError|closed by|Connection (refused|reset)|socketProgress|Broken pipe|communicator was aborted"
 )
 _LOADER_KILLED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d+)\) is killed by signal: ([A-Z][\w/ ]+?)\.?(?:$| \(|\. )", re.MULTILINE)
-_LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?\d+[\d, ]*\) exited unexpectedly")
+_LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d+[\d, ]*)\) exited unexpectedly")
 # strsignal(3)'s words, in which torch tells how a worker of a DataLoader ended.
 _SIGNALS = {
     "Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "Trace/breakpoint trap": 5, "Aborted": 6, "Bus error": 7,
@@ -455,9 +455,10 @@ def says_loader_killed(lines: Sequence[str]) -> tuple[int, int] | None:
     return (int(found[1]), _SIGNALS[found[2]]) if found is not None and found[2] in _SIGNALS else None
 
 
-def loader_gone(message: str) -> bool:
-    """True when torch says no more of a worker of a DataLoader than that it has ended."""
-    return bool(_LOADER_GONE.search(message))
+def loader_gone(message: str) -> tuple[int, ...]:
+    """The pids of workers of a DataLoader of which torch says no more than that they have ended; none when it does not speak of any."""
+    found = _LOADER_GONE.search(message)
+    return tuple(int(pid) for pid in found[1].split(",") if pid.strip()) if found is not None else ()
 
 
 def names_cause(message: str) -> bool:

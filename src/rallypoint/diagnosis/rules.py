@@ -484,8 +484,9 @@ def _raised(case: Case, verdict: Verdict) -> Report:
         reached = case.job.reached
         return meeting_point.report(case, reached if reached is not None and reached.outcome == "answered" else foreign, error)
     # torch says it a moment later: in the rank's last words, or in what its signal handler raised over the exception that began the chain.
-    said = (*verdict.rank.said, *error.traceback.splitlines())
-    if reading.producer_gone(error) and (worker := reading.says_loader_killed(said)) is not None:
+    # Or a moment before: what the handler raises in the middle of a library is sometimes caught there, and only logged.
+    worker = reading.says_loader_killed((*verdict.rank.said, *error.traceback.splitlines()))
+    if worker is not None and (reading.producer_gone(error) or worker[0] in reading.loader_gone(error.message)):
         return children.loader_killed(case, error, *worker)
     if reading.producer_gone(error) and any(reading.says_files_exhausted(line) for line in verdict.rank.said):
         return resources.files_exhausted(case, error)

@@ -423,11 +423,18 @@ def _code(error: Raised) -> str:
 
 
 def _absorbed(groups: list[list[Sighting]]) -> list[list[Sighting]]:
-    """Without those that only repeat another: the line that a logger wrote of an exception which has its traceback, too."""
-    messages = {s.error.message.partition("\n")[0] for group in groups for s in group if s.error is not None and s.error.frames}
-    return [
-        g for g in groups if any(s.error is not None and (s.error.frames or s.error.message.partition("\n")[0] not in messages) for s in g)
-    ] or groups
+    """Without those that only repeat another: the line that a logger wrote of an exception which has its traceback, too, and that a
+    DataLoader's worker has ended which is known to have been killed."""
+    errors = [s.error for group in groups for s in group if s.error is not None]
+    messages = {error.message.partition("\n")[0] for error in errors if error.frames}
+    killed = {worker[0] for error in errors if (worker := reading.loader_killed(error)) is not None}
+
+    def repeats(error: Raised) -> bool:
+        if killed.intersection(reading.loader_gone(error.message)):
+            return reading.loader_killed(error) is None
+        return not error.frames and error.message.partition("\n")[0] in messages
+
+    return [group for group in groups if any(s.error is not None and not repeats(s.error) for s in group)] or groups
 
 
 def _speaking_first(group: Sequence[Sighting]) -> list[Sighting]:
