@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -31,6 +32,8 @@ from rallypoint.record.run_folder import (
     without_secrets,
 )
 from rallypoint.record.torchrun_files import TorchrunFiles
+
+SOON = 20.0  # seconds: a generous deadline for what takes milliseconds
 
 
 @pytest.fixture
@@ -274,6 +277,27 @@ def test_a_file_that_was_given_up_is_marked_on_a_full_disk(tmp_path: Path, said:
         signal.signal(signal.SIGXFSZ, handler)
     assert (tmp_path / "rank0.log").stat().st_mode & 0o777 == run_folder.CUT
     assert said == [f"rallypoint: cannot write {tmp_path}/rank0.log: File too large; its output is no longer kept"]
+
+
+@pytest.mark.parametrize("answer", ["an error", "success"])
+def test_a_disk_that_answers_after_its_file_was_given_up_has_nothing_to_say(tmp_path: Path, said: list[str], answer: str) -> None:
+    """The job may be over then, and what it wrote to is somebody else's. A FIFO that is full: its write() does not return."""
+    os.mkfifo(tmp_path / "rank0.log")
+    reader = os.open(tmp_path / "rank0.log", os.O_RDONLY | os.O_NONBLOCK)
+    file = run_folder.KeptFile(str(tmp_path / "rank0.log"), run_folder.Trouble(said.append))
+    assert file.write(bytes(fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)))
+    kept: list[bool] = []
+    thread = threading.Thread(target=lambda: kept.append(file.write(b"more")), daemon=True)
+    thread.start()
+    assert file.give_up()
+    assert not file.give_up()
+    if answer == "success":
+        os.set_blocking(reader, True)
+        while os.read(reader, 1 << 16):  # to its end: the file is closed by who waited for it
+            continue
+    os.close(reader)
+    thread.join(SOON)
+    assert (kept, said) == ([False], [])
 
 
 @pytest.mark.parametrize(

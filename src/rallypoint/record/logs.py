@@ -552,9 +552,7 @@ class LogPump:
         """`files`: those on its disk."""
 
         def give_up() -> None:
-            lost = [file for file in files() if not file.given_up]
-            for file in lost:
-                file.given_up = True
+            lost = [file for file in files() if file.give_up()]
             if lost:
                 silent = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
                 self._trouble(

@@ -21,6 +21,7 @@ import shlex
 import shutil
 import stat
 import struct
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -96,13 +97,16 @@ class Trouble:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._told = 0
+        self._lock = threading.Lock()  # each disk has a thread of its own
 
     def __call__(self, path: str, error: OSError, lost: str) -> None:
-        self._told += 1
+        with self._lock:
+            self._told += 1
+            told = self._told
         reason = reason_of(error)
-        if self._told == 1:
+        if told == 1:
             self._say(f"rallypoint: cannot write {path}: {reason}; {lost}")
-        elif self._told == 2:
+        elif told == 2:
             self._say(f"rallypoint: cannot write {path} either: {reason}; {lost}. Further such files are not named")
 
 
@@ -113,6 +117,7 @@ class KeptFile:
         self.path = path
         self.given_up = False
         """Whether what came last is not in it."""
+        self._lock = threading.Lock()  # of who tells it
         self._trouble = trouble
         self._lost = lost
         self._fd = fd
@@ -131,12 +136,24 @@ class KeptFile:
             try:
                 rest = rest[os.write(self._fd, rest) :]
             except OSError as error:
-                if self._ours:
-                    _mark_cut(self._fd)
-                self.close()
-                self.given_up = True
-                self._trouble(self.path, error, self._lost)
+                self._cut()
+                if self.give_up():
+                    self._trouble(self.path, error, self._lost)
+            else:
+                if self.given_up:  # who waited for this disk could wait no longer, and has said so
+                    self._cut()
         return self._fd is not None
+
+    def give_up(self) -> bool:
+        """Nothing more of what comes will be in it. From any thread; False when that was known, and told, already."""
+        with self._lock:
+            before, self.given_up = self.given_up, True
+        return not before
+
+    def _cut(self) -> None:
+        if self._ours and self._fd is not None:
+            _mark_cut(self._fd)
+        self.close()
 
     def close(self) -> None:
         """May be called twice."""
