@@ -229,13 +229,13 @@ import os
 from datetime import timedelta
 import torch.distributed as dist
 
-os.environ.update(MASTER_ADDR="no-such-host.invalid", MASTER_PORT="29500")
+os.environ.update(MASTER_ADDR="no-such-host.invalid", MASTER_PORT="@")
 dist.init_process_group("gloo", timeout=timedelta(seconds=4))
 """
 
 
-def test_where_all_wait_at_an_address_of_their_own_it_says_what_is_there(run: Run, write: Write) -> None:
-    program = write("train.py", STRANGE)
+def test_where_all_wait_at_an_address_of_their_own_it_says_what_is_there(run: Run, write: Write, port: int) -> None:
+    program = write("train.py", STRANGE.replace("@", str(port)))
     result = run("-n", "2", "train.py", launcher=LAUNCHER, cwd=program.parent)
     assert result.codes == ["address-unresolved"], result.everything
     last = [event["details"]["lines"] for event in result.events if event["what"] == "roll-call"][-1]
@@ -244,15 +244,15 @@ def test_where_all_wait_at_an_address_of_their_own_it_says_what_is_there(run: Ru
     assert "no-such-host.invalid" in last[1], result.everything
     assert last[1].endswith("; train.py:5 names it"), result.everything
     told, seen = [line for line in result.err.splitlines() if line.startswith("rallypoint: ")][:2]
-    assert told.startswith("rallypoint: train.py:5 sets MASTER_ADDR=no-such-host.invalid and MASTER_PORT=29500; the held port "), (
+    assert told.startswith(f"rallypoint: train.py:5 sets MASTER_ADDR=no-such-host.invalid and MASTER_PORT={port}; the held port "), (
         result.everything
     )
     assert seen.startswith("rallypoint: seen from here: "), result.everything  # at once, and not with the roll call
     assert "no-such-host.invalid" in seen, result.everything
 
 
-def test_ctrl_c_tells_what_is_wrong_with_the_address_where_all_wait(run: Run, write: Write, tmp_path: Path) -> None:
-    program, state = write("train.py", STRANGE.replace("seconds=4", "seconds=1000")), tmp_path / "state"
+def test_ctrl_c_tells_what_is_wrong_with_the_address_where_all_wait(run: Run, write: Write, tmp_path: Path, port: int) -> None:
+    program, state = write("train.py", STRANGE.replace("@", str(port)).replace("seconds=4", "seconds=1000")), tmp_path / "state"
 
     def joins(rank: int, event: dict[str, Any]) -> bool:
         return event["what"] == "phase" and (event["rank"], event["details"]["phase"]) == (rank, "joining")
