@@ -69,6 +69,7 @@ if rank == 2:
 if rank == 3:
     os.kill(os.getpid(), signal.SIGSTOP)
 dist.init_process_group("gloo")
+dist.barrier()  # the group is open in one rank before it is in all
 print("here")
 dist.destroy_process_group()
 """
@@ -210,14 +211,32 @@ def test_a_call_that_torch_refuses_is_no_disagreement(run: Run, write: Write) ->
     assert "unheard_of" in result.report.splitlines()[0], result.everything
 
 
+LEAVES_BETWEEN = """\
+import os
+import pathlib
+import sys
+import threading
+import torch.distributed as dist
+import waits
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+pathlib.Path(f"in{rank}").touch()  # the group is open in one rank before it is in all
+for other in range(3):
+    waits.for_file(f"in{other}")
+dist.destroy_process_group()
+if rank == 0:
+    sys.exit(0)
+if rank == 2:
+    threading.Event().wait()
+dist.init_process_group("gloo")
+"""
+
+
 def test_a_rank_that_leaves_between_two_groups(run: Run, write: Write) -> None:
     """It was in the first one. Rank 2 is still elsewhere, and rank 1 waits in vain all the same."""
-    program = write(
-        "train.py",
-        "import os, sys, threading\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\ndist.init_process_group('gloo')\n"
-        "dist.destroy_process_group()\nif rank == 0:\n    sys.exit(0)\nif rank == 2:\n    threading.Event().wait()\n"
-        "dist.init_process_group('gloo')\n",
-    )
+    write("waits.py", WAITS)
+    program = write("train.py", LEAVES_BETWEEN)
     result = run("-n", "3", "train.py", cwd=program.parent)
     assert (result.rc, result.codes) == (1, ["rank-left-early"]), result.everything
     assert "rank 0 ended with exit code 0" in result.report

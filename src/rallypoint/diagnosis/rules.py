@@ -676,8 +676,9 @@ def _left_before(verdicts: list[Verdict], hurt: list[Verdict]) -> list[Verdict]:
     if not hurt:
         return ended
     first = min(hurt, key=_place_in_order)
-    # Who had closed its own group, or opens another one, was not hurt by those who closed theirs.
-    in_it = not 0 < first.rank.closed_at <= _moment(first) and first.rank.phase != "joining"
+    # Who had closed its own group was not hurt by those who closed theirs. Nor was who waits to join one: it may be another. But who has
+    # the others' addresses, and loses them, joins the same: a group is open in one rank a moment before it is in all.
+    in_it = not 0 < first.rank.closed_at <= _moment(first) and (first.rank.phase != "joining" or first.kind is Kind.LOST)
     done = {v.rank.rank: _had_done(v, closing=in_it) for v in verdicts}
     before = [v for v in verdicts if v in ended or 0 < done[v.rank.rank] <= _moment(first)]
     return before or [v for v in verdicts if 0 < done[v.rank.rank] <= _moment(first) + HEARD_LATE]

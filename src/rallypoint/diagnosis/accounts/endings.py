@@ -125,7 +125,7 @@ def exited(case: Case, code: int, caught: Raised | None) -> Report:
 def left_early(case: Case) -> Report:
     """Exit code 0 while the others went on."""
     waiting = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
-    joining = [rank.rank for rank in waiting if rank.phase == "joining"]
+    joining = [rank.rank for rank in waiting if rank.phase == "joining" and rank.raised is None]
     at_its_end = case.first.phase == "finishing" or (case.job.function and case.first.phase == "done")
     over = all(rank.ended is not None and not rank.sent for rank in case.ranks)
     closed = not over and not at_its_end and bool(case.first.closed_at)
@@ -137,6 +137,8 @@ def left_early(case: Case) -> Report:
     step = ("let every rank make the same number of steps, and close the group together", "dist.destroy_process_group()")
     if case.job.function:
         step = ("let every rank make the same number of steps, and none return before the last one", "dist.barrier()")
+    if closed and any(rank.raised is not None and rank.phase == "joining" for rank in waiting):
+        step = ("the group is open in one rank before it is in all: let them meet once before any closes it", "dist.barrier()")
     if absent:
         step = ("let every rank open the group before any of them may leave", 'dist.init_process_group("gloo")')
     seen = f"{ranks_phrase(joining)} {'wait' if len(joining) > 1 else 'waits'} in init_process_group" if joining else ""
