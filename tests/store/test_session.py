@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import sys
 import threading
@@ -25,7 +26,7 @@ from rallypoint.store.link import Link
 from rallypoint.store.pending import Pending, asked_of
 from rallypoint.store.server import Server
 from rallypoint.store.session import Session
-from rallypoint.testing import ChaosProxy
+from rallypoint.testing import ChaosProxy, Network
 from rallypoint.wire import values
 from rallypoint.wire.frames import header
 from rallypoint.wire.messages import TAGS, Add, Get, Length, Refusal, encode
@@ -253,7 +254,7 @@ def test_numbers_go_on_after_a_session_was_lost(server: Server) -> None:
 
 def test_a_lease_is_kept_while_a_handler_stands_in_the_middle_of_sending(server: Server) -> None:
     """Nobody can send on that link, perhaps for minutes; the keeper then makes another one."""
-    with rallypoint.connect(server.address, secret=server.secret, ttl=0.6, timeout=LONG) as store:
+    with rallypoint.connect(server.address, secret=server.secret, ttl=2.0, timeout=LONG) as store:
         link = store._session._link
         assert link is not None
         link.writer = -12345  # a thread that does not come back
@@ -267,13 +268,43 @@ def test_a_lease_is_kept_while_a_handler_stands_in_the_middle_of_sending(server:
 
 def test_signs_of_life_go_on_when_one_had_no_answer(server: Server) -> None:
     """Whatever becomes of a single one, the next is due."""
-    with rallypoint.connect(server.address, secret=server.secret, ttl=0.6, timeout=LONG) as store:
+    with rallypoint.connect(server.address, secret=server.secret, ttl=2.0, timeout=LONG) as store:
         store._session._dues._pings.append(0.0)  # one that was never sent: an exception struck
         clock = Clock()
-        while clock.elapsed() < 2.0:
+        while clock.elapsed() < 5.0:
             with pytest.raises(StoreTimeout):
                 store.wait("never", timeout=0.5)
         assert store.statistics()["sessions"] == 1
+
+
+def test_where_no_thread_could_be_had_the_next_session_tries_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(run: Callable[[], object], name: str) -> None:
+        raise RuntimeError("can't start new thread")
+
+    eventually(lambda: not our_threads())  # of the tests before
+    with monkeypatch.context() as patch:
+        patch.setattr("rallypoint.store.background.start", no)
+        with pytest.raises(RuntimeError, match="new thread"):
+            rallypoint.connect(server.address, secret=server.secret)
+    with rallypoint.connect(server.address, secret=server.secret):
+        assert our_threads() == ["rallypoint: keeper"]
+
+
+def test_a_log_that_stands_still_holds_up_neither_signs_of_life_nor_a_connection() -> None:
+    """A signal handler's exception in the middle of Python's logging leaves its locks to the thread in which that was."""
+    with Network() as network:
+        store = network.connect(ttl=2.0, timeout=LONG)
+        logging._acquireLock()  # type: ignore[attr-defined]
+        try:
+            network.cut()
+            eventually(lambda: store.statistics()["reconnects"] == 1)  # by a thread of ours, which has something for the log
+            store._session.note("error", "by this thread, which could write it")
+            threading.Event().wait(5.0)
+            assert store.add("n") == 1
+            assert store.statistics()["sessions"] == 1
+        finally:
+            logging._releaseLock()  # type: ignore[attr-defined]
+        eventually(lambda: not store._session._tells)
 
 
 def test_the_keeper_ends_with_the_last_store(server: Server) -> None:
@@ -499,13 +530,13 @@ def test_a_server_that_was_frozen_reads_before_it_ends_sessions() -> None:
     """The signs of life have come meanwhile, and wait to be read."""
     with (
         ServerProcess() as process,
-        rallypoint.connect(process.local, secret=process.secret, ttl=1.0, timeout=LONG) as store,
+        rallypoint.connect(process.local, secret=process.secret, ttl=2.0, timeout=LONG) as store,
         rallypoint.connect(process.local, secret=process.secret, ttl=LONG, timeout=LONG) as other,
     ):
         store.set("mine", 1, ephemeral=True)
         for _ in range(2):
             process.stop()
-            threading.Event().wait(1.6)  # longer than the lease
+            threading.Event().wait(2.6)  # longer than the lease
             process.go_on()
             assert other["mine"] == 1
             assert store["mine"] == 1

@@ -766,4 +766,4 @@ def _say(level: str, text: str) -> None:
         logbook.notice(text)
     else:
         log = logbook.logger()
-        (log.error if level == "error" else log.warning)(text)
+        {"info": log.info, "warning": log.warning, "error": log.error}[level](text)

@@ -11,14 +11,16 @@ import heapq
 import itertools
 import math
 import os
-import signal
 import threading
+import traceback
 import weakref
 from collections import deque
+from functools import partial
 from typing import Literal
 
 from rallypoint.clock import Clock
 from rallypoint.errors import RallypointError, StoreTimeout
+from rallypoint.store import background
 from rallypoint.store.lease import Lease
 from rallypoint.store.session import Session
 from rallypoint.wire.messages import Unlock
@@ -64,16 +66,20 @@ class _Keeper:
         self._due: list[tuple[float, int, weakref.ref[Session], Work]] = []
         self._sooner: deque[tuple[float, weakref.ref[Session]]] = deque()  # visits that somebody wants, not in the heap yet
         self._count = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._runs = False
 
     def add(self, session: Session) -> None:
         at = session.keep_at = session.soon_at = self._clock.monotonic() + session.ttl / SIGNS_PER_LEASE
         with self._mutex:
             earliest = not self._due or at < self._due[0][0]
             heapq.heappush(self._due, (at, next(self._count), weakref.ref(session), "keep"))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rallypoint: keeper", daemon=True)
-                self._thread.start()
+            if not self._runs:
+                self._runs = True
+                try:
+                    background.start(self._run, "keeper")
+                except RuntimeError:  # no more threads: the next session tries again
+                    self._runs = False
+                    raise
         if earliest:
             self.bell.ring()
 
@@ -87,7 +93,6 @@ class _Keeper:
             self.bell.ring()
 
     def _run(self) -> None:
-        _leave_signals_to_the_main_thread()
         while True:
             now = self._clock.monotonic()
             due = []
@@ -100,7 +105,7 @@ class _Keeper:
             with self._mutex:
                 self._take_in()
                 if not self._due:
-                    self._thread = None
+                    self._runs = False
                     return
                 earliest = self._due[0][0]
             self.bell.wait(earliest - self._clock.monotonic())
@@ -117,7 +122,7 @@ class _Keeper:
             for lease in leases.tidy():
                 lease.state = "on its way"
                 try:
-                    threading.Thread(target=_give_back, args=(session, lease), name="rallypoint: unlock", daemon=True).start()
+                    background.start(partial(_give_back, session, lease), "unlock")
                 except BaseException:  # no thread: the next visit tries again
                     lease.state = "unwanted"
                     raise
@@ -129,12 +134,10 @@ class _Keeper:
                     soon = min(LOOK_IN_SECONDS, leases.shortest(session.ttl) / SIGNS_PER_LEASE / 2)
                     self._push(self._clock.monotonic() + soon, ref, "look in")
                 elif session.worth_reviving:
-                    threading.Thread(target=_revive, args=(session,), name="rallypoint: reconnect", daemon=True).start()
+                    background.start(session.revive, "reconnect")
         except Exception:
-            # One session's trouble (a logging handler that raises, no memory, no thread) must not end the signs of life of the others.
-            import logging
-
-            logging.getLogger("rallypoint").exception("a sign of life to the store at %s was not given", session.address)
+            # One session's trouble (no memory, no thread) must not end the signs of life of the others.
+            session.note("error", f"a sign of life to the store at {session.address} was not given\n{traceback.format_exc().rstrip()}")
         if work == "look in":
             return
         now = self._clock.monotonic()
@@ -161,9 +164,7 @@ def _tell_who_waits(session: Session, now: float) -> None:
     for lease in list(session.leases.held):
         if not lease.token and not lease.logged and now - lease.began > LONG_WAIT:
             lease.logged = True
-            from rallypoint.store.logbook import logger
-
-            logger().info("waiting for %s at %s for %.1f s", lease.what, session.address, now - lease.began)
+            session.note("info", f"waiting for {lease.what} at {session.address} for {now - lease.began:.1f} s")
 
 
 def _usable(ref: weakref.ref[Session]) -> bool:
@@ -171,15 +172,9 @@ def _usable(ref: weakref.ref[Session]) -> bool:
     return session is not None and session.usable
 
 
-def _revive(session: Session) -> None:
-    _leave_signals_to_the_main_thread()
-    session.revive()
-
-
 def _give_back(session: Session, lease: Lease) -> None:
     """Ask until there is an answer: a server that is frozen still has it. When the session is over there is nothing to give back. Until
     then the lease counts: a session that is given up earlier than the server does would keep the lock from everybody."""
-    _leave_signals_to_the_main_thread()
     try:
         while not lease.gone:
             try:
@@ -192,11 +187,6 @@ def _give_back(session: Session, lease: Lease) -> None:
     finally:
         lease.state = "done"
         lease.drop()
-
-
-def _leave_signals_to_the_main_thread() -> None:
-    """A signal that the kernel gave to this thread would not wake the main thread, which has to handle it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 _keeper: _Keeper | None = None

@@ -38,7 +38,7 @@ from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.errors import Outcome, SessionLost, StoreClosed, StoreTimeout, StoreUnreachable
 from rallypoint.host.sockets import listener_of
-from rallypoint.store import reach
+from rallypoint.store import background, reach
 from rallypoint.store.address import Address
 from rallypoint.store.dial import DialFailed, Opened, OpenSocket
 from rallypoint.store.dues import Dues
@@ -99,6 +99,9 @@ third is left for that."""
 BUSY_SECONDS = 1.0
 """But for so long a server, or this process, may be busy. A lease that is not much longer is lost with its connection."""
 
+NEWS = 1000
+"""Lines for the log at most that wait to be written."""
+
 STUCK = 0.3
 """The share of the ttl after which a link that takes nothing at all is given up: with the keeper's next visit there is time for another."""
 
@@ -117,7 +120,7 @@ class Session:
     __slots__ = (
         "__weakref__", "_bytes", "_clock", "_closed", "_confirmed", "_driver", "_driving", "_dues", "_job", "_link", "_links",
         "_lost", "_news", "_now", "_pending", "_pinged", "_reach", "_refusing", "_say", "_secret", "_seq", "_server",
-        "_server_pid", "_silence", "_stuck", "_stuck_since", "_waiting", "_welcomed", "address", "closed_before_fork", "counts",
+        "_server_pid", "_silence", "_stuck", "_stuck_since", "_tells", "_waiting", "_welcomed", "address", "closed_before_fork", "counts",
         "foreign", "id", "identity", "keep_at", "leases", "limits", "reconnects", "sessions", "soon_at", "timeout", "ttl",
     )  # fmt: skip
 
@@ -154,7 +157,8 @@ class Session:
         self._now = self._clock.monotonic
         self._reach = Reach(address, same_host=same_host, patience=timeout, clock=self._clock, open_socket=open_socket)
         self._say = say
-        self._news: deque[tuple[str, str]] = deque()  # for the log, between two calls: a log may be slow, or use a store
+        self._news: deque[tuple[str, str]] = deque(maxlen=NEWS)  # for the log, between two calls: a log may be slow, or use a store
+        self._tells = False  # a thread of ours writes them
         self._seq = 0  # never begins anew: threads may still hold requests of a session that was lost
         self._pending: dict[int, Pending] = {}  # in the order of their numbers; each is removed by its own thread
         self._waiting: dict[int, Pending] = {}  # those whose threads sleep until they have an answer or are to drive
@@ -669,9 +673,40 @@ class Session:
             self._broken(link, str(broken))  # otherwise another thread reads, and finds out
 
     def _tell(self) -> None:
-        """Write what has happened into the log."""
+        """Write what has happened into the log.
+
+        Our own threads have another one do that. A log may stand still for ever: that of a signal handler's exception, in the middle of
+        Python's logging, keeps the locks of that for its own thread. Signs of life, and a connection that others wait for, go on.
+        """
+        if self._news and background.is_here():
+            if not self._tells:
+                self._tells = True
+                try:
+                    background.start(self._tell_apart, "log")
+                except RuntimeError:  # no more threads: whoever asks for something next writes it
+                    self._tells = False
+            return
+        self._write_news()
+
+    def _tell_apart(self) -> None:
+        try:
+            self._write_news()
+        finally:
+            self._tells = False
+        self._tell()  # who saw that somebody tells has left it at that
+
+    def _write_news(self) -> None:
         while self._news:
-            self._say(*self._news.popleft())
+            try:
+                level, text = self._news.popleft()
+            except IndexError:  # another thread has written it
+                return
+            self._say(level, text)
+
+    def note(self, level: str, text: str) -> None:
+        """Have something written into the log ("info", "warning" or "error")."""
+        self._news.append((level, text))
+        self._tell()
 
     # --- giving up ---
 
