@@ -8,7 +8,8 @@ come first, both measured with plain DDP programs on a busy machine:
 - the interpreter closes down: up to Python 3.13 a thread that asks for the lock too late is ended, which C++ answers with
   `terminate called without an active exception` (4 of 12 runs under torchrun, 9 of 35 here in new interpreters).
 
-There is nothing to wait for that would say "they have": they are given the lock for a moment, which makes it rare and not impossible.
+Nothing says "they have". So they are given the interpreter's lock until a whole moment has passed in which none of them has run, or
+wanted to: on a busy machine a thread that can go on does not do so at once. It makes the fault rare, and not impossible.
 """
 
 from __future__ import annotations
@@ -17,22 +18,36 @@ import os
 import sys
 import time
 
-# Seconds: twice the interpreter's switch interval, after which a waiting thread gets its lock from a busy one; this one sleeps.
 MOMENT = 0.01
+"""Seconds: twice the interpreter's switch interval, after which a waiting thread gets its lock from a busy one; this one sleeps."""
+
+LONGEST = 1.0
+"""Seconds, for all such moments: by then a thread has had its turn also among many times more processes than processors."""
+
+_NAME = "Name:\tpt_gloo_runloop"
+_TOLD = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 
 
 def let_threads_finish() -> None:
-    """Sleep for a moment if this process has threads of gloo's."""
-    if "torch.distributed" in sys.modules and "pt_gloo_runloop" in _threads():
+    """Sleep for as long as threads of gloo's in this process run, and a moment longer; if there are none, not at all."""
+    if "torch.distributed" not in sys.modules:
+        return
+    end = time.monotonic() + LONGEST
+    was, seen = None, _threads()
+    while seen and (seen != was or any("(running)" in told for told in seen.values())) and time.monotonic() < end:
         time.sleep(MOMENT)
+        was, seen = seen, _threads()
 
 
-def _threads() -> set[str]:
-    names = set()
+def _threads() -> dict[str, str]:
+    """Those of gloo's that run collectives: what each is doing, and how often it has done something else."""
+    found = {}
     for number in os.listdir("/proc/self/task"):
         try:
-            with open(f"/proc/self/task/{number}/comm") as file:
-                names.add(file.read().rstrip())
+            with open(f"/proc/self/task/{number}/status") as file:
+                lines = file.read().splitlines()
         except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             continue
-    return names
+        if lines[:1] == [_NAME]:
+            found[number] = " ".join(line for line in lines if line.startswith(_TOLD))
+    return found

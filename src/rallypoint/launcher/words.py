@@ -271,7 +271,7 @@ def _tree(filename: str) -> ast.Module | None:
         return None
     try:
         return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):  # not the text that runs, or not Python
+    except (SyntaxError, ValueError, RecursionError, SystemError):  # not the text that runs, or not Python; or deep in a stack (3.11)
         return None
 
 
