@@ -77,7 +77,8 @@ def often(chance: random.Random, number: int, folder: Path, *, count: int = 500)
             outcome.wrong.append(f"exit status {status}: {run.output()[-1000:]}")
             return outcome
         told = json.loads(result.read_text())
-        if left := run.living():
+        _, left = run.wait_until_gone(30.0)
+        if left:
             outcome.wrong.append(f"{len(left)} processes are left")
     before, after = told["before"], told["after"]
     for name, had in before.items():

@@ -181,8 +181,8 @@ class Moment:
 FIRST_MARKS = ("parent", "here", "looping")  # what the jobs family.py, absent.py and loop.py write first
 
 
-def kills(chance: random.Random, number: int, folder: Path) -> Outcome:
-    """SIGKILL for one of ours, or two at once, at a random moment from the first on. Nothing may be left two seconds later."""
+def kills(chance: random.Random, number: int, folder: Path, *, within: float = GONE_WITHIN) -> Outcome:
+    """SIGKILL for one of ours, or two at once, at a random moment from the first on. Nothing may be left `within` seconds later."""
     target = ("agent", "template", "guard", "agent+template")[number % 4]
     moment, stubborn = Moment.choose(chance), chance.random() < 0.5
     outcome = Outcome(target, notes=[str(moment)])
@@ -198,12 +198,12 @@ def kills(chance: random.Random, number: int, folder: Path) -> Outcome:
         before = len(run.living())
         for pid in wanted:
             harness.send(pid, signal.SIGKILL)
-        took, left = run.wait_until_gone(GONE_WITHIN)
+        took, left = run.wait_until_gone(within)
         outcome.notes.append(f"{before} processes before")
         if left:
-            outcome.wrong.append(f"left after {GONE_WITHIN:g} s of {before}: " + "; ".join(_described(pid) for pid in left))
+            outcome.wrong.append(f"left after {within:g} s of {before}: " + "; ".join(_described(pid) for pid in left))
             more, still = run.wait_until_gone(8.0)
-            outcome.notes.append(f"after {GONE_WITHIN + more:.1f} s: {len(still)} left")
+            outcome.notes.append(f"after {within + more:.1f} s: {len(still)} left")
         else:
             outcome.times["gone"] = took
     return outcome

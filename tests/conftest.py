@@ -11,8 +11,15 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from rallypoint.host import devices
+
+# An example that takes long, or examples that are slowly found, tell of the machine, not of us. What fails prints how to try it again.
+# The suite tries the same examples each time; `--hypothesis-profile search` has pytest look for others.
+settings.register_profile("search", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("rallypoint", settings.get_profile("search"), derandomize=True, database=None)
+settings.load_profile("rallypoint")
 
 
 @cache

@@ -15,28 +15,29 @@ import rallypoint
 
 
 def main() -> None:
-    with rallypoint.hold_port() as held:
-        port = held.port  # nobody listens there after this
-
-    began, attempts, servers = time.monotonic(), [], []
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))  # its port is nobody else's, and nobody listens there yet
+    began, attempts = time.monotonic(), []
 
     def connect() -> socket.socket:
         attempts.append(time.monotonic() - began)
-        if len(attempts) == 4:  # somebody begins to listen
-            servers.append(socket.create_server(("127.0.0.1", port)))
-        return socket.create_connection(("127.0.0.1", port), timeout=5)
+        if len(attempts) == 4:
+            server.listen()
+        return socket.create_connection(server.getsockname(), timeout=5)
 
-    with rallypoint.retry(connect, timeout=30) as client, servers[0]:
-        assert client.getpeername()[1] == port
+    with server, rallypoint.retry(connect, timeout=30) as client:
+        assert client.getpeername() == server.getsockname()
     assert len(attempts) == 4
     pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
     assert len(set(pauses)) == len(pauses)  # no two alike
 
     failure = None
-    try:
-        rallypoint.retry(lambda: socket.create_connection(("127.0.0.1", port), timeout=5), timeout=0.5)
-    except ConnectionRefusedError as error:
-        failure = error
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        try:
+            rallypoint.retry(lambda: socket.create_connection(nobody.getsockname(), timeout=5), timeout=0.5)
+        except ConnectionRefusedError as error:
+            failure = error
     assert failure is not None  # the last attempt's own
     told = failure.__notes__[0]
     assert told.startswith("tried "), told

@@ -2007,7 +2007,7 @@ jobs = some.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(jobs, some.randoms(use_true_random=False))
 def test_any_evidence_gives_a_report_that_does_not_depend_on_the_order_of_ranks(evidence: JobEvidence, chance: Any) -> None:
     reports = diagnose(evidence)

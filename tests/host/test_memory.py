@@ -178,8 +178,8 @@ def test_memory_dies_with_its_last_user() -> None:
     os.waitpid(child, 0)
     into = bytearray(MIB)
     assert segment.read(memoryview(into), 63 * MIB) == MIB, "it lives as long as we use it"
+    gc.collect()
     held = shared()
     segment.close()
-    gc.collect()
     assert shared() < held - 32 * 1024
     ours.close()

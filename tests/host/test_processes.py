@@ -15,7 +15,7 @@ import pytest
 
 from rallypoint.host import processes
 
-MARKER = "RALLYPOINT_JOB=test-of-processes"
+MARKER = f"RALLYPOINT_JOB=test-of-processes-{os.getpid()}"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from rallypoint.host import firewall, reach, resolver
 from rallypoint.host.ports import hold_port
 from rallypoint.host.resolver import Answer
 
-TIMEOUT = 0.3  # seconds for one look: as in a job
+TIMEOUT = 1.0  # seconds for one look, which takes that long where nobody answers
 SLACK = 5.0  # seconds more that a busy machine may take until the test fails
 
 Serve = Callable[[socket.socket], None]

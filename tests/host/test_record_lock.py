@@ -655,15 +655,17 @@ def test_a_holder_that_closed_it_and_lives_is_told_apart(lock: RecordLock) -> No
 
 
 def test_descriptors_and_threads_do_not_grow(lock: RecordLock) -> None:
-    before = descriptors(), processes.threads()
+    gc.collect()
+    before, threads = descriptors(), processes.threads()
     for turn in range(1000):
         assert lock.acquire((0.0, 1.0, math.inf)[turn % 3])
         lock.release()
-    assert (descriptors(), processes.threads()) == before
+    assert descriptors() == before
+    assert processes.threads() <= threads  # one of an earlier test may have been about to end
     locks = [RecordLock.create() for _ in range(50)]
-    assert descriptors() == before[0] + 50
+    assert descriptors() == before + 50
     del locks
-    assert descriptors() == before[0]
+    assert descriptors() == before
 
 
 def test_a_name_of_any_length(lock: RecordLock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import sys
@@ -78,6 +79,7 @@ def _at_each_step(act: Callable[[], Any], first: str) -> Iterator[tuple[int, boo
             return trace
 
         former, came_out = sys.gettrace(), False
+        gc.disable()  # a hook of somebody else's, as hypothesis leaves one, is no step of ours
         sys.settrace(trace)
         try:
             act()
@@ -85,6 +87,7 @@ def _at_each_step(act: Callable[[], Any], first: str) -> Iterator[tuple[int, boo
             came_out = True
         finally:
             sys.settrace(former)
+            gc.enable()
         if not over:
             return
         yield step, came_out

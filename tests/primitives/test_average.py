@@ -475,13 +475,13 @@ def test_a_size_that_differs(connect: Callable[..., Store]) -> None:
 def test_a_timeout_names_who_came_and_costs_nothing(connect: Callable[..., Store], count: int) -> None:
     stores = [connect() for _ in range(3)]
     clock = Clock()
-    errors = together(stores[:2], lambda rank, store: store.average("w", ranked(rank, count), 3, timeout=0.3))
-    assert 0.25 < clock.elapsed() < 20.0
+    errors = together(stores[:2], lambda rank, store: store.average("w", ranked(rank, count), 3, timeout=2.0))
+    assert 1.9 < clock.elapsed() < 20.0
     timed_out = [error for error in errors if isinstance(error, BarrierTimeout)]
     broken = [error for error in errors if isinstance(error, BarrierBroken)]
     assert len(timed_out) >= 1, errors
     assert len(timed_out) + len(broken) == 2
-    assert timed_out[0].headline.startswith('the average "w" of 3 timed out after 0.3 s: 2 arrived')
+    assert timed_out[0].headline.startswith('the average "w" of 3 timed out after 2.0 s: 2 arrived')
     assert all(error.headline.startswith('the average "w" of 3 is broken') for error in broken)
     with pytest.raises(BarrierBroken, match='the average "w" of 3 is broken'):  # it comes to a round that is over
         stores[2].average("w", ranked(0, count), 3)
@@ -495,7 +495,7 @@ def test_a_quorum_goes_on_without_who_does_not_come(connect: Callable[..., Store
     stores = [connect() for _ in range(3)]
 
     def does(rank: int, store: Store) -> Any:
-        return store.average("w", ranked(rank, count), 3, quorum=2, timeout=0.3, details=True, weight=1 + rank)
+        return store.average("w", ranked(rank, count), 3, quorum=2, timeout=2.0, details=True, weight=1 + rank)
 
     with caplog.at_level(logging.WARNING, "rallypoint"):
         for got in together(stores[:2], does):

@@ -38,7 +38,7 @@ def trees(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @given(trees(), st.integers(1, 9), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whoever_puts_and_skips_and_reads_has_every_element_once(value: dict[str, torch.Tensor], parts: int, data: st.DataObject) -> None:
     """A part is read in the leaves where that can be, and elsewhere in what was put, which leaves that part out."""
     tree = Tree(value)
@@ -81,7 +81,7 @@ def test_parts_cover_all_and_begin_with_a_line(size: int, count: int) -> None:
 
 
 @given(trees(), st.integers(1, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_parts_of_a_layout_have_room_for_their_sums(value: dict[str, torch.Tensor], parts: int) -> None:
     layout = Layout(Tree(value))
     wide = Wide(layout)
@@ -104,7 +104,7 @@ def test_the_parts_of_a_layout_have_room_for_their_sums(value: dict[str, torch.T
     st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=5, max_size=5),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_mean_is_that_of_float64_up_to_the_rounding_of_its_sums(
     dtype: torch.dtype, count: int, length: int, given: list[float], weighted: bool
 ) -> None:

@@ -280,11 +280,11 @@ def test_who_was_stopped_until_the_others_had_gone_on_is_told(server: ServerProc
             strike(phase, signal.SIGSTOP)
         value = ranked(rank)
         try:
-            averaged = store.average("w", value, 3, quorum=2, timeout=0.5, out=value, details=True)
+            averaged = store.average("w", value, 3, quorum=2, timeout=3.0, out=value, details=True)
             got: Any = [identity.rank for identity in averaged.present], [member.rank for member in averaged.absent]
             assert torch.equal(value, ranked(1))
             for turn in range(3):  # which writes to the same memory
-                store.average("w", torch.full((LARGE,), float(turn)), 3, quorum=2, timeout=0.5)
+                store.average("w", torch.full((LARGE,), float(turn)), 3, quorum=2, timeout=3.0)
             store["they have gone on"] = True
         except BarrierBroken as error:
             assert torch.equal(value, ranked(rank))
@@ -325,7 +325,7 @@ def test_who_is_stopped_while_it_copies_copies_what_it_should(server: ServerProc
         if rank != 1:
             for turn in range(6):
                 for name in "xw":
-                    mean = store.average(name, torch.full((LARGE,), float(rank + turn)), 3, quorum=2, timeout=0.3)
+                    mean = store.average(name, torch.full((LARGE,), float(rank + turn)), 3, quorum=2, timeout=2.0)
                     assert torch.equal(mean, torch.full((LARGE,), 1.0 + turn))
             store["they have gone on"] = True
         Round.copy = copy  # type: ignore[method-assign]

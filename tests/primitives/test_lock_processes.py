@@ -119,7 +119,7 @@ def test_a_holder_that_is_killed_passes_it_on_at_once(server: Server, store: Sto
         following, had = thread.result()
         assert following > token
         # 50 ms is what is promised, and 5 ms usual; a busy machine may keep any of the three from running for longer.
-        assert had - killed < 2.0
+        assert had - killed < DEADLINE / 2
         assert store.status()["sessions"] == 1
 
 
@@ -185,7 +185,7 @@ def test_a_holder_that_is_stopped_loses_it_and_learns_that(server: Server, store
         os.kill(process.pid, signal.SIGSTOP)
         following, had = thread.result()
         # Within the lease and a tenth of it is what is promised; the rest is for a busy machine.
-        assert TTL / 2 < had - stopped < TTL * 1.1 + 1.0
+        assert TTL / 2 < had - stopped < DEADLINE / 2
         assert following > token
         os.kill(process.pid, signal.SIGCONT)
         assert go_on(process) == ["lost", "fence-stale", "lock-lost"]

@@ -270,7 +270,7 @@ def test_a_timeout_names_who_computes(store: Store, other: Store) -> None:
     work, first = begun(store, lambda: 7)
     with pytest.raises(StoreTimeout) as caught:
         other.once("data", never, timeout=0.1)
-    assert str(caught.value).startswith(f'once("data") has no value yet after 0.1 s: {store.identity} computes it, since 0.')
+    assert str(caught.value).startswith(f'once("data") has no value yet after 0.1 s: {store.identity} computes it, since ')
     assert caught.value.code == "wait-timeout"
     with pytest.raises(TimeoutError):
         other.once("data", never, timeout=0)
@@ -396,7 +396,7 @@ def test_the_server_goes(connect: Callable[[], Store], server: Server) -> None:
 def test_a_frozen_server_lets_the_next_compute_when_it_goes_on() -> None:
     with (
         ServerProcess() as process,
-        rallypoint.connect(process.address, secret=process.secret, timeout=0.5, ttl=LONG) as store,
+        rallypoint.connect(process.address, secret=process.secret, timeout=2.0, ttl=LONG) as store,
         rallypoint.connect(process.address, secret=process.secret, timeout=DEADLINE) as other,
     ):
 

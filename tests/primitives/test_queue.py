@@ -359,7 +359,7 @@ def test_an_acknowledgement_that_happened_is_none_that_failed(proxy: ChaosProxy,
 
 
 def test_a_frozen_server_gets_it_back_when_it_goes_on() -> None:
-    with ServerProcess() as process, rallypoint.connect(process.address, secret=process.secret, timeout=0.5, ttl=LONG) as store:
+    with ServerProcess() as process, rallypoint.connect(process.address, secret=process.secret, timeout=2.0, ttl=LONG) as store:
         jobs = store.queue("jobs")
         jobs.put(7)
         clock = Clock()

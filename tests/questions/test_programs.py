@@ -24,7 +24,7 @@ SAYS = {
     "B2_a_free_port.py": r"2 ranks met on a port that a squatter could not take; 1000 ports held at once were 1000 different ones",
     "B3_a_file_on_a_shared_disk.py": r"a place was refused while its job ran, taken over after that was killed, and refused at once .*",
     "B4_a_range_of_ports.py": r"a socket, a store and a job took the 3 ports of the range; none of the 3 ports A-B is free .* holds 3",
-    "B5_try_again.py": r"it worked at the fourth attempt; where nobody came: tried \d+ times in 0\.\d s: \d+ x ConnectionRefusedError: .*",
+    "B5_try_again.py": r"it worked at the fourth attempt; where nobody came: tried \d+ times in \S+ s: \d+ x ConnectionRefusedError: .*",
     "B6_an_address_of_the_scripts_own.py": r"2 ranks met at the script's own port; with a port for each rank they were told at once .*",
     "B7_an_init_method_that_cannot_work.py": r"4 methods were corrected, and a file of an earlier run was refused: store-file-stale",
     "B8_a_clean_up_that_hides_the_error.py": r"(both ranks|rank \d) found nobody at 127\.0\.0\.1:\d+: nothing listens there",

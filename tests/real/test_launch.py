@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import select
@@ -382,10 +383,12 @@ def test_many_launches_leave_nothing() -> None:
         return None
 
     rallypoint.launch(nothing, nproc=2)
-    before = (len(os.listdir("/proc/self/fd")), threading.active_count())
+    gc.collect()  # what other tests have left
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(10):
         rallypoint.launch(nothing, nproc=2)
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert threading.active_count() <= threads
 
 
 def test_an_edited_module_is_seen_and_a_preloaded_one_reported(tmp_path: Path) -> None:

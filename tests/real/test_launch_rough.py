@@ -550,9 +550,12 @@ def test_ctrl_c_and_timeout_cut_the_grace_of_what_ranks_left_running(tmp_path: P
         import rallypoint
 
         def leaves():
+            ready, told = os.pipe()
             if os.fork() == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                os.write(told, b".")
                 time.sleep(600)
+            os.read(ready, 1)
             return 1
 
         rallypoint.launch(int)

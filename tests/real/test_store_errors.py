@@ -13,11 +13,11 @@ pytestmark = pytest.mark.torch
 WAITS = """
 import os
 import rallypoint
-
 store = rallypoint.connect()
+store.barrier("here", 2)
 rank = int(os.environ["RANK"])
 if rank == 0:
-    store.wait("weights", timeout=0.5)
+    store.wait("weights", timeout=2.0)
 store.wait("never", timeout=60.0)
 """
 
@@ -26,10 +26,9 @@ import os
 import rallypoint
 
 store = rallypoint.connect()
+store.barrier("here", 2)
 if os.environ["RANK"] == "0":
-    store["here"] = True
-    store.wait("weights", timeout=0.2)
-store.wait("here", timeout=30.0)
+    store.wait("weights", timeout=2.0)
 raise ValueError("no such file: weights.pt")
 """
 
@@ -48,8 +47,8 @@ import rallypoint
 def build():
     while True:
         time.sleep(0.1)
-
 store = rallypoint.connect()
+store.barrier("here", 3)
 if os.environ["RANK"] == "0":
     store.wait("weights", timeout=2.0)
 elif os.environ["RANK"] == "1":
@@ -92,7 +91,7 @@ def test_where_the_others_stood(run: Run, write: Write) -> None:
 
 
 def test_who_waited_for_a_rank_that_failed_is_not_the_cause(run: Run, write: Write) -> None:
-    """Its own error comes a moment later, and stands under `then`."""
+    """Whether its own error comes before it is stopped or not."""
     result = run("-n", "2", "train.py", cwd=write("train.py", WAITS_FOR_ONE_THAT_FAILED).parent)
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert result.report.startswith("error[rank-raised]: rank 1 raised ValueError: no such file: weights.pt\n"), result.everything

@@ -176,7 +176,8 @@ def test_ctrl_c_tells_where_every_rank_was(tmp_path: Path) -> None:
     assert re.search(r"- ranks? [12](-2)? +stopping.py:33 in <module> \(torch init_process_group\)", result.err), result.everything
     assert "KeyboardInterrupt" not in result.err  # three tracebacks of it say nothing
     sent = [(e["rank"], e["details"]["signal"]) for e in result.events if e["what"] == "stop-sent"]
-    assert sent == [(0, "SIGINT"), (1, "SIGINT"), (2, "SIGINT"), (1, "SIGTERM"), (2, "SIGTERM")], sent  # 1 and 2 stand inside torch
+    assert sent[:3] == [(0, "SIGINT"), (1, "SIGINT"), (2, "SIGINT")], sent
+    assert sorted(sent[3:]) == [(1, "SIGTERM"), (2, "SIGTERM")], sent  # 1 and 2 stand inside torch
 
 
 @pytest.mark.parametrize("manner", ["get", "connect"])
@@ -202,7 +203,7 @@ def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
     assert "rank 0 saves on SIGTERM" in result.out
     assert "rank 0 has saved" in result.out
     killed = [e["rank"] for e in result.events if e["what"] == "killed"]
-    assert killed == [1, 2]  # their handlers cannot run: they stand inside torch
+    assert sorted(killed) == [1, 2]  # their handlers cannot run: they stand inside torch
 
 
 def test_who_ignores_everything_is_killed_after_the_grace(tmp_path: Path) -> None:
@@ -214,16 +215,16 @@ def test_who_ignores_everything_is_killed_after_the_grace(tmp_path: Path) -> Non
 
 
 def test_ctrl_c_twice_kills_now(tmp_path: Path) -> None:
-    result = interrupted(tmp_path, "ignore", signal.SIGINT, signal.SIGINT)
+    result = interrupted(tmp_path, "ignore", signal.SIGINT, signal.SIGINT, options=("--grace", "80"))
     assert result.rc == 130
     assert {e["rank"] for e in result.events if e["what"] == "killed"} == {0, 1, 2}
-    assert result.seconds < 25  # the grace is 30 s
+    assert result.seconds < 60
 
 
 def test_a_stopped_rank_is_no_obstacle(tmp_path: Path) -> None:
-    result = interrupted(tmp_path, "frozen", signal.SIGTERM)
+    result = interrupted(tmp_path, "frozen", signal.SIGTERM, options=("--grace", "80"))
     assert result.rc == 143
-    assert result.seconds < 25
+    assert result.seconds < 60
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])

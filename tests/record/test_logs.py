@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.clock import Clock
 from rallypoint.record import logs
 from rallypoint.record.logs import TAIL_BYTES, TAIL_LINES, LogPump, worker_columns
 
@@ -361,7 +362,7 @@ def test_a_disk_that_gives_no_answer_costs_the_log_and_one_line(
 
 
 def test_torchruns_files_on_a_disk_that_gives_no_answer(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "DISK_PATIENCE", 0.5)
+    monkeypatch.setattr(logs, "DISK_PATIENCE", 3.0)
     rig = rigs(1, prefix=True)
     held, tee = os.pipe()
     write_later(rig.rank(0, tee=tee), _lines(0, 20_000)).join(SOON)
@@ -369,7 +370,7 @@ def test_torchruns_files_on_a_disk_that_gives_no_answer(rigs: Callable[..., Rig]
     out, err = rig.result()
     assert out.count(b"\n") == 20_000
     assert rig.log(0) == _lines(0, 20_000)  # this disk is well
-    assert err.count(b"no answer within 0.5 s, and the logs in it are not whole\n") == err.count(b"\n") == 1
+    assert err.count(b"no answer within 3 s, and the logs in it are not whole\n") == err.count(b"\n") == 1
     os.close(held)
 
 
@@ -451,12 +452,13 @@ def progress_of(rig: Rig, ranks: int) -> None:
 
 def test_progress_bars_are_thinned_out_and_only_the_last_is_kept(rigs: Callable[..., Rig]) -> None:
     rig = rigs(2)
+    clock = Clock()
     progress_of(rig, 2)
     shown = rig.result()[1]
     last = b"100%|##########| 100/100"
     for rank in (0, 1):
         mine = re.findall(rb"\[%d\] (.*)\n" % rank, shown)
-        assert 2 <= len(mine) <= 12  # two a second; the script runs for 1.6 s
+        assert 2 <= len(mine) <= 4 + 3 * clock.elapsed()  # two a second; of a hundred
         assert mine[-1] == last
         assert mine.count(last) == 1
         assert rig.log(rank) == last + b"\n"

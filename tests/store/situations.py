@@ -22,9 +22,6 @@ from rallypoint.wire.messages import Pop, Push, Value
 DEADLINE = 60.0
 """Seconds within which what has to happen happens, on a busy machine: never used up by a test that passes."""
 
-SLACK = 1.5
-"""Seconds that a call may end after its deadline on a busy machine. (Alone on it, it is some 10 ms.)"""
-
 LONG = 50.0
 """Seconds, the timeout of calls that are to end long before."""
 

@@ -740,5 +740,5 @@ class Model(RuleBasedStateMachine):
         assert state.budget.used == len(self.waiting)  # one byte each
 
 
-Model.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestModel = Model.TestCase

@@ -470,7 +470,7 @@ def test_a_thread_that_waits_does_not_hold_up_another(stores: Callable[[str], An
         return waiting.result()
 
     tcp = stores("tcp")
-    assert dist.DistStoreError in [attempt(tcp) for _ in range(10)]
+    assert any(attempt(tcp) is dist.DistStoreError for _ in range(300))  # who comes first is chance, and on a busy machine mostly the set
     ours = stores("ours")
     ours.set_timeout(seconds(SOON))
     waiting = Waiting(ours.get, "a")
@@ -669,17 +669,17 @@ def test_a_frozen_server_costs_no_more_than_the_timeout() -> None:
         try:
             assert process.stdout is not None
             address, secret = process.stdout.readline().split()
-            with rallypoint.connect(address, secret=bytes.fromhex(secret), timeout=1.0) as client:
+            with rallypoint.connect(address, secret=bytes.fromhex(secret), timeout=2.0) as client:
                 store = client.c10d()
                 store.set("a", "1")
-                store.set_timeout(seconds(1))
+                store.set_timeout(seconds(2))
                 process.send_signal(signal.SIGSTOP)
                 calls: list[Callable[[], Any]] = [lambda: store.get("b"), lambda: store.add("n", 1), lambda: store.set("a", "2")]
                 for call in calls:
                     began = time.monotonic()
                     with pytest.raises(dist.DistNetworkError, match="store-timeout"):
                         call()
-                    assert 0.9 < time.monotonic() - began < 10  # 1.1 s on a machine that is not busy
+                    assert 1.9 < time.monotonic() - began < 20  # 2.2 s on a machine that is not busy
                 process.send_signal(signal.SIGCONT)
                 assert store.get("a") in (b"1", b"2")
         finally:

@@ -53,6 +53,12 @@ large_and_shared = pytest.mark.parametrize("large", [LARGE, SHARED], ids=["large
 Connect = Callable[..., Store]
 
 
+@pytest.fixture(autouse=True)
+def _server_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in tests/primitives/conftest.py."""
+    monkeypatch.setattr("rallypoint.store.pending.LEAST_GRACE", 5.0)
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
     with serve(max_bytes="64MiB") as made:
@@ -454,18 +460,18 @@ def test_an_update_begun_when_there_was_no_key(store: Store, other: Store) -> No
 
 def test_ttl(store: Store, other: Store) -> None:
     clock = Clock()
-    store.set("k", 1, ttl=0.3)
+    store.set("k", 1, ttl=1.5)
     changes = other.watch("k", since=store.read("k").revision, timeout=DEADLINE)
     assert "k" in other
     change = next(changes)
     assert (change.key, change.value) == ("k", rallypoint.ABSENT)
-    assert clock.elapsed() >= 0.3
+    assert clock.elapsed() >= 1.5
     assert "k" not in store
 
 
 def test_add_keeps_the_ttl_and_set_takes_it_away(store: Store) -> None:
-    store.set("set", 1, ttl=0.2)
-    store.set_many({"add": 1, "many": 1}, ttl=0.2)
+    store.set("set", 1, ttl=1.5)
+    store.set_many({"add": 1, "many": 1}, ttl=1.5)
     store["set"] = 2
     store.add("add")
     until(lambda: store.keys() == ["set"])
@@ -589,10 +595,10 @@ def test_watch_reads_a_large_value_when_it_is_its_turn(store: Store, other: Stor
 
 
 def test_watch_can_be_asked_again_after_its_timeout(store: Store, other: Store) -> None:
-    changes = store.watch("k", timeout=0.05)
+    changes = store.watch("k", timeout=0.5)
     other["another"] = 1
     for _ in range(2):
-        with pytest.raises(StoreTimeout, match=r'nothing that begins with "k" changed within 0\.05 s') as caught:
+        with pytest.raises(StoreTimeout, match=r'nothing that begins with "k" changed within 0\.5 s') as caught:
             next(changes)
         assert caught.value.code == "wait-timeout"
     other["k"] = 1
@@ -765,10 +771,10 @@ def test_a_timedelta_is_a_time(connect: Connect) -> None:
     store.set("k", 1, ttl=timedelta(milliseconds=1))
     store.set_many({"j": 1}, ttl=timedelta(milliseconds=1))
     until(lambda: len(store) == 0)
-    with pytest.raises(StoreTimeout, match=r"within 0\.05 s"):
-        store.wait("k", timedelta(seconds=0.05))
-    with pytest.raises(StoreTimeout, match=r"within 0\.05 s"):
-        next(store.watch(timeout=timedelta(seconds=0.05)))
+    with pytest.raises(StoreTimeout, match=r"within 0\.5 s"):
+        store.wait("k", timedelta(seconds=0.5))
+    with pytest.raises(StoreTimeout, match=r"within 0\.5 s"):
+        next(store.watch(timeout=timedelta(seconds=0.5)))
 
 
 def test_what_is_taken_for_an_address(server: Server) -> None:
@@ -840,7 +846,7 @@ def test_add_says_how_to_give_numbers_of_others(store: Store) -> None:
 
 def test_a_store_without_an_answer_says_what_was_asked() -> None:
     with Network() as network:
-        store = network.connect(timeout=0.05)
+        store = network.connect(timeout=0.5)
         network.refuse()
         network.cut()
         calls: list[tuple[Callable[[], object], str]] = [
@@ -998,7 +1004,7 @@ def test_repr_and_identity(server: Server) -> None:
 
 def test_repr_without_a_connection() -> None:
     with Network() as network:
-        store = network.connect(rank=3, timeout=0.05)
+        store = network.connect(rank=3, timeout=0.5)
         network.refuse()
         network.cut()
         with pytest.raises(StoreTimeout):

@@ -115,7 +115,7 @@ kinds = st.one_of(
 times = st.tuples(st.integers(0, 8), st.one_of(st.integers(1, 4), st.just(math.inf)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(kinds, times), min_size=1, max_size=5))
 def test_the_search_agrees_with_trying_every_order(raw: list[Any]) -> None:
     history = [

@@ -28,7 +28,7 @@ def outage(store: rallypoint.Store) -> SessionLost:
 
 def test_a_server_that_is_gone_is_not_blamed_on_the_client_and_one_that_is_new_is_told() -> None:
     with rallypoint.serve(secret=SECRET) as first, ChaosProxy(first.address) as proxy:
-        store = rallypoint.connect(proxy.address, secret=SECRET, ttl=0.5, timeout=0.6, same_host=False)
+        store = rallypoint.connect(proxy.address, secret=SECRET, ttl=1.0, timeout=2.0, same_host=False)
         store.add("n", 5)
         gone = proxy.refuse()
         proxy.reset()

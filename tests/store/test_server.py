@@ -147,10 +147,10 @@ def test_a_session_ends_when_nothing_is_heard_of_it(server: Server) -> None:
 
 
 def test_every_request_is_a_sign_of_life(server: Server) -> None:
-    with Raw(server.address, server.secret, ttl=0.5) as client:
+    with Raw(server.address, server.secret, ttl=1.5) as client:
         client.ask(Set, "mine", b"\x01", ephemeral=True)
         clock = Clock()
-        while clock.elapsed() < 1.2:
+        while clock.elapsed() < 3.6:
             assert isinstance(client.ask(Get, "mine"), Value)
 
 
@@ -353,6 +353,15 @@ def test_nothing_is_left_after_a_thousand_connections() -> None:
     assert descriptors() == before
 
 
+def links(folder: str) -> set[str]:
+    """What the links in a folder point to, without those that go while one looks."""
+    found = set()
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"{folder}/{name}"))
+    return found
+
+
 def test_a_forked_child_keeps_neither_port_nor_connections(server: Server) -> None:
     with Raw(server.address, server.secret) as client:
         client.ask(Set, "large", b"", body=bytes(2 << 20))
@@ -369,7 +378,7 @@ def test_a_forked_child_keeps_neither_port_nor_connections(server: Server) -> No
         try:
             # The child's `after fork` code has run when it waits for the pipe.
             kept = {os.readlink(f"/proc/self/fd/{fd}") for fd in parents}
-            assert until(lambda: not kept & {os.readlink(entry.path) for entry in os.scandir(f"/proc/{child}/fd")})
+            assert until(lambda: not kept & links(f"/proc/{child}/fd"))
             server.stop()
             assert isinstance(client.reply(), Closing)
             with pytest.raises(Closed):
@@ -406,14 +415,14 @@ def test_sessions_survive_a_server_that_was_frozen(server: Server, monkeypatch: 
 
     monkeypatch.setattr("rallypoint.store.loop.EVENTS", 1)  # so that one look does not see them all
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(Raw(server.address, server.secret, ttl=0.6)) for _ in range(5)]
+        clients = [stack.enter_context(Raw(server.address, server.secret, ttl=2.0)) for _ in range(5)]
         monkeypatch.setattr(loop._gate, "overdue", freeze)
         monkeypatch.setattr("rallypoint.store.loop.GREETING", 0.01)
         stack.enter_context(plug(server.address))  # whose time is soon up
         assert frozen.wait(DEADLINE)
         for client in clients:
             client.post(Ping)
-        threading.Event().wait(0.7)  # the ttl passes
+        threading.Event().wait(2.2)  # the ttl passes
         monkeypatch.setattr(loop._gate, "overdue", overdue)
         go.set()
         for client in clients:

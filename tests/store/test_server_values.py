@@ -287,13 +287,13 @@ def test_a_repeated_upload_is_answered_as_before(server: Server, far: Raw) -> No
 
 
 def test_a_slow_upload_is_a_sign_of_life(server: Server) -> None:
-    with Raw(server.address, server.secret, ttl=0.4) as slow:
+    with Raw(server.address, server.secret, ttl=1.5) as slow:
         size = 2 * MIB
         slow.say_begin(Set, size, "k", b"")
         pause = threading.Event()
         for _ in range(16):
             slow.sock.sendall(bytes(size // 16))
-            pause.wait(0.06)
+            pause.wait(0.25)
         assert slow.reply() == Done(1, 1)
 
 

@@ -20,7 +20,7 @@ from rallypoint.wire.messages import Pop
 
 from .live import DEADLINE, Thread, output_of, running, until
 
-SHORT = 1.0
+SHORT = 2.0
 """A ttl that a test can wait for, and three signs of life in which a busy machine manages."""
 
 LONG = 3600.0

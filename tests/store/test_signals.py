@@ -460,7 +460,7 @@ import signal, sys
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 import rallypoint
 def connect(same_host):
-    return rallypoint.connect({process.address!r}, secret={process.secret!r}, same_host=same_host, timeout=0.5)
+    return rallypoint.connect({process.address!r}, secret={process.secret!r}, same_host=same_host, timeout=2.0, ttl=60.0)
 stores = [connect(True), connect(False)]
 print("connected", flush=True)
 sys.stdin.readline()

@@ -407,5 +407,5 @@ class Model(RuleBasedStateMachine):
         assert len(self.state.waiting) == len(model)
 
 
-Model.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestModel = Model.TestCase

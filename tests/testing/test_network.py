@@ -57,7 +57,7 @@ def test_adds_of_several_threads_are_exact_while_connections_are_cut() -> None:
 
 def test_a_server_that_refuses_is_waited_for_until_the_deadline() -> None:
     with Network() as network:
-        store = network.connect(timeout=0.3)
+        store = network.connect(timeout=1.0)
         network.refuse()
         network.cut()
         with pytest.raises(StoreTimeout) as caught:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as some
 
 from rallypoint.wire.frames import HEADER_BYTES, Cutter, Frame, FrameError, header
@@ -43,14 +43,12 @@ def received(stream: bytes, cuts: list[int]) -> list[tuple[bytes, bytes]]:
     return found
 
 
-@settings(deadline=None)
 @given(frames, cuts)
 @example([(b"m", b""), (b"n" * MESSAGE_BYTES, b"b" * BODY_BYTES)], [1])
 def test_any_split_of_the_stream_gives_the_same_frames(frames: list[tuple[bytes, bytes]], cuts: list[int]) -> None:
     assert received(stream_of(frames), cuts) == frames
 
 
-@settings(deadline=None)
 @given(frames, some.integers(1, 2000))
 def test_a_stream_that_ends_early_gives_the_frames_before_its_end(frames: list[tuple[bytes, bytes]], short: int) -> None:
     stream = stream_of(frames)[:-short]
@@ -66,7 +64,6 @@ def test_a_stream_that_ends_early_gives_the_frames_before_its_end(frames: list[t
     assert len(cutter) < HEADER_BYTES + MESSAGE_BYTES
 
 
-@settings(deadline=None)
 @given(some.lists(some.binary(max_size=100), max_size=20))
 def test_random_bytes_are_frames_or_a_frame_error(pieces: list[bytes]) -> None:
     cutter = Cutter(MESSAGE_BYTES, BODY_BYTES)

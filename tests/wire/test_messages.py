@@ -63,7 +63,7 @@ every_message = some.one_of(*(any_of(message) for union, _ in KINDS for message 
 
 @pytest.mark.parametrize(("message", "decode"), EVERY)
 def test_every_message_comes_back_as_it_was(message: Any, decode: Decode) -> None:
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=40)
     @given(any_of(message))
     def check(sent: Any) -> None:
         got = decode(messages.encode(sent))
@@ -75,7 +75,7 @@ def test_every_message_comes_back_as_it_was(message: Any, decode: Decode) -> Non
 
 @pytest.mark.parametrize(("message", "decode"), EVERY)
 def test_what_a_newer_version_adds_to_a_message_is_passed_over(message: Any, decode: Decode) -> None:
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=40)
     @given(any_of(message))
     def check(sent: Any) -> None:
         longer = [*msgspec.msgpack.decode(messages.encode(sent)), "more", {"of": [1, b"2"]}]
@@ -86,7 +86,7 @@ def test_what_a_newer_version_adds_to_a_message_is_passed_over(message: Any, dec
 
 @pytest.mark.parametrize("decode", DECODERS)
 def test_random_bytes_are_refused_and_nothing_else(decode: Decode) -> None:
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     @given(some.binary(max_size=200))
     @example(b"")
     @example(b"\xc1")
@@ -103,7 +103,7 @@ def test_random_bytes_are_refused_and_nothing_else(decode: Decode) -> None:
 
 @pytest.mark.parametrize("decode", DECODERS)
 def test_mutated_messages_are_accepted_or_refused_and_nothing_else(decode: Decode) -> None:
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     @given(every_message, some.data())
     def check(message: Any, data: some.DataObject) -> None:
         encoded = bytearray(messages.encode(message))
@@ -120,7 +120,7 @@ def test_mutated_messages_are_accepted_or_refused_and_nothing_else(decode: Decod
 
 @pytest.mark.parametrize(("message", "decode"), EVERY)
 def test_a_truncated_message_is_refused(message: Any, decode: Decode) -> None:
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=40)
     @given(any_of(message), some.data())
     def check(sent: Any, data: some.DataObject) -> None:
         encoded = messages.encode(sent)

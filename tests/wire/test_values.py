@@ -125,7 +125,6 @@ def laid_out(tree: object, buffers: bytes = b"") -> bytes:
 # --- the closed set ---
 
 
-@settings(deadline=None)
 @given(anything)
 @example([[], (), set(), frozenset(), {}, OrderedDict()])
 @example({True: 1, 0: False, "": None, -5: {2**70: [2**64, -(2**63) - 1]}})
@@ -144,7 +143,6 @@ def test_what_goes_in_comes_out(value: Any) -> None:
         assert join(encode(back)) == data  # so that compare_and_set finds what was read
 
 
-@settings(deadline=None)
 @given(some.none() | some.booleans() | some.integers(-(2**63), 2**63 - 1) | some.floats() | some.text() | some.binary(max_size=70_000))
 def test_a_scalar_is_the_bare_msgpack_scalar(value: Any) -> None:
     assert join(encode(value)) == msgspec.msgpack.encode(value)
@@ -162,7 +160,6 @@ def test_the_bytes_of_a_value() -> None:
     assert encode({"a": [1, None], "b": b"x" * 5000}) == head + b"\0" * (64 - len(head)) + b"x" * 5000
 
 
-@settings(deadline=None)
 @given(some.lists(hashables, max_size=8), some.randoms(use_true_random=False))
 def test_equal_sets_have_equal_bytes(elements: list[Any], shuffle: random.Random) -> None:
     once = set(elements)
@@ -342,7 +339,6 @@ def test_a_container_inside_itself_is_named() -> None:
 # --- bytes that are no value ---
 
 
-@settings(deadline=None)
 @given(some.binary(max_size=300))
 @example(b"")
 @example(b"\xc1")
@@ -399,7 +395,7 @@ def seeds() -> list[bytes]:
     return [join(encode(value)) for value in found] + [join(encode(print, allow_pickle=True))]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(some.data())
 def test_spoiled_values_are_values_or_malformed(data: some.DataObject) -> None:
     encoded = bytearray(seeds()[data.draw(some.integers(0, len(seeds()) - 1))])
@@ -419,13 +415,13 @@ leaves = some.none() | some.booleans() | numbers | names | some.binary(max_size=
 trees = some.recursive(leaves, lambda inner: some.tuples(some.integers(0, 18), some.lists(inner, max_size=5)).map(lambda n: [n[0], *n[1]]))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(trees, some.binary(max_size=200))
 def test_trees_that_nobody_writes_are_values_or_malformed(tree: object, buffers: bytes) -> None:
     accepted_or_malformed(laid_out(tree, buffers))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(some.from_regex(values._RAW_DTYPE, fullmatch=True))
 def test_names_of_numpy_dtypes_are_dtypes_or_malformed(name: str) -> None:
     pytest.importorskip("numpy")

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -16,23 +17,23 @@ PATIENCE = timedelta(seconds=300)
 def save(number, frame):
     time.sleep(0.6)
     print("rank 0 has saved", flush=True)
+    threading.Timer(1.4, theirs.send, (b".",)).start()
 
 
 dist.init_process_group("gloo")
 store = dist.distributed_c10d._get_default_store()
+ours, theirs = socket.socketpair()
 unused = socket.socket()
 unused.bind(("127.0.0.1", 0))
 dist.barrier()
-print(f"rank {rank} goes on", flush=True)
 if rank == 0:
     signal.signal(signal.SIGINT, save)
-    ours, theirs = socket.socketpair()
-    ours.settimeout(2)
-    try:
-        ours.recv(1)
-    except TimeoutError:
-        print("rank 0 is done", flush=True)
-        os._exit(0)
+print(f"rank {rank} goes on", flush=True)
+if rank == 0:
+    ours.settimeout(PATIENCE.total_seconds())
+    ours.recv(1)
+    print("rank 0 is done", flush=True)
+    os._exit(0)
 if manner == "get":
     store.set_timeout(PATIENCE)
     store.get("nobody sets this")
