@@ -15,7 +15,7 @@ import rallypoint
 from rallypoint.errors import LimitExceeded, OnceFailed, SessionLost, StoreClosed, StoreTimeout, UsageError, ValueUnsupported, WouldDeadlock
 from rallypoint.primitives import once as module
 from rallypoint.primitives.store import Store
-from rallypoint.store import client
+from rallypoint.store.news import News
 from rallypoint.store.server import Server
 from rallypoint.testing import ChaosProxy
 from rallypoint.wire.messages import INLINE_BYTES, Resolve
@@ -435,7 +435,7 @@ ENOUGH = 300
 def test_interrupted_anywhere_nobody_is_stuck(server: Server, same_host: bool, retry: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Signal handlers that raise at random moments: whoever asks next computes, or gets the value. (What is to be given back, and a second
     signal kept from being told, the server learns with the next sign of life: these come every third of a `ttl`.)"""
-    monkeypatch.setattr(client, "_say", lambda level, text: None)  # see test_queue.py
+    monkeypatch.setattr(News, "tell", lambda self: None)  # see test_queue.py
 
     def run() -> int:
         with rallypoint.connect(server.address, secret=server.secret, same_host=same_host, timeout=DEADLINE, ttl=3.0) as store:

@@ -19,7 +19,7 @@ from rallypoint.clock import Clock
 from rallypoint.errors import LimitExceeded, SessionLost, StoreClosed, StoreTimeout, UsageError, ValueUnsupported
 from rallypoint.primitives.queue import Queue
 from rallypoint.primitives.store import Store
-from rallypoint.store import client
+from rallypoint.store.news import News
 from rallypoint.store.server import Server
 from rallypoint.testing import ChaosProxy
 from rallypoint.wire.messages import Settle
@@ -407,7 +407,7 @@ def test_interrupted_anywhere_an_item_is_got_or_comes_back(jobs: Queue, how: str
     block has run to its end is there once more at most when the end was interrupted; nothing is lost."""
 
     # A handler that raises inside of `logging` leaves its lock taken, and then whoever logs in another thread waits for ever.
-    monkeypatch.setattr(client, "_say", lambda level, text: None)
+    monkeypatch.setattr(News, "tell", lambda self: None)
 
     def run() -> int:
         done: list[int] = []

@@ -298,13 +298,14 @@ def test_a_log_that_stands_still_holds_up_neither_signs_of_life_nor_a_connection
         try:
             network.cut()
             eventually(lambda: store.statistics()["reconnects"] == 1)  # by a thread of ours, which has something for the log
-            store._session.note("error", "by this thread, which could write it")
+            store._session.news.add("error", "by this thread, which can write it")
+            store._session.news.tell()
             threading.Event().wait(5.0)
             assert store.add("n") == 1
             assert store.statistics()["sessions"] == 1
         finally:
             logging._releaseLock()  # type: ignore[attr-defined]
-        eventually(lambda: not store._session._tells)
+        eventually(lambda: not store._session.news.told_apart)
 
 
 def test_the_keeper_ends_with_the_last_store(server: Server) -> None:

@@ -191,7 +191,6 @@ class Client:
             job=options.job,
             same_host=options.same_host,
             open_socket=self._open_socket,
-            say=_say,
         )
         try:
             session.connect()
@@ -757,13 +756,3 @@ def _integer(reply: AnyReply) -> int:
 def _names(reply: AnyReply) -> tuple[str, ...]:
     assert isinstance(reply, Names)
     return reply.names
-
-
-def _say(level: str, text: str) -> None:
-    from rallypoint.store import logbook  # here: most programs never lose a connection, and logging takes 8 ms to load
-
-    if level == "notice":
-        logbook.notice(text)
-    else:
-        log = logbook.logger()
-        {"info": log.info, "warning": log.warning, "error": log.error}[level](text)

@@ -137,7 +137,8 @@ class _Keeper:
                     background.start(session.revive, "reconnect")
         except Exception:
             # One session's trouble (no memory, no thread) must not end the signs of life of the others.
-            session.note("error", f"a sign of life to the store at {session.address} was not given\n{traceback.format_exc().rstrip()}")
+            session.news.add("error", f"a sign of life to the store at {session.address} was not given\n{traceback.format_exc().rstrip()}")
+            session.news.tell()
         if work == "look in":
             return
         now = self._clock.monotonic()
@@ -164,7 +165,8 @@ def _tell_who_waits(session: Session, now: float) -> None:
     for lease in list(session.leases.held):
         if not lease.token and not lease.logged and now - lease.began > LONG_WAIT:
             lease.logged = True
-            session.note("info", f"waiting for {lease.what} at {session.address} for {now - lease.began:.1f} s")
+            session.news.add("info", f"waiting for {lease.what} at {session.address} for {now - lease.began:.1f} s")
+            session.news.tell()
 
 
 def _usable(ref: weakref.ref[Session]) -> bool:

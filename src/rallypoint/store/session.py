@@ -28,7 +28,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -38,7 +38,7 @@ from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.errors import Outcome, SessionLost, StoreClosed, StoreTimeout, StoreUnreachable
 from rallypoint.host.sockets import listener_of
-from rallypoint.store import background, reach
+from rallypoint.store import news, reach
 from rallypoint.store.address import Address
 from rallypoint.store.dial import DialFailed, Opened, OpenSocket
 from rallypoint.store.dues import Dues
@@ -99,9 +99,6 @@ third is left for that."""
 BUSY_SECONDS = 1.0
 """But for so long a server, or this process, may be busy. A lease that is not much longer is lost with its connection."""
 
-NEWS = 1000
-"""Lines for the log at most that wait to be written."""
-
 STUCK = 0.3
 """The share of the ttl after which a link that takes nothing at all is given up: with the keeper's next visit there is time for another."""
 
@@ -119,9 +116,9 @@ class Session:
     # Slots: all of it in one piece of memory, and no dict in two others. See `ask`.
     __slots__ = (
         "__weakref__", "_bytes", "_clock", "_closed", "_confirmed", "_driver", "_driving", "_dues", "_job", "_link", "_links",
-        "_lost", "_news", "_now", "_pending", "_pinged", "_reach", "_refusing", "_say", "_secret", "_seq", "_server",
-        "_server_pid", "_silence", "_stuck", "_stuck_since", "_tells", "_waiting", "_welcomed", "address", "closed_before_fork", "counts",
-        "foreign", "id", "identity", "keep_at", "leases", "limits", "reconnects", "sessions", "soon_at", "timeout", "ttl",
+        "_lost", "_now", "_pending", "_pinged", "_reach", "_refusing", "_secret", "_seq", "_server",
+        "_server_pid", "_silence", "_stuck", "_stuck_since", "_waiting", "_welcomed", "address", "closed_before_fork", "counts",
+        "foreign", "id", "identity", "keep_at", "leases", "limits", "news", "reconnects", "sessions", "soon_at", "timeout", "ttl",
     )  # fmt: skip
 
     def __init__(
@@ -136,10 +133,9 @@ class Session:
         same_host: bool = True,
         clock: Clock | None = None,
         open_socket: OpenSocket | None = None,
-        say: Callable[[str, str], None] = lambda level, text: None,
     ) -> None:
         """`timeout`: seconds, for connecting and for every answer that waits for nobody. `ttl`: seconds. `same_host=False`: stay on
-        the given address and use no shared memory. `say(level, text)` gets a line for the log."""
+        the given address and use no shared memory."""
         self.address = address
         self.identity = identity
         self.timeout = timeout
@@ -156,9 +152,7 @@ class Session:
         self._clock = clock or Clock()
         self._now = self._clock.monotonic
         self._reach = Reach(address, same_host=same_host, patience=timeout, clock=self._clock, open_socket=open_socket)
-        self._say = say
-        self._news: deque[tuple[str, str]] = deque(maxlen=NEWS)  # for the log, between two calls: a log may be slow, or use a store
-        self._tells = False  # a thread of ours writes them
+        self.news = news.News()
         self._seq = 0  # never begins anew: threads may still hold requests of a session that was lost
         self._pending: dict[int, Pending] = {}  # in the order of their numbers; each is removed by its own thread
         self._waiting: dict[int, Pending] = {}  # those whose threads sleep until they have an answer or are to drive
@@ -665,48 +659,12 @@ class Session:
             self._bytes[1] += link.received_bytes
             self._reach.forget()
             if not self._closed:
-                self._news.append(("warning", f"lost the connection to the store at {self.address}: {why}"))
+                self.news.add("warning", f"lost the connection to the store at {self.address}: {why}")
 
     def _unsendable(self, link: Link, broken: LinkBroken) -> None:
         """Nothing can be sent on it. If the server has closed it, what it said last may still be there."""
         if not broken.gone or self.look_in():
             self._broken(link, str(broken))  # otherwise another thread reads, and finds out
-
-    def _tell(self) -> None:
-        """Write what has happened into the log.
-
-        Our own threads have another one do that. A log may stand still for ever: that of a signal handler's exception, in the middle of
-        Python's logging, keeps the locks of that for its own thread. Signs of life, and a connection that others wait for, go on.
-        """
-        if self._news and background.is_here():
-            if not self._tells:
-                self._tells = True
-                try:
-                    background.start(self._tell_apart, "log")
-                except RuntimeError:  # no more threads: whoever asks for something next writes it
-                    self._tells = False
-            return
-        self._write_news()
-
-    def _tell_apart(self) -> None:
-        try:
-            self._write_news()
-        finally:
-            self._tells = False
-        self._tell()  # who saw that somebody tells has left it at that
-
-    def _write_news(self) -> None:
-        while self._news:
-            try:
-                level, text = self._news.popleft()
-            except IndexError:  # another thread has written it
-                return
-            self._say(level, text)
-
-    def note(self, level: str, text: str) -> None:
-        """Have something written into the log ("info", "warning" or "error")."""
-        self._news.append((level, text))
-        self._tell()
 
     # --- giving up ---
 
@@ -729,7 +687,7 @@ class Session:
         self._pay()
         if self._driver == 0 and self._waiting:
             self._hand_over()
-        self._tell()
+        self.news.tell()
 
     def _pay(self, *, ping: bool = False) -> bool:
         """Tell the server what it is to be told, as far as that goes now. `ping`: and that we live; whether that went."""
@@ -777,7 +735,7 @@ class Session:
                     raise self._reach.problem()
                 if self._link is None and not told and now - began >= QUIET_SECONDS and self._reach.failing:
                     told = True
-                    self._say("notice", f"{self._reach.problem(look=False)}; still trying, for {deadline - now:.0f} s more")
+                    news.notice(f"{self._reach.problem(look=False)}; still trying, for {deadline - now:.0f} s more")
         finally:
             self._driver = 0
         if self._closed:
@@ -788,7 +746,7 @@ class Session:
 
         Raises StoreUnreachable, if `first`, for what another attempt would only repeat; otherwise all pending requests fail with it.
         """
-        self._tell()
+        self.news.tell()
         if self._closed:
             self._finish(self._closed)
             return
@@ -805,7 +763,7 @@ class Session:
             self._failed(failed, first)
         else:
             self._opened(opened, began, deadline)
-        self._tell()
+        self.news.tell()
 
     def _greeting(self, resume: bool) -> Joining:
         return Joining(
@@ -850,7 +808,7 @@ class Session:
             return
         if again:
             self.reconnects += 1
-            self._news.append(("warning", f"connected to the store at {self.address} again, by {link.where}"))
+            self.news.add("warning", f"connected to the store at {self.address} again, by {link.where}")
         small = self._again(link)
         self._pay()
         try:
@@ -912,7 +870,7 @@ class Session:
                 told = True
         if not told:
             self._lost, self._refusing = loss.error("did not happen"), True
-        self._news.append(("error", loss.headline))
+        self.news.add("error", loss.headline)
 
     def _timed_out(self, pending: Pending) -> StoreTimeout:
         outcome = outcome_of(pending)
@@ -960,7 +918,7 @@ class Session:
                 self._broken(link, "nothing could be sent, and the lease must be kept")
         if self._driver == 0 and self._waiting:
             self._hand_over()
-        self._tell()
+        self.news.tell()
         return self._link is not None
 
     def _unanswered(self, link: Link) -> bool:
