@@ -12,6 +12,7 @@ from rallypoint.launcher import hearing
 from rallypoint.launcher.hearing import EVIDENCE_DEADLINE, EVIDENCE_LOOK, ROLL_CALL_DEADLINE, Deafness, Hearing, RollCall
 from rallypoint.launcher.meetings import Meetings
 from rallypoint.launcher.supervisor import (
+    SETTLE_APART,
     AskEvidence,
     CallRoll,
     EvidenceIn,
@@ -69,7 +70,8 @@ def test_a_rank_that_never_answers_is_not_waited_for(scene: Scene) -> None:
     assert not is_in(scene)
     scene.pass_by(EVIDENCE_DEADLINE * 0.2)
     assert is_in(scene)
-    scene.pass_by(EVIDENCE_DEADLINE)
+    scene.pass_by(SETTLE_APART)
+    scene.job.feed(Timer("settle"))
     assert len(scene.of(MakeReport)) == 1
 
 

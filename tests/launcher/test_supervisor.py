@@ -23,7 +23,7 @@ class Play:
         self.machine = Supervisor(world_size=ranks, max_restarts=max_restarts, grace=grace, on_failure=on_failure)
         self.actions: list[sv.Action] = []
         self.now = 0.0
-        self._status = status
+        self._ranks, self._status = ranks, status
 
     def at(self, now: float, *events: sv.Event) -> list[sv.Action]:
         self.now = now
@@ -40,6 +40,12 @@ class Play:
 
     def running(self) -> Play:
         self.at(1.0, sv.Prepared())
+        return self
+
+    def joined(self) -> Play:
+        self.running()
+        for phase in ("joining", "running"):
+            self.at(1.5, *(sv.AtPhase(rank, phase) for rank in range(self._ranks)))
         return self
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -74,7 +80,7 @@ def test_a_job_that_goes_well_starts_once_and_leaves_with_0() -> None:
 
 
 def test_evidence_is_asked_for_before_anything_is_stopped() -> None:
-    play = Play().running()
+    play = Play().joined()
     first = play.at(5.0, raised(2))
     assert isinstance(first[0], sv.AskEvidence)
     assert not signalled(first)
@@ -84,6 +90,25 @@ def test_evidence_is_asked_for_before_anything_is_stopped() -> None:
     assert isinstance(after[0], sv.MakeReport)
     assert signalled(after) == [(r, "SIGTERM") for r in range(4)]
     assert all("rank 2 raised ValueError" in a.because for a in after if isinstance(a, sv.SignalGroup))
+
+
+def test_who_has_not_joined_the_others_is_given_longer_for_the_same_mistake() -> None:
+    """A module that is not there: every rank finds that out, each when it comes to that line."""
+    play = Play(3).running()
+    play.at(5.0, raised(0), sv.EvidenceIn())
+    play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
+    assert not play.of(sv.MakeReport)
+    play.at(5.2, raised(1))
+    play.at(5.0 + sv.SETTLE_APART, sv.Timer("settle"))
+    assert len(play.of(sv.MakeReport)) == 1
+
+
+def test_who_waits_for_the_others_or_has_joined_them_makes_no_mistake_of_its_own_then() -> None:
+    play = Play(3).running()
+    play.at(2.0, sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"))
+    play.at(5.0, raised(2), ended(2, code=1), sv.EvidenceIn())
+    play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
+    assert len(play.of(sv.MakeReport)) == 1
 
 
 def test_a_consequence_waits_longer_for_its_cause() -> None:
@@ -98,7 +123,7 @@ def test_a_consequence_waits_longer_for_its_cause() -> None:
 
 
 def test_no_report_before_the_evidence_is_in() -> None:
-    play = Play().running()
+    play = Play().joined()
     play.at(5.0, raised(2))
     play.at(5.1, sv.Timer("settle"))
     assert not play.of(sv.MakeReport)
@@ -181,7 +206,7 @@ def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
     ids=["a batch system", "a failure", "the time is over"],
 )
 def test_what_ends_the_waiting(event: sv.Event, hurry: str) -> None:
-    play = Play(2, grace=30.0).running()
+    play = Play(2, grace=30.0).joined()
     play.at(5.0, event, sv.EvidenceIn())
     play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
     play.at(7.0, sv.Timer("silent"))

@@ -16,6 +16,9 @@ from rallypoint.world import ranks_phrase
 
 # Seconds after a failure that looks like a cause in which a better one may still arrive: two ranks that fail together are two causes.
 SETTLE = 0.05
+# Seconds for one while a rank that lives has not joined the others: all that make the same mistake (a module that is not there, a wrong
+# option) come to it as far apart as they were started, which on a busy machine is tens of milliseconds for each.
+SETTLE_APART = 0.25
 # Seconds for one that is perhaps a consequence ("connection closed by peer"). When a process is killed its sockets close before its
 # parent is told, so peers often complain first; the kernel needs a few milliseconds, a loaded machine some tens.
 SETTLE_FOR_CAUSE = 0.25
@@ -460,8 +463,14 @@ class Supervisor:
         self.state, self._because, self._evidence_in = State.JUDGING, because, False
         if self._asked_by is None:
             self._reason = "failure"
-        self._settle_until = now + (SETTLE if self._sure else SETTLE_FOR_CAUSE)
+        self._settle_until = now + self._settle()
         return [AskEvidence(because), SetTimer("settle", self._settle_until)]
+
+    def _settle(self) -> float:
+        if not self._sure:
+            return SETTLE_FOR_CAUSE
+        apart = any(not (rank.ended or rank.failed or rank.joined or rank.waits) for rank in self._ranks)
+        return SETTLE_APART if apart else SETTLE
 
     def _another(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Raised | RankEnded | Misfit)
@@ -478,8 +487,8 @@ class Supervisor:
             self._sure = self._sure or not event.consequence
         else:
             self._sure = True
-        if self._sure and not was_sure and now + SETTLE < self._settle_until:
-            self._settle_until = now + SETTLE
+        if self._sure and not was_sure and now + self._settle() < self._settle_until:
+            self._settle_until = now + self._settle()
             actions.append(SetTimer("settle", self._settle_until))
         return actions + self._perhaps_conclude(now)
 
