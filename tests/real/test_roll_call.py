@@ -314,6 +314,7 @@ import pathlib
 import torch.distributed as dist
 
 def look():
+    pathlib.Path("at the prompt").touch()
     while not os.path.exists("there"):
         time.sleep(0.01)
     time.sleep(SPAN)
@@ -322,6 +323,8 @@ import time
 if os.environ["RANK"] == "0":
     breakpoint()
 else:
+    while not os.path.exists("at the prompt"):
+        time.sleep(0.01)
     pathlib.Path("there").touch()
 dist.init_process_group("gloo")
 """

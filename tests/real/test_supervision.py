@@ -309,7 +309,7 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     Path(os.fsdecode(program)).write_text("import sys\nprint(ascii(sys.argv[1:]))\nopen('/no/caf\\udce9')\n")
     result = run_job(["-n", "2", os.fsdecode(program), os.fsdecode(b"\xff")], state=tmp_path)
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
-    assert result.of(0) == ["['\\udcff']"]
+    assert "['\\udcff']" in result.of(0) + result.of(1)  # one may be stopped before it comes to that
     assert "FileNotFoundError" in result.report
 
 
@@ -408,7 +408,8 @@ def test_a_disk_that_takes_no_logs_holds_nobody_up(tmp_path: Path) -> None:
     """The thread that reads the ranks' pipes waited for it: the terminal got nothing more, and ranks that print waited for ever."""
     program = tmp_path / "train.py"
     program.write_text(
-        "import os\nfor i in range(20_000):\n    print('line', i)\nif os.environ['RANK'] == '1':\n    raise ValueError('a cause')\n"
+        "import os, rallypoint\nfor i in range(20_000):\n    print('line', i, flush=i == 19_999)\n"
+        "rallypoint.connect().barrier('printed', 2)\nif os.environ['RANK'] == '1':\n    raise ValueError('a cause')\n"
     )
     result = run_job(["-n", "2", "train.py"], state=tmp_path, cwd=tmp_path, launcher=(sys.executable, "-P", "-c", DEAD_LOGS))
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything

@@ -415,9 +415,19 @@ def test_a_group_meets_again_in_every_attempt(run: Run) -> None:
     assert "rallypoint: restarting all 2 ranks, attempt 2 of 2" in result.err
 
 
+COUNTS = """\
+import os, sys
+import rallypoint
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print(attempt)
+rallypoint.connect().barrier(f"printed in attempt {attempt}", 2)
+sys.exit(3)
+"""
+
+
 @WAYS
 def test_attempts_are_counted(run: Run, write: Write, way: tuple[str, ...]) -> None:
-    program = write("train.py", "import os, sys\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\nsys.exit(3)\n")
+    program = write("train.py", COUNTS)
     result = run(*way, "-n", "2", "--max-restarts", "1", program)
     assert result.rc == 3, result.everything
     assert (result.of(0), result.of(1)) == (["0", "1"], ["0", "1"]), result.everything
