@@ -140,6 +140,7 @@ def test_the_module_help_shows_the_command() -> None:
 def test_a_stall_takes_longer_than_a_breath() -> None:
     assert parse("--stall 2.5 train.py").stall == 2.5
     assert parse("train.py").stall is None
+    assert parse("--stall 0 train.py").stall == 0
     assert refused("--stall 0.5 train.py").headline.startswith("--stall 0.5 is less than a second, and every rank stands still that long")
 
 

@@ -395,3 +395,26 @@ def test_a_plan_can_be_written_down_and_read_back() -> None:
 @pytest.mark.parametrize(("cpus", "ranks", "threads"), [(64, 8, 8), (2, 8, 1), (7, 2, 3), (1, 1, 1)])
 def test_a_rank_gets_its_share_of_the_processors(cpus: int, ranks: int, threads: int) -> None:
     assert threads_of_a_rank(cpus, ranks) == threads
+
+
+# --- a stall ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "patience"),
+    [
+        ({"nproc": 2}, 300.0),
+        ({"nproc": 1}, None),
+        ({"nproc": 2, "stall": 7.5}, 7.5),
+        ({"nproc": 1, "stall": 7.5}, 7.5),
+        ({"nproc": 2, "stall": 0.0}, None),
+        ({"nproc": 2, "plain": True}, None),
+        ({"nproc": 2, "plain": True, "stall": 0.0}, None),
+        ({"nproc": 2, "program": Program(kind="command", target="./x")}, None),
+    ],
+)
+def test_a_stall_is_reported_without_being_asked_for_where_there_are_several_ranks(asked: dict[str, Any], patience: float | None) -> None:
+    """A hang in training was told only to those who had given --stall: nobody knows beforehand that a job will hang."""
+    made = plan(**asked)
+    assert made.patience == patience
+    assert ("no rank has moved" in describe(made)) == (patience is not None)

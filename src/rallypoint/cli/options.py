@@ -64,7 +64,7 @@ RUN: tuple[Option, ...] = (
     ),
     Option(
         names=("--stall",), metavar="S", read=values.read_patience, example="--stall 300",
-        sentence="report it when no rank has moved for S seconds, and where each stands; nothing is stopped. Longer than the longest step",
+        sentence="report where each rank is when none has moved for S seconds (0: never; several ranks: 300); nothing is stopped",
     ),
     Option(
         names=("--on-failure",), metavar="stop|continue", read=values.read_choice("stop", "continue"), default="stop",

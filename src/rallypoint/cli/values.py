@@ -55,8 +55,8 @@ def read_seconds(text: str) -> float:
 
 def read_patience(text: str) -> float:
     seconds = read_seconds(text)
-    if seconds < 1:
-        raise ValueError("is less than a second, and every rank stands still that long now and then")
+    if 0 < seconds < 1:
+        raise ValueError("is less than a second, and every rank stands still that long now and then; 0 means never")
     return seconds
 
 

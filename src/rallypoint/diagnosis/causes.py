@@ -30,7 +30,7 @@ _LISTED = (
     Cause("rank-crashed", "native code crashed in a rank: SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL", "program"),
     Cause("rank-left-early", "a rank ended well while the others still needed it", "program"),
     Cause("ranks-missing", "some ranks waited until their timeout for others that did not come", "program"),
-    Cause("job-stalled", "no rank has moved for as long as --stall says", "program", "warning"),
+    Cause("job-stalled", "no rank has moved for five minutes, or for as long as --stall says", "program", "warning"),
     Cause("collective-mismatch", "the ranks wait for each other in collectives that do not match", "program"),
     Cause("cause-unknown", "the evidence names no cause", "program"),
     Cause("error-swallowed", "a rank caught its own error in a call that it shares with the others, and went home", "program"),

@@ -140,7 +140,7 @@ class Inquiry:
         self._left_told = False
 
     def _new_watch(self) -> Watch:
-        return Watch(os.sysconf("SC_CLK_TCK"), self._job.plan.stall)
+        return Watch(os.sysconf("SC_CLK_TCK"), self._job.plan.patience)
 
     def begin(self) -> None:
         """Another attempt, with other processes: nothing that was seen is of them."""

@@ -18,6 +18,7 @@ from rallypoint.launcher.supervisor import ROLL_CALL
 from rallypoint.world import World, ranges
 
 OLDEST_TORCH = (2, 7)  # the oldest release that the template and the worker's wrap of init_process_group are tested with
+STALL = 300.0  # seconds; more than most steps, evaluations and checkpoints take, and less than a person waits before looking
 FEWEST_EPHEMERAL = 8192  # ports that a machine should have for its connections; 64 ranks of gloo's take 4,032 at once
 LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1", "0:0:0:0:0:0:0:1": "::1", "ip6-localhost": "::1"}
 
@@ -61,11 +62,21 @@ class Plan(msgspec.Struct, frozen=True):
     remarks: tuple[str, ...] = ()  # what we chose without being asked; said by --dry-run only
     parts: tuple[str, ...] = ()  # of torch: what the program will import late, imported once in the template instead
     torch: str = ""  # installed version by metadata, "" when there is none (then nobody can serve torch's TCPStore)
-    stall: float | None = None  # seconds for which no rank moves before that is reported; None: it is not
+    stall: float | None = None  # seconds for which no rank moves before that is reported; 0: never; None: not asked, see `patience`
     task: Task | None = None  # what the ranks of `launch` run
     rendezvous: str = ""  # a folder that this job alone has while it runs; see rendezvous_file.py
     roll_call: float = ROLL_CALL  # seconds in init_process_group after which those who have not come are named
     cwd: str = ""  # where it was started: the program's path is relative to it
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds without a move after which a stall is reported; None: it is not.
+
+        Without `--stall` a job of one rank is left alone: a server, or a program that waits for a person, may stand still for hours.
+        """
+        if self.start == "exec" or self.plain or (self.stall is None and self.world.size == 1):
+            return None
+        return STALL if self.stall is None else self.stall or None
 
 
 # DDP's constructor, and every optimizer at its first use, import torch._dynamo: one to three seconds, in every rank.
@@ -143,7 +154,7 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
     """
     notes = list(options.notes)
     start = _start(options, machine)
-    if options.stall is not None and (start == "exec" or options.plain):
+    if options.stall and (start == "exec" or options.plain):
         flag = "--plain" if options.plain else "--no-python"
         raise UsageError(
             "usage",
@@ -470,7 +481,7 @@ def describe(plan: Plan) -> str:
         ("restarts", str(plan.max_restarts)),
         ("on failure", plan.on_failure),
         ("grace", f"{plan.grace:g} s between asking a rank to stop and SIGKILL"),
-        *([("stall", f"reported when no rank has moved for {plan.stall:g} s")] if plan.stall is not None else []),
+        *([("stall", f"reported when no rank has moved for {patience:g} s")] if (patience := plan.patience) else []),
         ("signals", "SIGINT" + "".join(f", {name}" for name in plan.signals)),
         ("stdin", f"rank {plan.debug_rank}"),
         ("run folder", plan.run_dir),

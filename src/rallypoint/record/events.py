@@ -29,7 +29,7 @@ What = Literal[
     "handled-error",  # rank; type, message, call
     "raised",  # rank; type, message
     "ended",  # rank; code or signal
-    "stalled",  # code, headline: no rank has moved for as long as --stall says
+    "stalled",  # code, headline: no rank has moved for five minutes, or for as long as --stall says
     "stall-over",  # ranks that have moved since
     "evidence-asked",  # rank, or none: all; because
     "roll-call",  # because; lines: who waits in init_process_group, and where the others are
