@@ -39,3 +39,87 @@ def test_what_the_program_left_by_is_told_with_its_own_line(tmp_path: Path, argu
     result = run_job(["-n", "2", "train.py", *arguments], state=tmp_path, cwd=tmp_path)
     assert re.match(rf"error\[rank-exited\]: (both ranks|rank [01]) {re.escape(headline)}\n", result.report), result.everything
     assert f"  where  {place}, pid " in result.report, result.everything
+
+
+STAND_INS = """\
+import os, sys
+
+rank = os.environ["RANK"]
+copy = open(f"copy{rank}", "w", buffering=1)
+
+class Tee:
+    def __init__(self, stream):
+        self.stream = stream
+    def write(self, text):
+        copy.write(text)
+        return self.stream.write(text)
+    def flush(self):
+        self.stream.flush()
+
+def both(write):
+    return lambda text: (copy.write(text), write(text))[1]
+
+if rank == "0":
+    sys.stderr = Tee(sys.stderr)
+elif rank == "1":
+    sys.stderr.write = both(sys.stderr.write)
+elif rank == "2":
+    os.dup2(copy.fileno(), 2)
+print("before", file=sys.stderr)
+raise ValueError("nan in " + rank)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
+def test_a_traceback_reaches_what_stands_for_stderr_and_the_terminal_once(tmp_path: Path, way: tuple[str, ...]) -> None:
+    """The launcher took the tracebacks of several ranks and printed the cause: none was in the files of `-r` and `-t`, in a logger that
+    the program had put into `sys.stderr` or around its `write`, or in a file that it had opened for descriptor 2."""
+    (tmp_path / "train.py").write_text(STAND_INS)
+    flags = ("-n", "5", "-r", "3:2", "-t", "4:3", "--log-dir", "logs", "--duplicate-stderr-filters", "nan", "--on-failure", "continue")
+    result = run_job([*way, *flags, "train.py"], state=tmp_path, cwd=tmp_path)
+    (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
+    texts = [(tmp_path / f"copy{rank}").read_text() for rank in range(3)]
+    texts += [(attempt / str(rank) / "stderr.log").read_text() for rank in (3, 4)]
+    for rank, text in enumerate(texts):
+        assert text.startswith("before\nTraceback (most recent call last):\n"), (rank, text)
+        assert text.endswith(f"\nValueError: nan in {rank}\n"), (rank, text)
+    assert "[default4]:ValueError: nan in 4\n" in (attempt / "filtered_stderr.log").read_text()
+    assert sorted(line for line in result.err.splitlines() if line.startswith("[")) == ["[0] before", "[1] before", "[4] before"]
+    for rank in range(5):
+        log = (result.run_dir / f"rank{rank}.log").read_text()
+        assert log.count(f"\nValueError: nan in {rank}\n") == 1, log
+
+
+BUSY = """\
+import os, sys, threading
+
+class Tee:
+    def write(self, text):
+        if text.startswith("Traceback"):
+            writer = threading.Thread(target=os.write, args=(2, b"of another thread\\n"))
+            writer.start()
+            writer.join()
+        os.write(2, text.encode())
+    def flush(self):
+        pass
+
+sys.stderr = Tee()
+raise ValueError("nan")
+"""
+
+
+def test_what_another_thread_writes_beside_a_traceback_is_not_lost(tmp_path: Path) -> None:
+    """Descriptor 2 leads elsewhere while a stand-in for `sys.stderr` gets the traceback."""
+    (tmp_path / "train.py").write_text(BUSY)
+    result = run_job(["--fresh", "-n", "2", "--on-failure", "continue", "train.py"], state=tmp_path, cwd=tmp_path)
+    said = sorted(line for line in result.err.splitlines() if line.startswith("["))
+    assert said == ["[0] of another thread", "[1] of another thread"], result.everything
+
+
+def test_a_lone_rank_whose_stderr_goes_to_a_file_has_its_traceback_in_the_report_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('nan')\n")
+    result = run_job(["--fresh", "-r", "2", "--log-dir", "logs", "train.py"], state=tmp_path, cwd=tmp_path)
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/0/stderr.log")
+    assert log.read_text().endswith("\nValueError: nan\n")
+    assert "    | ValueError: nan\n" in result.report, result.everything

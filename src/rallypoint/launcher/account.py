@@ -25,7 +25,7 @@ from rallypoint.host.reach import Reached
 from rallypoint.launcher import exits, words
 from rallypoint.launcher.channel import ImportFailed, NotForked, Ready
 from rallypoint.launcher.handles import RankHandle
-from rallypoint.launcher.plan import Plan
+from rallypoint.launcher.plan import STDERR, STDOUT, Plan
 from rallypoint.launcher.supervisor import State
 from rallypoint.record.events import Event, EventLog, What
 from rallypoint.record.logs import LogPump, worker_columns
@@ -46,7 +46,6 @@ DISK_TIMEOUT = 5.0
 ERROR_FILES_TIMEOUT = 0.5
 # Processes of the ranks' own that are named when they failed unseen: what fits on a screen beside the ranks' words.
 CHILDREN_MOST = 6
-_STDOUT, _STDERR = 1, 2  # bits of torchrun's --redirects and --tee
 
 
 class Account:
@@ -261,7 +260,7 @@ class Account:
         return msgspec.structs.replace(raised, at=self._clock.elapsed())
 
     def note(self, rank: int, text: str) -> None:
-        """A rank's words that came by the control channel: into its log, not onto the screen."""
+        """A rank's words on stderr that came by the control channel: into its log and into its file of `-t`, not onto the screen."""
         self._pump.note(rank, text)
 
     def log_line(self, rank: int) -> int:
@@ -315,11 +314,11 @@ class Account:
             reader, writer = os.pipe2(os.O_CLOEXEC)
             self._pump.attach(handle.rank, "both", reader)
             return [stdin, writer, os.dup(writer)], terminal
-        outputs = [self._stream(attempt, handle, bit, redirects, tee) for bit in (_STDOUT, _STDERR)]
+        outputs = [self._stream(attempt, handle, bit, redirects, tee) for bit in (STDOUT, STDERR)]
         return [stdin, *outputs], terminal
 
     def _stream(self, attempt: int, handle: RankHandle, bit: int, redirects: int, tee: int) -> int:
-        name: Any = "stdout" if bit == _STDOUT else "stderr"
+        name: Any = "stdout" if bit == STDOUT else "stderr"
         if redirects & bit and not self._files:  # --log-dir /dev/null
             return os.open(os.devnull, os.O_WRONLY)
         file = self._files.open(attempt, handle.local_rank, name) if self._files and (redirects | tee) & bit else None

@@ -13,7 +13,7 @@ from rallypoint.launcher.account import Account
 from rallypoint.launcher.channel import StartHost, StartWorker
 from rallypoint.launcher.handles import HostHandle, RankHandle
 from rallypoint.launcher.job_store import JobStore
-from rallypoint.launcher.plan import Plan
+from rallypoint.launcher.plan import STDERR, Plan
 
 
 class Order(NamedTuple):
@@ -106,11 +106,13 @@ class Attempt:
         plan = self._plan
         handle.error_file = account.error_file(self.number, handle)
         streams, terminal = account.streams(self.number, handle)
+        kept = plan.logs.redirects[handle.local_rank] & STDERR != 0
         message = StartWorker(
             rank=handle.rank,
             environment=self._environment(handle, account.columns()),
             ignored=self._ignored,
-            takes_traceback=plan.world.size > 1,
+            takes_traceback=plan.world.size > 1 or kept,
+            stderr_is_kept=kept,
             debugger=handle.rank == plan.debug_rank,
             held=self.held if plan.torch else "",
             began=self._began,

@@ -49,6 +49,7 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     environment: dict[str, str]
     ignored: tuple[int, ...]  # signals that were ignored when the job started (nohup)
     takes_traceback: bool  # the agent prints an uncaught exception; the worker need not
+    stderr_is_kept: bool  # stderr is a file of the user's (`-r`): it gets the traceback all the same
     debugger: bool  # breakpoint() works in this rank
     held: str  # host:port that the agent holds for init_process_group
     began: float  # wall clock of the attempt's start: a rendezvous file older than this is stale

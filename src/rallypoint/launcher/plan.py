@@ -21,10 +21,11 @@ OLDEST_TORCH = (2, 7)  # the oldest release that the template and the worker's w
 STALL = 300.0  # seconds; more than most steps, evaluations and checkpoints take, and less than a person waits before looking
 FEWEST_EPHEMERAL = 8192  # ports that a machine should have for its connections; 64 ranks of gloo's take 4,032 at once
 LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1", "0:0:0:0:0:0:0:1": "::1", "ip6-localhost": "::1"}
+STDOUT, STDERR = 1, 2  # bits of torchrun's --redirects and --tee
 
 
 class LogPlan(msgspec.Struct, frozen=True):
-    """Where each local rank's words go besides the run folder; torchrun's flags, per local rank (bit 1 stdout, bit 2 stderr)."""
+    """Where each local rank's words go besides the run folder; torchrun's flags, per local rank."""
 
     redirects: tuple[int, ...]
     tee: tuple[int, ...]

@@ -18,6 +18,7 @@ from rallypoint.launcher import channel, gloo, words
 from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.channel import AtPhase, Leaving, Uncatch, Uncaught
 from rallypoint.launcher.hooks import Hooks
+from rallypoint.launcher.stderr import StderrAsGiven
 
 SAID_MOST = 2000  # bytes of what `sys.exit` is told of: the log has all of it
 
@@ -25,13 +26,16 @@ _placed: list[str] = []  # what we have put first on sys.path
 _first_main: list[ModuleType] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
 
 
-def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool, signal_mask: Iterable[int]) -> None:
+def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool, stderr_is_kept: bool = False, signal_mask: Iterable[int]) -> None:
     """Run it to its end. Returns, or lets the exception that left it through to the interpreter, which then leaves as always.
 
+    `takes_traceback`: the launcher shows the traceback of an uncaught exception, so it does not go to the terminal from here.
+    `stderr_is_kept`: stderr is a file of the user's (`-r`), which gets the traceback all the same.
     `signal_mask` is the program's: until now all signals were held back, so that a Ctrl-C meets the program and not our preparations.
 
     The interpreter's own way out matters: threads are joined, atexit handlers run, open files are flushed.
     """
+    given = StderrAsGiven(stderr_is_kept)
     try:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
@@ -47,29 +51,31 @@ def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool, signal_
                 hooks.stop()
                 hooks.tell(AtPhase("finishing"))
         except BaseException as error:
-            _end_by(hooks, error, takes_traceback)
+            _end_by(hooks, error, given if takes_traceback else None)
     finally:
         sys.modules.setdefault("__main__", ModuleType("__main__"))
         gloo.let_threads_finish()
 
 
-def _end_by(hooks: Hooks | None, error: BaseException, takes_traceback: bool) -> NoReturn:
+def _end_by(hooks: Hooks | None, error: BaseException, given: StderrAsGiven | None) -> NoReturn:
     """Tell what ends the program, and let it go on to the interpreter. A signal's handler of the program's may raise meanwhile: then it is
-    that by which the program ends."""
+    that by which the program ends. `given`: what the launcher has given for stderr, when it shows the traceback itself."""
     try:
-        shown = _tell_end(hooks, error, takes_traceback)
+        shown = _tell_end(hooks, error, shows=given is not None)
     except BaseException as later:
         error = later
-        shown = _tell_end(hooks, error, takes_traceback)
+        shown = _tell_end(hooks, error, shows=given is not None)
     if not isinstance(error, SystemExit):
         if not shown:
             sys.excepthook(type(error), error, error.__traceback__)
+        elif given is not None:
+            given.print_beside(error)
         sys.excepthook = _already_shown
     raise error
 
 
-def _tell_end(hooks: Hooks | None, error: BaseException, takes_traceback: bool) -> bool:
-    """Whether its traceback is shown by the launcher."""
+def _tell_end(hooks: Hooks | None, error: BaseException, *, shows: bool) -> bool:
+    """Whether its traceback is shown by the launcher, which does so (`shows`) unless the program has a hook of its own."""
     if not isinstance(error, SystemExit):
         words.strip(error)
     if hooks is None:
@@ -78,7 +84,7 @@ def _tell_end(hooks: Hooks | None, error: BaseException, takes_traceback: bool) 
     if isinstance(error, SystemExit):
         tell_exit(hooks, error)
         return False
-    silent = takes_traceback and hooks.excepthook_is_default()
+    silent = shows and hooks.excepthook_is_default()
     return tell_uncaught(hooks, error, printed=not silent) and silent
 
 

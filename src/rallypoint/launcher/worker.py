@@ -129,7 +129,13 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
         times.install()
         variables.remember(folder)
     try:
-        program.run(setup.program, seen, takes_traceback=order.takes_traceback, signal_mask=setup.signal_mask)
+        program.run(
+            setup.program,
+            seen,
+            takes_traceback=order.takes_traceback,
+            stderr_is_kept=order.stderr_is_kept,
+            signal_mask=setup.signal_mask,
+        )
     finally:
         for imported in times.slow():
             seen.tell(imported)

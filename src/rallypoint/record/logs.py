@@ -112,8 +112,9 @@ class _Filter(Sink):
 class _Stream:
     """One pipe of one rank, and where its bytes go."""
 
-    def __init__(self, log: _Log, local_rank: int, fd: int, prefix: bytes) -> None:
+    def __init__(self, log: _Log, name: StreamName, local_rank: int, fd: int, prefix: bytes) -> None:
         self.log = log
+        self.name = name
         self.local_rank = local_rank
         self.fd = fd
         self.prefix = prefix
@@ -233,7 +234,8 @@ class LogPump:
             self._submit(lambda: self._stderr.screen.live(text or ""), ordered=False)
 
     def note(self, rank: int, text: str, *, show: bool = False) -> None:
-        """Put text into a rank's log and last words as if it had said it; on the terminal only with `show`."""
+        """Put text into a rank's log, its last words and the file of its teed stderr as if it had written it there; on the terminal only
+        with `show`."""
         self._submit(lambda: self._note(rank, text, show))
 
     def tail(self, rank: int) -> tuple[str, ...]:
@@ -513,7 +515,7 @@ class LogPump:
 
     def _attach(self, rank: int, name: StreamName, fd: int, tee: int | None, show: bool) -> None:
         prefix = b"[%d] " % rank if self._prefix else b""
-        stream = _Stream(self._logs[rank], self._local[rank], fd, prefix)
+        stream = _Stream(self._logs[rank], name, self._local[rank], fd, prefix)
         if show and rank in self._shown:
             stream.console = self._stderr if name == "stderr" else self._stdout
         if tee is not None:
@@ -545,6 +547,11 @@ class LogPump:
         log.show(log, b"", piece)
         with self._lock:
             log.remember(log, piece)
+        for stream in self._streams.values():
+            if stream.log is log and stream.name == "stderr" and stream.tee is not None:
+                self._other_disk.submit(functools.partial(stream.tee.write, piece.data), len(piece.data))
+                if stream.filter is not None:
+                    stream.filter.pick(stream, piece)
         if show and self._stderr.fd is not None:
             self._stderr.screen.show(log, b"[%d] " % rank if self._prefix else b"", piece)
 
