@@ -113,8 +113,8 @@ def watch_first_use(replace: Replace) -> None:
 def about_to_fork() -> tuple[str, str]:
     """Before a fork of the program's: (its line, the line that first used CUDA) when CUDA is up, ("", "") when the child may use it."""
     global _fork_line
-    cuda: Any = sys.modules.get("torch.cuda")
-    if cuda is None or not cuda.is_initialized():
+    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # not there while another thread imports torch
+    if is_initialized is None or not is_initialized():
         return "", ""
     _fork_line = words.line_of(_forker())
     return _fork_line, _first_use

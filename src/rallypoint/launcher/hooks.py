@@ -514,41 +514,62 @@ def _replace(package: str, original: object, replacement: object) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `act` once the program has imported a module by itself (fresh interpreters)."""
+    """Calls `act` once the program has imported a module (fresh interpreters). Whoever only looks where the module is has not imported
+    it, and an import that failed may be tried again."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._act = act
+        self._asking = False  # the other finders; one of the program's may ask all again
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or self._asking:
             return None
-        sys.meta_path.remove(self)
-        finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]  # importlib.util is not there yet
-        spec = next((found for find in finders if (found := find(name, path, target)) is not None), None)
+        self._asking = True
+        try:
+            # Not by importlib.util: it is not there yet.
+            others = [one.find_spec for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
+            spec = next((found for find in others if (found := find(name, path, target)) is not None), None)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self._act(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._act(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def install_when_imported() -> None:
-    """As `install`, at the moment the program imports torch.distributed; nothing when it never does. Children are watched without it."""
+    """As `install`, once the program has imported torch, all of it, and torch.distributed; nothing when it never does. Children are
+    watched without it.
 
-    def imported(module: ModuleType) -> None:
+    Some versions of torch import torch.distributed while they are being imported themselves (2.15 does). Then `install` has to wait:
+    what it imports of torch may need what torch does not have yet.
+    """
+
+    def distributed_is_there(module: ModuleType) -> None:
         if hasattr(module, "init_process_group"):  # a torch built without distributed has none
             install()
 
-    sys.meta_path.insert(0, _AfterImport("torch.distributed", imported))
-    if "multiprocessing.process" in sys.modules:
-        _watch_children()
+    def torch_is_there(module: ModuleType) -> None:
+        _now_or_when_imported("torch.distributed", distributed_is_there)
+
+    _now_or_when_imported("torch", torch_is_there)
+    _now_or_when_imported("multiprocessing.process", lambda module: _watch_children())
+
+
+def _now_or_when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+    module = sys.modules.get(name)
+    if module is not None:
+        act(module)
     else:
-        sys.meta_path.insert(0, _AfterImport("multiprocessing.process", lambda module: _watch_children()))
+        sys.meta_path.insert(0, _AfterImport(name, act))
 
 
 def _unreached() -> BaseException:
