@@ -33,6 +33,12 @@ VARIABLES: tuple[Variable, ...] = (
         " out of their environment: their secret comes as a descriptor.",
     ),
     Variable(
+        "RALLYPOINT_FORWARDED",
+        "read and set",
+        "Addresses of stores, separated by commas, at which something passes connections on (a tunnel, a published port, NAT), and is meant"
+        " to: others are refused there. Set by a ChaosProxy while it is open.",
+    ),
+    Variable(
         "RALLYPOINT_LOG",
         "read",
         "debug, info, warning or error: print what the store's client and server log, from that level on, to stderr.",

@@ -6,12 +6,15 @@ import logging
 import os
 import random
 import resource
+import select
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
+import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.store import gate
 from rallypoint.store.server import Server
@@ -19,6 +22,7 @@ from rallypoint.wire.connection import Joining
 from rallypoint.wire.frames import HEADER, header
 from rallypoint.wire.messages import HELLO_BYTES, TAG, Add, Done, Failed, Hello, Identity, Ping, Refusal, Set, decode_handshake, encode
 
+from .live import Thread, ended_well
 from .raw import DEADLINE, Closed, Raw, plug, refused
 
 
@@ -286,3 +290,116 @@ def test_a_malformed_request_is_answered_and_the_connection_closed(server: Serve
         with pytest.raises(Closed):
             client.reply()
     assert still_serves(server)
+
+
+# --- who passes a handshake on ---
+
+
+class Relay:
+    """Listens, and passes one connection on to `target`, byte by byte, as somebody without the secret can. `heard`: what the client
+    has sent to it."""
+
+    def __init__(self, listener: socket.socket, target: str) -> None:
+        self.listener, self.target, self.heard = listener, target, bytearray()
+        self.passing = Thread(self._pass_on)
+
+    def _pass_on(self) -> None:
+        self.listener.settimeout(DEADLINE)
+        client, _ = self.listener.accept()
+        with client, plug(self.target) as server:
+            ends = {client: server, server: client}
+            while True:
+                for ready in select.select(list(ends), [], [], DEADLINE)[0]:
+                    data = ready.recv(65536)
+                    if not data:
+                        return
+                    if ready is client:
+                        self.heard += data
+                    ends[ready].sendall(data)
+
+
+def test_somebody_at_the_address_cannot_let_itself_in_by_passing_the_handshake_on(server: Server) -> None:
+    """With an old port or a stale name a client proved itself to whoever listened there; that stranger forwarded Hello, Challenge, Proof
+    and Welcome to the real store, and then read and wrote as the client."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = Relay(listener, server.address)
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(rallypoint.StoreUnreachable) as caught:
+            rallypoint.connect(address, secret=server.secret, timeout=DEADLINE)
+        relay.passing.result()
+    assert caught.value.code == "store-relayed"
+    assert any(address in command for _, command in caught.value.help)
+    assert len(server._loop or ()) == 0
+
+
+def test_the_same_port_on_another_address_is_another_place(server: Server) -> None:
+    port = int(server.address.rpartition(":")[2])
+    with socket.create_server(("127.0.0.2", port)) as listener:
+        relay = Relay(listener, server.address)
+        with pytest.raises(rallypoint.StoreUnreachable) as caught:
+            rallypoint.connect(f"tcp://127.0.0.2:{port}", secret=server.secret, timeout=DEADLINE)
+        relay.passing.result()
+    assert caught.value.code == "store-relayed"
+
+
+def test_an_address_that_is_named_as_forwarded_may_pass_connections_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setenv("RALLYPOINT_FORWARDED", f"tcp://node07:1, tcp://localhost:{port}/")
+        relay = Relay(listener, server.address)
+        with rallypoint.connect(f"tcp://localhost:{port}", secret=server.secret, same_host=False) as store:
+            store["k"] = 1
+            assert store["k"] == 1
+        relay.passing.result()
+
+
+@pytest.mark.parametrize(
+    ("host", "dialled"),
+    [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::", "[::1]"), ("::1", "[::1]"), ("127.0.0.1", "[::ffff:127.0.0.1]")],
+)
+def test_every_name_of_the_same_place_leads_there(host: str, dialled: str) -> None:
+    """Wildcard binds, names, IPv4 addresses in IPv6: compared are the two ends of the connection, never what was typed."""
+    with Server(host=host, local=False) as server:
+        port = server.address.rpartition(":")[2]
+        with rallypoint.connect(f"tcp://{dialled}:{port}", secret=server.secret, timeout=DEADLINE) as store:
+            assert len(store) == 0
+
+
+def test_the_announced_unix_socket_may_be_somebody_elses_on_this_machine(server: Server, tmp_path: Path) -> None:
+    """The path of a store's Unix socket is known to everybody on its machine. On another machine, or in a container with another /tmp,
+    somebody made that path first and passed the handshake on by TCP: the client moved there."""
+    path = str(tmp_path / "store.sock")
+    assert server._loop is not None
+    server._loop._local = path
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        relay = Relay(listener, server.address)
+        with rallypoint.connect(server.address, secret=server.secret, timeout=DEADLINE) as store:
+            relay.passing.result()
+            assert not store._session.local
+            assert len(store) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to listen as another user")
+def test_a_unix_socket_of_another_user_is_told_nothing(server: Server, tmp_path: Path) -> None:
+    path = str(tmp_path / "store.sock")
+    assert server._loop is not None
+    server._loop._local = path
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        child = os.fork()
+        if child == 0:  # the kernel shows the one who has called listen(2)
+            os.setresuid(65534, 65534, 65534)
+            listener.listen()
+            os._exit(0)
+        assert ended_well(child)
+        with rallypoint.connect(server.address, secret=server.secret, timeout=DEADLINE) as store:
+            assert not store._session.local
+        client, _ = listener.accept()
+        with client:
+            assert client.recv(1) == b""
+        with pytest.raises(rallypoint.StoreUnreachable) as caught:
+            rallypoint.connect(f"unix://{path}", secret=server.secret, timeout=DEADLINE)
+    assert caught.value.code == "store-foreign"
+    assert "65534" in str(caught.value)

@@ -101,6 +101,7 @@ _LISTED = (
     Cause("store-silent", "the address accepts connections, and nobody answers", "machine"),
     Cause("wrong-secret", "the client and the store do not have the same secret", "usage"),
     Cause("wrong-job", "the store belongs to another job", "usage"),
+    Cause("store-relayed", "what the client connected to is not the store but something that passes connections on to it", "usage"),
     Cause("version-skew", "the client and the store speak different versions of the protocol", "machine"),
     Cause("secret-missing", "an address was given, and no secret with it", "usage"),
     Cause("secret-unreadable", "the secret that was named cannot be read, or others can read it, too", "usage"),

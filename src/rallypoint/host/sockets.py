@@ -14,6 +14,7 @@ import re
 import socket
 import stat
 import struct
+from typing import Any
 
 from rallypoint.errors import EnvironmentProblem
 
@@ -31,6 +32,9 @@ _FOLDER = re.compile(r"rallypoint-[0-9a-f]{12}")
 _LOCK = "lock"
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
+
+_MAPPED = bytes(10) + b"\xff\xff"
+"""What an IPv4 address begins with where a socket of IPv6 has it."""
 
 _held: dict[str, tuple[int, int]] = {}
 """Folders of this process: the lock's descriptor, and the pid, which a forked child does not share. Never looked at by a sweep: closing
@@ -70,10 +74,28 @@ def listener_of(sock: socket.socket) -> int:
 
 def is_same_user(sock: socket.socket) -> bool:
     """Whether the process at the other end of a connected Unix socket is this user's, or root's."""
+    return uid_of(sock) in (0, os.geteuid())
+
+
+def uid_of(sock: socket.socket) -> int:
+    """The user at the other end of a connected Unix socket, -1 when it cannot be seen."""
     try:
-        return _credentials(sock)[1] in (0, os.geteuid())
+        return _credentials(sock)[1]
     except OSError:
-        return False
+        return -1
+
+
+def way_of(family: int, name: Any) -> str:
+    """One end of a connection as both sides can tell it: "unix", or "tcp 192.0.2.1 29500". `name` is what `getpeername` returns
+    on one side and `getsockname` on the other: the same, unless somebody in between passes the connection on."""
+    if family == socket.AF_UNIX:
+        return "unix"
+    host, port = str(name[0]).partition("%")[0], name[1]  # a scope (fe80::1%eth0) is called differently on either side
+    if family == socket.AF_INET6:
+        packed = socket.inet_pton(socket.AF_INET6, host)
+        if packed.startswith(_MAPPED):
+            host = socket.inet_ntop(socket.AF_INET, packed[len(_MAPPED) :])
+    return f"tcp {host} {port}"
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from rallypoint.errors import UsageError
+
+FORWARDED = "RALLYPOINT_FORWARDED"
+"""The variable that names addresses which forward to a store on purpose."""
 
 
 class Address(NamedTuple):
@@ -18,6 +22,24 @@ class Address(NamedTuple):
         if self.path:
             return f"unix://{self.path}"
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+def is_forwarded(address: Address) -> bool:
+    """Whether connections to this address are passed on, and the user has said that this is meant."""
+    return str(address) in _forwarded()
+
+
+def set_forwarded(address: str, forwarded: bool) -> None:
+    """Say in this process's environment, which its children inherit, that connections to `address` are passed on; or no more."""
+    others = [text for text in _forwarded() if text != address]
+    if found := [*others, address] if forwarded else others:
+        os.environ[FORWARDED] = ",".join(found)
+    else:
+        os.environ.pop(FORWARDED, None)
+
+
+def _forwarded() -> list[str]:
+    return [found for text in os.environ.get(FORWARDED, "").split(",") if (found := text.strip().removesuffix("/"))]
 
 
 def parse(text: str) -> Address:

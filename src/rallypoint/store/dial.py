@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 from rallypoint.clock import Clock
 from rallypoint.host import reach
 from rallypoint.host.reach import Place
-from rallypoint.host.sockets import listener_of
-from rallypoint.store.address import Address
+from rallypoint.host.sockets import listener_of, uid_of, way_of
+from rallypoint.store.address import Address, is_forwarded
 from rallypoint.store.failures import of_a_handler
 from rallypoint.wire.connection import HandshakeFailed, Joining
 from rallypoint.wire.frames import HEADER, HEADER_BYTES, Cutter, FrameError, header
@@ -30,13 +30,13 @@ STAGGER = 0.25
 not time enough: all are tried in the first half of it."""
 
 Reason = Literal[
-    "refused", "unresolved", "unreachable", "foreign", "silent", "closed", "wrong-secret", "version-skew", "wrong-job", "session-lost",
-    "store-full", "store-closed",
+    "refused", "unresolved", "unreachable", "foreign", "silent", "closed", "wrong-secret", "version-skew", "wrong-job", "store-relayed",
+    "session-lost", "store-full", "store-closed",
 ]  # fmt: skip
 
 TELLING: tuple[Reason, ...] = (
-    "session-lost", "wrong-secret", "version-skew", "wrong-job", "store-full", "store-closed", "foreign", "silent", "closed", "refused",
-    "unreachable", "unresolved",
+    "session-lost", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "store-full", "store-closed", "foreign",
+    "silent", "closed", "refused", "unreachable", "unresolved",
 )  # fmt: skip
 """Which failure is reported when several addresses failed differently: the one that got furthest first."""
 
@@ -96,7 +96,7 @@ def dial(address: Address, greet: Callable[[], Joining], deadline: float, clock:
                 family, sockaddr = waiting.pop(0)
                 next_start = now + stagger
                 try:
-                    runner = _Runner(open_socket, family, sockaddr, greet)
+                    runner = _Runner(open_socket, family, sockaddr, greet, is_forwarded(address))
                 except OSError as error:
                     if of_a_handler(error):
                         raise
@@ -138,7 +138,12 @@ class _Runner:
     """One address on its way: connecting → greeting → open."""
 
     def __init__(
-        self, open_socket: OpenSocket, family: socket.AddressFamily, sockaddr: tuple[object, ...], greet: Callable[[], Joining]
+        self,
+        open_socket: OpenSocket,
+        family: socket.AddressFamily,
+        sockaddr: tuple[object, ...],
+        greet: Callable[[], Joining],
+        forwarded: bool,
     ) -> None:
         self.where = reach.described(family, sockaddr)
         self._joining = greet()
@@ -146,7 +151,7 @@ class _Runner:
         self._out = b""
         self._first = b""  # what was said, as long as that is no frame
         self._connected = False
-        self._local = family == socket.AF_UNIX
+        self._forwarded = forwarded or (family != socket.AF_UNIX and is_forwarded(Address(str(sockaddr[0]), int(str(sockaddr[1])))))
         self.events = select.POLLOUT
         self.sock = open_socket(family, sockaddr)
 
@@ -156,7 +161,7 @@ class _Runner:
             if not self._connected:
                 reach.arrived(self.sock)
                 self._connected = True
-                self._send(self._joining.start())
+                self._send(self._joining.start(self._way()))
             elif self._out:
                 self._flush()
             else:
@@ -166,6 +171,15 @@ class _Runner:
                 raise
             raise _Lost(self._foreign() or _failure(error, self.where, connected=self._connected)) from error
         return None
+
+    def _way(self) -> str:
+        """What this connection leads to, for the server to compare. Raises _Lost for a Unix socket of another user: the server of
+        a store would not have us there, so it is somebody who waits at a path that a store has, or had."""
+        family = self.sock.family
+        if family == socket.AF_UNIX and (uid := uid_of(self.sock)) != os.geteuid():
+            raise _Lost(Failure("foreign", self.where, f"the socket is another user's (uid {uid})"))
+        way = way_of(family, self.sock.getpeername())
+        return way.partition(" ")[0] if self._forwarded else way
 
     def too_late(self) -> Failure:
         """What is known when the deadline has passed."""

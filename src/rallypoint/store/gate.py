@@ -53,10 +53,11 @@ class Greeting:
 
     __slots__ = ("_accepting", "cutter", "deadline")
 
-    def __init__(self, secret: bytes, job: str, software: str, deadline: float) -> None:
+    def __init__(self, secret: bytes, job: str, software: str, deadline: float, way: str) -> None:
+        """`way`: where the connection arrived (`host.sockets.way_of`)."""
         self.deadline = deadline
         self.cutter = Cutter(HELLO_BYTES, 0)
-        self._accepting = Accepting(secret, job, software, os.urandom(NONCE_BYTES))
+        self._accepting = Accepting(secret, job, software, os.urandom(NONCE_BYTES), way)
 
     def receive(self, data: bytes) -> bytes | tuple[Hello, Proof]:
         """What is to be sent now (b"" for nothing yet), or both messages of one who has proved itself. `cutter` may hold what was sent

@@ -11,7 +11,6 @@ import os
 import resource
 import select
 import socket
-import struct
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.host import system_calls
 from rallypoint.host.memory import Pool, Segment, Unfit, received
+from rallypoint.host.sockets import listener_of, uid_of, way_of
 from rallypoint.store.gate import GREETING, Gate, Greeting, TurnedAway, refusal
 from rallypoint.store.logbook import logger
 from rallypoint.store.peer import Arriving, Body, Gone, Lending, Peer
@@ -383,6 +383,7 @@ class Loop:
         try:
             sock.setblocking(False)
             source = _source(sock)
+            way = way_of(sock.family, sock.getsockname())
             if source is not None:
                 self._epoll.register(sock.fileno(), IN)
         except OSError:  # it has gone already; or this user has too many descriptors in epolls
@@ -392,7 +393,7 @@ class Loop:
             self._gate.complain("a process of another user", "this store's Unix socket is for its own user", now)
             sock.close()
             return
-        greeting = Greeting(self._secret, self._job, __version__, now + GREETING)
+        greeting = Greeting(self._secret, self._job, __version__, now + GREETING, way)
         peer = Peer(sock, source, greeting.cutter)
         self._peers[peer.fd] = peer
         peer.mask = IN
@@ -979,8 +980,7 @@ def _source(sock: socket.socket) -> str | None:
     """Where a connection comes from, by number: no name is ever looked up. None for another user's process."""
     if sock.family != socket.AF_UNIX:
         return str(sock.getpeername()[0])
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return f"process {pid}" if uid == os.geteuid() else None
+    return f"process {listener_of(sock)}" if uid_of(sock) == os.geteuid() else None
 
 
 def _process(sock: socket.socket, session: Session) -> int:
@@ -988,9 +988,8 @@ def _process(sock: socket.socket, session: Session) -> int:
     itself under another number, in another namespace."""
     if sock.family != socket.AF_UNIX:
         return 0
-    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    identity = session.identity
-    return int(pid) if pid == identity.pid and identity.host == os.uname().nodename else 0
+    pid, identity = listener_of(sock), session.identity
+    return pid if pid == identity.pid and identity.host == os.uname().nodename else 0
 
 
 def _read_off(peer: Peer) -> None:

@@ -102,7 +102,7 @@ BUSY_SECONDS = 1.0
 STUCK = 0.3
 """The share of the ttl after which a link that takes nothing at all is given up: with the keeper's next visit there is time for another."""
 
-FINAL = frozenset({"foreign", "wrong-secret", "version-skew", "wrong-job", "store-full"})
+FINAL = frozenset({"foreign", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "store-full"})
 """Failures that another attempt would only repeat."""
 
 _SMALL = len(HEADS)

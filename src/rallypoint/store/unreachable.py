@@ -19,6 +19,7 @@ CODES: dict[Reason, str] = {
     "wrong-secret": "wrong-secret",
     "version-skew": "version-skew",
     "wrong-job": "wrong-job",
+    "store-relayed": "store-relayed",
     "session-lost": "session-lost",
     "store-full": "store-full",
     "store-closed": "store-closed",
@@ -38,6 +39,10 @@ HELP: dict[str, tuple[tuple[str, str], ...]] = {
     "wrong-secret": (("give the secret of this server: server.secret, or the file", 'rallypoint.connect(address, secret_file="...")'),),
     "version-skew": (("install the same version of rallypoint on both sides", "python -m pip install -U rallypoint"),),
     "wrong-job": (("give the address of this job's own store, or leave job= out", ""),),
+    "store-relayed": (
+        ("give the address of the store itself: rallypoint serve prints it", ""),
+        ("or, if that is a tunnel, a published port or NAT of your own, say so", "export RALLYPOINT_FORWARDED={address}"),
+    ),
     "store-full": (("close stores that are no longer used, or start the server with a larger limit", ""),),
 }
 
@@ -117,4 +122,6 @@ def _folded(failures: Sequence[Failure], since: float, now: float) -> str:
 def _help(code: str, address: Address) -> tuple[tuple[str, str], ...]:
     if address.path and code in ("port-refused", "store-silent"):
         return (("is its server running? the socket's folder goes with it", f"ls -l {address.path}"),)
-    return tuple((text, line.format(host=address.host or address.path, port=address.port)) for text, line in HELP.get(code, ()))
+    return tuple(
+        (text, line.format(host=address.host or address.path, port=address.port, address=address)) for text, line in HELP.get(code, ())
+    )

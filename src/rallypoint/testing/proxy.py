@@ -22,6 +22,7 @@ from types import TracebackType
 
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
+from rallypoint.store.address import set_forwarded
 from rallypoint.testing.engine import Engine, ProxyStatistics
 from rallypoint.testing.faults import Fault, Faults, ListenerFaults, To, counted, repeated, timed
 from rallypoint.testing.lanes import Connection
@@ -85,6 +86,9 @@ class ChaosProxy(ListenerFaults):
         now. Port 0 to listen on is a free one. With a `ManualClock` everything that is counted in seconds happens when that is
         moved, and has happened when `advance` returns.
 
+        A store's client refuses an address that only passes it on to the store. Until `close`, RALLYPOINT_FORWARDED in this
+        process's environment, and so in that of its children, names this one as meant.
+
         `UsageError` for an address of another form, `OSError` when it cannot be resolved or listened on.
         """
         engine = Engine(target, listen, seed, clock or Clock())
@@ -93,6 +97,7 @@ class ChaosProxy(ListenerFaults):
         self.seed = seed
         self.address = engine.listener.address
         self._is_closed = False
+        set_forwarded(self.address, True)
         engine.loop.start()
         _open_proxies.add(self)
 
@@ -115,6 +120,7 @@ class ChaosProxy(ListenerFaults):
         `InternalError` when the proxy had failed."""
         self._is_closed = True
         _open_proxies.discard(self)
+        set_forwarded(self.address, False)
         self._engine.loop.stop()
 
     # When

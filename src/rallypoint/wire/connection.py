@@ -9,6 +9,9 @@
 
 Each proof is HMAC-SHA256 under the job's secret over everything both sides have said so far and the role of the one who proves:
 a proof cannot be replayed (both nonces are in it), nor sent back (the role is), nor made to fit another job, session or version.
+Nor can it be passed on: the hello says what the client connected to ("unix", or "tcp" with the address and port at the other
+end of its connection), and the server refuses a connection that did not arrive there. Where something forwards connections on
+purpose, the client leaves address and port out.
 Nothing but `Hello` and `Proof`, of at most `HELLO_BYTES`, is decoded before the client has proved itself.
 
 Without TLS this keeps strangers and other jobs out. It does not protect what follows from somebody who can alter packets.
@@ -42,7 +45,12 @@ SECRET_BYTES = 16
 NONCE_BYTES = 32
 SESSION_BYTES = 16
 
-Reason = Literal["foreign", "wrong-secret", "version-skew", "wrong-job", "session-lost", "store-full", "store-closed"]
+Reason = Literal[
+    "foreign", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "session-lost", "store-full", "store-closed"
+]  # fmt: skip
+
+PROVED = ("wrong-secret", "session-lost")
+"""Refusals that a server sends after it has proved itself: a stranger's word on what became of a request would be believed."""
 
 
 class HandshakeFailed(Exception):
@@ -63,14 +71,16 @@ def proof_of(secret: bytes, role: Literal["client", "server"], version: int, hel
 class Accepting:
     """The server's side. States: hello → proof → open; any of them → closed."""
 
-    def __init__(self, secret: bytes, job: str, software: str, nonce: bytes) -> None:
-        """`job`: "" accepts clients of any. `nonce`: NONCE_BYTES random bytes, of this connection alone."""
+    def __init__(self, secret: bytes, job: str, software: str, nonce: bytes, way: str = "") -> None:
+        """`job`: "" accepts clients of any. `nonce`: NONCE_BYTES random bytes, of this connection alone. `way`: where the
+        connection arrived."""
         self.state: Literal["hello", "proof", "open", "closed"] = "hello"
         self.hello: Hello | None = None
         self._secret = secret
         self._job = job
         self._software = software
         self._nonce = nonce
+        self._way = way
         self._version = 0
 
     def receive(self, message: bytes) -> Challenge | Proof:
@@ -99,6 +109,9 @@ class Accepting:
         if hello.job and self._job and hello.job != self._job:
             text = f"this is the store of job {self._job}, not of {hello.job[:80]}"
             raise HandshakeFailed("wrong-job", text, Refusal("wrong-job", text))
+        if hello.way not in ("", self._way, self._way.partition(" ")[0]):
+            text = f"it connected to {hello.way[:80]}, and its connection arrived at {self._way}: something passes it on"
+            raise HandshakeFailed("store-relayed", text, Refusal("store-relayed", text))
         self.state, self.hello, self._version = "proof", hello, version
         proof = proof_of(self._secret, "server", version, hello, self._nonce, self._job)
         return Challenge(TAG, version, self._software, self._job, self._nonce, proof)
@@ -135,17 +148,18 @@ class Joining:
         self._secret = secret
         self._rest = (ttl, identity, resume, acked)
 
-    def start(self) -> bytes:
-        """The first message to send."""
+    def start(self, way: str = "") -> bytes:
+        """The first message to send. `way`: what was connected to."""
+        self.hello = msgspec.structs.replace(self.hello, way=way)
         return encode(self.hello)
 
     def receive(self, message: bytes) -> bytes | Welcome:
         """Take one message: returns the next one to send, or the Welcome. Raises HandshakeFailed."""
         said = _decoded(message)
         if isinstance(said, Refusal) and self.state in ("hello", "proof"):
-            self.state = "closed"
-            if said.code not in REFUSALS:
-                raise HandshakeFailed("foreign", f"it refused with {said.code[:40]!r}, which is not in the protocol")
+            early, self.state = self.state == "hello", "closed"
+            if said.code not in REFUSALS or (early and said.code in PROVED):
+                raise HandshakeFailed("foreign", f"it refused with {said.code[:40]!r}, which the protocol does not have there")
             raise HandshakeFailed(said.code, said.text, said)  # type: ignore[arg-type]
         if self.state == "hello" and isinstance(said, Challenge):
             return self._prove(said)

@@ -112,6 +112,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     job: str  # "" when the client does not belong to one, or does not care
     session: bytes  # 16 random bytes, chosen by the client; the same again after a reconnect
     nonce: bytes  # 32 random bytes
+    way: str = ""  # what the client connected to (`host.sockets.way_of`); "" when it does not say
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -163,7 +164,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=5):
     passing: bool = False  # it may be over in a moment, and is worth another attempt
 
 
-REFUSALS = ("version-skew", "wrong-job", "wrong-secret", "session-lost", "store-full", "store-closed")
+REFUSALS = ("version-skew", "wrong-job", "store-relayed", "wrong-secret", "session-lost", "store-full", "store-closed")
 
 
 # --- requests ---
