@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -12,10 +13,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.store import peer as peers
 from rallypoint.store import transfer as transfers
 from rallypoint.store.loop import Loop
+from rallypoint.store.rollcall import Sighting
 from rallypoint.store.server import Server
 from rallypoint.wire.frames import header
 from rallypoint.wire.messages import (
@@ -39,6 +42,7 @@ from rallypoint.wire.messages import (
     encode,
 )
 
+from .processes import ServerProcess
 from .raw import DEADLINE, Closed, Raw, memory, plug
 
 MIB = 1024 * 1024
@@ -521,3 +525,51 @@ def test_descriptors_of_strangers_are_not_kept(server: Server, near: Raw) -> Non
             near.ask(Ping)
         assert len(os.listdir("/proc/self/fd")) == before
         os.close(fd)
+
+
+FEW = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from rallypoint.store import loop
+loop.HUGE_BYTES = 4 << 20
+"""
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_values_leave_descriptors_for_who_is_still_to_come(same_host: bool) -> None:
+    """Each value of a mebibyte took a descriptor until there was none: new clients were refused, and in a job the launcher, in whose
+    process the store is, could not look at its ranks any more and ended with an internal error."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(FEW))
+        store = stack.enter_context(rallypoint.connect(server.address, secret=server.secret, same_host=same_host))
+        values = [bytes([number]) * MIB for number in range(70)]
+        for number, value in enumerate(values):
+            store[f"k{number}"] = value
+        assert len(os.listdir(f"/proc/{server.pid}/fd")) < 56
+        for _ in range(6):
+            stack.enter_context(rallypoint.connect(server.address, secret=server.secret, same_host=same_host, timeout=60.0))
+        assert all(store[f"k{number}"] == value for number, value in enumerate(values))
+        if same_host:
+            with pytest.raises(rallypoint.LimitExceeded, match="a quarter") as caught:
+                store["huge"] = bytes(5 * MIB)
+            assert caught.value.code == "store-full"
+        else:  # it comes by the socket, bit by bit, and is nobody's copy
+            store["huge"] = bytes(5 * MIB)
+            assert store["huge"] == bytes(5 * MIB)
+        for number in range(70):
+            del store[f"k{number}"]
+        store["huge"] = bytes(5 * MIB)
+
+
+def test_a_roster_that_cannot_be_had_is_not_the_end_of_the_store() -> None:
+    """A barrier's timeout asked the launcher who is missing, that could not open /proc for want of descriptors, and the OSError ended
+    the store's thread: every key was gone."""
+
+    def roster() -> dict[int, Sighting]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Server(max_bytes="64MiB", roster=roster) as server, rallypoint.connect(server.address, secret=server.secret) as store:
+        store["k"] = 1
+        with pytest.raises(rallypoint.BarrierTimeout):
+            store.barrier("b", 2, timeout=0.1)
+        assert store["k"] == 1

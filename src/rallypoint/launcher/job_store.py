@@ -107,7 +107,10 @@ def _seen(handle: RankHandle, now: float) -> str:
     ended = handle.ended
     if ended is not None:
         return f"ended {max(0.0, now - ended.at):.1f} s ago with {describe(ended.code, ended.signal)}"
-    status = processes.status(handle.pid)
+    try:
+        status = processes.status(handle.pid)
+    except OSError:  # no descriptor left, or /proc hides it: the rest is known all the same
+        return "alive"
     if status is None or status.state in "ZX":
         return "ended"
     if status.state in "Tt":

@@ -426,7 +426,10 @@ class Barriers:
             return ()
         former = self._former.get(name)
         seated = former.seated if former is not None and former.size == size else None
-        roster = self._roster() if self._roster is not None else None
+        try:
+            roster = self._roster() if self._roster is not None else None
+        except OSError:  # the launcher cannot look at its ranks now; what the sessions tell is known all the same
+            roster = None
         return rollcall.absent(now, size, present, seated, self._sessions.values(), self._ended, roster)
 
 

@@ -54,6 +54,13 @@ BULK_BYTES = 1024 * 1024
 """Values from here on live in shared memory and are moved by threads. Smaller ones take the loop under 200 us, less than handing them
 over and back would on a busy machine, and a descriptor each would be many."""
 
+HUGE_BYTES = 64 * 1024 * 1024
+"""Values from here on are never copied by the loop, which would hold everybody up for 40 ms and more."""
+
+RESERVE = 4
+"""A quarter of the descriptors that this process may have is not for values: clients that are still to come need one each, and the
+store of a job shares its process with the launcher, which needs some for every rank that starts or ends."""
+
 ACCEPTS = 64
 """New connections taken in one turn: the rest waits in the kernel, so that a storm of them does not stop everybody else."""
 
@@ -268,7 +275,10 @@ class Loop:
             # Threads hold on to a transfer only while it moves: that is a sign of life, though no request may get through beside it.
             if peer.session is not None and (peer.incoming_moves if transfer.incoming else peer.outgoing_moves):
                 peer.session.heard = max(peer.session.heard, now)
-        self._state.tick(now)
+        try:
+            self._state.tick(now)
+        except Exception:  # the next tick goes on behind the one that failed
+            log.exception("the store failed on what ran out; please report this")
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP
             for session, peer in list(self._by_session.items()):
@@ -644,8 +654,8 @@ class Loop:
         segment = data = None
         if refused is None and missing:
             try:
-                if size >= BULK_BYTES:
-                    segment = self._take(size)
+                segment = self._take(size) if size >= BULK_BYTES else None
+                if segment is not None:
                     segment.write(body, 0)
                 else:
                     data = bytearray(size)
@@ -683,13 +693,19 @@ class Loop:
             segment = received(fd, request.shared, back)
         except Unfit as error:
             raise _Malformed(str(error)) from error
+        scarce = _is_scarce(segment)
+        if scarce and segment.size >= HUGE_BYTES:
+            return self._no_memory(request, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
         refused = self._state.reserve(segment.size, request.seq)
         if refused is not None:
             return refused
-        if segment.size < BULK_BYTES:
+        if scarce or segment.size < BULK_BYTES:
             try:
                 data = bytearray(segment.size)
                 segment.read(memoryview(data), 0)
+            except (OSError, MemoryError) as error:
+                self._state.release(segment.size)
+                return self._no_memory(request, error if isinstance(error, OSError) else _no_memory())
             except BaseException:
                 self._state.release(segment.size)
                 raise
@@ -697,8 +713,17 @@ class Loop:
         self._segments.add(segment)
         return segment
 
-    def _take(self, size: int) -> Segment:
-        segment = self._pool.take(size)
+    def _take(self, size: int) -> Segment | None:
+        """Shared memory for a value that is to come; None when descriptors are scarce, and then the loop's own memory has to do."""
+        try:
+            segment = self._pool.take(size)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return None
+        if _is_scarce(segment):
+            segment.close()
+            return None
         self._segments.add(segment)
         return segment
 
@@ -706,7 +731,10 @@ class Loop:
         text = f"the server cannot hold this value: {error.strerror}"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            text += f"; a value of {BULK_BYTES} bytes or more takes a descriptor, and this process may have {limit} (ulimit -n)"
+            text += (
+                f"; a value of {BULK_BYTES} bytes or more takes a descriptor, this process may have {limit} (ulimit -n), "
+                f"and values leave a quarter of them free"
+            )
         return Failed(request.seq, self._state.revision, "store-full", text)
 
     def _read_body(self, peer: Peer, arriving: Arriving, now: float) -> None:
@@ -970,6 +998,12 @@ def _turn_away(sock: socket.socket, answer: bytes) -> None:
 def _is_repeated(session: Session, seq: int) -> bool:
     """Whether `apply` answers this request as before, whatever its value."""
     return seq in session.replies or seq <= session.acked or seq in session.released
+
+
+def _is_scarce(segment: Segment) -> bool:
+    """Whether descriptors have become scarce with this one: the kernel gives out the lowest number that is free."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit != resource.RLIM_INFINITY and segment.fileno() >= limit - limit // RESERVE
 
 
 def _no_memory() -> OSError:
