@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rallypoint.clock import Clock
 from rallypoint.store.address import parse
 from rallypoint.wire.connection import HandshakeFailed, Joining
 from rallypoint.wire.frames import HEADER, header
@@ -20,6 +21,13 @@ DEADLINE = 20.0
 """Seconds that any single wait of a test may take: a bound for a busy machine, never used up."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class In1970(Clock):
+    """A clock by which it is 1970: the revisions of a server that has it begin at 0."""
+
+    def wall(self) -> float:
+        return 0.0
 
 
 class Closed(Exception):

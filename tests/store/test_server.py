@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host import system_calls
@@ -50,12 +51,12 @@ from rallypoint.wire.messages import (
     Value,
 )
 
-from .raw import DEADLINE, Closed, Raw, plug, refused
+from .raw import DEADLINE, Closed, In1970, Raw, plug, refused
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server(max_bytes="64MiB") as made:
+    with Server(max_bytes="64MiB", clock=In1970()) as made:
         yield made
 
 
@@ -179,7 +180,7 @@ def test_stop_tells_the_clients_after_everything_that_was_on_its_way(server: Ser
 
 
 def test_stop_from_two_threads_and_a_server_that_never_served() -> None:
-    idle = Server(max_bytes="2MiB")
+    idle = Server(max_bytes="2MiB", clock=In1970())
     idle.stop()
     idle.stop()
     assert repr(idle) == f"<Server {idle.address}: stopped>"
@@ -196,7 +197,7 @@ def test_stop_from_two_threads_and_a_server_that_never_served() -> None:
 
 
 def test_serve_forever_serves_in_this_thread() -> None:
-    server = Server(max_bytes="2MiB")
+    server = Server(max_bytes="2MiB", clock=In1970())
     answers: list[object] = []
 
     def client() -> None:
@@ -240,7 +241,7 @@ def test_ipv6() -> None:
 
 
 def test_a_port_that_is_taken_is_refused_with_its_holder() -> None:
-    with Server(max_bytes="2MiB") as first:
+    with Server(max_bytes="2MiB", clock=In1970()) as first:
         port = int(first.address.rpartition(":")[2])
         before = descriptors()
         with pytest.raises(EnvironmentProblem, match=f"pid {os.getpid()}") as caught:
@@ -262,7 +263,7 @@ def test_no_host_is_not_every_host(host: str) -> None:
 
 
 def test_a_port_may_be_text() -> None:
-    with Server(max_bytes="2MiB") as first:
+    with Server(max_bytes="2MiB", clock=In1970()) as first:
         port = first.address.rpartition(":")[2]
         with pytest.raises(EnvironmentProblem, match=f"port {port} on 127.0.0.1 is taken"):
             Server(port=port, max_bytes="2MiB")
@@ -294,7 +295,7 @@ def test_a_full_store_says_that_a_large_value_needs_room_beside_the_old_one(size
 
 
 def test_all_addresses_only_when_asked_and_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "rallypoint"), Server(max_bytes="2MiB"):
+    with caplog.at_level(logging.WARNING, "rallypoint"), Server(max_bytes="2MiB", clock=In1970()):
         assert not caplog.records
         with Server(host="0.0.0.0", max_bytes="2MiB"):
             assert [record.message for record in caplog.records if "all addresses" in record.message]
@@ -315,7 +316,7 @@ def test_no_name_is_ever_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     for name in ("gethostbyaddr", "getnameinfo", "getfqdn", "getaddrinfo"):
         monkeypatch.setattr(socket, name, lambda *_, name=name: asked.append(name))
-    with Server(max_bytes="2MiB") as server:
+    with Server(max_bytes="2MiB", clock=In1970()) as server:
         monkeypatch.undo()
         with Raw(server.address, server.secret) as client:
             client.ask(Ping)
@@ -326,18 +327,18 @@ def test_the_limit_of_open_files_is_raised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
     try:
-        Server(max_bytes="2MiB").stop()
+        Server(max_bytes="2MiB", clock=In1970()).stop()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nothing_is_left_after_a_thousand_connections() -> None:
-    with Server(max_bytes="2MiB"):  # whatever is imported or opened once
+    with Server(max_bytes="2MiB", clock=In1970()):  # whatever is imported or opened once
         pass
     gc.collect()
     before, threads = descriptors(), threading.active_count()
-    with Server(max_bytes="64MiB") as server:
+    with Server(max_bytes="64MiB", clock=In1970()) as server:
         with Raw(server.address, server.secret) as first:
             path = first.welcome.local
             for index in range(1000):
@@ -502,7 +503,7 @@ def test_a_server_whose_thread_cannot_start_leaves_nothing(monkeypatch: pytest.M
     def no(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    server = Server(max_bytes="2MiB")
+    server = Server(max_bytes="2MiB", clock=In1970())
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no)
         with pytest.raises(RuntimeError, match="new thread"):
@@ -528,7 +529,7 @@ def test_a_fault_at_one_connection_is_not_everybodys(
 def test_requests_that_had_to_wait_for_the_reader_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """They lie in the server, so that no event tells of them; and what the reader had not read may leave without one, too."""
     monkeypatch.setattr(peers, "PAUSE_BYTES", 100_000)
-    server = Server(max_bytes="64MiB", local=False)
+    server = Server(max_bytes="64MiB", local=False, clock=In1970())
     loop = server._loop
     assert loop is not None
     ends: list[Raw] = []
@@ -578,7 +579,7 @@ def test_a_server_without_a_descriptor_for_its_loop_leaves_nothing(monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(select, "epoll", no)
         with pytest.raises(OSError, match="Too many open files"):
-            Server(max_bytes="2MiB")
+            Server(max_bytes="2MiB", clock=In1970())
     gc.collect()
     assert descriptors() == before
 
@@ -681,3 +682,29 @@ def test_where_no_process_can_be_watched_the_lease_decides(server: Server, monke
         assert store["k"] == 1
         assert loop._state._sessions[session.id] is session
         assert store.statistics()["reconnects"] == 1
+
+
+def test_fencing_tokens_grow_over_servers_and_attempts() -> None:
+    """Revisions, and so tokens, began at 0 in every server: a resource that refuses lower tokens than it has seen refused every holder of
+    a restarted job, or, when it was reset as well, let a straggler of the old attempt overwrite the new one's data."""
+    tokens = []
+    for changes in (500, 3):
+        with serve(max_bytes="2MiB") as server, rallypoint.connect(server.address, secret=server.secret) as store:
+            revision = 0
+            for number in range(changes):
+                revision = store.set("k", number)
+            with store.lock("checkpoint") as grant:
+                assert grant.token > revision
+                tokens.append(grant.token)
+    assert tokens == sorted(set(tokens))
+
+
+def test_a_revision_of_an_earlier_server_is_known_for_what_it_is() -> None:
+    with serve(max_bytes="2MiB") as first, rallypoint.connect(first.address, secret=first.secret) as store:
+        old = store.set("k", 1)
+    with serve(max_bytes="2MiB") as second, rallypoint.connect(second.address, secret=second.secret) as store:
+        store["k"] = 2
+        with pytest.raises(rallypoint.Compacted, match="another server"):
+            next(store.watch("k", since=old))
+        assert next(store.watch("k", since=0)).value == 2
+        assert store.compare_and_set("k", None, 3, revision=old) == (False, 2)

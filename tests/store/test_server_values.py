@@ -43,7 +43,7 @@ from rallypoint.wire.messages import (
 )
 
 from .processes import ServerProcess
-from .raw import DEADLINE, Closed, Raw, memory, plug
+from .raw import DEADLINE, Closed, In1970, Raw, memory, plug
 
 MIB = 1024 * 1024
 SIZES = [65_537, 300_000, MIB - 1, MIB, 3 * MIB + 17]
@@ -51,7 +51,7 @@ SIZES = [65_537, 300_000, MIB - 1, MIB, 3 * MIB + 17]
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server(max_bytes="64MiB") as made:
+    with Server(max_bytes="64MiB", clock=In1970()) as made:
         yield made
 
 
@@ -408,7 +408,7 @@ def test_freed_comes_behind_a_reply(near: Raw) -> None:
 def test_a_transfer_has_one_thread_whatever_epoll_said_before() -> None:
     """Who waits for a large value, and has just read what kept him from getting it: in one and the same look, he becomes writable and
     is sent that value. Two threads with one transfer would send a mixture of its bytes."""
-    server = Server(max_bytes="64MiB")
+    server = Server(max_bytes="64MiB", clock=In1970())
     loop = server._loop
     assert loop is not None
     reading, writing = _joined(server, loop, server.address), _joined(server, loop, f"unix://{loop._local}")

@@ -37,6 +37,7 @@ class History:
         self._count = count
         self._size = size
         self._bytes = 0
+        self._first = ledger.revision  # before any change
         self._forgotten = 0  # the revision of the last change that is no longer known
         self._lines = Lines(self._timed_out)  # by prefix
         self._lengths: list[int] = []  # of all these prefixes, ascending, and perhaps of some that nobody waits for any more
@@ -57,8 +58,8 @@ class History:
         revision = ledger.revision
         if since is None:
             return Changes(seq, revision, (), revision), None
-        if since > revision:
-            text = f"revision {since} has not been reached here, the last one is {revision}: it is another server's"
+        if since > revision or 0 < since < self._first:
+            text = f"revision {since} is another server's: here they go from {self._first} to {revision}"
             return ledger.failed(request, "compacted", text, since=since, oldest=self._forgotten, revision=revision)
         if since < self._forgotten:
             text = f"the changes after revision {since} are no longer all known, only those after {self._forgotten} are"

@@ -114,8 +114,9 @@ class Session:
 class Ledger:
     """One revision, one order of answers."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.revision = 0
+    def __init__(self, limits: Limits, revision: int = 0) -> None:
+        """`revision`: before any change."""
+        self.revision = revision
         self.opened = 0  # how many sessions there have been
         self.woken: list[tuple[Session, Reply, Large | None]] = []
         self.budget = Budget(limits)

@@ -89,7 +89,7 @@ class Server:
             self.address: str = address or str(_address(bound[0]))
             _raise_limit_of_files()
             self._loop: Loop | None = Loop(
-                State(self.limits, roster=roster),
+                State(self.limits, roster=roster, began=self._clock.wall()),
                 bound,
                 secret=self.secret,
                 job=job,

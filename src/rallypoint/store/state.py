@@ -44,6 +44,11 @@ away. 20 MB at most."""
 TOMBSTONE_AGE = 3600.0
 """Seconds that an ended session is remembered: longer than any deadline at which a client still asks for the outcome of a request."""
 
+REVISIONS = 1_000_000
+"""A second. The first revision of a server is as many as seconds have passed since 1970, times this: higher than the last one of a server
+that ran before it and made fewer changes a second than that, which each does. So fencing tokens, which are revisions, grow over restarts
+too, and no revision of one server is taken for one of another."""
+
 LISTED = 400
 """Requests that a refusal lists at most: it must fit a message before the proof. Of more, the outcome cannot be known."""
 
@@ -72,10 +77,11 @@ class State(Ledger):
         history: int = histories.CHANGES,
         history_bytes: int = histories.CHANGE_BYTES,
         roster: Roster | None = None,
+        began: float = 0.0,
     ) -> None:
         """`history`, `history_bytes`: changes that are kept for watches, and the bytes of their values. `roster`: what the launcher of
-        the job knows of its ranks; called when somebody is missing at a barrier."""
-        super().__init__(limits)
+        the job knows of its ranks; called when somebody is missing at a barrier. `began`: seconds since 1970."""
+        super().__init__(limits, int(began * REVISIONS))
         self.limits = limits
         self._sessions: dict[bytes, Session] = {}
         self._deadlines: Deadlines[Session] = Deadlines()
