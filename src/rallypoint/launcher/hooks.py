@@ -29,6 +29,7 @@ import msgspec
 from rallypoint.diagnosis import init_method
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.quick_lookups import quick_lookups
 from rallypoint.launcher import channel, children, cuda, gloo, interruptions, variables, words
 from rallypoint.launcher.channel import AtPhase, Caught, ChildrenFailed, ClosesGroup, ForksCuda, Meets, Message, Released, SetLate, Spawns
 
@@ -184,7 +185,10 @@ class Hooks:
             for name, line in variables.set_late():
                 self.tell(SetLate(name, line))
             held_host = self._held.rpartition(":")[0].strip("[]") if by_name else None
-            with Variable(AGENT_STORE, None if not self._held and not differs else str(not differs)), Variable("MASTER_ADDR", held_host):
+            # torch asks for the name of whom it connects to: the held store's is nobody's business.
+            look_ups = quick_lookups() if self._held and not differs else contextlib.nullcontext()
+            agent_store = Variable(AGENT_STORE, None if not self._held and not differs else str(not differs))
+            with agent_store, Variable("MASTER_ADDR", held_host), look_ups:
                 result = original(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, ValueError) and _is_initialized() and self._group_line:
