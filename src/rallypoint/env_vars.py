@@ -45,6 +45,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     # torchrun's options
     Variable("PET_*", "read", "The default of torchrun's option of that name: PET_MAX_RESTARTS for --max-restarts."),
+    Variable("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "read", "The default of --log-line-prefix-template."),
+    Variable("TORCHELASTIC_ENABLE_FILE_TIMER", "read", "torchrun's watchdog by file timers: not built, and one line says so."),
     Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "read", "The default of --grace, after PET_SHUTDOWN_TIMEOUT."),
     Variable("PYTHON_EXEC", "read", "torchrun's other interpreter for the workers: not used, and one line says so."),
     # what a worker finds, as under torchrun
@@ -62,9 +64,18 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_RESTART_COUNT", "set", "The attempt, from 0."),
     Variable("TORCHELASTIC_MAX_RESTARTS", "set", "What --max-restarts says."),
     Variable("TORCHELASTIC_RUN_ID", "set", "What --rdzv-id says, or the id of the run."),
-    Variable("TORCHELASTIC_USE_AGENT_STORE", "set", "True: every rank is a client of the store at MASTER_ADDR and MASTER_PORT."),
+    Variable(
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "set",
+        "True: every rank is a client of the store at MASTER_ADDR and MASTER_PORT. False for a lone rank, whose own processes may be"
+        " ranks.",
+    ),
     Variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "set", "What --signals-to-handle says."),
-    Variable("TORCHELASTIC_ERROR_FILE", "set", "Where torch's @record writes the exception of this rank."),
+    Variable(
+        "TORCHELASTIC_ERROR_FILE",
+        "read and set",
+        "Where torch's @record writes the exception of this rank. The launcher's own, when it is set, gets that of the cause.",
+    ),
     Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "set", "1, unless it is set already."),
     Variable(
         "TORCH_DIST_INIT_BARRIER",
@@ -78,7 +89,6 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("CUDA_DEVICE_ORDER", "read", "Whether CUDA numbers GPUs as nvidia-smi does: said in reports about GPUs that differ."),
     Variable("LD_LIBRARY_PATH", "read", "A folder of cuda-compat in it: then an old driver's number is not taken for its limit."),
-    Variable("LD_PRELOAD", "read", "Set: the interpreter of each rank takes everything apart at its end, as a library there may want."),
     Variable("GLOO_SOCKET_IFNAME", "read", "Never set; when it names an interface that is not there, a line says so at the start."),
     Variable("NCCL_SOCKET_IFNAME", "read", "The same."),
     # threads and names
@@ -91,11 +101,7 @@ VARIABLES: tuple[Variable, ...] = (
         "OPENBLAS_NUM_THREADS", "read and set", "1 in the template, which must have one thread; the workers get the user's own value back."
     ),
     Variable("GOTO_NUM_THREADS", "read", "OpenBLAS's older name for its number of threads, honoured for the workers as OpenBLAS does."),
-    Variable(
-        "RES_OPTIONS",
-        "read and set",
-        "Set to timeout:1 attempts:1 in the process that serves torch's store, when it is not set: torch asks DNS for 127.0.0.1's name.",
-    ),
+    Variable("RES_OPTIONS", "read and set", "timeout:1 attempts:1 in the workers when it is not set: torch asks DNS for 127.0.0.1's name."),
     # the terminal and files
     Variable("NO_COLOR", "read", "Set and not empty: no colours."),
     Variable("FORCE_COLOR", "read", "Set and not empty: colours also where there is no terminal; NO_COLOR wins."),

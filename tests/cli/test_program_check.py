@@ -152,10 +152,12 @@ def test_modules_to_preload_without_a_comma() -> None:
 
 def test_a_folder(folder: Path) -> None:
     (folder / "app").mkdir()
-    assert trouble("app").headline == "app is a folder, not a script"
+    assert trouble("app").headline == "app is a folder without __main__.py, not a script"
     assert commands(trouble("app")) == ["ls app"]
-    (folder / "app" / "__main__.py").touch()
-    assert commands(trouble("app", "x")) == ["rallypoint run app/__main__.py x"]
+    (folder / "app" / "__main__.py").write_text("optimizer")
+    program = Program(kind="script", target="app")
+    assert program_check.look_at(program, {}) is None
+    assert program_check.source(program) == b"optimizer"
 
 
 def test_a_pipe(folder: Path) -> None:

@@ -105,3 +105,20 @@ def test_a_variable_that_makes_the_program_a_module_is_named() -> None:
         parse("train.py", PET_MODULE="1")
     assert refusal.value.headline == "train.py is not a module's name, and PET_MODULE=1 says that the program is one"
     assert refusal.value.help == (("leave that to -m", "unset PET_MODULE"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "known", "wrong"),
+    [
+        ("SIGTERM,SIGTREM", ("SIGTERM",), "'SIGTREM', which is not a signal; the nearest is SIGTERM"),
+        ("usr1", (), "'usr1', which is not a signal; the nearest is SIGUSR1"),
+        ("15,SIGUSR1", ("SIGUSR1",), "'15', which is not a signal; the nearest is SIGTERM"),
+        ("99", (), "'99', which is not a signal"),
+        ("SIGTERM,", ("SIGTERM",), "'', which is not a signal"),
+    ],
+)
+def test_an_unknown_signal_is_left_out_with_a_line(text: str, known: tuple[str, ...], wrong: str) -> None:
+    """torchrun warns of it and runs; it was refused here."""
+    wanted = parse(f"--signals-to-handle {text} train.py")
+    assert wanted.signals == known
+    assert wanted.notes == (f"--signals-to-handle names {wrong}: it is left out",)

@@ -9,6 +9,7 @@ import pytest
 
 from rallypoint import launch
 from rallypoint.cli import run
+from rallypoint.host import resolver
 from rallypoint.launcher import plan
 from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.plan import Options
@@ -39,11 +40,18 @@ def test_own_addresses_are_known_without_a_resolver(monkeypatch: pytest.MonkeyPa
     import socket
 
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("asked the resolver"))
-    assert run._is_local_address("127.0.0.5")
-    assert not run._is_local_address("192.0.2.1")  # RFC 5737: nobody's
-    assert not run._is_local_address("some-name.invalid")
+    monkeypatch.setattr(resolver, "ask", lambda *_, **__: pytest.fail("asked the resolver"))
     assert "127.0.0.5" in run._own_names("127.0.0.5")
-    assert socket.gethostname() in run._own_names("")
+    assert "192.0.2.1" not in run._own_names("192.0.2.1")  # RFC 5737: nobody's
+    for name in ("", "localhost", socket.gethostname(), socket.gethostname().upper()):
+        assert socket.gethostname() in run._own_names(name)
+
+
+@pytest.mark.parametrize(("found", "ours"), [(("127.0.0.7",), True), (("192.0.2.1",), False), ((), False)])
+def test_a_name_is_this_machines_by_what_it_stands_for(monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...], ours: bool) -> None:
+    """`--master-addr` with another name of this machine than its host name was refused as one of another node."""
+    monkeypatch.setattr(resolver, "ask", lambda names, timeout: {name: resolver.Answer(name, "name", found) for name in names})
+    assert ("head-node" in run._own_names("head-node")) == ours
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -193,13 +193,35 @@ def test_defaults_are_those_of_torchrun() -> None:
     assert made.environment["ROLE_NAME"] == args.role
 
 
-@pytest.mark.parametrize("abbreviated", ["--nproc", "--nproc-per", "--redirect", "--master"])
-def test_abbreviations_that_torchrun_takes_are_answered_with_the_whole_name(abbreviated: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    ["--nproc 2 t.py", "--nproc=2 t.py", "--nproc_per 2 t.py", "--redirect 3 t.py", "--max-restart 2 t.py", "--standalo t.py",
+     "--rdzv-b c10d t.py", "--max_restart=2 --no-p ./p"],
+)  # fmt: skip
+def test_abbreviations_that_torchrun_takes(line: str) -> None:
+    """They were refused: a command line that has worked for years should not have to be edited."""
+    whole = {
+        "--nproc": "--nproc-per-node", "--nproc_per": "--nproc_per_node", "--redirect": "--redirects", "--max-restart": "--max-restarts",
+        "--standalo": "--standalone", "--rdzv-b": "--rdzv-backend", "--max_restart": "--max_restarts", "--no-p": "--no-python",
+    }  # fmt: skip
+    words = [f"{whole.get(name, name)}{equals}{value}" for name, equals, value in (word.partition("=") for word in line.split())]
+    assert ours(line.split()) == ours(words)
+
+
+@pytest.mark.parametrize(
+    ("abbreviated", "near"), [("--master", "--master-addr"), ("--log", "--log-dir"), ("--gra", "--grace"), ("--run", "--run-dir")]
+)
+def test_an_abbreviation_of_two_options_or_of_ours_is_answered_with_a_whole_name(abbreviated: str, near: str) -> None:
     with pytest.raises(UsageError) as refusal:
         ours([abbreviated, "2", "train.py"])
     assert refusal.value.code == "option-unknown"
-    full = {"--nproc": "--nproc-per-node", "--nproc-per": "--nproc-per-node", "--redirect": "--redirects", "--master": "--master-addr"}
-    assert refusal.value.headline == f"rallypoint run has no option {abbreviated}; the nearest is {full[abbreviated]}"
+    assert refusal.value.headline == f"rallypoint run has no option {abbreviated}; the nearest is {near}"
+
+
+@pytest.mark.parametrize("line", ["--nproc", "--max-restart=x t.py"])
+def test_an_abbreviation_is_named_as_it_was_typed(line: str) -> None:
+    with pytest.raises(UsageError, match=line.partition("=")[0]):
+        ours(line.split())
 
 
 def test_a_worker_of_torchrun_finds_the_same_variables(tmp_path: Path) -> None:
@@ -215,7 +237,7 @@ def test_a_worker_of_torchrun_finds_the_same_variables(tmp_path: Path) -> None:
     planned = made.environment | made.rank_environment[1]
     by_attempt = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"}
     python_own = {"LC_CTYPE"}  # PEP 538
-    assert found.keys() - by_attempt - python_own == planned.keys() - {"RALLYPOINT_JOB"}
+    assert found.keys() - by_attempt - python_own == planned.keys() - {"RALLYPOINT_JOB", "RES_OPTIONS"}
     different = {name for name in found.keys() & planned.keys() if found[name] != planned[name]}
     # A random one, there as here; and torchrun says 1 where ours says how many processors a rank has.
     assert different == {"TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"}

@@ -59,6 +59,7 @@ def test_environment_of_a_worker_is_torchruns() -> None:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "4",
+        "RES_OPTIONS": "timeout:1 attempts:1",
     }
     assert made.rank_environment == (
         {"RANK": "0", "LOCAL_RANK": "0", "ROLE_RANK": "0"},
@@ -66,7 +67,7 @@ def test_environment_of_a_worker_is_torchruns() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "RES_OPTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
 def test_what_the_user_has_set_stays(name: str) -> None:
     made = plan({name: "theirs"}, nproc=2)
     assert name not in made.environment  # inherited unchanged
@@ -80,7 +81,7 @@ def test_one_rank_keeps_all_threads() -> None:
 def test_choices_of_ours_are_remarks_and_not_notes() -> None:
     made = plan(nproc=2)
     assert made.notes == ()
-    assert [remark.split("=")[0] for remark in made.remarks] == ["OMP_NUM_THREADS"]
+    assert [remark.split("=")[0] for remark in made.remarks] == ["OMP_NUM_THREADS", "RES_OPTIONS"]
 
 
 def test_run_id_is_the_job_when_not_given() -> None:
@@ -415,5 +416,5 @@ def test_a_rank_gets_its_share_of_the_processors(cpus: int, ranks: int, threads:
 def test_a_stall_is_reported_without_being_asked_for_where_there_are_several_ranks(asked: dict[str, Any], patience: float | None) -> None:
     """A hang in training was told only to those who had given --stall: nobody knows beforehand that a job will hang."""
     made = plan(**asked)
-    assert made.patience(made.world.size) == patience
+    assert made.patience == patience
     assert ("no rank has moved" in describe(made)) == (patience is not None)

@@ -123,3 +123,36 @@ def test_a_lone_rank_whose_stderr_goes_to_a_file_has_its_traceback_in_the_report
     (log,) = (tmp_path / "logs").glob("*/attempt_0/0/stderr.log")
     assert log.read_text().endswith("\nValueError: nan\n")
     assert "    | ValueError: nan\n" in result.report, result.everything
+
+
+@pytest.mark.parametrize(
+    ("program", "refusal"),
+    [
+        (
+            "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n",
+            "unrecognized arguments: -n 2",
+        ),
+        ("import sys\nprint('Error: No such option: -n', file=sys.stderr)\nsys.exit(2)\n", "No such option: -n"),
+    ],
+    ids=["argparse", "click"],
+)
+def test_an_option_behind_the_program_that_the_program_refuses(tmp_path: Path, program: str, refusal: str) -> None:
+    """`rallypoint run train.py -n 2`: the report said what argparse says, and not that -n belongs before the program."""
+    (tmp_path / "train.py").write_text(program)
+    result = run_job(["--fresh", "train.py", "--lr", "1", "-n", "2"], state=tmp_path, cwd=tmp_path)
+    assert result.rc == 2, result.everything
+    assert refusal in result.err, result.everything
+    assert "-n 2 stands behind the program" in result.prose, result.everything
+    assert "rallypoint run --fresh -n 2 train.py --lr 1\n" in result.report, result.everything
+
+
+def test_a_submodule_that_is_misspelt_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    """The help was to install the package, which is there."""
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    for name in ("pkg/__init__.py", "pkg/sub/__init__.py", "pkg/sub/train.py"):
+        (tmp_path / name).touch()
+    for typed, near in (("pkg.sub.trian", "pkg.sub.train"), ("pkg.sbu.train", "pkg.sub.train")):
+        result = run_job(["--fresh", "-m", typed], state=tmp_path / typed, cwd=tmp_path)
+        assert (result.rc, result.codes) == (2, ["start-failed"]), result.everything
+        assert f"             -m {near}\n" in result.report, result.everything
+        assert "pip install" not in result.report, result.everything

@@ -191,6 +191,69 @@ def test_a_program_that_spawns_its_ranks_runs_as_one(run: Run, write: Write, por
     assert (result.rc, sorted(result.lines), result.err) == (0, ["rank 0: 2", "rank 1: 2"], ""), result.everything
 
 
+STARTS_PROCESSES = """\
+import multiprocessing
+import os
+
+def work(rank):
+    import torch.distributed as dist
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    processes = [multiprocessing.get_context("spawn").Process(target=work, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+"""
+
+
+def test_a_lone_rank_whose_own_processes_are_ranks_gives_them_the_port(run: Run, write: Write) -> None:
+    """Only `torch.multiprocessing.spawn` had the held port given back; ranks that `multiprocessing.Process` starts found it in use."""
+    result = run("--fresh", "-n", "1", write("train.py", STARTS_PROCESSES))
+    assert (result.rc, sorted(result.lines)) == (0, ["rank 0 of 2", "rank 1 of 2"]), result.everything
+
+
+STORES = """\
+import os, socket
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+
+host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+for name in (host, "localhost", "127.0.0.2", socket.gethostname()):
+    store = dist.TCPStore(name, port, size, is_master=rank == 0, timeout=timedelta(seconds=60))
+    store.set(f"{name} {rank}", "here")
+    store.wait([f"{name} {other}" for other in range(size)])
+store, *_ = next(dist.rendezvous("env://"))
+assert store.get(f"{host} 0") == b"here"
+store, *_ = next(dist.rendezvous(f"tcp://127.0.0.2:{port}", rank, size))
+assert store.get(f"{host} 0") == b"here"
+for name in (socket.gethostname(), "127.0.0.2"):
+    dist.init_process_group("gloo", init_method=f"tcp://{name}:{port}", rank=rank, world_size=size)
+    dist.barrier()
+    dist.destroy_process_group()
+dist.init_process_group("gloo", store=dist.TCPStore(host, port, size, rank == 0), rank=rank, world_size=size)
+dist.destroy_process_group()
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+print(rpc.rpc_sync(f"worker{(rank + 1) % size}", max, args=(rank, 7)), flush=True)
+rpc.shutdown()
+"""
+
+
+@pytest.mark.parametrize("way", [("-n", "1"), ("-n", "2"), ("--fresh", "-n", "1"), ("--fresh", "-n", "2")], ids=" ".join)
+def test_a_store_of_the_programs_own_at_the_held_port(run: Run, write: Write, port: int, way: tuple[str, ...]) -> None:
+    """One rank was told that the port is in use. Under another name of this machine (127.0.1.1 of Debian's /etc/hosts, the host's own
+    name, an interface's address) `tcp://` found it in use as well, and a TCPStore waited 300 s for nobody."""
+    result = run(*way, "--master-port", str(port), write("train.py", STORES))
+    assert (result.rc, [line[-1] for line in result.lines]) == (0, ["7"] * int(way[-1])), result.everything
+
+
 def test_a_program_that_spawns_its_ranks_and_is_started_twice(run: Run, write: Write, squatter: tuple[int, subprocess.Popen[str]]) -> None:
     """One warning; and nobody waits: each group's rank 0 asks for the port itself (as clients all of them would wait for minutes)."""
     program = write("train.py", SPAWNS)

@@ -54,7 +54,7 @@ usage: rallypoint run [options] script.py [arguments of the script]
 
 Start the ranks (processes) of a PyTorch job on this machine, bring them together, and say what happened when one fails.
 What stands after the program's name belongs to the program. Options may be written with _ for - inside, and
-not abbreviated. torchrun's PET_* variables set its options too.
+torchrun's may be abbreviated. torchrun's PET_* variables set its options too.
 """,
 )
 

@@ -79,6 +79,12 @@ RUN: tuple[Option, ...] = (
         names=("--run-dir",), metavar="DIR", default="", example="--run-dir runs/today",
         sentence="folder for this run's logs, events and report; without it one under the user's state folder",
     ),
+    Option(
+        names=("--log-line-prefix-template",), metavar="TEXT", variable="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        example="--log-line-prefix-template '${role_name}${rank}: '",
+        sentence="what stands before each line of a rank: a text with ${rank}, ${local_rank} and ${role_name}; '' for nothing, "
+        "as a program behind | may want it. Without it [rank] when there are several",
+    ),
     Option(names=("--plain",), sentence="do not look into the workers: no phases, no roll call, no wrap of init_process_group"),
     Option(names=("--quiet",), sentence="say nothing of our own but errors"),
     Option(

@@ -9,7 +9,7 @@ from typing import Any
 from rallypoint.cli import foreign, suggestions
 from rallypoint.cli.command_line import CommandLine, Given
 from rallypoint.cli.commands import RUN, Command
-from rallypoint.cli.options import Option
+from rallypoint.cli.options import BY_KEY, Option
 from rallypoint.errors import UsageError
 
 
@@ -30,8 +30,16 @@ def _take_apart(argv: Sequence[str], environ: Mapping[str, str], command: Comman
             typed[self.dest] = (*typed.get(self.dest, ()), given)
 
     parser = argparse.ArgumentParser(prog=f"rallypoint {command.name}", add_help=False, allow_abbrev=False, exit_on_error=False)
+    short = _abbreviations(command)
     for option in command.options:
-        parser.add_argument(*option.spellings, dest=option.key, action=Take, nargs=None if option.metavar else 0, default=argparse.SUPPRESS)
+        parser.add_argument(
+            *option.spellings,
+            *short.get(option.key, ()),
+            dest=option.key,
+            action=Take,
+            nargs=None if option.metavar else 0,
+            default=argparse.SUPPRESS,
+        )
     parser.add_argument("words", nargs=argparse.REMAINDER)
     words: list[str] = []
     typed_words: list[str] = []
@@ -41,7 +49,7 @@ def _take_apart(argv: Sequence[str], environ: Mapping[str, str], command: Comman
     except argparse.ArgumentError as error:
         spellings = (error.argument_name or "").split("/")
         typed_so = (spelling for word in argv for spelling in spellings if word.partition("=")[0] == spelling)
-        refusal = suggestions.incomplete(next(typed_so, spellings[0]), command)
+        refusal = suggestions.incomplete(next(typed_so, spellings[0]), spellings[0], command)
     else:
         words = namespace.words[1:] if namespace.words[:1] == ["--"] else namespace.words
         typed_words = list(argv[: len(argv) - len(words)])
@@ -59,6 +67,24 @@ def _take_apart(argv: Sequence[str], environ: Mapping[str, str], command: Comman
         if variable and option.key not in given:
             given[option.key] = (Given(spelling=variable, text=environ[variable]),)
     return CommandLine(given=given, words=tuple(words), typed=tuple(typed_words), refusal=refusal)
+
+
+def _abbreviations(command: Command) -> dict[str, list[str]]:
+    """By option: the beginnings of torchrun's names that begin no other option's, which torchrun's parser takes, too."""
+    if command is not RUN:
+        return {}
+    begun: dict[str, set[str]] = {}
+    for option in command.options:
+        for name in option.spellings:
+            for end in range(len("--x"), len(name)):
+                begun.setdefault(name[:end], set()).add(option.key)
+    found: dict[str, list[str]] = {}
+    for beginning, keys in begun.items():
+        key = next(iter(keys))
+        if len(keys) == 1 and BY_KEY[key].fate != "ours" and foreign.hyphened(beginning) not in (*foreign.SAME, *foreign.DIFFERENT):
+            found.setdefault(key, []).append(beginning)
+    found["nproc_per_node"] = [name for name, keys in begun.items() if keys == {"nproc_per_node"}]  # torchrun's long name, our short one
+    return found
 
 
 def _take_apart_anywhere(argv: Sequence[str], environ: Mapping[str, str], command: Command) -> CommandLine:

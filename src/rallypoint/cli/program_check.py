@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rallypoint.cli import foreign, suggestions
 from rallypoint.cli.spelling import nearest
 from rallypoint.cli.values import is_module_name
+from rallypoint.host import archives
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.report import Report
@@ -31,7 +32,7 @@ def look_at(program: Program, environ: Mapping[str, str], typed: Sequence[str] =
 
 
 def look_at_script(program: Program, typed: Sequence[str] = ()) -> Report | None:
-    """A script that is missing, a folder, unreadable, no regular file, or does not compile."""
+    """A script that is missing, a folder without `__main__.py`, unreadable, no regular file, or does not compile."""
     path = program.target
     try:
         mode = os.stat(path).st_mode
@@ -39,11 +40,11 @@ def look_at_script(program: Program, typed: Sequence[str] = ()) -> Report | None
         return _missing(program, typed)
     except OSError as refusal:
         return _not_started(f"{path} cannot be opened: {refusal.strerror}")
+    if archives.main_of(path):
+        return None
     if stat.S_ISDIR(mode):
-        inside = os.path.join(path, "__main__.py")
-        again = suggestions.retyped(typed, inside, *program.args)
-        helps = [("name the script in it", again)] if os.path.exists(inside) else _near_files(program, path, typed)
-        return _not_started(f"{path} is a folder, not a script", helps or [("see what is in it", f"ls {shlex.quote(path)}")])
+        helps = _near_files(program, path, typed) or [("see what is in it", f"ls {shlex.quote(path)}")]
+        return _not_started(f"{path} is a folder without __main__.py, not a script", helps)
     if not stat.S_ISREG(mode):
         return _not_started(f"{path} is not a file that every rank could read", [("save the script to a file first", "")])
     if not os.access(path, os.R_OK):
@@ -58,7 +59,10 @@ def source(program: Program) -> bytes:
     """A script's text, as far as it is looked at; b"" for what is none."""
     if program.kind != "script":
         return b""
-    with open(program.target, "rb") as file:
+    inside = archives.main_of(program.target)
+    if inside and not os.path.isfile(inside):  # in an archive
+        return b""
+    with open(inside or program.target, "rb") as file:
         return file.read(LARGEST_CHECKED_SCRIPT)
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from rallypoint.cli import parser
 from rallypoint.cli.command_line import CommandLine, Given
 from rallypoint.cli.commands import RUN
-from rallypoint.cli.options import BY_KEY
+from rallypoint.cli.options import BY_KEY, BY_SPELLING
 from rallypoint.cli.suggestions import retyped
-from rallypoint.cli.values import is_module_name
+from rallypoint.cli.values import is_module_name, unknown_signals
 from rallypoint.errors import UsageError
 from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.plan import Options
@@ -25,7 +26,10 @@ def read(line: CommandLine) -> Options:
     values = parser.values(line, RUN)
     without_effect = (option for option in RUN.options if option.fate == "accepted" and option.key in line.given)
     notes = [f"{option.names[0]} has no effect here: {option.why}" for option in without_effect]
+    unknown = dict(unknown_signals(values["signals_to_handle"]))
+    notes += [f"--signals-to-handle {wrong}: it is left out" for wrong in unknown.values()]
     program = _program(line.words, values, line.given, line.typed)
+    behind, rest = _behind(line.words)
     address, port, more = _meeting_point(values, line.given)
     return Options(
         program=program,
@@ -50,14 +54,37 @@ def read(line: CommandLine) -> Options:
         local_ranks_filter=values["local_ranks_filter"],
         stdout_filters=values["duplicate_stdout_filters"],
         stderr_filters=values["duplicate_stderr_filters"],
+        log_line_prefix_template=values["log_line_prefix_template"],
         virtual_local_rank=values["virtual_local_rank"],
-        signals=values["signals_to_handle"],
+        signals=tuple(name for name in values["signals_to_handle"] if name not in unknown),
         plain=values["plain"],
         quiet=values["quiet"],
         error_format=values["error_format"],
         dry_run=values["dry_run"],
         notes=(*notes, *more),
+        behind=shlex.join(behind),
+        moved=retyped((*line.typed, *behind), *rest) if behind else "",
     )
+
+
+def _behind(words: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Options of ours that stand behind the program, which gets them; and the other words. Whether it wants them only it knows."""
+    found: list[str] = []
+    rest = list(words[:1])
+    at = 1
+    while at < len(words):
+        if words[at] == "--":
+            return found, [*rest, *words[at:]]
+        name, equals, _ = words[at].partition("=")
+        option = BY_SPELLING.get(name)
+        if option is None or option.key == "help":
+            rest.append(words[at])
+            at += 1
+            continue
+        end = at + (2 if option.metavar and not equals else 1)
+        found += words[at:end]
+        at = end
+    return found, rest
 
 
 def _program(

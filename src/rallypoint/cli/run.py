@@ -18,6 +18,8 @@ from rallypoint.launcher import machine
 if TYPE_CHECKING:
     from rallypoint.launcher.plan import Machine, Options
 
+RESOLVE_TIMEOUT = 2.0  # seconds for a name given with --master-addr: one that is not answered for is not known to be this machine's
+
 
 def main(argv: list[str]) -> int:
     """`rallypoint run` with its arguments; the exit status. Errors of usage are printed, not raised."""
@@ -106,28 +108,23 @@ def _interfaces() -> tuple[str, ...]:
 
 
 def _own_names(asked: str) -> tuple[str, ...]:
-    """This machine's name, short and long, and the asked address if it is one of ours: the kernel binds no other."""
+    """This machine's name, short and long, and the asked address or name if it is one of ours: the kernel binds no other. The resolver is
+    asked for a name only when it is not known."""
     import socket
+
+    from rallypoint.launcher.plan import LOOPBACK
 
     name = socket.gethostname()
     names = [name, name.split(".")[0]]
-    if asked and asked not in names and _is_local_address(asked):
+    if asked and asked.lower() not in (*map(str.lower, names), *LOOPBACK) and _is_here(asked):
         names.append(asked)
     return tuple(dict.fromkeys(names))
 
 
-def _is_local_address(text: str) -> bool:
-    import ipaddress
-    import socket
+def _is_here(host: str) -> bool:
+    from rallypoint.host import reach, resolver
 
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return False  # a name: the resolver is not asked
-    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((text, 0))
-    except OSError:
-        return False
-    return True
+    places = reach.numeric(host, 0)
+    if not places:
+        places = [place for ip in resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host].found for place in reach.numeric(ip, 0)]
+    return any(reach.is_own(family, str(sockaddr[0])) for family, sockaddr in places)

@@ -16,9 +16,9 @@ from rallypoint.cli.values import near_check
 from rallypoint.errors import UsageError
 
 
-def incomplete(spelling: str, command: Command) -> UsageError:
-    """An option without its value, or a flag with one."""
-    option = next(option for option in command.options if spelling in option.spellings)
+def incomplete(spelling: str, whole: str, command: Command) -> UsageError:
+    """An option without its value, or a flag with one. `whole`: one of its names, when it was abbreviated."""
+    option = next(option for option in command.options if whole in option.spellings)
     if option.metavar:
         return UsageError("usage", f"{spelling} lacks its value, {option.metavar}", help=example(option, command))
     return UsageError("usage", f"{spelling} is a flag and takes no value", help=(("give it alone", spelling),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from rallypoint.cli.foreign import CHECKS
 from rallypoint.cli.spelling import nearest
@@ -127,21 +127,24 @@ def read_words(text: str) -> tuple[str, ...]:
 
 
 def read_signals(text: str) -> tuple[str, ...]:
-    import signal
-
+    """The names as they were given; `unknown_signals` are left out later, with a line: torchrun warns of them and runs."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if not name:
-            raise ValueError("holds an empty name")
-        if name not in signal.Signals.__members__:
-            numbered = {str(one.value): one.name for one in signal.Signals}
-            near = numbered.get(name) or nearest(
-                name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}", signal.Signals.__members__
-            )
-            raise ValueError(f"names {name!r}, which is not a signal" + (f"; the nearest is {near}" if near else ""))
         if name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):  # the last one tells the launcher of its children
             raise ValueError(f"names {name}, which no launcher can take for this")
     return names
+
+
+def unknown_signals(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Those that are no signals, each with what is wrong with it, as the end of a sentence."""
+    import signal
+
+    numbered = {str(one.value): one.name for one in signal.Signals}
+    for name in names:
+        if name not in signal.Signals.__members__:
+            long = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
+            near = numbered.get(name) or (nearest(long, signal.Signals.__members__) if name else "")
+            yield name, f"names {name!r}, which is not a signal" + (f"; the nearest is {near}" if near else "")
 
 
 def read_nodes(text: str) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from rallypoint.launcher.supervisor import State
 from rallypoint.record.events import Event, EventLog, What
 from rallypoint.record.logs import LogPump, worker_columns
 from rallypoint.record.run_folder import Door, default_root, open_run_folder
-from rallypoint.record.torchrun_files import TorchrunFiles
+from rallypoint.record.torchrun_files import TorchrunFiles, hand_on
 from rallypoint.record.writer import Writer
 from rallypoint.world import ranks_phrase
 
@@ -68,6 +68,7 @@ class Account:
             self._folder.path if len(self._ranks) > 1 or self._kept_alone() else "",
             self._ranks,
             console=set(logs.console),
+            prefixes=logs.prefixes,
             stdout_fd=outputs[0],
             stderr_fd=outputs[1],
         )
@@ -80,6 +81,7 @@ class Account:
         self._earlier: tuple[Report, ...] = ()  # reports of earlier attempts
         self._reports: tuple[Report, ...] = ()  # of this one, its cause first
         self._late: set[str] = set()
+        self._errors: dict[int, str] = {}  # of this attempt, by rank: what `@record` wrote
         self._folder.write_plan(plan)
         self.event("job-started", job=plan.job, program=words.sayable(plan.program.target), world_size=plan.world.size)
 
@@ -147,11 +149,9 @@ class Account:
         self.event("stall-over", ranks=list(ranks))
         self.say(f"rallypoint: the job goes on: {ranks_phrase(ranks)} {'has' if len(ranks) == 1 else 'have'} moved")
 
-    def say_roll_call(
-        self, ranks: Sequence[RankHandle], size: int, asked: Sequence[RankHandle], because: str, seen: Reached | None = None
-    ) -> None:
-        """Who of `size` ranks waits in init_process_group, and where the others are. Nothing when nobody waits any more, or a person is
-        at a debugger: the stacks of those `asked` show that, too, whichever debugger it is. `seen`: what is at their meeting point."""
+    def say_roll_call(self, ranks: Sequence[RankHandle], asked: Sequence[RankHandle], because: str, seen: Reached | None = None) -> None:
+        """Who waits in init_process_group, and where the others are. Nothing when nobody waits any more, or a person is at a debugger:
+        the stacks of those who were `asked` show that, too, whichever debugger it is. `seen`: what is at their own meeting point."""
         standing = [_standing(handle, asked=handle in asked) for handle in ranks]
         frames = [frame for one in standing for frame in one.stack]
         if any(stacks.debugged(one.stack) for one in standing):
@@ -160,7 +160,7 @@ class Account:
         states = {one.rank: one.silence() for one in ranks if one.alive and one.rank not in told and (one in asked or one.halted())}
         root = self._folder_of_task() or stacks.root_of(self._plan.program.target, frames)
         waiting = [handle.rank for handle in ranks if handle.waiting]
-        lines = rollcall.lines(standing, waiting, states, size, self._clock.elapsed(), root)
+        lines = rollcall.lines(standing, waiting, states, self._plan.world.size, self._clock.elapsed(), root)
         if not lines:
             return
         if seen is not None and meeting_point.explains(seen):
@@ -278,6 +278,7 @@ class Account:
         """A new attempt: the logs go on below a line."""
         self.event("attempt-started", because=because, attempt=number)
         self._earlier, self._reports = self.reports, ()
+        self._errors = {}
         if number:
             self._pump.attempt(number)
             self.say(f"rallypoint: restarting all {_count(self._plan.world.size)}, attempt {number} of {self._plan.max_restarts}")
@@ -337,7 +338,7 @@ class Account:
 
     def columns(self) -> int:
         """Columns that a rank's line has on our terminal, for COLUMNS; 0 when it is none or the ranks see it themselves."""
-        return worker_columns(self._ranks) if len(self._ranks) > 1 else 0
+        return worker_columns(self._ranks, prefixes=self._plan.logs.prefixes) if len(self._ranks) > 1 else 0
 
     # --- what is reported
 
@@ -349,10 +350,10 @@ class Account:
         """Whether the group that a rank joins, or joined last, is one of all ranks."""
         return handle.meeting is not None and rollcall.whole(handle.meeting, self._plan.world.size)
 
-    def absent(self, ranks: Sequence[RankHandle], size: int) -> tuple[int, ...]:
-        """The ranks that others wait for in an init_process_group of `size`."""
+    def absent(self, ranks: Sequence[RankHandle]) -> tuple[int, ...]:
+        """The ranks that others wait for in init_process_group."""
         standing = [_standing(handle, asked=False) for handle in ranks]
-        return rollcall.absent(standing, [handle.rank for handle in ranks if handle.waiting], size)
+        return rollcall.absent(standing, [handle.rank for handle in ranks if handle.waiting], self._plan.world.size)
 
     def is_consequence(self, raised: Raised) -> bool:
         """Whether an exception speaks of a lost peer. (Asked here, since the rules are imported while the template imports torch.)"""
@@ -414,7 +415,6 @@ class Account:
         self,
         ranks: Sequence[RankHandle],
         *,
-        world_size: int,
         attempt: int,
         held: str,
         interrupted_by: str,
@@ -432,7 +432,7 @@ class Account:
         looked_at = ranks if not heard else [handle for handle in ranks if not handle.told]
         job = JobEvidence(
             program=words.sayable(self._plan.program.target),
-            world_size=world_size,
+            world_size=self._plan.world.size,
             ranks=tuple(
                 self._rank(handle, written, heard=heard) for handle, written in zip(looked_at, self._written(looked_at), strict=True)
             ),
@@ -448,6 +448,8 @@ class Account:
             run_dir=self._folder.path,
             on_failure=self._plan.on_failure,
             function=self._plan.task is not None,
+            behind=self._plan.behind,
+            moved=self._plan.moved,
             folder=self._folder_of_task(),
             devices=self._devices(ranks),
             python=shlex.quote(sys.executable) if sys.executable else "",
@@ -455,6 +457,7 @@ class Account:
             now=self._clock.elapsed(),
         )
         failed = {rank.rank for rank in job.ranks if rules.has_failed(rank)}
+        self._errors |= {one.rank: one.error_file for one in job.ranks if one.error_file}
         for handle in ranks:
             handle.told = handle.told or handle.rank in failed
         if misfit is not None:
@@ -493,8 +496,8 @@ class Account:
         """`written`: in its error file. `heard`: the living ones were asked where they are, for this report; else what they have
         answered, perhaps hours ago, is not where they are."""
         says = heard or handle.ended is not None
-        log, lines = self._pump.log_position(handle.log_rank)
-        tail = self._pump.tail(handle.log_rank)
+        log, lines = self._pump.log_position(handle.rank)
+        tail = self._pump.tail(handle.rank)
         return RankEvidence(
             rank=handle.rank,
             local_rank=handle.local_rank,
@@ -567,6 +570,8 @@ class Account:
         """The last words; every file closed."""
         self.live(None)
         self.say_immortal(left)
+        if status:
+            self._hand_on_error(status)
         self.event("job-ended", status=status)
         self._pump.close()
         if self._pump.error is not None:
@@ -579,6 +584,19 @@ class Account:
             )
         elif self._writer.error is not None:
             _say_past_the_pump(f"rallypoint: writing to {self._folder.path} failed: {self._writer.error!r}; the record may be incomplete")
+
+    def _hand_on_error(self, status: int) -> None:
+        """Give the cause to whoever has started the launcher with a TORCHELASTIC_ERROR_FILE of its own."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+        found = [self._errors[rank] for rank in (self._reports[0].ranks if self._reports else ()) if rank in self._errors]
+        if not path or not found or self._plan.task is not None:
+            return
+        try:
+            why = self._writer.ask(lambda: hand_on(found[0], status, path), ERROR_FILES_TIMEOUT)
+        except TimeoutError:
+            why = f"no answer within {ERROR_FILES_TIMEOUT:g} s"
+        if why:
+            self.say(f"rallypoint: TORCHELASTIC_ERROR_FILE {path} cannot be written: {why}")
 
 
 def _standing(handle: RankHandle, *, asked: bool) -> RankEvidence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from string import Template
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,13 @@ class Program(msgspec.Struct, frozen=True):
     kind: Literal["script", "module", "command", "function"]
     target: str  # path as typed, module name, executable as typed, or the name of a function
     args: tuple[str, ...] = ()
+
+    def for_rank(self, local_rank: int) -> Program:
+        """The same with torchrun's macro replaced in its arguments: `${local_rank}`, and `$$`, which stands for one `$`."""
+        if not any("$" in arg for arg in self.args):
+            return self
+        args = tuple(Template(arg).safe_substitute(local_rank=local_rank) for arg in self.args)
+        return msgspec.structs.replace(self, args=args)
 
 
 class Task(msgspec.Struct, frozen=True):

@@ -43,8 +43,6 @@ class Attempt:
         self.host: HostHandle | None = None
         self.host_ready = -1  # a pipe's end that becomes readable when the host serves
         self.ranks: list[RankHandle] = []
-        self.spawned: list[RankHandle] = []  # what the only rank has started by torch.multiprocessing.spawn, by index
-        self.spawned_size = 0  # how many it starts
         try:
             for seat in plan.world.seats() if started else ():
                 self.ranks.append(RankHandle(seat.rank, seat.local_rank))
@@ -98,8 +96,9 @@ class Attempt:
         if self._listener >= 0:
             self.host_ready, theirs = os.pipe2(os.O_CLOEXEC)
             listener, self._listener = self._listener, -1
+            environment = {name: value for name, value in self._plan.environment.items() if name == "RES_OPTIONS"}
             port = self.host.port if self.host else 0
-            yield Order(None, StartHost(self._plan.master_addr, port), [listener, theirs], [listener, theirs])
+            yield Order(None, StartHost(self._plan.master_addr, port, environment), [listener, theirs], [listener, theirs])
         for handle in self.ranks:
             yield self._worker(handle, account)
 
@@ -110,6 +109,7 @@ class Attempt:
         kept = plan.logs.redirects[handle.local_rank] & STDERR != 0
         message = StartWorker(
             rank=handle.rank,
+            local_rank=handle.local_rank,
             environment=self._environment(handle, account.columns()),
             ignored=self._ignored,
             takes_traceback=plan.world.size > 1 or kept,

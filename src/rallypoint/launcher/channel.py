@@ -46,6 +46,7 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     there is a `store`, the terminal when this rank has it, the task's parcel."""
 
     rank: int
+    local_rank: int
     environment: dict[str, str]
     ignored: tuple[int, ...]  # signals that were ignored when the job started (nohup)
     takes_traceback: bool  # the agent prints an uncaught exception; the worker need not
@@ -64,6 +65,7 @@ class StartHost(msgspec.Struct, frozen=True, tag=True):
 
     host: str
     port: int
+    environment: dict[str, str]
 
 
 class Reap(msgspec.Struct, frozen=True, tag=True):
@@ -188,16 +190,6 @@ class Spawns(msgspec.Struct, frozen=True, tag=True):
     """worker -> agent: the program starts ranks of its own (mp.spawn). The agent answers `Released` when it is the only rank."""
 
     line: str
-
-
-class OfSpawned(msgspec.Struct, frozen=True, tag=True):
-    """process that the only rank has spawned -> agent, by the rank's line: process `index` of `size` says this. With the first come its
-    pidfd and the memfd of its stacks."""
-
-    index: int
-    size: int
-    pid: int
-    told: AtPhase | Meets
 
 
 class ForksCuda(msgspec.Struct, frozen=True, tag=True):
@@ -334,7 +326,7 @@ class Aside(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Setup | StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught
     | Leaving | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Inherit | Forget
-    | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | OfSpawned | Debugging | ChildrenFailed | ClosesGroup
+    | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | Debugging | ChildrenFailed | ClosesGroup
     | Aside
 )  # fmt: skip
 

@@ -26,9 +26,10 @@ _unguarded: dict[str, bool] = {}  # by line: whether an import of the program wo
 _registered: list[int] = []  # the process that has: multiprocessing's child begins without its parent's finalizers
 
 
-def watch(tell: _Tell) -> None:
+def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
     """From now on it is seen how the children end, as far as multiprocessing itself looks, here and in forks of this process. `tell` is
-    called when the program has ended: with those that failed, and how many more did."""
+    called when the program has ended: with those that failed, and how many more did; `starts_interpreter` before a child is started that
+    is no fork."""
     from multiprocessing import process
 
     kind: Any = process.BaseProcess
@@ -38,6 +39,10 @@ def watch(tell: _Tell) -> None:
 
     @functools.wraps(start)
     def start_and_remember(self: Any) -> None:
+        from multiprocessing import get_start_method  # here: this module is wrapped while that one is imported
+
+        if (getattr(self, "_start_method", None) or get_start_method()) != "fork":
+            starts_interpreter()
         start(self)
         _remember(self, sys._getframe(1), tell)
 

@@ -1,13 +1,13 @@
 """What is seen of the program from inside a worker: where it meets the others, and errors that it catches itself.
 
 Four functions of torch are wrapped (`init_process_group`, `destroy_process_group`, `cuda.set_device`,
-`multiprocessing.start_processes`), and where a second group finds its store; for the collectives nothing is, since torch itself logs
-every exception that leaves one and we listen to that logger. `--plain` goes without all of it.
+`multiprocessing.start_processes`), the constructor of `TCPStore`, and where a second group finds its store; for the
+collectives nothing is, since torch itself logs every exception that leaves one and we listen to that logger. `--plain` goes
+without all of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -19,7 +19,7 @@ import re
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -29,7 +29,6 @@ import msgspec
 from rallypoint.diagnosis import init_method
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.host.quick_lookups import quick_lookups
 from rallypoint.launcher import channel, children, cuda, gloo, interruptions, variables, words
 from rallypoint.launcher.channel import AtPhase, Caught, ChildrenFailed, ClosesGroup, ForksCuda, Meets, Message, Released, SetLate, Spawns
 
@@ -37,7 +36,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 FORKS_MOST = 20  # places told per worker
 CAUGHT_MOST = 100  # told per worker: a program that tries again for ever must not fill the agent
 RELEASE_TIMEOUT = 5.0  # seconds for the agent to give the port back; it answers in milliseconds unless it is being killed
-RESOLVE_TIMEOUT = 2.0  # seconds for the name of this machine that a program put into MASTER_ADDR: torch would ask for it next
+RESOLVE_TIMEOUT = 2.0  # seconds for the name of this machine that a program gives beside the held port: torch would ask for it next
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 _current: Hooks | None = None
@@ -57,6 +56,7 @@ class Hooks:
         self._job_rank, self._job_size = (_integer(os.environ.get(name)) for name in ("RANK", "WORLD_SIZE"))  # as the launcher set them
         self._one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         self._calls = 0  # of init_process_group
+        self._elsewhere: dict[str, tuple[str, str] | None] = {}  # by host: why it is not this machine, None when it is
         self._joined: Counter[int] = Counter()  # groups that this process has joined at the held socket, by their size
         self.opened_at = ""  # where `launch` was called that has opened the process group, and will close it
         self._torch_hook: object = None
@@ -170,7 +170,7 @@ class Hooks:
         if self.opened_at and _is_initialized():
             raise _twice(self.opened_at, words.line_of(frame))
         try:
-            meeting, by_name = self._by_another_name(self._meeting(original, args, kwargs, frame))
+            meeting = self._by_another_name(self._meeting(original, args, kwargs, frame))
             differs = self._differs(meeting)
             self._check(meeting)
             guarded = differs and words.except_line(_unreached(), frame) is not None
@@ -184,11 +184,7 @@ class Hooks:
             self.tell(AtPhase("joining"))
             for name, line in variables.set_late():
                 self.tell(SetLate(name, line))
-            held_host = self._held.rpartition(":")[0].strip("[]") if by_name else None
-            # torch asks for the name of whom it connects to: the held store's is nobody's business.
-            look_ups = quick_lookups() if self._held and not differs else contextlib.nullcontext()
-            agent_store = Variable(AGENT_STORE, None if not self._held and not differs else str(not differs))
-            with agent_store, Variable("MASTER_ADDR", held_host), look_ups:
+            with Variable(AGENT_STORE, None if not self._held and not differs else str(not differs)):
                 result = original(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, ValueError) and _is_initialized() and self._group_line:
@@ -203,8 +199,8 @@ class Hooks:
             self._joined[meeting.world_size] += 1
         if not joined_before:
             self._group_line = words.line_of(frame)
-        if sys.excepthook is not hook_before and hook_before is sys.__excepthook__:
-            self._torch_hook = sys.excepthook  # torch's own, which puts [rank2]: before each line
+        if sys.excepthook is not hook_before and hook_before in (sys.__excepthook__, self._torch_hook):
+            self._torch_hook = sys.excepthook  # torch's own, which puts [rank2]: before each line; another one for each group
         self.tell(AtPhase("running"))
         return result
 
@@ -261,17 +257,18 @@ class Hooks:
     def _differs(self, meeting: Meeting) -> bool:
         return meeting.method.startswith(("env://", "tcp://")) and bool(meeting.address) and not _same_address(meeting.address, self._held)
 
-    def _by_another_name(self, meeting: Meeting) -> tuple[Meeting, bool]:
-        """The held port of this machine under a name of its own, `MASTER_ADDR=socket.gethostname()`: the meeting at the held socket, which
-        is bound to one address only. With a name that is not this machine's nobody could meet: the port is held here."""
+    def _by_another_name(self, meeting: Meeting) -> Meeting:
+        """The held port of this machine under a name of its own (`MASTER_ADDR=socket.gethostname()`, tcp://) is the meeting at the held
+        socket: `arguments_of_store` leads there. With a MASTER_ADDR that is not this machine's nobody could meet: the port is held here."""
+        if not meeting.method.startswith(("env://", "tcp://")) or not self._one_node:
+            return meeting
         host, _, port = meeting.address.rpartition(":")
-        held = self._held.rpartition(":")[2]
-        if meeting.method != "env://" or not self._one_node or port != held or _same_address(meeting.address, self._held):
-            return meeting, False
-        from rallypoint.host import reach
-
-        if (why := reach.elsewhere(host.strip("[]"), RESOLVE_TIMEOUT)) is None:
-            return msgspec.structs.replace(meeting, address=self._held), True
+        if port != self._held.rpartition(":")[2] or _same_address(meeting.address, self._held):
+            return meeting
+        if (why := self._why_elsewhere(host.strip("[]"))) is None:
+            return msgspec.structs.replace(meeting, address=self._held)
+        if meeting.method.startswith("tcp://"):  # another machine's port may have the same number
+            return meeting
         code, sentence = why
         raise EnvironmentProblem(
             code, f"the ranks cannot meet at MASTER_ADDR={host}: {sentence}",
@@ -281,6 +278,26 @@ class Hooks:
                 ("or ask this machine's resolver", f"getent hosts {host}"),
             ),
         )  # fmt: skip
+
+    def arguments_of_store(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a `TCPStore`. At the held port of this machine, whatever name it is given, the store is there already: this one
+        is a client of it, as torch makes it where an agent has the port, and goes to the one address that is listened on."""
+        host, port = given.get("host_name"), given.get("port")
+        if not self._held or not self._one_node or given.get("master_listen_fd") is not None or not isinstance(host, str):
+            return given
+        if str(port) != self._held.rpartition(":")[2]:
+            return given
+        if not _same_address(f"{host}:{port}", self._held) and self._why_elsewhere(host) is not None:
+            return given
+        return {**given, "host_name": self._held.rpartition(":")[0].strip("[]"), "is_master": False}
+
+    def _why_elsewhere(self, host: str) -> tuple[str, str] | None:
+        """As `reach.elsewhere`; each host is asked for once."""
+        if host not in self._elsewhere:
+            from rallypoint.host import reach
+
+            self._elsewhere[host] = reach.elsewhere(host, RESOLVE_TIMEOUT)
+        return self._elsewhere[host]
 
     def _check(self, meeting: Meeting) -> None:
         wrong = init_method.check(meeting.method) if meeting.method != "store" else None  # a store was given, and no URL
@@ -338,8 +355,19 @@ class Hooks:
 
     def spawning(self) -> None:
         """The program starts ranks of its own. As the only rank it gets the held port back: its children may want the number."""
-        self.tell(Spawns(words.line_of(words.user_frame(sys._getframe(1)))))
-        if not self._single or self._control is None or not self._held or _is_initialized():
+        self._spawning(words.line_of(words.user_frame(sys._getframe(1))))
+
+    def starts_interpreter(self) -> None:
+        """The program starts a process that sees nothing of ours but the environment. It may be a rank of a group of the program's own,
+        which a lone rank's port is wanted for."""
+        if self._single:
+            self._spawning("")
+
+    def _spawning(self, line: str) -> None:
+        if self._single and (self._control is None or not self._held or _is_initialized()):
+            return
+        self.tell(Spawns(line))
+        if not self._single or self._control is None:
             return
         self._control.settimeout(RELEASE_TIMEOUT)
         try:
@@ -350,23 +378,6 @@ class Hooks:
             self._control.settimeout(None)
         if isinstance(answer, Released):
             self._held = ""
-
-    @contextlib.contextmanager
-    def following(self, start: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-        """Arguments for `start_processes` with which the processes that the job's only rank starts tell the launcher where they are."""
-        try:
-            given = inspect.signature(start).bind(*args, **kwargs)
-        except TypeError:  # torch raises it itself, with its own words
-            given = None
-        if given is None or not self._single or self._control is None or not self.is_rank():
-            yield args, kwargs
-            return
-        from rallypoint.launcher.spawned import Spawned
-
-        given.apply_defaults()
-        with self._control.dup() as line:
-            given.arguments["fn"] = Spawned(given.arguments["fn"], given.arguments["nprocs"], line)
-            yield given.args, given.kwargs
 
 
 def _twice(first: str, second: str) -> UsageError:
@@ -434,6 +445,7 @@ def install() -> None:
     init_process_group._rallypoint = True  # type: ignore[attr-defined]
     _replace("torch.distributed", original, init_process_group)
     _renew_keys()
+    _lead_to_the_held_store()
     _destroy_with_care(c10d.destroy_process_group)
     logger = getattr(sys.modules.get("torch.distributed.c10d_logger"), "_c10d_logger", None)
     if isinstance(logger, logging.Logger):  # torch's own name, not public: without it errors that are caught are not seen
@@ -467,7 +479,7 @@ def install() -> None:
         _current.spawning()
         try:
             # A group of the program's own: its rank 0 hosts, or fails at once and does not wait for us.
-            with Variable(AGENT_STORE, "False"), _current.following(start, args, kwargs) as (args, kwargs):
+            with Variable(AGENT_STORE, "False"):
                 return start(*args, **kwargs)
         except Exception as error:
             line = words.unguarded_line(sys._getframe(1))
@@ -481,7 +493,10 @@ def install() -> None:
 
 
 def _watch_children() -> None:
-    children.watch(lambda failed, more: _current.tell(ChildrenFailed(tuple(failed), more)) if _current is not None else None)
+    children.watch(
+        lambda failed, more: _current.tell(ChildrenFailed(tuple(failed), more)) if _current is not None else None,
+        lambda: _current.starts_interpreter() if _current is not None else None,
+    )
 
 
 def _is_giving_up(error: BaseException | None) -> bool:
@@ -524,6 +539,29 @@ def _renew_keys() -> None:
         return dist.PrefixStore(prefix, store) if prefix else store  # type: ignore[attr-defined]
 
     rendezvous._create_c10d_store = create_store
+
+
+_STORE_ARGUMENTS = (
+    "host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers", "multi_tenant", "master_listen_fd", "use_libuv",
+)  # fmt: skip
+
+
+def _lead_to_the_held_store() -> None:
+    """Wrap the constructor of `TCPStore`, which every way to meet over TCP ends in (`env://`, `tcp://`, rpc, a program's own store)."""
+    import torch.distributed as dist
+
+    kind: Any = dist.TCPStore  # type: ignore[attr-defined]
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        named = dict(zip(_STORE_ARGUMENTS, args, strict=False))
+        if _current is None or len(named) < len(args) or named.keys() & kwargs.keys():  # the latter two are torch's to refuse
+            original(self, *args, **kwargs)
+        else:
+            original(self, **_current.arguments_of_store({**named, **kwargs}))
+
+    kind.__init__ = __init__
 
 
 def _replace(package: str, original: object, replacement: object) -> None:

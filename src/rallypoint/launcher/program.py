@@ -14,6 +14,7 @@ from types import CodeType, ModuleType
 from typing import NoReturn
 
 from rallypoint.diagnosis import stacks
+from rallypoint.host import archives
 from rallypoint.launcher import channel, gloo, words
 from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.channel import AtPhase, Leaving, Uncatch, Uncaught
@@ -108,9 +109,7 @@ def keep_first_main() -> None:
 
 def exit_code(leaving: SystemExit) -> int:
     """As much of it as an exit status holds."""
-    if not isinstance(leaving.code, int):
-        return int(leaving.code is not None)
-    return leaving.code & 0xFF if -(1 << 63) <= leaving.code < 1 << 63 else 0xFF  # Python makes -1 of what is no C `long`
+    return leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
 
 
 def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
@@ -138,6 +137,8 @@ def _said_by(leaving: SystemExit) -> str:
 
 def folder(program: Program) -> str:
     """What the interpreter puts first on `sys.path` before anything of the program runs."""
+    if _holds_main(program):
+        return os.path.abspath(program.target)
     return os.getcwd() if program.kind in ("module", "function") else os.path.dirname(os.path.realpath(program.target))
 
 
@@ -151,7 +152,29 @@ def place_folder(program: Program) -> None:
 
 def load(program: Program) -> tuple[CodeType, ModuleType]:
     """The program's code and its empty `__main__`; sets `sys.argv` and `sys.path[0]` as the interpreter would."""
-    return _module(program) if program.kind == "module" else _script(program)
+    if program.kind == "module":
+        return _module(program)
+    return _main_of(program) if _holds_main(program) else _script(program)
+
+
+def _nearest_module(name: str) -> str:
+    """The module that was meant, when one name in it is misspelt; "" when none is near. What is before that name is imported by now."""
+    import difflib
+    import pkgutil
+
+    parts = name.split(".")
+    known = next((n for n in range(len(parts) - 1, 0, -1) if hasattr(sys.modules.get(".".join(parts[:n])), "__path__")), 0)
+    if not known:
+        return ""
+    package = sys.modules[".".join(parts[:known])]
+    there = [one.name for one in pkgutil.iter_modules(package.__path__)]
+    near = difflib.get_close_matches(parts[known], there, n=1)
+    return ".".join([*parts[:known], near[0], *parts[known + 1 :]]) if near and near[0] != parts[known] else ""
+
+
+def _holds_main(program: Program) -> bool:
+    """Whether the script is a folder or an archive, in which `python` looks for `__main__.py`."""
+    return program.kind == "script" and bool(archives.main_of(program.target))
 
 
 def _script(program: Program) -> tuple[CodeType, ModuleType]:
@@ -176,8 +199,23 @@ def _module(program: Program) -> tuple[CodeType, ModuleType]:
         # What `python -m` itself calls; its own kind of error, or an ImportError of the module's would look the same.
         _, spec, code = runpy._get_module_details(program.target, runpy._Error)  # type: ignore[attr-defined]
     except runpy._Error as problem:  # type: ignore[attr-defined]
-        raise ModuleNotFoundError(str(problem), name=program.target) from None
+        near = _nearest_module(program.target)
+        raise ModuleNotFoundError(f"{problem}; the nearest is {near}" if near else str(problem), name=program.target) from None
     sys.argv[0] = spec.origin
+    main = _main(spec.origin, spec.loader)
+    main.__dict__.update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+    return code, main
+
+
+def _main_of(program: Program) -> tuple[CodeType, ModuleType]:
+    import runpy
+
+    sys.argv = [program.target, *program.args]
+    sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
+    place_folder(program)
+    if sys.path[0] != folder(program):  # with `python -P`, too: this is where the program is
+        sys.path.insert(0, folder(program))
+    _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]
     main = _main(spec.origin, spec.loader)
     main.__dict__.update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
     return code, main

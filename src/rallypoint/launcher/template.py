@@ -22,7 +22,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import devices, processes, system_calls
-from rallypoint.launcher import boot, channel, leaving, program, words, worker
+from rallypoint.launcher import boot, channel, program, words, worker
 from rallypoint.launcher.channel import (
     Exited,
     Finish,
@@ -94,12 +94,13 @@ def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseExce
     if setup.preload:
         warm.importing = ""
         gc.collect()
-    read_from = _sources(former)
-    paths = {path for path, _, _ in read_from}
-    leaving.prepare({name for name, module in sys.modules.items() if getattr(module, "__file__", None) in paths})
+    if setup.program.kind == "function":
+        from rallypoint.launcher import task
+
+        task.prepare()
     gc.freeze()  # the collector never touches what is shared, so its pages stay shared
     gc.enable()
-    channel.send(orders, Ready(spent + clock.elapsed(), version, files=read_from))
+    channel.send(orders, Ready(spent + clock.elapsed(), version, files=_sources(former)))
     return True
 
 
@@ -256,7 +257,7 @@ class _Template:
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # one that waits is the program's, not this interpreter's
             signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
-            arguments = [setup.program.target, *setup.program.args]
+            arguments = [setup.program.target, *setup.program.for_rank(order.local_rank).args]
         else:
             passed = [_memory(setup), _memory(order), fds.control, fds.evidence, fds.secret, fds.terminal]
             for fd in (*passed, *fds.parcel):
@@ -274,8 +275,9 @@ class _Template:
 
         listener, ready = fds[:2]
         if self._setup.imports:
-            return lambda: c10d_host.forked(order.host, order.port, listener, ready, parent)
+            return lambda: c10d_host.forked(order.host, order.port, listener, ready, order.environment, parent)
         os.setsid()
+        os.environ.update(order.environment)
         for fd in (listener, ready):
             os.set_inheritable(fd, True)
         os.execv(sys.executable, [sys.executable, "-c", boot.HOST, order.host, str(order.port), str(listener), str(ready), str(parent)])

@@ -22,7 +22,7 @@ import msgspec
 
 from rallypoint.host import processes
 from rallypoint.host.signals import EVIDENCE_SIGNAL, show_attention
-from rallypoint.launcher import channel, hooks, imports, leaving, program, variables, words
+from rallypoint.launcher import channel, hooks, imports, program, variables, words
 from rallypoint.launcher.channel import AtPhase, Debugging, Setup, StartWorker
 from rallypoint.store import place
 
@@ -78,19 +78,7 @@ def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> C
     _renew_streams()
     _renew_identity()
     _renew_randomness()
-
-    def run() -> None:
-        try:
-            _run(setup, order, fds)
-        except SystemExit as left:
-            leaving.with_status(program.exit_code(left), interrupted=False)
-            raise
-        except BaseException as error:
-            leaving.with_status(1, interrupted=isinstance(error, KeyboardInterrupt))
-            raise
-        leaving.with_status(0, interrupted=False)
-
-    return run
+    return lambda: _run(setup, order, fds)
 
 
 def fresh(setup_fd: int, order_fd: int, control: int, evidence: int, secret: int, terminal: int, parcel: tuple[int, ...]) -> None:
@@ -116,7 +104,7 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
         control.close()
         for fd in (fds.evidence, *([fds.terminal] if fds.terminal >= 0 else [])):
             os.close(fd)
-        program.run(setup.program, None, takes_traceback=False, signal_mask=setup.signal_mask)
+        program.run(setup.program.for_rank(order.local_rank), None, takes_traceback=False, signal_mask=setup.signal_mask)
         return
     seen = hooks.Hooks(control, held=order.held, began=order.began, single=order.single)
     hooks.attach(seen)
@@ -142,7 +130,7 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
         variables.remember(folder)
     try:
         program.run(
-            setup.program,
+            setup.program.for_rank(order.local_rank),
             seen,
             takes_traceback=order.takes_traceback,
             stderr_is_kept=order.stderr_is_kept,

@@ -91,7 +91,8 @@ class _Log(Sink):
 class _Filter(Sink):
     """torchrun's filtered_stdout.log: lines of teed streams that contain one of the texts, in one file."""
 
-    def __init__(self, file: KeptFile, needles: Iterable[str], header: str) -> None:
+    def __init__(self, file: KeptFile, needles: Iterable[str], header: str | None) -> None:
+        """`header`: before the local rank, in brackets; None: what the stream's lines have on the terminal."""
         super().__init__()
         self.file = file
         self._needles = tuple(needle.encode() for needle in needles)
@@ -102,7 +103,7 @@ class _Filter(Sink):
         if piece.kind == "part":
             self._begun[stream] = self._begun.get(stream, b"") + piece.data[:READ_SIZE]
         elif piece.kind == "lines":
-            header = f"[{self._header}{stream.local_rank}]:".encode()
+            header = f"[{self._header}{stream.local_rank}]:".encode() if self._header is not None else stream.prefix
             data = self._begun.pop(stream, b"") + piece.data
             for line in data.splitlines(keepends=True):
                 if any(needle in line for needle in self._needles):
@@ -150,7 +151,8 @@ class LogPump:
 
     `ranks` are this node's ranks by local rank, `run_dir` "" keeps no log files. `prefix` None: a prefix when there is
     more than one rank. With a single rank and no prefix its bytes reach the terminal as they are, at once. `console` are
-    the *local* ranks that are shown (None: all); the others still reach their logs.
+    the *local* ranks that are shown (None: all); the others still reach their logs. `prefixes`, by local rank, take the place of
+    `[rank] `, and of the header in the files of `duplicate`.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class LogPump:
         ranks: Sequence[int],
         *,
         prefix: bool | None = None,
+        prefixes: Sequence[str] | None = None,
         console: Collection[int] | None = None,
         stdout_fd: int = 1,
         stderr_fd: int = 2,
@@ -166,8 +169,13 @@ class LogPump:
     ) -> None:
         self.error: BaseException | None = None
         self._clock = clock or Clock()
-        self._prefix = len(ranks) > 1 if prefix is None else prefix
-        self._alone = len(ranks) == 1 and not self._prefix
+        if prefixes is None:
+            prefixes = [f"[{rank}] " if (len(ranks) > 1 if prefix is None else prefix) else "" for rank in ranks]
+            self._own_header = False
+        else:
+            self._own_header = True
+        self._prefixes = {rank: text.encode(errors="surrogateescape") for rank, text in zip(ranks, prefixes, strict=True)}
+        self._alone = len(ranks) == 1 and not any(prefixes)
         self._shown = {rank for local, rank in enumerate(ranks) if console is None or local in console}
         self._local = {rank: local for local, rank in enumerate(ranks)}
         self._stdout = _Console(stdout_fd)
@@ -514,8 +522,7 @@ class LogPump:
         return done
 
     def _attach(self, rank: int, name: StreamName, fd: int, tee: int | None, show: bool) -> None:
-        prefix = b"[%d] " % rank if self._prefix else b""
-        stream = _Stream(self._logs[rank], name, self._local[rank], fd, prefix)
+        stream = _Stream(self._logs[rank], name, self._local[rank], fd, self._prefixes[rank])
         if show and rank in self._shown:
             stream.console = self._stderr if name == "stderr" else self._stdout
         if tee is not None:
@@ -538,7 +545,7 @@ class LogPump:
         if before is not None:
             self._other_disk.submit(before.file.close)
         if needles:
-            self._filters[stream] = _Filter(KeptFile(path, self._trouble), needles, header)
+            self._filters[stream] = _Filter(KeptFile(path, self._trouble), needles, None if self._own_header else header)
             self._torchruns.append(self._filters[stream].file)
 
     def _note(self, rank: int, text: str, show: bool) -> None:
@@ -553,7 +560,7 @@ class LogPump:
                 if stream.filter is not None:
                     stream.filter.pick(stream, piece)
         if show and self._stderr.fd is not None:
-            self._stderr.screen.show(log, b"[%d] " % rank if self._prefix else b"", piece)
+            self._stderr.screen.show(log, self._prefixes[rank], piece)
 
     def _backlog(self, files: Callable[[], Sequence[KeptFile]]) -> Backlog:
         """`files`: those on its disk."""
@@ -580,12 +587,14 @@ class LogPump:
             self._stderr.screen.show(self, b"", Piece("lines", text.rstrip("\n").encode(errors="backslashreplace") + b"\n"))
 
 
-def worker_columns(ranks: Sequence[int], stdout_fd: int = 1) -> int:
-    """Columns that a worker's line has beside its prefix, for COLUMNS; 0 when our stdout is no terminal."""
+def worker_columns(ranks: Sequence[int], stdout_fd: int = 1, *, prefixes: Sequence[str] | None = None) -> int:
+    """Columns that a worker's line has beside its prefix, for COLUMNS; 0 when our stdout is no terminal. `prefixes`: as for `LogPump`."""
     size = _size_of(stdout_fd)
     if size is None:
         return 0
-    return max(20, size()[0] - (len(f"[{max(ranks)}] ") if len(ranks) > 1 else 0))
+    if prefixes is None:
+        prefixes = [f"[{max(ranks)}] " if len(ranks) > 1 else ""]
+    return max(20, size()[0] - max(map(len, prefixes)))
 
 
 def _size_of(fd: int) -> Callable[[], tuple[int, int]] | None:

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -71,6 +73,22 @@ class TorchrunFiles:
     def filtered(self, attempt: int, stream: Literal["stdout", "stderr"]) -> str:
         """The file of --duplicate-stdout-filters or --duplicate-stderr-filters: the path for `LogPump.duplicate`."""
         return os.path.join(self.attempt(attempt), f"filtered_{stream}.log")
+
+
+def hand_on(written: str, code: int, path: str) -> str:
+    """Write what `@record` has written in a rank to the launcher's own TORCHELASTIC_ERROR_FILE, with the exit code in it, as torchrun
+    does. Why that was not possible, "" when it was."""
+    with contextlib.suppress(ValueError):  # not JSON: handed on as it is
+        error = json.loads(written)
+        if isinstance(error, dict) and isinstance(error.get("message"), dict):
+            error["message"]["errorCode"] = code
+            written = json.dumps(error)
+    try:
+        with open(path, "w") as file:
+            file.write(written)
+    except OSError as refusal:
+        return reason_of(refusal)
+    return ""
 
 
 def _unwritable(path: str, error: OSError) -> EnvironmentProblem:

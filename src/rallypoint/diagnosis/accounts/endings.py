@@ -119,7 +119,18 @@ def exited(case: Case, code: int, caught: Raised | None) -> Report:
         evidence.append(f"{code} is how shells say: {'found, but not executable' if code == 126 else 'command not found'}")
     where = f"{case.first.left_at}, pid {case.first.pid}" if case.first.left_at else ""
     headline = ": ".join(filter(None, (f"{case.subject} exited with code {code}", words)))
-    return of_end(case, "rank-exited", headline, where=where, evidence=tuple(evidence), status=code, quote=True)
+    helps: tuple[Help, ...] = ()
+    behind = case.job.behind
+    unseen = code == 2 and not words and not case.first.said  # a lone rank has the terminal itself
+    if behind and (unseen or any(_REFUSED.search(line) and behind.split()[0] in line for line in (words, *case.first.said))):
+        helps = (
+            Help(f"{behind} stands behind the program, which got it; options of rallypoint run stand before the program", case.job.moved),
+        )
+    return of_end(case, "rank-exited", headline, where=where, evidence=tuple(evidence), help=helps, status=code, quote=True)
+
+
+# argparse, click and optparse, absl
+_REFUSED = re.compile(r"unrecognized arguments|no such option|unknown (?:command line )?(?:flag|option)", re.IGNORECASE)
 
 
 def left_early(case: Case) -> Report:

@@ -135,7 +135,9 @@ def starts_nothing(program: str, error: Raised) -> bool:
 
 def _start_failed(case: Case, error: Raised) -> Report:
     helps: tuple[Help, ...] = ()
-    if error.type == "ModuleNotFoundError":
+    if error.type == "ModuleNotFoundError" and (near := re.search(r"; the nearest is ([\w.]+)$", error.message)):
+        helps = (Help("take the nearest name", f"-m {near[1]}"),)
+    elif error.type == "ModuleNotFoundError":
         helps = (Help("start from the folder that holds the package, or install it", f"{python_of(case.job)} -m pip install -e ."),)
     report = told(case, "start-failed", f"{case.job.program} cannot be started: {named(error)}", error, help=helps)
     # That it happened in every rank says nothing: they all began the same file.
