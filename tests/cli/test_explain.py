@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import random
+import signal
 import subprocess
 import sys
 
@@ -244,3 +246,28 @@ def test_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr.strip() == "[]"
+
+
+def test_a_file_of_random_bytes_is_refused() -> None:
+    """Random bytes have few enough control characters that they were taken for a text, and 50 MB were read for a minute."""
+    for seed in range(5):
+        status, _, err = _run(stdin=random.Random(seed).randbytes(1_000_000))
+        assert (status, err.splitlines()[0]) == (2, "error[usage]: what came from stdin is no text, so it is no log")
+
+
+def test_ctrl_c_on_a_pipe_tells_what_came_by_then() -> None:
+    """Whoever piped a job that hangs into `explain`, and pressed Ctrl-C, was told nothing of what had been read."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rallypoint", "explain"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    with process:
+        assert b"reading a log from stdin" in process.stderr.readline()  # nothing has come: it waits
+        process.stdin.write(TRACEBACK.encode())
+        process.stdin.flush()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.read().startswith(b"error[rank-raised]: ")  # the pipe is still open
+        process.stdin.close()
+        assert process.wait(30) == 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import IO, TYPE_CHECKING
 
 from rallypoint.cli.guard import guarded
 from rallypoint.cli.progress import Progress
@@ -38,6 +40,9 @@ The exit status is 0 when a cause is named (or a page was shown), 1 when the log
 
 QUIET = 2.0
 """Seconds without a byte on stdin until it is said that stdin is read: a job that is piped in may take longer, and nothing is lost."""
+
+LAST_WORDS = 2.0
+"""Seconds after Ctrl-C in which a pipe is still read. Whoever writes to it got the same SIGINT, and says last words."""
 
 _CODE = re.compile(r"\b(?:error|warning|stopped)\[([a-z]+(?:-[a-z0-9]+)*)\]")
 
@@ -212,18 +217,69 @@ def _of_stdin(error_format: str) -> int:
         raise UsageError(
             "usage", "stdin is closed: there is nothing to read", help=(("give the log as a file", "rallypoint explain train.log"),)
         )
-    if sys.stdin.isatty():
-        sys.stderr.write("paste the message or the log, and end it with Ctrl-D\n")
-        sys.stderr.flush()
-    else:
-        _say_that_it_waits()
-    with Progress() as progress:
-        findings = reader.Reader("stdin").read(_counted(files.of_stream(sys.stdin.buffer), lambda done: progress.at("stdin", done, 0)))
+    with Progress() as progress, _UntilInterrupted(sys.stdin.buffer) as stream:
+        if sys.stdin.isatty():
+            sys.stderr.write("paste the message or the log, and end it with Ctrl-D\n")
+            sys.stderr.flush()
+        else:
+            _say_that_it_waits()
+        chunks = _counted(files.of_stream(stream), lambda done: progress.at("stdin", done, 0))  # type: ignore[arg-type]
+        findings = reader.Reader("stdin").read(chunks)
+    if stream.interrupted and findings.empty:
+        raise KeyboardInterrupt
     if not findings.empty:
         return _tell(verdict.diagnose(findings), error_format)
     raise UsageError(
         "usage", "nothing came from stdin", help=(("send both streams of the job", "torchrun train.py 2>&1 | rallypoint explain"),)
     )
+
+
+class _UntilInterrupted:
+    """A pipe that ends soon after Ctrl-C, so that what came by then is told. A second Ctrl-C ends the command."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._waiting = False
+        self._before: signal.Handlers | Callable[[int, FrameType | None], object] | int | None = None
+        self.interrupted = False
+
+    def __enter__(self) -> _UntilInterrupted:
+        if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.default_int_handler):  # not ignored
+            self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def read1(self, size: int) -> bytes:
+        """What has come; b"" at the end, or `LAST_WORDS` after Ctrl-C."""
+        try:
+            self._wait(None)
+        except KeyboardInterrupt:
+            if not self.interrupted:
+                raise
+        if self.interrupted and not self._wait(LAST_WORDS):
+            return b""
+        return self._stream.read1(size)  # type: ignore[attr-defined, no-any-return]
+
+    read = read1
+
+    def _wait(self, timeout: float | None) -> bool:
+        import select
+
+        self._waiting = timeout is None and not self.interrupted
+        try:
+            return bool(select.select([self._stream], [], [], 0 if self.interrupted and timeout is None else timeout)[0])
+        finally:
+            self._waiting = False
+
+    def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        if self._waiting:
+            raise KeyboardInterrupt
 
 
 def _say_that_it_waits() -> None:

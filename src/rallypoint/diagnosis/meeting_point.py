@@ -38,10 +38,10 @@ _CONNECTING = re.compile(
     re.IGNORECASE,
 )
 _PING_FAILED = re.compile(r"Ping failed, invalid value returned from server\. Expected: \d+, Got: (-?\d+)")
-_NOT_RESOLVED = re.compile(r"addresses of \(\[?([^,\]]+)\]?, \d+\) cannot be retrieved \(gai error: -?\d+ - ([^)]+)\)")
+_NOT_RESOLVED = re.compile(r"addresses of \(\[?([^,\]]{1,255})\]?, \d+\) cannot be retrieved \(gai error: -?\d+ - ([^)]{1,300})\)")
 _BROKEN = re.compile(r"Failed to recv, got 0 bytes|Broken pipe|Connection reset by peer", re.IGNORECASE)
-_REMOTE = re.compile(r"\bfailed on SocketImpl\(.*remote=\[(?:::ffff:)?([^\]]+)\]:(\d{1,5})\)")
-_GAVE_UP = re.compile(r"waitForInput: socket SocketImpl\(.*remote=\[(?:::ffff:)?[^\]]+\]:(\d{1,5})\) timed out after \d+ms")
+_REMOTE = re.compile(r"\bfailed on SocketImpl\(.{0,300}remote=\[(?:::ffff:)?([^\]]{1,300})\]:(\d{1,5})\)")
+_GAVE_UP = re.compile(r"waitForInput: socket SocketImpl\(.{0,300}remote=\[(?:::ffff:)?[^\]]{1,300}\]:(\d{1,5})\) timed out after \d+ms")
 _TIMEOUT = re.compile(r"timed out after (\d+) ?ms", re.IGNORECASE)
 
 

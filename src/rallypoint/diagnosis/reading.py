@@ -29,7 +29,7 @@ class Meaning(Enum):
 # Texts that only torch's own transports write. They count wherever they occur.
 _LOST = re.compile(
     r"This is typically caused by a remote worker"
-    r"|\[.*pair\.cc:\d+\].*(closed|reset|refused|error|Broken pipe)"
+    r"|pair\.cc:\d+\].{0,160}(closed|reset|refused|error|Broken pipe)"
     r"|Application timeout caused pair closure|recvValue failed|recvVector failed|sendBytes failed"
     r"|Failed to recv, got 0 bytes|Did the remote server shutdown or crash|server has shut down too early"
     r"|remote process exit|ncclRemoteError|Connection closed by (remote peer|peer \[|localRank)"
@@ -41,9 +41,10 @@ _OWN = re.compile(r"enforce fail at|EnforceNotMet")
 _WAITED = re.compile(
     r"Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms"
     r"|The client socket has (timed out|failed to connect)|Watchdog caught collective operation timeout"
-    r"|collective operation timeout|failed to pass monitoredBarrier|\.cc:\d+\].*(timed out connecting|Connect timeout)"
+    r"|collective operation timeout|failed to pass monitoredBarrier|\.cc:\d+\].{0,160}(timed out connecting|Connect timeout)"
     r"|Timed out initializing process group in store based barrier"
-    r"|Timed out in synchronization|connect\(\) timed out\. Original|Timeout waiting for key|\b(TCP|File|Hash|Prefix)Store\b.*timed? ?out",
+    r"|Timed out in synchronization|connect\(\) timed out\. Original|Timeout waiting for key"
+    r"|\b(TCP|File|Hash|Prefix)Store\b.{0,300}timed? ?out",
     re.IGNORECASE,
 )
 # Texts that others write too: they count when a torch call was left by them, or the type is torch's.
@@ -95,7 +96,7 @@ _WANTED = re.compile(r"you tried to allocate (\d+) bytes|unable to mmap (\d+) by
 _WANTED_BY_NUMPY = re.compile(r"^Unable to allocate ([\d.]+) ([KMGTPE])iB for an array")
 _SHARED_MEMORY = re.compile(
     r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory|killed by signal: Bus error"
-    r"|(posix_fallocate failed|failed to extend /dev/shm/).*No space left on device",  # NCCL
+    r"|(posix_fallocate failed|failed to extend /dev/shm/).{0,300}No space left on device",  # NCCL
     re.IGNORECASE,
 )
 _DEVICE_MISSING = re.compile(
@@ -130,7 +131,7 @@ _KERNEL_FAILED = re.compile(
     r"device-side assert triggered|an illegal memory access was encountered"
     r"|(CUDA|HIP) error: (misaligned address|unspecified launch failure|uncorrectable ECC error)"
     r"|Memory access fault by GPU node-\d+"  # ROCm
-    r"|\.cu:\d+: .*Assertion `.*` ?failed|cuda runtime error \((59|77|700|710)\)",
+    r"|\.cu:\d+: .{0,300}Assertion `.{0,300}` ?failed|cuda runtime error \((59|77|700|710)\)",
     re.IGNORECASE,
 )
 _NCCL_FAILED = re.compile(r"NCCL [Ee]rror|\bnccl(SystemError|InternalError|UnhandledCudaError|InvalidUsage|InvalidArgument|RemoteError)\b")
@@ -138,7 +139,7 @@ _NCCL_NAMES_PEER = re.compile(
     r"remote process exit|ncclRemoteError|closed by|Connection (refused|reset)|socketProgress|Broken pipe|communicator was aborted"
 )
 _LOADER_KILLED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d+)\) is killed by signal: ([A-Z][\w/ ]+?)\.?(?:$| \(|\. )", re.MULTILINE)
-_LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d+[\d, ]*)\) exited unexpectedly")
+_LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d[\d, ]*)\) exited unexpectedly")
 # strsignal(3)'s words, in which torch tells how a worker of a DataLoader ended.
 _SIGNALS = {
     "Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "Trace/breakpoint trap": 5, "Aborted": 6, "Bus error": 7,
@@ -146,7 +147,7 @@ _SIGNALS = {
     "Broken pipe": 13, "Alarm clock": 14, "Terminated": 15, "CPU time limit exceeded": 24, "File size limit exceeded": 25,
     "Bad system call": 31,
 }  # fmt: skip
-_FORBIDDEN_PORT = re.compile(r"(?:bind|listen)\b.*(?:errno: 13\b|EACCES|Permission denied)", re.IGNORECASE | re.DOTALL)
+_FORBIDDEN_PORT = re.compile(r"(?:bind|listen)\b.{0,160}(?:errno: 13\b|EACCES|Permission denied)", re.IGNORECASE | re.DOTALL)
 
 
 def _short(kind: str) -> str:
@@ -304,7 +305,7 @@ def came_to_barrier(message: str) -> frozenset[int]:
 
 
 _CAME_SHORT = re.compile(
-    r"store based barrier on rank.*\(world_size=(?P<all>\d+), worker_count=(?P<came>\d+),"
+    r"store based barrier on rank.{0,300}\(world_size=(?P<all>\d+), worker_count=(?P<came>\d+),"
     r"|waiting for (?:clients|workers)\. (?P<clients>\d+)/(?P<of>\d+) (?:clients|workers) joined"
 )
 
@@ -474,7 +475,7 @@ def names_cause(message: str) -> bool:
     )
 
 
-_PRODUCER_GONE = re.compile(r"[Uu]nable to open shared memory object </torch_\S+>.*No such file or directory")
+_PRODUCER_GONE = re.compile(r"[Uu]nable to open shared memory object </torch_\S{1,300}>.{0,300}No such file or directory")
 _REBUILDING = re.compile(r"/multiprocessing/(reductions|resource_sharer)\.py$")
 _FILES_EXHAUSTED = re.compile(r"Too many open files|\[Errno 2[34]\]|received 0 items of ancdata")
 _NOT_PICKLED = re.compile(r"[Cc]an't pickle|[Cc]annot pickle|Can't get local object|not picklable")
@@ -619,6 +620,17 @@ def _block(lines: Sequence[str], start: int) -> tuple[Raised, int] | None:
     return None
 
 
+ERROR_FILE_MOST = 32_000
+"""Characters of one text in an error file that are read, as many as a rank's own words have: an assertion may show a whole list."""
+
+
+def _cut(text: str) -> str:
+    if len(text) <= ERROR_FILE_MOST:
+        return text
+    half = ERROR_FILE_MOST // 2
+    return f"{text[:half]}\n[... {len(text) - ERROR_FILE_MOST} characters left out ...]\n{text[-half:]}"
+
+
 def error_file(text: str) -> Raised | None:
     """The exception in the file that `torch.distributed.elastic`'s `@record` writes; None when it is not such a file.
 
@@ -635,7 +647,7 @@ def error_file(text: str) -> Raised | None:
     if not isinstance(message, str) or not message:
         return None
     stack = extra.get("py_callstack") if isinstance(extra, dict) else None
-    traceback = stack.rstrip("\n") if isinstance(stack, str) else message
+    message, traceback = _cut(message), _cut(stack.rstrip("\n") if isinstance(stack, str) else message)
     from_stack = exception_in(traceback.splitlines())
     kind, colon, rest = message.partition(": ")
     if colon and re.fullmatch(r"[A-Za-z_][\w.]*", kind):

@@ -16,7 +16,7 @@ from rallypoint.world import ranks_phrase
 
 def kernel_failed(case: Case, error: Raised) -> Report:
     """A kernel asserted, or wrote where it must not; seldom noticed on the line that caused it."""
-    asserted = re.search(r"(\w+\.cu:\d+): .*?Assertion `(.*?)` ?failed", error.message + "\n" + error.traceback)
+    asserted = re.search(r"\b(\w{1,100}\.cu:\d+): .{0,300}?Assertion `(.{0,300}?)` ?failed", error.message + "\n" + error.traceback)
     words = first_line(error.message)
     if asserted:
         what = f"the assertion {asserted.group(2)} failed at {asserted.group(1)}"

@@ -619,7 +619,7 @@ def _in_unknown_words(findings: Findings, spoken: Sequence[Sighting]) -> Report:
 
 def _unreached_at(sighting: Sighting) -> tuple[str, str] | None:
     words = sighting.error.message if sighting.error is not None else sighting.text
-    found = re.search(r"while trying to connect to \(([^,]+), (\d+)\)", words)
+    found = re.search(r"while trying to connect to \(([^,]{1,300}), (\d+)\)", words)
     return (found.group(1), found.group(2)) if found is not None else None
 
 

@@ -97,7 +97,7 @@ _OUTSIDE = (
             r"\b\d+ (gpus?|devices?|accelerators?)\b|\bgpus?:|\b(number|count) of (gpus?|devices?)|device[_ ]count|VISIBLE_DEVICES"
             r"|\b(gpus?|devices?) (are|is|were|was)? ?(not )?(available|requested|visible|found)"
             r"|\bno (\w+ )?(gpus?|devices?|accelerators?)\b"
-            r"|machine only has|\bdrivers?\b|\b(CUDA|HIP|cuBLAS|cuDNN|XPU|NPU|NVML|GPU)\b.*\b(error|fail\w*)|\bC(UBLAS|UDNN|UDA)_STATUS",
+            r"|machine only has|\bdrivers?\b|\b(CUDA|HIP|cuBLAS|cuDNN|XPU|NPU|NVML|GPU)\b.{0,300}\b(error|fail)|\bC(UBLAS|UDNN|UDA)_STATUS",
             re.IGNORECASE,
         ),
     ),
@@ -127,6 +127,8 @@ _OUTSIDE = (
     ),
 )
 
+_WORDS = 1500  # characters of a message that are looked into; what is longer is data
+
 
 def of_error(error: Raised) -> str:
     """Why an exception without a text that names a cause is not certain to be the program's own; "" when it is."""
@@ -146,7 +148,7 @@ def of_error(error: Raised) -> str:
     if kind in _OWN_KINDS:
         return ""
     if not (module or kind in _OF_FILES):  # another library's own class speaks of its own hosts, which are no ranks
-        text = wording.first_line(error.message) or error.message
+        text = (wording.first_line(error.message) or error.message)[:_WORDS]
         for what, words in _OUTSIDE:
             if words.search(text) and not _OF_THE_PROGRAM.search(text):
                 return f"its words speak of {what}; what was wrong there is not in the log"

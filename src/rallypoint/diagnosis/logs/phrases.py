@@ -181,20 +181,20 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], Told]], .
         ),
         (
             "exited on signal",
-            r"(?:mpirun|mpiexec|prterun)\S* noticed that process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<host>\S+) "
+            r"(?:mpirun|mpiexec|prterun)\S{0,100} noticed that process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<host>\S+) "
             r"exited on signal (?P<signal>\d+)",
             _mpirun_signal,
         ),
         ("return code", r"exits with return code = (?P<code>-?\d+)", _status("DeepSpeed")),
         ("died with", r"died with <Signals\.(?P<name>SIG\w+): \d+>", _named_signal("the launcher")),
-        ("exit status", r"CalledProcessError: .* returned non-zero exit status (?P<code>-?\d+)", _status("the launcher")),
+        ("exit status", r"CalledProcessError: .{0,4000} returned non-zero exit status (?P<code>-?\d+)", _status("the launcher")),
         ("terminated with", r"process (?P<rank>\d+) terminated with signal (?P<name>SIG\w+)", _named_signal("mp.spawn")),
         ("terminated with", r"process (?P<rank>\d+) terminated with exit code (?P<code>\d+)", _status("mp.spawn")),
         ("exit code", r"Process finished with exit code (?P<code>-?\d+)", _status("PyCharm")),
         ("walltime", r"^=>> PBS: job killed: walltime \d+ exceeded limit", _over_time),
         ("RUNLIMIT", r"^TERM_RUNLIMIT: job killed after reaching LSF run time limit", _over_time),
         ("MPI_Abort(", r"application called MPI_Abort\(\S+, (?P<code>-?\d+)\) - process (?P<rank>\d+)", _status("MPI")),
-        ("execvp error", r"execvp error on file (?P<file>.+) \((?:No such file or directory|Permission denied)\)", _not_started),
+        ("execvp error", r"execvp error on file (?P<file>.{1,400}) \((?:No such file or directory|Permission denied)\)", _not_started),
         ("received by PID", r"^\*\*\* (?P<name>SIG\w+) .*received by PID (?P<pid>\d+)", _named_signal("the process itself")),
         ("control-C", r"^forrtl: error \(200\): program aborting due to control-C event", _interrupted),
         ("DUE TO", r"CANCELLED AT \S+ DUE TO (?P<by>TIME LIMIT|PREEMPTION|NODE FAILURE|\w[\w ]*?) \*\*\*", _interrupted),
@@ -208,11 +208,11 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], Told]], .
             r"(?:, NumelIn=(?P<elements>\d+))?[^)]*\)[^)]*\) ran for (?P<ms>\d+) milliseconds",
             _watchdog,
         ),
-        ("failed to connect to", r"client socket has failed to connect to \[?(?P<where>\S+?)\]?:?\d* \(errno: (?P<errno>\d+)", _unreached),
-        ("cannot be retrieved", r"network addresses of \((?P<where>\S+), \d+\) cannot be retrieved \(gai error", _unreached),
+        ("failed to connect to", r"client socket has failed to connect to (?P<where>\S{1,300}) \(errno: (?P<errno>\d+)", _unreached),
+        ("cannot be retrieved", r"network addresses of \((?P<where>\S{1,300}), \d+\) cannot be retrieved \(gai error", _unreached),
         ("Invalid payload size", r"Error processing client message: Invalid payload size\. size: \d+, max: \d+", _too_large),
         ("]: ", r"^(?:error|stopped)\[[a-z]+(?:-[a-z]+)+\]: \S", _reported),
-        ("can't open file", r"can't open file '(?P<file>.+)': \[Errno 2\]", _not_started),
+        ("can't open file", r"can't open file '(?P<file>.{1,400})': \[Errno 2\]", _not_started),
         (
             "execve()",
             r"^slurmstepd: error: execve\(\): (?P<file>.+): (?P<why>No such file or directory|Permission denied|Exec format error)$",
@@ -306,20 +306,20 @@ def nccl_warning(text: str) -> str:
 
 def unreached(text: str) -> tuple[str, int]:
     """Where a connection did not come about, and its errno; 0: the name has no address."""
-    found = re.search(r"failed to connect to (?P<where>\S+) \(errno: (?P<errno>\d+)", text)
+    found = re.search(r"failed to connect to (?P<where>\S{1,300}) \(errno: (?P<errno>\d+)", text)
     if found is not None:
         return found["where"].replace("[::ffff:", "[").replace("[", "").replace("]", ""), int(found["errno"])
-    found = re.search(r"addresses of \((?P<host>[^,]+), (?P<port>\d+)\)", text)
+    found = re.search(r"addresses of \((?P<host>[^,]{1,300}), (?P<port>\d+)\)", text)
     return (f"{found['host']}:{found['port']}", 0) if found is not None else ("", -1)
 
 
 def not_started(text: str) -> tuple[str, str]:
     """The program that could not be started, and why; whoever tells it."""
-    found = re.search(r"can't open file '(.+)': \[Errno 2\]", text)
+    found = re.search(r"can't open file '(.{1,400})': \[Errno 2\]", text)
     if found is not None:
         return found[1], "there is no such file"
-    found = re.search(r"execvp error on file (.+) \((No such file or directory|Permission denied)\)", text) or re.search(
-        r"execve\(\): (.+): (No such file or directory|Permission denied|Exec format error)", text
+    found = re.search(r"execvp error on file (.{1,400}) \((No such file or directory|Permission denied)\)", text) or re.search(
+        r"execve\(\): (.{1,400}): (No such file or directory|Permission denied|Exec format error)", text
     )
     reasons = {"Permission denied": "it is not executable", "Exec format error": "it is no program for this machine"}
     return (found[1], reasons.get(found[2], "there is no such file")) if found is not None else ("the program", "there is no such file")
@@ -354,7 +354,7 @@ def ssh_host(text: str) -> str:
     return found["host"] if found is not None else ""
 
 
-_SYMBOL = re.compile(r"(?P<library>[^\s:]*\.so[.\d]*): undefined symbol: (?P<symbol>\w+)")
+_SYMBOL = re.compile(r"(?P<library>(?<![^\s:])[^\s:]{0,400}\.so[.\d]{0,40}): undefined symbol: (?P<symbol>\w+)")
 _TORCHS_LIBRARY = re.compile(r"/torch/lib/|/nvidia/\w+/lib/|(^|/)lib(torch|c10)\w*\.so|/torch/_C\.")
 _TORCHS_SYMBOL = re.compile(r"^_Z\w*?(2at\d|3c10|5torch)|^THP|^aoti_torch")
 

@@ -23,7 +23,7 @@ _DURING = "During handling of the above exception, another exception occurred:"
 _BECAUSE = "The above exception was the direct cause of the following exception:"
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _TYPED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
-_SURE = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w*)$")
+_SURE = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$")
 _LONG = re.compile(
     r"NCCL [Ee]rror|HCCL error|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
 )
@@ -406,7 +406,7 @@ class MpiExit:
             self.rank, self.pid, self.host = int(found["rank"] or -1), int(found["pid"]), found["host"]
         elif (found := re.search(r"^= +(EXIT CODE|KILLED BY SIGNAL): (\d+)", text)) is not None:
             self.code, self.signal = (int(found[2]), 0) if found[1] == "EXIT CODE" else (0, int(found[2]))
-        elif (found := re.search(r"TERMINATED WITH THE EXIT STRING: .*\(signal (\d+)\)", text)) is not None:
+        elif (found := re.search(r"TERMINATED WITH THE EXIT STRING: .{0,100}\(signal (\d+)\)", text)) is not None:
             self.signal, self.code, self.done = int(found[1]), 0, True
         elif self._lines > 10 or text.startswith("-----"):
             self.done = True

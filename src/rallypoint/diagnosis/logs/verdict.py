@@ -263,7 +263,7 @@ def _meaning(sighting: Sighting) -> Meaning:
         return Meaning.OWN  # a DataLoader's worker that breaks off is another matter: something ended it
     if meaning is not Meaning.OWN:
         return meaning
-    if re.search(r"connect\(\) timed out|rendezvous.*timed? ?out|RendezvousTimeout", error.message + error.type, re.IGNORECASE):
+    if re.search(r"connect\(\) timed out|rendezvous.{0,300}timed? ?out|RendezvousTimeout", error.message + error.type, re.IGNORECASE):
         return Meaning.WAITED
     return Meaning.LOST if _GONE.search(f"{error.type}: {error.message}") else meaning
 

@@ -1,0 +1,176 @@
+"""No regular expression of the package needs quadratic time for any text that a program or a log may contain.
+
+Version 0.1 had forty that did: one exception message of 48 KB of brackets stopped the launcher's loop for 36 s, and with it
+the job's store, so that healthy ranks lost their sessions; `rallypoint explain` needed 30 s for three lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import pkgutil
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rallypoint
+
+Pattern = re.Pattern[str] | re.Pattern[bytes]
+
+SOURCE = Path(rallypoint.__file__).parent
+
+EXEMPT = {
+    "cli/values.py": "options of the command line",
+    "host/firewall.py": "the output of nft and iptables",
+    "host/devices.py": "files of the NVIDIA driver in /proc",
+    "diagnosis/page_text.py": "pages of the package's own",
+    "diagnosis/logs/phrases.py:_FAILURE": "lines of at most 1500 characters",
+    "testing/": "for tests, not part of a job",
+}
+"""Parts whose patterns never meet text of a program or of a log, and what they meet instead."""
+
+SHORT, LONG = 8_000, 32_000
+"""Characters of the two inputs whose times are compared: linear is 4 times as long, quadratic 16 times."""
+
+QUICK = 0.002  # seconds of processor time for the short input: 1 MB would take a quarter of a second
+GROWTH = 9.0  # of the time between the two
+LONGEST = 1.5  # seconds for 1 MB; 0.1 s is wanted, and this machine may be busy
+
+_UNITS = (
+    *"a0 _-.:,/\\\"'[](){}<>|=~^\t\n#@",
+    "a ", "a.", "a/", "a:", "a-", ", ", ". ", "0.", "0, ", "1-2,", "[a] ", "[[1, 2], ", "(a", "\\n", "::", " at ", " on ",
+    'File "', '  File "a", line 1, in a\n', "rank 0 ", "[rank0]: ", "Rank 0 ", "ranks ", "Error", "Error: ", "a.Error: ", "error ",
+    "x.py:1 ", "x.cu:1: ", "[pair.cc:1]", "Connection ", "OpType=", "timed out ", "--a ", "a=", "0x1 ", "127.0.0.1:1 ", "\x1b[", "\x1b]",
+)  # fmt: skip
+
+
+def _compiled(value: object, depth: int = 3) -> Iterator[Pattern]:
+    if isinstance(value, re.Pattern):
+        yield value
+    elif depth and isinstance(value, dict):
+        for one in (*value.keys(), *value.values()):
+            yield from _compiled(one, depth - 1)
+    elif depth and isinstance(value, tuple | list | set | frozenset):
+        for one in value:
+            yield from _compiled(one, depth - 1)
+
+
+def _at_the_start(pattern: Pattern) -> Pattern:
+    """The pattern as `match` tries it: at the start of a text alone."""
+    if isinstance(pattern.pattern, bytes):
+        return re.compile(b"\\A(?:%s)" % pattern.pattern, pattern.flags)
+    return re.compile(rf"\A(?:{pattern.pattern})", pattern.flags)
+
+
+def _only_matched() -> set[str]:
+    """Names of patterns that are tried at the start of a text alone."""
+    calls: dict[str, set[str]] = {}
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+                name = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+                calls.setdefault(f"{file.relative_to(SOURCE)}:{name}", set()).add(node.attr)
+    return {name for name, methods in calls.items() if methods <= {"match", "fullmatch", "pattern"}}
+
+
+def _of_modules() -> Iterator[tuple[str, str, Pattern]]:
+    """Patterns that stand in a module, in a table of it, or in one of its classes: file, name, pattern."""
+    for module in pkgutil.walk_packages(rallypoint.__path__, "rallypoint."):
+        if module.name.endswith("__main__"):
+            continue
+        loaded = importlib.import_module(module.name)
+        path = str(Path(loaded.__file__ or "").relative_to(SOURCE))
+        for name, value in vars(loaded).items():
+            inside = vars(value).items() if isinstance(value, type) and value.__module__ == module.name else ((name, value),)
+            for inner, one in inside:
+                for pattern in _compiled(one):
+                    yield path, inner, pattern
+
+
+def _of_calls() -> Iterator[tuple[str, str, Pattern]]:
+    """Patterns that are given to a function of `re` where they are used, `re.search(r"...", text)`: file, function, pattern."""
+    for file in SOURCE.rglob("*.py"):
+        path = str(file.relative_to(SOURCE))
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "re" and isinstance(node.args[0], ast.Constant)):
+                continue
+            if not isinstance(node.args[0].value, str | bytes):
+                continue
+            words = [part.attr for one in (*node.args[1:], *(k.value for k in node.keywords)) for part in ast.walk(one)
+                     if isinstance(part, ast.Attribute) and part.attr.isupper()]  # fmt: skip
+            flags = re.NOFLAG
+            for word in words:
+                flags |= getattr(re, word)
+            yield path, node.func.attr, re.compile(node.args[0].value, flags)
+
+
+def _patterns() -> list[tuple[str, Pattern]]:
+    found: dict[Pattern, tuple[str, Pattern]] = {}
+    matched = _only_matched()
+    for path, name, pattern in _of_modules():
+        if not f"{path}:{name}".startswith(tuple(EXEMPT)):
+            found.setdefault(pattern, (path, _at_the_start(pattern) if f"{path}:{name}" in matched else pattern))
+    seen = {pattern for _, _, pattern in _of_modules()}
+    for path, call, pattern in _of_calls():
+        if pattern not in seen and not path.startswith(tuple(EXEMPT)):
+            found.setdefault(pattern, (path, _at_the_start(pattern) if call in ("match", "fullmatch") else pattern))
+    return list(found.values())
+
+
+def _literals(pattern: str) -> list[str]:
+    """What a text must hold to get anywhere in the pattern: its runs of plain characters, as they are written in it."""
+    bare = re.sub(r"\\([.\[\](){}|+*?^$/])", r"\1", re.sub(r"\(\?(?:P<\w+>|[:=!]|<[=!])", "(", pattern))
+    return list(dict.fromkeys(re.findall(r"[A-Za-z/\[\]().:'\" -]{3,}", bare)))[:12]
+
+
+def _inputs(pattern: str) -> Iterator[tuple[str, str]]:
+    """What is repeated, and what stands before it."""
+    literals = _literals(pattern)
+    for unit in (*_UNITS, *literals, *(f"{one} " for one in literals[:4]), *(f"{one}1" for one in literals[:4])):
+        yield "", unit
+    for head in literals[:6]:
+        for unit in ("a", "0", " ", "[", ".", "a ", "a.", "1, ", *literals[:2]):
+            yield head, unit
+
+
+def _time(pattern: Pattern, head: str, unit: str, length: int) -> float:
+    text = (head + unit * (length // len(unit) + 1))[:length] + "\x01"
+    subject = text.encode() if isinstance(pattern.pattern, bytes) else text
+    best = 9.0
+    for _ in range(3):
+        start = time.thread_time()
+        pattern.search(subject)  # type: ignore[arg-type]
+        best = min(best, time.thread_time() - start)
+        if best < QUICK or best > 0.1:
+            break
+    return best
+
+
+def _grows(pattern: Pattern, head: str, unit: str) -> bool:
+    """Whether the time for a text grows with more than its length."""
+    short = _time(pattern, head, unit, SHORT)
+    if short < QUICK:
+        return False
+    if short > LONGEST / 5:
+        return True
+    long = _time(pattern, head, unit, LONG)
+    return long > GROWTH * short or long * 1_000_000 / LONG > LONGEST
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"), [pytest.param(path, pattern, id=f"{path}-{i}") for i, (path, pattern) in enumerate(_patterns())]
+)
+def test_time_grows_with_the_length_of_the_text_alone(path: str, pattern: re.Pattern[str]) -> None:
+    source = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
+    slow = list(itertools.islice((one for one in _inputs(source) if _grows(pattern, *one)), 4))
+    assert not slow, f"{path}: {source!r} needs more than linear time for {slow!r}"
+
+
+def test_every_part_that_is_exempt_is_there() -> None:
+    assert all((SOURCE / part.partition(":")[0]).exists() for part in EXEMPT)
