@@ -730,3 +730,46 @@ def test_a_worker_has_the_columns_beside_its_prefix(monkeypatch: pytest.MonkeyPa
     os.close(slave)
     with open(os.devnull) as null:
         assert worker_columns(range(4), null.fileno()) == 0
+
+
+def test_a_reader_that_pauses_gets_everything_in_the_end(tmp_path: Path) -> None:
+    """With `| less`, or Ctrl-S, a job that failed left after ten seconds, and its report was never shown."""
+    read, write_end = os.pipe()
+    pump = LogPump("", (0, 1), stdout_fd=write_end, stderr_fd=write_end)
+    pump.start()
+    os.set_blocking(write_end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write_end, b"full ")
+    os.set_blocking(write_end, True)
+    pump.say("the report")
+    looks: list[bool] = []
+    readers: list[Reader] = []
+
+    def interrupted() -> bool:
+        looks.append(True)
+        if len(looks) == 2:
+            readers.append(Reader(read))  # the reader goes on
+        return False
+
+    pump.wait_for_reader(interrupted)
+    assert len(looks) >= 2
+    assert pump.close(SOON)
+    os.close(write_end)
+    assert readers[0].whole().endswith(b"full the report\n")
+
+
+def test_a_wait_for_a_reader_can_be_ended(tmp_path: Path) -> None:
+    read, write_end = os.pipe()
+    pump = LogPump("", (0, 1), stdout_fd=write_end, stderr_fd=write_end)
+    pump.start()
+    os.set_blocking(write_end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write_end, b"full ")
+    os.set_blocking(write_end, True)
+    pump.say("the report")
+    pump.wait_for_reader(lambda: True)
+    Reader(read)  # now the thread can end
+    assert pump.close(SOON)
+    os.close(write_end)

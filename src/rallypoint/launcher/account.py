@@ -7,7 +7,7 @@ import shlex
 import signal
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -566,13 +566,14 @@ class Account:
             middle = sorted(times)[len(times) // 2]
             self.say(f"rallypoint: {name} was imported {len(times)} times, {middle:.1f} s each: --preload {name}")
 
-    def close(self, status: int | None, left: Sequence[Status]) -> None:
-        """The last words; every file closed."""
+    def close(self, status: int | None, left: Sequence[Status], *, interrupted: Callable[[], bool]) -> None:
+        """The last words; every file closed. A reader that pauses (`| less`, Ctrl-S) is waited for until `interrupted` says true."""
         self.live(None)
         self.say_immortal(left)
         if status:
             self._hand_on_error(status)
         self.event("job-ended", status=status)
+        self._pump.wait_for_reader(interrupted)
         self._pump.close()
         if self._pump.error is not None:
             print(f"rallypoint: the log pump failed: {self._pump.error!r}; the ranks' words may be incomplete", file=sys.stderr)

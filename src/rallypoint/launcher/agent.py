@@ -255,7 +255,7 @@ class Agent:
             self.guard.farewell()
         if self._status == 0:
             self.account.say_imports(self.ranks)
-        self.account.close(self._status, left)
+        self.account.close(self._status, left, interrupted=self._must_leave)
         self._close_attempt()
         self._loop.close()
         self._signals.close()
@@ -802,6 +802,12 @@ class Agent:
         if self.errand is None:
             return signalled
         return {**signalled, self.errand.line.fileno(): lambda: True, self.errand.caller: lambda: True}
+
+    def _must_leave(self) -> bool:
+        """Whether a job that is over must not wait any longer for a reader that pauses: what ends the launcher from outside, and a second
+        Ctrl-C, leave no time for it. `launch` has waited already, for as long as its caller wants."""
+        signalled = any(number != signal.SIGCHLD for number in self._signals.read())
+        return signalled or self.errand is not None or self.signalled_by not in (None, "", "SIGINT")
 
     def _drain(self) -> None:
         """Show all that the ranks said. A caller of `launch` that reads nothing just now (Ctrl-S, Ctrl-Z) loses nothing of it."""

@@ -57,6 +57,9 @@ much wait, and nobody else."""
 DISK_LINGER = 1.0
 """Seconds for which a disk's thread waits for the next lines: starting one for each would cost more than to write them."""
 
+READER_LOOK = 0.25
+"""Seconds between two looks whether somebody wants us to leave while the reader of our terminal pauses."""
+
 CLOSE_WAITS = 2.0
 """Seconds that `close` waits for a terminal that takes nothing (Ctrl-S, a stopped pager)."""
 
@@ -280,6 +283,13 @@ class LogPump:
         done = self._submit(self._end_all).wait(timeout)
         written = [disk.finish(max(0.0, until - self._clock.monotonic())) for disk in (self._disk, self._other_disk)]
         return done and all(written) and self.error is None
+
+    def wait_for_reader(self, interrupted: Callable[[], bool]) -> None:
+        """End all streams and wait until everything is shown, however long the reader of our terminal pauses. `interrupted` is asked again
+        and again: true ends the wait. A disk cannot prolong it for more than its patience."""
+        done = self._submit(self._end_all)
+        while not done.wait(READER_LOOK) and self._thread.is_alive() and not interrupted():
+            continue
 
     def close(self, timeout: float = CLOSE_WAITS) -> bool:
         """End the thread and close every file. Lines said later go straight to stderr. May be called twice.
