@@ -31,6 +31,7 @@ from rallypoint.wire import values
 from rallypoint.wire.frames import header
 from rallypoint.wire.messages import TAGS, Add, Get, Length, Refusal, encode
 
+from .live import output_of
 from .processes import ServerProcess
 from .situations import LONG, Interruption, eventually, our_threads, put, start, take
 
@@ -542,3 +543,46 @@ def test_a_server_that_was_frozen_reads_before_it_ends_sessions() -> None:
             assert other["mine"] == 1
             assert store["mine"] == 1
         assert store.statistics()["sessions"] == 1
+
+
+TRACED = """
+import os, random, sys, threading, time
+import rallypoint
+from rallypoint.store import link, session
+
+chance = random.Random(int(sys.argv[1]))
+files = (link.__file__, session.__file__)
+
+def line(frame, event, argument):
+    if event == "line" and chance.random() < 0.03:
+        time.sleep(0.0003)  # another thread's turn
+    return line
+
+def count(store, answers):
+    for _ in range(100):
+        answers.append(store.add("n", 1))
+
+with rallypoint.serve() as server, rallypoint.connect(server.address, secret=server.secret, timeout=60) as store:
+    answers = []
+    threads = [threading.Thread(target=count, args=(store, answers)) for _ in range(4)]
+    threading.settrace(lambda frame, event, argument: line if frame.f_code.co_filename in files else None)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    threading.settrace(None)
+    print(store["n"], len(set(answers)))
+"""
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_a_trace_function_in_which_threads_change_loses_nothing(seed: str) -> None:
+    """A debugger's trace function, or coverage's, is a call between any two lines. Two threads then took the same number, and the second
+    one got the first one's answer: an `add` was lost without an error."""
+    assert output_of(TRACED, seed) == ["400 400"]
+
+
+def test_without_the_gil_there_is_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(rallypoint.UsageError, match="GIL"):
+        rallypoint.connect("tcp://127.0.0.1:1", secret="x" * 16)

@@ -169,6 +169,12 @@ class Client:
 
     def __init__(self, options: Options, secret: bytes, open_socket: OpenSocket | None = None) -> None:
         """`options` and `secret` as `resolve` returns them. Connects; see there for what it raises."""
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            raise UsageError(
+                "usage",
+                "this Python runs without its global interpreter lock (GIL), and the store's client is correct only with it",
+                help=(("turn it on", "export PYTHON_GIL=1"),),
+            )
         self._options = options
         self._secret = secret
         self._open_socket = open_socket

@@ -205,9 +205,10 @@ class Link:
     def post(self, frames: bytes, owner: object, me: int) -> bool:
         """Send whole frames without bodies, by thread `me`, as far as they go without waiting; whether all of it is out. If not, and
         `writer` is `me`, this thread has to `pump`. Raises LinkBroken; then nothing of it was sent."""
-        if self.writer or self.closed:
+        mine = False
+        if not self.writer and not self.closed: self.writer = me; mine = True  # one step  # fmt: skip
+        if not mine:
             return self._queue_up((_Piece(frames, owner),), me)
-        self.writer = me  # one step with the question above
         try:
             sent = self._send(frames, NOSIGNAL)
         except BlockingIOError:
@@ -221,9 +222,9 @@ class Link:
         if sent < len(frames):
             self._queue.appendleft(_Piece(memoryview(frames)[sent:], owner))
             return False
-        if self._queue:
+        if not self._queue: self.writer = 0; mine = False  # one step  # fmt: skip
+        if mine:
             return False
-        self.writer = 0  # one step with the question above
         if self.closed:
             self.dispose()
         return True
@@ -243,9 +244,10 @@ class Link:
     def try_post(self, message: bytes, me: int) -> bool:
         """Send a small message if nobody is sending and it can go at once; whether it went. `writer` as with `post`. Raises LinkBroken."""
         data = _pack(len(message), 0) + message
-        if self.writer or self.closed:
+        mine = False
+        if not self.writer and not self.closed: self.writer = me; mine = True  # one step  # fmt: skip
+        if not mine:
             return False
-        self.writer = me  # one step with the question above
         try:
             sent = self.sock.send(data, NOSIGNAL)
         except BlockingIOError:
@@ -261,10 +263,9 @@ class Link:
             self.writer = 0
             self.dispose()
             raise LinkBroken("the connection is congested")
-        if not self._queue:
-            self.writer = 0  # one step with the question above
-            if self.closed:
-                self.dispose()
+        if not self._queue: self.writer = 0; mine = False  # one step  # fmt: skip
+        if not mine and self.closed:
+            self.dispose()
         return sent > 0
 
     def _queue_up(self, pieces: tuple[_Piece, ...], me: int) -> bool:
@@ -272,10 +273,9 @@ class Link:
             raise LinkBroken("the connection was closed")
         if self.writer == me:
             raise LinkBroken("a signal handler used the store while something was being sent")
-        # One step: whoever writes does not leave while something is queued.
-        if self.writer == 0:
-            self.writer = me
         self._queue.extend(pieces)
+        # Whoever writes does not leave while something is queued; if it left before that, this thread writes.
+        if self.writer == 0: self.writer = me  # one step  # fmt: skip
         return False
 
     def unsent(self) -> Iterator[object]:
@@ -293,9 +293,7 @@ class Link:
         ready.register(self.sock, select.POLLOUT | select.POLLIN)
         queue = self._queue
         while True:
-            if not queue:
-                self.writer = 0  # one step with the question above
-                return
+            if not queue: self.writer = 0; return  # one step  # fmt: skip
             batch, ancillary = self._batch()
             try:
                 sent = self.sock.sendmsg(batch, ancillary, NOSIGNAL)
@@ -384,10 +382,11 @@ class Link:
         simple: not everything could be sent (`writer` is `me`), or nothing has come, or, if the link is `receiving`, something else than
         one small reply: see `backlog`. Raises LinkBroken; then nothing was sent, unless the link is `receiving`.
         """
-        if self.writer or self.closed:
+        mine = False
+        if not self.writer and not self.closed: self.writer = me; mine = True  # one step  # fmt: skip
+        if not mine:
             self._queue_up((_Piece(frame, owner),), me)
             return None
-        self.writer = me  # one step with the question above
         send = self._send
         try:
             sent = send(frame, NOSIGNAL)
@@ -402,10 +401,9 @@ class Link:
         if sent < len(frame):
             self._queue.appendleft(_Piece(memoryview(frame)[sent:], owner))
             return None
-        if self._queue:
+        if not self._queue: self.driven += 1; self.writer = 0; mine = False  # one step: one of the two keeps the socket open  # fmt: skip
+        if mine:
             return None
-        self.driven += 1  # before `writer` is 0: one of the two keeps the socket open
-        self.writer = 0  # one step with the question above
         try:
             poll = self.poll
             if self.closed or not poll(seconds * 1000.0):

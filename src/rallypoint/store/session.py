@@ -11,7 +11,8 @@ has passed, it wakes one of them to drive on. When no thread waits, the keeper's
 **One step.** There is no lock around all this. In CPython threads change, and signal handlers run, only where something is called, a
 loop begins again, or a wait is interrupted: what must be one step is written without a call in it, and says so. That is faster, and
 it is the only way that holds for signal handlers: one that uses the store would wait for ever for a lock that the frame below it
-holds, and one that raises would leave it locked. (It needs the GIL: on a free-threaded build this file would have to change.)
+holds, and one that raises would leave it locked. It stands on one line, too: a trace function (a debugger's, coverage's) is a call
+between any two lines. All this needs the GIL, and `Client` refuses to work without it.
 
 **What an exception leaves.** What comes in two steps has the second one made up for by the keeper, if an exception struck after the
 first. A request stays in `_pending` until its own thread has the answer in hand, and `acked` stays below it: an answer that nobody
@@ -223,19 +224,13 @@ class Session:
                     else:
                         pending = Pending(began, deadline, not wait, seq, kind, message, None, link.number)
                     # One step: whoever takes a number, opens a link or refuses meanwhile asks these questions, too.
-                    if self._seq < seq and self._link is link and not self._refusing:
-                        self._pending[seq] = pending
-                        self._seq = seq
-                        break
+                    if self._seq < seq and self._link is link and not self._refusing: self._pending[seq] = pending; self._seq = seq; break  # fmt: skip
                     pending = None  # it was not asked
                 self.counts[tag] += 1
                 if link is not None and parts is None:
                     if LENDS[tag]:
                         link.lends = True
-                    driver = self._driver
-                    if driver == 0:  # one step
-                        self._driver = me
-                        self._driving = pending
+                    if (driver := self._driver) == 0: self._driver = me; self._driving = pending  # one step  # fmt: skip
                     try:
                         if driver == 0:
                             left = deadline - began
@@ -350,11 +345,8 @@ class Session:
                 pending = Pending(began, began + self.timeout, True, 0, kind, message, parts)
                 pending.given_up = given_up
                 under_way.append(pending)
-                if self._seq < seq and not self._refusing:  # one step, as in `ask`
-                    pending.seq = seq
-                    self._pending[seq] = pending
-                    self._seq = seq
-                    break
+                # One step, as in `ask`.
+                if self._seq < seq and not self._refusing: pending.seq = seq; self._pending[seq] = pending; self._seq = seq; break  # fmt: skip
                 under_way.pop()
             self.counts[TAGS[kind]] += 1
             if pending.parts is None:
@@ -372,8 +364,10 @@ class Session:
             return
         mine = []
         for pending in small:
-            if pending.on != link.number and self._link is link and pending.error is None:
-                pending.on = link.number  # one step with the questions above: whoever opens a link or fails them asks them too
+            mine_now = False
+            # One step: whoever opens a link or fails them asks these questions, too.
+            if pending.on != link.number and self._link is link and pending.error is None: pending.on = link.number; mine_now = True  # fmt: skip
+            if mine_now:
                 mine.append(pending)
         if not mine:
             return
@@ -491,10 +485,9 @@ class Session:
             below: Pending | None = None
             waiter: threading.Lock | None = None
             try:
-                driver, below = self._driver, self._driving
-                if driver == 0 or driver == me:  # one step
-                    self._driver = me
-                    self._driving = pending
+                # One step.
+                if (driver := self._driver) == 0 or driver == me: below = self._driving; self._driver = me; self._driving = pending  # fmt: skip
+                if driver == 0 or driver == me:
                     if driver == me:
                         self._nest()
                     self._drive(pending, self._now())
@@ -830,9 +823,11 @@ class Session:
                 continue
             if pending.parts is not None:
                 _wake(pending)
-            elif pending.on == 0:
-                pending.on = link.number  # one step with the question above: its own thread asks it too
-                small.append(pending)
+            else:
+                taken = False
+                if pending.on == 0: pending.on = link.number; taken = True  # one step: its own thread asks it too  # fmt: skip
+                if taken:
+                    small.append(pending)
         return small
 
     def _failed(self, failed: DialFailed, first: bool) -> None:
@@ -945,10 +940,7 @@ class Session:
         driver = -1
         try:
             link = self._link
-            driver = self._driver
-            if driver == 0:  # one step
-                self._driver = me
-                self._driving = None
+            if (driver := self._driver) == 0: self._driver = me; self._driving = None  # one step  # fmt: skip
             if link is None:
                 return True
             if driver not in (0, me) or link.receiving:
@@ -984,11 +976,10 @@ class Session:
         driver = -1
         try:
             me = get_ident()
-            if self._link is not None or self._refusing or self._driver != 0:
+            # One step.
+            if self._link is None and not self._refusing and self._driver == 0: driver = 0; self._driver = me; self._driving = None  # fmt: skip
+            if driver != 0:
                 return False
-            driver = 0
-            self._driver = me  # one step with the questions above
-            self._driving = None
             self._connect(until)
             return True
         finally:
@@ -1041,10 +1032,7 @@ class Session:
                 while True:
                     seq = self._seq + 1
                     bye = Pending(now, now + wait, False, seq, Bye, encode(Bye(seq, self._acked())), None, link.number)
-                    if self._seq < seq:  # one step
-                        self._pending[seq] = bye
-                        self._seq = seq
-                        break
+                    if self._seq < seq: self._pending[seq] = bye; self._seq = seq; break  # one step  # fmt: skip
                 if not link.post(_frames((bye,)), bye, me) and link.writer == me:  # behind what others send: they have just been woken
                     self._pump(link, bye.deadline, 0.0, me)
                 if wait > 0:
@@ -1075,8 +1063,7 @@ def _frames(pendings: Sequence[Pending]) -> bytes:
 
 def _not_on(pending: Pending, link: Link) -> None:
     """This link did not take all of its request."""
-    if pending.on == link.number:
-        pending.on = 0  # one step with the question above: it may be on another one by now
+    if pending.on == link.number: pending.on = 0  # one step: it may be on another one by now  # fmt: skip
 
 
 def _wake(pending: Pending) -> bool:
