@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import signal
+from typing import NoReturn
 
 import pytest
 
@@ -104,6 +105,16 @@ def test_the_scope_is_the_same_in_a_child() -> None:
 
 
 @pytest.mark.root
+def test_without_what_proc_tells_nobody_shares_a_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With /proc mounted subset=pid there is no boot_id: `store.average` of more than 48 KB ended with a bare FileNotFoundError."""
+
+    def missing(*_: object) -> NoReturn:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/sys/kernel/random/boot_id")
+
+    monkeypatch.setattr(memory, "open", missing, raising=False)
+    assert memory.scope() != memory.scope()
+
+
 def test_another_user_has_another_scope() -> None:
     here = memory.scope()
     child = os.fork()

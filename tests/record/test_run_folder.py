@@ -95,6 +95,43 @@ def test_names_that_look_like_secrets() -> None:
     assert [name for name, value in shown.items() if value == "***"] == ["AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "DB_PASSWORD"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DB_PASS", "PGPASS", "PASSPHRASE", "MYSQL_PWD", "GH_PAT", "SSH_KEY", "ENCRYPTION_KEY", "SENTRY_DSN", "DATABASE_URL",
+        "OPENAI_KEY", "BASIC_AUTH", "SMTP_PW", "AWS_CREDS", "JWT", "SLACK_WEBHOOK", "REDIS_URL", "spring.datasource.key", "FERNET_KEYS",
+    ],
+)  # fmt: skip
+def test_other_names_of_secrets(name: str) -> None:
+    """These stood in plan.json as they were."""
+    assert without_secrets({name: "v"}) == {name: "***"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["PWD", "OLDPWD", "COMPASS", "BYPASS_CACHE", "PATH", "AUTHOR", "KEYBOARD", "MONKEY", "HOTKEYS", "TOKENIZERS_PARALLELISM", "SPAWN"],
+)
+def test_names_that_only_look_like_them_are_shown(name: str) -> None:
+    assert without_secrets({name: "v"}) == {name: "v"}
+
+
+@pytest.mark.parametrize(
+    ("value", "is_secret"),
+    [
+        ("postgresql://ada:lovelace@db:5432/train", True),
+        ("https://ghp_x@github.com/a/b", True),
+        ("amqp://mq/?password=x", True),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----\nb3Bl", True),
+        ("Bearer abc", True),
+        ("tcp://127.0.0.1:29500", False),
+        ("https://example.org/a@b", False),
+        ("a" * 200_000, False),
+    ],
+)
+def test_a_value_that_is_a_secret_whatever_its_name(value: str, is_secret: bool) -> None:
+    assert (without_secrets({"X": value})["X"] == "***") is is_secret
+
+
 def test_the_default_place_is_the_users_state_folder() -> None:
     assert default_root({"HOME": "/home/ada"}) == "/home/ada/.local/state/rallypoint/runs"
     assert default_root({"HOME": "/home/ada", "XDG_STATE_HOME": "/state"}) == "/state/rallypoint/runs"

@@ -241,6 +241,16 @@ def test_a_file_that_others_may_use(mode: int, tmp_path: Path) -> None:
     assert caught.value.help[0][1] == f"chmod 600 {path}"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+def test_a_file_of_another_user(tmp_path: Path) -> None:
+    """Root took a file of mode 0600 that another user owned, and so knew."""
+    path = secret_file(tmp_path)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(EnvironmentProblem, match=r"another user \(uid 65534\)") as caught:
+        place.secret_from_file(str(path))
+    assert caught.value.code == "secret-unreadable"
+
+
 def test_nobody_is_led_to_change_a_file_that_others_need(tmp_path: Path) -> None:
     """For `--secret-file /etc/passwd` the help was `chmod 600 /etc/passwd`, which root could have typed."""
     path = secret_file(tmp_path, b"root:x:0:0:root:/root:/bin/bash\ndaemon:x:1:1::/:/sbin/nologin\n", mode=0o644)

@@ -284,9 +284,13 @@ def published(pid: int, fd: int, inode: int) -> bool:
 
 def scope() -> bytes:
     """Equal in two processes that can open each other's segments, as far as that can be told beforehand: the boot of the machine, the
-    pid namespace and the user."""
+    pid namespace and the user. Where /proc does not tell (mounted with subset=pid, in a hardened container), nobody's but the caller's."""
     import hashlib
 
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        boot = file.read()
-    return hashlib.blake2b(boot + b"%d %d" % (os.stat("/proc/self/ns/pid").st_ino, os.getuid()), digest_size=16).digest()
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot = file.read()
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return os.urandom(16)
+    return hashlib.blake2b(boot + b"%d %d" % (space, os.getuid()), digest_size=16).digest()

@@ -37,7 +37,17 @@ KEPT_RUNS = 20
 OURS = re.compile(r"rank\d+\.log|events\.jsonl|plan\.json|report\.json|running")
 """The names of the files that a run folder consists of. Nothing else in it is ever touched."""
 
-SECRET = re.compile(r"secret|token|passw|credential|api_?key|access_?key|private_?key|authorization|cookie", re.IGNORECASE)
+SECRET = re.compile(
+    r"secret|token(?!i[sz])|passw|passphrase|passcode|pgpass|credential|(?:api|access|private)_?key|authorization|cookie|webhook"
+    r"|(?:database|db|redis|mongo(?:db)?|broker|amqp|mysql|postgres(?:ql)?)_ur[il]"
+    r"|(?<![a-z0-9])(?:pass|pw|pat|keys?|dsn|auth|creds?|jwt|bearer)(?![a-z0-9])|(?<=[^a-z0-9])pwd(?![a-z0-9])",
+    re.IGNORECASE,
+)
+"""In the name of a variable whose value is not shown. Short words count only by themselves: DB_PASS and OPENAI_KEY, not COMPASS and
+MONKEY; PWD and OLDPWD are folders, MYSQL_PWD is not, and TOKENIZERS_PARALLELISM is no token."""
+
+SECRET_VALUE = re.compile(r"://[^/?#\s]*@|-----BEGIN [A-Z ]*PRIVATE KEY|\bBearer\s|[?&;](?:password|pwd|token)=", re.IGNORECASE)
+"""In a value that is not shown, whatever its name: a URL with a user or a password in it, a private key, a header."""
 
 LINK_TIMEOUT = 1.0
 """Seconds for the disk of a run that is listed elsewhere to say whether it goes on. Somebody waits for the list."""
@@ -65,8 +75,8 @@ def default_root(environ: Mapping[str, str]) -> str:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with `***` for every value whose name looks like a secret's."""
-    return {name: "***" if SECRET.search(name) else value for name, value in environment.items()}
+    """The variables with `***` for every value that looks like a secret, by its name or by itself."""
+    return {name: "***" if SECRET.search(name) or SECRET_VALUE.search(value) else value for name, value in environment.items()}
 
 
 def reason_of(error: OSError) -> str:

@@ -179,7 +179,8 @@ class _Descriptor:
 def secret_from_file(path: str, shown: str = "") -> bytes:
     """The secret in a file. `shown`: how errors name the file, if not by its path.
 
-    `EnvironmentProblem` ("secret-unreadable") when it cannot be read, or when others than its owner may read or change it;
+    `EnvironmentProblem` ("secret-unreadable") when it cannot be read, when it is another user's than ours or root's, or when others
+    than its owner may read or change it;
     `UsageError` ("secret-too-short").
     """
     shown = shown or path
@@ -198,22 +199,22 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     return checked_secret(content, f"the secret in {shown}")
 
 
+_MAKE_ONE = ("make one of your own, and name that", "(umask 077 && head -c 32 /dev/urandom | base64 > my-secret)")
+
+
 def _private(path: str, content: bytes) -> tuple[tuple[str, str], ...]:
     """The help for a file that others may use. One that does not look like a secret may be one that others need: nobody may be led to
     type `chmod 600 /etc/passwd`."""
     if len(content.splitlines()) <= 1:
         return ("keep it to yourself", f"chmod 600 {path}"), ("and make a new secret, if somebody may have read this one", "")
-    return (
-        (
-            "it has several lines, as no secret has: make one of your own, and name that",
-            "(umask 077 && head -c 32 /dev/urandom | base64 > my-secret)",
-        ),
-    )
+    return (("it has several lines, as no secret has: make one of your own, and name that", _MAKE_ONE[1]),)
 
 
 def _check_file(path: str, shown: str, found: os.stat_result, content: bytes) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise _unreadable(shown, "it is not a regular file")
+    if found.st_uid not in (0, os.geteuid()):  # its owner can read it, and change it at any time
+        raise _unreadable(shown, f"it belongs to another user (uid {found.st_uid})", help=(_MAKE_ONE,))
     if found.st_mode & 0o077:
         raise _unreadable(
             shown,
