@@ -268,6 +268,41 @@ def _interrupt(run: Run) -> None:
         pass  # it has ended by the first
 
 
+# --- stop-saves
+
+
+def stop_saves(chance: random.Random, number: int, folder: Path) -> Outcome:
+    """A job is stopped at a random moment while most of its ranks wait in a collective for a slower one: by SIGTERM, with a flag that
+    the ranks agree on, or by Ctrl-C, with `except KeyboardInterrupt`, sometimes twice at once. Each rank must save, none may be killed."""
+    ranks, how, call = (2, 8)[number % 2], ("flag", "interrupt")[number // 2 % 2], ("sync", "async", "ddp")[number // 4 % 3]
+    slow, step = chance.randrange(ranks), chance.choice([0.02, 0.2, 1.0])
+    twice = how == "interrupt" and chance.random() < 0.25
+    outcome = Outcome(f"{ranks} ranks, {how}, {call}{', twice at once' if twice else ''}", notes=[f"rank {slow} takes {step} s a step"])
+    extra = {"SAVES_HOW": how, "SAVES_CALL": call, "SAVES_STEP": str(step), "SAVES_SLOW": str(slow)}
+    with _watched(outcome, run_command(ranks, "saves.py", "--grace", "60"), folder, extra) as run:
+        if len(run.wait_for_marks("looping", ranks, RUN_TIMEOUT)) < ranks:
+            outcome.wrong.append("the ranks never came to their loop")
+            return outcome
+        time.sleep(chance.uniform(0, 1.0))
+        asked = time.monotonic()
+        if how == "flag":
+            harness.send(run.pid, signal.SIGTERM)
+        for _ in range((1 + twice) if how == "interrupt" else 0):
+            _interrupt(run)
+        status = run.wait(RUN_TIMEOUT * 2)
+        if run.ended is not None:
+            outcome.times["exit"] = run.ended - asked
+        saved = len(run.marks("saved"))
+        outcome.counts = {"ranks that were stopped": ranks, "ranks that saved": saved}
+        if saved != ranks:
+            outcome.wrong.append(f"{saved} of {ranks} ranks saved")
+        if status != 128 + (signal.SIGTERM if how == "flag" else signal.SIGINT):
+            outcome.wrong.append(f"exit status {status}")
+        if killed := [event["rank"] for event in _events(run.folder / "run") if event["what"] == "killed"]:
+            outcome.wrong.append(f"ranks {killed} were killed")
+    return outcome
+
+
 # --- all of them
 
 
@@ -279,6 +314,7 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "ports": (port_soak.ports, 1, 1),  # 1,000 of them, by 20 processes
     "kills": (kills, 100, 2),
     "ctrl-c": (ctrl_c, 100, 2),
+    "stop-saves": (stop_saves, 600, 2),  # fifty of each kind
     "store-adds": (store_soak.adds, 1, 1),  # 80,000 of them
     "store-histories": (store_soak.histories, 1000, 2),
     "store-reconnects": (store_soak.reconnects, 10, 1),  # of a hundred each

@@ -68,11 +68,14 @@ class Rank:
     def answered(self) -> bool:
         return self.answers
 
+    def may_wait(self) -> bool:
+        return self.sleeps
+
     def may_be_deaf(self) -> bool:
         return self.sleeps
 
-    def is_deaf(self) -> bool:
-        return self.deaf
+    def waits(self, now: float, *, together: bool) -> str:
+        return "deaf" if self.deaf else ""
 
     def halted(self) -> bool:
         return self.stopped

@@ -13,9 +13,11 @@ from rallypoint.launcher.hearing import EVIDENCE_DEADLINE, EVIDENCE_LOOK, ROLL_C
 from rallypoint.launcher.meetings import Meetings
 from rallypoint.launcher.supervisor import (
     SETTLE_APART,
+    VAIN_LOOKS,
     AskEvidence,
     CallRoll,
     EvidenceIn,
+    Judged,
     LookWhetherStuck,
     MakeReport,
     Raised,
@@ -139,18 +141,44 @@ def test_where_all_wait_the_meeting_point_is_looked_at(
 # --- those who do not end
 
 
+def failed(scene: Scene) -> Deafness:
+    """A rank has failed, the others were asked to end, and it is time to look."""
+    scene.job.feed(Raised(2, False, "rank 2 raised ValueError"))
+    scene.job.feed(EvidenceIn())
+    scene.pass_by(SETTLE_APART)
+    scene.job.feed(Timer("settle"))
+    scene.job.feed(Judged(1))
+    scene.actions.clear()
+    return Deafness(scene.job)
+
+
 def test_who_cannot_hear_a_signal_is_sent_a_stronger_one_and_who_runs_its_handler_is_not(scene: Scene) -> None:
     handling, waiting, running = scene.ranks
     handling.sleeps = waiting.sleeps = waiting.deaf = running.deaf = True
     handling.answers = False
-    scene.job.feed(Signalled("SIGINT", 2))
-    scene.job.feed(EvidenceIn())
-    scene.job.feed(Timer("stuck"))
-    scene.actions.clear()
-    part = Deafness(scene.job)
-    part.begin(LookWhetherStuck((0, 1, 2)))
+    failed(scene).begin(LookWhetherStuck((0, 1, 2)))
     assert [rank.asked for rank in scene.ranks] == [True, True, False], "one that runs will hear it"
     scene.turn()
     assert scene.actions == [], "an answer is missing"
     scene.pass_by(EVIDENCE_DEADLINE)
-    assert [(action.rank, action.signal) for action in scene.of(SignalGroup)] == [(1, "SIGTERM")]
+    assert [(action.rank, action.signal) for action in scene.of(SignalGroup)] == [(1, "SIGKILL")]
+
+
+def test_nobody_is_asked_where_it_waits_while_one_goes_on_for_whom_it_may_wait(scene: Scene) -> None:
+    for rank in scene.ranks[:2]:
+        rank.sleeps = rank.deaf = True
+    scene.job.feed(Signalled("SIGINT", 2))
+    scene.job.feed(EvidenceIn())
+    scene.job.feed(Judged(130))
+    scene.actions.clear()
+    part = Deafness(scene.job)
+    for _ in range(5):
+        part.begin(LookWhetherStuck((0, 1, 2), together=True))
+        scene.turn()
+    assert not any(rank.asked for rank in scene.ranks)
+    assert scene.of(SignalGroup) == []
+    scene.ranks[2].sleeps = scene.ranks[2].deaf = True
+    for _ in range(VAIN_LOOKS):
+        part.begin(LookWhetherStuck((0, 1, 2), together=True))
+        scene.turn()
+    assert {(action.rank, action.signal) for action in scene.of(SignalGroup)} == {(rank, "SIGTERM") for rank in range(3)}

@@ -232,6 +232,34 @@ def is_same_call(before: str, after: str) -> bool:
     return before == after or (rest != "" and rest == now and _RESTART_SYSCALL in (first, second))
 
 
+class ThreadActivity(NamedTuple):
+    """What the kernel shows of one thread at one moment."""
+
+    name: str
+    state: str
+    switches: int  # times it has left the processor in any way
+
+
+def other_threads(pid: int) -> dict[int, ThreadActivity]:
+    """The activity of every thread of a process but the main one, by thread id; empty for what cannot be seen."""
+    found: dict[int, ThreadActivity] = {}
+    with contextlib.suppress(OSError):  # it has ended
+        for entry in os.listdir(f"/proc/{pid}/task"):
+            if entry == str(pid):
+                continue
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{entry}/status", "rb") as file:  # it has ended
+                name, state, switches = "", "", 0
+                for line in file:
+                    if line.startswith(b"Name:"):
+                        name = line[5:].strip().decode("utf-8", "replace")
+                    elif line.startswith(b"State:"):
+                        state = line.split()[1].decode()
+                    elif b"_ctxt_switches:" in line:
+                        switches += int(line.split()[1])
+                found[int(entry)] = ThreadActivity(name, state, switches)
+    return found
+
+
 def threads(pid: int | str = "self") -> int:
     """How many threads a process has."""
     return len(os.listdir(f"/proc/{pid}/task"))

@@ -220,9 +220,9 @@ class Account:
             them = "it" if len(ranks) == 1 else "them"
             self.say(f"rallypoint: waiting up to {seconds:g} s for {ranks_phrase(ranks)} to end; {hurry} kills {them}")
 
-    def say_killed(self, ranks: Sequence[int]) -> None:
-        """Ranks that were asked to end, did not, and get SIGKILL: what they were about to write is lost."""
-        self.say(f"rallypoint: {ranks_phrase(ranks)} did not end and {'was' if len(ranks) == 1 else 'were'} killed")
+    def say_killed(self, ranks: Sequence[int], because: str) -> None:
+        """Ranks that had not ended get SIGKILL: what they were about to write is lost."""
+        self.say(f"rallypoint: {ranks_phrase(ranks)} did not end and {'was' if len(ranks) == 1 else 'were'} killed: {because}")
 
     def say_immortal(self, left: Sequence[Status]) -> None:
         """Processes that SIGKILL did not end."""

@@ -297,8 +297,8 @@ class Agent:
                 self._signal_group(action)
             case SayWaiting(ranks, seconds, hurry):
                 self.account.say_waiting(ranks, seconds, hurry)
-            case SayKilled(ranks):
-                self.account.say_killed(ranks)
+            case SayKilled(ranks, because):
+                self.account.say_killed(ranks, because)
             case LookWhetherStuck():
                 self._deafness.begin(action)
             case CleanGroup():
@@ -781,7 +781,7 @@ class Agent:
             return
         what: Literal["killed", "stop-sent"] = "killed" if action.signal == "SIGKILL" else "stop-sent"
         self.account.event(what, rank=action.rank, because=action.because, signal=action.signal)
-        handle.signal_group(action.signal)
+        handle.signal_group(action.signal, self.clock.elapsed())
 
     def _clean_up(self, action: CleanUp) -> None:
         """Every rank has ended: end what they left running, and this attempt's host."""

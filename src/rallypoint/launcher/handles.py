@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Ended, Frame, Meeting, Raised
 from rallypoint.host import processes, system_calls
+from rallypoint.host.processes import ThreadActivity
 from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
 from rallypoint.launcher import channel
 from rallypoint.launcher.channel import ChildrenFailed, Go, Message, Released, Setup
@@ -29,6 +33,10 @@ WOKEN_TICKS = 1
 # Looks in which a main thread outside torch's Python code has slept with the same stack, until it counts as one that heeds no signal: a
 # library may write a checkpoint for a second or two before it returns to Python, and torch's store waits for minutes.
 DEAF_LOOKS = 10
+# Share of a processor that a process uses at most which does nothing but wait: gloo's thread, which wakes 100 times a second, uses 0.005.
+IDLE_SHARE = 0.05
+# The thread of gloo's that carries messages. It wakes by a clock while a process waits, so only that it runs tells nothing.
+GLOO_LOOP = "gloo_tcp_loop"
 
 
 class TemplateHandle:
@@ -93,6 +101,36 @@ class HostHandle:
             self.pidfd = -1
 
 
+class Rest(msgspec.Struct, frozen=True):
+    """What a process had done at one moment. Two of them say whether it has done anything but wait in between."""
+
+    at: float = 0.0
+    cpu: int = 0  # clock ticks that it has used
+    others: Mapping[int, ThreadActivity] = {}  # its threads but the main one
+
+    @classmethod
+    def of(cls, pid: int, now: float) -> Rest:
+        """A process's at this moment."""
+        found = processes.status(pid)
+        return cls(now, found.cpu if found is not None else 0, processes.other_threads(pid))
+
+    def idle_since(self, before: Rest) -> bool:
+        """Whether it has used no processor time to speak of."""
+        return self.cpu - before.cpu <= WOKEN_TICKS + IDLE_SHARE * os.sysconf("SC_CLK_TCK") * (self.at - before.at)
+
+    def still_since(self, before: Rest) -> bool:
+        """Whether no thread of it but the main one has run or is about to: then no message is on its way to it."""
+        return before.others.keys() == self.others.keys() and all(
+            _stands(before.others[number], one) for number, one in self.others.items()
+        )
+
+
+def _stands(before: ThreadActivity, now: ThreadActivity) -> bool:
+    if now.name == GLOO_LOOP:  # one that had no turn since the last look may have something to carry
+        return now.state == "S" or now.switches != before.switches
+    return now.state == "S" and now.switches == before.switches
+
+
 class RankHandle:
     """One rank's process, and all that it has told."""
 
@@ -139,6 +177,7 @@ class RankHandle:
         self._frames: tuple[Frame, ...] = ()
         self._called = False  # it was asked whether its main thread heeds signals
         self._looks = 0  # in which it seemed deaf, since it was last signalled
+        self._before = Rest()  # what it had done when it was last looked at
 
     def __repr__(self) -> str:
         return f"<RankHandle {self.rank}: pid {self.pid}, {self.phase}{', ended' if self.ended else ''}>"
@@ -233,42 +272,59 @@ class RankHandle:
             return stacks.current_frames(self.dump())
         return stacks.main_frames(self.answer())
 
-    def signal_group(self, name: str) -> None:
+    def signal_group(self, name: str, now: float) -> None:
         """Signal its whole group, and remember where its main thread stood."""
         # On a busy machine it may still be on its way back from answering where it is: then it counts where it stood before.
         self._place = processes.main_thread_place(self.pid) or self._stood
         self._frames = stacks.main_frames(self.answer())
-        self._looks = 0
+        self._looks, self._before = 0, Rest.of(self.pid, now)
         self.sent.append(name)
         processes.send_group(self.pid, signal.Signals[name])
         if processes.handles(self.pid, ATTENTION_SIGNAL):
             self._called = processes.send(self.pidfd, ATTENTION_SIGNAL)
         processes.send_group(self.pid, signal.SIGCONT)  # one that was stopped could not act on it
 
+    def may_wait(self) -> bool:
+        """Whether its main thread sleeps though the last signal has reached it."""
+        reached = (signal.Signals[self.sent[-1]], ATTENTION_SIGNAL)
+        return self._sleeps() and not any(processes.is_pending(self.pid, number) for number in reached)
+
     def may_be_deaf(self) -> bool:
         """Whether its main thread sleeps though the last signal has reached it, and has not been seen to heed it."""
-        if not self._sleeps() or processes.is_pending(self.pid, signal.Signals[self.sent[-1]]):
-            return False
-        return not self._called or not (processes.is_pending(self.pid, ATTENTION_SIGNAL) or processes.blocks(self.pid, ATTENTION_SIGNAL))
+        return self.may_wait() and not self._heeded()
 
-    def is_deaf(self) -> bool:
-        """Whether its main thread cannot heed the last signal, by the stack that it told after `may_be_deaf`.
+    def _heeded(self) -> bool:
+        """Whether Python handlers have run since the last signal."""
+        return self._called and processes.blocks(self.pid, ATTENTION_SIGNAL)
+
+    def waits(self, now: float, *, together: bool) -> Literal["", "deaf", "waiting"]:
+        """Whether its main thread waits in C code, by the stack that it told after `may_wait`: "deaf", so that it cannot heed the last
+        signal, or "waiting" in a call of torch.distributed, perhaps after it has heeded the signal.
 
         Python's own waits (sleep, select, locks) return to the interpreter at a signal, which runs the handlers; a wait in C code does
         not. Of the two signals that were sent it heeds the program's first, so while the program's handler runs the other one is not
-        heeded either; but then the handler is on the stack.
+        heeded either; but then the handler is on the stack. `together`: whether the process must rest with all its threads, so that
+        nothing is on its way that could end the wait.
         """
         place, frames = processes.main_thread_place(self.pid), stacks.main_frames(self.answer())
-        if not self._sleeps() or place is None or self._place is None or not frames:
-            return False
-        same_call = processes.is_same_call(self._place[0], place[0]) and place[1] <= self._place[1] + WOKEN_TICKS
-        same_call_of_torch_s = same_call and f"{os.sep}torch{os.sep}" in frames[-1].file
+        place_before, rests = self._place, True
+        if together:
+            before, self._before, self._place = self._before, Rest.of(self.pid, now), place
+            rests = self._before.still_since(before)
+            if not self._before.idle_since(before):
+                self._looks = 0
+                return ""
+        if not self._sleeps() or place is None or place_before is None or not frames:
+            return ""
+        same_call = processes.is_same_call(place_before[0], place[0]) and place[1] <= place_before[1] + WOKEN_TICKS
+        in_torch = f"{os.sep}torch{os.sep}" in frames[-1].file
         if not self._called:  # another program's interpreter, or one that does not show what it heeds
-            return same_call_of_torch_s
-        if frames != self._frames or processes.blocks(self.pid, ATTENTION_SIGNAL):
-            return False
+            return "deaf" if same_call and rests and in_torch else ""
+        if frames != self._frames or self._heeded():
+            in_group = f"{os.sep}torch{os.sep}distributed{os.sep}" in frames[-1].file
+            return "waiting" if same_call and rests and in_group else ""
         self._looks += 1
-        return same_call_of_torch_s or self._looks >= DEAF_LOOKS
+        return "deaf" if (same_call and rests and in_torch) or self._looks >= DEAF_LOOKS else ""
 
     def _sleeps(self) -> bool:
         """Whether its main thread waits for something, and not for a disk, which the kernel does not interrupt."""

@@ -86,16 +86,22 @@ class Deafness:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._asked: list[RankHandle] = []
+        self._together = False
         self._until = 0.0
 
     def begin(self, action: LookWhetherStuck) -> None:
         """Look, and ask where it may be so; `Stuck` follows.
 
         Asked is only who sleeps though the signal has reached it: it waits in C code, in a handler, or in Python code that has heeded the
-        signal, and its stack tells which.
+        signal, and its stack tells which. When it matters only that nobody goes on, nobody is asked while /proc shows one who does.
         """
         living = [self._job.ranks[number] for number in action.ranks if self._job.ranks[number].alive]
-        self._asked = [handle for handle in living if handle.may_be_deaf() and handle.ask()]
+        self._together = action.together
+        if self._together:
+            self._asked = living if all(handle.may_wait() for handle in living) else []
+        else:
+            self._asked = [handle for handle in living if handle.may_be_deaf()]
+        self._asked = [handle for handle in self._asked if handle.ask()]
         self._until = self._job.loop.now + EVIDENCE_DEADLINE
         self._job.loop.at("deafness", self._job.loop.now, self._go_on)
 
@@ -103,4 +109,6 @@ class Deafness:
         if now < self._until and not all(handle.answered() for handle in self._asked if handle.alive):
             self._job.loop.at("deafness", now + EVIDENCE_LOOK, self._go_on)
             return
-        self._job.feed(Stuck(tuple(handle.rank for handle in self._asked if handle.alive and handle.is_deaf())))
+        seen = {handle.rank: handle.waits(now, together=self._together) for handle in self._asked if handle.alive}
+        deaf, waiting = (tuple(rank for rank, how in seen.items() if how == wanted) for wanted in ("deaf", "waiting"))
+        self._job.feed(Stuck(deaf, waiting))

@@ -447,6 +447,7 @@ def install() -> None:
     _renew_keys()
     _lead_to_the_held_store()
     _destroy_with_care(c10d.destroy_process_group)
+    _wait_with_care()
     logger = getattr(sys.modules.get("torch.distributed.c10d_logger"), "_c10d_logger", None)
     if isinstance(logger, logging.Logger):  # torch's own name, not public: without it errors that are caught are not seen
         logger.addHandler(_Listener(level=logging.DEBUG))
@@ -518,6 +519,40 @@ def _destroy_with_care(original: Callable[..., None]) -> None:
         original(*args, **kwargs)
 
     _replace("torch.distributed", original, destroy_process_group)
+
+
+def _wait_with_care() -> None:
+    """Let a signal that came in a long wait for other ranks be handled before the error that ends the wait goes on.
+
+    After Ctrl-C the first rank that saves and leaves ends the waits of the others with "Connection closed by peer". Python runs no handler
+    while an exception leaves one function after the other, so KeyboardInterrupt would come when `except KeyboardInterrupt: save()` has been
+    passed. torch's own Python code runs handlers in most collectives; it has none in these two.
+    """
+    import torch.autograd
+    import torch.distributed
+
+    work = getattr(torch.distributed, "Work", None)
+    for place, name in ((work, "wait"), (torch.autograd, "backward")):
+        original = getattr(place, name, None)
+        if original is not None and not hasattr(original, "_rallypoint"):
+            setattr(place, name, _handling_signals(original))
+
+
+def _handling_signals(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception:
+            _handle_signals()
+            raise
+
+    call._rallypoint = True  # type: ignore[attr-defined]
+    return call
+
+
+def _handle_signals() -> None:
+    """Nothing. Python runs the handlers of signals that have come when it begins a function."""
 
 
 def _renew_keys() -> None:

@@ -22,8 +22,18 @@ SETTLE_APART = 0.25
 # Seconds for one that is perhaps a consequence ("connection closed by peer"). When a process is killed its sockets close before its
 # parent is told, so peers often complain first; the kernel needs a few milliseconds, a loaded machine some tens.
 SETTLE_FOR_CAUSE = 0.25
-# Seconds after a signal in which a main thread that stands where it stood cannot have seen it (architecture.md section 6).
+# Seconds after a signal in which a main thread that stands where it stood cannot have seen it, and between two looks at that.
 STUCK_AFTER = 0.2
+# Seconds between looks when the ranks have had some time: what ends a wait then, the end of a rank, is told without a look.
+STUCK_LATER = 1.0
+# Seconds after which looks are that rare.
+STUCK_SOON = 3.0
+# Looks in a row in which every rank has to wait until they are taken to wait in vain. /proc is not read in one moment: one look may find
+# each of two ranks asleep while a message is on its way from one to the other.
+VAIN_LOOKS = 2
+# Seconds in which several signals are one. Ctrl-C in `timeout --foreground 3600 rallypoint run ...` comes from the terminal and from
+# timeout; nobody who has seen that the first one does not help is quicker than that.
+ONE_SIGNAL = 0.5
 # Seconds that a person who waits for the end of a job is told nothing: most ranks end at once, and a prompt that does not come back is
 # wondered about after some two.
 SILENT = 1.5
@@ -136,9 +146,11 @@ class HelperLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stuck(msgspec.Struct, frozen=True, tag=True):
-    """These ranks stand where they stood when they were signalled: they cannot have seen it."""
+    """`ranks` stand where they stood when they were signalled: they cannot have seen it. `waiting` have seen it, and wait for others in a
+    call of torch's now. All that were looked at and are in neither go on, as far as is seen."""
 
     ranks: tuple[int, ...]
+    waiting: tuple[int, ...] = ()
 
 
 class Timer(msgspec.Struct, frozen=True, tag=True):
@@ -196,15 +208,18 @@ class SayWaiting(msgspec.Struct, frozen=True, tag=True):
 
 
 class SayKilled(msgspec.Struct, frozen=True, tag=True):
-    """Say that these ranks had not ended and are killed."""
+    """Say that these ranks had not ended and are killed, and why now."""
 
     ranks: tuple[int, ...]
+    because: str
 
 
 class LookWhetherStuck(msgspec.Struct, frozen=True, tag=True):
-    """Compare where these ranks stand with where they stood when signalled; answer with `Stuck`."""
+    """Compare where these ranks stand with where they stood when signalled; answer with `Stuck`. `together`: whether only that matters
+    that none of them goes on, so that the look is over with the first that does."""
 
     ranks: tuple[int, ...]
+    together: bool = False
 
 
 class CleanGroup(msgspec.Struct, frozen=True, tag=True):
@@ -288,6 +303,9 @@ class Supervisor:
         self._settle_until = 0.0
         self._at_once = False
         self._asked_by: Signalled | None = None
+        self._asked_at = 0.0
+        self._news_at = 0.0  # when the ranks were asked to end, or one of them ended since
+        self._vain = 0  # looks in a row in which every living rank waited
 
     def __repr__(self) -> str:
         alive = [number for number, rank in enumerate(self._ranks) if not rank.ended]
@@ -430,8 +448,10 @@ class Supervisor:
 
     def _signalled(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Signalled)
+        if self._is_the_same(now):
+            return []
         self._at_once = self._asked_by is not None  # asked a second time, while the evidence of the first comes in: kill
-        self._asked_by = event
+        self._asked_by, self._asked_at = event, now
         self._reason, self._sure = "interrupted", True
         if self._at_once:
             self._because = f"the launcher got {event.name} a second time"
@@ -440,6 +460,10 @@ class Supervisor:
             self._because = f"the launcher got {event.name}"
             return self._conclude(now)
         return self._judge(f"the launcher got {event.name}", now)
+
+    def _is_the_same(self, now: float) -> bool:
+        """Whether a signal that comes now and the one that has come are one wish of one person."""
+        return self._asked_by is not None and self._reason == "interrupted" and now < self._asked_at + ONE_SIGNAL
 
     def _overdue(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Overdue)
@@ -527,6 +551,7 @@ class Supervisor:
         living = self._living()
         if not living:
             return self._all_ended(now)
+        self._news_at, self._vain = now, 0
         actions: list[Action] = []
         for number in living:
             actions += self._ask(number, name, because)
@@ -542,7 +567,12 @@ class Supervisor:
         assert isinstance(event, RankEnded)
         self._ranks[event.rank].ended = True
         actions: list[Action] = [CleanGroup(event.rank, kill=True, because=self._because)]
-        return actions + (self._all_ended(now) if self._nobody_left() else [])
+        if self._nobody_left():
+            return actions + self._all_ended(now)
+        if not self._from_outside():
+            return actions
+        self._news_at, self._vain = now, 0  # whoever waited for it has lost its connection, and may run its handler now
+        return [*actions, SetTimer("stuck", now + STUCK_AFTER)]
 
     def _timer_while_stopping(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Timer)
@@ -550,13 +580,12 @@ class Supervisor:
         if not living:
             return []
         if event.name == "stuck":
-            return [LookWhetherStuck(living)]
+            return [LookWhetherStuck(living, together=self._from_outside())]
         asked = tuple(number for number in living if self._ranks[number].asked != "SIGKILL")
         if event.name == "silent" and asked:
             return [SayWaiting(asked, self._grace, self._hurry())]
         if event.name == "grace":
-            said = [SayKilled(asked)] if asked else []
-            return [*self._kill(living, f"it did not end within the grace of {self._grace:g} s", now), *said]
+            return self._kill(living, f"the grace of {self._grace:g} s is over", now)
         if event.name == "patience":
             self.state = State.ENDED
             status = self._status if self._status is not None else 1
@@ -570,9 +599,27 @@ class Supervisor:
             return "Ctrl-C"
         return "Ctrl-C again" if self._asked_by.name == "SIGINT" else f"a second {self._asked_by.name}"
 
+    def _from_outside(self) -> bool:
+        """Whether a person, a batch system or the caller of `launch` ends the job, and no rank has failed."""
+        return self._reason in ("interrupted", "overdue")
+
     def _stuck(self, event: Event, now: float) -> list[Action]:
+        """Who cannot have seen the signal gets the next stronger one, if waiting longer is in vain.
+
+        After a failure it is: the rank that the others wait for does not come. When the job is ended from outside, a wait ends as soon as
+        the peer comes, and then the handler runs. So each keeps its grace while any living rank does anything but wait: it computes,
+        sleeps, saves, or leaves, which ends its connections and so their waits. Who saw the signal is left alone for its whole grace.
+        """
         assert isinstance(event, Stuck)
+        living = self._living()
+        self._vain = self._vain + 1 if event.ranks and set(living) <= {*event.ranks, *event.waiting} else 0
+        again = SetTimer("stuck", now + (STUCK_LATER if now > self._news_at + STUCK_SOON and not self._vain else STUCK_AFTER))
+        if self._from_outside() and self._vain < VAIN_LOOKS:
+            return [again]
         actions: list[Action] = []
+        killed: list[int] = []
+        in_vain = "they wait in a call that no signal ends"
+        in_vain += ", and no living rank can end it" if self._from_outside() else ""
         for number in event.ranks:
             rank = self._ranks[number]
             if rank.ended or rank.asked == "SIGKILL":
@@ -580,7 +627,10 @@ class Supervisor:
             following = "SIGKILL" if rank.asked == "SIGTERM" else "SIGTERM"
             why = f"{rank.asked} did not reach it: its main thread stands in a call"
             actions += self._ask(number, following, why)
-        return [*actions, SetTimer("stuck", now + STUCK_AFTER)]  # also of one that had no turn yet to hear it
+            killed += [number] if following == "SIGKILL" else []
+        if killed:
+            actions.append(SayKilled(tuple(killed), in_vain))
+        return [*actions, again]  # also of one that had no turn yet to hear it
 
     def _helper_lost_while_stopping(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, HelperLost)
@@ -590,18 +640,19 @@ class Supervisor:
 
     def _signal_while_stopping(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Signalled)
+        if self._is_the_same(now):
+            return []
         if self._asked_by is None:
             self._asked_by = event
-        asked = tuple(number for number in self._living() if self._ranks[number].asked != "SIGKILL")
-        said = [SayKilled(asked)] if asked else []
-        return [*self._kill(asked, f"asked to stop a second time ({event.name})", now), *said]
+        return self._kill(self._living(), f"a second signal ({event.name}) has come", now)
 
     def _kill(self, living: tuple[int, ...], because: str, now: float) -> list[Action]:
+        """SIGKILL for those that have not got it yet. It is said of those that were asked to end before."""
+        killed = tuple(number for number in living if self._ranks[number].asked != "SIGKILL")
         actions: list[Action] = []
-        for number in living:
-            if self._ranks[number].asked != "SIGKILL":
-                actions += self._ask(number, "SIGKILL", because)
-        return [*actions, SetTimer("patience", now + KILL_PATIENCE)] if actions else []
+        for number in killed:
+            actions += self._ask(number, "SIGKILL", because)
+        return [*actions, SetTimer("patience", now + KILL_PATIENCE), SayKilled(killed, because)] if killed else []
 
     # --- ends
 
