@@ -60,7 +60,8 @@ def _signals_as_usual() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run folders of the jobs that tests start go here, not among the user's own."""
+    """Run folders of the jobs that tests start go here, not among the user's own. A variable that hides faults is taken away."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONUNBUFFERED", raising=False)  # of containers: with it output is never lost, nor written twice
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -236,7 +237,7 @@ def in_namespace(commands: str, script: str, folder: Path) -> str:
     (folder / "resolv.conf").write_text("nameserver 192.0.2.77\n")
     setup = (
         f"set -e; hostname node07; mount --bind {folder}/hosts /etc/hosts; mount --bind {folder}/resolv.conf /etc/resolv.conf\n"
-        f"{commands}\nexec {sys.executable} -c '{script}'"
+        f"{commands}\nexec {shlex.quote(sys.executable)} -c '{script}'"
     )
     done = subprocess.run(["unshare", "-nmu", "bash", "-c", setup], capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr
@@ -352,7 +353,8 @@ def test_a_name_server_that_answers_one_way(zone: Mapping[str, str | None], said
     commands = (
         "ip link set lo up; ip address add 192.0.2.77/32 dev lo; ip link add eth0 type veth peer name far\n"
         "ip address add 192.0.2.5/24 dev eth0; ip link set eth0 up; ip link set far up; ip route add default via 192.0.2.1\n"
-        f"mkfifo {tmp_path}/ready\n{sys.executable} {tmp_path}/server.py '{json.dumps(zone)}' {tmp_path}/ready > /dev/null 2>&1 &\n"
+        f"mkfifo {tmp_path}/ready\n"
+        f"{shlex.quote(sys.executable)} {tmp_path}/server.py '{json.dumps(zone)}' {tmp_path}/ready > /dev/null 2>&1 &\n"
         f"read -r line < {tmp_path}/ready || true; test $line = ready"
     )
     shown = in_namespace(commands, 'import sys; from rallypoint.cli.main import main; main(["doctor", "--only", "names"])', tmp_path)

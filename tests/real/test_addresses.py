@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import subprocess
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_gloo_finds_its_way_on_one_node_though_its_name_stands_for_another(write
     hosts.write_text("127.0.0.1 localhost\n10.9.9.9 node07\n")
     resolver.write_text("nameserver 192.0.2.77\n")
     setup = f"set -e; ip link set lo up; hostname node07; mount --bind {hosts} /etc/hosts; mount --bind {resolver} /etc/resolv.conf\n"
-    command = " ".join((*RALLYPOINT, "-n", "2", "--run-dir", str(tmp_path / "run"), str(program)))
+    command = shlex.join((*RALLYPOINT, "-n", "2", "--run-dir", str(tmp_path / "run"), str(program)))
     done = subprocess.run(["unshare", "-nmu", "bash", "-c", setup + command], capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if ": 2" in line) == ["rank 0: 2", "rank 1: 2"], done.stderr

@@ -133,7 +133,7 @@ def test_without_torch(tmp_path: Path) -> None:
     assert "torch is not installed in" in versions["fact"]
     assert (job["fact"], job["help"][0]["command"]) == (
         "left out: there is no torch, which its ranks import",
-        f"{sys.executable} -m pip install torch",
+        f"{shlex.quote(sys.executable)} -m pip install torch",
     )
 
 

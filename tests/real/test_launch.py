@@ -294,7 +294,7 @@ def test_a_script_needs_no_main_guard_and_a_child_forked_by_the_caller_can_launc
         def work(x):
             return x * int(os.environ["RANK"])
 
-        print(rallypoint.launch(work, (3,), nproc=2))
+        print(rallypoint.launch(work, (3,), nproc=2), flush=True)
         if (pid := os.fork()) == 0:
             print(rallypoint.launch(work, (5,), nproc=2), flush=True)
             os._exit(0)

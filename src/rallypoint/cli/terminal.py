@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from typing import TextIO
@@ -34,17 +33,23 @@ def write_out(text: str) -> None:
 def write_err(text: str) -> None:
     """Write to stderr, if there is one and it takes anything: the exit status tells in any case."""
     if sys.stderr:
-        with contextlib.suppress(OSError):
+        try:
             sys.stderr.write(text)
             sys.stderr.flush()
+        except OSError:
+            _discard(sys.stderr)
 
 
 def discard_stdout() -> None:
-    """What could not be written is kept, and the interpreter tries it once more at its end: then it must work."""
+    """Lead stdout to nowhere: what could not be written is kept, and would fail again at the interpreter's end (exit status 120)."""
     if sys.stdout:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+        _discard(sys.stdout)
+
+
+def _discard(stream: TextIO) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def wants_color(stream: TextIO) -> bool:
