@@ -9,7 +9,7 @@ import resource
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from rallypoint.host import system_calls
@@ -23,6 +23,26 @@ _libc_prctl = ctypes.CDLL(None, use_errno=True).prctl
 _libc_prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
 
 
+def _where_proc_is() -> str:
+    """Return "/proc", or a folder that does not exist where /proc shows other processes than ours.
+
+    After `unshare --pid` without a new mount of /proc its numbers are of another pid namespace: whoever they are, they are not
+    the processes that this one has started, and must not be signalled. An unreadable file is "not known" everywhere below.
+    """
+    try:
+        return "/proc" if os.readlink("/proc/self") == str(os.getpid()) else "/proc/of-another-namespace"
+    except OSError:
+        return "/proc"
+
+
+_PROC = _where_proc_is()
+
+
+def sees_processes() -> bool:
+    """Whether /proc shows the processes that this one starts."""
+    return os.path.exists(f"{_PROC}/{os.getpid()}")
+
+
 def _prctl(option: int, argument: int) -> None:
     if _libc_prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()
@@ -32,6 +52,16 @@ def _prctl(option: int, argument: int) -> None:
 def become_subreaper() -> None:
     """From now on orphans among our descendants become our children, not init's (prctl(2))."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> list[int]:
+    """Return the pids of this process's children, ended ones included; none when /proc does not tell. For one with one thread."""
+    me = os.getpid()
+    try:
+        with open(f"{_PROC}/{me}/task/{me}/children", "rb") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [one.pid for one in _everyone() if one.parent == me]
 
 
 def prepare_to_supervise() -> tuple[int, int]:
@@ -69,6 +99,11 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def continue_at_end_of_parent() -> None:
+    """Let SIGCONT come when the parent ends, in place of `die_with`: a process that was stopped must notice that end, too."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 class Status(NamedTuple):
     """What /proc/PID/stat says of a process; times in clock ticks."""
 
@@ -85,7 +120,7 @@ class Status(NamedTuple):
 def status(pid: int | str) -> Status | None:
     """The process's status, or None when there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
+        with open(f"{_PROC}/{pid}/stat", "rb") as file:
             text = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -111,7 +146,7 @@ def activity(pid: int) -> Activity | None:
     """The main thread's activity, or None when there is no such process, or /proc does not tell. Disturbs nobody: two small files."""
     try:
         found = status(f"{pid}/task/{pid}")
-        with open(f"/proc/{pid}/task/{pid}/status", "rb") as file:
+        with open(f"{_PROC}/{pid}/task/{pid}/status", "rb") as file:
             text = file.read()
     except OSError:
         return None
@@ -124,7 +159,7 @@ def activity(pid: int) -> Activity | None:
 def kernel_wait(pid: int) -> str:
     """The kernel function that the main thread sleeps in ("futex_do_wait"); "" when it runs, or this user may not know."""
     try:
-        with open(f"/proc/{pid}/task/{pid}/wchan", "rb") as file:
+        with open(f"{_PROC}/{pid}/task/{pid}/wchan", "rb") as file:
             name = file.read().decode("ascii", "replace").strip()
     except OSError:
         return ""
@@ -152,7 +187,7 @@ def is_stopped(pid: int) -> bool:
 def command_line(pid: int) -> str:
     """The command line of a process with its spaces, "" when it cannot be read."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
+        with open(f"{_PROC}/{pid}/cmdline", "rb") as file:
             return file.read().replace(b"\0", b" ").strip().decode("utf-8", "replace")
     except OSError:
         return ""
@@ -161,7 +196,7 @@ def command_line(pid: int) -> str:
 def resident(pid: int) -> int:
     """Bytes of a process that are in memory, 0 when it is gone."""
     try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
+        with open(f"{_PROC}/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
     except (OSError, IndexError):
         return 0
@@ -186,7 +221,7 @@ def is_handling(pid: int, number: int) -> bool:
     """Whether a signal that was sent is still pending, or its handler still runs in some thread (it blocks its own signal)."""
     bit = 1 << (number - 1)
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
+        threads = os.listdir(f"{_PROC}/{pid}/task")
     except OSError:
         return False
     if _signal_mask(pid, pid, b"ShdPnd") & bit:
@@ -196,7 +231,7 @@ def is_handling(pid: int, number: int) -> bool:
 
 def _signal_mask(pid: int, thread: int, key: bytes) -> int:
     try:
-        with open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
+        with open(f"{_PROC}/{pid}/task/{thread}/status", "rb") as file:
             for line in file:
                 if line.startswith(key):
                     return int(line.split()[1], 16)
@@ -216,7 +251,7 @@ def main_thread_place(pid: int) -> tuple[str, int] | None:
         return None
     for source in ("syscall", "wchan"):
         try:
-            with open(f"/proc/{pid}/task/{pid}/{source}", "rb") as file:
+            with open(f"{_PROC}/{pid}/task/{pid}/{source}", "rb") as file:
                 return file.read().decode("ascii", "replace"), found.cpu
         except OSError:
             continue
@@ -262,14 +297,14 @@ def other_threads(pid: int) -> dict[int, ThreadActivity]:
 
 def threads(pid: int | str = "self") -> int:
     """How many threads a process has."""
-    return len(os.listdir(f"/proc/{pid}/task"))
+    return len(os.listdir("/proc/self/task" if pid == "self" else f"{_PROC}/{pid}/task"))
 
 
 def sockets(pid: int) -> set[int]:
     """The inodes of the sockets that a process has open; empty for what cannot be seen."""
     found: set[int] = set()
     try:
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+        for entry in os.scandir(f"{_PROC}/{pid}/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile
                 target = os.readlink(entry.path)
                 if target.startswith("socket:["):
@@ -282,28 +317,42 @@ def sockets(pid: int) -> set[int]:
 def has_marker(pid: int, marker: bytes) -> bool:
     """Whether a process was started with `marker` ("NAME=value") in its environment. False also where it may not be read."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
+        with open(f"{_PROC}/{pid}/environ", "rb") as file:
             return marker in file.read().split(b"\0")
     except OSError:
         return False
 
 
 def family(marker: bytes, sessions: Iterable[int], *, ancestor: int = 0, spare: Iterable[int] = ()) -> list[Status]:
-    """Every living process that belongs to a job: in a session that one of its ranks leads, or started with its marker.
+    """Return every living process that belongs to a job: in a session that one of its ranks leads, started with its marker, or a
+    descendant of `ancestor` (which is left out itself).
 
-    The marker finds what a rank moved into a session of its own (setsid, a daemon). A subreaper names itself as `ancestor` and
-    finds the rest among its descendants: what was started with an empty environment, and a job inside the job. `spare` and this
-    process are left out.
+    The marker finds what a rank moved into a session of its own (setsid, a daemon). Beneath a subreaper that has started
+    nothing but the job, `ancestor` finds what was started with an empty environment, and a job inside the job. Left out are
+    `spare`, this process, and processes of other users that /proc hides from this one.
     """
-    ours, left_out = set(sessions), {os.getpid(), *spare}
-    everyone = {one.pid: one for entry in os.listdir("/proc") if entry.isdigit() and (one := status(entry)) is not None}
+    ours, left_out = set(sessions), {os.getpid(), ancestor, *spare}
+    everyone = {one.pid: one for one in _everyone()}
     found = []
     for one in everyone.values():
         if one.pid in left_out or one.state in "ZX":
             continue
-        if one.session in ours or has_marker(one.pid, marker) or (ancestor and _descends(one, ancestor, everyone)):
+        if one.session in ours or (marker and has_marker(one.pid, marker)) or (ancestor and _descends(one, ancestor, everyone)):
             found.append(one)
     return found
+
+
+def _everyone() -> Iterator[Status]:
+    """Yield all processes that this one may see; none when /proc is not there, or shows another pid namespace."""
+    try:
+        entries = os.listdir(_PROC)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.isdigit():
+            with contextlib.suppress(PermissionError):  # of another user, and /proc is mounted with hidepid=1
+                if (one := status(entry)) is not None:
+                    yield one
 
 
 def _descends(one: Status, ancestor: int, everyone: Mapping[int, Status]) -> bool:
@@ -332,7 +381,7 @@ def kill_family(marker: bytes, sessions: Iterable[int], *, deadline: float, ance
         for one in living:
             try:
                 pidfd = system_calls.pidfd_open(one.pid)
-            except ProcessLookupError:
+            except (ProcessLookupError, FileNotFoundError):  # FileNotFoundError: the number is a thread's by now
                 continue
             held.append(pidfd)
             again = status(one.pid)
@@ -384,13 +433,31 @@ def send_group(leader: int, number: int) -> bool:
 
 def group_members(leader: int) -> list[Status]:
     """The living processes of a session that `leader` (ended or not) led, itself left out."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            one = status(entry)
-            if one is not None and one.session == leader and one.pid != leader and one.state not in "ZX":
-                found.append(one)
-    return found
+    return [one for one in _everyone() if one.session == leader and one.pid != leader and one.state not in "ZX"]
+
+
+def end_of_unreaped(pid: int) -> tuple[int, int] | None:
+    """Return (exit code, signal) of a process that has ended and that its parent has not reaped yet; None when that cannot be told."""
+    try:
+        owner = os.stat(f"{_PROC}/{pid}").st_uid
+        with open(f"{_PROC}/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    if fields[0] != b"Z" or (os.geteuid() and owner != os.geteuid()):  # of another user's process the kernel shows 0
+        return None
+    number = int(fields[49])  # exit_code of proc_pid_stat(5), in the form of wait(2)
+    return os.waitstatus_to_exitcode(number) if os.WIFEXITED(number) else 0, os.WTERMSIG(number)
+
+
+def reap(pid: int, pidfd: int, timeout: float) -> tuple[int, int] | None:
+    """Wait for a child's end and reap it: (exit code, signal); None when `timeout` seconds were not enough. Closes `pidfd`."""
+    has_ended = wait_for_ends([pidfd], timeout)
+    os.close(pidfd)
+    if not has_ended:
+        return None
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+    return ended(info) if info else end_of_unreaped(pid)  # a debugger that had it comes first
 
 
 def ended(info: os.waitid_result) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable
 
 P_PIDFD = 3
@@ -21,7 +22,8 @@ F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 1, 2, 4, 8
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # everywhere
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "riscv64": 279, "ppc64le": 360, "s390x": 350}
 
-_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
 
@@ -46,6 +48,17 @@ def _memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
     if machine not in _MEMFD_CREATE:
         raise NotImplementedError(f"memfd_create on {machine}: this Python has it not, and its number is not known here")
     return _ask(_MEMFD_CREATE[machine], os.fsencode(name), ctypes.c_uint(flags))
+
+
+def signalfd(number: int) -> int:
+    """Return a descriptor (close-on-exec, does not wait) that is readable when a signal which this thread blocks has come; 128 bytes
+    of it are one such signal. signalfd(2). Raises OSError."""
+    mask = (1 << (number - 1)).to_bytes(128, sys.byteorder)  # sigset_t; the C library passes on what the kernel wants of it
+    fd = _libc.signalfd(-1, mask, os.O_CLOEXEC | os.O_NONBLOCK)
+    if fd < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return int(fd)
 
 
 pidfd_open: Callable[[int], int] = getattr(os, "pidfd_open", _pidfd_open)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -78,6 +79,12 @@ ORDERS_AHEAD = 4
 # Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that takes nothing makes it longer.
 DRAIN_TIMEOUT = 5.0
 KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see guard.py
+# Seconds after which a helper that was stopped (SIGSTOP) is continued. Who suspends a whole job stops one process after the other, and
+# us among them, before that.
+HELPER_PATIENCE = 1.0
+# Seconds in which the template tells of a rank's end, which the kernel shows us at the same time as it. Its words come in the order of
+# the ends, and tell more; without them we take what /proc says.
+TOLD_PATIENCE = 2.0
 
 
 def run(plan: Plan) -> int:
@@ -131,6 +138,9 @@ class Agent:
         self.clock = Clock()
         self._marker = f"RALLYPOINT_JOB={plan.job}".encode()
         self._ignored = signals.ignored()
+        # Children of this process from before it became the launcher (a shell's `monitor & exec rallypoint run`) are not the job's, nor
+        # is what they leave behind; nor are the orphans of others that the first process of a container gets.
+        self._adopts_strangers = errand is None and (os.getpid() == 1 or bool(processes.children()))
         self._files_limit = processes.prepare_to_supervise() if errand is None else errand.files_limit
         wanted = {signal.SIGINT, signal.SIGCHLD, *(signal.Signals[name] for name in plan.signals)}
         self._signals = signals.SignalLog(wanted)
@@ -173,6 +183,7 @@ class Agent:
         self._order_of_ends = 0
         self._status: int | None = None
         self._spawns_told = False
+        self._template_is_silent = False
         self._suspicion: Suspicion | None = None  # of what made the template unfit to be forked
         self._loop = Loop(self.clock)
         self._job = Job(plan, self._loop, self.account, self._new_attempt(0, started=False), self._supervisor, self._do)
@@ -224,6 +235,7 @@ class Agent:
         self.account.start(self.plan)
         if self.plan.start != "template":
             self.account.live(None)
+        self._look_for_stopped()  # perhaps since the last call
         if self.crew.ready:
             self._job.feed(supervisor.Prepared())
         while self._status is None:
@@ -240,10 +252,11 @@ class Agent:
         if self.errand is not None:
             self._await_forks()
         living = [handle for handle in self.ranks if handle.pid and not handle.reaped]
+        left = self._kill_family(living, self._our_own())
         if self.errand is None:
             self.template.order(Finish())
             self.template.end()
-        left = self._kill_family(living, self._our_own() if self.errand is not None else [self.guard.pid])
+            left = self._kill_family(living, [self.guard.pid])
         if self.errand is None:
             self._reap_everything()
         else:
@@ -281,7 +294,10 @@ class Agent:
         sessions = [handle.pid for handle in handles]
         if self._suspicion is not None and self._suspicion.pid:
             spare = [*spare, self._suspicion.pid]
-        return processes.kill_family(self._marker, sessions, deadline=KILL_DEADLINE, ancestor=os.getpid(), spare=spare)
+        ancestor = self.template.pid
+        if self.template.pidfd < 0:  # it has ended, and left us what was beneath it
+            ancestor = 0 if self._adopts_strangers else os.getpid()
+        return processes.kill_family(self._marker, sessions, deadline=KILL_DEADLINE, ancestor=ancestor, spare=spare)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -498,6 +514,8 @@ class Agent:
 
     def _close_attempt(self) -> None:
         self._loop.unwatch(self.attempt.host_ready)  # a function that returns at once is done before the host serves
+        for handle in self.ranks:  # one that would not die
+            self._loop.unwatch(handle.pidfd)
         self.attempt.close()
 
     def _on_forked(self, message: Forked) -> None:
@@ -530,6 +548,7 @@ class Agent:
             handle.phase = "started"  # it will tell nothing more
         self.account.event("worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4))
         self._loop.watch(handle.control.fileno(), lambda: self._on_worker(handle))
+        self._loop.watch(handle.pidfd, lambda: self._on_untold_end(handle))
 
     def _on_not_forked(self, message: NotForked) -> None:
         self._ahead -= 1
@@ -666,7 +685,8 @@ class Agent:
     def _on_exited(self, message: Exited) -> None:
         handle = next((h for h in self.ranks if h.pid == message.pid), None)
         if handle is not None:
-            self._on_rank_end(handle, message.code, message.signal)
+            if handle.ended is None:  # else the template was late: see `_take_end`
+                self._on_rank_end(handle, message.code, message.signal)
             return
         self.guard.forget(message.pid)
         self.template.order(Reap(message.pid))  # a c10d host: this attempt's, or an earlier one's that was ended
@@ -675,10 +695,28 @@ class Agent:
             host.end()
             self._helper_lost("c10d host", message.pid, message.code, message.signal)
 
+    def _on_untold_end(self, handle: RankHandle) -> None:
+        """A rank has ended. The template is about to say how; not when it was stopped."""
+        self._loop.unwatch(handle.pidfd)
+        self._loop.at(f"end of rank {handle.rank}", self._loop.now + TOLD_PATIENCE, lambda now: self._take_end(handle))
+
+    def _take_end(self, handle: RankHandle) -> None:
+        if handle.ended is None and (end := processes.end_of_unreaped(handle.pid)) is not None:
+            if not self._template_is_silent:
+                self._template_is_silent = True
+                self.account.say(f"rallypoint: the template (pid {self.template.pid}) does not tell that ranks have ended: {self._state()}")
+            self._on_rank_end(handle, *end)
+
+    def _state(self) -> str:
+        found = processes.status(self.template.pid)
+        return f"state {found.state}" if found is not None else "it is gone"
+
     def _on_rank_end(self, handle: RankHandle, code: int, number: int) -> None:
         while self._on_worker(handle, waits=False):  # its last words come before its end
             pass
         self._loop.unwatch(handle.control.fileno())
+        self._loop.unwatch(handle.pidfd)
+        self._loop.cancel(f"end of rank {handle.rank}")
         if self._supervisor.state is State.RUNNING:  # it was asked for `rallypoint stacks`, a stall or a roll call, perhaps hours ago
             handle.disregard()
         handle.ended = Ended(code, number, self.clock.elapsed(), self._order_of_ends)
@@ -792,7 +830,8 @@ class Agent:
         for handle in leftovers:
             self._reap(handle)
         self.attempt.release()
-        self._loop.forget_all_but("overdue", "standing", "culprit")  # the call's, a visitor's and the template's are not the attempt's
+        # The call's, a visitor's and those of template and guard are not the attempt's.
+        self._loop.forget_all_but("overdue", "standing", "culprit", "stopped guard", "stopped template")
         self._drain()
         self.account.event("attempt-ended", because=action.because, attempt=self.attempt.number)
 
@@ -814,10 +853,23 @@ class Agent:
         while not self.account.settle(DRAIN_TIMEOUT) and self.errand is not None and self.errand.is_awaited():
             continue
 
+    def _look_for_stopped(self) -> None:
+        """The kernel tells a parent when a child was stopped, too. Nobody has a reason to stop one of our helpers and not the job."""
+        for name, pid in (("guard", self.guard.pid), ("template", self.template.pid)):
+            with contextlib.suppress(ChildProcessError):  # it is gone
+                if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
+                    self._loop.by(f"stopped {name}", self._loop.now + HELPER_PATIENCE, functools.partial(self._go_on, name, pid))
+
+    def _go_on(self, name: str, pid: int, now: float) -> None:
+        if processes.is_stopped(pid):
+            self.account.say(f"rallypoint: the {name} (pid {pid}), a helper of the launcher's, was stopped (SIGSTOP): it is continued")
+            os.kill(pid, signal.SIGCONT)  # a child of ours that is not reaped: the number is still its own
+
     def _on_signal(self) -> None:
         for number in self._signals.read():
             if number == signal.SIGCHLD:
                 self._reap_orphans()
+                self._look_for_stopped()
                 continue
             self.account.event("signal-received", signal=number.name)
             self.signalled_by = self.signalled_by or number.name

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
@@ -301,6 +302,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     """agent -> guard: look after this process (its pidfd comes along); it leads a session of its own."""
 
     pid: int
+    is_template: bool = False  # all that descends from it is the job's
 
 
 class Inherit(msgspec.Struct, frozen=True, tag=True):
@@ -381,6 +383,11 @@ def send(sock: socket.socket, message: Message, fds: Sequence[int] = (), *, flag
         _send(sock, _encoder.encode(Aside()), (fd, *fds), flags, sent)
     finally:
         os.close(fd)
+
+
+def limit_sends(sock: socket.socket, seconds: float) -> None:
+    """Let `send` raise BlockingIOError when the other side has not read for so long that the socket is full: it was stopped, mostly."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
 def _send(sock: socket.socket, packet: bytes, fds: Sequence[int], flags: int, sent: list[int]) -> None:

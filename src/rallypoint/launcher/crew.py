@@ -91,7 +91,7 @@ def take_over(pid: int, line: socket.socket, *, imports: bool, files_limit: tupl
     """A template that was just started is this process's, and the guard's to look after. It is to be set up."""
     handle = TemplateHandle(pid, line, imports=imports)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, files_limit)
-    guard.register(pid, handle.pidfd)
+    guard.register(pid, handle.pidfd, is_template=True)
     return handle
 
 

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 from rallypoint.host import processes, sockets, system_calls
 from rallypoint.launcher import channel
@@ -19,6 +20,8 @@ from rallypoint.launcher.channel import Farewell, Forget, Inherit, Register
 
 # Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D state), which nobody can shorten.
 KILL_DEADLINE = 2.0
+# Seconds in which the guard reads when its socket is full. It is continued before that if it was stopped, see `HELPER_PATIENCE`.
+SEND_DEADLINE = 5.0
 
 
 class Guard:
@@ -28,42 +31,43 @@ class Guard:
         self.pid = pid
         self.pidfd = system_calls.pidfd_open(pid)
         self._sock = sock
+        channel.limit_sends(sock, SEND_DEADLINE)
 
-    def register(self, pid: int, pidfd: int) -> None:
-        """The guard looks after this process from now on: the packet is in its socket even if we are killed the next moment."""
+    def _tell(self, message: channel.Message, fds: Sequence[int] = ()) -> None:
+        """One that does not read is killed: the job ends with that, since nobody would clean up after it."""
         try:
-            channel.send(self._sock, Register(pid), [pidfd])
+            channel.send(self._sock, message, fds)
+        except BlockingIOError:
+            processes.send(self.pidfd, signal.SIGKILL)
         except OSError:  # the guard is gone; its pidfd tells the agent's loop so
             return
 
+    def register(self, pid: int, pidfd: int, *, is_template: bool = False) -> None:
+        """The guard looks after this process from now on: the packet is in its socket even if we are killed the next moment."""
+        self._tell(Register(pid, is_template), [pidfd])
+
     def inherit(self, path: str) -> None:
         """This socket and its folder are the guard's to remove if we are killed, instead of the one of this name that came before."""
-        try:
-            channel.send(self._sock, Inherit(path))
-        except OSError:
-            return
+        self._tell(Inherit(path))
 
     def forget(self, pid: int) -> None:
         """This process is being reaped: its number, and its session's, may soon be somebody else's."""
-        try:
-            channel.send(self._sock, Forget(pid))
-        except OSError:
-            return
+        self._tell(Forget(pid))
 
     def farewell(self) -> None:
-        """The job is over and clean: the guard leaves. Waits for it."""
+        """The job is over and clean: the guard leaves. Waits for it, and kills it when it does not: it was stopped, mostly."""
         if self.pidfd >= 0:
-            with contextlib.suppress(OSError):  # it has just ended by itself
-                channel.send(self._sock, Farewell())
+            with contextlib.suppress(OSError):  # it has just ended by itself; or it was stopped and its socket is full
+                channel.send(self._sock, Farewell(), flags=socket.MSG_DONTWAIT)
+            if not processes.wait_for_ends([self.pidfd], KILL_DEADLINE):
+                processes.send(self.pidfd, signal.SIGKILL)
             self.reap()
         self._sock.close()
 
     def reap(self) -> tuple[int, int]:
-        """Wait for its end: (exit code, signal)."""
-        info = os.waitid(os.P_PID, self.pid, os.WEXITED)
-        os.close(self.pidfd)
-        self.pidfd = -1
-        return processes.ended(info) if info else (0, 0)
+        """Wait for its end: (exit code, signal). (0, 0) when it does not come, though it was killed."""
+        pidfd, self.pidfd = self.pidfd, -1
+        return processes.reap(self.pid, pidfd, KILL_DEADLINE) or (0, 0)
 
 
 def start(marker: bytes) -> Guard:
@@ -81,11 +85,13 @@ class _Charges:
 
     def __init__(self) -> None:
         self.processes: dict[int, int] = {}  # pid -> pidfd
+        self.template = 0  # the pid of the present one
         self.sockets: dict[str, str] = {}  # by name: of the attempt's store, of the job's door
 
 
 def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
     os.setsid()
+    processes.continue_at_end_of_parent()
     signal.set_wakeup_fd(-1)
     # Slurm and systemd signal every process of a job. The agent decides what that means; this process leaves when the agent does.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -115,6 +121,7 @@ def _listen(sock: socket.socket, charges: _Charges) -> bool:
         os._exit(0)
     if isinstance(message, Register):
         charges.processes[message.pid] = fds[0]
+        charges.template = message.pid if message.is_template else charges.template
     if isinstance(message, Inherit):
         charges.sockets[os.path.basename(message.path)] = message.path
     if isinstance(message, Forget) and (pidfd := charges.processes.pop(message.pid, -1)) >= 0:
@@ -123,7 +130,15 @@ def _listen(sock: socket.socket, charges: _Charges) -> bool:
 
 
 def _clean_up(charges: _Charges, marker: bytes) -> None:
-    alive = sum(processes.send(pidfd, signal.SIGKILL) for pidfd in charges.processes.values())
+    # The template last: what the ranks have left without a parent is found beneath it.
+    template = charges.template if charges.processes.get(charges.template) is not None else 0
+    alive = len(charges.processes)
+    for pid, pidfd in charges.processes.items():
+        if pid != template:
+            processes.send(pidfd, signal.SIGKILL)
+    if template:
+        processes.kill_family(b"", (), deadline=KILL_DEADLINE, ancestor=template)
+        processes.send(charges.processes[template], signal.SIGKILL)
     left = processes.kill_family(marker, charges.processes, deadline=KILL_DEADLINE)
     for path in charges.sockets.values():
         sockets.remove(path)

@@ -22,6 +22,10 @@ from rallypoint.launcher.channel import ChildrenFailed, Go, Message, Released, S
 # What a rank writes when it crashes comes after all answers.
 EVIDENCE_KEPT = 256 * 1024
 
+# Seconds in which the template reads when its socket is full: a fork takes milliseconds, on a busy machine tenths.
+SEND_DEADLINE = 10.0
+KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see guard.py
+
 _SILENCE = {
     "T": "stopped (SIGSTOP), pid {0}: kill -CONT {0} lets it go on",
     "t": "held by a debugger (ptrace), pid {0}",
@@ -49,6 +53,7 @@ class TemplateHandle:
         self.pid = pid
         self.pidfd = system_calls.pidfd_open(pid)
         self.socket = line
+        channel.limit_sends(line, SEND_DEADLINE)
 
     def set_up(self, setup: Setup) -> None:
         """Tell it what it is there for. It is ready, and says so, when it has imported everything."""
@@ -59,17 +64,17 @@ class TemplateHandle:
         """Send an order. When the template is gone nothing happens here: its pidfd tells the loop."""
         try:
             channel.send(self.socket, message, fds)
+        except BlockingIOError:  # it has not read for so long that nothing can be started or ended with it any more
+            processes.send(self.pidfd, signal.SIGKILL)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def reap(self) -> tuple[int, int]:
-        """Wait for its end: (exit code, signal). (0, 0) when it was reaped before."""
+        """Wait for its end: (exit code, signal). (0, 0) when it was reaped before, or does not end, though it was killed (state D)."""
         if self.pidfd < 0:
             return 0, 0
-        info = os.waitid(os.P_PID, self.pid, os.WEXITED)
-        os.close(self.pidfd)
-        self.pidfd = -1
-        return processes.ended(info) if info else (0, 0)
+        pidfd, self.pidfd = self.pidfd, -1
+        return processes.reap(self.pid, pidfd, KILL_DEADLINE) or (0, 0)
 
     def end(self) -> None:
         """SIGKILL and reap; nothing when it has ended already."""

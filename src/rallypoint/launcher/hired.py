@@ -39,6 +39,7 @@ def main(line_fd: int, caller_pid: int) -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # sent to this process alone: whoever did that means it, and the guard cleans up
+    processes.continue_at_end_of_parent()
     files_limit = processes.prepare_to_supervise()
     try:
         os.getcwd()

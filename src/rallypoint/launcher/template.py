@@ -40,6 +40,8 @@ from rallypoint.launcher.channel import (
 )  # fmt: skip
 from rallypoint.launcher.worker import Descriptors
 
+KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see guard.py
+
 # Device files whose being open means that an accelerator's driver has state which does not survive a fork.
 _DEVICE_FILES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/habanalabs", "/dev/davinci")
 
@@ -151,6 +153,13 @@ class _Template:
         self._epoll = select.epoll()
         self._epoll.register(orders, select.EPOLLIN)
         self._unsent: deque[Message] = deque()
+        # What a rank started and left without a parent becomes this process's child, and nobody else's does: that is how it is told
+        # from what the launcher's own process had started before it became the launcher.
+        processes.become_subreaper()
+        processes.continue_at_end_of_parent()  # not SIGKILL: `_leave` ends all of that first
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        self._orphans = system_calls.signalfd(signal.SIGCHLD)
+        self._epoll.register(self._orphans, select.EPOLLIN)
 
     def _tell(self, message: Message) -> None:
         """Tell the agent, without waiting: it may itself be waiting for us to read an order."""
@@ -166,12 +175,15 @@ class _Template:
             self._epoll.modify(self._orders, select.EPOLLIN | select.EPOLLOUT)
             return
         except OSError:  # the agent is gone
-            os._exit(0)
+            self._leave()
         self._epoll.modify(self._orders, select.EPOLLIN)
 
     def loop(self) -> Callable[[], None]:
         while True:
             for fd, events in self._epoll.poll():
+                if fd == self._orphans:
+                    self._reap_orphans()
+                    continue
                 if fd != self._orders.fileno():
                     self._ended(fd)
                     continue
@@ -183,6 +195,17 @@ class _Template:
                 if run is not None:
                     return run
 
+    def _leave(self) -> NoReturn:
+        """The agent has ended without a word: end what the ranks have left here, and this process. The guard does so, too, if it lives."""
+        processes.kill_family(b"", (), deadline=KILL_DEADLINE, ancestor=os.getpid())
+        os._exit(0)
+
+    def _reap_orphans(self) -> None:
+        """Reap what the ranks have left here and has ended. The ranks themselves wait for the agent's word."""
+        os.read(self._orphans, 128)
+        for pid in set(processes.children()).difference(self._children.values()):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+
     def _order(self) -> Callable[[], None] | None:
         message, fds = channel.receive(self._orders)
         match message:
@@ -192,8 +215,10 @@ class _Template:
                 return self._start(-1, fds, lambda parent: self._host(message, fds, parent))
             case Reap(pid):
                 self._reap(pid)
-            case Finish() | None:
+            case Finish():
                 os._exit(0)
+            case None:
+                self._leave()
         return None
 
     def _start(self, rank: int, fds: list[int], become: Callable[[int], Callable[[], None]]) -> Callable[[], None] | None:
@@ -232,6 +257,7 @@ class _Template:
         """In the child: nothing of the template's stays open."""
         self._epoll.close()
         self._orders.close()
+        os.close(self._orphans)
         _close(self._children)
         self._children = {}
 
