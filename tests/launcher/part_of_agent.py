@@ -36,7 +36,7 @@ class Words:
     def unmet(self, ranks: object) -> tuple[str, int] | None:
         return self.lost
 
-    def absent(self, ranks: object) -> tuple[int, ...]:
+    def absent(self, ranks: object, size: int) -> tuple[int, ...]:
         return self.missing
 
     def has_given_up(self, rank: int, port: int) -> bool:
@@ -93,7 +93,7 @@ class Scene:
         self.ranks: list[Any] = [RankHandle(rank, rank) for rank in range(size)] if ranks is None else ranks
         self.supervisor = Supervisor(world_size=size, max_restarts=0, grace=30.0, on_failure="stop")
         self.actions: list[sv.Action] = []
-        attempt = cast(Attempt, SimpleNamespace(ranks=self.ranks, held=held, number=0, host=None))
+        attempt = cast(Attempt, SimpleNamespace(ranks=self.ranks, spawned=[], spawned_size=0, held=held, number=0, host=None))
         self.job = Job(
             plan(nproc=size, **asked), self.loop, cast(Account, self.words), attempt, self.supervisor, self.actions.append
         )  # fmt: skip

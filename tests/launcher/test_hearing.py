@@ -95,7 +95,7 @@ def call(scene: Scene) -> RollCall:
 
 
 def said(scene: Scene) -> list[tuple[list[int], Any]]:
-    return [([rank.rank for rank in asked], seen) for _, asked, _, seen in scene.words.of("say_roll_call")]
+    return [([rank.rank for rank in asked], seen) for _, _, asked, _, seen in scene.words.of("say_roll_call")]
 
 
 def test_only_who_is_missing_is_asked_at_the_roll_call(scene: Scene) -> None:

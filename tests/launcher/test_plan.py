@@ -416,5 +416,5 @@ def test_a_rank_gets_its_share_of_the_processors(cpus: int, ranks: int, threads:
 def test_a_stall_is_reported_without_being_asked_for_where_there_are_several_ranks(asked: dict[str, Any], patience: float | None) -> None:
     """A hang in training was told only to those who had given --stall: nobody knows beforehand that a job will hang."""
     made = plan(**asked)
-    assert made.patience == patience
+    assert made.patience(made.world.size) == patience
     assert ("no rank has moved" in describe(made)) == (patience is not None)

@@ -149,9 +149,11 @@ class Account:
         self.event("stall-over", ranks=list(ranks))
         self.say(f"rallypoint: the job goes on: {ranks_phrase(ranks)} {'has' if len(ranks) == 1 else 'have'} moved")
 
-    def say_roll_call(self, ranks: Sequence[RankHandle], asked: Sequence[RankHandle], because: str, seen: Reached | None = None) -> None:
-        """Who waits in init_process_group, and where the others are. Nothing when nobody waits any more, or a person is at a debugger:
-        the stacks of those who were `asked` show that, too, whichever debugger it is. `seen`: what is at their own meeting point."""
+    def say_roll_call(
+        self, ranks: Sequence[RankHandle], size: int, asked: Sequence[RankHandle], because: str, seen: Reached | None = None
+    ) -> None:
+        """Who of `size` ranks waits in init_process_group, and where the others are. Nothing when nobody waits any more, or a person is
+        at a debugger: the stacks of those `asked` show that, too, whichever debugger it is. `seen`: what is at their meeting point."""
         standing = [_standing(handle, asked=handle in asked) for handle in ranks]
         frames = [frame for one in standing for frame in one.stack]
         if any(stacks.debugged(one.stack) for one in standing):
@@ -160,7 +162,7 @@ class Account:
         states = {one.rank: one.silence() for one in ranks if one.alive and one.rank not in told and (one in asked or one.halted())}
         root = self._folder_of_task() or stacks.root_of(self._plan.program.target, frames)
         waiting = [handle.rank for handle in ranks if handle.waiting]
-        lines = rollcall.lines(standing, waiting, states, self._plan.world.size, self._clock.elapsed(), root)
+        lines = rollcall.lines(standing, waiting, states, size, self._clock.elapsed(), root)
         if not lines:
             return
         if seen is not None and meeting_point.explains(seen):
@@ -350,10 +352,10 @@ class Account:
         """Whether the group that a rank joins, or joined last, is one of all ranks."""
         return handle.meeting is not None and rollcall.whole(handle.meeting, self._plan.world.size)
 
-    def absent(self, ranks: Sequence[RankHandle]) -> tuple[int, ...]:
-        """The ranks that others wait for in init_process_group."""
+    def absent(self, ranks: Sequence[RankHandle], size: int) -> tuple[int, ...]:
+        """The ranks that others wait for in an init_process_group of `size`."""
         standing = [_standing(handle, asked=False) for handle in ranks]
-        return rollcall.absent(standing, [handle.rank for handle in ranks if handle.waiting], self._plan.world.size)
+        return rollcall.absent(standing, [handle.rank for handle in ranks if handle.waiting], size)
 
     def is_consequence(self, raised: Raised) -> bool:
         """Whether an exception speaks of a lost peer. (Asked here, since the rules are imported while the template imports torch.)"""
@@ -415,6 +417,7 @@ class Account:
         self,
         ranks: Sequence[RankHandle],
         *,
+        world_size: int,
         attempt: int,
         held: str,
         interrupted_by: str,
@@ -432,7 +435,7 @@ class Account:
         looked_at = ranks if not heard else [handle for handle in ranks if not handle.told]
         job = JobEvidence(
             program=words.sayable(self._plan.program.target),
-            world_size=self._plan.world.size,
+            world_size=world_size,
             ranks=tuple(
                 self._rank(handle, written, heard=heard) for handle, written in zip(looked_at, self._written(looked_at), strict=True)
             ),
@@ -496,8 +499,8 @@ class Account:
         """`written`: in its error file. `heard`: the living ones were asked where they are, for this report; else what they have
         answered, perhaps hours ago, is not where they are."""
         says = heard or handle.ended is not None
-        log, lines = self._pump.log_position(handle.rank)
-        tail = self._pump.tail(handle.rank)
+        log, lines = self._pump.log_position(handle.log_rank)
+        tail = self._pump.tail(handle.log_rank)
         return RankEvidence(
             rank=handle.rank,
             local_rank=handle.local_rank,

@@ -34,6 +34,7 @@ from rallypoint.launcher.channel import (
     Meets,
     NotExecuted,
     NotForked,
+    OfSpawned,
     Outcome,
     Ready,
     Reap,
@@ -155,6 +156,7 @@ class Agent:
         from rallypoint.launcher.inquiry import Inquiry
         from rallypoint.launcher.leftovers import Leftovers
         from rallypoint.launcher.meetings import Meetings
+        from rallypoint.launcher.spawned_ranks import SpawnedRanks
 
         try:
             if plan.torch:
@@ -193,6 +195,7 @@ class Agent:
         self._leftovers = Leftovers(self._job, self._reap)
         self._inquiry = Inquiry(self._job, hooks=self._hooks)
         self._inquiry.open_door(self.guard)
+        self._spawned = SpawnedRanks(self._job, self._meetings, self._roll_call, self._inquiry)
         self._loop.watch(self._signals.fileno(), self._on_signal)
         self._loop.watch(self.guard.pidfd, self._on_guard_end)
         self._watch_template()
@@ -513,6 +516,7 @@ class Agent:
             self.account.event("c10d-ready", address=self.attempt.held)
 
     def _close_attempt(self) -> None:
+        self._spawned.close()
         self._loop.unwatch(self.attempt.host_ready)  # a function that returns at once is done before the host serves
         for handle in self.ranks:  # one that would not die
             self._loop.unwatch(handle.pidfd)
@@ -616,6 +620,8 @@ class Agent:
                 self._meetings.meets(handle, message)
             case Spawns(line):
                 self._on_spawns(handle, line)
+            case OfSpawned():
+                self._spawned.tells(handle, message, fds)
             case ForksCuda(line, first):
                 handle.cuda_forks.append((line, first))
             case ChildrenFailed():
@@ -789,8 +795,11 @@ class Agent:
         if self.problem is not None and action.reason == "start":
             reports = self.account.report_problem(self.problem)
         else:
+            misfit = self._meetings.cause_of_all() if action.reason == "failure" else None
+            seen = self._job.members if misfit is not None or action.reason == "interrupted" else self.ranks
             reports = self.account.report(
-                self.ranks,
+                seen,
+                world_size=self._job.size if seen is self._job.members else self.plan.world.size,
                 attempt=self._supervisor.attempt,
                 held=self.attempt.held,
                 interrupted_by=self.signalled_by if action.reason == "interrupted" else "",
@@ -798,7 +807,7 @@ class Agent:
                 helper=self.lost if action.reason == "helper" else None,
                 because=action.because,
                 reached=self._meetings.reached,
-                misfit=self._meetings.cause_of_all() if action.reason == "failure" else None,
+                misfit=misfit,
             )
         self._job.feed(supervisor.Judged(reports[0].exit_status))
 

@@ -43,6 +43,8 @@ class Attempt:
         self.host: HostHandle | None = None
         self.host_ready = -1  # a pipe's end that becomes readable when the host serves
         self.ranks: list[RankHandle] = []
+        self.spawned: list[RankHandle] = []  # what the only rank has started by torch.multiprocessing.spawn, by index
+        self.spawned_size = 0  # how many it starts
         try:
             for seat in plan.world.seats() if started else ():
                 self.ranks.append(RankHandle(seat.rank, seat.local_rank))

@@ -193,6 +193,16 @@ class Spawns(msgspec.Struct, frozen=True, tag=True):
     line: str
 
 
+class OfSpawned(msgspec.Struct, frozen=True, tag=True):
+    """process that the only rank has spawned -> agent, by the rank's line: process `index` of `size` says this. With the first come its
+    pidfd and the memfd of its stacks."""
+
+    index: int
+    size: int
+    pid: int
+    told: AtPhase | Meets
+
+
 class ForksCuda(msgspec.Struct, frozen=True, tag=True):
     """worker -> agent: the program forks at `line` with CUDA up, which `first` had used first ("" if not known). Once for each line."""
 
@@ -328,7 +338,7 @@ class Aside(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Setup | StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught
     | Leaving | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Inherit | Forget
-    | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | Debugging | ChildrenFailed | ClosesGroup
+    | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | OfSpawned | Debugging | ChildrenFailed | ClosesGroup
     | Aside
 )  # fmt: skip
 

@@ -153,6 +153,7 @@ class RankHandle:
         self.failed_to_join = False  # an error left the init_process_group that `phase` speaks of
         self.debugging = False  # its debugger waits for a person
         self.ended: Ended | None = None
+        self.log_rank = rank  # whose log has its words
         self.reaped = False
         self.told = False  # its failure stands in a report
         self.raised: Raised | None = None
@@ -201,6 +202,13 @@ class RankHandle:
         """The template has forked it."""
         self.pid, self.pidfd = pid, system_calls.pidfd_open(pid)
         self.their_control.close()
+
+    def adopt(self, pid: int, pidfd: int, evidence: int, starter: int) -> None:
+        """It is a process that rank `starter` has spawned: with these descriptors of its own, and no line to us but that rank's."""
+        os.close(self.evidence)
+        self.control.close()
+        self.their_control.close()
+        self.pid, self.pidfd, self.evidence, self.log_rank = pid, pidfd, evidence, starter
 
     def go(self) -> None:
         """Let the program start."""

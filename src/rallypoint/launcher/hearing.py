@@ -29,7 +29,7 @@ class Hearing:
     def begin(self, action: AskEvidence) -> None:
         """Ask; `EvidenceIn` follows."""
         job = self._job
-        asked = [handle.rank for handle in job.ranks if handle.alive and handle.ask()]
+        asked = [handle.rank for handle in (*job.ranks, *job.spawned) if handle.alive and handle.ask()]
         job.account.event("evidence-asked", because=action.because, ranks=asked)
         self._until = job.loop.now + EVIDENCE_DEADLINE
         self._meetings.look_for_lost()
@@ -38,7 +38,7 @@ class Hearing:
     def _go_on(self, now: float) -> None:
         if not self._meetings.has_looked:  # torch's own log may have the address, and is read by now
             self._meetings.look_for_lost()
-        asking = now < self._until and not all(handle.answered() for handle in self._job.ranks if handle.alive)
+        asking = now < self._until and not all(handle.answered() for handle in (*self._job.ranks, *self._job.spawned) if handle.alive)
         if asking or self._meetings.is_looking(now):
             self._job.loop.at("evidence", now + EVIDENCE_LOOK, self._go_on)
             return
@@ -64,7 +64,8 @@ class RollCall:
         of its program. Who waits is not asked, nor who was stopped or is before a person: that is seen from here.
         """
         job = self._job
-        absent = [job.ranks[number] for number in job.account.absent(job.ranks)]
+        numbers = job.account.absent(job.members, job.size)
+        absent = [handle for handle in job.members if handle.rank in numbers]
         self._asked = [handle for handle in absent if handle.alive and not handle.halted() and handle.ask()]
         place = self._meetings.where_all_wait()
         self._looking = Looking(*place, meeting_point.GREETING, meeting_point.LOOK_TIMEOUT) if place is not None else None
@@ -77,7 +78,7 @@ class RollCall:
         if now < self._until and not (answered and (self._looking is None or seen is not None)):
             job.loop.at("roll answers", now + EVIDENCE_LOOK, self._go_on)
         elif job.is_running:
-            job.account.say_roll_call(job.ranks, self._asked, self._because, seen)
+            job.account.say_roll_call(job.members, job.size, self._asked, self._because, seen)
 
 
 class Deafness:

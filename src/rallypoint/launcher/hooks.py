@@ -8,6 +8,7 @@ without all of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -19,7 +20,7 @@ import re
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -379,6 +380,23 @@ class Hooks:
         if isinstance(answer, Released):
             self._held = ""
 
+    @contextlib.contextmanager
+    def following(self, start: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+        """Arguments for `start_processes` with which the processes that the job's only rank starts tell the launcher where they are."""
+        try:
+            given = inspect.signature(start).bind(*args, **kwargs)
+        except TypeError:  # torch raises it itself, with its own words
+            given = None
+        if given is None or not self._single or self._control is None or not self.is_rank():
+            yield args, kwargs
+            return
+        from rallypoint.launcher.spawned import Spawned
+
+        given.apply_defaults()
+        with self._control.dup() as line:
+            given.arguments["fn"] = Spawned(given.arguments["fn"], given.arguments["nprocs"], line)
+            yield given.args, given.kwargs
+
 
 def _twice(first: str, second: str) -> UsageError:
     return UsageError(
@@ -480,7 +498,7 @@ def install() -> None:
         _current.spawning()
         try:
             # A group of the program's own: its rank 0 hosts, or fails at once and does not wait for us.
-            with Variable(AGENT_STORE, "False"):
+            with Variable(AGENT_STORE, "False"), _current.following(start, args, kwargs) as (args, kwargs):
                 return start(*args, **kwargs)
         except Exception as error:
             line = words.unguarded_line(sys._getframe(1))

@@ -140,7 +140,7 @@ class Inquiry:
         self._left_told = False
 
     def _new_watch(self) -> Watch:
-        return Watch(os.sysconf("SC_CLK_TCK"), self._job.plan.patience)
+        return Watch(os.sysconf("SC_CLK_TCK"), self._job.plan.patience(self._job.size))
 
     def begin(self) -> None:
         """Another attempt, with other processes: nothing that was seen is of them."""
@@ -204,7 +204,7 @@ class Inquiry:
         now = self._job.loop.now
         # While a failure is judged the report waits for the answers to its own question: another one now could cost it those.
         if self._round is None and self._job.state is not State.JUDGING:
-            self._round = Round(self._job.plan, self._job.ranks, self._watch, now, hooks=self._hooks)
+            self._round = Round(self._job.plan, self._job.members, self._watch, now, hooks=self._hooks)
         self._job.loop.by("standing", now, self._look_for_answers)
 
     def _look_for_answers(self, now: float) -> None:
@@ -226,7 +226,7 @@ class Inquiry:
         return Standing(
             job=words.sayable(plan.job if not run_dir else run_dir if plan.run_dir_asked else os.path.basename(run_dir)),
             program=words.sayable(plan.program.target),
-            world_size=plan.world.size,
+            world_size=self._job.size,
             ranks=answers.standings(now),
             age=now,
             attempt=self._job.attempt.number,
@@ -244,7 +244,7 @@ class Inquiry:
         """At /proc, which disturbs nobody; the ranks are asked when that gives a reason to."""
         self._job.loop.at("looks", self._next_look(now), self._look)
         if self._job.is_running and self._round is None:
-            self._watch.look(activities(self._job.ranks), now)
+            self._watch.look(activities(self._job.members), now)
             if self._watch.wants_stacks(now):
                 self._ask()
             self._tell_left_behind(now)

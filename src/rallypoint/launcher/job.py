@@ -35,6 +35,22 @@ class Job:
         return self.attempt.ranks
 
     @property
+    def spawned(self) -> list[RankHandle]:
+        """The processes that the only rank has spawned, by index; [] when none of them lives."""
+        found = self.attempt.spawned
+        return found if any(one.alive for one in found) else []
+
+    @property
+    def members(self) -> list[RankHandle]:
+        """Who is to meet in init_process_group: the ranks or, where the only rank has spawned processes for that, these."""
+        return self.spawned or self.ranks
+
+    @property
+    def size(self) -> int:
+        """How many `members` there are when all have been started."""
+        return self.attempt.spawned_size if self.spawned else self.plan.world.size
+
+    @property
     def state(self) -> State:
         """Where the job is."""
         return self._supervisor.state

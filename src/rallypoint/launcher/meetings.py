@@ -84,11 +84,11 @@ class Meetings:
 
     def _find_misfit(self) -> Misfit | None:
         """What is certain to keep the ranks that are in init_process_group from meeting."""
-        ranks = self._job.ranks
+        ranks = self._job.members
         called = [(handle, Caller(handle.rank, handle.meeting, handle.at_held)) for handle in ranks if handle.meeting]
         return rollcall.misfit(
             [caller for handle, caller in called if handle.waiting],
-            self._job.plan.world.size,
+            self._job.size,
             through=[caller for handle, caller in called if handle.phase == "running"],
             all_there=all(handle.waiting or handle.ended is not None for handle in ranks),
         )
@@ -109,7 +109,7 @@ class Meetings:
         found = self._misfit or self._gone
         if found is None or self._settled:
             return found
-        ranks = self._job.ranks
+        ranks = self._job.members
         raised = [handle.raised for handle in ranks if handle.raised is not None]
         told = all(one.call == "init_process_group" and (found.code == "rank-duplicate" or rules.is_consequence(one)) for one in raised)
         # A seat that is taken twice, or one too few, leaves another one empty: whoever waits for that gives up as well.
@@ -136,8 +136,8 @@ class Meetings:
 
     def where_all_wait(self) -> tuple[str, int] | None:
         """The meeting point of the program's own at which all ranks wait, and nobody is missing. (At the held one there is a store.)"""
-        meetings = [handle.meeting for handle in self._job.ranks if handle.waiting and handle.meeting is not None]
-        if not meetings or self._job.account.absent(self._job.ranks) or meetings[0].address == self._job.attempt.held:
+        meetings = [handle.meeting for handle in self._job.members if handle.waiting and handle.meeting is not None]
+        if not meetings or self._job.account.absent(self._job.members, self._job.size) or meetings[0].address == self._job.attempt.held:
             return None
         return meeting_point.place(meetings[0])
 

@@ -73,13 +73,12 @@ class Plan(msgspec.Struct, frozen=True):
     behind: str = ""  # options of ours that stand behind the program and so are its own, as typed
     moved: str = ""  # the command with these before the program
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds without a move after which a stall is reported; None: it is not.
+    def patience(self, size: int) -> float | None:
+        """Seconds in which none of `size` ranks moves, after which a stall is reported; None: it is not.
 
-        Without `--stall` a job of one rank is left alone: a server, or a program that waits for a person, may stand still for hours.
+        Without `--stall` a single rank is left alone: a server, or a program that waits for a person, may stand still for hours.
         """
-        if self.start == "exec" or self.plain or (self.stall is None and self.world.size == 1):
+        if self.start == "exec" or self.plain or (self.stall is None and size == 1):
             return None
         return STALL if self.stall is None else self.stall or None
 
@@ -505,7 +504,7 @@ def describe(plan: Plan) -> str:
         ("restarts", str(plan.max_restarts)),
         ("on failure", plan.on_failure),
         ("grace", f"{plan.grace:g} s between asking a rank to stop and SIGKILL"),
-        *([("stall", f"reported when no rank has moved for {patience:g} s")] if (patience := plan.patience) else []),
+        *([("stall", f"reported when no rank has moved for {patience:g} s")] if (patience := plan.patience(plan.world.size)) else []),
         ("signals", "SIGINT" + "".join(f", {name}" for name in plan.signals)),
         ("stdin", f"rank {plan.debug_rank}"),
         ("run folder", plan.run_dir),

@@ -1,0 +1,70 @@
+"""A process that the program starts with `torch.multiprocessing.spawn`: it tells the launcher where it is, as a rank does.
+
+Only the processes of a job's only rank do: they are the ranks of the group that the program makes itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rallypoint.clock import Clock
+from rallypoint.diagnosis.evidence import Raised
+from rallypoint.host import processes, system_calls
+from rallypoint.host.signals import EVIDENCE_SIGNAL
+from rallypoint.launcher import hooks
+from rallypoint.launcher.channel import AtPhase, Meets, Message, OfSpawned
+
+_keep: list[object] = []  # what must live as long as the process: the file behind faulthandler
+
+
+class Spawned:
+    """The program's function, as the new processes get it: each first reports to the launcher. Pickled for the method `spawn`."""
+
+    def __init__(self, function: Callable[..., Any], size: int, control: socket.socket) -> None:
+        """`size`: how many processes are started. `control`: a line to the launcher, inherited by all of them."""
+        self._function = function
+        self._size = size
+        self._control = control
+
+    def __call__(self, index: int, *args: Any) -> Any:
+        """Run the function as process `index`."""
+        _report(self._control, index, self._size)
+        return self._function(index, *args)
+
+
+class SpawnedHooks(hooks.Hooks):
+    """What such a process tells: where it meets the others. Its exceptions reach the launcher by the rank that started it."""
+
+    def __init__(self, control: socket.socket, index: int, size: int) -> None:
+        super().__init__(control, held="", began=Clock().wall(), single=False)
+        self._index, self._size = index, size
+
+    def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
+        """Tell the launcher, if it is about meeting the others; False when it is not, or the launcher has gone."""
+        if not isinstance(message, AtPhase | Meets):
+            return False
+        return super().tell(OfSpawned(self._index, self._size, os.getpid(), message), fds)
+
+    def spawning(self) -> None:
+        """Nothing: the launcher follows the processes of the rank itself, and not theirs."""
+
+    def _tell_of(self, error: BaseException, raised: Callable[[], Raised]) -> None:
+        """Nothing: torch brings the exception to the rank."""
+
+
+def _report(control: socket.socket, index: int, size: int) -> None:
+    """Tell the launcher of this process. From now on it answers the evidence signal, and its `init_process_group` is seen."""
+    evidence = processes.memory_file(f"rallypoint-spawned{index}")
+    pidfd = system_calls.pidfd_open(os.getpid())
+    file = os.fdopen(evidence, "ab", buffering=0)
+    _keep.append(file)
+    faulthandler.register(EVIDENCE_SIGNAL, file, all_threads=True, chain=False)
+    seen = SpawnedHooks(control, index, size)
+    seen.tell(AtPhase("running"), (pidfd, evidence))
+    os.close(pidfd)
+    hooks.attach(seen)
+    hooks.install()

@@ -1,0 +1,78 @@
+"""The processes that a job's only rank starts with `torch.multiprocessing.spawn`, as the agent sees them: whether they can meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rallypoint.diagnosis.evidence import Ended
+from rallypoint.launcher.channel import AtPhase, Meets, OfSpawned
+from rallypoint.launcher.handles import RankHandle
+from rallypoint.launcher.hearing import RollCall
+from rallypoint.launcher.inquiry import Inquiry
+from rallypoint.launcher.job import Job
+from rallypoint.launcher.meetings import Meetings
+from rallypoint.launcher.supervisor import CallRoll
+
+
+class SpawnedRanks:
+    """Those of one attempt at a time. They take the place of the rank that started them where the launcher says who waits, and where."""
+
+    def __init__(self, job: Job, meetings: Meetings, roll_call: RollCall, inquiry: Inquiry) -> None:
+        self._job = job
+        self._meetings = meetings
+        self._roll_call = roll_call
+        self._inquiry = inquiry
+
+    def tells(self, starter: RankHandle, message: OfSpawned, fds: Sequence[int]) -> None:
+        """One of them has begun (then its pidfd and its evidence come along), or is on its way into its group."""
+        if len(fds) == 2:
+            self._begun(starter, message, fds[0], fds[1])
+            return
+        for fd in fds:
+            os.close(fd)
+        handle = next((one for one in self._job.spawned if one.pid == message.pid), None)
+        match message.told:
+            case _ if handle is None or not handle.alive:
+                return
+            case Meets(meeting):
+                handle.meeting = meeting
+            case AtPhase(phase):
+                handle.phase, handle.phase_at = phase, self._job.loop.now
+                if phase == "joining":
+                    self._meetings.joining()
+                    self._job.loop.by("spawned", handle.phase_at + self._job.plan.roll_call, self._call)
+
+    def _begun(self, starter: RankHandle, message: OfSpawned, pidfd: int, evidence: int) -> None:
+        spawned = self._job.attempt.spawned
+        if spawned and not any(one.alive for one in spawned):  # of an earlier call of the program's
+            self.close()
+        handle = RankHandle(message.index, message.index)
+        handle.adopt(message.pid, pidfd, evidence, starter.rank)
+        handle.phase, handle.phase_at = "running", self._job.loop.now
+        spawned.append(handle)
+        spawned.sort(key=lambda one: one.rank)
+        self._job.attempt.spawned_size = message.size
+        self._job.loop.watch(pidfd, lambda: self._ended(handle))
+        self._inquiry.begin()
+
+    def _ended(self, handle: RankHandle) -> None:
+        """How it ended the rank knows: it raises unless that was with 0."""
+        self._job.loop.unwatch(handle.pidfd)
+        handle.ended = Ended(at=self._job.loop.now)
+
+    def _call(self, now: float) -> None:
+        """Some have waited for the others as long as a roll call takes; again after twice that time."""
+        waiting = [one for one in self._job.spawned if one.waiting]
+        if waiting and self._job.is_running:
+            self._roll_call.begin(CallRoll("processes that the program spawned wait in init_process_group"))
+            since = now - min(one.phase_at for one in waiting)
+            self._job.loop.at("spawned", now + since, self._call)
+
+    def close(self) -> None:
+        """Give every descriptor back; nothing that is seen is of them any more."""
+        for handle in self._job.attempt.spawned:
+            if handle.ended is None:
+                self._job.loop.unwatch(handle.pidfd)
+            handle.close()
+        self._job.attempt.spawned.clear()

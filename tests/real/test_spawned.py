@@ -1,0 +1,100 @@
+"""Programs that start their own ranks with `mp.spawn` in a job of one rank: where those wait is said, as for ranks of the launcher."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run, Write
+from .job import environment
+from .test_roll_call import LAUNCHER, until
+
+pytestmark = pytest.mark.torch
+
+# The usual answer to "DDP is stuck": each process looks for a free port, and finds one of its own.
+EACH_ITS_PORT = """\
+import os
+import socket
+import sys
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, size):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(found.getsockname()[1])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+
+if __name__ == "__main__":
+    mp.start_processes(work, args=(2,), nprocs=2, start_method=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_spawned_processes_that_look_for_each_other_at_different_ports(run: Run, write: Write, method: str) -> None:
+    """They waited for half an hour without a word; the same program with a rank for each was told after three seconds."""
+    result = run("-n", "1", "train.py", method, cwd=write("train.py", EACH_ITS_PORT).parent)
+    assert (result.rc, result.codes) == (1, ["address-differs"]), result.everything
+    assert re.search(r"rank 0: localhost:\d+.*rank 1: localhost:\d+", result.prose), result.everything
+
+
+LATE = """\
+import os
+import sys
+import time
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def build_index():
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+
+def work(rank, size):
+    if rank == 1:
+        build_index()
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"rank {rank}: {total.item():g}", flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", sys.argv[1]
+    mp.spawn(work, args=(2,), nprocs=2)
+"""
+
+
+def test_a_spawned_process_that_is_late_is_named_and_shown(run: Run, write: Write, tmp_path: Path, port: int) -> None:
+    state = tmp_path / "state"
+    shown: list[dict[str, object]] = []
+
+    def act(launcher: subprocess.Popen[bytes]) -> None:
+        until(state, lambda event: event["what"] == "roll-call" and any("build_index" in line for line in event["details"]["lines"]))
+        command = (sys.executable, "-P", "-m", "rallypoint", "stacks", "--error-format", "json")
+        told = subprocess.run(command, env=environment(state, "asks"), capture_output=True, text=True, timeout=60, check=False)
+        shown.append(json.loads(told.stdout))
+        (tmp_path / "go").touch()
+
+    result = run("-n", "1", "train.py", str(port), cwd=write("train.py", LATE).parent, launcher=LAUNCHER, state=state, act=act)
+    assert (result.rc, sorted(result.lines)) == (0, ["rank 0: 2", "rank 1: 2"]), result.everything
+    sentence = str(shown[0]["sentence"])
+    assert "rank 0" in sentence and "init_process_group" in sentence, sentence  # noqa: PT018
+    assert "rank 1" in sentence and "build_index" in sentence, sentence  # noqa: PT018
+
+
+def test_the_exception_of_a_spawned_process_is_still_the_programs(run: Run, write: Write) -> None:
+    program = write(
+        "train.py",
+        "import torch.multiprocessing as mp\ndef work(rank):\n    if rank == 1:\n        raise ValueError('bad batch')\n"
+        "    import time\n    time.sleep(1000)\n"
+        "if __name__ == '__main__':\n    mp.spawn(work, nprocs=2)\n",
+    )
+    result = run("-n", "1", "train.py", cwd=program.parent)
+    assert result.rc == 1, result.everything
+    assert "ValueError: bad batch" in result.prose, result.everything
