@@ -89,6 +89,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("CUDA_DEVICE_ORDER", "read", "Whether CUDA numbers GPUs as nvidia-smi does: said in reports about GPUs that differ."),
     Variable("LD_LIBRARY_PATH", "read", "A folder of cuda-compat in it: then an old driver's number is not taken for its limit."),
+    Variable("LD_PRELOAD", "read", "Set: the interpreter of each rank takes everything apart at its end, as a library there may want."),
     Variable("GLOO_SOCKET_IFNAME", "read", "Never set; when it names an interface that is not there, a line says so at the start."),
     Variable("NCCL_SOCKET_IFNAME", "read", "The same."),
     # threads and names
@@ -101,7 +102,11 @@ VARIABLES: tuple[Variable, ...] = (
         "OPENBLAS_NUM_THREADS", "read and set", "1 in the template, which must have one thread; the workers get the user's own value back."
     ),
     Variable("GOTO_NUM_THREADS", "read", "OpenBLAS's older name for its number of threads, honoured for the workers as OpenBLAS does."),
-    Variable("RES_OPTIONS", "read and set", "timeout:1 attempts:1 in the workers when it is not set: torch asks DNS for 127.0.0.1's name."),
+    Variable(
+        "RES_OPTIONS",
+        "read and set",
+        "Set to timeout:1 attempts:1 in the process that serves torch's store, when it is not set: torch asks DNS for 127.0.0.1's name.",
+    ),
     # the terminal and files
     Variable("NO_COLOR", "read", "Set and not empty: no colours."),
     Variable("FORCE_COLOR", "read", "Set and not empty: colours also where there is no terminal; NO_COLOR wins."),

@@ -109,7 +109,9 @@ def keep_first_main() -> None:
 
 def exit_code(leaving: SystemExit) -> int:
     """As much of it as an exit status holds."""
-    return leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
+    if not isinstance(leaving.code, int):
+        return int(leaving.code is not None)
+    return leaving.code & 0xFF if -(1 << 63) <= leaving.code < 1 << 63 else 0xFF  # Python makes -1 of what is no C `long`
 
 
 def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:

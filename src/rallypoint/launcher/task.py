@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Literal, NoReturn
@@ -20,18 +19,6 @@ from rallypoint.launcher.assignment import Task
 from rallypoint.launcher.channel import AtPhase, Outcome
 from rallypoint.launcher.crossing import parcel
 from rallypoint.launcher.hooks import Hooks
-
-
-def prepare() -> None:
-    """In the template, for its ranks: torch takes the registration of each of its operators back when an interpreter ends, which takes a
-    rank 25 ms of processor time. Here it ends without the finalisation in which that could matter."""
-    import torch.library
-
-    takes_back = getattr(torch.library, "_del_library", None)
-    for finalizer in tuple(getattr(weakref.finalize, "_registry", ())):
-        alive = finalizer.peek()
-        if alive is not None and alive[1] is takes_back:
-            finalizer.atexit = False
 
 
 def run(task: Task, rank: int, fds: list[int], hooks: Hooks, *, signal_mask: Iterable[int]) -> NoReturn:

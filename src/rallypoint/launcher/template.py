@@ -22,7 +22,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import devices, processes, system_calls
-from rallypoint.launcher import boot, channel, program, words, worker
+from rallypoint.launcher import boot, channel, leaving, program, words, worker
 from rallypoint.launcher.channel import (
     Exited,
     Finish,
@@ -96,13 +96,12 @@ def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseExce
     if setup.preload:
         warm.importing = ""
         gc.collect()
-    if setup.program.kind == "function":
-        from rallypoint.launcher import task
-
-        task.prepare()
+    read_from = _sources(former)
+    paths = {path for path, _, _ in read_from}
+    leaving.prepare({name for name, module in sys.modules.items() if getattr(module, "__file__", None) in paths})
     gc.freeze()  # the collector never touches what is shared, so its pages stay shared
     gc.enable()
-    channel.send(orders, Ready(spent + clock.elapsed(), version, files=_sources(former)))
+    channel.send(orders, Ready(spent + clock.elapsed(), version, files=read_from))
     return True
 
 
@@ -301,9 +300,8 @@ class _Template:
 
         listener, ready = fds[:2]
         if self._setup.imports:
-            return lambda: c10d_host.forked(order.host, order.port, listener, ready, order.environment, parent)
+            return lambda: c10d_host.forked(order.host, order.port, listener, ready, parent)
         os.setsid()
-        os.environ.update(order.environment)
         for fd in (listener, ready):
             os.set_inheritable(fd, True)
         os.execv(sys.executable, [sys.executable, "-c", boot.HOST, order.host, str(order.port), str(listener), str(ready), str(parent)])

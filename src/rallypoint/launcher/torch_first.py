@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from rallypoint.clock import Clock
 from rallypoint.host import processes
+from rallypoint.launcher import leaving
 
 
 def main(orders_fd: int, parent: int, imports: bool) -> Callable[[], None]:
@@ -18,6 +19,7 @@ def main(orders_fd: int, parent: int, imports: bool) -> Callable[[], None]:
     it ends; `imports`: whether it is a template at all, and no starter of fresh interpreters."""
     processes.die_with(parent)
     processes.close_others({0, 1, 2, orders_fd})  # what whoever started us had open is not the ranks'
+    leaving.register()
     clock = Clock()
     failed: BaseException | None = None  # of torch's import
     if imports:

@@ -22,7 +22,7 @@ import msgspec
 
 from rallypoint.host import processes
 from rallypoint.host.signals import EVIDENCE_SIGNAL, show_attention
-from rallypoint.launcher import channel, hooks, imports, program, variables, words
+from rallypoint.launcher import channel, hooks, imports, leaving, program, variables, words
 from rallypoint.launcher.channel import AtPhase, Debugging, Setup, StartWorker
 from rallypoint.store import place
 
@@ -78,7 +78,19 @@ def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> C
     _renew_streams()
     _renew_identity()
     _renew_randomness()
-    return lambda: _run(setup, order, fds)
+
+    def run() -> None:
+        try:
+            _run(setup, order, fds)
+        except SystemExit as left:
+            leaving.with_status(program.exit_code(left), interrupted=False)
+            raise
+        except BaseException as error:
+            leaving.with_status(1, interrupted=isinstance(error, KeyboardInterrupt))
+            raise
+        leaving.with_status(0, interrupted=False)
+
+    return run
 
 
 def fresh(setup_fd: int, order_fd: int, control: int, evidence: int, secret: int, terminal: int, parcel: tuple[int, ...]) -> None:

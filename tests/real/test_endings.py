@@ -1,0 +1,55 @@
+"""The end of a forked rank: what a program counts on when it ends, compared with plain `python`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from .conftest import Run, Write
+from .job import DEADLINE, environment
+
+ENDINGS = Path(__file__).parent / "scripts" / "endings.py"
+
+
+def left(folder: Path) -> dict[str, str]:
+    """What the programs have left, by file; without what differs from process to process."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc")
+    return {
+        str(path.relative_to(folder)): re.sub(r"(?m) at 0x[0-9a-f]+|^USDT:.*\n", "", path.read_text()).replace(str(folder), "FOLDER")
+        for path in files
+    }
+
+
+def test_a_rank_ends_as_a_program_does(run: Run, tmp_path: Path) -> None:
+    """Each rank spent 0.27 s of processor time on taking apart what the template had imported. That is left out now; all else that happens
+    at the end of a program happens still: exit status, finalizers, handlers, files, C's streams."""
+    alone, rank = tmp_path / "alone", tmp_path / "rank"
+    alone.mkdir()
+    rank.mkdir()
+    given = environment(tmp_path, "alone", {})
+    subprocess.run([sys.executable, "-u", ENDINGS, alone], check=True, stdin=subprocess.DEVNULL, env=given, timeout=DEADLINE)
+    result = run("-n", "1", ENDINGS, rank)
+    assert (result.rc, result.out, result.err) == (0, "", ""), result.everything
+    assert left(rank) == left(alone)
+
+
+def test_the_templates_modules_are_left_to_the_kernel(run: Run, write: Write) -> None:
+    """A finalizer of a module that the template has imported would run if the interpreter took that module apart."""
+    write("shared/pkg-packages/held.py", "class Held:\n    def __del__(self): print('taken apart')\nheld = Held()\n")
+    write("own.py", "class Own:\n    def __del__(self): print('own taken apart')\n")
+    program = write("train.py", "import held, own\nown.own = own.Own()\n")
+    folder = program.parent / "shared" / "pkg-packages"
+    result = run("-n", "1", "--preload", "held,own", program, env={"PYTHONPATH": str(folder)})
+    assert (result.rc, result.out) == (0, "own taken apart\n"), result.everything
+
+
+def test_a_profilers_end_is_the_interpreters(run: Run, write: Write) -> None:
+    """`-m cProfile` writes its table, and a library that came by LD_PRELOAD may have handlers older than the fork."""
+    program = write("train.py", "print('trained')\n")
+    result = run("-n", "1", "-m", "cProfile", program)
+    assert result.rc == 0, result.everything
+    assert "function calls" in result.out, result.everything
+    result = run("-n", "1", program, env={"LD_PRELOAD": "libc.so.6"})
+    assert (result.rc, result.out) == (0, "trained\n"), result.everything
