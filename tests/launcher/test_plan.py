@@ -59,7 +59,6 @@ def test_environment_of_a_worker_is_torchruns() -> None:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "4",
-        "RES_OPTIONS": "timeout:1 attempts:1",
     }
     assert made.rank_environment == (
         {"RANK": "0", "LOCAL_RANK": "0", "ROLE_RANK": "0"},
@@ -67,7 +66,7 @@ def test_environment_of_a_worker_is_torchruns() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "RES_OPTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
 def test_what_the_user_has_set_stays(name: str) -> None:
     made = plan({name: "theirs"}, nproc=2)
     assert name not in made.environment  # inherited unchanged
@@ -81,7 +80,7 @@ def test_one_rank_keeps_all_threads() -> None:
 def test_choices_of_ours_are_remarks_and_not_notes() -> None:
     made = plan(nproc=2)
     assert made.notes == ()
-    assert [remark.split("=")[0] for remark in made.remarks] == ["OMP_NUM_THREADS", "RES_OPTIONS"]
+    assert [remark.split("=")[0] for remark in made.remarks] == ["OMP_NUM_THREADS"]
 
 
 def test_run_id_is_the_job_when_not_given() -> None:

@@ -72,7 +72,6 @@ DIFFERENT_VALUES = {
 OURS_ALONE = {
     "RALLYPOINT_JOB",  # whose process it is
     "RALLYPOINT_STORE",  # the job's store
-    "RES_OPTIONS",  # or torch's clients wait for a resolver without an answer
 }
 
 

@@ -261,7 +261,12 @@ def _backwards(host: Host) -> list[Problem]:
                     False,
                     f"the resolver gave no answer within {answer.took:.1f} s when it was asked for the name of {ip}",
                     why=("torch asks for the name of its peer at every connection, and waits for the answer",),
-                    help=(("let it wait a second instead of five, as rallypoint run does", "export RES_OPTIONS='timeout:1 attempts:1'"),),
+                    help=(
+                        (
+                            "let it wait a second instead of five, if names that you need come in time",
+                            "export RES_OPTIONS='timeout:1 attempts:1'",
+                        ),
+                    ),
                 )
             )
         elif answer.found:

@@ -98,9 +98,8 @@ class Attempt:
         if self._listener >= 0:
             self.host_ready, theirs = os.pipe2(os.O_CLOEXEC)
             listener, self._listener = self._listener, -1
-            environment = {name: value for name, value in self._plan.environment.items() if name == "RES_OPTIONS"}
             port = self.host.port if self.host else 0
-            yield Order(None, StartHost(self._plan.master_addr, port, environment), [listener, theirs], [listener, theirs])
+            yield Order(None, StartHost(self._plan.master_addr, port), [listener, theirs], [listener, theirs])
         for handle in self.ranks:
             yield self._worker(handle, account)
 

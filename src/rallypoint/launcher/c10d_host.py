@@ -12,14 +12,13 @@ import re
 import signal
 import sys
 
-from rallypoint.host import processes
+from rallypoint.host import processes, quick_lookups
 
 
-def forked(host: str, port: int, listener: int, ready: int, environment: dict[str, str], parent: int) -> None:
+def forked(host: str, port: int, listener: int, ready: int, parent: int) -> None:
     """In a fork of the template: serve until killed. Writes one byte to `ready` once it serves."""
     os.setsid()
     processes.die_with(parent)
-    os.environ.update(environment)
     silence = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
         os.dup2(silence, number)
@@ -29,6 +28,7 @@ def forked(host: str, port: int, listener: int, ready: int, environment: dict[st
 
 def serve(host: str, port: int, listener: int, ready: int) -> None:
     """Hand the listening descriptor to a TCPStore and sleep. The store's own thread does the rest."""
+    os.environ.setdefault("RES_OPTIONS", quick_lookups.OPTIONS)  # torch's store asks for the name of each client
     from datetime import timedelta
 
     import torch

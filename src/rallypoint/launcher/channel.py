@@ -66,7 +66,6 @@ class StartHost(msgspec.Struct, frozen=True, tag=True):
 
     host: str
     port: int
-    environment: dict[str, str]
 
 
 class Reap(msgspec.Struct, frozen=True, tag=True):

@@ -30,6 +30,7 @@ import msgspec
 from rallypoint.diagnosis import init_method
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.quick_lookups import quick_lookups
 from rallypoint.launcher import channel, children, cuda, gloo, interruptions, variables, words
 from rallypoint.launcher.channel import AtPhase, Caught, ChildrenFailed, ClosesGroup, ForksCuda, Meets, Message, Released, SetLate, Spawns
 
@@ -185,7 +186,9 @@ class Hooks:
             self.tell(AtPhase("joining"))
             for name, line in variables.set_late():
                 self.tell(SetLate(name, line))
-            with Variable(AGENT_STORE, None if not self._held and not differs else str(not differs)):
+            # torch asks for the name of whom it connects to: the held store's is nobody's business.
+            look_ups = quick_lookups() if self._held and not differs else contextlib.nullcontext()
+            with Variable(AGENT_STORE, None if not self._held and not differs else str(not differs)), look_ups:
                 result = original(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, ValueError) and _is_initialized() and self._group_line:

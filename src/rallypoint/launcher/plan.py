@@ -396,11 +396,6 @@ def _environment(
         variables["OMP_NUM_THREADS"] = str(threads)
         shared = f"{world.local_size} ranks share {cpus} processors"
         remarks.append(f"OMP_NUM_THREADS={threads}: it was not set, and {shared} (torchrun sets 1 whatever there is)")
-    if "RES_OPTIONS" not in environ:
-        # Every c10d client asks the resolver for the name of 127.0.0.1, and a lost answer costs the resolver's 5 s:
-        # 128 ranks met in 8.2 s without this and in 4.0 s with it.
-        variables["RES_OPTIONS"] = "timeout:1 attempts:1"
-        remarks.append("RES_OPTIONS='timeout:1 attempts:1': it was not set, and torch asks DNS for 127.0.0.1's name at every connection")
     return variables, remarks
 
 
