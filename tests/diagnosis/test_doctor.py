@@ -283,7 +283,7 @@ TORCH = Build("2.9.1", "12.8")
     [
         (TORCH, (), "ok", "", "Python 3.12.4, Linux 6.8.0, torch 2.9.1 (for CUDA 12.8), driver 570.1"),
         (Build("2.13.0+cpu"), (), "ok", "", "torch 2.13.0+cpu (without CUDA)"),
-        (Build("2.5.1", "", "ROCm 6.2"), (), "fault", "torch-too-old", "rallypoint needs torch 2.7"),
+        (Build("2.5.1", "", "ROCm 6.2"), (), "fault", "torch-too-old", "rallypoint needs torch 2.8"),
         (None, (), "note", "torch-missing", "torch is not installed in /usr/bin/python3"),
         (
             TORCH, (versions.Package("nvidia-nccl-cu12", "2.27.5", "2.25.1"),),
@@ -294,7 +294,7 @@ TORCH = Build("2.9.1", "12.8")
 )  # fmt: skip
 def test_versions(torch: Build | None, packages: tuple[versions.Package, ...], mark: str, code: str, words: str) -> None:
     facts = versions.Facts("/usr/bin/python3", "3.12.4", "Linux 6.8.0", torch, packages, "570.1")
-    found = only(versions.judge(facts, (2, 7)))
+    found = only(versions.judge(facts, (2, 8)))
     assert (found.mark, found.code) == (mark, code)
     assert words in found.fact
     if code == "versions-differ":

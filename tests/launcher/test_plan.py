@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,7 +11,7 @@ import pytest
 from rallypoint.errors import UsageError
 from rallypoint.host.devices import Build, Device, Look
 from rallypoint.launcher.assignment import Program
-from rallypoint.launcher.plan import Machine, Options, Plan, describe, make
+from rallypoint.launcher.plan import OLDEST_TORCH, Machine, Options, Plan, describe, make
 from rallypoint.launcher.sizes import threads_of_a_rank
 
 SCRIPT = Program(kind="script", target="train.py", args=("--lr", "0.1"))
@@ -281,15 +283,23 @@ def test_torch_is_needed_by_the_template_alone() -> None:
     assert plan(machine={"torch": ""}, program=Program(kind="command", target="./a.out")).start == "exec"
 
 
-@pytest.mark.parametrize("version", ["2.6.0", "1.13.1+cu117", "2.0"])
+@pytest.mark.parametrize("version", ["2.7.1", "1.13.1+cu117", "2.0"])
 def test_old_torch(version: str) -> None:
+    """2.7 was promised, and every job ended: "The libuv TCPStore backend does not support initialization with an listen fd"."""
     error = refused(machine={"torch": version})
-    assert (error.code, error.help[0][1]) == ("torch-too-old", "/env/bin/python -m pip install 'torch>=2.7'")
+    assert (error.code, error.help[0][1]) == ("torch-too-old", "/env/bin/python -m pip install 'torch>=2.8'")
 
 
-@pytest.mark.parametrize("version", ["2.7.0", "2.13.0+cpu", "2.15.0a0+gitabc", "10.0", "unknown"])
+@pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.15.0a0+gitabc", "10.0", "unknown"])
 def test_new_enough_torch(version: str) -> None:
     assert plan(machine={"torch": version}).torch == version
+
+
+@pytest.mark.parametrize("place", ["pyproject.toml", "src/rallypoint/diagnosis/explain/torch-too-old.md", "docs/reference/versions.md"])
+def test_every_place_says_the_same_bound(place: str) -> None:
+    text = (Path(__file__).parents[2] / place).read_text("utf-8")
+    said = re.findall(r"torch>=(\d+\.\d+)", text)
+    assert set(said) == {".".join(map(str, OLDEST_TORCH))}
 
 
 @pytest.mark.parametrize("asked", [{"fresh": True}, {"program": Program(kind="command", target="x")}])

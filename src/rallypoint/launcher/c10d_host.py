@@ -8,7 +8,6 @@ somebody else on the port.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 
@@ -31,23 +30,15 @@ def serve(host: str, port: int, listener: int, ready: int) -> None:
     os.environ.setdefault("RES_OPTIONS", quick_lookups.OPTIONS)  # torch's store asks for the name of each client
     from datetime import timedelta
 
-    import torch
     import torch.distributed as dist
 
     _store = dist.TCPStore(  # type: ignore[attr-defined]  # it serves as long as somebody refers to it
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener, timeout=timedelta(seconds=60),
-        use_libuv=takes_listener(torch.__version__),
-    )  # fmt: skip
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener, timeout=timedelta(seconds=60), use_libuv=True
+    )
     os.write(ready, b"1")
     os.close(ready)
     while True:
         signal.pause()
-
-
-def takes_listener(version: str) -> bool:
-    """Whether the libuv backend of this torch takes a socket that listens already: since 2.8. Before, the other backend has to do."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return found is None or (int(found[1]), int(found[2])) >= (2, 8)
 
 
 def main() -> None:

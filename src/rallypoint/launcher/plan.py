@@ -18,7 +18,7 @@ from rallypoint.launcher.sizes import threads_of_a_rank
 from rallypoint.launcher.supervisor import ROLL_CALL
 from rallypoint.world import World, ranges
 
-OLDEST_TORCH = (2, 7)  # the oldest release that the template and the worker's wrap of init_process_group are tested with
+OLDEST_TORCH = (2, 8)  # the first whose TCPStore, by default with libuv, takes a socket that listens already: `master_listen_fd`
 STALL = 300.0  # seconds; more than most steps, evaluations and checkpoints take, and less than a person waits before looking
 FEWEST_EPHEMERAL = 8192  # ports that a machine should have for its connections; 64 ranks of gloo's take 4,032 at once
 LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1", "0:0:0:0:0:0:0:1": "::1", "ip6-localhost": "::1"}
