@@ -190,7 +190,10 @@ class Environment:
         if project:
             wanted += settings["project"]["dependencies"] + settings["build-system"]["requires"]
         with self._step(f"{len(wanted)} requirements of {', '.join((['rallypoint'] if project else []) + list(extras))}"):
-            self._pip(*INSTALL, "--constraint", str(self.root / "constraints.txt"), "--", *wanted)
+            # All pins but torch's: a requirement that needs torch would bring that version in the place of the one that is there.
+            pins = self.folder / "rallypoint-constraints.txt"
+            pins.write_text("".join(f"{line}\n" for line in self._constraints() if not re.match(r"torch\s*==", line)))
+            self._pip(*INSTALL, "--constraint", str(pins), "--", *wanted)
 
     # what is there
 

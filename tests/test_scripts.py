@@ -62,7 +62,7 @@ class Checkout:
             '[build-system]\nrequires = ["builder"]\n[project]\nname = "x"\ndependencies = ["msgspec>=1"]\n'
             '[project.optional-dependencies]\ndemo = ["scikit-learn"]\ndev = ["pytest"]\n'
         )
-        (root / "constraints.txt").write_text("# pins\ntorch==2.13.0\n")
+        (root / "constraints.txt").write_text("# pins\ntorch==2.13.0\nlightning==2.6.6\n")
         subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", root / ".venv"], check=True)
         (self.site / "pip").mkdir()
         (self.site / "pip" / "__init__.py").touch()
@@ -206,6 +206,16 @@ def test_first_everything_then_nothing(checkout: Checkout) -> None:
 
     assert checkout.prepare("demo").startswith("environment: .venv is ready")
     assert checkout.calls() == []
+
+
+def test_the_torch_that_was_chosen_stays(checkout: Checkout) -> None:
+    """torch 2.15.0 was chosen and installed, and 2.13.0 in its place at once: lightning needs torch, and the pins said which."""
+    checkout.prepare("demo", RALLYPOINT_TORCH="torch==2.15.0")
+    torch, requirements, _ = checkout.calls()
+    assert torch.endswith("-- torch==2.15.0")
+    found = re.search(r"--constraint (.*) -- ", requirements)
+    assert found
+    assert Path(found[1]).read_text() == "lightning==2.6.6\n"
 
 
 def test_another_extra_adds_only_that_extra(checkout: Checkout) -> None:
@@ -438,3 +448,40 @@ def test_the_demo_script_ends_well_every_time(run: int, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test accuracy" in done.stdout
+
+
+# the table of versions
+
+
+@pytest.fixture
+def matrix() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("matrix", SCRIPTS / "matrix.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_keeps_what_was_tried_before(matrix: ModuleType) -> None:
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text("utf-8")
+    assert matrix.write_table(page, matrix.read_table(page)) == page
+    written = matrix.write_table(page, matrix.read_table(page) | {("2.10.0", "3.14"): {"demo": "ok, 2026-11-23"}})
+    assert f"| 2.10.0 | 3.14 | {matrix.NOT_TRIED} | ok, 2026-11-23 | {matrix.NOT_TRIED} | {matrix.NOT_TRIED} |" in written
+    numbers = [tuple(int(number) for number in torch.split(".")) for torch, _ in matrix.read_table(written)]
+    assert numbers == sorted(numbers)
+    assert set(matrix.read_table(written)) == {*matrix.read_table(page), ("2.10.0", "3.14")}
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("....\n61 passed in 444.21s (0:07:24)\n", "61 passed"),
+        ("==== 2 failed, 59 passed, 1 skipped in 3.1s ====\n", "2 failed, 59 passed, 1 skipped"),
+        ("=== 1 failed, 3 passed, 2 warnings, 1 error in 3.1s ===\n", "1 failed, 3 passed"),
+        ("no tests ran in 0.01s\n", ""),
+        ("Traceback\n", ""),
+    ],
+)
+def test_the_count_of_tests(matrix: ModuleType, output: str, said: str) -> None:
+    assert matrix.summary(output) == said

@@ -295,7 +295,7 @@ def test_a_log_that_stands_still_holds_up_neither_signs_of_life_nor_a_connection
     """A signal handler's exception in the middle of Python's logging leaves its locks to the thread in which that was."""
     with Network() as network:
         store = network.connect(ttl=2.0, timeout=LONG)
-        logging._acquireLock()  # type: ignore[attr-defined]
+        logging._lock.acquire()  # type: ignore[attr-defined]
         try:
             network.cut()
             eventually(lambda: store.statistics()["reconnects"] == 1)  # by a thread of ours, which has something for the log
@@ -305,7 +305,7 @@ def test_a_log_that_stands_still_holds_up_neither_signs_of_life_nor_a_connection
             assert store.add("n") == 1
             assert store.statistics()["sessions"] == 1
         finally:
-            logging._releaseLock()  # type: ignore[attr-defined]
+            logging._lock.release()  # type: ignore[attr-defined]
         eventually(lambda: not store._session.news.told_apart)
 
 
