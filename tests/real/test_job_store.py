@@ -337,3 +337,26 @@ def blocked_signals(pid: int, thread: int) -> set[int]:
     status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
     mask = int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
     return {number for number in range(1, 65) if mask & (1 << (number - 1))}
+
+
+def test_a_daemon_thread_that_waits_in_the_store_is_silent_at_the_end_of_its_rank(run: Run, write: Write, places: Path) -> None:
+    """A healthy job printed tracebacks of StoreClosed at its end, woven into each other."""
+    program = write(
+        "train.py",
+        """
+import threading
+import rallypoint
+
+store = rallypoint.connect()
+threading.Thread(target=store.wait, args=("stop-requested",), daemon=True).start()
+threading.Thread(target=lambda: list(store.watch("cfg/")), daemon=True).start()
+while store.status()["waiting"] < 2:
+    pass
+store.barrier("both wait", 2)
+print("done")
+""",
+    )
+    result = run("-n", "2", program)
+    assert result.rc == 0, result.everything
+    assert sorted(result.lines) == ["[0] done", "[1] done"], result.everything
+    assert "StoreClosed" not in result.everything

@@ -407,3 +407,74 @@ def test_closing_while_others_wait(store: Store, connect: Callable[[], Store]) -
     assert all(error.code == "store-closed" for error in errors)
     assert [error.outcome for error in errors[:-1]] == ["did not happen"] * (len(calls) - 1)
     assert other.status() | {"waiting": 0, "sessions": 1} == other.status()
+
+
+DAEMONS = """
+import threading
+import rallypoint
+
+server = rallypoint.serve()
+store = rallypoint.connect(server.address, secret=server.secret)
+began = threading.Semaphore(0)
+store.lock("taken").acquire()
+
+def held():
+    with store.lock("held"):
+        began.release()
+        store.wait("never")
+
+def asking():
+    began.release()
+    while True:
+        store.add("n", 1)
+        store.get_many(["a", "b"])
+
+def after(what):
+    def run():
+        began.release()
+        what()
+    return run
+
+waits = [
+    held, asking, after(lambda: store.wait("never")), after(lambda: list(store.watch("never"))), after(lambda: store.queue("q").get()),
+    after(lambda: store.barrier("b", 2)), after(lambda: store.lock("taken").acquire()),
+    after(lambda: store.once("o", lambda: store.wait("never"))),
+]
+for wait in waits:
+    threading.Thread(target=wait, daemon=True).start()
+for _ in waits:
+    began.acquire()
+print("done")
+"""
+
+
+def test_a_daemon_thread_that_waits_when_the_program_ends_says_nothing() -> None:
+    """A program that ended well printed "Exception in thread ... StoreClosed" for each of its daemon threads that waited in the store."""
+    for _ in range(4):
+        assert output_of(DAEMONS) == ["done"]
+
+
+def test_a_thread_that_is_waited_for_is_told_that_its_process_closes_the_store() -> None:
+    """A child of multiprocessing closes its stores before it waits for its threads: only daemon threads stay where they are."""
+    program = """
+import multiprocessing, threading
+import rallypoint
+
+def child(store):
+    def wait():
+        try:
+            store.wait("never")
+        except rallypoint.StoreClosed:
+            print("closed", flush=True)
+    threading.Thread(target=wait, daemon=False).start()
+    store["begun"] = 1
+
+server = rallypoint.serve()
+with rallypoint.connect(server.address, secret=server.secret) as store:
+    process = multiprocessing.get_context("fork").Process(target=child, args=(store,))
+    process.start()
+    store.wait("begun")
+    process.join()
+    print(process.exitcode)
+"""
+    assert output_of(program) == ["closed", "0"]

@@ -62,6 +62,12 @@ client with them: some hundred bytes for each call of `c10d` and each clone, of 
 
 _INT64 = 1 << 63
 
+WAITED_KEYS = 1024
+"""Keys that one request waits for. Of more, all must come before the next ones are looked at: the server serves others in between."""
+
+CHECKED_KEYS = 16_384
+"""Keys that one request asks about, for the same reason."""
+
 
 def c10d(store: Client, prefix: str = "c10d/") -> Any:
     """A `torch.distributed.Store` whose keys and queues are those of `store` under `prefix`; its timeout is torch's, 300 s.
@@ -144,9 +150,13 @@ class _Operations:
     def check(self, keys: Iterable[str]) -> bool:
         """Whether all these keys exist now."""
         names = self._names(keys)
-        reply, _ = self._ask(Exists, names)
-        assert isinstance(reply, Names)
-        return len(reply.names) == len(names)
+        for start in range(0, len(names), CHECKED_KEYS):
+            some = names[start : start + CHECKED_KEYS]
+            reply, _ = self._ask(Exists, some)
+            assert isinstance(reply, Names)
+            if len(reply.names) < len(some):
+                return False
+        return True
 
     def wait(self, keys: Iterable[str], timeout: timedelta | float | None = None) -> None:
         """Return when all these keys exist."""
@@ -313,10 +323,13 @@ class _Operations:
 
     def _wait(self, names: tuple[str, ...], seconds: float, missing: tuple[str, ...], allowed: float | None = None) -> None:
         """`missing` and `allowed` are for the error."""
-        reply, _ = self._ask(Exists, names, seconds, wait=seconds)
-        if isinstance(reply, TimedOut):
-            cut = len(self._prefix)
-            self._timed_out(seconds if allowed is None else allowed, [name[cut:] for name in reply.missing or missing])
+        until = self._now() + seconds
+        for start in range(0, len(names), WAITED_KEYS):
+            left = max(0.0, until - self._now()) if start else seconds
+            reply, _ = self._ask(Exists, names[start : start + WAITED_KEYS], left, wait=left)
+            if isinstance(reply, TimedOut):
+                cut = len(self._prefix)
+                self._timed_out(seconds if allowed is None else allowed, [name[cut:] for name in reply.missing or missing])
 
     def _timed_out(self, seconds: float, keys: list[str]) -> NoReturn:
         # TCPStore's words: what reads logs knows them.

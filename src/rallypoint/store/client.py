@@ -40,7 +40,7 @@ from rallypoint.store.arguments import described, key_of, number, positive, seco
 from rallypoint.store.dial import OpenSocket
 from rallypoint.store.failures import failure, refused
 from rallypoint.store.lease import Figures, Lease
-from rallypoint.store.session import BYE_SECONDS, Session
+from rallypoint.store.session import BYE_SECONDS, Session, leave
 from rallypoint.wire import messages as wire
 from rallypoint.wire import values
 from rallypoint.wire.messages import (
@@ -97,6 +97,7 @@ def _opened() -> list[Client]:
 
 def _end_all() -> None:
     """The interpreter leaves: what the sessions hold is to be released now, not when their leases are over."""
+    leave()
     clock = Clock()
     for store in _opened():
         store._end(max(0.0, BYE_SECONDS - clock.elapsed()))

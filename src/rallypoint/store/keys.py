@@ -37,6 +37,9 @@ from rallypoint.wire.messages import (
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 
+WAITED_KEYS = 4096
+"""Missing keys that one request may wait for: to line up for them and to leave again takes 20 ms, in which nobody else is served."""
+
 APPEND_BYTES = 8 * 1024 * 1024
 """The longest bytes value that is appended to: every append copies the whole, and this copy takes a millisecond. torch's TCPStore
 takes values up to the same size."""
@@ -126,6 +129,11 @@ class KeyTable:
             return Names(request.seq, self._ledger.revision, request.keys), None
         if not timeout > 0:
             return TimedOut(request.seq, self._ledger.revision, missing), None
+        if len(missing) > WAITED_KEYS:
+            text = (
+                f"one request waits for {len(missing)} keys, and may wait for {WAITED_KEYS}; nothing raises that: wait for some at a time"
+            )
+            return self._ledger.failed(request, "too-many-waiting", text, size=len(missing), limit=WAITED_KEYS)
         return self._ledger.wait(now, session, request, timeout, self._absent, missing)
 
     def _missing(self, request: Exists) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from rallypoint.host.memory import Pool, Segment, Unfit, received
 from rallypoint.host.sockets import listener_of, uid_of, way_of
 from rallypoint.store.gate import GREETING, Gate, Greeting, TurnedAway, refusal
 from rallypoint.store.logbook import logger
-from rallypoint.store.peer import Arriving, Body, Gone, Lending, Peer
+from rallypoint.store.peer import READ_BYTES, Arriving, Body, Gone, Lending, Peer
 from rallypoint.store.state import Large, Session, State
 from rallypoint.store.transfer import Movers, Transfer
 from rallypoint.wire.frames import HEADER, HEADER_BYTES, HEADS, FrameError
@@ -48,6 +48,7 @@ from rallypoint.wire.messages import (
     Welcome,
     decode_request,
     encode,
+    seq_of,
 )
 
 BULK_BYTES = 1024 * 1024
@@ -487,6 +488,7 @@ class Loop:
                 self._moving.pop(transfer, None)
         if peer.arriving is not None:
             self._state.release(peer.arriving.reserved)
+        self._state.release(peer.held)
         peer.abandon()
 
     def _watch_process(self, pid: int, session: Session) -> None:
@@ -569,6 +571,9 @@ class Loop:
         cut, apply = peer.cutter.next, self._state.apply
         parts: list[bytes] = []
         size = 0
+        if peer.held and len(peer.cutter) >= peer.cutter.announced:
+            self._state.release(peer.held)
+            peer.held = 0
         try:
             while (frame := cut()) is not None:
                 try:
@@ -618,6 +623,8 @@ class Loop:
             parts += (_pack(len(message), 0), message)
             self._flush_parts(peer, parts)
             raise Gone(str(error)) from error
+        if peer.cutter.announced > READ_BYTES and not peer.held:
+            parts += self._hold(peer, peer.cutter.announced)
         if len(session.replies) > UNACKNOWLEDGED:
             self._state.end(now, session, f"it acknowledged none of its last {len(session.replies)} replies")
             raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
@@ -629,6 +636,17 @@ class Loop:
             peer.send(b"".join(parts))
         if self._state.woken:
             self._deliver(now)
+
+    def _hold(self, peer: Peer, size: int) -> tuple[bytes, ...]:
+        """A long message has begun to arrive: charge it until it is whole, or say that there is no room, and throw the rest away."""
+        refused = self._state.reserve(size)
+        if refused is None:
+            peer.held = size
+            return ()
+        begun, missing = peer.cutter.skip()
+        peer.arriving = Arriving(None, missing)
+        message = encode(msgspec.structs.replace(refused, seq=seq_of(begun)))
+        return _pack(len(message), 0), message
 
     def _fault(self, request: AnyRequest) -> tuple[Reply, None]:
         """The state failed, which is our fault: this client learns it at once, and everybody else is served."""

@@ -81,7 +81,7 @@ class Peer:
     """See the module. Only the loop's thread touches it."""
 
     __slots__ = (
-        "arriving", "closing", "cutter", "descriptors", "fd", "freed", "incoming", "incoming_moves", "lent", "local", "mask",
+        "arriving", "closing", "cutter", "descriptors", "fd", "freed", "held", "incoming", "incoming_moves", "lent", "local", "mask",
         "out", "outgoing", "outgoing_moves", "pid", "queued", "session", "sock", "source", "stalled",
     )  # fmt: skip
 
@@ -92,6 +92,7 @@ class Peer:
         self.source = source  # for the log
         self.pid = 0  # of the process whose session this is, when that is certain
         self.cutter = cutter
+        self.held = 0  # bytes that are charged for a long message, of which a part has arrived
         self.session: Session | None = None  # None: a stranger
         self.mask = 0  # what epoll watches; -1: nothing, not even for a hang-up
         self.closing = False  # to be closed when `out` is sent, or when a thread has given it back

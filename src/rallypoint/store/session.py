@@ -274,7 +274,7 @@ class Session:
                 if pending.reply is None:
                     self._await(pending, me)
                     if pending.reply is None:
-                        raise pending.error or self._timed_out(pending)
+                        raise self._error(pending)
                 reply = pending.reply
             if len(self._pending) > 1 or pending.body is not None:
                 self._took(pending)
@@ -313,7 +313,7 @@ class Session:
                     pending.deadline = max(pending.deadline, self._now() + self.timeout)
                     self._await(pending, me)
                     if pending.reply is None:
-                        raise pending.error or self._timed_out(pending)
+                        raise self._error(pending)
                     if pending.body is not None or len(self._pending) > len(under_way):
                         self._took(pending)
                     replies.append((pending.reply, pending.body))
@@ -386,8 +386,15 @@ class Session:
             return first - 1
         return self._seq
 
+    def _error(self, pending: Pending) -> Exception:
+        """Why it has no reply."""
+        if self._closed:
+            _stay_when_leaving()
+        return pending.error or self._timed_out(pending)
+
     def _refuse(self) -> None:
         if self._closed:
+            _stay_when_leaving()
             raise StoreClosed("store-closed", self._closed, outcome="did not happen")
         lost, self._lost = self._lost, None
         self._refusing = self._closed != ""
@@ -1054,6 +1061,24 @@ class Session:
             link.abandon()
         self.leases.end("the parent process has it, not this forked child")
         self._finish("the call was begun in the parent process, before the fork")
+
+
+_leaving = False
+
+
+def leave() -> None:
+    """The interpreter is about to end, and closes its stores."""
+    global _leaving
+    _leaving = True
+
+
+def _stay_when_leaving() -> None:
+    """At the end of the interpreter a daemon thread stays where it is, as in every other wait: the program has not closed the store, and
+    a traceback at the end of a healthy job is a false alarm."""
+    if _leaving and threading.current_thread().daemon:
+        never = threading.Lock()
+        never.acquire()
+        never.acquire()
 
 
 def _frames(pendings: Sequence[Pending]) -> bytes:

@@ -59,6 +59,19 @@ class Cutter:
         """How many bytes have arrived and were not returned yet."""
         return len(self._data) - self._at + self._later_bytes
 
+    @property
+    def announced(self) -> int:
+        """Bytes of the header and message of the frame that has begun to arrive, 0 when no more than a header has."""
+        return self._need if self._need > HEADER_BYTES else 0
+
+    def skip(self) -> tuple[bytes, int]:
+        """Throw the frame away that has begun to arrive. Returns the beginning of its message, and how many bytes of message and body
+        are missing: these must not be fed."""
+        data = b"".join((self._data[self._at :], *self._later))
+        length, body = HEADER.unpack_from(data)
+        self._data, self._at, self._later, self._later_bytes, self._need, self.empty = b"", 0, [], 0, 0, True
+        return data[HEADER_BYTES : HEADER_BYTES + 64], HEADER_BYTES + length + body - len(data)
+
     def feed(self, data: bytes) -> None:
         """Add what was read. Call `next` until it returns None before feeding again, or memory grows with what is fed."""
         self.empty = False

@@ -561,3 +561,12 @@ encode = msgspec.msgpack.Encoder().encode
 decode_handshake = msgspec.msgpack.Decoder(AnyHandshake).decode
 decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
 decode_reply = msgspec.msgpack.Decoder(AnyReply).decode
+
+
+def seq_of(begun: bytes) -> int:
+    """The `seq` of a request of which only the beginning is there: an array, its tag, and this. 0 when that is no request of ours."""
+    at = 2 if begun[:1] < b"\xdc" else 4
+    kind = begun[at] if at < len(begun) else 0
+    if not 0xCC <= kind <= 0xCF:
+        return kind if kind < 0x80 else 0
+    return int.from_bytes(begun[at + 1 : at + 1 + (1 << (kind - 0xCC))], "big")
