@@ -16,7 +16,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launcher import machine
 
 if TYPE_CHECKING:
-    from rallypoint.launcher.plan import Machine, Options
+    from rallypoint.launcher.plan import Machine, Options, Plan
 
 RESOLVE_TIMEOUT = 2.0  # seconds for a name given with --master-addr: one that is not answered for is not known to be this machine's
 
@@ -32,9 +32,11 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
     `typed`: the options as they were typed, for a line to type again.
     """
     from rallypoint.launcher import plan
+    from rallypoint.record import learnt
 
     try:
-        made = plan.make(wanted, environ, this_machine(wanted, environ))
+        here = this_machine(wanted, environ)
+        made = plan.make(wanted, environ, here)
     except UsageError as error:
         if error.code != "torch-missing":
             raise
@@ -50,13 +52,23 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
 
         rendezvous_file.wait_for_disk(made.rendezvous)
         rendezvous_file.look(made.rendezvous)
-    made = plan.with_parts(made, program_check.source(made.program))
+    memory = _memory(made, environ)
+    made = plan.with_parts(made, program_check.source(made.program), learnt.read(memory, here.now.timestamp()), memory)
     if wanted.dry_run:
         write_out(plan.describe(made))
         return 0
     from rallypoint.launcher import agent
 
     return agent.run(made)
+
+
+def _memory(made: Plan, environ: Mapping[str, str]) -> str:
+    """The file of what earlier runs of this program have shown."""
+    from rallypoint.record import learnt
+
+    program = made.program
+    name = os.path.realpath(program.target) if program.kind == "script" else f"{program.target} in {made.cwd}"
+    return learnt.path_for(environ, program.kind, name, sys.executable, made.torch)
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import shlex
 import signal
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,11 +22,12 @@ from rallypoint.host import devices, signals, terminal
 from rallypoint.host.devices import Found
 from rallypoint.host.processes import Status, command_line
 from rallypoint.host.reach import Reached
-from rallypoint.launcher import exits, words
+from rallypoint.launcher import exits, variables, words
 from rallypoint.launcher.channel import ImportFailed, NotForked, Ready
 from rallypoint.launcher.handles import RankHandle
 from rallypoint.launcher.plan import STDERR, STDOUT, Plan
 from rallypoint.launcher.supervisor import State
+from rallypoint.record import learnt
 from rallypoint.record.events import Event, EventLog, What
 from rallypoint.record.logs import LogPump, worker_columns
 from rallypoint.record.run_folder import Door, default_root, open_run_folder
@@ -44,6 +45,8 @@ DEVICES_TIMEOUT = 1.5
 DISK_TIMEOUT = 5.0
 # Seconds that a report waits for the files in which `@record` writes a rank's error: small, on the same disk, and mostly not there.
 ERROR_FILES_TIMEOUT = 0.5
+# Seconds for what was learnt, a file of some hundred bytes. Beside a disk that takes longer, the next start learns it again.
+LEARNT_TIMEOUT = 1.0
 # Processes of the ranks' own that are named when they failed unseen: what fits on a screen beside the ranks' words.
 CHILDREN_MOST = 6
 
@@ -238,8 +241,14 @@ class Account:
 
     def say_late(self, name: str, line: str) -> None:
         """The program sets a variable that has been read already. Once for each, not for every rank."""
-        if name not in self._late and not self._plan.quiet:
-            self._late.add(name)
+        if name in self._late:
+            return
+        self._late.add(name)
+        if variables.is_of_parts(name):  # also for a caller of `launch`: nothing else shows why it has no effect
+            export = "export it, or preload=['none']" if self._plan.task is not None else "export it, or --preload none"
+            early = " and ".join(self._plan.parts)
+            self.say(f"rallypoint: {line or 'the program'} sets {name} after {early} was imported in the template: {export}")
+        elif not self._plan.quiet:
             self.say(f"rallypoint: {line or 'the program'} sets {name} after torch was imported in the template: export it, or --fresh")
 
     # --- what is kept
@@ -557,17 +566,28 @@ class Account:
         pids, read = evidence.kernel_oom_kills(self._began) if killed else ((), False)
         return evidence.difference(self._before, evidence.memory_counters(), pids, read)
 
-    def say_imports(self, ranks: Sequence[RankHandle]) -> None:
-        """Name a package that several ranks spent long on importing."""
+    def keep_learnt(self, parts: Sequence[str], spoilt: Mapping[str, str]) -> bool:
+        """Keep for the next start of this program which parts of torch to import once. Whether that could be written."""
+        plan, now = self._plan, self._clock.wall()
+        if not plan.memory or not (parts or spoilt):
+            return False
+        try:
+            self._writer.ask(lambda: learnt.add(plan.memory, plan.program.target, plan.torch, parts, spoilt, now), LEARNT_TIMEOUT)
+        except OSError:  # a disk that is full, or may only be read: the caller says what to type instead
+            return False
+        return True
+
+    def say_imports(self, ranks: Sequence[RankHandle], known: Sequence[str]) -> None:
+        """Name a package that several ranks spent long on importing; not what is `known`, which they will not import the next time."""
         found: dict[str, list[float]] = {}
         for handle in ranks:
             for name, seconds in handle.imports.items():
                 found.setdefault(name, []).append(seconds)
-        slow = {name: times for name, times in found.items() if len(times) > 1 and sorted(times)[len(times) // 2] >= SLOW_IMPORT}
+        middles = {name: sorted(times)[len(times) // 2] for name, times in found.items()}
+        slow = {name: times for name, times in found.items() if len(times) > 1 and name not in known and middles[name] >= SLOW_IMPORT}
         if slow and not self._plan.quiet:
             name, times = max(slow.items(), key=lambda item: sum(item[1]))
-            middle = sorted(times)[len(times) // 2]
-            self.say(f"rallypoint: {name} was imported {len(times)} times, {middle:.1f} s each: --preload {name}")
+            self.say(f"rallypoint: {name} was imported {len(times)} times, {middles[name]:.1f} s each: --preload {name}")
 
     def close(self, status: int | None, left: Sequence[Status], *, interrupted: Callable[[], bool]) -> None:
         """The last words; every file closed. A reader that pauses (`| less`, Ctrl-S) is waited for until `interrupted` says true."""

@@ -16,7 +16,7 @@ from rallypoint.diagnosis.evidence import Ended, HelperLost
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import EnvironmentProblem, RallypointError
 from rallypoint.host import processes, signals
-from rallypoint.launcher import channel, crew, guard, supervisor
+from rallypoint.launcher import channel, crew, guard, parts, supervisor, variables
 from rallypoint.launcher.channel import (
     AtPhase,
     Caught,
@@ -28,6 +28,7 @@ from rallypoint.launcher.channel import (
     Forked,
     ForksCuda,
     Imported,
+    ImportedPart,
     ImportFailed,
     Interrupt,
     Leaving,
@@ -147,6 +148,8 @@ class Agent:
         self._signals = signals.SignalLog(wanted)
         self.crew = Crew(guard.start(self._marker)) if errand is None else errand.crew
         self._hooks = not plan.plain and plan.start != "exec"
+        self.early = plan.parts  # of torch, that the template imports for the ranks
+        self.spoilt: dict[str, str] = {}  # parts that are better left to the ranks, and why
         if self.crew.template is None:
             self.crew.use(self._start_template(imports=plan.start == "template"))
         # Everything below is done while the template imports.
@@ -222,6 +225,13 @@ class Agent:
         return self.account.reports
 
     @property
+    def learnt(self) -> tuple[str, ...]:
+        """The parts of torch that every rank has imported after the fork, and that may be imported before it."""
+        if not self.plan.learns:
+            return ()
+        return tuple(name for name in parts.of_all(handle.parts for handle in self.ranks) if name not in self.spoilt)
+
+    @property
     def attempt(self) -> Attempt:
         """The present one; empty before the first."""
         return self._job.attempt
@@ -269,8 +279,9 @@ class Agent:
         self._close_store("the job is over")
         if self.errand is None:
             self.guard.farewell()
+        kept = self.account.keep_learnt(self.learnt, self.spoilt)
         if self._status == 0:
-            self.account.say_imports(self.ranks)
+            self.account.say_imports(self.ranks, self.learnt if kept else ())
         self.account.close(self._status, left, interrupted=self._must_leave)
         self._close_attempt()
         self._loop.close()
@@ -335,8 +346,9 @@ class Agent:
         plan = self.plan
         return crew.start_template(
             plan.program,
-            (*plan.parts, *plan.preload),
+            plan.preload,
             {**os.environ, **(plan.environment if self.errand is None else {"RALLYPOINT_JOB": plan.job})},
+            parts=self.early,
             imports=imports,
             hooks=self._hooks,
             paths=plan.task.paths if plan.task is not None else None,
@@ -381,6 +393,9 @@ class Agent:
                 self.account.event("template-ready", seconds=round(message.seconds, 3), torch=message.torch)
             self._job.feed(supervisor.Prepared())
             return
+        if message.module in self.early:
+            self._do_without([message.module], message.unclean)
+            return
         from rallypoint.launcher.culprit import Suspicion
 
         because = f"after importing {message.module} {message.unclean}"
@@ -395,12 +410,29 @@ class Agent:
         self.crew.use(self._start_template(imports=False))
         self._watch_template()
 
+    def _do_without(self, names: Sequence[str], because: str) -> None:
+        """Parts of torch, which nobody has asked for, have spoilt the template: another one leaves them to the ranks, now and in later
+        runs."""
+        self.spoilt.update(dict.fromkeys(names, f"imported early, it spoils the template: {because}"))
+        self.account.event("template-renewed", because=because, parts=list(names))
+        self.early = tuple(name for name in self.early if name not in self.spoilt)
+        self._loop.unwatch(self.template.socket.fileno())
+        self._loop.unwatch(self.template.pidfd)
+        self.template.end()
+        self.crew.use(self._start_template(imports=True))
+        self._watch_template()
+
     def _on_template_end(self) -> None:
         """The template has ended though nobody told it to: its children are ours now, and die with it."""
-        self._loop.unwatch(self.template.pidfd)
+        ended = self.template
+        self._loop.unwatch(ended.pidfd)
         while self._on_template(waits=False):  # what it had said before
-            pass
-        code, number = self.template.reap()
+            if self.template is not ended:  # that it is unfit, and another one stands in its place
+                return
+        code, number = ended.reap()
+        if self.early and not self.crew.ready and number != signal.SIGKILL:  # its deadline's SIGALRM, or a crash, in one of them
+            self._do_without(self.early, f"the template was ended by {signals.name(number)}" if number else "the template ended")
+            return
         for handle in self.ranks:
             handle.ordered = False  # what it had not forked by now, it never will
         if self.problem is None:
@@ -629,8 +661,12 @@ class Agent:
                 self.account.event("children-failed", rank=handle.rank, pids=[one.pid for one in message.children])
             case Imported(name, seconds):
                 handle.imports[name] = seconds
+            case ImportedPart(name):
+                handle.parts.append(name)
             case SetLate(name, line):
                 self.account.say_late(name, line)
+                if variables.is_of_parts(name):
+                    self.spoilt.update(dict.fromkeys(self.early, f"the program sets {name}, which it reads"))
             case NotExecuted(number):
                 handle.not_executed = number
             case Outcome():

@@ -34,6 +34,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     """agent -> template: what it is there for. The first packet, and the only one of its kind."""
 
     program: Program
+    parts: tuple[str, ...]  # of torch, imported before the preload modules; what goes wrong with one is `Ready.unclean`
     preload: tuple[str, ...]
     imports: bool  # False: a starter of fresh interpreters, which imports nothing
     hooks: bool  # look into the workers (not --plain)
@@ -66,6 +67,12 @@ class StartHost(msgspec.Struct, frozen=True, tag=True):
 
     host: str
     port: int
+
+
+class ImportParts(msgspec.Struct, frozen=True, tag=True):
+    """agent -> template: import these parts of torch too, for those who will be forked later. `Ready` is the answer."""
+
+    parts: tuple[str, ...]
 
 
 class Reap(msgspec.Struct, frozen=True, tag=True):
@@ -234,6 +241,12 @@ class Imported(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class ImportedPart(msgspec.Struct, frozen=True, tag=True):
+    """worker -> agent: a part of torch was imported, took long, and could have been imported before the fork."""
+
+    name: str
+
+
 class SetLate(msgspec.Struct, frozen=True, tag=True):
     """worker -> agent: the program set a variable that libraries in the template had read before. `line`: where, "" if not known."""
 
@@ -338,7 +351,7 @@ Message = (
     Setup | StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught
     | Leaving | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Inherit | Forget
     | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | OfSpawned | Debugging | ChildrenFailed | ClosesGroup
-    | Aside
+    | ImportParts | ImportedPart | Aside
 )  # fmt: skip
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from rallypoint.launcher import boot
 from rallypoint.launcher.assignment import Program
-from rallypoint.launcher.channel import Exited, ImportFailed, Message, Ready, Reap, Setup
+from rallypoint.launcher.channel import Exited, ImportFailed, ImportParts, Message, Ready, Reap, Setup
 from rallypoint.launcher.guard import Guard
 from rallypoint.launcher.handles import TemplateHandle
 
@@ -25,8 +25,15 @@ class Crew:
         self._files: tuple[tuple[str, int, int], ...] = ()
 
     def is_ready(self, files: tuple[tuple[str, int, int], ...]) -> None:
-        """The template may be forked. `files`: what a person may change that it has imported: path, time in ns, size."""
-        self.ready, self._files = True, files
+        """The template may be forked. `files`: what a person may change that it has imported: path, time in ns, size; none when it has
+        imported parts of torch since it was ready the first time."""
+        self.ready, self._files = True, files or self._files
+
+    def import_parts(self, parts: tuple[str, ...]) -> None:
+        """Between two jobs: let the template import these parts of torch. It is not ready until it has."""
+        if self.template is not None and self.ready:
+            self.template.order(ImportParts(parts))
+            self.ready = False
 
     def use(self, template: TemplateHandle) -> None:
         """From now on this template is forked, as soon as it is ready."""
@@ -73,17 +80,20 @@ def start_template(
     preload: tuple[str, ...],
     environment: Mapping[str, str],
     *,
+    parts: tuple[str, ...],
     imports: bool,
     hooks: bool,
     paths: tuple[str, ...] | None,
     files_limit: tuple[int, int],
     guard: Guard,
 ) -> TemplateHandle:
-    """Start a template with this environment. `imports=False`: a starter of fresh interpreters, which imports nothing. `paths`: see
-    `Setup`."""
+    """Start a template with this environment. `imports=False`: a starter of fresh interpreters, which imports nothing. `parts`, `paths`:
+    see `Setup`."""
     pid, line = boot.start_template(environment, imports=imports)
     handle = take_over(pid, line, imports=imports, files_limit=files_limit, guard=guard)
-    handle.set_up(setup(program, preload if imports else (), environment, imports=imports, hooks=hooks, paths=paths))
+    if not imports:
+        preload = parts = ()
+    handle.set_up(setup(program, preload, environment, parts=parts, imports=imports, hooks=hooks, paths=paths))
     return handle
 
 
@@ -100,6 +110,7 @@ def setup(
     preload: tuple[str, ...],
     environment: Mapping[str, str],
     *,
+    parts: tuple[str, ...] = (),
     imports: bool,
     hooks: bool,
     paths: tuple[str, ...] | None,
@@ -107,6 +118,7 @@ def setup(
     """What a template is there for that was started with this environment."""
     return Setup(
         program=program,
+        parts=parts,
         preload=preload,
         imports=imports,
         hooks=hooks,

@@ -174,6 +174,7 @@ class RankHandle:
         self.resident = 0
         self.error_file = ""
         self.log_line = 0
+        self.parts: list[str] = []  # of torch, that it has imported after the fork
         self.imports: dict[str, float] = {}
         self.left_at_exit: float | None = None  # when it ended well with processes left in its group, until they are named
         self._asked = False

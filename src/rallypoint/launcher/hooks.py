@@ -103,6 +103,9 @@ class Hooks:
 
     def stop(self) -> None:
         """The program has ended: what torch says while it is taken down is no longer the program's."""
+        if variables.parts_are_loaded:  # `joining` has told what was set until then
+            for name, line in variables.set_for_parts().items():
+                self.tell(SetLate(name, line))
         self._serial = CAUGHT_MOST
 
     def excepthook_is_default(self) -> bool:

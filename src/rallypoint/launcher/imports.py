@@ -17,6 +17,7 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoade
 from types import ModuleType
 from typing import ParamSpec, TypeVar
 
+from rallypoint.launcher import parts, variables
 from rallypoint.launcher.channel import Imported
 
 SLOW = 1.0  # seconds; a package that takes less is not worth an option on the command line
@@ -40,10 +41,15 @@ class ImportTimes(importlib.abc.MetaPathFinder):
     `folder` is the program's own: its modules are looked through, so that what they import is named, and not they.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, on_part: Callable[[str], object] = lambda name: None) -> None:
+        """`on_part` is called with the name of each part of torch that took long and can be imported before the program, at once: who is
+        killed has told by then. Such a part is looked at also where it is imported inside another package."""
         self._folder = os.path.join(folder, "")
+        self._on_part = on_part
         self._seconds: dict[str, dict[str, float]] = {}  # of each package: by module
-        self._busy = False
+        self._busy = False  # an import is being timed, or looked for
+        self._finding = False
+        self._part = False  # a part of torch is
 
     def install(self) -> None:
         """From now on the imports of this process are timed."""
@@ -59,13 +65,13 @@ class ImportTimes(importlib.abc.MetaPathFinder):
     @_untraced
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """What the finders after this one find; its loader also takes the time."""
-        if self._busy:
+        if self._part or self._finding or (self._busy and not name.startswith("torch.")):
             return None
-        self._busy = True  # finding may import something
+        self._finding = True  # which may import something
         try:
             spec = self._found(name, path, target)
         finally:
-            self._busy = False
+            self._finding = False
         if spec is not None and isinstance(spec.loader, _LOADERS) and not self._is_the_programs(spec):
             spec.loader.__dict__["exec_module"] = self._timed(spec.loader, name)
         return spec
@@ -88,18 +94,27 @@ class ImportTimes(importlib.abc.MetaPathFinder):
         @_untraced
         def exec_module(module: ModuleType) -> None:
             loader.__dict__.pop("exec_module", None)  # the module sees its loader as it is without us
-            if self._busy:  # found while nothing was being imported, and run inside another import
+            outermost, part = not self._busy, name.startswith("torch.") and not self._part
+            if not outermost and not part:  # found while nothing was being imported, and run inside another import
                 return loader.exec_module(module)
-            self._busy = True
+            former = set(sys.modules) if part else set()
+            self._busy, self._part = True, part
             began = time.monotonic()
             try:
-                return loader.exec_module(module)
+                loader.exec_module(module)
             finally:
-                self._busy = False
-                modules = self._seconds.setdefault(_package(name), {})
-                modules[name] = modules.get(name, 0.0) + time.monotonic() - began
+                seconds = time.monotonic() - began
+                self._busy, self._part = not outermost, False
+                if outermost:
+                    modules = self._seconds.setdefault(_package(name), {})
+                    modules[name] = modules.get(name, 0.0) + seconds
+            if part and seconds >= parts.LEAST and self._may_be_early(name, former):
+                self._on_part(name)
 
         return exec_module
+
+    def _may_be_early(self, name: str, former: set[str]) -> bool:
+        return parts.may_be_early(name, sys.modules.keys() - former) and not variables.set_for_parts()
 
 
 def _package(name: str) -> str:

@@ -62,7 +62,7 @@ def prepare(own: set[str]) -> None:
     # `exit` calls them last first: those of the program's libraries, then these, and no older ones.
     libc.on_exit(libc._exit, None)  # is called with the status
     libc.__cxa_atexit(libc.fcloseall, None, None)  # what `exit` does after all handlers
-    _leave_operators_registered()
+    leave_operators_registered()
     with contextlib.suppress(OSError, AttributeError, ValueError):  # no C++ library, or another one
         cpp = ctypes.CDLL("libstdc++.so.6")
         cout = ctypes.addressof(ctypes.c_char.in_dll(cpp, "_ZSt4cout"))
@@ -72,7 +72,7 @@ def prepare(own: set[str]) -> None:
     _template = _Template({name: module for name, module in held.items() if name not in own}, libc)
 
 
-def _leave_operators_registered() -> None:
+def leave_operators_registered() -> None:
     """Keep torch from taking the registration of each of its operators back when an interpreter ends: it takes 25 ms of processor time,
     and matters only to C++ destructors, which do not run here."""
     library = sys.modules.get("torch.library")

@@ -7,16 +7,20 @@ import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from string import Template
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.host import devices
+from rallypoint.launcher import parts as late
 from rallypoint.launcher.assignment import Program, Task
 from rallypoint.launcher.sizes import threads_of_a_rank
 from rallypoint.launcher.supervisor import ROLL_CALL
 from rallypoint.world import World, ranges
+
+if TYPE_CHECKING:
+    from rallypoint.record.learnt import Learnt
 
 OLDEST_TORCH = (2, 8)  # the first whose TCPStore, by default with libuv, takes a socket that listens already: `master_listen_fd`
 STALL = 300.0  # seconds; more than most steps, evaluations and checkpoints take, and less than a person waits before looking
@@ -64,6 +68,8 @@ class Plan(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()  # said once at the start, a line each
     remarks: tuple[str, ...] = ()  # what we chose without being asked; said by --dry-run only
     parts: tuple[str, ...] = ()  # of torch: what the program will import late, imported once in the template instead
+    learns: bool = False  # whether what all ranks import of torch is remembered for the next start
+    memory: str = ""  # the file where that is kept, "" when it is not
     torch: str = ""  # installed version by metadata, "" when there is none (then nobody can serve torch's TCPStore)
     stall: float | None = None  # seconds for which no rank moves before that is reported; 0: never; None: not asked, see `patience`
     task: Task | None = None  # what the ranks of `launch` run
@@ -85,17 +91,33 @@ class Plan(msgspec.Struct, frozen=True):
 
 # DDP's constructor, and every optimizer at its first use, import torch._dynamo: one to three seconds, in every rank.
 _USES_DYNAMO = re.compile(rb"optim|DistributedDataParallel|fully_shard|FullyShardedDataParallel|torch\.compile|accelerate|lightning")
+# What a program sets before torch._dynamo is imported, because that reads it: `os.environ["TORCHDYNAMO_DISABLE"] = "1"`.
+_SETS_DYNAMO = re.compile(rb"""["'](TORCHDYNAMO_|TORCHINDUCTOR_(?!CACHE_DIR)|TORCH_COMPILE)""")
 
 
-def with_parts(plan: Plan, source: bytes) -> Plan:
-    """The plan, with the parts of torch in the template that this program will want; `source` is the program's text.
+def with_parts(plan: Plan, source: bytes, learnt: Learnt, memory: str) -> Plan:
+    """The plan, with the parts of torch in the template that this program will want: `learnt` is what its earlier runs have shown, kept in
+    the file `memory`; `source` is its text.
 
-    A guess that costs one import when it is wrong, and saves one in each rank when it is right. Only for several forked ranks.
+    The text is a guess for the first run, which costs one import when it is wrong, and saves one in each rank when it is right. Only for
+    several forked ranks, and none where the text names variables that torch._dynamo reads; what was learnt not under `--plain`, where
+    nobody looks what the ranks import.
     """
-    if plan.start != "template" or plan.world.size == 1 or not _USES_DYNAMO.search(source):
-        return plan
-    remark = "torch._dynamo is imported once, before the ranks are forked: the program's optimizer or DDP would import it in each of them"
-    return msgspec.structs.replace(plan, parts=("torch._dynamo",), remarks=(*plan.remarks, remark))
+    if plan.start != "template" or plan.world.size == 1 or not plan.learns or _SETS_DYNAMO.search(source):
+        return msgspec.structs.replace(plan, learns=False)
+    remarks = list(plan.remarks)
+    parts: list[str] = []
+    if _USES_DYNAMO.search(source) and "torch._dynamo" not in (*learnt.parts, *learnt.spoilt):
+        parts.append("torch._dynamo")
+        remarks.append(
+            "torch._dynamo is imported once, before the ranks are forked: the program's optimizer or DDP would import it in each of them"
+        )
+    if plan.plain:
+        return msgspec.structs.replace(plan, parts=tuple(parts), learns=False, remarks=tuple(remarks))
+    parts += learnt.parts
+    remarks += [f"{name} is imported once, before the ranks are forked: in an earlier run each of them did" for name in learnt.parts]
+    remarks += [f"{name} is left to the ranks: {why}" for name, why in learnt.spoilt.items()]
+    return msgspec.structs.replace(plan, parts=tuple(parts), memory=memory, remarks=tuple(remarks))
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -209,7 +231,8 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
         program=options.program,
         world=world,
         start=start,
-        preload=options.preload,
+        preload=tuple(name for name in options.preload if name != late.NONE),
+        learns=late.NONE not in options.preload,
         environment=environment,
         rank_environment=_rank_environment(options, environ, world),
         master_addr=address,
@@ -478,7 +501,7 @@ def describe(plan: Plan) -> str:
         [program.target, *program.args]
     )
     torch = f"torch {plan.torch}" if plan.torch else "no torch installed"
-    preloaded = "".join(f", {module}" for module in plan.preload)
+    preloaded = "".join(f", {module}" for module in (*plan.parts, *plan.preload))
     start = {
         "template": f"forked from one process that has imported {torch}{preloaded}",
         "fresh": f"a new interpreter each ({torch})",

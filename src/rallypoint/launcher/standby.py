@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import sys
+from collections.abc import Iterable
 
 import msgspec
 
@@ -19,10 +20,10 @@ from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import RallypointError
 from rallypoint.host import devices, processes
-from rallypoint.launcher import channel, crew, guard, machine, plan, words
+from rallypoint.launcher import channel, crew, guard, machine, parts, plan, words
 from rallypoint.launcher.agent import Agent, CallerGone
 from rallypoint.launcher.assignment import Program
-from rallypoint.launcher.channel import Call, Finished, Verdict
+from rallypoint.launcher.channel import Call, Finished, Message, Ready, Verdict
 from rallypoint.launcher.crew import Crew
 from rallypoint.launcher.hired import Terms
 from rallypoint.launcher.plan import Machine, Options, Plan
@@ -88,6 +89,8 @@ class _Standby:
         self._caller = terms.caller
         self._crew = crew
         self._calls = 0
+        self._parts: tuple[str, ...] = ()  # of torch, that all ranks of a call have imported: the template does, for the next
+        self._spoilt: set[str] = set()  # those that it shall not (any more)
 
     def close(self) -> None:
         """The template and the guard end; what they had in hand has ended before."""
@@ -107,15 +110,37 @@ class _Standby:
             return False
         if crew.template is not None:
             if crew.template.socket.fileno() in ready:
-                crew.between_jobs(channel.receive(crew.template.socket)[0])
+                self._between_calls(channel.receive(crew.template.socket)[0])
                 return True
             if crew.template.pidfd in ready:
-                crew.between_jobs(None)
+                self._between_calls(None)
                 return True
         message, fds = channel.receive(self._line)
         if isinstance(message, Call):
             return self._carry_out(message, fds)
         return message is not None  # an Interrupt that came after the end
+
+    def _between_calls(self, message: Message | None) -> None:
+        if isinstance(message, Ready) and message.unclean:
+            self._forget({message.module})
+        elif message is None and not self._crew.ready:  # it has crashed as it imported them, or did not come to an end
+            self._forget(self._parts)
+        self._crew.between_jobs(message)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        self._spoilt.update(names)
+        self._parts = tuple(name for name in self._parts if name not in self._spoilt)
+
+    def _learn(self, agent: Agent) -> None:
+        """The caller has its results. What all ranks have imported of torch the template imports now, for the next call: one that comes
+        meanwhile waits for that, at most as long as its ranks would have taken each."""
+        if not agent.spoilt.keys().isdisjoint(agent.early):  # the template has them
+            self._crew.dismiss_template()
+        self._forget(agent.spoilt)
+        new = tuple(name for name in agent.learnt if name not in (*self._parts, *self._spoilt))
+        if new:
+            self._parts += new
+            self._crew.import_parts(new)
 
     def _carry_out(self, call: Call, fds: list[int]) -> bool:
         try:  # where a new template begins
@@ -130,6 +155,7 @@ class _Standby:
         self._set_up_template(call)
         errand = Errand(call, fds, line=self._line, caller=self._caller, crew=self._crew, files_limit=self._terms.files_limit)
         with contextlib.closing(errand):  # whoever reads the pipes must see their end before it hears that the call is over
+            agent = None
             try:
                 made = self._plan(call)
                 agent = Agent(made, errand)
@@ -148,6 +174,8 @@ class _Standby:
             with contextlib.suppress(TimeoutError):  # the caller waits, and the disk may have died meanwhile
                 Writer().ask(lambda: run_folder.discard(verdict.run_dir), DISCARD_TIMEOUT)
         self._send(verdict)
+        if agent is not None:
+            self._learn(agent)
         return verdict.usable
 
     def _set_up_template(self, call: Call) -> None:
@@ -155,7 +183,7 @@ class _Standby:
         template = self._crew.template
         if template is not None and not template.is_set_up:
             paths = call.task.paths
-            template.set_up(crew.setup(Program("function", ""), call.preload, os.environ, imports=True, hooks=True, paths=paths))
+            template.set_up(crew.setup(Program("function", ""), _modules(call), os.environ, imports=True, hooks=True, paths=paths))
 
     def _plan(self, call: Call) -> Plan:
         self._calls += 1
@@ -188,7 +216,11 @@ class _Standby:
         made = plan.make(options, environ, facts)
         run_dir = made.run_dir if call.run_dir else f"{made.run_dir}-{self._calls}"
         return msgspec.structs.replace(
-            made, run_dir=run_dir, task=call.task, rank_environment=tuple({**call.environment, **own} for own in made.rank_environment)
+            made,
+            run_dir=run_dir,
+            task=call.task,
+            parts=self._parts,
+            rank_environment=tuple({**call.environment, **own} for own in made.rank_environment),
         )
 
     def _send(self, verdict: Verdict) -> None:
@@ -200,6 +232,10 @@ class _Standby:
             raise CallerGone from None
         finally:
             os.close(fd)
+
+
+def _modules(call: Call) -> tuple[str, ...]:
+    return tuple(name for name in call.preload if name != parts.NONE)
 
 
 def _for_python(report: Report) -> Report:

@@ -15,19 +15,20 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import devices, processes, system_calls
-from rallypoint.launcher import boot, channel, leaving, program, words, worker
+from rallypoint.launcher import boot, channel, leaving, parts, program, variables, words, worker
 from rallypoint.launcher.channel import (
     Exited,
     Finish,
     Forked,
     ImportFailed,
+    ImportParts,
     Message,
     NotExecuted,
     NotForked,
@@ -90,6 +91,8 @@ def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseExce
 
             hooks.install()  # before any preload module: `from torch.distributed import init_process_group` copies the name
         why = unclean()
+        if not why and name == "torch.distributed":
+            name, why = _import_parts(setup.parts)  # without the program's folder: they are torch's
         if why:
             channel.send(orders, Ready(spent + clock.elapsed(), version, why, name))
             return False
@@ -103,6 +106,36 @@ def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseExce
     gc.enable()
     channel.send(orders, Ready(spent + clock.elapsed(), version, files=read_from))
     return True
+
+
+def _import_parts(names: Sequence[str]) -> tuple[str, str]:
+    """Import parts of torch that nobody has asked for: the one that made this process unfit, or cannot be imported, and why; "" and "" when
+    all is well. One that hangs or crashes ends this process by a signal, which the agent sees."""
+    if not names:
+        return "", ""
+    given = dict(os.environ)
+    handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.alarm(parts.DEADLINE)
+    try:
+        for name in names:
+            variables.parts_are_loaded = True
+            try:
+                __import__(name)
+            except BaseException as error:  # of another release of torch, maybe, or removed from it
+                return name, f"{type(error).__name__}: {error}"
+            why = unclean()
+            if why:
+                return name, why
+        return "", ""
+    finally:
+        signal.alarm(0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        signal.signal(signal.SIGALRM, handler)
+        # torch._dynamo puts TORCHINDUCTOR_CACHE_DIR there: a program that then sets it only where it is missing would set nothing.
+        for variable in os.environ.keys() - given.keys():
+            del os.environ[variable]
+        os.environ.update(given)
 
 
 def _place_folders(setup: Setup) -> None:
@@ -212,6 +245,8 @@ class _Template:
                 return self._start(message.rank, fds, lambda parent: self._worker(message, fds, parent))
             case StartHost():
                 return self._start(-1, fds, lambda parent: self._host(message, fds, parent))
+            case ImportParts(names):
+                self._import(names)
             case Reap(pid):
                 self._reap(pid)
             case Finish():
@@ -251,6 +286,16 @@ class _Template:
         self._tell(Forked(rank, pid, took))
         self._epoll.register(pidfd, select.EPOLLIN)
         return None
+
+    def _import(self, names: tuple[str, ...]) -> None:
+        """Between two jobs."""
+        clock = Clock()
+        gc.disable()
+        name, why = _import_parts(names)
+        leaving.leave_operators_registered()
+        gc.freeze()
+        gc.enable()
+        self._tell(Ready(clock.elapsed(), unclean=why, module=name))
 
     def _forget(self) -> None:
         """In the child: nothing of the template's stays open."""

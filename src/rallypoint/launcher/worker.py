@@ -23,7 +23,7 @@ import msgspec
 from rallypoint.host import processes
 from rallypoint.host.signals import EVIDENCE_SIGNAL, show_attention
 from rallypoint.launcher import channel, hooks, imports, leaving, program, variables, words
-from rallypoint.launcher.channel import AtPhase, Debugging, Setup, StartWorker
+from rallypoint.launcher.channel import AtPhase, Debugging, ImportedPart, Setup, StartWorker
 from rallypoint.store import place
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -130,16 +130,16 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     _choose_debugger(order, fds.terminal, seen)
     seen.tell(AtPhase("started"))
     _wait_for_go(control)
+    folder = order.task.folder if order.task is not None else program.folder(setup.program)
+    times = imports.ImportTimes(folder, lambda name: seen.tell(ImportedPart(name)))
+    if setup.imports:  # in a fresh interpreter nothing could have been shared, and nothing was read before
+        times.install()
+        variables.remember(folder)
     if order.task is not None:
         from rallypoint.launcher import task  # here: a script needs none of it
 
         task.run(order.task, order.rank, fds.parcel, seen, signal_mask=setup.signal_mask)
         return
-    folder = program.folder(setup.program)
-    times = imports.ImportTimes(folder)
-    if setup.imports:  # in a fresh interpreter nothing could have been shared, and nothing was read before
-        times.install()
-        variables.remember(folder)
     try:
         program.run(
             setup.program.for_rank(order.local_rank),

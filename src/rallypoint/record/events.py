@@ -18,6 +18,7 @@ What = Literal[
     "template-started",  # pid
     "template-ready",  # seconds
     "template-unclean",  # because: which module did what; fresh interpreters are used
+    "template-renewed",  # because, parts: another template is started, which leaves these parts of torch to the ranks
     "port-held",  # host, port
     "c10d-ready",  # address
     "store-serves",  # address: the first client of the job's store has come

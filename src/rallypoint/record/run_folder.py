@@ -239,7 +239,7 @@ class RunFolder:
         path = self.file(name)
         text = msgspec.json.format(as_json(value), indent=2) + b"\n"
         try:
-            _write_whole(path, text)
+            write_whole(path, text)
         except OSError as error:
             self.trouble(path, error, "it is not kept")
 
@@ -293,7 +293,7 @@ def open_run_folder(path: str, job: str, say: Callable[[str], None], *, asked_fo
             os.mkdir(path, 0o700)
         folder = RunFolder(path, _take(path), trouble)
         try:
-            _write_whole(folder.file("plan.json"), msgspec.json.encode({"job": job}))
+            write_whole(folder.file("plan.json"), msgspec.json.encode({"job": job}))
         except OSError:
             folder.close()
             raise
@@ -468,8 +468,9 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _write_whole(path: str, text: bytes) -> None:
-    temporary = f"{path}.{os.getpid()}.new"
+def write_whole(path: str, text: bytes) -> None:
+    """Write a private file whole or not at all. Raises OSError."""
+    temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.new"  # a container that shares the folder has the same numbers
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:

@@ -111,6 +111,7 @@ _SENTENCES: dict[What, Callable[[dict[str, Any], str], str]] = {
     "job-started": lambda d, because: f"started {d.get('program', 'the job')}",
     "template-started": lambda d, because: "started the template",
     "template-ready": lambda d, because: "template ready",
+    "template-renewed": lambda d, because: f"template started again without {', '.join(d.get('parts', ()))}{_reason(because)}",
     "template-unclean": lambda d, because: f"template not clean{_reason(because)}",
     "port-held": lambda d, because: f"held {d.get('host', '')}:{d.get('port', '')}",
     "c10d-ready": lambda d, because: "c10d store ready",
