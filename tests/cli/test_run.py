@@ -71,6 +71,13 @@ def test_dry_run_starts_and_writes_nothing(folder: Path, monkeypatch: pytest.Mon
     assert sorted(path.name for path in folder.iterdir()) == ["train.py"]
 
 
+def test_a_plan_does_not_hand_control_sequences_to_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An argument of the program with a terminal's title in it set that title."""
+    (folder / "train.py").write_text("")
+    assert run.main(["-n", "2", "--fresh", "--dry-run", "train.py", "\x1b]0;title\x07", "a\x1b[2Jb"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_trouble_is_shown_instead_of_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "bad.py").write_text("print('hi'\n")
     assert run.main(["-n", "4", "--fresh", "--dry-run", "bad.py"]) == 1

@@ -348,6 +348,24 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert "FileNotFoundError" in result.report
 
 
+def test_names_that_ranks_choose_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
+    """The name of a process that failed, and the command line of one that was left running, cleared the screen."""
+    program = tmp_path / "names.py"
+    program.write_text(
+        "import multiprocessing, os, subprocess, sys\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    subprocess.Popen(['\\x1b[2Jsleep', '1004'], executable='/bin/sleep')\n"
+        "failing = multiprocessing.get_context('fork').Process(target=sys.exit, args=(3,), name='\\x1b[2Jworker')\n"
+        "failing.start()\n"
+        "failing.join()\n"
+    )
+    result = run_job(["-n", "2", "--fresh", str(program)], state=tmp_path)
+    assert result.rc == 0, result.everything
+    assert "sleep 1004 (pid" in result.err
+    assert "worker of rank 1" in result.err
+    assert "\x1b[2J" not in result.err
+
+
 def test_what_a_successful_rank_leaves_is_named_and_ended(tmp_path: Path) -> None:
     result = run_job(["-n", "2", "leaves.py"], state=tmp_path)
     assert result.rc == 0, result.everything

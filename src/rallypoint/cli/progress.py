@@ -34,8 +34,10 @@ class Progress:
         now = self._clock.monotonic()
         if now < self._next or not sys.stderr or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             return
+        from rallypoint.diagnosis.render import plain
+
         of = f" of {_size(size)}" if size else ""
-        sys.stderr.write(f"\r\x1b[Kreading {os.path.basename(name)}: {_size(done)}{of}")
+        sys.stderr.write(f"\r\x1b[Kreading {plain(os.path.basename(name))}: {_size(done)}{of}")
         sys.stderr.flush()
         self._shown, self._next = True, now + PROGRESS_EVERY
 

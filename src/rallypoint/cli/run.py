@@ -55,7 +55,9 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
     memory = _memory(made, environ)
     made = plan.with_parts(made, program_check.source(made.program), learnt.read(memory, here.now.timestamp()), memory)
     if wanted.dry_run:
-        write_out(plan.describe(made))
+        from rallypoint.diagnosis.render import printable
+
+        write_out(printable(plan.describe(made)))
         return 0
     from rallypoint.launcher import agent
 

@@ -171,10 +171,10 @@ def _python_of(pid: int) -> str:
 
 def as_text(found: Standing, others: Sequence[str]) -> str:
     """For people. `others`: jobs that run, too."""
-    from rallypoint.diagnosis import standing
+    from rallypoint.diagnosis import render, standing
 
     text = standing.text(found, width=width(sys.stdout) if sys.stdout else 92, source=_source_line, others=others)
-    return text + "\n"
+    return render.printable(text) + "\n"
 
 
 def as_json(found: Standing) -> str:

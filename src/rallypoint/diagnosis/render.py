@@ -36,6 +36,11 @@ def plain(words: str) -> str:
     return _CONTROLS.sub(" ", line).rstrip()
 
 
+def printable(text: str) -> str:
+    """Lines that hold somebody's words, a file's name or a command line, without control sequences."""
+    return "\n".join(plain(line) for line in text.split("\n"))
+
+
 def cleaned(report: Report) -> Report:
     """The report with every text in it made safe to print."""
     return Report(

@@ -103,8 +103,12 @@ class Account:
             self.live(f"rallypoint: {_count(plan.world.size)} · importing torch")
 
     def say(self, text: str) -> None:
-        """Words of the launcher's own, on stderr, after what the ranks have said by now."""
-        self._pump.say(text)
+        """Write lines of the launcher's own on stderr, after what the ranks have said by now. Names in them may be the ranks' choice."""
+        self._pump.say(render.printable(text))
+
+    def _print(self, rendered: str) -> None:
+        """Write what is made for this terminal already, with its colours."""
+        self._pump.say(rendered)
 
     def live(self, text: str | None) -> None:
         """The live line on a terminal; None takes it away."""
@@ -145,7 +149,7 @@ class Account:
     def say_stalled(self, report: Report) -> None:
         """No rank has moved for as long as `--stall` says. A notice: it ends nothing, and is no report of the job's end."""
         self.event("stalled", code=report.code, headline=report.headline)
-        self.say(render.json((report,)) if self._plan.error_format == "json" else "\n" + self._as_text((report,)))
+        self._print(render.json((report,)) if self._plan.error_format == "json" else "\n" + self._as_text((report,)))
 
     def say_moved(self, ranks: Sequence[int]) -> None:
         """The ranks that have moved after all."""
@@ -177,7 +181,7 @@ class Account:
 
     def say_spawns(self, line: str) -> None:
         """A program that starts ranks of its own, started several times."""
-        self.say(self._as_text((causes.spawn_inside_run(line, self._plan.world.size, self._plan.program.target),)))
+        self._print(self._as_text((causes.spawn_inside_run(line, self._plan.world.size, self._plan.program.target),)))
 
     def say_leftovers(self, rank: int, members: Sequence[Status]) -> None:
         """What a successful rank left running; not `multiprocessing`'s own helpers, which see the rank's end and leave by themselves."""
@@ -237,7 +241,7 @@ class Account:
     def say_unclean(self, ready: Ready, line: str) -> None:
         """The template may not be forked: a notice, since the job goes on without. `line`: what spoilt it, "" when not known."""
         report = causes.cuda_in_template(ready.module, line, ready.unclean)
-        self.say(self._as_text((report,)))
+        self._print(self._as_text((report,)))
 
     def say_late(self, name: str, line: str) -> None:
         """The program sets a variable that has been read already. Once for each, not for every rank."""
@@ -494,9 +498,9 @@ class Account:
         if self._plan.task is not None or not reports:
             pass  # the caller's exception says it
         elif self._plan.error_format == "json":
-            self.say(render.json(reports))
+            self._print(render.json(reports))
         else:
-            self.say(("\n" if first else "") + self._as_text(reports))
+            self._print(("\n" if first else "") + self._as_text(reports))
         self._reports = kept = rules.cause_first((*self._reports, *reports))
         self._writer.submit(lambda: self._folder.write_report(kept))
         return kept
