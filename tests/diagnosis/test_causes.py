@@ -14,7 +14,7 @@ import pytest
 from rallypoint import errors
 from rallypoint.cli import main as cli
 from rallypoint.diagnosis import error_pages, page_text
-from rallypoint.diagnosis.causes import CATALOGUE, cuda_in_template, nearest, page, spawn_inside_run
+from rallypoint.diagnosis.causes import CATALOGUE, QUESTIONS, cuda_in_template, nearest, page, spawn_inside_run
 from rallypoint.store.unreachable import CODES
 from rallypoint.wire.messages import FAILURES, REFUSALS
 
@@ -55,6 +55,12 @@ def test_every_code_that_a_store_may_say_is_in_the_catalogue() -> None:
     """These stand in the protocol, and become an exception's code on the client."""
     inside = {"bad-request"}  # becomes internal-error
     assert {*FAILURES, *REFUSALS, *CODES.values()} - set(CATALOGUE) == inside
+
+
+def test_the_questions_in_the_documentation_are_those_of_the_package() -> None:
+    in_package = {path.stem: path.read_text(encoding="utf-8") for path in (SOURCE / "diagnosis" / "questions").glob("*.md")}
+    assert in_package == {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "questions").glob("*.md")}
+    assert set(QUESTIONS) == set(in_package)
 
 
 def test_the_pages_in_the_documentation() -> None:

@@ -1905,6 +1905,23 @@ def test_more_than_three_causes_are_not_told_one_by_one() -> None:
     assert reports[-1].then == "ranks 3-7 failed in other ways still: see their logs"
 
 
+@pytest.mark.parametrize(("number", "confidence"), [(1048576, "certain"), (2048, "likely")])
+def test_a_store_that_waits_for_more_processes_than_there_are(number: int, confidence: str) -> None:
+    """The size in bytes as TCPStore's third argument: rank 1 was blamed for having left early."""
+    words = f"Timed out after 16 seconds waiting for clients. 2/{number} clients joined."
+    waits = rank(0, 1, raised=raised("torch.distributed.DistStoreError", words, (MAIN,)))
+    (report,) = diagnose(job(waits, rank(1, 0)))
+    assert (report.code, report.ranks, report.confidence) == ("world-size-differs", (0,), confidence)
+    assert str(number) in report.headline
+    assert words in report.evidence
+
+
+def test_a_store_that_too_few_have_joined_has_the_right_size() -> None:
+    words = "Timed out after 16 seconds waiting for clients. 1/2 clients joined."
+    waits = rank(0, 1, raised=raised("torch.distributed.DistStoreError", words, (MAIN,)))
+    assert diagnose(job(waits, rank(1, 0)))[0].code != "world-size-differs"
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "call", "expected"),
     [

@@ -14,7 +14,7 @@ from rallypoint.cli.guard import guarded
 from rallypoint.cli.progress import Progress
 from rallypoint.cli.spelling import nearest as nearest_word
 from rallypoint.cli.terminal import beside, columns, filled, help_width, wants_color, width, write_out
-from rallypoint.diagnosis.causes import CATALOGUE, nearest, page
+from rallypoint.diagnosis.causes import CATALOGUE, QUESTIONS, nearest, page, question
 from rallypoint.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 HELP = """\
 usage: rallypoint explain [CODE]
+       rallypoint explain QUESTION
        rallypoint explain FILE ...
        rallypoint explain MESSAGE
        ... 2>&1 | rallypoint explain
 
 Without anything: every code with what it means. With a code (the word in brackets of a report: error[rank-killed]): what
-you see, why it happens, how to make sure, how to fix it.
+you see, why it happens, how to make sure, how to fix it. The last ones of the list are questions, which have a page each.
 
 With logs, of whatever launcher: the cause, found among its consequences, with its line. torchrun, accelerate, DeepSpeed,
 Lightning, mpirun, srun, Slurm, Kubernetes, docker, a traceback, one message; .gz, .bz2, .xz; several files are the logs of
@@ -107,6 +108,12 @@ def _explain(words: list[str], error_format: str) -> int:
         return 0
     if words == ["-"]:
         return _of_stdin(error_format)
+    if len(words) == 1 and (name := words[0].lower().replace("_", "-")) in QUESTIONS and not os.path.exists(words[0]):
+        if sys.stdout:
+            from rallypoint.diagnosis import page_text
+
+            write_out(page_text.shown(question(name), width(sys.stdout), bold=wants_color(sys.stdout)))
+        return 0
     codes = [_code(words)] if _code(words) else [_code([word]) for word in words]
     if all(codes):
         if sys.stdout:
@@ -127,7 +134,9 @@ def _explain(words: list[str], error_format: str) -> int:
             raise _no_file(words[0])
         if not words[0].endswith(("Error", "Exception")) and ":" not in words[0]:
             reports = _reports_of(words[0])  # EADDRINUSE, Killed
-            if reports[0].code == "cause-unknown":
+            if reports[0].code == "cause-unknown" and (kind := _end_of_a_process(words[0])) is not None:
+                return _tell_of_an_end(words[0], *kind)
+            if reports[0].code == "cause-unknown" and not reports[0].evidence:
                 raise _no_code(words[0])
             return _tell(reports, error_format)
     return _of_message(" ".join(words), error_format)
@@ -161,11 +170,6 @@ def _no_file(word: str) -> UsageError:
 
 
 def _no_code(word: str) -> UsageError:
-    kind = _end_of_a_process(word)
-    if kind:
-        return UsageError(
-            "usage", f"there is no code and no file {word}; {kind[0]}", help=(("read what that means", f"rallypoint explain {kind[1]}"),)
-        )
     if word.startswith("-"):
         return UsageError(
             "option-unknown", f"rallypoint explain has no option {word}", help=(("see the options", "rallypoint explain --help"),)
@@ -173,6 +177,15 @@ def _no_code(word: str) -> UsageError:
     near = nearest(word)
     helps = tuple(("the nearest is" if i == 0 else "or", f"rallypoint explain {name}") for i, name in enumerate(near))
     return UsageError("usage", f"there is no code and no file {word}", help=helps or (("see the codes", "rallypoint explain"),))
+
+
+def _tell_of_an_end(word: str, said: str, code: str) -> int:
+    """The page about an exit status or a signal, with a line above it that says which one it is."""
+    if sys.stdout:
+        from rallypoint.diagnosis import page_text
+
+        write_out(f"{word}: {said}\n\n" + page_text.shown(page(code), width(sys.stdout), bold=wants_color(sys.stdout)))
+    return 0
 
 
 def _end_of_a_process(word: str) -> tuple[str, str] | None:
@@ -185,11 +198,11 @@ def _end_of_a_process(word: str) -> tuple[str, str] | None:
         number = -number if number < 0 else number - 128
         found = {one.value: one for one in signal.Signals}.get(number)
         if found is None:
-            return ("as an exit status it is what the program itself has said", "rank-exited") if 0 < int(word) < 128 else None
-        said = f"as an exit status it tells of {found.name}"
+            return ("an exit status that the program itself chose", "rank-exited") if 0 < int(word) < 128 else None
+        said = f"the exit status of a process that was ended by {found.name}"
     elif name in signal.Signals.__members__:
         found = signal.Signals[name]
-        said = "it is a signal"
+        said = "a signal that ends a process"
     else:
         return None
     crashes = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -300,6 +313,17 @@ _TYPELESS = "RuntimeError: "
 
 
 def _reports_of(message: str) -> tuple[Report, ...]:
+    """What a message tells of itself. A line that names no cause may be a classic one, which a few causes leave."""
+    reports = _reports_of_words(message)
+    if "\n" in message.strip() or not (reports[0].code == "cause-unknown" or (reports[0].code == "rank-raised" and not reports[0].help)):
+        return reports
+    from rallypoint.diagnosis import pasted
+
+    classic = pasted.report(message.strip())
+    return (classic,) if classic is not None else reports
+
+
+def _reports_of_words(message: str) -> tuple[Report, ...]:
     """What a message tells of itself. One that was copied without its beginning is read once more, as the words of some exception."""
     reports = _read_message(message)
     from rallypoint.diagnosis.logs.accounts import in_unknown_words
@@ -355,4 +379,5 @@ def _tell(reports: Sequence[Report], error_format: str) -> int:
 def _list(columns: int | None) -> str:
     """Every code with its meaning: on one line, or fitted to so many columns."""
     wide = max(map(len, CATALOGUE)) + 2
-    return "".join(beside(f"{cause.code:<{wide}}", cause.meaning, columns) for cause in CATALOGUE.values())
+    rows = (*((cause.code, cause.meaning) for cause in CATALOGUE.values()), *QUESTIONS.items())
+    return "".join(beside(f"{name:<{wide}}", meaning, columns) for name, meaning in rows)

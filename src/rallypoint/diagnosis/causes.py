@@ -158,6 +158,23 @@ def page(code: str) -> str:
         return file.read()
 
 
+QUESTIONS = {
+    "connection-refused": "why do I get ConnectionRefusedError in PyTorch multiprocessing?",
+    "cuda-initialisation": "why a CUDA initialisation error with init_process_group and torch.multiprocessing?",
+    "free-port": "why does DDP get stuck acquiring a free port?",
+    "tcpstore": "how do I use TCPStore correctly?",
+}
+"""Pages that answer a question instead of explaining a code: their names, and what they answer. They are those of docs/questions."""
+
+
+def question(name: str) -> str:
+    """The page that answers a question of `QUESTIONS`. Raises KeyError for another name."""
+    if name not in QUESTIONS:
+        raise KeyError(name)
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "questions", f"{name}.md"), encoding="utf-8") as file:
+        return file.read()
+
+
 SLIP = 0.9
 """How alike two codes are, by difflib's measure, when one letter is left out, doubled or swapped: then no other one was meant."""
 

@@ -159,6 +159,8 @@ def meaning(kind: str, message: str, call: str = "") -> Meaning:
     short = _short(kind)
     if nccl_gave_up(kind, message):
         return Meaning.LOST
+    if store_waits(message) is not None:
+        return Meaning.OWN
     if _OWN.search(message) or port_in_use(message) or group_twice(message) or about_devices(kind, message):
         return Meaning.OWN
     if _WAITED.search(message):
@@ -319,6 +321,25 @@ def came_short(message: str) -> tuple[int, int] | None:
     return (came, every) if came < every else None
 
 
+PROCESSES_MOST = 65_536
+"""Processes that a job may have. A store that waits for more was given a number of bytes, or of something else."""
+
+
+def store_waits(message: str) -> tuple[int, int] | None:
+    """How many processes came to a TCPStore, and how many it waits for, where no job has so many; None for other messages."""
+    counted = came_short(message)
+    return counted if counted is not None and counted[1] >= PROCESSES_MOST else None
+
+
+_PARAMETER_MISSING = re.compile(r"(?:using (?P<scheme>\w+):// rendezvous: )?\b(?P<name>rank|world[ _]size) parameter missing")
+
+
+def parameter_missing(message: str) -> tuple[str, str]:
+    """What init_process_group lacks beside its init_method ("rank" or "world_size"), and the scheme; ("", "") for other messages."""
+    found = _PARAMETER_MISSING.search(message)
+    return (found["name"].replace(" ", "_"), found["scheme"] or "tcp") if found is not None else ("", "")
+
+
 _CALLS_DIFFER = re.compile(
     r"Detected mismatch between collectives on ranks\. Rank (\d+) is running collective: .*?OpType=(\w+).*?"
     r"\bRank (\d+) is running collective: .*?OpType=(\w+)",
@@ -472,6 +493,7 @@ def names_cause(message: str) -> bool:
         or _LOADER_KILLED.search(message)
         or sizes_differ(message)
         or calls_differ(message)
+        or store_waits(message)
     )
 
 

@@ -535,6 +535,10 @@ def _of_consequences(job: JobEvidence, verdicts: list[Verdict]) -> Report:
         return rendezvous.stale_file(_case(job, verdicts, stale, "likely"), error, meeting.address)
     if (unmet := _unmet(job, verdicts) or _store_lost(job, verdicts, hurt)) is not None:
         return unmet
+    beyond = [(v, counted) for v in hurt if (counted := _waits_for_more(v, job)) is not None]
+    if beyond and beyond[0][0].error is not None:
+        verdict, counted = beyond[0]
+        return rendezvous.store_waits(_case(job, verdicts, [verdict], "likely"), beyond[0][0].error, *counted)
     left = _left_before(verdicts, hurt)
     if left:
         hid = [v for v in left if v.error is not None]
@@ -563,6 +567,13 @@ def _of_consequences(job: JobEvidence, verdicts: list[Verdict]) -> Report:
     if error is not None and reading.nccl_gave_up(error.type, error.message):
         return exceptions.raised(msgspec.structs.replace(case, confidence="likely"), error)
     return stops.unknown(case, error)
+
+
+def _waits_for_more(verdict: Verdict, job: JobEvidence) -> tuple[int, int] | None:
+    """How many processes came to a TCPStore, and how many it waited for, of one that waited for more than the job has."""
+    counted = reading.came_short(verdict.error.message) if verdict.error is not None else None
+    own = verdict.error is not None and not verdict.error.call
+    return counted if counted is not None and own and counted[1] > job.world_size else None
 
 
 def _named_as_missing(job: JobEvidence, verdicts: list[Verdict], waited: list[Verdict]) -> Report | None:

@@ -35,6 +35,10 @@ def raised(case: Case, error: Raised) -> Report:
         return children.not_pickled(case, error)
     if reading.variable_missing(error.message):
         return rendezvous.variable_missing(case, error)
+    if reading.parameter_missing(error.message)[0]:
+        return rendezvous.parameter_missing(case, error)
+    if (counted := reading.store_waits(error.message)) is not None:
+        return rendezvous.store_waits(case, error, *counted)
     if reading.group_twice(error.message):
         return rendezvous.group_twice(case, error)
     if reading.port_in_use(error.message) or error.errno == errno.EADDRINUSE:
@@ -210,6 +214,66 @@ def _in_process(case: Case, number: str, error: Raised) -> Report:
     return msgspec.structs.replace(report, evidence=(inside, *report.evidence), help=helps)
 
 
+PACKAGES = {
+    "accelerate": "accelerate", "bs4": "beautifulsoup4", "cv2": "opencv-python", "datasets": "datasets", "dateutil": "python-dateutil",
+    "deepspeed": "deepspeed", "dotenv": "python-dotenv", "einops": "einops", "faiss": "faiss-cpu", "h5py": "h5py", "hydra": "hydra-core",
+    "lightning": "lightning", "matplotlib": "matplotlib", "mpi4py": "mpi4py", "numpy": "numpy", "omegaconf": "omegaconf",
+    "pandas": "pandas", "PIL": "pillow", "psutil": "psutil", "pytorch_lightning": "pytorch-lightning", "safetensors": "safetensors",
+    "scipy": "scipy", "skimage": "scikit-image", "sklearn": "scikit-learn", "tensorboard": "tensorboard", "tensorboardX": "tensorboardX",
+    "timm": "timm", "torchaudio": "torchaudio", "torchvision": "torchvision", "tqdm": "tqdm", "transformers": "transformers",
+    "wandb": "wandb", "yaml": "pyyaml",
+}  # fmt: skip
+"""The packages of modules that training programs import. Of a module that is not here no command is shown: under the name of an import
+another package may wait (`pip install sklearn` fails on purpose, and others are worse)."""
+
+
+def _install(module: str, python: str) -> tuple[Help, ...]:
+    """How to get a module that is not there. `python`: that of the ranks, "" when it is not known."""
+    name = module.partition(".")[0]
+    package = PACKAGES.get(name)
+    look = Help("see which Python the ranks run, and whether it has the module", f"python -c 'import sys, {name}; print(sys.executable)'")
+    if package is None:
+        sentence = f"find the package that has the module {name} (its name may be another), and install it for the Python of the ranks"
+        return (Help(sentence),) if python else (look, Help(sentence))
+    if python:
+        return (Help("install it for the Python that the ranks run", f"{python} -m pip install {package}"),)
+    return look, Help("install it there", f"python -m pip install {package}")
+
+
+_HELPS = (
+    (
+        re.compile(r"^context has already been set"),
+        (
+            Help("choose the start method once, below the line that is false in an import", 'if __name__ == "__main__":'),
+            Help(
+                "or ask for a context of its own, which changes nothing for others", 'context = torch.multiprocessing.get_context("spawn")'
+            ),
+        ),
+    ),
+    (
+        re.compile(r"No backend type associated with device type cpu|Tensors must be CUDA|from the 'CPU' backend"),
+        (
+            Help("move the tensor to the rank's GPU: NCCL takes no others", 'tensor.to(f"cuda:{local_rank}")'),
+            Help("or open the group for both kinds", 'dist.init_process_group("cpu:gloo,cuda:nccl")'),
+        ),
+    ),
+    (
+        re.compile(r"No backend type associated with device type cuda"),
+        (Help("open the group for both kinds of tensors", 'dist.init_process_group("cpu:gloo,cuda:nccl")'),),
+    ),
+    (
+        re.compile(r"Expected all tensors to be on the same device"),
+        (Help("move the batch to where the model is", "batch = batch.to(next(model.parameters()).device)"),),
+    ),
+    (
+        re.compile(r"Can't pickle local object|Can't pickle <function|Can't get local object"),
+        (Help("define the function at the top of a module: a new process finds it there by its name"),),
+    ),
+)
+"""What to do where torch's or Python's words are clear and only the way out is not."""
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 _SCHEDULERS = {
     "SLURM_PROCID": "RANK",
     "SLURM_LOCALID": "LOCAL_RANK",
@@ -228,14 +292,12 @@ def _help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
     if reading.loader_gone(error.message):
         return (Help("load in the rank itself: then the traceback has the line that failed", "DataLoader(..., num_workers=0)"),)
     if short == "ModuleNotFoundError" and (found := re.search(r"No module named '([\w.]+)'", error.message)):
-        name = found.group(1).partition(".")[0]
-        another = "the package may have another name"
-        if job.python:
-            return (Help(f"install it for the Python that the ranks run ({another})", f"{job.python} -m pip install {name}"),)
-        return (
-            Help("see which Python the ranks run, and whether it has the module", f"python -c 'import sys, {name}; print(sys.executable)'"),
-            Help(f"install it there ({another})", f"python -m pip install {name}"),
-        )
+        return _install(found.group(1), job.python)
+    for pattern, helps in _HELPS:
+        if pattern.search(error.message):
+            return helps
     if short == "KeyError" and (ours := _SCHEDULERS.get(error.message.strip("'\""))):
         return (Help("this is another launcher's variable; read the one that rallypoint and torchrun set", f'os.environ["{ours}"]'),)
+    if short == "KeyError" and error.message.strip("'\"") in _VARIABLES:
+        return (Help("start the program with a launcher, which sets it", f"rallypoint run -n 2 {job.program}"),)
     return ()

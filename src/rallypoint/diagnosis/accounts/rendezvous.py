@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rallypoint.diagnosis import reading
 from rallypoint.diagnosis.accounts.cases import Case
 from rallypoint.diagnosis.accounts.form import logs, told
-from rallypoint.diagnosis.accounts.wording import listed
+from rallypoint.diagnosis.accounts.wording import first_line, listed
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
@@ -58,6 +58,38 @@ def group_twice(case: Case, error: Raised) -> Report:
         evidence=tuple(why[1:]),
         help=tuple(Help(sentence, command) for sentence, command in error.help)
         or (Help("call it once, or close the first group before", "dist.destroy_process_group()"),),
+    )
+
+
+def parameter_missing(case: Case, error: Raised) -> Report:
+    """An init_method that names a place alone, and no rank or world_size beside it."""
+    name, scheme = reading.parameter_missing(error.message)
+    return told(
+        case,
+        "init-method-invalid",
+        f"{case.subject} gave init_process_group an address ({scheme}://), and no {name}",
+        error,
+        why="such an address says where the ranks meet, and not which of them this one is, nor how many there are",
+        help=(
+            Help("give both", f'init_process_group("gloo", init_method="{scheme}://...", rank=rank, world_size=2)'),
+            Help("or leave all three out: the launcher sets what is read then", 'dist.init_process_group("gloo")'),
+        ),
+    )
+
+
+def store_waits(case: Case, error: Raised, came: int, every: int) -> Report:
+    """A TCPStore of the program's own that waits for more processes than there are."""
+    return told(
+        case,
+        "world-size-differs",
+        f"{case.subject} made a TCPStore that waits for {every} processes, and {came} came",
+        error,
+        why="its third argument is how many processes use it, not how many bytes it may hold",
+        evidence=(first_line(error.message, 200),),
+        help=(
+            Help("give the number of processes, or None for a store that waits for nobody", "TCPStore(host, port, world_size, rank == 0)"),
+            Help("read more about it", "rallypoint explain tcpstore"),
+        ),
     )
 
 
