@@ -269,7 +269,7 @@ def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
 
 @pytest.mark.parametrize(
     ("event", "hurry"),
-    [(sv.Signalled("SIGTERM", 15), "a second SIGTERM"), (raised(0), "Ctrl-C"), (sv.Overdue(9.0), "Ctrl-C")],
+    [(sv.Signalled("SIGTERM", 15), "a second SIGTERM"), (raised(0), "Ctrl-C"), (sv.Overdue(9.0, 5.0), "Ctrl-C")],
     ids=["a batch system", "a failure", "the time is over"],
 )
 def test_what_ends_the_waiting(event: sv.Event, hurry: str) -> None:
@@ -279,6 +279,23 @@ def test_what_ends_the_waiting(event: sv.Event, hurry: str) -> None:
     play.at(7.0, sv.Timer("silent"))
     assert [said.hurry for said in play.of(sv.SayWaiting)] == [hurry]
     assert play.at(8.0, sv.Signalled("SIGINT", 2))[-1] == sv.SayKilled((0, 1), "a second signal (SIGINT) has come")
+
+
+def test_when_the_time_of_the_whole_job_is_over_a_grace_does_not_go_beyond_it() -> None:
+    """`launch(timeout=4)` returned after 34 s when a rank ignored SIGTERM: the grace came on top."""
+    play = Play(2, grace=30.0).joined()
+    play.at(4.0, sv.Overdue(4.0, 1.0), sv.EvidenceIn())
+    assert play.of(sv.SetTimer)[-1] == sv.SetTimer("grace", 5.0)
+    assert signalled(play.at(5.0, sv.Timer("grace"))) == [(0, "SIGKILL"), (1, "SIGKILL")]
+
+
+def test_the_grace_after_a_failure_ends_with_the_time_of_the_whole_job() -> None:
+    play = Play(2, grace=30.0).joined()
+    play.at(3.0, ended(0, code=3, sure=True), sv.EvidenceIn())
+    play.at(3.0 + sv.SETTLE, sv.Timer("settle"))
+    assert sv.SetTimer("grace", 33.0 + sv.SETTLE) in play.of(sv.SetTimer)
+    assert play.at(4.0, sv.Overdue(4.0, 1.0)) == [sv.SetTimer("grace", 5.0)]
+    assert signalled(play.at(5.0, sv.Timer("grace"))) == [(1, "SIGKILL")]
 
 
 def test_of_a_grace_of_two_seconds_only_its_end_is_told() -> None:

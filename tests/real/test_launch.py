@@ -425,6 +425,8 @@ def test_wrong_arguments_are_answered_before_anything_starts() -> None:
         rallypoint.launch(print, on_failure="ignore")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="timeout"):
         rallypoint.launch(print, timeout=0)
+    with pytest.raises(UsageError, match="grace=9 is not less than timeout=4"):
+        rallypoint.launch(print, timeout=4, grace=9)
 
 
 def test_env_reaches_the_ranks_and_changes_are_seen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -407,7 +408,7 @@ def test_a_stopped_agent_does_not_outlast_the_timeout(tmp_path: Path) -> None:
         import rallypoint
         from rallypoint.launcher import conversation, warm
 
-        conversation.ANSWER_PATIENCE, warm.DISMISS_PATIENCE = 2.0, 0.5
+        conversation.ANSWER_PATIENCE, conversation.LOOK, warm.DISMISS_PATIENCE = 2.0, 600.0, 0.5
 
         def work():
             with open(f"/proc/{os.getppid()}/stat") as file:
@@ -423,6 +424,74 @@ def test_a_stopped_agent_does_not_outlast_the_timeout(tmp_path: Path) -> None:
         """,
     )
     assert said == "True\n[0]\n"
+
+
+def test_a_stopped_agent_is_named_and_continued(tmp_path: Path) -> None:
+    """Without a timeout such a call lasted for ever."""
+    said = script(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        import rallypoint
+
+        def work():
+            with open(f"/proc/{os.getppid()}/stat") as file:
+                os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGSTOP)
+            return 7
+
+        sys.stderr = sys.stdout
+        print(rallypoint.launch(work))
+        """,
+    )
+    assert "was stopped (SIGSTOP): it is continued\n[7]\n" in said
+
+
+def test_a_stopped_agent_ends_with_a_killed_caller(tmp_path: Path) -> None:
+    """Agent, template, guard and host stayed, and held the caller's stdout: until then this script's output did not end."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import os, signal, time
+            import rallypoint
+
+            def work(caller):
+                with open(f"/proc/{os.getppid()}/stat") as file:
+                    os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGSTOP)
+                os.kill(caller, signal.SIGKILL)
+                time.sleep(600)
+
+            rallypoint.launch(work, (os.getpid(),))
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False)  # until all have closed it
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("grace", [None, 3.0])
+def test_a_rank_that_ignores_sigterm_does_not_outlast_the_timeout(tmp_path: Path, grace: float | None) -> None:
+    """The grace of 30 s came on top of the timeout."""
+    said = script(
+        tmp_path,
+        f"""
+        import signal, time
+        import rallypoint
+
+        def work():
+            signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
+            while True:
+                time.sleep(1)
+
+        rallypoint.launch(int)
+        began = time.monotonic()
+        try:
+            rallypoint.launch(work, timeout=4, grace={grace})
+        except rallypoint.LaunchTimeout:
+            print(time.monotonic() - began < 20)
+        """,
+    )
+    assert said == "asked\nTrue\n"  # 34 s before
 
 
 def test_words_beyond_the_callers_encoding_are_shown_escaped(tmp_path: Path) -> None:

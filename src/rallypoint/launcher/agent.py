@@ -76,6 +76,9 @@ if TYPE_CHECKING:
     from rallypoint.launcher.rendezvous_file import Place
     from rallypoint.launcher.standby import Errand
 
+# Seconds between SIGTERM and SIGKILL when the time of a call is over, and its caller has not said how much of it is the grace: enough
+# for a handler that closes a file, and too short to be waited for.
+OVERDUE_GRACE = 1.0
 # Orders that the template may have waiting: enough to keep it busy, few enough that descriptors in flight stay far below limits.
 ORDERS_AHEAD = 4
 # Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that takes nothing makes it longer.
@@ -206,7 +209,8 @@ class Agent:
             self._loop.watch(errand.line.fileno(), self._on_caller)
             self._loop.watch(errand.caller, self._on_caller_end)
             if errand.timeout is not None:
-                self._loop.at("overdue", self._loop.now + errand.timeout, lambda now: self._on_overdue())
+                begins = errand.timeout - (errand.grace or 0.0)
+                self._loop.at("overdue", self._loop.now + begins, lambda now: self._on_overdue())
 
     @property
     def guard(self) -> guard.Guard:
@@ -720,7 +724,7 @@ class Agent:
         assert self.errand is not None
         assert self.errand.timeout is not None
         self.overdue = self.errand.timeout
-        self._job.feed(supervisor.Overdue(self.overdue))
+        self._job.feed(supervisor.Overdue(self.overdue, self.errand.grace or OVERDUE_GRACE))
 
     # --- ends
 

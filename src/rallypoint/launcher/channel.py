@@ -277,6 +277,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     max_restarts: int
     on_failure: Literal["stop", "continue"]
     timeout: float | None
+    grace: float | None  # between SIGTERM and SIGKILL; None: 30 s, and next to nothing after `timeout`
     run_dir: str  # "": a folder that is removed again when all goes well
     port_range: tuple[int, int] | None
     columns: int  # of the caller's terminal, 0 when there is none

@@ -34,8 +34,12 @@ from rallypoint.launcher.crossing import parcel
 
 READ_BYTES = 1 << 16
 
-ANSWER_PATIENCE = 60.0
-"""Seconds after `timeout` in which the agent has ended the call: 30 of them are the grace for ranks that do not heed the first signal."""
+ANSWER_PATIENCE = 20.0
+"""Seconds after `timeout` in which the agent has ended the call: 1 for ranks that heed no SIGTERM, 5 for one that the kernel does not let
+end (state D), 5 for what they wrote, and as much again for a busy machine."""
+
+LOOK = 2.0
+"""Seconds between two looks whether the agent was stopped (SIGSTOP), which would last for ever. One small file of /proc."""
 
 Outcomes = dict[int, tuple[Outcome, Held]]
 
@@ -61,6 +65,7 @@ class Conversation:
         self._heard = Held()
         self._interrupts = 0
         self._hearing = False
+        self._is_silent = False
         self._memory = evidence.memory_counters()
 
     def carry_out(self, call: Call, parcel_fds: Sequence[int]) -> Over:
@@ -81,7 +86,7 @@ class Conversation:
             if done:
                 warm.keep(self._agent)
             else:
-                self._agent.dismiss()
+                self._agent.dismiss(0.0 if self._is_silent else None)
         return Over(verdict, self._outcomes, self._interrupts > 0)
 
     def _start(self, call: Call, parcel_fds: Sequence[int]) -> None:
@@ -118,7 +123,9 @@ class Conversation:
 
     def _listen(self, poll: select.poll, until: float) -> None:
         waits = until - self._clock.monotonic()
-        ready = poll.poll(None if waits == math.inf else max(0.0, waits) * 1000 + 1)
+        ready = poll.poll(max(0.0, min(waits, LOOK)) * 1000 + 1)
+        if not ready:
+            self._agent.go_on()
         for fd, _ in ready:
             if fd == self._agent.line.fileno():
                 self._hearing = True
@@ -127,7 +134,7 @@ class Conversation:
             else:
                 self._read(fd, poll)
         if not ready and waits <= 0:
-            self._verdict = _silent(self._agent)
+            self._verdict, self._is_silent = _silent(self._agent), True
 
     def _read(self, fd: int, poll: select.poll) -> bool:
         """Show what is there; False at the end."""

@@ -39,6 +39,7 @@ def launch(
     pass_rank: bool = False,
     preload: Sequence[str] = (),
     timeout: float | timedelta | None = None,
+    grace: float | timedelta | None = None,
     backend_timeout: float | timedelta | None = None,
     max_restarts: int = 0,
     on_failure: Literal["stop", "continue"] = "stop",
@@ -57,7 +58,9 @@ def launch(
     What the ranks print appears on `sys.stdout` and `sys.stderr`, with the rank in front when there are several. Results may be of any
     size; tensors come through shared memory, to the CPU.
 
-    `timeout`: seconds for the whole call, None: none. `backend_timeout`: of the process group's operations. `max_restarts`: how often
+    `timeout`: seconds for the whole call, None: none. `grace`: seconds between SIGTERM and SIGKILL for ranks that are to stop; without
+    it 30 after a failure or Ctrl-C, and 1 after `timeout`. With it `timeout` includes it: the ranks get SIGTERM so much before, and
+    whoever lives then is killed at `timeout`. `backend_timeout`: of the process group's operations. `max_restarts`: how often
     all ranks are started again after a failure; `on_failure="continue"`: let the other ranks finish when one fails. `env`: variables
     for the ranks, None removes one. `run_dir`: a folder for logs and report, kept; without it that of a failed call is kept among the
     user's runs. `port_range`: the port at which the ranks meet is one of these, both ends included; what gloo and NCCL listen on in the
@@ -70,7 +73,7 @@ def launch(
     """
     try:
         _refuse_recursion()
-        wanted = _checked(nproc, backend, timeout, backend_timeout, max_restarts, on_failure, preload, port_range)
+        wanted = _checked(nproc, backend, timeout, grace, backend_timeout, max_restarts, on_failure, preload, port_range)
         environment = _environment(env, nproc)
         agent = warm.hire(tuple(preload), environment)
         try:
@@ -109,6 +112,7 @@ def launch(
             max_restarts=max_restarts,
             on_failure=on_failure,
             timeout=wanted.timeout,
+            grace=wanted.grace,
             run_dir=os.fspath(run_dir),
             port_range=wanted.port_range,
             columns=0,
@@ -164,6 +168,7 @@ def _refuse_recursion() -> None:
 
 class _Wanted(NamedTuple):
     timeout: float | None
+    grace: float | None
     backend_timeout: float | None
     port_range: tuple[int, int] | None
 
@@ -172,6 +177,7 @@ def _checked(
     nproc: object,
     backend: object,
     timeout: Any,
+    grace: Any,
     backend_timeout: Any,
     max_restarts: object,
     on_failure: object,
@@ -197,7 +203,14 @@ def _checked(
         raise UsageError("usage", f"on_failure={on_failure!r}: it is 'stop' or 'continue'")
     if isinstance(preload, str) or not all(isinstance(module, str) for module in preload):  # type: ignore[attr-defined]
         raise TypeError(f"preload={preload!r}: a list of module names")
-    return _Wanted(_seconds("timeout", timeout), _seconds("backend_timeout", backend_timeout), _ports(port_range))
+    whole, part = _seconds("timeout", timeout), _seconds("grace", grace)
+    if whole is not None and part is not None and part >= whole:
+        raise UsageError(
+            "usage",
+            f"grace={part:g} is not less than timeout={whole:g}: it is the part of that time in which the ranks have been asked to stop",
+            help=(("give the function time, too", f"rallypoint.launch(..., timeout={whole + part:g}, grace={part:g})"),),
+        )
+    return _Wanted(whole, part, _seconds("backend_timeout", backend_timeout), _ports(port_range))
 
 
 def _ports(given: Any) -> tuple[int, int] | None:

@@ -45,6 +45,7 @@ class Errand:
         self.outputs = (fds[0], fds[1])
         self.parcel = fds[2:]
         self.timeout = call.timeout
+        self.grace = call.grace
         self.line = line
         self.caller = caller
         self.crew = crew
@@ -201,6 +202,8 @@ class _Standby:
             port_range=call.port_range,
             quiet=True,
         )
+        if call.grace is not None:
+            options = msgspec.structs.replace(options, grace=call.grace)
         facts = Machine(
             cpus=len(os.sched_getaffinity(0)),
             gpus=devices.look(),

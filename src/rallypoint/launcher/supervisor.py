@@ -7,6 +7,7 @@ carries its reason, so the event log answers "why did you kill rank 3?".
 from __future__ import annotations
 
 import enum
+import math
 import signal
 from typing import Literal
 
@@ -137,6 +138,7 @@ class Overdue(msgspec.Struct, frozen=True, tag=True):
     """The time that the whole job was given is over."""
 
     seconds: float
+    grace: float  # seconds from now after which whatever lives is killed
 
 
 class HelperLost(msgspec.Struct, frozen=True, tag=True):
@@ -290,6 +292,7 @@ class Supervisor:
         self._size = world_size
         self._max_restarts = max_restarts
         self._grace = grace
+        self._kill_at = math.inf  # when nothing has a grace any more, since the time of the whole job is over
         self._continue = on_failure == "continue"
         self._roll_call = roll_call
         self._roll_after = roll_call  # seconds of waiting at which the next one is due
@@ -303,6 +306,7 @@ class Supervisor:
         self._settle_until = 0.0
         self._at_once = False
         self._asked_by: Signalled | None = None
+        self._grace_over = math.inf  # when the ranks that were asked to stop are killed
         self._asked_at = 0.0
         self._news_at = 0.0  # when the ranks were asked to end, or one of them ended since
         self._vain = 0  # looks in a row in which every living rank waited
@@ -469,7 +473,7 @@ class Supervisor:
         assert isinstance(event, Overdue)
         because = f"the time that was given, {event.seconds:g} s, is over"
         self._asked_by = Signalled("SIGTERM", signal.SIGTERM)
-        self._reason, self._sure = "overdue", True
+        self._reason, self._sure, self._kill_at = "overdue", True, now + event.grace
         if self._nobody_left():
             self._because = because
             return self._conclude(now)
@@ -477,8 +481,9 @@ class Supervisor:
 
     def _overdue_too_late(self, event: Event, now: float) -> list[Action]:
         """Something has failed by then, and that is how it ends: nothing is started again."""
-        self._max_restarts = self.attempt
-        return []
+        assert isinstance(event, Overdue)
+        self._max_restarts, self._kill_at = self.attempt, now + event.grace
+        return [SetTimer("grace", min(self._grace_over, self._kill_at))] if self.state is State.STOPPING else []
 
     # --- judging
 
@@ -555,9 +560,10 @@ class Supervisor:
         actions: list[Action] = []
         for number in living:
             actions += self._ask(number, name, because)
-        if self._grace >= SILENT + WORTH_A_LINE:
+        self._grace_over = min(now + self._grace, self._kill_at)
+        if self._grace_over - now >= SILENT + WORTH_A_LINE:
             actions.append(SetTimer("silent", now + SILENT))
-        return [*actions, SetTimer("stuck", now + STUCK_AFTER), SetTimer("grace", now + self._grace)]
+        return [*actions, SetTimer("stuck", now + STUCK_AFTER), SetTimer("grace", self._grace_over)]
 
     def _ask(self, number: int, name: str, because: str) -> list[Action]:
         self._ranks[number].asked = name
@@ -585,7 +591,8 @@ class Supervisor:
         if event.name == "silent" and asked:
             return [SayWaiting(asked, self._grace, self._hurry())]
         if event.name == "grace":
-            return self._kill(living, f"the grace of {self._grace:g} s is over", now)
+            why = f"the grace of {self._grace:g} s is over" if now < self._kill_at else "the time that was given is over"
+            return self._kill(living, why, now)
         if event.name == "patience":
             self.state = State.ENDED
             status = self._status if self._status is not None else 1

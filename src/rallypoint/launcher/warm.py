@@ -50,6 +50,7 @@ class Agent:
         self.environment = dict(environment)
         self.pid = 0
         self._pidfd = Held()
+        self._continued = False  # this was said
         self._parent = os.getpid()
         passed = Held()
         try:
@@ -90,12 +91,22 @@ class Agent:
         except OSError:
             return False
 
-    def dismiss(self) -> None:
+    def go_on(self) -> None:
+        """Continue it when it was stopped (SIGSTOP). Whoever suspends the whole program stops the caller, too, who then does not look."""
+        if processes.is_stopped(self.pid) and not self._continued:
+            self._continued = True
+            sys.stderr.write(f"rallypoint: the launcher's process (pid {self.pid}) was stopped (SIGSTOP): it is continued\n")
+        if processes.is_stopped(self.pid):
+            for pidfd in self._pidfd.fds:
+                processes.send(pidfd, signal.SIGCONT)
+
+    def dismiss(self, patience: float | None = None) -> None:
         """Let it go: it ends what it has in hand, and itself; this waits for it. One that does not (it was stopped) is killed, and
-        its guard ends what it had in hand. In a forked child only what is open here is closed. May be called twice."""
+        its guard ends what it had in hand. `patience`: seconds before that, DISMISS_PATIENCE without it. In a forked child only what is
+        open here is closed. May be called twice."""
         self.abandon()
         if os.getpid() == self._parent:
-            if not processes.wait_for_ends(self._pidfd.fds, DISMISS_PATIENCE):
+            if not processes.wait_for_ends(self._pidfd.fds, DISMISS_PATIENCE if patience is None else patience):
                 for pidfd in self._pidfd.fds:
                     processes.send(pidfd, signal.SIGKILL)
                 processes.wait_for_ends(self._pidfd.fds, DISMISS_PATIENCE)
