@@ -38,6 +38,7 @@ VARIABLES: tuple[Variable, ...] = (
         "Addresses of stores, separated by commas, at which something passes connections on (a tunnel, a published port, NAT), and is meant"
         " to: others are refused there. Set by a ChaosProxy while it is open.",
     ),
+    Variable("RALLYPOINT_KEPT_BYTES", "read", "What all kept runs together may take, 500MiB or 4GiB for instance; without it 1GiB."),
     Variable(
         "RALLYPOINT_LOG",
         "read",

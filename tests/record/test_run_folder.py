@@ -224,6 +224,40 @@ def test_the_last_runs_are_kept_and_only_runs_of_ours_are_removed(
     assert os.readlink(tmp_path / "latest") == f"job-{KEPT_RUNS + 3:02}"
 
 
+def finished(root: Path, number: int, status: int | None, size: int = 1000) -> str:
+    """A run that is over. `status` None: its launcher was killed."""
+    folder = root / f"job-{number:02}"
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps({"job": folder.name}))
+    ended = json.dumps({"at": 1.0, "what": "job-ended", "details": {"status": status}}) + "\n"
+    (folder / "events.jsonl").write_text('{"at": 0.1, "what": "x"}\n' + (ended if status is not None else ""))
+    (folder / "rank0.log").write_bytes(b"x" * size)
+    os.utime(folder / "plan.json", (1000 + number, 1000 + number))
+    return str(folder)
+
+
+def test_runs_that_failed_are_kept_longer(tmp_path: Path) -> None:
+    """Runs that went well pushed the ones that failed out, though only these are ever looked at again."""
+    runs = [finished(tmp_path, number, {0: 1, 1: None}.get(number, 0)) for number in range(10)]
+    assert remove_old_runs(str(tmp_path), keep=7) == runs[2:5]
+    assert remove_old_runs(str(tmp_path), keep=6) == [runs[0]]
+
+
+def test_all_runs_together_have_a_size(tmp_path: Path, other_launcher: subprocess.Popen[str]) -> None:
+    """One job left 96 MB of log in the home, and twenty such runs were kept whatever their size."""
+    runs = [finished(tmp_path, number, 0, size=1 << 20) for number in range(6)]
+    assert remove_old_runs(str(tmp_path), most=(3 << 20) + (1 << 18)) == runs[:3]
+    assert remove_old_runs(str(tmp_path), most=1) == runs[3:5]  # the last one stays, and what is running
+    assert is_running(str(tmp_path / "running-job"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", 1 << 30), ("500MiB", 500 << 20), ("4GiB", 4 << 30), ("2g", 2 << 30), ("1000", 1000), ("much", 1 << 30)]
+)
+def test_how_much_is_kept(text: str, expected: int) -> None:
+    assert run_folder.bytes_to_keep({"RALLYPOINT_KEPT_BYTES": text}) == expected
+
+
 def test_a_run_with_a_folder_of_its_own_is_found_while_it_goes_on(tmp_path: Path, said: list[str]) -> None:
     root = str(tmp_path / "rallypoint" / "runs")
     folder = opened(tmp_path, "away", said, asked_for=True)

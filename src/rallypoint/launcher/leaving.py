@@ -56,7 +56,9 @@ def prepare(own: set[str]) -> None:
 
     if os.environ.get("LD_PRELOAD"):  # a profiler, perhaps, that writes its result in a handler of C's
         return
-    libc = ctypes.CDLL(None)
+    # `exit` is called with the interpreter's lock: destructors of C++ (thread-local ones, and of libraries that the program has loaded) may
+    # still release Python objects, and this interpreter is not gone for them. Other threads that want the lock end, as they always do here.
+    libc = ctypes.PyDLL(None)
     if not all(hasattr(libc, name) for name in ("on_exit", "__cxa_atexit", "fcloseall")):  # another C library than glibc
         return
     # `exit` calls them last first: those of the program's libraries, then these, and no older ones.

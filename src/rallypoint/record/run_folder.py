@@ -34,6 +34,12 @@ from rallypoint.record.writer import Writer
 KEPT_RUNS = 20
 """Runs kept in the default folder: an afternoon of trying things; at a few megabytes of log each, a small place."""
 
+KEPT_BYTES = 1 << 30
+"""Bytes that all kept runs together may take in the default folder: it is in a home, which may have a quota of a few gigabytes."""
+
+RECENT_RUNS = 5
+"""The last runs, which are kept whether they failed or not. Of older ones those that failed are kept longer: somebody may still ask why."""
+
 OURS = re.compile(r"rank\d+\.log|events\.jsonl|plan\.json|report\.json|running")
 """The names of the files that a run folder consists of. Nothing else in it is ever touched."""
 
@@ -278,7 +284,7 @@ def open_run_folder(path: str, job: str, say: Callable[[str], None], *, asked_fo
     """Make and lock the folder of a run.
 
     Not `asked_for` (the default place): when it cannot be made, one line is said and the run goes on without a folder;
-    older runs beside it are removed down to `KEPT_RUNS`, and `latest` points here.
+    older runs beside it are removed (`remove_old_runs`), and `latest` points here.
 
     `asked_for` (--run-dir): a folder that is absent or empty is used; in one that holds an earlier run, that run is
     replaced (as when a command is typed again), other files in it are left alone. Raises `UsageError` `run-folder-used`
@@ -399,15 +405,56 @@ def door_of(path: str) -> Door | None:
         return None
 
 
-def remove_old_runs(root: str, keep: int = KEPT_RUNS) -> list[str]:
-    """Remove the oldest runs of a folder of runs; never one that is running, nor what is no run of ours. Returns what went."""
+def remove_old_runs(root: str, keep: int = KEPT_RUNS, most: int | None = None) -> list[str]:
+    """Remove runs of a folder of runs until at most `keep` that are over remain, and all take `most` bytes (None: `bytes_to_keep`). Those
+    that went well go first, the oldest before the others, and recent ones last. Never one that is running, nor the last one that is over,
+    nor what is no run of ours. Returns what went."""
+    most = bytes_to_keep(os.environ) if most is None else most
+    runs = past_runs(root)
+    sizes = {run.path: _size(run.path) for run in runs}
+    over = [run for run in runs if not run.running]
+    count, total = len(over), sum(sizes.values())
+    recent, older = over[:RECENT_RUNS], over[RECENT_RUNS:]
+    older.reverse()
+    older.sort(key=lambda run: not _went_well(run.path))  # stable: the oldest come first among those that went well, and among the others
     removed = []
-    for run in past_runs(root)[keep:]:
-        if not run.running:
-            # Two launchers may be at it at once, and a file may be open on NFS: what cannot go now goes next time.
-            shutil.rmtree(run.path, ignore_errors=True)
-            removed.append(run.path)
+    for run in (*older, *recent[:0:-1]):
+        if count <= keep and total <= most:
+            break
+        # Two launchers may be at it at once, and a file may be open on NFS: what cannot go now goes next time.
+        shutil.rmtree(run.path, ignore_errors=True)
+        removed.append(run.path)
+        count, total = count - 1, total - sizes[run.path]
     return removed
+
+
+def bytes_to_keep(environ: Mapping[str, str]) -> int:
+    """What `RALLYPOINT_KEPT_BYTES` says, in bytes or as 500MiB or 2GiB; `KEPT_BYTES` when it says nothing that can be understood."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B?)?", environ.get("RALLYPOINT_KEPT_BYTES", "").strip(), re.IGNORECASE)
+    if match is None:
+        return KEPT_BYTES
+    return int(float(match[1]) * (1 << 10 * (1 + "KMGT".index(match[2][0].upper())) if match[2] else 1))
+
+
+def _went_well(path: str) -> bool:
+    """Whether its job ended with status 0. What is not known counts as a failure: a launcher that was killed, for instance."""
+    try:
+        with open(os.path.join(path, "events.jsonl"), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            last = msgspec.json.decode(file.read().splitlines()[-1])
+        return bool(last["what"] == "job-ended" and last["details"]["status"] == 0)
+    except (OSError, IndexError, KeyError, TypeError, msgspec.DecodeError):
+        return False
+
+
+def _size(path: str) -> int:
+    """Bytes on the disk."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total
 
 
 def discard(path: str) -> None:
