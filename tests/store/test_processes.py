@@ -6,6 +6,8 @@ import copy
 import io
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -70,6 +72,32 @@ def forked(does: Callable[[], object]) -> int:
         finally:
             os._exit(status)
     return child
+
+
+FORKS = """
+import multiprocessing, os, sys
+import rallypoint
+
+store = rallypoint.connect(sys.argv[1], secret=bytes.fromhex(sys.argv[2]))
+store["parent"] = 1
+child = os.fork()
+if child == 0:
+    store["child"] = 1
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+process = multiprocessing.get_context("fork").Process(target=store.add, args=("child", 1))
+process.start()
+process.join()
+assert process.exitcode == 0
+print(store["child"])
+"""
+
+
+def test_a_fork_works_where_warnings_are_errors(server: Server) -> None:
+    """Python 3.12 and newer warn at the fork of a process with threads, and a connected store has one: see docs/reference/store.md."""
+    command = [sys.executable, "-W", "error", "-c", FORKS, server.address, server.secret.hex()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.stdout, done.stderr, done.returncode) == ("2\n", "", 0)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that it has threads: that is what is tried
