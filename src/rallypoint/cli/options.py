@@ -51,7 +51,7 @@ RUN: tuple[Option, ...] = (
     ),
     Option(
         names=("--preload",), metavar="MODULE,...", read=values.read_modules, default=(), example="--preload transformers,datasets",
-        sentence="import these modules once, before the ranks are forked",
+        sentence="import these modules once, before the ranks are forked; none: no part of torch unasked",
     ),
     Option(names=("--fresh",), sentence="start every rank as a new interpreter instead of forking it from a template"),
     Option(
