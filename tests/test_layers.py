@@ -34,6 +34,7 @@ HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 # The same inside cli/, file by file.
 COMMAND_LINE = (
     {"main"},
+    {"stop"},
     {"run", "show", "serve", "explain", "stacks", "doctor"},
     {"invocation", "program_check", "progress", "port_file"},
     {"help_page", "request"},

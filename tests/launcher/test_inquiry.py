@@ -53,7 +53,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 @pytest.fixture
 def inquiry(scene: Scene) -> Iterator[tuple[Inquiry, str]]:
     inherited: list[str] = []
-    part = Inquiry(scene.job, hooks=True)
+    part = Inquiry(scene.job, hooks=True, stop=lambda: None)
     part.open_door(cast(Guard, SimpleNamespace(inherit=inherited.append)))
     [path] = inherited  # should we be killed, the guard removes it
     assert scene.words.of("announce") == [(path,)]
@@ -134,7 +134,7 @@ def _of_a_job_that_some_have_left(monkeypatch: pytest.MonkeyPatch, moves: bool =
     scene.ranks[1].pid = 4711
     scene.ranks[1].debugging = debugs
     monkeypatch.setattr(inquiry_module, "activities", lambda ranks: {1: Activity("S", 100 + moves * int(scene.clock.elapsed()), 7, 7)})
-    part = Inquiry(scene.job, hooks=True)
+    part = Inquiry(scene.job, hooks=True, stop=lambda: None)
     part.begin()
     for _ in range(24):
         scene.pass_by(5.0)

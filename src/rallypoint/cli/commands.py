@@ -95,6 +95,19 @@ Nothing is stopped; each rank is asked once, by a signal, and goes on.
 """,
 )
 
+STOP = Command(
+    name="stop",
+    options=options.STOP,
+    words="own",
+    head="""\
+usage: rallypoint stop [RUN] [options]
+
+End a running job in good order, as SIGTERM to its launcher does: its ranks get SIGTERM and have --grace seconds to save
+and end. RUN is a run's name or a part of it, its folder (of a job with --run-dir), or nothing: the newest that runs.
+Returns when the job is over. A second one, or Ctrl-C in the job's terminal, kills what is left.
+""",
+)
+
 DOCTOR = Command(
     name="doctor",
     options=options.DOCTOR,
@@ -114,4 +127,4 @@ Nothing is changed, and no GPU is used but for the trial job at the end, which s
 # Only for what is said of a wrong line: `explain` answers a code without this table, and its words may be a message, with dashes.
 EXPLAIN = Command(name="explain", options=options.EXPLAIN, words="own", head="")
 
-BY_NAME = {command.name: command for command in (RUN, SHOW, SERVE, STACKS, DOCTOR, EXPLAIN)}
+BY_NAME = {command.name: command for command in (RUN, SHOW, SERVE, STACKS, STOP, DOCTOR, EXPLAIN)}

@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": "the coordination store alone",
     "explain": "what an error means",
     "stacks": "where every rank of a running job is, grouped",
+    "stop": "end a running job in good order",
     "doctor": "check this machine, and the way to others, before a job does",
 }
 
@@ -71,6 +72,10 @@ def dispatch(words: list[str]) -> int:
         from rallypoint.cli import stacks
 
         return stacks.main(rest)
+    if name == "stop":
+        from rallypoint.cli import stop
+
+        return stop.main(rest)
     if name == "doctor":
         from rallypoint.cli import doctor
 

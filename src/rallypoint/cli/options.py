@@ -272,6 +272,12 @@ STACKS: tuple[Option, ...] = (
 )
 
 
+STOP: tuple[Option, ...] = (
+    msgspec.structs.replace(BY_KEY["error_format"], sentence="how errors are written to stderr"),
+    BY_KEY["help"],
+)
+
+
 DOCTOR: tuple[Option, ...] = (
     Option(
         names=("--listen",), metavar="PORT", read=values.read_port, example="--listen 29500",

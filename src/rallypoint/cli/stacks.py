@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rallypoint.cli import parser
@@ -18,6 +19,7 @@ from rallypoint.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from rallypoint.diagnosis.standing import Standing
+    from rallypoint.record.run_folder import Door
 
 # Seconds for a launcher that has closed its door to be gone: it ends what its ranks have left, and writes down the rest of their words.
 ENDS_WITHIN = 2.0
@@ -31,7 +33,7 @@ def main(argv: list[str]) -> int:
         values, words = parser.values(line, STACKS), line.words
         if len(words) > 1:
             raise UsageError("usage", f"stacks takes one run, and got {len(words)}", help=(("ask one", f"rallypoint stacks {words[0]}"),))
-        path, others = chosen(words)
+        path, others = chosen(words, "stacks")
         found = ask(path)
         write_out(as_json(found) if values["error_format"] == "json" else as_text(found, others))
         return 0
@@ -39,14 +41,17 @@ def main(argv: list[str]) -> int:
     return invoke(STACKS, argv, act)
 
 
-def chosen(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The folder of the run that is asked for, and the names of the other ones that run when it was not named. `UsageError` when there
-    is none, or it is over."""
+def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[str, ...]]:
+    """The folder of the run that `rallypoint COMMAND` is for, and the names of the other ones that run when it was not named. `UsageError`
+    when there is none, or it is over."""
     from rallypoint.record import kept_run, run_folder
 
     root = run_folder.default_root(os.environ)
+    running = run_folder.running_runs(root)
     if words:
-        path = kept_run.find(root, words[0], "stacks")
+        # A job whose folder is elsewhere is called by that, and has a name as well: RALLYPOINT_JOB of its ranks, and in port-in-use.
+        named = next((run.path for run in running if words[0] in (run.job, kept_run.read(run.path).plan.job)), "")
+        path = named or kept_run.find(root, words[0], command)
         if not run_folder.is_running(path):
             raise UsageError(
                 "usage",
@@ -54,14 +59,13 @@ def chosen(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
                 help=(("see how it ended", f"rallypoint show {shlex.quote(words[0])}"),),
             )
         return path, ()
-    running = run_folder.running_runs(root)
     if not running:
         raise UsageError(
             "usage",
             "no job of this user is running here",
             why=(f"looked in {root}, and for jobs with --run-dir beside it",),
             help=(
-                ("name the folder of one that was started with another home", "rallypoint stacks DIR"),
+                ("name the folder of one that was started with another home", f"rallypoint {command} DIR"),
                 ("see the last one that ran", "rallypoint show"),
             ),
         )
@@ -69,8 +73,17 @@ def chosen(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 
 def ask(path: str) -> Standing:
-    """Ask the launcher whose run folder this is. `EnvironmentProblem` (`launcher-silent`) when it does not answer, or cannot be asked;
-    `UsageError` when it has just ended."""
+    """Ask the launcher whose run folder this is. Raises as `reaching` does."""
+    from rallypoint.launcher import visits
+
+    with reaching(path, "stacks") as door:
+        return visits.ask(door.socket)
+
+
+@contextlib.contextmanager
+def reaching(path: str, command: str) -> Iterator[Door]:
+    """The door of the launcher whose run folder this is, for `rallypoint COMMAND`. When `visits` raises in there that nobody answers it
+    becomes `EnvironmentProblem` (`launcher-silent`); `UsageError` when the job has just ended."""
     from rallypoint.launcher import visits
     from rallypoint.record import run_folder
 
@@ -78,7 +91,7 @@ def ask(path: str) -> Standing:
     door = run_folder.door_of(path)
     if door is None:
         if not run_folder.is_running(path):
-            raise _over(name)
+            raise over(name)
         raise EnvironmentProblem(
             "launcher-silent",
             f"the launcher of job {name} has no door at which it could be asked",
@@ -89,13 +102,13 @@ def ask(path: str) -> Standing:
         raise EnvironmentProblem(
             "launcher-silent",
             f"job {name} runs on {door.host}, and this is {os.uname().nodename}",
-            help=(("ask there", f"ssh {door.host} rallypoint stacks {shlex.quote(name)}"),),
+            help=(("ask there", f"ssh {door.host} rallypoint {command} {shlex.quote(name)}"),),
         )
     try:
-        return visits.ask(door.socket)
+        yield door
     except visits.DoorClosed as closed:
-        if _ends(path, door.pid):
-            raise _over(name) from None
+        if ends(path, door.pid):
+            raise over(name) from None
         if isinstance(closed, visits.SentAway):
             raise EnvironmentProblem(
                 "launcher-silent",
@@ -107,19 +120,19 @@ def ask(path: str) -> Standing:
             "launcher-silent",
             f"the launcher of job {name} (pid {door.pid}) runs, and its socket is not here",
             why=(f"{door.socket} is gone, or belongs to another user, or the launcher is in a container that has a /tmp of its own",),
-            help=(("ask as the user and in the container that started it", f"rallypoint stacks {shlex.quote(name)}"),),
+            help=(("ask as the user and in the container that started it", f"rallypoint {command} {shlex.quote(name)}"),),
         ) from None
     except visits.OtherVersion:
         raise EnvironmentProblem(
             "launcher-silent",
             f"the launcher of job {name} speaks otherwise: it was started by another version of rallypoint",
-            help=(("ask with the rallypoint that started it", f"{_python_of(door.pid)} -m rallypoint stacks {shlex.quote(name)}"),),
+            help=(("ask with the rallypoint that started it", f"{_python_of(door.pid)} -m rallypoint {command} {shlex.quote(name)}"),),
         ) from None
     except visits.LauncherSilent as silent:
-        raise _silent(name, silent.pid or door.pid, visits.VISIT_DEADLINE) from None
+        raise _silent(name, silent.pid or door.pid, visits.VISIT_DEADLINE, command) from None
 
 
-def _ends(path: str, launcher: int) -> bool:
+def ends(path: str, launcher: int) -> bool:
     """Whether the launcher is gone, or so within a moment: it closes its door before it is."""
     from rallypoint.host import processes, system_calls
     from rallypoint.record import run_folder
@@ -135,11 +148,12 @@ def _ends(path: str, launcher: int) -> bool:
     return not run_folder.is_running(path)
 
 
-def _over(name: str) -> UsageError:
+def over(name: str) -> UsageError:
+    """What is said of a job that has ended while it was asked."""
     return UsageError("usage", f"job {name} has just ended", help=(("see how", f"rallypoint show {shlex.quote(name)}"),))
 
 
-def _silent(name: str, pid: int, waited: float) -> EnvironmentProblem:
+def _silent(name: str, pid: int, waited: float, command: str) -> EnvironmentProblem:
     """What /proc says of a launcher that did not answer."""
     from rallypoint.host import processes
 
@@ -158,7 +172,7 @@ def _silent(name: str, pid: int, waited: float) -> EnvironmentProblem:
         why = ("it is stuck in the kernel (state D)" + (f", in {wait}" if wait else ""),)
         return EnvironmentProblem("launcher-silent", headline, why=why, help=(("see what it waits for", f"sudo cat /proc/{pid}/stack"),))
     said = "it is held by a debugger" if state == "t" else "it lives, and is busy or waits for something else"
-    return EnvironmentProblem("launcher-silent", headline, why=(said,), help=(("ask again", f"rallypoint stacks {shlex.quote(name)}"),))
+    return EnvironmentProblem("launcher-silent", headline, why=(said,), help=(("ask again", f"rallypoint {command} {shlex.quote(name)}"),))
 
 
 def _python_of(pid: int) -> str:

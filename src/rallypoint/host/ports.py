@@ -94,6 +94,7 @@ class Holder(NamedTuple):
     started: float = 0.0  # seconds since 1970, 0 if unknown
     peer: str = ""
     group: str = ""  # the control group it was made in, looked up only where no process is seen
+    job: str = ""  # the rallypoint job that the process belongs to, if it is one of the launcher's own or a forked rank
 
     @property
     def user(self) -> str:
@@ -283,7 +284,9 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
         first = f": {why[0]}" if why else ""
         helps = [("leave the port out: a free one is then held from the start", "")]
         if blocking and blocking[0].pid not in (0, os.getpid()) and blocking[0].uid == os.geteuid():
-            helps.append(("or end who holds it, if nobody needs it any more", f"kill {blocking[0].pid}"))
+            # What listens for a job is a helper of its launcher, which heeds no SIGTERM.
+            end = f"rallypoint stop {blocking[0].job}" if blocking[0].job else f"kill {blocking[0].pid}"
+            helps.append(("or end who holds it, if nobody needs it any more", end))
         return EnvironmentProblem(
             "port-in-use",
             f"port {port} on {ip} is taken{first}",
@@ -473,7 +476,8 @@ def _described(holder: Holder, pid: int) -> Holder:
             if _OURS in " ".join(argv):
                 with contextlib.suppress(psutil.AccessDenied):  # another user's
                     job = process.environ().get("RALLYPOINT_JOB", "")
-            return holder._replace(pid=pid, command=f"the rallypoint job {job}" if job else _short(argv), started=process.create_time())
+            command = f"the rallypoint job {job}" if job else _short(argv)
+            return holder._replace(pid=pid, command=command, started=process.create_time(), job=job)
     except psutil.Error:  # it ended between the two looks
         return holder._replace(pid=pid)
 

@@ -199,7 +199,7 @@ class Agent:
         self._hearing, self._roll_call = Hearing(self._job, self._meetings), RollCall(self._job, self._meetings)
         self._deafness = Deafness(self._job)
         self._leftovers = Leftovers(self._job, self._reap)
-        self._inquiry = Inquiry(self._job, hooks=self._hooks)
+        self._inquiry = Inquiry(self._job, hooks=self._hooks, stop=self._on_stop)
         self._inquiry.open_door(self.guard)
         self._spawned = SpawnedRanks(self._job, self._meetings, self._roll_call, self._inquiry)
         self._loop.watch(self._signals.fileno(), self._on_signal)
@@ -287,6 +287,7 @@ class Agent:
         if self._status == 0:
             self.account.say_imports(self.ranks, self.learnt if kept else ())
         self.account.close(self._status, left, interrupted=self._must_leave)
+        self._inquiry.end()
         self._close_attempt()
         self._loop.close()
         self._signals.close()
@@ -913,6 +914,13 @@ class Agent:
         if processes.is_stopped(pid):
             self.account.say(f"rallypoint: the {name} (pid {pid}), a helper of the launcher's, was stopped (SIGSTOP): it is continued")
             os.kill(pid, signal.SIGCONT)  # a child of ours that is not reaped: the number is still its own
+
+    def _on_stop(self) -> None:
+        """A visitor wants the job to end (`rallypoint stop`)."""
+        self.account.event("signal-received", signal="SIGTERM", because="rallypoint stop asks")
+        self.account.say("rallypoint: rallypoint stop ends this job")
+        self.signalled_by = self.signalled_by or "SIGTERM"
+        self._job.feed(supervisor.Signalled("SIGTERM", int(signal.SIGTERM)))
 
     def _on_signal(self) -> None:
         for number in self._signals.read():

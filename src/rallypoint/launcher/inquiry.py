@@ -1,10 +1,13 @@
-"""Where the ranks stand, while they run: asked by a visitor (`rallypoint stacks`), or because none has moved for a while (`--stall`)."""
+"""Where the ranks stand, while they run: asked by a visitor (`rallypoint stacks`), or because none has moved for a while (`--stall`).
+
+Here a visitor also has the job stopped (`rallypoint stop`).
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Frame
@@ -20,8 +23,8 @@ from rallypoint.launcher.guard import Guard
 from rallypoint.launcher.handles import RankHandle
 from rallypoint.launcher.job import Job
 from rallypoint.launcher.plan import Plan
-from rallypoint.launcher.supervisor import State
-from rallypoint.launcher.visits import Door
+from rallypoint.launcher.supervisor import KILL_PATIENCE, State
+from rallypoint.launcher.visits import Door, Stopping
 
 # Seconds over which the use of processors is measured when somebody asks: the kernel counts in hundredths, so this tells 4 % from 0.
 MEASURED = 0.25
@@ -128,10 +131,11 @@ def _activities(ranks: Sequence[RankHandle]) -> Iterator[tuple[int, Activity]]:
 class Inquiry:
     """The door, the watch over all ranks, the round that is on, and who waits for its result."""
 
-    def __init__(self, job: Job, *, hooks: bool) -> None:
-        """`hooks`: whether the ranks are looked into, and can answer."""
+    def __init__(self, job: Job, *, hooks: bool, stop: Callable[[], None]) -> None:
+        """`hooks`: whether the ranks are looked into, and can answer. `stop` is called when a visitor wants the job to end."""
         self._job = job
         self._hooks = hooks
+        self._stop = stop
         self._door: Door | None = None
         self._watch = self._new_watch()
         self._began = 0.0
@@ -155,6 +159,11 @@ class Inquiry:
         self._waiting = []
         if self._door is not None:
             self._door.close()
+
+    def end(self) -> None:
+        """All of it is written down: who had it stopped hears of that. After `close`."""
+        if self._door is not None:
+            self._door.end()
             self._door = None
 
     # --- visitors
@@ -193,9 +202,20 @@ class Inquiry:
         if not asks:
             door.see_off(visitor)
             return
+        if asks == "stop":
+            self._on_stop(door, visitor)
+            return
         self._job.account.event("evidence-asked", because="rallypoint stacks asks")
         self._waiting.append(visitor)
         self._ask()
+
+    def _on_stop(self, door: Door, visitor: socket.socket) -> None:
+        """Answered first: of a job with nothing to end, this is its end."""
+        again = self._job.state is State.STOPPING
+        grace = self._job.plan.grace
+        living = tuple(handle.rank for handle in self._job.ranks if handle.ended is None)
+        door.answer([visitor], Stopping(living, grace, grace + KILL_PATIENCE, again), stay=True)
+        self._stop()
 
     # --- a round
 

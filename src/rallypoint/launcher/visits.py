@@ -1,4 +1,4 @@
-"""The running job's door: whoever of this user asks where its ranks stand is let in, and gets the answer.
+"""The running job's door: whoever of this user asks where its ranks stand, or to stop, is let in, and gets the answer.
 
 A Unix socket in a private folder, whose path stands in the run folder. A visitor sends one line and gets a memory file with the answer, so
 the agent's loop never waits for anybody who reads slowly, or not at all.
@@ -10,7 +10,8 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -22,6 +23,11 @@ VISIT_DEADLINE = 5.0
 VISITORS_MOST = 16  # at a time; the oldest of more is sent away: it has probably been forgotten by its own maker
 ROOM = 16  # descriptors that stay free for the job: answering takes three, and to end a rank the launcher needs a few, too
 QUESTION = b"rallypoint stacks 1\n"  # the number changes when the answer does
+STOP = b"rallypoint stop 1\n"
+Asked = Literal["stacks", "stop", ""]
+"""What a visitor wants; "" when that is nothing that we can answer, or it has gone."""
+
+_Answer = TypeVar("_Answer")
 
 
 class DoorClosed(Exception):
@@ -44,33 +50,61 @@ class OtherVersion(Exception):
     """What answered speaks otherwise: the job was started by another version of rallypoint."""
 
 
+class Stopping(msgspec.Struct, frozen=True):
+    """The job is being stopped. `ranks`: those that had not ended. `longest`: seconds after which the launcher gives up what is left.
+    `again`: it was being stopped before, and its ranks are killed now."""
+
+    ranks: tuple[int, ...]
+    grace: float
+    longest: float
+    again: bool = False
+
+
 # --- outside ---------------------------------------------------------------------------------------------------------
 
 
 def ask(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
     """Where the ranks of the job behind this door stand. `DoorClosed`, `LauncherSilent` after `timeout` seconds, `OtherVersion`."""
+    with _asking(path, QUESTION, Standing, timeout) as (found, _):
+        return found
+
+
+@contextlib.contextmanager
+def stop(path: str, timeout: float = VISIT_DEADLINE) -> Iterator[tuple[Stopping, socket.socket]]:
+    """Have the job behind this door stopped: what follows, and a connection that the launcher closes when the job is over. Raises as
+    `ask` does."""
+    with _asking(path, STOP, Stopping, timeout) as answer:
+        yield answer
+
+
+@contextlib.contextmanager
+def _asking(path: str, question: bytes, kind: type[_Answer], timeout: float) -> Iterator[tuple[_Answer, socket.socket]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(timeout)
-        connected = False
-        try:
-            sock.connect(path)
-            connected = True
-            if os.geteuid() != 0 and not sockets.is_same_user(sock):
-                raise DoorClosed
-            if processes.is_stopped(listener := sockets.listener_of(sock)):  # the kernel took the connection for it
-                raise LauncherSilent(listener)
-            sock.sendall(QUESTION)
-            said, fds, _, _ = socket.recv_fds(sock, 1, 1)
-        except (TimeoutError, BlockingIOError):  # BlockingIOError: as many wait already as may
-            raise LauncherSilent(sockets.listener_of(sock)) from None
-        except OSError:
-            raise (SentAway if connected else DoorClosed) from None
+        yield _asked(sock, path, question, kind, timeout), sock
+
+
+def _asked(sock: socket.socket, path: str, question: bytes, kind: type[_Answer], timeout: float) -> _Answer:
+    sock.settimeout(timeout)
+    connected = False
+    try:
+        sock.connect(path)
+        connected = True
+        if os.geteuid() != 0 and not sockets.is_same_user(sock):
+            raise DoorClosed
+        if processes.is_stopped(listener := sockets.listener_of(sock)):  # the kernel took the connection for it
+            raise LauncherSilent(listener)
+        sock.sendall(question)
+        said, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    except (TimeoutError, BlockingIOError):  # BlockingIOError: as many wait already as may
+        raise LauncherSilent(sockets.listener_of(sock)) from None
+    except OSError:
+        raise (SentAway if connected else DoorClosed) from None
     if not fds:
         raise OtherVersion if said else SentAway
     with os.fdopen(fds[0], "rb") as file:
         file.seek(0)
         try:
-            return msgspec.msgpack.decode(file.read(), type=Standing)
+            return msgspec.msgpack.decode(file.read(), type=kind)
         except (msgspec.DecodeError, msgspec.ValidationError):
             raise OtherVersion from None
 
@@ -85,6 +119,7 @@ class Door:
         self._listener, self.path = sockets.private_socket("door.sock")
         self._listener.setblocking(False)
         self._visitors: list[socket.socket] = []
+        self._staying: list[socket.socket] = []  # of them
 
     def fileno(self) -> int:
         """Readable when somebody comes."""
@@ -109,22 +144,24 @@ class Door:
         """The visitor who has to leave because too many are here; None when there is room."""
         return self._visitors[0] if len(self._visitors) > VISITORS_MOST else None
 
-    def listen(self, visitor: socket.socket) -> bool | None:
-        """Whether it asks what we can answer: False when it does not, or has gone; None when there is nothing to read yet."""
+    def listen(self, visitor: socket.socket) -> Asked | None:
+        """What it asks; None when there is nothing to read yet."""
         try:
-            said = visitor.recv(len(QUESTION) + 1)
+            said = visitor.recv(len(QUESTION) + 1)  # the longest
         except BlockingIOError:
             return None
         except OSError:
-            return False
-        if said and said != QUESTION:
+            return ""
+        if said in (QUESTION, STOP):
+            return "stacks" if said == QUESTION else "stop"
+        if said:
             with contextlib.suppress(OSError):
                 visitor.send(b"?")
-        return said == QUESTION
+        return ""
 
-    def answer(self, visitors: Sequence[socket.socket], standing: Standing) -> None:
-        """Hand them the answer, and see them off."""
-        content = msgspec.msgpack.encode(standing)
+    def answer(self, visitors: Sequence[socket.socket], answer: Any, *, stay: bool = False) -> None:
+        """Hand them the answer, and see them off; or let them `stay`, to see the job's end."""
+        content = msgspec.msgpack.encode(answer)
         for visitor in visitors:
             with contextlib.suppress(OSError):  # it did not wait, or was sent away; or nothing can be opened: it reads that nobody answers
                 fd = processes.memory_file("rallypoint-standing")
@@ -133,17 +170,26 @@ class Door:
                     socket.send_fds(visitor, [b"."], [fd])
                 finally:
                     os.close(fd)
-            self.see_off(visitor)
+            if stay:
+                self._staying.append(visitor)
+            else:
+                self.see_off(visitor)
 
     def see_off(self, visitor: socket.socket) -> None:
         """Close the line to a visitor. May be called twice."""
-        if visitor in self._visitors:
-            self._visitors.remove(visitor)
+        for where in (self._visitors, self._staying):
+            if visitor in where:
+                where.remove(visitor)
         visitor.close()
 
+    def end(self) -> None:
+        """The job is over, and all is written down: see off who has stayed for that."""
+        for visitor in list(self._staying):
+            self.see_off(visitor)
+
     def close(self) -> None:
-        """Nobody is at home any more: the socket goes, with its folder."""
-        for visitor in list(self._visitors):
+        """Nobody is at home any more: the socket goes, with its folder, and all visitors but those who stay to see the job's end."""
+        for visitor in [one for one in self._visitors if one not in self._staying]:
             self.see_off(visitor)
         self._listener.close()
         sockets.remove(self.path)

@@ -1,0 +1,68 @@
+"""`rallypoint stop [RUN]`: end a running job in good order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+
+from rallypoint.cli import parser, stacks
+from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli.commands import STOP
+from rallypoint.cli.invocation import invoke
+from rallypoint.cli.terminal import write_out
+from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.world import ranks_phrase
+
+# Seconds beyond those that the launcher gives the ranks in which it must be over: it ends what they left, and writes down their last words.
+SLACK = 10.0
+
+
+def main(argv: list[str]) -> int:
+    """`rallypoint stop` with its arguments; the exit status: 0 when the job is over."""
+
+    def act(line: CommandLine) -> int:
+        parser.values(line, STOP)
+        if len(line.words) > 1:
+            raise UsageError(
+                "usage", f"stop takes one run, and got {len(line.words)}", help=(("stop one", f"rallypoint stop {line.words[0]}"),)
+            )
+        path, others = stacks.chosen(line.words, "stop")
+        write_out(f"{stop(path)}\n")
+        if others:
+            write_out(f"still running: {', '.join(others)}\n")
+        return 0
+
+    return invoke(STOP, argv, act)
+
+
+def stop(path: str) -> str:
+    """Have the job of this run folder stopped, and wait until it is over: what to say of it. Raises as `stacks.reaching` does, and
+    `EnvironmentProblem` when the job does not end."""
+    from rallypoint.launcher import visits
+    from rallypoint.record import kept_run
+
+    name = os.path.basename(path)
+    with stacks.reaching(path, "stop") as door, visits.stop(door.socket) as (stopping, line):
+        if stopping.again:
+            said = f"job {name} was being stopped, and what is left of it is killed"
+        elif stopping.ranks:
+            said = f"stopping job {name}: SIGTERM to {ranks_phrase(stopping.ranks)}, which may take up to {stopping.grace:g} s"
+        else:
+            said = f"stopping job {name}, of which no rank runs"
+        write_out(f"{said}\n")
+        line.settimeout(stopping.longest + SLACK)
+        with contextlib.suppress(OSError):  # its time is up, or the launcher was killed: the look below tells
+            line.recv(1)
+    if not stacks.ends(path, door.pid):
+        raise EnvironmentProblem(
+            "launcher-silent",
+            f"job {name} has been asked to stop, and its launcher still runs",
+            help=(
+                ("see where its ranks are", f"rallypoint stacks {shlex.quote(name)}"),
+                ("or kill what is left", f"rallypoint stop {shlex.quote(name)}"),
+            ),
+        )
+    status = kept_run.read(path).status
+    left = f"with exit status {status}" if status is not None else "without writing down its exit status"
+    return f"job {name} has ended {left}; to see it: rallypoint show {shlex.quote(name)}"
