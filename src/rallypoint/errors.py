@@ -152,7 +152,7 @@ class UpdateLostWarning(UserWarning):
 
 
 class LockTimeout(StoreTimeout):
-    """`lock-timeout`: the lock was not had in time; this caller does not stand in its queue any more. `holder`: who has it, as text;
+    """`lock-timeout`: the lock could not be acquired in time; this caller left its queue. `holder`: who has it, as text;
     `held_for`: seconds; `queue`: who waits in front, as texts."""
 
     def __init__(

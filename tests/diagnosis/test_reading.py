@@ -72,7 +72,7 @@ def test_an_error_of_the_store_brings_its_code() -> None:
 @pytest.mark.parametrize(
     ("message", "came"),
     [
-        ('the barrier "b" of 4 timed out after 3.0 s: 2 arrived (ranks 0-1), missing: rank 2 (pid 7 on vm, running since 3 s)', {0, 1}),
+        ('the barrier "b" of 4 timed out after 3.0 s: 2 arrived (ranks 0-1), missing: rank 2 (pid 7 on vm, running for 3 s)', {0, 1}),
         ('the barrier "b" of 9 timed out after 3.0 s: 5 arrived (ranks 0-2, 4 and 6), 4 are missing', {0, 1, 2, 4, 6}),
         ('the barrier "b" of 2 is broken: rank 1 (pid 8 on vm) died; 1 arrived (rank 0 (pid 7 on vm))', {0}),
         ('the barrier "b" of 3 timed out after 3.0 s: 2 arrived (rank 0 (pid 7 on vm), 2 in rank 1 (pid 8 on vm)), 1 is missing', {0, 1}),

@@ -211,9 +211,9 @@ def roll(
 
 def test_the_roll_call_says_where_the_missing_are() -> None:
     assert roll(evidence(5, stack=IMPORTS, phase_at=1.0), evidence(11, stack=BUILDS, phase_at=4.0)) == (
-        "14 of 16 ranks are waiting in init_process_group since 30 s; not there yet:",
-        "  rank 5 importing since 41 s: train.py:3 <module> > datasets/__init__.py:22",
-        "  rank 11 running since 38 s: data.py:88 in build_index",
+        "14 of 16 ranks have been waiting in init_process_group for 30 s; not there yet:",
+        "  rank 5 importing for 41 s: train.py:3 <module> > datasets/__init__.py:22",
+        "  rank 11 running for 38 s: data.py:88 in build_index",
     )
 
 
@@ -223,8 +223,8 @@ def test_ranks_at_one_place_share_a_line_and_a_large_job_is_as_short_as_a_small_
     meets = msgspec.structs.replace(MEETS, world_size=64)
     together = roll(*(evidence(rank, stack=IMPORTS, phase_at=1.0 + rank) for rank in range(1, 64)), size=64, meets=meets)
     assert together == (
-        "1 of 64 ranks is waiting in init_process_group since 30 s; not there yet:",
-        "  ranks 1-63 importing since 40 s: train.py:3 <module> > datasets/__init__.py:22",
+        "1 of 64 ranks has been waiting in init_process_group for 30 s; not there yet:",
+        "  ranks 1-63 importing for 40 s: train.py:3 <module> > datasets/__init__.py:22",
     )
     apart = [evidence(rank, stack=(Frame(ROOT + "data.py", rank, "build"),), phase_at=1.0) for rank in range(1, 64)]
     said = roll(*apart, size=64, meets=meets)
@@ -237,21 +237,21 @@ def test_an_error_that_was_caught_stands_beside_the_rank() -> None:
     error = Raised("RuntimeError", "CUDA error: invalid device ordinal\nmore", (), "", at=5.0, call="set_device", caught_at=clause)
     _, line = roll(evidence(2, stack=BUILDS, phase_at=1.0, handled=(error,)))
     assert line == (
-        "  rank 2 running since 41 s: data.py:88 in build_index;"
+        "  rank 2 running for 41 s: data.py:88 in build_index;"
         " set_device had raised RuntimeError: CUDA error: invalid device ordinal, which train.py:14 caught"
     )
     failed = msgspec.structs.replace(error, call="init_process_group", at=32.0)
     _, line = roll(evidence(2, MEETS, stack=BUILDS, phase_at=12.0, handled=(failed,)))
-    assert line.startswith("  rank 2 running since 10 s: data.py:88 in build_index; init_process_group had raised")
+    assert line.startswith("  rank 2 running for 10 s: data.py:88 in build_index; init_process_group had raised")
     recovered = evidence(2, MEETS, phase="running", phase_at=6.0, stack=BUILDS, handled=(error,))
-    assert roll(recovered, meets=msgspec.structs.replace(MEETS, turn=1))[1] == "  rank 2 running since 36 s: data.py:88 in build_index"
+    assert roll(recovered, meets=msgspec.structs.replace(MEETS, turn=1))[1] == "  rank 2 running for 36 s: data.py:88 in build_index"
 
 
 def test_who_cannot_say_where_it_is() -> None:
     stopped = "stopped (SIGSTOP), pid 4005: kill -CONT 4005 lets it go on"
     _, first, second = roll(evidence(5, phase_at=1.0), evidence(6, phase="preparing"), states={5: stopped, 6: ""})
-    assert first == f"  rank 5 running since 41 s: {stopped}"
-    assert second == "  rank 6 starting since 42 s"
+    assert first == f"  rank 5 running for 41 s: {stopped}"
+    assert second == "  rank 6 starting for 42 s"
 
 
 def test_who_has_ended_will_not_come() -> None:
@@ -261,16 +261,16 @@ def test_who_has_ended_will_not_come() -> None:
 
 def test_who_is_through_is_not_missing() -> None:
     through = evidence(3, msgspec.structs.replace(MEETS, rank=3), phase="running", phase_at=13.0)
-    assert roll(through)[0] == "15 of 16 ranks are waiting in init_process_group since 30 s, and nobody is missing"
+    assert roll(through)[0] == "15 of 16 ranks have been waiting in init_process_group for 30 s, and nobody is missing"
     again = roll(through, meets=msgspec.structs.replace(MEETS, turn=1))  # it was in the first group, and these are in the second
-    assert again[1] == "  rank 3 running since 29 s"
+    assert again[1] == "  rank 3 running for 29 s"
 
 
 def test_all_are_there_and_were_not_told_the_same() -> None:
     host = msgspec.structs.replace(MEETS, address="node07:41235", rank=1, world_size=2)
     ranks = [evidence(0, msgspec.structs.replace(MEETS, world_size=2), phase_at=12.0), evidence(1, host, phase_at=12.0)]
     assert rollcall.lines(ranks, [0, 1], {}, 2, 42.0) == (
-        "all 2 ranks are waiting in init_process_group since 30 s, and nobody is missing",
+        "all 2 ranks have been waiting in init_process_group for 30 s, and nobody is missing",
         "  those who wait were told:",
         f"    rank 0: {HELD}, gloo, from train.py:12",
         "    rank 1: node07:41235, gloo, from train.py:12",
@@ -289,8 +289,8 @@ def test_a_group_of_some_names_the_seat_that_is_empty() -> None:
     some = msgspec.structs.replace(MEETS, world_size=2, address="127.0.0.1:29501")
     ranks = [evidence(0, some, phase_at=12.0), *(evidence(rank, phase="running", phase_at=2.0) for rank in (1, 2, 3))]
     assert rollcall.lines(ranks, [0], {}, 4, 42.0) == (
-        "rank 0 is waiting in init_process_group since 30 s for a group of 2 (127.0.0.1:29501, gloo, from train.py:12);"
-        " nobody of this job has come as its rank 1",
+        "rank 0 has been waiting in init_process_group for 30 s, for a group of 2 (127.0.0.1:29501, gloo, from train.py:12);"
+        " no rank of this job has joined as rank 1",
     )
 
 
@@ -300,7 +300,7 @@ def test_who_waits_in_another_group_is_not_there_either() -> None:
     inside = [evidence(rank, msgspec.structs.replace(MEETS, world_size=4, rank=rank), phase_at=12.0) for rank in (0, 1)]
     said = rollcall.lines([*inside, away, other], [0, 1, 3], {}, 4, 42.0, ROOT)
     assert said[1:] == (
-        "  rank 2 running since 40 s: data.py:88 in build_index",
+        "  rank 2 running for 40 s: data.py:88 in build_index",
         "  rank 3 in another group: 127.0.0.1:29501, gloo, from train.py:12",
     )
 

@@ -133,7 +133,7 @@ NO_KEY = raised(
 AT_BARRIER = (MAIN, Frame("/venv/lib/python3.11/site-packages/rallypoint/primitives/barrier.py", 43, "barrier", "raise _timed_out(...)"))
 TOO_LATE = raised(
     "rallypoint.errors.BarrierTimeout",
-    'the barrier "epoch" of 3 timed out after 5.0 s: 2 arrived (ranks 0-1), missing: rank 2 (pid 24316 on node07, running since 6 s)',
+    'the barrier "epoch" of 3 timed out after 5.0 s: 2 arrived (ranks 0-1), missing: rank 2 (pid 24316 on node07, running for 6 s)',
     AT_BARRIER,
     at=6.0,
     code="barrier-timeout",

@@ -45,14 +45,14 @@ def job(*ranks: RankStanding, size: int = 0) -> Standing:
 
 def test_the_sentence_names_who_waits_and_whom_for() -> None:
     found = job(*(at(rank, REDUCE, since=31.0) for rank in range(7)), at(7, LOADER, since=31.0))
-    told = "ranks 0-6 wait in all_reduce at train.py:42 since 31 s; rank 7 is in DataLoader.__next__ at train.py:30 since 31 s"
+    told = "ranks 0-6 wait in all_reduce at train.py:42 for 31 s; rank 7 is in DataLoader.__next__ at train.py:30 for 31 s"
     assert standing.sentence(found) == told
     assert [group.numbers for group in standing.groups(found)] == [(7,), (0, 1, 2, 3, 4, 5, 6)]
 
 
 def test_since_when_is_said_only_where_it_is_known_of_all() -> None:
     found = job(at(0, REDUCE, since=31.0), at(1, REDUCE), at(2, LOAD, since=4.25))
-    assert standing.sentence(found) == "ranks 0-1 wait in all_reduce at train.py:42; rank 2 is at train.py:30 in load since 4.2 s"
+    assert standing.sentence(found) == "ranks 0-1 wait in all_reduce at train.py:42; rank 2 is at train.py:30 in load for 4.2 s"
 
 
 def test_everybody_at_one_place() -> None:
@@ -81,8 +81,8 @@ def test_a_wait_that_polls_is_one_place_whatever_the_library_does_inside() -> No
         (LOADER, "DataLoader.__next__"),
         (LOAD, ""),
         ((TOP, Frame("/usr/lib/python3.11/threading.py", 1112, "join")), "threading.join"),
-        ((TOP, Frame(f"{SITE}/_tensor.py", 581, "backward")), "backward of torch"),
-        ((TOP, Frame("/venv/lib/python3.11/site-packages/requests/api.py", 73, "get")), "get of requests"),
+        ((TOP, Frame(f"{SITE}/_tensor.py", 581, "backward")), "torch's backward()"),
+        ((TOP, Frame("/venv/lib/python3.11/site-packages/requests/api.py", 73, "get")), "requests's get()"),
         ((TOP, Frame(f"{SITE}/__init__.py", 2000, "<module>")), "the import of torch"),
         ((TOP, Frame(f"{SITE}/nn/parallel/distributed.py", 800, "__init__"), WRAPPER,
           Frame(f"{SITE}/distributed/utils.py", 293, "_sync_module_states")), "DistributedDataParallel()"),
@@ -193,7 +193,7 @@ def test_a_stall_is_told_with_the_odd_rank_and_what_to_type() -> None:
     told = "no rank has moved for 61 s: ranks 0-2 wait in all_reduce at train.py:42; rank 3 is in DataLoader.__next__ at train.py:30"
     assert report.headline == told
     assert report.where == "train.py:30 in epoch (torch __next__), pid 4003"
-    assert report.why == "ranks 0-2 can go on when rank 3 comes"
+    assert report.why == "ranks 0-2 wait until rank 3 makes the same call"
     assert report.ranks == (3,)
     assert "for 61 s they were found there each of 3 times" in report.evidence
     assert (report.help[-1].command, report.exit_status) == ("rallypoint stacks 20260101-120000-ab12", 0)
@@ -252,3 +252,29 @@ def test_whatever_the_ranks_do_it_can_be_said(ranks: list[RankStanding]) -> None
         assert standing.stalled(found, 5.0).headline
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Standing) == found
     assert msgspec.json.encode(standing.as_data(found))
+
+
+def _asleep(rank: int, *frames: Frame, cpu: float = 0.0) -> standing.RankStanding:
+    return standing.RankStanding(rank, 100 + rank, "running", state="S", cpu=cpu, frames=frames, stands_for=60.0)
+
+
+OWN = Frame("/srv/train.py", 8, "<module>")
+BACKWARD = (OWN, Frame(f"{SITE}/_tensor.py", 581, "backward"), Frame(f"{SITE}/autograd/graph.py", 825, "_engine_run_backward"))
+FORWARD = (Frame("/srv/train.py", 20, "<module>"), Frame(f"{SITE}/nn/parallel/distributed.py", 1643, "forward"))
+BARRIER = (Frame("/srv/train.py", 10, "<module>"), Frame(f"{SITE}/distributed/distributed_c10d.py", 4159, "barrier"))
+
+
+@pytest.mark.parametrize(("one", "other"), [(BACKWARD, BARRIER), (FORWARD, BACKWARD), (FORWARD, BARRIER)])
+def test_ranks_that_made_different_numbers_of_steps(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> None:
+    """Rank 0 waits in DDP's backward(), in which no collective is seen: it was said that rank 1 can go on when rank 0 comes."""
+    found = standing.Standing("j", "train.py", 2, (_asleep(0, *one), _asleep(1, *other)), 90.0)
+    report = standing.stalled(found, 60.0)
+    assert (report.code, report.confidence, report.ranks) == ("collective-mismatch", "likely", (0, 1))
+    assert "different numbers of steps" in report.headline
+    assert {help.command for help in report.help} & {"with model.join():", "model.module(batch)"}
+
+
+def test_a_rank_that_computes_its_gradients_waits_for_nobody() -> None:
+    found = standing.Standing("j", "train.py", 2, (_asleep(0, *BACKWARD, cpu=0.9), _asleep(1, *BARRIER)), 90.0)
+    assert standing.mismatch(found) is None
+    assert standing.stalled(found, 60.0).code == "job-stalled"

@@ -90,7 +90,7 @@ def test_the_report_waits_for_a_look_at_what_an_error_speaks_of(scene: Scene, lo
 
 def call(scene: Scene) -> RollCall:
     part = RollCall(scene.job, Meetings(scene.job))
-    part.begin(CallRoll("rank 0 waits in init_process_group since 30 s"))
+    part.begin(CallRoll("rank 0 waits in init_process_group for 30 s"))
     return part
 
 

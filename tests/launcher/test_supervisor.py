@@ -431,7 +431,7 @@ def test_the_roll_is_called_after_half_a_minute_and_then_ever_more_rarely() -> N
         assert isinstance(following, sv.SetTimer)
         now = following.at
     assert called == [30.0, 60.0, 120.0, 240.0, 480.0, 960.0]
-    assert play.of(sv.CallRoll)[0].because == "rank 0 waits in init_process_group since 30 s"
+    assert play.of(sv.CallRoll)[0].because == "rank 0 waits in init_process_group for 30 s"
     assert play.machine.state is State.RUNNING
     assert not play.of(sv.AskEvidence)
 

@@ -51,7 +51,7 @@ except rallypoint.BarrierBroken as error:
 @pytest.mark.parametrize(
     ("how", "known"),
     [
-        ("slow", r"rank 2 \(pid \d+ on \S+, running since \d+ s, not connected to the store\)"),
+        ("slow", r"rank 2 \(pid \d+ on \S+, running for \d+ s, not connected to the store\)"),
         ("stopped", r"rank 2 \(pid \d+ on \S+, stopped by a signal, last heard of \d+\.\d s ago\)"),
         ("gone", r"rank 2 \(pid \d+ on \S+, ended \d+\.\d s ago with exit code 0\)"),
     ],

@@ -113,12 +113,10 @@ def test_the_roll_is_called_and_nothing_is_stopped(run: Run, write: Write, tmp_p
     last = next(event for event in result.events if complete(event))["details"]["lines"]
     stopped = next(event["details"]["pid"] for event in result.events if event["what"] == "worker-started" and event["rank"] == 3)
     head, importing, swallowed, frozen = (re.sub(r"since \d+ s", "since N s", line) for line in last)
-    assert head == "1 of 4 ranks is waiting in init_process_group since N s; not there yet:"
-    assert importing == "  rank 1 importing since N s: train.py:13 <module> > slowly/__init__.py:2"
-    assert swallowed.startswith(
-        "  rank 2 running since N s: train.py:9 in build_index; set_device had raised "
-    )  # what, depends on the GPUs
-    assert frozen == f"  rank 3 running since N s: stopped (SIGSTOP), pid {stopped}: kill -CONT {stopped} lets it go on"
+    assert head == "1 of 4 ranks has been waiting in init_process_group for N s; not there yet:"
+    assert importing == "  rank 1 importing for N s: train.py:13 <module> > slowly/__init__.py:2"
+    assert swallowed.startswith("  rank 2 running for N s: train.py:9 in build_index; set_device had raised ")  # what, depends on the GPUs
+    assert frozen == f"  rank 3 running for N s: stopped (SIGSTOP), pid {stopped}: kill -CONT {stopped} lets it go on"
     assert "\n".join((f"rallypoint: {last[0]}", *last[1:])) in result.err, result.everything
 
 
@@ -365,9 +363,9 @@ def test_the_live_line_counts_the_ranks_and_goes_away(write: Write, tmp_path: Pa
     assert status == 0, shown
     assert "rallypoint: 2 ranks · importing torch" in shown
     assert "waiting in init_process_group" not in shown.rpartition("\x1b[2K")[2], "the row is left on the screen"
-    assert re.search(r"rallypoint: 1 of 2 ranks is waiting in init_process_group since \d+ s; not there yet:\r\n  rank 0 running", shown), (
-        shown
-    )
+    assert re.search(
+        r"rallypoint: 1 of 2 ranks has been waiting in init_process_group for \d+ s; not there yet:\r\n  rank 0 running", shown
+    ), shown
 
 
 @pytest.mark.timeout(DEADLINE)

@@ -370,7 +370,7 @@ def test_what_a_successful_rank_leaves_is_named_and_ended(tmp_path: Path) -> Non
     result = run_job(["-n", "2", "leaves.py"], state=tmp_path)
     assert result.rc == 0, result.everything
     pid = result.of(1)[0].split()[1]
-    assert f"rank 1 has ended well and left running: sleep 1003 (pid {pid}); stopped when the job ends" in result.err
+    assert f"rank 1 exited cleanly but left a process running: sleep 1003 (pid {pid}); it is stopped when the job ends" in result.err
 
 
 def test_on_failure_continue_tells_each_failure_once_and_lets_the_others_finish(tmp_path: Path) -> None:

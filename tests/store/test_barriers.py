@@ -546,7 +546,7 @@ def test_of_a_rank_whose_process_has_ended_its_session_is_not_spoken_of() -> Non
 def test_the_launcher_knows_more() -> None:
     room = Room(
         {
-            rank: Sighting("node0", 100 + rank if rank < 3 else 0, f"running since {rank} s" if rank < 3 else "not started yet")
+            rank: Sighting("node0", 100 + rank if rank < 3 else 0, f"running for {rank} s" if rank < 3 else "not started yet")
             for rank in range(4)
         }
     )
@@ -555,14 +555,14 @@ def test_the_launcher_knows_more() -> None:
     room.arrive(0, 4, 1.0)
     absent = room.pass_time(1.0)[0].absent
     assert [str(member) for member in absent] == [
-        "rank 1 (pid 101 on node0, running since 1 s, last heard of 0.5 s ago)",
-        "rank 2 (pid 102 on node0, running since 2 s, not connected to the store)",
+        "rank 1 (pid 101 on node0, running for 1 s, last heard of 0.5 s ago)",
+        "rank 2 (pid 102 on node0, running for 2 s, not connected to the store)",
         "rank 3 (not started yet)",
     ]
 
 
 def test_a_size_that_no_job_of_ours_can_bring_together_is_told_as_that() -> None:
-    room = Room({rank: Sighting("node0", 100 + rank, "running since 1 s") for rank in range(2)})
+    room = Room({rank: Sighting("node0", 100 + rank, "running for 1 s") for rank in range(2)})
     room.arrive(0, 4, 1.0)
     room.arrive(1, 4, 1.0)
     assert "2 arrived (ranks 0-1), missing: ranks 2-3 (this job has no such rank)" in room.pass_time(1.0)[1].text

@@ -125,7 +125,7 @@ _LISTED = (
     Cause("compacted", "changes that a watch asked for are no longer all known", "program"),
     Cause("update-lost", "a write replaced somebody else's later change", "program"),
     Cause("once-failed", "the function that once() ran in another process raised", "program"),
-    Cause("lock-timeout", "a lock of the store was not had in time", "program"),
+    Cause("lock-timeout", "a lock of the store could not be acquired in time", "program"),
     Cause("lock-twice", "a thread asked for a lock that it holds", "program"),
     Cause("lock-cycle", "holders of locks wait for each other in a circle", "program"),
     Cause("lock-lost", "a lock was passed on while its holder believed to have it", "program"),

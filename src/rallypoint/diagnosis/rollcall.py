@@ -291,7 +291,7 @@ def lines(
         differing = _few(_differing(together))
         count = f"all {world_size} ranks" if len(together) == world_size else f"{len(together)} of {world_size} ranks"
         longest = now - min(rank.phase_at for rank in together)
-        head = f"{count} {'is' if len(together) == 1 else 'are'} waiting in init_process_group since {longest:.0f} s"
+        head = f"{count} {'has' if len(together) == 1 else 'have'} been waiting in init_process_group for {longest:.0f} s"
         head += "; not there yet:" if places else ", and nobody is missing"
         said = [head, *(f"  {line}" for line in places)]
         said += ["  those who wait were told:", *(f"    {line}" for line in differing)] if differing else []
@@ -308,9 +308,11 @@ def _partial(inside: Sequence[RankEvidence], now: float) -> list[str]:
         meeting, size = came[0][1], came[0][1].world_size
         missing = sorted(set(range(max(size, 0))) - {one.rank for _, one in came})
         longest = now - min(rank.phase_at for rank, _ in came)
-        who, verb = ranks_phrase(rank.rank for rank, _ in came), "is" if len(came) == 1 else "are"
-        nobody = f"; nobody of this job has come as its {ranks_phrase(missing)}" if missing else ", and nobody is missing"
-        said.append(f"{who} {verb} waiting in init_process_group since {longest:.0f} s for a group of {size} ({_asked(meeting)}){nobody}")
+        who, verb = ranks_phrase(rank.rank for rank, _ in came), "has" if len(came) == 1 else "have"
+        nobody = f"; no rank of this job has joined as {ranks_phrase(missing)}" if missing else ", and nobody is missing"
+        said.append(
+            f"{who} {verb} been waiting in init_process_group for {longest:.0f} s, for a group of {size} ({_asked(meeting)}){nobody}"
+        )
     return _few(said)
 
 
@@ -324,7 +326,7 @@ def _places(missing: Sequence[RankEvidence], states: Mapping[int, str], now: flo
     for (word, known), members in groups.items():
         who = ranks_phrase(rank.rank for rank in members)
         since = now - min(_since(rank) for rank in members)
-        told = f"{who} {word} since {since:.0f} s" + (f": {known}" if known else "")
+        told = f"{who} {word} for {since:.0f} s" + (f": {known}" if known else "")
         found.append(told if word else f"{who} {known}, {since:.0f} s ago")
     return found
 

@@ -42,6 +42,7 @@ COLLECTIVES = frozenset(
 )  # fmt: skip
 _DISTRIBUTED = re.compile(r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives|nn/functional|utils)\.py$")
 _DDP = re.compile(r"(^|/)torch/nn/parallel/distributed\.py$")
+_BACKWARD = re.compile(r"(^|/)torch/(_tensor|autograd/(__init__|graph))\.py$")
 _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
 # A rank in one of these is being looked at by a person.
 _DEBUGGERS = re.compile(r"(^|/)(pdb|bdb|pudb/\w+|IPython/terminal/debugger|IPython/core/debugger|ipdb/\w+|debugpy/.+|pydevd\w*)\.py$")
@@ -196,9 +197,18 @@ def collective(frames: tuple[Frame, ...]) -> tuple[str, int] | None:
     return None
 
 
+def waits_in_ddp(frames: tuple[Frame, ...]) -> str:
+    """Where a stack may wait for the other ranks though no collective stands in it: "backward()", in which DDP averages gradients, or
+    "DDP's forward()", in which it sends buffers; "" for other places."""
+    inner = frames[own_index(frames) + 1 :] if frames else ()
+    if any(_DDP.search(frame.file) for frame in inner):
+        return "DDP's forward()"
+    return "backward()" if any(_BACKWARD.search(frame.file) and "backward" in frame.function for frame in inner) else ""
+
+
 def called(frames: tuple[Frame, ...]) -> str:
     """The call that the program's innermost line is in, as a person would name it: "all_reduce", "DataLoader.__next__", "threading.join",
-    "backward of torch"; "" when it is in none, or in one without Python frames (`time.sleep`)."""
+    "torch's backward()"; "" when it is in none, or in one without Python frames (`time.sleep`)."""
     found = collective(frames)
     if found is not None:
         return found[0]
@@ -212,7 +222,7 @@ def called(frames: tuple[Frame, ...]) -> str:
         return "DataLoader.__next__" if any(one.function == "__next__" for one in inner) else f"DataLoader.{frame.function}"
     if _STDLIB.match(frame.file) and not _PACKAGES.match(frame.file):
         return f"{os.path.basename(frame.file).removesuffix('.py')}.{frame.function}"
-    return f"{frame.function} of {library(frame)}" if library(frame) else frame.function
+    return f"{library(frame)}'s {frame.function}()" if library(frame) else frame.function
 
 
 def trimmed(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:

@@ -35,6 +35,7 @@ COMMAND_CHARACTERS = 60  # of another program's command line in a sentence
 # Seconds for which ranks that are in different collectives must be known to stand there before it is called likely. A rank that is merely
 # late leaves its collective in milliseconds; five seconds is more than a slow network needs for a large one.
 SURELY = 5.0
+AT_REST = 0.05  # of a processor: a rank in backward() that uses more may be at work on its gradients
 WAITING = 0.5  # of a processor: a rank in a collective that uses less is said to wait in it
 
 _PHASES = {
@@ -104,6 +105,13 @@ class Group(msgspec.Struct, frozen=True):
         return found[0] if found else ""
 
     @property
+    def hidden_wait(self) -> str:
+        """Where they wait for the others without a collective in their stack; "" when one is there, or they may be at work."""
+        if self.collective or self.cpu > AT_REST or (self.stands_for or 0.0) < SURELY:
+            return ""
+        return stacks.waits_in_ddp(self.frames)
+
+    @property
     def stands_for(self) -> float | None:
         """How long all of them are known to have stood there."""
         known = [one.stands_for for one in self.ranks]
@@ -168,7 +176,7 @@ def sentence(standing: Standing, *, since: bool = True) -> str:
 def _clause(group: Group, standing: Standing, since: bool) -> str:
     subject = _subject(group.numbers, standing.world_size)
     known = since and group.stands_for and group.first.missing not in ("ended", "not started")
-    return f"{subject} {_doing(group, standing.root)}" + (f" since {duration(group.stands_for)}" if known else "")
+    return f"{subject} {_doing(group, standing.root)}" + (f" for {duration(group.stands_for)}" if known else "")
 
 
 def _subject(numbers: Sequence[int], world_size: int) -> str:
@@ -243,9 +251,16 @@ class Mismatch(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(group.collective for group in self.groups))
+        return tuple(dict.fromkeys(group.collective or group.hidden_wait for group in self.groups))
+
+    @property
+    def of_steps(self) -> bool:
+        """Whether some wait inside a step of DDP's, and others elsewhere."""
+        return any(group.hidden_wait for group in self.groups)
 
     def __str__(self) -> str:
+        if self.of_steps:
+            return "they made different numbers of steps"
         if len(self.names) > 1:
             return "the ranks are in different collectives, and none of these returns"
         return f"the ranks called {self.names[0]} on different lines, and it does not return"
@@ -259,13 +274,13 @@ def mismatch(standing: Standing) -> Mismatch | None:
     a group of some ranks only; what makes it suspicious is that nobody goes on. So it is never certain: stacks are seen here, not groups.
     """
     living = [group for group in groups(standing) if group.first.missing not in ("ended", "not started")]
-    if not living or not all(group.collective for group in living):
+    if not living or not all(group.collective or group.hidden_wait for group in living):
         return None
-    calls = {(group.collective, _place_of(group)): group for group in living}
+    calls = {(group.collective or group.hidden_wait, _place_of(group)): group for group in living}
     if len(calls) < 2 or any(group.stands_for is None for group in living):
         return None
     long = all((group.stands_for or 0.0) >= SURELY for group in living)
-    different = len({group.collective for group in living}) > 1
+    different = len({group.collective or group.hidden_wait for group in living}) > 1
     return Mismatch(tuple(living), "likely" if long and different else "possible")
 
 
@@ -297,11 +312,11 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
             code="collective-mismatch",
             headline=f"{sentence(standing, since=False)}: {wrong}",
             where=where,
-            why="a collective returns when every rank of the group has called it, in the same order",
+            why=_DDP_WAITS if wrong.of_steps else "a collective returns when every rank of the group has called it, in the same order",
             confidence=wrong.confidence,
             evidence=tuple(evidence),
             then=then,
-            help=(Help("let every rank make the same calls in the same order, outside of branches that only some take"), again),
+            help=(*_way_out(wrong), again),
             logs=(standing.run_dir,) if standing.run_dir else (),
             ranks=tuple(number for group in wrong.groups for number in group.numbers),
         )
@@ -310,7 +325,8 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
     why = ""
     if waits and others:
         late = [number for group in others for number in group.numbers]
-        why = f"{_subject([n for g in waits for n in g.numbers], standing.world_size)} can go on when {ranks_phrase(late)} {_come(late)}"
+        waiting = [number for group in waits for number in group.numbers]
+        why = f"{_subject(waiting, standing.world_size)} {_wait(waiting)} until {ranks_phrase(late)} {_make(late)} the same call"
     elif len(found) == 1 and waits:
         why = (
             f"all of them are in the same {waits[0].collective}: what it waits for is below it, in the network or in a group of some ranks"
@@ -329,8 +345,29 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
     )
 
 
-def _come(numbers: Sequence[int]) -> str:
-    return "comes" if len(numbers) == 1 else "come"
+_DDP_WAITS = (
+    "backward() of a DDP model waits in its all_reduce of the gradients, and forward() in its broadcast of the buffers, until every "
+    "rank makes the same step"
+)
+
+
+def _way_out(wrong: Mismatch) -> tuple[Help, ...]:
+    if not wrong.of_steps:
+        return (Help("let every rank make the same calls in the same order, outside of branches that only some take"),)
+    helps = (
+        Help("give every rank as many batches", "DistributedSampler(dataset, drop_last=True)"),
+        Help("or let the ranks that are done answer the others", "with model.join():"),
+    )
+    alone = any("forward" in group.hidden_wait for group in wrong.groups)
+    return (*helps[:1], Help("and call the model itself where only some ranks evaluate", "model.module(batch)")) if alone else helps
+
+
+def _wait(numbers: Sequence[int]) -> str:
+    return "waits" if len(numbers) == 1 else "wait"
+
+
+def _make(numbers: Sequence[int]) -> str:
+    return "makes" if len(numbers) == 1 else "make"
 
 
 def _helps(odd: Group) -> tuple[Help, ...]:
@@ -414,7 +451,7 @@ def _frame(frame: Frame, root: str) -> str:
 
 
 def _facts(group: Group) -> str:
-    """`pid 41210 · running since 33 s · asleep · 0 % CPU`, of one processor."""
+    """`pid 41210 · running for 33 s · asleep · 0 % CPU`, of one processor."""
     parts = []
     pids = sorted(one.pid for one in group.ranks if one.pid)
     if pids:
@@ -426,7 +463,7 @@ def _facts(group: Group) -> str:
     phases = {one.phase for one in group.ranks}
     if len(phases) == 1:
         times = [one.phase_for for one in group.ranks]
-        parts.append(f"{_PHASES.get(group.first.phase, group.first.phase)} since {duration(min(times))}")
+        parts.append(f"{_PHASES.get(group.first.phase, group.first.phase)} for {duration(min(times))}")
     if group.first.missing in ("stopped", "held"):
         return " · ".join(parts)
     states = {one.state for one in group.ranks}

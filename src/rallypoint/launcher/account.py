@@ -191,7 +191,8 @@ class Account:
             return
         names = ", ".join(f"{words[one.pid][:60]} (pid {one.pid})" for one in left[:3])
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        self.say(f"rallypoint: rank {rank} has ended well and left running: {names}{more}; stopped when the job ends")
+        what, they = ("a process", "it is") if len(left) == 1 else (f"{len(left)} processes", "they are")
+        self.say(f"rallypoint: rank {rank} exited cleanly but left {what} running: {names}{more}; {they} stopped when the job ends")
 
     def say_left_behind(self, ended: Sequence[int], left: Sequence[int], seconds: float) -> None:
         """Ranks that have not moved since the others ended well."""

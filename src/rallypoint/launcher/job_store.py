@@ -89,7 +89,7 @@ _PHASES = {
     "finishing": "leaving",
     "done": "leaving",
 }
-"""Of a rank's phases those in which it stays for a while, in words that "since 41 s" can follow."""
+"""Of a rank's phases those in which it stays for a while, in words that "for 41 s" can follow."""
 
 
 def roster(ranks: Sequence[RankHandle], now: float) -> dict[int, Sighting]:
@@ -118,4 +118,4 @@ def _seen(handle: RankHandle, now: float) -> str:
     phase = _PHASES.get("running" if handle.failed_to_join else handle.phase)
     if phase is None:
         return "before its program began" if handle.phase == "preparing" else "alive"
-    return f"{phase} since {max(0.0, now - handle.phase_at):.0f} s"
+    return f"{phase} for {max(0.0, now - handle.phase_at):.0f} s"

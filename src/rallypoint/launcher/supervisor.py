@@ -385,7 +385,7 @@ class Supervisor:
             return [SetTimer("roll call", now + self._roll_call)]
         if now < since + self._roll_after:
             return [SetTimer("roll call", since + self._roll_after)]
-        because = f"{_wait_in_init(waiting)} since {now - since:.0f} s"
+        because = f"{_wait_in_init(waiting)} for {now - since:.0f} s"
         self._roll_after *= 2
         return [CallRoll(because), SetTimer("roll call", since + self._roll_after)]
 

@@ -19,7 +19,7 @@ class Sighting(NamedTuple):
 
     host: str
     pid: int  # 0: it has not been started
-    phase: str  # in words, with since when: "importing since 41 s", "ended 2.0 s ago with exit code 3"
+    phase: str  # in words, with since when: "importing for 41 s", "ended 2.0 s ago with exit code 3"
 
 
 Roster = Callable[[], Mapping[int, Sighting]]
@@ -122,7 +122,7 @@ def who(them: Iterable[Identity]) -> str:
 
 
 def attendance(size: int, arrived: int, present: Sequence[Identity], absent: Sequence[Member]) -> str:
-    """ "3 arrived (ranks 0-2), missing: rank 3 (pid 812 on node07, running since 38 s, last heard of 0.4 s ago)".
+    """ "3 arrived (ranks 0-2), missing: rank 3 (pid 812 on node07, running for 38 s, last heard of 0.4 s ago)".
 
     `arrived` may be more than `present` names.
     """

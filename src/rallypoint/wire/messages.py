@@ -72,7 +72,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     identity: Identity | None = None  # None: nobody has connected with this rank
     rank: int | None = None
-    phase: str = ""  # what the launcher saw last, in a job of ours: "importing since 41 s: train.py:3"
+    phase: str = ""  # what the launcher saw last, in a job of ours: "importing for 41 s: train.py:3"
     silent: float | None = None  # seconds since the last sign of life of his session; None: he has none
     ended: str = ""  # when and why his session ended: "3.2 s ago: it said goodbye"
 

@@ -124,7 +124,7 @@ def whereabouts(job: JobEvidence, ranks: Sequence[RankEvidence], root: str) -> t
 
 def phase_of(rank: RankEvidence) -> str:
     """How far a rank had come, in words, and since when; "" when nothing is known of it."""
-    entered = f" since {since(rank.phase_at)}" if rank.phase_at and rank.phase in ("joining", "running", "importing") else ""
+    entered = f" (since {since(rank.phase_at)})" if rank.phase_at and rank.phase in ("joining", "running", "importing") else ""
     return PHASES.get(rank.phase, rank.phase) + entered
 
 

@@ -134,7 +134,7 @@ def _refused_at_once(case: Case, error: Raised, wanted: int) -> Report:
     elif memory.total:
         why = f"this machine has {size(memory.total)}, of which {size(memory.available)} can be had now"
     if most and wanted > most:
-        helps = (Help("see what the sizes in that line are: together they are more than there is", "breakpoint()"),)
+        helps = (Help("print the sizes in that line: together they need more memory than there is", "breakpoint()"),)
     return told(
         case,
         "rank-out-of-memory",
