@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -548,3 +548,44 @@ def test_no_rank_is_signalled_before_evidence_was_asked_for(events: list[sv.Even
     if sv.SignalGroup in kinds and not lost:
         assert sv.AskEvidence in kinds[: kinds.index(sv.SignalGroup)]
         assert sv.MakeReport in kinds[: kinds.index(sv.SignalGroup)]
+
+
+def attempts_of(same: Callable[[int], str], lasts: float, *, max_restarts: int = 9) -> tuple[int, list[sv.SayHopeless]]:
+    """How many attempts a job makes whose attempts each end after so many seconds, and what is said of it."""
+    machine = Supervisor(world_size=1, max_restarts=max_restarts, grace=30.0, on_failure="stop")
+    now, made = 0.0, 0
+    said: list[sv.SayHopeless] = []
+    events: list[sv.Event] = [sv.Prepared()]
+    while events:
+        for action in machine.handle(events.pop(0), now):
+            match action:
+                case sv.StartRanks():
+                    made, now = made + 1, now + lasts
+                    events += [sv.Raised(0, False, "rank 0 raised"), sv.RankEnded(0, 1, 0, True, "rank 0 ended"), sv.EvidenceIn()]
+                case sv.SetTimer(name="settle", at=at):
+                    now = max(now, at)
+                    events.append(sv.Timer("settle"))
+                case sv.MakeReport():
+                    events.insert(0, sv.Judged(1, same(made)))
+                case sv.SayHopeless():
+                    said.append(action)
+                case _:
+                    pass
+    return made, said
+
+
+def test_the_same_failure_three_times_ends_the_restarts() -> None:
+    """A typing error with --max-restarts 50 printed the same report fifty times."""
+    assert attempts_of(lambda attempt: "ValueError at train.py:5", 2.0) == (3, [sv.SayHopeless(3)])
+
+
+@pytest.mark.parametrize(
+    ("same", "lasts"),
+    [
+        pytest.param(lambda attempt: f"ValueError at train.py:{attempt}", 2.0, id="another line"),
+        pytest.param(lambda attempt: "", 2.0, id="from outside"),
+        pytest.param(lambda attempt: "ValueError at train.py:5", 60.0, id="after a while"),
+    ],
+)
+def test_other_failures_have_all_their_restarts(same: Callable[[int], str], lasts: float) -> None:
+    assert attempts_of(same, lasts) == (10, [])

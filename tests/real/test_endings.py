@@ -53,3 +53,13 @@ def test_a_profilers_end_is_the_interpreters(run: Run, write: Write) -> None:
     assert "function calls" in result.out, result.everything
     result = run("-n", "1", program, env={"LD_PRELOAD": "libc.so.6"})
     assert (result.rc, result.out) == (0, "trained\n"), result.everything
+
+
+def test_the_same_failure_is_said_in_one_line_and_ends_the_restarts(run: Run, write: Write) -> None:
+    """`--max-restarts` and a typing error printed the same fourteen lines after each attempt."""
+    result = run("-n", "2", "--max-restarts", "9", write("train.py", "raise KeyError('always')\n"))
+    assert result.rc == 1, result.everything
+    assert result.err.count("error[rank-raised]") == 1, result.everything
+    assert result.err.count("rallypoint: the same again: ") == 2, result.everything
+    assert "restarting both ranks, attempt 2 of 9" in result.err, result.everything
+    assert "attempt 3" not in result.err, result.everything

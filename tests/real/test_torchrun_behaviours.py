@@ -411,7 +411,7 @@ def test_a_group_meets_again_in_every_attempt(run: Run) -> None:
     for rank in range(2):
         assert result.of(rank) == [f"attempt {n} of 2: 2" for n in range(3)], result.everything
     assert result.codes == ["rank-exited", "rank-exited"], result.everything
-    assert "rallypoint: restarting all 2 ranks, attempt 2 of 2" in result.err
+    assert "rallypoint: restarting both ranks, attempt 2 of 2" in result.err
 
 
 COUNTS = """\

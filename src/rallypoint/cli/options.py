@@ -114,7 +114,7 @@ RUN: tuple[Option, ...] = (
     Option(
         names=("--max-restarts",), metavar="N", fate="same", read=values.read_count, default=0, variable="PET_MAX_RESTARTS",
         example="--max-restarts 3",
-        sentence="how often all ranks are started again after a failure",
+        sentence="how often all ranks are started again after a failure, unless the same one comes three times at once",
     ),
     Option(
         names=("--master-addr",), metavar="ADDR", fate="same", read=values.read_address, default="", variable="PET_MASTER_ADDR",

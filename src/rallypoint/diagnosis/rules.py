@@ -119,6 +119,19 @@ class News(msgspec.Struct, frozen=True):
     followed: tuple[str, ...] = ()  # a line each: ranks that lost one of those at fault
 
 
+# Exceptions that come from outside the program: the same may go well a minute later.
+_FROM_OUTSIDE = re.compile(r"Connect|Timeout|gaierror|HTTP|URL|SSL|Network|Socket|Broken|Dist|Memory|Interrupt|Blocking|^OSError|^IOError")
+
+
+def same_again(report: Report) -> str:
+    """What this report and an equal one have in common: the exception, its words without numbers, and its line. "" for a failure that may
+    not come again, or is not an exception of the program's."""
+    kind, _, words = report.headline.partition(" raised ")[2].partition(":")
+    if report.code != "rank-raised" or not report.where or not kind or _FROM_OUTSIDE.search(kind.rpartition(".")[2]):
+        return ""
+    return f"{kind}:{re.sub('[0-9]+', '0', words)} at {report.where.partition(',')[0]}"
+
+
 def news(job: JobEvidence, told: Iterable[int], at_fault: Iterable[int]) -> News:
     """What a job that goes on when ranks fail has to tell beyond what was `told`, ranks whose failure stands in a report or in a line.
 

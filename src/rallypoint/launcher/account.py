@@ -297,7 +297,9 @@ class Account:
         self._errors = {}
         if number:
             self._pump.attempt(number)
-            self.say(f"rallypoint: restarting all {_count(self._plan.world.size)}, attempt {number} of {self._plan.max_restarts}")
+            size = self._plan.world.size
+            who = {1: "the rank", 2: "both ranks"}.get(size, f"all {size} ranks")
+            self.say(f"rallypoint: restarting {who}, attempt {number} of {self._plan.max_restarts}")
         if self._files:
             self._files.begin(number)
             role = self._plan.environment.get("ROLE_NAME", "default")
@@ -500,6 +502,9 @@ class Account:
             pass  # the caller's exception says it
         elif self._plan.error_format == "json":
             self._print(render.json(reports))
+        elif len(reports) == 1 and (same := rules.same_again(reports[0])) and same in map(rules.same_again, self._earlier[-1:]):
+            again = reports[0]
+            self.say(f"rallypoint: the same again: {again.headline}, {again.where.partition(',')[0]}; logs: {', '.join(again.logs)}")
         else:
             self._print(("\n" if first else "") + self._as_text(reports))
         self._reports = kept = rules.cause_first((*self._reports, *reports))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rallypoint.clock import Clock
+from rallypoint.diagnosis import rules
 from rallypoint.diagnosis.evidence import Ended, HelperLost
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import EnvironmentProblem, RallypointError
@@ -60,6 +61,7 @@ from rallypoint.launcher.supervisor import (
     Leave,
     LookWhetherStuck,
     MakeReport,
+    SayHopeless,
     SayKilled,
     SayWaiting,
     SetTimer,
@@ -332,6 +334,11 @@ class Agent:
                 self._signal_group(action)
             case SayWaiting(ranks, seconds, hurry):
                 self.account.say_waiting(ranks, seconds, hurry)
+            case SayHopeless(times):
+                self.account.say(
+                    f"rallypoint: the same failure {times} times, soon after each start: not started again "
+                    f"(attempt {self._supervisor.attempt} of {self.plan.max_restarts})"
+                )
             case SayKilled(ranks, because):
                 self.account.say_killed(ranks, because)
             case LookWhetherStuck():
@@ -850,7 +857,7 @@ class Agent:
                 reached=self._meetings.reached,
                 misfit=misfit,
             )
-        self._job.feed(supervisor.Judged(reports[0].exit_status))
+        self._job.feed(supervisor.Judged(reports[0].exit_status, rules.same_again(reports[0])))
 
     # --- stopping
 

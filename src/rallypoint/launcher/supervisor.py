@@ -15,6 +15,12 @@ import msgspec
 
 from rallypoint.world import ranks_phrase
 
+SOON_AFTER_START = 10.0
+"""Seconds since its start in which an attempt must fail to count among equal ones: one that has trained for longer may get further."""
+
+ENOUGH_TIMES = 3
+"""Equal failures in a row, each soon after a start, after which no other attempt is made: two may be chance."""
+
 # Seconds after a failure that looks like a cause in which a better one may still arrive: two ranks that fail together are two causes.
 SETTLE = 0.05
 # Seconds for one while a rank that lives has not joined the others: all that make the same mistake (a module that is not there, a wrong
@@ -122,9 +128,11 @@ class EvidenceIn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, tag=True):
-    """The report is made; `status` is what the launcher would leave with."""
+    """The report is made; `status` is what the launcher would leave with, `same` what two equal failures have in common: "" when it
+    may be another one next time."""
 
     status: int
+    same: str = ""
 
 
 class Signalled(msgspec.Struct, frozen=True, tag=True):
@@ -209,6 +217,12 @@ class SayWaiting(msgspec.Struct, frozen=True, tag=True):
     hurry: str
 
 
+class SayHopeless(msgspec.Struct, frozen=True, tag=True):
+    """Say that this failure has come so many times, soon after each start, and that the ranks are not started again."""
+
+    times: int
+
+
 class SayKilled(msgspec.Struct, frozen=True, tag=True):
     """Say that these ranks had not ended and are killed, and why now."""
 
@@ -254,7 +268,8 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 Action = (
-    StartRanks | AskEvidence | MakeReport | CallRoll | SignalGroup | SayWaiting | SayKilled | LookWhetherStuck | CleanGroup | SetTimer
+    StartRanks | AskEvidence | MakeReport | CallRoll | SignalGroup | SayWaiting | SayHopeless | SayKilled
+    | LookWhetherStuck | CleanGroup | SetTimer
     | CleanUp | Leave
 )  # fmt: skip
 
@@ -304,6 +319,8 @@ class Supervisor:
         self._evidence_in = False
         self._untold = ""  # of a job that goes on when ranks fail: a failure that is told after a moment, in which its cause may show
         self._settle_until = 0.0
+        self._attempt_began = 0.0
+        self._same, self._times = "", 0  # the last failure, and how often it has come in a row, soon after each start
         self._at_once = False
         self._asked_by: Signalled | None = None
         self._grace_over = math.inf  # when the ranks that were asked to stop are killed
@@ -323,10 +340,11 @@ class Supervisor:
     # --- preparing and running
 
     def _start(self, event: Event, now: float) -> list[Action]:
-        return self._start_attempt("the template is ready")
+        return self._start_attempt("the template is ready", now)
 
-    def _start_attempt(self, because: str) -> list[Action]:
+    def _start_attempt(self, because: str, now: float) -> list[Action]:
         self.state = State.RUNNING
+        self._attempt_began = now
         self._ranks = [_Rank(started=True) for _ in range(self._size)]
         self._status, self._sure, self._evidence_in, self._untold = None, False, False, ""
         return [StartRanks(self.attempt, because)]
@@ -544,6 +562,9 @@ class Supervisor:
         assert isinstance(event, Judged)
         if self._status is None or self.state is State.RUNNING:  # of a job that goes on, each report is one of all that has failed by now
             self._status = event.status
+        if self.state is State.STOPPING:
+            again = event.same == self._same and now - self._attempt_began <= SOON_AFTER_START
+            self._same, self._times = event.same, self._times + 1 if again else 1
         if self.state is State.STOPPING and self._at_once:
             return self._kill(self._living(), self._because, now) or self._all_ended(now)
         if self.state is State.STOPPING:
@@ -671,8 +692,11 @@ class Supervisor:
             return [CleanUp(gently=self._status is None, because=because), Leave(self._status or 0, because)]
         cleaning = CleanUp(gently=False, because=self._because)
         if self._reason == "failure" and self._asked_by is None and self.attempt < self._max_restarts:
+            if self._same and self._times >= ENOUGH_TIMES:
+                self.state = State.ENDED
+                return [cleaning, SayHopeless(self._times), Leave(self._status if self._status is not None else 1, self._because)]
             self.attempt += 1
-            return [cleaning, *self._start_attempt(f"attempt {self.attempt} of {self._max_restarts}: {self._because}")]
+            return [cleaning, *self._start_attempt(f"attempt {self.attempt} of {self._max_restarts}: {self._because}", now)]
         self.state = State.ENDED
         return [cleaning, Leave(self._status if self._status is not None else 1, self._because)]
 
