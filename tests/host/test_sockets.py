@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import os
 import signal
@@ -219,3 +220,37 @@ def test_a_forked_child_does_not_take_it_away(place: Path) -> None:
     assert talk(path, sock) == b"hello"
     sock.close()
     sockets.remove(str(path))
+
+
+def test_a_folder_of_another_machine_s_is_left_alone(place: Path) -> None:
+    """On a file system that several machines share, and whose locks each sees alone, a job's start removed the socket of one elsewhere."""
+    other = place / f"rallypoint-{'0' * 12}"
+    other.mkdir(0o700)
+    (other / "lock").write_text("another-machine\nits-boot\n")
+    sock, path = make()
+    with sock:
+        assert (other / "lock").exists()
+        owner = (path.parent / "lock").read_text().splitlines()
+        assert owner[0] == os.uname().nodename
+        sockets.remove(str(path))
+    (other / "lock").write_text(f"a-container\n{owner[1]}\n")  # of this machine: nobody holds its lock
+    sock, path = make()
+    with sock:
+        assert not other.exists() or owner[1] == "unknown"
+        sockets.remove(str(path))
+
+
+def test_threads_that_make_sockets_at_once_lose_none(place: Path) -> None:
+    """One thread's sweep took another's fresh folder for a dead owner's: a record lock does not keep out its own process."""
+
+    def make_some(_: int) -> list[bool]:
+        kept = []
+        for _ in range(50):
+            sock, path = make()
+            with sock:
+                kept.append(path.parent.parent == place and path.exists())
+                sockets.remove(str(path))
+        return kept
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(all(kept) for kept in pool.map(make_some, range(4)))

@@ -37,3 +37,23 @@ def test_the_terminals_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("found", "columns"), [(None, 92), (1, 20), (57, 57), (250, 100)])
 def test_prose(found: int | None, columns: int) -> None:
     assert terminal.prose_columns(found) == columns
+
+
+def test_who_has_the_terminal() -> None:
+    """A rank of a job in the background took what was typed to the shell: it is in a session of its own."""
+    pid, master = pty.fork()
+    if pid == 0:
+        status = 2
+        try:
+            child = os.fork()
+            if child == 0:
+                os.setpgid(0, 0)
+                os._exit(terminal.is_in_background(0))
+            in_background = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            status = int(in_background != 1 or terminal.is_in_background(0))
+        finally:
+            os._exit(status)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        os.close(master)

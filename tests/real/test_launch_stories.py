@@ -33,7 +33,7 @@ _LEFT_OUT = (
     (re.compile(r"\bpid \d+"), "pid PID"),
     (re.compile(r" {3,}\+\d+\.\d+s"), "   +TIMEs"),  # they end in one column: before one of ten seconds a shorter one has more blanks
     (re.compile(r"\+\d+\.\d+ s"), "+TIME s"),
-    (re.compile(r"\S+/runs/\d{8}-\d{6}-[0-9a-f]{4}-\d+"), "RUN"),
+    (re.compile(r"\S+/runs/\d{8}-\d{6}-[0-9a-f]{16}-\d+"), "RUN"),
     (re.compile(r"Connection (closed|reset) by peer"), "Connection lost to peer"),
 )
 

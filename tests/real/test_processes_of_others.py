@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
-from .job import Result, run_job
+from rallypoint.host.processes import is_stopped
+
+from .job import DEADLINE, RALLYPOINT, Result, environment, left_behind, run_job
 from .test_supervision import events, helper, said, wait_for
 
 SLEEPS = "import time; print('is up', flush=True); time.sleep(float(__import__('sys').argv[1]))"
@@ -162,3 +166,60 @@ def test_restarts_under_a_guard_that_reads_nothing_come_to_an_end(tmp_path: Path
         for one in held:
             one.end()
     assert result.rc in (3, 137), result.everything  # 137: a guard that reads nothing was killed, and the job ended with it
+
+
+def test_ctrl_z_stops_the_ranks_and_fg_continues_them(tmp_path: Path) -> None:
+    """Only the launcher stopped: its ranks, which have sessions of their own, went on computing, and reading the terminal."""
+    marker = uuid.uuid4().hex
+    command = [*RALLYPOINT, "-n", "2", "--no-python", sys.executable, "-uc", SLEEPS, "6"]
+    with subprocess.Popen(command, env=environment(tmp_path, marker), preexec_fn=os.setpgrp, stdin=subprocess.DEVNULL) as process:
+        said(tmp_path, process, "is up", 2)
+        ranks = [e["details"]["pid"] for e in events(tmp_path) if e["what"] == "worker-started"]
+        os.kill(process.pid, signal.SIGTSTP)
+        if os.getsid(0) != os.getpid():  # else the kernel does not stop it: no shell could continue it
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert [is_stopped(pid) for pid in ranks] == [True, True]
+            os.killpg(process.pid, signal.SIGCONT)
+        assert process.wait(DEADLINE) == 0
+    assert not left_behind(marker)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("first", [True, False], ids=["the-first-process", "not-the-first"])
+def test_numbers_of_another_pid_namespace_are_not_signalled(tmp_path: Path, first: bool) -> None:
+    """Where /proc is another namespace's, SIGKILL was aimed at its numbers, with a line for each; or the job ended in an internal error."""
+    command = shlex.join([*RALLYPOINT, "-n", "2", "--no-python", "/bin/true"])
+    inner = ["bash", "-c", command if first else f"{command}; exit $?"]
+    result = run_job([], launcher=["unshare", "--pid", "--fork", *inner], state=tmp_path)
+    if "Operation not permitted" in result.err:
+        pytest.skip("no namespaces here")
+    assert result.rc == 0, result.everything
+    assert "would not die" not in result.err
+    assert "/proc shows another pid namespace" in result.err
+
+
+@pytest.mark.root
+def test_a_job_where_proc_hides_other_users_processes(tmp_path: Path) -> None:
+    """With hidepid=1 their folders are there and cannot be opened: each job ended in an internal error."""
+    user = "setpriv --reuid 65534 --regid 65534 --clear-groups" if shutil.which("setpriv") else ""
+    script = f"mount -t proc -o hidepid=1 proc /proc && sleep 1006 & sleep 0.2; {user} {sys.executable} -c {shlex.quote(_FAMILY)}; kill %1"
+    done = subprocess.run(["unshare", "--mount", "--pid", "--fork", "bash", "-c", script], capture_output=True, text=True, check=False)
+    if not user or any(f"{word}:" in done.stderr for word in ("unshare", "mount", "bash", "setpriv")):
+        pytest.skip(f"no namespaces, or no Python for others here: {done.stderr[-200:]}")
+    assert done.stdout == "[]\n", done.stderr
+
+
+_FAMILY = f"import sys; sys.path[:0] = {sys.path!r}; from rallypoint.host import processes; print(processes.family(b'NO=SUCH', []))"
+
+
+def test_what_the_kernel_lacks_is_said_once_and_by_name(tmp_path: Path) -> None:
+    """Without pidfd_open each job was told "this is a fault in rallypoint"."""
+    without = (
+        "import errno, os, runpy, sys\nfrom rallypoint.host import system_calls\n"
+        "def lacking(*_):\n    raise OSError(errno.ENOSYS, 'Function not implemented')\n"
+        "system_calls.pidfd_open = lacking\nsys.argv[:] = ['rallypoint', 'run', '-n', '2', '--no-python', '/bin/true']\n"
+        "runpy.run_module('rallypoint', run_name='__main__')"
+    )
+    result = run_job(["-c", without], launcher=[sys.executable], state=tmp_path)
+    assert result.codes == ["start-failed"], result.everything
+    assert "pidfd_open and pidfd_send_signal: Function not implemented" in result.prose

@@ -99,7 +99,7 @@ def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
         python=sys.executable,
         torch=machine.torch_version(),
         now=datetime.datetime.now(),
-        suffix=secrets.token_hex(2),
+        suffix=secrets.token_hex(8),
         cwd=_working_folder(),
         runs=default_root(environ),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import select
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import system_calls
 
 _PR_SET_PDEATHSIG = 1
@@ -68,8 +70,11 @@ def prepare_to_supervise() -> tuple[int, int]:
     """Make this process fit to look after others: it is told of every end, gets their orphans, and may open as many files as it can.
     Returns the limit on open files that it had, which is for those others.
 
+    `EnvironmentProblem` when the kernel, or a sandbox's filter of system calls, lacks what this needs.
+
     A rank costs us five descriptors; the soft limit of 1024 would end at 200 ranks.
     """
+    _check_system_calls()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = limit
     if soft != resource.RLIM_INFINITY and soft != hard:
@@ -77,6 +82,37 @@ def prepare_to_supervise() -> tuple[int, int]:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would reap our children before we have asked how they ended
     become_subreaper()
     return limit
+
+
+def _check_system_calls() -> None:
+    """One look at the start, and one error: in the middle of a job each of these would look like a fault of ours."""
+    lacking: list[str] = []
+    for names, attempt in (
+        ("pidfd_open and pidfd_send_signal", _try_pidfd),
+        ("memfd_create", lambda: os.close(memory_file("rallypoint-check"))),
+        ("prlimit", lambda: resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE)),
+    ):
+        try:
+            attempt()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            lacking.append(f"{names}: {os.strerror(error.errno or 0)}")
+    if lacking:
+        raise EnvironmentProblem(
+            "start-failed",
+            "this kernel, or the sandbox around this process, lacks system calls that the launcher needs",
+            why=(*lacking, f"this is Linux {os.uname().release}; 5.4 and later have them all"),
+            help=(("take a newer kernel, or let the sandbox's filter (seccomp) allow them", "uname -r; grep Seccomp /proc/self/status"),),
+        )
+
+
+def _try_pidfd() -> None:
+    pidfd = system_calls.pidfd_open(os.getpid())
+    try:
+        system_calls.pidfd_send_signal(pidfd, 0)
+    finally:
+        os.close(pidfd)
 
 
 def open_standard_descriptors() -> None:

@@ -38,7 +38,7 @@ _MAPPED = bytes(10) + b"\xff\xff"
 
 _held: dict[str, tuple[int, int]] = {}
 """Folders of this process: the lock's descriptor, and the pid, which a forked child does not share. Never looked at by a sweep: closing
-any descriptor of the lock file would drop the lock (fcntl(2))."""
+any descriptor of the lock file would drop the lock (fcntl(2)). Entered before the folder is made: two threads may make one."""
 
 
 def private_socket(name: str) -> tuple[socket.socket, str]:
@@ -148,6 +148,7 @@ def _make(place: str, name: str) -> tuple[socket.socket, str]:
     except BaseException:
         sock.close()
         _delete(folder)
+        del _held[folder]
         os.close(lock)
         raise
     _held[folder] = (lock, os.getpid())
@@ -158,21 +159,29 @@ def _claim(place: str) -> tuple[str, int]:
     """A fresh folder and its lock. Somebody's sweep may take it between two of these lines; then another is made."""
     for _ in range(100):  # a sweep happens once in a process's start: two in a row that hit this are unheard of
         folder = os.path.join(place, f"rallypoint-{os.urandom(6).hex()}")
-        os.mkdir(folder, 0o700)
         lock = -1
+        _held[folder] = (lock, os.getpid())
+        try:
+            os.mkdir(folder, 0o700)
+        except BaseException:
+            del _held[folder]
+            raise
         try:
             os.chmod(folder, 0o700)  # the umask may have taken some of it
             lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_nlink:
+                os.write(lock, _machine())
                 return folder, lock
         except (FileNotFoundError, BlockingIOError):
             pass  # it is being swept
         except BaseException:
             _delete(folder)
+            del _held[folder]
             if lock >= 0:
                 os.close(lock)
             raise
+        del _held[folder]
         if lock >= 0:
             os.close(lock)
     raise OSError("other processes remove what is made there")
@@ -197,10 +206,30 @@ def _remove_if_dead(folder: str) -> None:
         os.rmdir(folder)
         return
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _delete(folder)
+        if _is_here(os.read(lock, 1024)):  # else its lock may be one that only its own machine sees
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _delete(folder)
     finally:
         os.close(lock)
+
+
+def _machine() -> bytes:
+    """Name this machine: its name, and a number of this start of it, which containers share that have names of their own."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot = file.read().strip()
+    except OSError:  # procfs without it (subset=pid)
+        boot = b"unknown"
+    return os.fsencode(os.uname().nodename) + b"\n" + boot + b"\n"
+
+
+def _is_here(owner: bytes) -> bool:
+    """Whether the owner of a folder runs, or ran, on this machine. A folder may be on a file system that several machines share, whose
+    locks do not (NFS with local_lock, Lustre with localflock)."""
+    ours, theirs = _machine().split(b"\n"), owner.split(b"\n")
+    if theirs == [b""]:  # its maker died, or was swept, before it could write this
+        return True
+    return theirs[0] == ours[0] or (theirs[1:2] == ours[1:2] and ours[1] != b"unknown")
 
 
 def _delete(folder: str) -> None:

@@ -20,6 +20,14 @@ def columns(fd: int) -> int | None:
         return None
 
 
+def is_in_background(fd: int) -> bool:
+    """Whether a descriptor is this process's terminal, and another group of its session has it now: a shell, for a job started with `&`."""
+    try:
+        return os.tcgetpgrp(fd) != os.getpgrp()
+    except OSError:  # no terminal, or another session's
+        return False
+
+
 def prose_columns(found: int | None) -> int:
     """Columns to fill prose to, on so many, or where it is not known."""
     return max(NARROWEST, min(UNKNOWN if found is None else found, WIDEST))

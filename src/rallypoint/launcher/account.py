@@ -22,6 +22,7 @@ from rallypoint.host import devices, signals, terminal
 from rallypoint.host.devices import Found
 from rallypoint.host.processes import Status, command_line
 from rallypoint.host.reach import Reached
+from rallypoint.host.terminal import is_in_background
 from rallypoint.launcher import exits, variables, words
 from rallypoint.launcher.channel import ImportFailed, NotForked, Ready
 from rallypoint.launcher.handles import RankHandle
@@ -322,8 +323,9 @@ class Account:
         Where our stdout and stderr are one thing, the rank gets one pipe for both, so that its lines keep their order.
         """
         mine = handle.rank == self._plan.debug_rank and self._plan.task is None
-        stdin = os.dup(0) if mine and _is_open(0) else os.open(os.devnull, os.O_RDONLY)
-        terminal = 0 if mine and _is_open(0) and os.isatty(0) and len(self._ranks) > 1 else -1
+        mine = mine and _is_open(0) and not is_in_background(0)
+        stdin = os.dup(0) if mine else os.open(os.devnull, os.O_RDONLY)
+        terminal = 0 if mine and os.isatty(0) and len(self._ranks) > 1 else -1
         redirects, tee = self._plan.logs.redirects[handle.local_rank], self._plan.logs.tee[handle.local_rank]
         shown = handle.local_rank in self._plan.logs.console
         if len(self._ranks) == 1 and not redirects and not self._kept_alone() and shown:

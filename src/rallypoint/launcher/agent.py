@@ -150,6 +150,8 @@ class Agent:
         self._adopts_strangers = errand is None and (os.getpid() == 1 or bool(processes.children()))
         self._files_limit = processes.prepare_to_supervise() if errand is None else errand.files_limit
         wanted = {signal.SIGINT, signal.SIGCHLD, *(signal.Signals[name] for name in plan.signals)}
+        if errand is None:
+            wanted.add(signal.SIGTSTP)
         self._signals = signals.SignalLog(wanted)
         self.crew = Crew(guard.start(self._marker)) if errand is None else errand.crew
         self._hooks = not plan.plain and plan.start != "exec"
@@ -255,6 +257,9 @@ class Agent:
         if self.plan.start != "template":
             self.account.live(None)
         self._look_for_stopped()  # perhaps since the last call
+        if not processes.sees_processes():
+            what = "shows another pid namespace" if os.path.exists("/proc/self") else "is not mounted"
+            self.account.say(f"rallypoint: /proc {what}: what ranks leave running is found only in their own process groups")
         if self.crew.ready:
             self._job.feed(supervisor.Prepared())
         while self._status is None:
@@ -929,11 +934,25 @@ class Agent:
         self.signalled_by = self.signalled_by or "SIGTERM"
         self._job.feed(supervisor.Signalled("SIGTERM", int(signal.SIGTERM)))
 
+    def _suspend(self) -> None:
+        """Ctrl-Z: stop the ranks, whose sessions the terminal does not reach, and this process; `fg` continues all."""
+        living = [handle for handle in self.ranks if handle.alive]
+        for handle in living:
+            processes.send_group(handle.pid, signal.SIGSTOP)
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # it stands here until SIGCONT
+        signal.signal(signal.SIGTSTP, handler)
+        for handle in living:
+            processes.send_group(handle.pid, signal.SIGCONT)
+
     def _on_signal(self) -> None:
         for number in self._signals.read():
             if number == signal.SIGCHLD:
                 self._reap_orphans()
                 self._look_for_stopped()
+                continue
+            if number == signal.SIGTSTP:
+                self._suspend()
                 continue
             self.account.event("signal-received", signal=number.name)
             self.signalled_by = self.signalled_by or number.name

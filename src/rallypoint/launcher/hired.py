@@ -46,7 +46,7 @@ def main(line_fd: int, caller_pid: int) -> None:
     except OSError:  # the caller's folder was removed; MKL ends a process that stands nowhere
         os.chdir("/")
     clock = Clock()
-    suffix = os.urandom(2).hex()
+    suffix = os.urandom(8).hex()
     job = f"{clock.date('%Y%m%d-%H%M%S')}-{suffix}"
     template = boot.start_template({**os.environ, "RALLYPOINT_JOB": job}, imports=True)
     from rallypoint.launcher import standby  # while the template imports torch

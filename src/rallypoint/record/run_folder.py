@@ -353,8 +353,8 @@ def is_running(path: str) -> bool:
     try:  # asked, not tried: for as long as the trial had it, a launcher that starts would be refused its own folder
         reply = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         return bool(_FLOCK.unpack(reply)[0] != fcntl.F_UNLCK)
-    except OSError:  # a file system without locks (ENOLCK): nobody can tell
-        return False
+    except OSError:  # a file system without locks (ENOLCK): nobody can tell, and what runs must not be removed
+        return True
     finally:
         os.close(fd)
 
@@ -405,6 +405,13 @@ def door_of(path: str) -> Door | None:
         return None
 
 
+def _is_of_here(path: str) -> bool:
+    """Whether this machine may say that a run is over: on a file system whose locks each machine sees alone, one that goes on elsewhere
+    looks so. A launcher that has ended takes its door away; what one has left that was killed elsewhere is left to that machine."""
+    door = door_of(path)
+    return door is None or door.host == os.uname().nodename
+
+
 def remove_old_runs(root: str, keep: int = KEPT_RUNS, most: int | None = None) -> list[str]:
     """Remove runs of a folder of runs until at most `keep` that are over remain, and all take `most` bytes (None: `bytes_to_keep`). Those
     that went well go first, the oldest before the others, and recent ones last. Never one that is running, nor the last one that is over,
@@ -412,7 +419,7 @@ def remove_old_runs(root: str, keep: int = KEPT_RUNS, most: int | None = None) -
     most = bytes_to_keep(os.environ) if most is None else most
     runs = past_runs(root)
     sizes = {run.path: _size(run.path) for run in runs}
-    over = [run for run in runs if not run.running]
+    over = [run for run in runs if not run.running and _is_of_here(run.path)]
     count, total = len(over), sum(sizes.values())
     recent, older = over[:RECENT_RUNS], over[RECENT_RUNS:]
     older.reverse()
