@@ -427,3 +427,18 @@ def test_a_stall_is_reported_without_being_asked_for_where_there_are_several_ran
     made = plan(**asked)
     assert made.patience(made.world.size) == patience
     assert ("no rank has moved" in describe(made)) == (patience is not None)
+
+
+@pytest.mark.parametrize(
+    ("template", "prefixes"),
+    [(None, None), ("", ("", "")), ("<${role_name} ${rank}/${local_rank} $other> ", ("<default 0/0 $other> ", "<default 1/1 $other> "))],
+)
+def test_the_prefix_of_a_line_is_torchruns_template(template: str | None, prefixes: tuple[str, ...] | None) -> None:
+    assert plan(nproc=2, log_line_prefix_template=template).logs.prefixes == prefixes
+
+
+def test_torchruns_file_timer_is_said_to_be_missing() -> None:
+    """The program ended with a KeyError, and nothing had said why."""
+    (note,) = plan({"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}).notes
+    assert note.startswith("TORCHELASTIC_ENABLE_FILE_TIMER has no effect here")
+    assert plan({"TORCHELASTIC_ENABLE_FILE_TIMER": "0"}).notes == ()

@@ -107,6 +107,24 @@ class Tee:
 sys.stderr = Tee()
 raise ValueError("nan")
 """
+UNABLE = """\
+import sys
+
+class Logger:
+    def write(self, text):
+        raise OSError("the disk is full")
+
+sys.stderr = Logger()
+raise ValueError("nan")
+"""
+
+
+def test_a_stand_in_for_stderr_that_cannot_write_or_flush_does_not_take_the_exceptions_place(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNABLE)
+    result = run_job(["--fresh", "-n", "2", "--on-failure", "continue", "train.py"], state=tmp_path, cwd=tmp_path)
+    assert (result.rc, set(result.codes)) == (1, {"rank-raised"}), result.everything
+    assert "raised ValueError: nan" in result.report, result.everything
+    assert "disk is full" not in result.err, result.everything
 
 
 def test_what_another_thread_writes_beside_a_traceback_is_not_lost(tmp_path: Path) -> None:

@@ -686,6 +686,18 @@ def test_tee_gets_the_same_bytes_and_the_filter_the_lines_that_match(rigs: Calla
     assert err == b""
 
 
+def test_a_prefix_of_the_users_or_none(rigs: Callable[..., Rig], tmp_path: Path) -> None:
+    """Every line had `[0] ` in front, whatever torchrun's template said, and a JSON reader behind the pipe could not read it."""
+    rig = rigs(2, prefixes=("", "<b> "))
+    rig.pump.duplicate("stdout", str(tmp_path / "filtered"), ["{"])
+    write_later(rig.rank(0), b'{"loss": 1}\n').join(SOON)
+    teed = os.open(tmp_path / "stdout.log", os.O_WRONLY | os.O_CREAT)
+    write_later(rig.rank(1, tee=teed), b'{"loss": 2}\n').join(SOON)
+    assert sorted(rig.result()[0].splitlines()) == [b'<b> {"loss": 2}', b'{"loss": 1}']
+    assert (tmp_path / "filtered").read_bytes() == b'<b> {"loss": 2}\n'
+    assert rig.log(1) == b'{"loss": 2}\n'
+
+
 def test_a_fault_of_ours_is_kept_and_the_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, fd = os.pipe()
     pump = LogPump(str(tmp_path), (0, 1), stdout_fd=fd, stderr_fd=fd)

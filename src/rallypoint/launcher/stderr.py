@@ -6,7 +6,7 @@ import os
 import sys
 
 from rallypoint.host import processes
-from rallypoint.launcher import words
+from rallypoint.launcher import interruptions, words
 
 
 class StderrAsGiven:
@@ -31,7 +31,13 @@ class StderrAsGiven:
 
 
 def _print(error: BaseException) -> None:
-    sys.excepthook(type(error), error, error.__traceback__)
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except Exception as problem:  # what the program has put there cannot flush, or raises: Python passes over that, too
+        if interruptions.raised_by_handler(problem):
+            raise
 
 
 def _print_without_descriptor(error: BaseException) -> None:
@@ -50,8 +56,6 @@ def _print_without_descriptor(error: BaseException) -> None:
         os.dup2(aside, 2)
         try:
             _print(error)
-            if sys.stderr is not None:
-                sys.stderr.flush()
         finally:
             os.dup2(former, 2)
         written = os.pread(aside, os.fstat(aside).st_size, 0)
