@@ -112,3 +112,21 @@ def test_nothing_outlives_the_kernel(kernel: tuple[Any, Any], tmp_path: Path) ->
     poll.register(template, select.POLLIN)
     assert poll.poll(20_000), "the template lives on"
     os.close(template)
+
+
+def test_places_are_named_by_cell(kernel: tuple[Any, Any]) -> None:
+    """A report said /tmp/ipykernel_24594/221512147.py:2, which nobody can open, and so did a warning of a rank's."""
+    _, client = kernel
+    client.execute_interactive("def fails():\n    import warnings\n    warnings.warn('beware')\n    1 / 0", timeout=DEADLINE)
+    text: list[str] = []
+
+    def hear(message: Any) -> None:
+        content = message["content"]
+        text.append(content.get("text", "") + content.get("evalue", ""))
+
+    client.execute_interactive("import rallypoint; rallypoint.launch(fails, nproc=2)", timeout=DEADLINE, output_hook=hear)
+    said = "".join(text)
+    assert re.search(r"where +Cell In\[\d+\]:4 in fails\b", said), said
+    assert re.search(r"^\[\d\] Cell In\[\d+\]:3: UserWarning: beware$", said, re.MULTILINE), said
+    assert 'File "Cell In[' in said
+    assert not re.search("ipykernel_.*in fails", said), "what IPython itself says of this process's frames is its own affair"

@@ -28,7 +28,7 @@ from rallypoint.errors import (
 )
 from rallypoint.host import signals
 from rallypoint.host.held import Held
-from rallypoint.launcher import channel, warm
+from rallypoint.launcher import cells, channel, warm
 from rallypoint.launcher.channel import Call, Finished, Interrupt, Outcome, Restarted, Verdict
 from rallypoint.launcher.crossing import parcel
 
@@ -92,7 +92,7 @@ class Conversation:
     def _start(self, call: Call, parcel_fds: Sequence[int]) -> None:
         theirs = Held()
         with theirs:
-            for show in (_Show(lambda: sys.stdout), _Show(lambda: sys.stderr)):
+            for show in (_Show(lambda: sys.stdout, str), _Show(lambda: sys.stderr, cells.named)):
                 pipe = Held(os.pipe2(os.O_CLOEXEC))
                 self._readers[pipe.fds[0]] = show
                 theirs.add(pipe.fds.pop())
@@ -154,7 +154,7 @@ class Conversation:
             case Finished():
                 with os.fdopen(self._heard.fds.pop(), "rb") as file:
                     text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
-                self._verdict = channel.from_exact(text, Verdict)
+                self._verdict = channel.from_exact(cells.named(text.decode()).encode(), Verdict)
             case None:
                 raise _agent_died(self._agent, self._memory)
         self._heard = Held()
@@ -163,12 +163,14 @@ class Conversation:
 class _Show:
     """What comes through a pipe, as text on one of this process's own streams: a notebook's cell, what pytest captures."""
 
-    def __init__(self, stream: Callable[[], TextIO | None]) -> None:
+    def __init__(self, stream: Callable[[], TextIO | None], change: Callable[[str], str]) -> None:
+        """`change`: what is done to each piece of text."""
+        self._change = change
         self._stream = stream
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def show(self, data: bytes) -> None:
-        self._write(self._decode(data))
+        self._write(self._change(self._decode(data)))
 
     def end(self) -> None:
         self._write(self._decode(b"", True))

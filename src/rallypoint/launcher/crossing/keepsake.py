@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rallypoint.errors import RemoteError, RemoteTraceback
-from rallypoint.launcher import words
+from rallypoint.launcher import cells, words
 from rallypoint.launcher.channel import cut
 
 CHAIN_MOST = 50
@@ -166,7 +166,7 @@ def rebuilt(records: list[Record], loads: Loads) -> BaseException:
     first = made[0]
     if first.__cause__ is not None:
         first.__context__ = first.__cause__
-    first.__cause__ = RemoteTraceback(records[0]["traceback"].rstrip("\n"))
+    first.__cause__ = RemoteTraceback(cells.named(records[0]["traceback"].rstrip("\n")))
     return first
 
 
