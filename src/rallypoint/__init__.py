@@ -40,6 +40,7 @@ from rallypoint.errors import (
 if TYPE_CHECKING:
     from rallypoint.host.ports import HeldPort, hold_port
     from rallypoint.launcher.function import launch
+    from rallypoint.launcher.hooks import preempted
     from rallypoint.primitives.average import Averaged
     from rallypoint.primitives.lock import Grant, Lock
     from rallypoint.primitives.queue import Queue
@@ -97,12 +98,14 @@ __all__ = [
     "connect",
     "hold_port",
     "launch",
+    "preempted",
     "retry",
     "serve",
 ]
 
 _WHERE = {
     "launch": "launcher.function",
+    "preempted": "launcher.hooks",
     "Averaged": "primitives.average",
     "Grant": "primitives.lock",
     "Lock": "primitives.lock",

@@ -63,6 +63,11 @@ RUN: tuple[Option, ...] = (
         sentence="seconds between asking a rank to stop (a second Ctrl-C cuts them short) and SIGKILL",
     ),
     Option(
+        names=("--notice-signal",), metavar="SIG,...", read=values.read_notices, example="--notice-signal USR1",
+        sentence="signals that do not stop the job and are handed to the ranks, which are told by rallypoint.preempted() as well; "
+        "none: no signal; without it USR1,USR2, unless --signals-to-handle names them",
+    ),
+    Option(
         names=("--stall",), metavar="S", read=values.read_patience, example="--stall 300",
         sentence="report where each rank is when none has moved for S seconds (0: never; several ranks: 300); nothing is stopped",
     ),

@@ -28,6 +28,7 @@ def read(line: CommandLine) -> Options:
     notes = [f"{option.names[0]} has no effect here: {option.why}" for option in without_effect]
     unknown = dict(unknown_signals(values["signals_to_handle"]))
     notes += [f"--signals-to-handle {wrong}: it is left out" for wrong in unknown.values()]
+    signals = tuple(name for name in values["signals_to_handle"] if name not in unknown)
     program = _program(line.words, values, line.given, line.typed)
     behind, rest = _behind(line.words)
     address, port, more = _meeting_point(values, line.given)
@@ -56,7 +57,8 @@ def read(line: CommandLine) -> Options:
         stderr_filters=values["duplicate_stderr_filters"],
         log_line_prefix_template=values["log_line_prefix_template"],
         virtual_local_rank=values["virtual_local_rank"],
-        signals=tuple(name for name in values["signals_to_handle"] if name not in unknown),
+        signals=signals,
+        notices=_notices(values["notice_signal"], signals),
         plain=values["plain"],
         quiet=values["quiet"],
         error_format=values["error_format"],
@@ -65,6 +67,25 @@ def read(line: CommandLine) -> Options:
         behind=shlex.join(behind),
         moved=retyped((*line.typed, *behind), *rest) if behind else "",
     )
+
+
+def _notices(asked: tuple[str, ...] | None, signals: tuple[str, ...]) -> tuple[str, ...]:
+    """The signals that are handed on. `UsageError` for one that is to stop the job as well."""
+    if asked is None:
+        return tuple(name for name in ("SIGUSR1", "SIGUSR2") if name not in signals)
+    for name in asked:
+        if name in signals:
+            raise UsageError(
+                "usage",
+                f"--notice-signal names {name}, which stops the job by --signals-to-handle",
+                help=(
+                    (
+                        "leave it out of one of them",
+                        f"rallypoint run --signals-to-handle {','.join(one for one in signals if one != name)} ...",
+                    ),
+                ),
+            )
+    return asked
 
 
 def _behind(words: tuple[str, ...]) -> tuple[list[str], list[str]]:

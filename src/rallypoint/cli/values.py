@@ -135,6 +135,22 @@ def read_signals(text: str) -> tuple[str, ...]:
     return names
 
 
+def read_notices(text: str) -> tuple[str, ...]:
+    """Signals that are handed on to the ranks, as `USR1` or `SIGUSR1`; `none` is none."""
+    import signal
+
+    if text.strip() == "none":
+        return ()
+    names = tuple(dict.fromkeys("SIG" + part.strip().upper().removeprefix("SIG") for part in text.split(",")))
+    for name in names:
+        if name in ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGINT", "SIGTSTP"):
+            raise ValueError(f"names {name}, which no launcher can take for this")
+    for _, wrong in unknown_signals(names):
+        raise ValueError(wrong)
+    assert all(name in signal.Signals.__members__ for name in names)
+    return names
+
+
 def unknown_signals(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Those that are no signals, each with what is wrong with it, as the end of a sentence."""
     import signal

@@ -235,6 +235,13 @@ class Account:
         """Ranks that had not ended get SIGKILL: what they were about to write is lost."""
         self.say(f"rallypoint: {ranks_phrase(ranks)} did not end and {'was' if len(ranks) == 1 else 'were'} killed: {because}")
 
+    def say_notice(self, name: str, handed: Sequence[int], others: Sequence[int]) -> None:
+        """A signal that was handed to these ranks; to `others` not, who have no handler for it."""
+        parts = [f"handed to {ranks_phrase(handed)}"] if handed else []
+        has, them = ("has", "it") if len(others) == 1 else ("have", "them")
+        parts += [f"{ranks_phrase(others)} {has} no handler for it, and rallypoint.preempted() tells {them}"] if others else []
+        self.say(f"rallypoint: {name} came, and the job goes on: {'; '.join(parts) or 'no rank runs yet'}")
+
     def say_immortal(self, left: Sequence[Status]) -> None:
         """Processes that SIGKILL did not end."""
         for one in left:

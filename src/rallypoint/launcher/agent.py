@@ -149,7 +149,7 @@ class Agent:
         # is what they leave behind; nor are the orphans of others that the first process of a container gets.
         self._adopts_strangers = errand is None and (os.getpid() == 1 or bool(processes.children()))
         self._files_limit = processes.prepare_to_supervise() if errand is None else errand.files_limit
-        wanted = {signal.SIGINT, signal.SIGCHLD, *(signal.Signals[name] for name in plan.signals)}
+        wanted = {signal.SIGINT, signal.SIGCHLD, *(signal.Signals[name] for name in (*plan.signals, *plan.notices))}
         if errand is None:
             wanted.add(signal.SIGTSTP)
         self._signals = signals.SignalLog(wanted)
@@ -182,6 +182,7 @@ class Agent:
         self.problem: RallypointError | Report | None = None  # why nothing could be started
         self.lost: HelperLost | None = None
         self.signalled_by = ""
+        self._noticed = False  # a notice came (`--notice-signal`)
         self.overdue = 0.0  # seconds that the job was given, when they are over
         self._supervisor = Supervisor(
             world_size=plan.world.size,
@@ -597,6 +598,8 @@ class Agent:
             processes.send(handle.pidfd, signal.SIGKILL)
         else:
             handle.go()
+            if self._noticed:
+                handle.noticed()
         if not self._hooks:
             handle.phase = "started"  # it will tell nothing more
         self.account.event("worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4))
@@ -927,6 +930,14 @@ class Agent:
             self.account.say(f"rallypoint: the {name} (pid {pid}), a helper of the launcher's, was stopped (SIGSTOP): it is continued")
             os.kill(pid, signal.SIGCONT)  # a child of ours that is not reaped: the number is still its own
 
+    def _on_notice(self, name: str) -> None:
+        """A batch system says that it will end the job soon: the ranks hear of it, and the job goes on."""
+        self._noticed = True
+        living = [handle for handle in self.ranks if handle.alive]
+        handed = [handle.rank for handle in living if handle.notice(name)]
+        if not self.plan.quiet:
+            self.account.say_notice(name, handed, [handle.rank for handle in living if handle.rank not in handed])
+
     def _on_stop(self) -> None:
         """A visitor wants the job to end (`rallypoint stop`)."""
         self.account.event("signal-received", signal="SIGTERM", because="rallypoint stop asks")
@@ -955,5 +966,8 @@ class Agent:
                 self._suspend()
                 continue
             self.account.event("signal-received", signal=number.name)
+            if number.name in self.plan.notices:
+                self._on_notice(number.name)
+                continue
             self.signalled_by = self.signalled_by or number.name
             self._job.feed(supervisor.Signalled(number.name, int(number)))

@@ -321,6 +321,10 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     """agent -> worker: the held port is free again."""
 
 
+class Noticed(msgspec.Struct, frozen=True, tag=True):
+    """agent -> worker: a notice came (a signal of `--notice-signal`), which `preempted` tells."""
+
+
 class Register(msgspec.Struct, frozen=True, tag=True):
     """agent -> guard: look after this process (its pidfd comes along); it leads a session of its own."""
 
@@ -350,7 +354,7 @@ class Aside(msgspec.Struct, frozen=True, tag=True):
 
 Message = (
     Setup | StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught
-    | Leaving | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Register | Inherit | Forget
+    | Leaving | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Noticed | Register | Inherit | Forget
     | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | OfSpawned | Debugging | ChildrenFailed | ClosesGroup
     | ImportParts | ImportedPart | Aside
 )  # fmt: skip

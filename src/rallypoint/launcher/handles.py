@@ -16,7 +16,7 @@ from rallypoint.host import processes, system_calls
 from rallypoint.host.processes import ThreadActivity
 from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
 from rallypoint.launcher import channel
-from rallypoint.launcher.channel import ChildrenFailed, Go, Message, Released, Setup
+from rallypoint.launcher.channel import ChildrenFailed, Go, Message, Noticed, Released, Setup
 
 # Bytes of dumps that are kept when a rank is asked once more: a job that is looked at every minute for days must not fill the memory.
 # What a rank writes when it crashes comes after all answers.
@@ -214,6 +214,17 @@ class RankHandle:
     def go(self) -> None:
         """Let the program start."""
         self._tell(Go())
+
+    def notice(self, name: str) -> bool:
+        """Hand a notice on, and the signal itself if there is a handler for it: without one it would end the process. Returns whether
+        there is."""
+        self._tell(Noticed())
+        number = signal.Signals[name]
+        return processes.handles(self.pid, number) and processes.send(self.pidfd, number)
+
+    def noticed(self) -> None:
+        """Tell it of a notice that came before its start."""
+        self._tell(Noticed())
 
     def released(self) -> None:
         """Tell the worker that the held port is free."""

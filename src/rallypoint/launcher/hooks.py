@@ -32,7 +32,19 @@ from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host.quick_lookups import quick_lookups
 from rallypoint.launcher import channel, children, cuda, gloo, interruptions, variables, words
-from rallypoint.launcher.channel import AtPhase, Caught, ChildrenFailed, ClosesGroup, ForksCuda, Meets, Message, Released, SetLate, Spawns
+from rallypoint.launcher.channel import (
+    AtPhase,
+    Caught,
+    ChildrenFailed,
+    ClosesGroup,
+    ForksCuda,
+    Meets,
+    Message,
+    Noticed,
+    Released,
+    SetLate,
+    Spawns,
+)
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 FORKS_MOST = 20  # places told per worker
@@ -54,6 +66,7 @@ class Hooks:
         self._began = began
         self._single = single
         self._serial = 0
+        self._noticed = False
         self._group_line = ""
         self._job_rank, self._job_size = (_integer(os.environ.get(name)) for name in ("RANK", "WORLD_SIZE"))  # as the launcher set them
         self._one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
@@ -100,6 +113,18 @@ class Hooks:
     def is_rank(self) -> bool:
         """Whether this process is the rank itself, and no child that it forked."""
         return os.getpid() == self._pid
+
+    def preempted(self) -> bool:
+        """Whether the agent has told of a notice; what a forked child knew when it was forked."""
+        while self._control is not None and self.is_rank() and not self._noticed:
+            try:
+                message, _ = channel.receive(self._control, flags=socket.MSG_DONTWAIT)
+            except OSError:  # nothing is there; or the agent is gone, and this process about to be ended
+                break
+            if message is None:
+                break
+            self._noticed = isinstance(message, Noticed)
+        return self._noticed
 
     def stop(self) -> None:
         """The program has ended: what torch says while it is taken down is no longer the program's."""
@@ -373,6 +398,7 @@ class Hooks:
     def _spawning(self, line: str) -> None:
         if self._single and (self._control is None or not self._held or _is_initialized()):
             return
+        self.preempted()  # hears what may have come before the answer
         self.tell(Spawns(line))
         if not self._single or self._control is None:
             return
@@ -450,6 +476,15 @@ def attach(hooks: Hooks) -> None:
     """From now on what the wrapped functions see goes to `hooks`."""
     global _current
     _current = hooks
+
+
+def preempted() -> bool:
+    """Whether this job has been given notice that it will end soon: a signal of `rallypoint run --notice-signal` came, SIGUSR1 or SIGUSR2
+    unless another one was named. Stays true, also in the ranks of a restart. False outside a rank, and with `--plain`.
+
+    Ranks come to it at different moments: let them agree (`all_reduce`) before they act on it together. It costs a system call.
+    """
+    return _current is not None and _current.preempted()
 
 
 def install() -> None:

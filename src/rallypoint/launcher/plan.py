@@ -65,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True):
     quiet: bool
     error_format: Literal["text", "json"]
     signals: tuple[str, ...]  # names of the signals that stop the job, besides SIGINT
+    notices: tuple[str, ...]  # names of those that are handed to the ranks while the job goes on
     notes: tuple[str, ...] = ()  # said once at the start, a line each
     remarks: tuple[str, ...] = ()  # what we chose without being asked; said by --dry-run only
     parts: tuple[str, ...] = ()  # of torch: what the program will import late, imported once in the template instead
@@ -149,6 +150,7 @@ class Options(msgspec.Struct, frozen=True):
     log_line_prefix_template: str | None = None  # None: not asked
     virtual_local_rank: bool = False
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    notices: tuple[str, ...] = ()
     plain: bool = False
     quiet: bool = False
     error_format: Literal["text", "json"] = "text"
@@ -250,6 +252,7 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
         quiet=options.quiet,
         error_format=options.error_format,
         signals=tuple(name for name in options.signals if name != "SIGINT"),
+        notices=options.notices,
         notes=tuple(notes),
         remarks=tuple(remarks),
         torch=machine.torch,
@@ -524,6 +527,7 @@ def describe(plan: Plan) -> str:
         ("grace", f"{plan.grace:g} s between asking a rank to stop and SIGKILL"),
         *([("stall", f"reported when no rank has moved for {patience:g} s")] if (patience := plan.patience(plan.world.size)) else []),
         ("signals", "SIGINT" + "".join(f", {name}" for name in plan.signals)),
+        *([("notices", f"{', '.join(plan.notices)}: handed to the ranks, the job goes on")] if plan.notices else []),
         ("stdin", f"rank {plan.debug_rank}"),
         ("run folder", plan.run_dir),
         *_describe_logs(plan.logs, plan.world.local_size),

@@ -1,0 +1,97 @@
+"""A batch system's notice (SIGUSR1, SIGUSR2) to the launcher: the ranks hear of it, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .job import run_job
+from .test_supervision import said, wait_for
+
+PROGRAM = """\
+import os, signal, time
+import rallypoint
+
+rank, heard = int(os.environ["RANK"]), []
+if rank == 0:
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+assert not rallypoint.preempted()
+print("is up", flush=True)
+while not rallypoint.preempted() or (rank == 0 and not heard):
+    time.sleep(0.01)
+print(f"rank {rank} saves, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--fresh",), ("--notice-signal", "usr1,WINCH")], ids=["forked", "fresh", "named"])
+def test_a_notice_is_handed_to_the_ranks_and_the_job_goes_on(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """SIGUSR1 killed the launcher without a report, and so the job: Slurm's --signal=USR1@90 is to be passed on. Rank 1 has no handler,
+    and would die of it."""
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "is up", 2)
+        process.send_signal(signal.SIGUSR1)
+
+    result = run_job(["-n", "2", *options, program], state=tmp_path, act=act)
+    assert result.rc == 0, result.everything
+    assert sorted(line for line in result.lines if "saves" in line) == [f"[{rank}] rank {rank} saves, attempt 0" for rank in range(2)]
+    assert "rallypoint: SIGUSR1 came, and the job goes on: handed to rank 0; rank 1 has no handler for it" in result.err
+
+
+def test_a_restart_knows_of_a_notice_that_came_before(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM.replace("assert not rallypoint.preempted()", "") + "\nraise SystemExit(heard != [] and 3)\n")
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "is up", 2)
+        process.send_signal(signal.SIGUSR1)
+
+    text = program.read_text().replace(
+        "(rank == 0 and not heard)", "(rank == 0 and not heard and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    )
+    program.write_text(text)
+    result = run_job(["-n", "2", "--max-restarts", "1", program], state=tmp_path, act=act)
+    assert result.rc == 0, result.everything
+    assert "rank 1 saves, attempt 1" in result.out
+
+
+@pytest.mark.parametrize("options", [("--plain",), ("--no-python",)])
+def test_a_rank_that_is_not_looked_into_does_not_die_of_a_notice(tmp_path: Path, options: tuple[str, ...]) -> None:
+    program = tmp_path / ("train.py" if options == ("--plain",) else "train.sh")
+    heard = tmp_path / "go"
+    python = f"import os, time\nprint('is up', flush=True)\nwhile not os.path.exists({str(heard)!r}):\n    time.sleep(0.01)\n"
+    shell = f"#!/bin/sh\necho is up\nwhile [ ! -e '{heard}' ]; do sleep 0.1; done\n"
+    program.write_text(python if options == ("--plain",) else shell)
+    program.chmod(0o755)
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "is up", 2)
+        process.send_signal(signal.SIGUSR2)
+        found = tmp_path / "rallypoint" / "runs" / "latest" / "events.jsonl"
+        wait_for(lambda: any(json.loads(line)["what"] == "signal-received" for line in found.read_text().splitlines()), "it came", process)
+        heard.touch()
+
+    result = run_job(["-n", "2", *options, program], state=tmp_path, act=act)
+    assert result.rc == 0, result.everything
+    assert "SIGUSR2 came, and the job goes on: ranks 0-1 have no handler for it" in result.err
+
+
+def test_a_signal_that_is_to_stop_the_job_is_no_notice(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import time\nprint('is up', flush=True)\ntime.sleep(1000)\n")
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "is up", 2)
+        process.send_signal(signal.SIGUSR1)
+
+    result = run_job(["-n", "2", "--signals-to-handle", "SIGTERM,SIGUSR1", program], state=tmp_path, act=act)
+    assert result.rc == 128 + signal.SIGUSR1, result.everything
+    refused = run_job(["--signals-to-handle", "SIGUSR1", "--notice-signal", "USR1", program], state=tmp_path)
+    assert refused.rc == 2
+    assert "--notice-signal names SIGUSR1, which stops the job" in refused.err
