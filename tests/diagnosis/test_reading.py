@@ -93,6 +93,7 @@ def test_the_file_that_record_writes() -> None:
     assert short is not None
     assert (short.type, short.message) == ("Exception", "something else")
     assert reading.error_file("not json") is None
+    assert reading.error_file("[" * 100_000) is None  # RecursionError, in Python's json
     assert reading.error_file("[]") is None
 
 

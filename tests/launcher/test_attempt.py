@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import cast
 
 import pytest
 
 from rallypoint.launcher.account import Account
-from rallypoint.launcher.attempt import Attempt
+from rallypoint.launcher.attempt import Attempt, exhausted
 
 from .test_plan import plan
 
@@ -25,3 +26,10 @@ def test_the_pipe_of_a_host_is_closed_also_when_the_job_ends_before_the_host_ser
         assert not attempt.hear_host(), "whoever was to serve has ended"
     attempt.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("number", "limit"), [(errno.EFBIG, "ulimit -f"), (errno.EMFILE, "ulimit -n"), (errno.EACCES, "")])
+def test_what_runs_out_is_named(number: int, limit: str) -> None:
+    """`ulimit -f 0`, and a sandbox that forbids memfd_create, were explained by the limit on descriptors."""
+    problem = exhausted(OSError(number, os.strerror(number)), 2)
+    assert [command.startswith(limit) for _, command in problem.help] == ([True] if limit else [])

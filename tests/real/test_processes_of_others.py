@@ -223,3 +223,35 @@ def test_what_the_kernel_lacks_is_said_once_and_by_name(tmp_path: Path) -> None:
     result = run_job(["-c", without], launcher=[sys.executable], state=tmp_path)
     assert result.codes == ["start-failed"], result.everything
     assert "pidfd_open and pidfd_send_signal: Function not implemented" in result.prose
+
+
+@pytest.mark.root
+def test_a_program_that_changes_its_root_ends_well(tmp_path: Path) -> None:
+    """A look at gloo's threads, which it had never started, failed in a folder without /proc."""
+    program = tmp_path / "changes.py"
+    program.write_text(
+        f"import torch.distributed, os\nos.makedirs({str(tmp_path / 'root')!r}, exist_ok=True)\nos.chroot({str(tmp_path / 'root')!r})\n"
+    )
+    result = run_job(["-n", "2", program], state=tmp_path)
+    assert result.rc == 0, result.everything
+
+
+def test_a_file_of_the_name_of_a_module_that_connect_needs(tmp_path: Path) -> None:
+    """`hmac.py` beside the script: the one module of the standard library that was imported late in a rank."""
+    (tmp_path / "hmac.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "connects.py").write_text("import rallypoint\nwith rallypoint.connect() as store:\n    print(store.add('n'))\n")
+    result = run_job(["-n", "1", tmp_path / "connects.py"], state=tmp_path)
+    assert result.rc == 0, result.everything
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("missing", ["/dev/null", "/proc/self/fd"])
+def test_what_the_machine_lacks_is_named(tmp_path: Path, missing: str) -> None:
+    """Without /dev/null the error named Python's own file as missing; without /proc the guard ended with a traceback."""
+    command = shlex.join([*RALLYPOINT, "-n", "2", "--no-python", "/bin/true"])
+    folder = missing.split("/")[1]
+    result = run_job(["--mount", "bash", "-c", f"mount -t tmpfs none /{folder} && {command}"], launcher=["unshare"], state=tmp_path)
+    if "unshare:" in result.err or "mount:" in result.err:
+        pytest.skip("no namespaces here")
+    assert result.codes == ["start-failed"], result.everything
+    assert missing in result.prose

@@ -378,3 +378,17 @@ def test_a_full_disk_is_not_mended_by_permissions(number: int, command: str) -> 
     help = run_folder.writable(OSError(number, ""), "/srv/run", "--run-dir DIR")
     assert help[0][1].startswith(command)
     assert help[-1][1] == "--run-dir DIR"
+
+
+def test_a_run_of_another_machine_s_is_left_to_it(tmp_path: Path) -> None:
+    """On a file system whose locks each machine sees alone, a run that goes on elsewhere looked as if it were over, and was removed."""
+    runs = [finished(tmp_path, number, 0) for number in range(4)]
+    for number, host in ((0, "another-machine"), (1, os.uname().nodename)):
+        (tmp_path / f"job-{number:02}" / "running").write_text(json.dumps({"socket": "/tmp/x", "host": host, "pid": 1}))
+    assert remove_old_runs(str(tmp_path), keep=1) == runs[1:3]
+
+
+def test_a_folder_of_runs_below_a_file_has_none(tmp_path: Path) -> None:
+    """`HOME=/etc/passwd rallypoint show` was told of a fault in rallypoint."""
+    (tmp_path / "file").write_text("")
+    assert past_runs(str(tmp_path / "file" / "runs")) == []

@@ -58,6 +58,13 @@ def _complain(error: RallypointError, error_format: str) -> int:
 
 def _translated(error: Exception) -> RallypointError:
     """What an exception that nobody expected says of this machine, or else of a fault in us."""
+    if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.ENOMEM) and not error.filename:  # of fork(2)
+        return EnvironmentProblem(
+            "start-failed",
+            f"this machine refuses another process: {error.strerror}",
+            why=("a limit on processes (ulimit -u, pids.max of the cgroup) or memory is reached",),
+            help=(("see the limits", "ulimit -u; cat /sys/fs/cgroup/pids.max"),),
+        )
     if not isinstance(error, OSError) or error.errno != errno.EMFILE:
         return _internal(error)
     import resource

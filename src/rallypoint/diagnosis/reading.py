@@ -660,7 +660,7 @@ def error_file(text: str) -> Raised | None:
     """
     try:
         told = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: thousands of brackets
         return None
     message = told.get("message") if isinstance(told, dict) else None
     extra: object = None

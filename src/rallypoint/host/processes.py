@@ -90,6 +90,8 @@ def _check_system_calls() -> None:
     for names, attempt in (
         ("pidfd_open and pidfd_send_signal", _try_pidfd),
         ("memfd_create", lambda: os.close(memory_file("rallypoint-check"))),
+        ("/dev/null", lambda: os.close(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))),
+        ("/proc/self/fd", lambda: os.listdir("/proc/self/fd")),
         ("prlimit", lambda: resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE)),
     ):
         try:
@@ -101,9 +103,14 @@ def _check_system_calls() -> None:
     if lacking:
         raise EnvironmentProblem(
             "start-failed",
-            "this kernel, or the sandbox around this process, lacks system calls that the launcher needs",
-            why=(*lacking, f"this is Linux {os.uname().release}; 5.4 and later have them all"),
-            help=(("take a newer kernel, or let the sandbox's filter (seccomp) allow them", "uname -r; grep Seccomp /proc/self/status"),),
+            "this machine, or the sandbox around this process, lacks what the launcher needs",
+            why=(*lacking, f"this is Linux {os.uname().release}; 5.4 and later have all system calls that are needed"),
+            help=(
+                (
+                    "see which of them the sandbox, its filter (seccomp) or the kernel withholds",
+                    "uname -r; grep Seccomp /proc/self/status; ls /dev/null /proc",
+                ),
+            ),
         )
 
 

@@ -7,6 +7,7 @@ import shlex
 import signal
 import stat
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from rallypoint.record.torchrun_files import TorchrunFiles, hand_on
 from rallypoint.record.writer import Writer
 from rallypoint.world import ranks_phrase
 
+DISK_PATIENCE = 5.0  # seconds in which the run folder is made, until a line says what is waited for
 # Seconds that the report waits for the ranks' words to be read; they lie in pipes, a millisecond away, unless the terminal takes nothing.
 SETTLE_TIMEOUT = 0.1
 # An import that takes this long (seconds) on several ranks is worth a line about --preload.
@@ -60,7 +62,16 @@ class Account:
         self._plan = plan
         self._clock = clock
         self._ranks = [seat.rank for seat in plan.world.seats()]
-        self._folder = open_run_folder(plan.run_dir, plan.job, _say_past_the_pump, asked_for=plan.run_dir_asked)
+        # A disk that has died holds this thread, and nobody can end that: the least is to say for what it waits.
+        text = f"rallypoint: waiting for the disk of {plan.run_dir}: it does not answer; --run-dir names a folder on another one"
+        notice = threading.Timer(DISK_PATIENCE, _say_past_the_pump, (text,))
+        notice.daemon = True
+        notice.start()
+        try:
+            self._folder = open_run_folder(plan.run_dir, plan.job, _say_past_the_pump, asked_for=plan.run_dir_asked)
+        finally:
+            notice.cancel()
+            notice.join()
         self._writer = Writer()  # to the run folder: its disk may be a network's, and gone tomorrow
         self._disk_is_silent = False
         self._events = EventLog(self._folder, self._writer)

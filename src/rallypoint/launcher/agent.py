@@ -259,8 +259,7 @@ class Agent:
             self.account.live(None)
         self._look_for_stopped()  # perhaps since the last call
         if not processes.sees_processes():
-            what = "shows another pid namespace" if os.path.exists("/proc/self") else "is not mounted"
-            self.account.say(f"rallypoint: /proc {what}: what ranks leave running is found only in their own process groups")
+            self.account.say("rallypoint: /proc shows another pid namespace: what ranks leave running is found in their own groups alone")
         if self.crew.ready:
             self._job.feed(supervisor.Prepared())
         while self._status is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterator, Sequence
@@ -185,6 +186,15 @@ class Attempt:
 
 def exhausted(error: OSError, ranks: int) -> EnvironmentProblem:
     """The operating system refuses what starting ranks needs: descriptors, mostly."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS):
+        largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        is_size = error.errno == errno.EFBIG
+        return EnvironmentProblem(
+            "start-failed",
+            f"{ranks} ranks cannot be started: {os.strerror(error.errno or 0)}",
+            why=(f"a file may have at most {largest} bytes (ulimit -f), files in memory included",) if is_size else (),
+            help=(("raise the limit in the shell that starts the job", "ulimit -f unlimited"),) if is_size else (),
+        )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return EnvironmentProblem(
         "start-failed",

@@ -41,8 +41,12 @@ def let_threads_finish() -> None:
 
 def _threads() -> dict[str, str]:
     """Those of gloo's that run collectives: what each is doing, and how often it has done something else."""
-    found = {}
-    for number in os.listdir("/proc/self/task"):
+    found: dict[str, str] = {}
+    try:
+        numbers = os.listdir("/proc/self/task")
+    except OSError:  # the program has changed its root, or has no descriptor left
+        return found
+    for number in numbers:
         try:
             with open(f"/proc/self/task/{number}/status") as file:
                 lines = file.read().splitlines()

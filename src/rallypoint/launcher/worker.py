@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import fcntl
+import hmac  # noqa: F401  # `rallypoint.connect` needs it later, when a file of this name beside the script would come first
 import io
 import os
 import resource

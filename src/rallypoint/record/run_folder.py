@@ -324,7 +324,7 @@ def past_runs(root: str) -> list[PastRun]:
     runs = []
     try:
         names = os.listdir(root)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     for name in names:
         path = os.path.join(root, name)
