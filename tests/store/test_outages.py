@@ -11,6 +11,8 @@ import rallypoint
 from rallypoint.errors import SessionLost, StoreTimeout
 from rallypoint.testing import ChaosProxy
 
+from .live import Thread, until
+
 SECRET = b"sixteen bytes or more"
 
 
@@ -64,3 +66,36 @@ def test_whatever_a_signal_handler_raises_in_a_wait_comes_out(kind: type[BaseExc
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("same_host", [True, False])
+def test_a_store_that_was_stopped_in_good_order_and_started_again_has_its_clients_back(same_host: bool) -> None:
+    """After a kill -9 and a restart a client went on with the new server; after SIGTERM, a rolling update for example, its object was
+    of no use for ever: StoreClosed at every call."""
+    first = rallypoint.serve(secret=SECRET)
+    port = first.address.rpartition(":")[2]
+    with (
+        rallypoint.connect(first.address, secret=SECRET, same_host=same_host, timeout=60.0) as store,
+        rallypoint.connect(first.address, secret=SECRET, same_host=same_host, timeout=60.0) as idle,
+    ):
+        store.add("n", 5)
+        grant = store.lock("l").acquire()
+        waits = [Thread(store.wait, "never"), Thread(lambda: list(store.watch("never")))]
+        until(lambda: store.status()["waiting"] == 2)
+        first.stop()
+        for wait in waits:
+            with pytest.raises(rallypoint.StoreClosed) as caught:
+                wait.result()
+            assert caught.value.outcome == "did not happen"
+        assert grant.lost
+        with pytest.raises(rallypoint.StoreClosed):
+            idle["a"] = 1
+        with rallypoint.serve(secret=SECRET, port=port) as second:
+            assert second.address == first.address
+            for one in (store, idle):
+                assert one.add("n") in (1, 2)
+            assert store["n"] == 2
+            with store.lock("l", timeout=60.0):
+                assert idle.get("n") == 2
+        with pytest.raises(rallypoint.StoreClosed):
+            idle.wait("n")

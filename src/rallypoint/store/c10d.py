@@ -164,7 +164,8 @@ class _Operations:
         self._wait(names, self._seconds(timeout), names)
 
     def compare_set(self, key: str, expected: bytes | str, new: bytes | str) -> bytes:
-        """Write `new` if the key holds `expected`, where b"" also means that there is none; returns what is there then, b"" if nothing."""
+        """Write `new` if the key holds `expected`, where b"" also means that there is none; returns what is there then. As in torch's
+        stores `expected` comes back when there is no key, and nothing is written: `Client.compare_and_set` tells the two apart."""
         name, wanted, value = self._name(key), _bytes(expected), _bytes(new)
         data, compared = self._encoded(value, name), self._encoded(wanted, name)
         while True:
@@ -178,14 +179,14 @@ class _Operations:
                         return current
                     modified = found.modified
                 elif wanted:
-                    return b""
+                    return wanted
                 else:
                     modified = 0
             reply, body = self._ask(CompareAndSet, name, data, 0, None if modified is not None else compared, modified)
             if isinstance(reply, Done):
                 return value
             if modified is None:
-                return self._decoded(reply, body) if isinstance(reply, Value) else b""
+                return self._decoded(reply, body) if isinstance(reply, Value) else wanted
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; whether there was one."""

@@ -165,7 +165,7 @@ class Session:
         self._link: Link | None = None
         self._links = 0
         self._closed = ""  # why nothing can be asked any more
-        self._lost: SessionLost | None = None  # for the next one who asks
+        self._lost: SessionLost | StoreClosed | None = None  # for the next one who asks
         self._refusing = False  # one of the two
         self._bytes = [0, 0]  # sent and received by links that are gone
         self._server = b""  # which server it was: one that is started again is another one, and empty
@@ -639,7 +639,7 @@ class Session:
             if getattr(reply, "shared", 0):
                 self._dues.read.append(reply.seq)
         elif isinstance(reply, Closing):
-            self._finish(f"the store at {self.address} was closed: {reply.text}", nothing_more=True)
+            self._store_closed(f"the store at {self.address} was closed: {reply.text}", nothing_more=True)
             self._broken(link, "closed")
         elif isinstance(reply, Done):
             if link is self._link:
@@ -709,15 +709,33 @@ class Session:
             pending.error = error
             _wake(pending)
 
-    def _finish(self, why: str, *, nothing_more: bool = False) -> None:
-        """Nothing can be asked any more; who waits is told. `nothing_more`: the server has said so, which means that it did not carry out
-        what it has not answered on this link."""
+    def _finish(self, why: str) -> None:
+        """Nothing can be asked any more; who waits is told."""
         self._closed = self._closed or why
         self._refusing = True
         self.leases.end(self._closed)
         for pending in list(self._pending.values()):
-            outcome: Outcome = "did not happen" if nothing_more and not pending.repeated else outcome_of(pending)
-            self._fail(pending, StoreClosed("store-closed", self._closed, outcome=outcome))
+            self._fail(pending, StoreClosed("store-closed", self._closed, outcome=outcome_of(pending)))
+
+    def _store_closed(self, why: str, *, nothing_more: bool = False) -> None:
+        """The server stops in good order. Everybody who waits is told, or else the next one who asks; then whoever asks connects anew: the
+        server may be started again. `nothing_more`: what it has not answered on this link it did not carry out."""
+        if self._closed:
+            self._finish(self._closed)
+            return
+        self._server = b""  # another one is expected
+        self.leases.end(why, self._seq)
+        self._begin()
+        told = False
+        for pending in list(self._pending.values()):
+            if pending.given_up[0]:
+                self._pending.pop(pending.seq, None)
+            elif pending.reply is None and pending.error is None:
+                outcome: Outcome = "did not happen" if nothing_more and not pending.repeated else outcome_of(pending)
+                self._fail(pending, StoreClosed("store-closed", why, outcome=outcome))
+                told = True
+        if not told:
+            self._lost, self._refusing = StoreClosed("store-closed", why, outcome="did not happen"), True
 
     # --- connecting ---
 
@@ -842,7 +860,7 @@ class Session:
         if told.reason == "session-lost" and told.refusal is not None:
             self._session_lost(told.refusal)
         elif told.reason == "store-closed" and not first:
-            self._finish(f"the store at {self.address} is closing")
+            self._store_closed(f"the store at {self.address} is closing")
         elif told.reason in FINAL and not (told.refusal is not None and told.refusal.passing):
             problem = self._reach.problem()
             if first:
