@@ -66,6 +66,10 @@ def test_in_a_notebook(tmp_path: Path) -> None:
     assert sorted(printed.splitlines()) == shown
 
 
+def test_in_asyncio(tmp_path: Path) -> None:
+    assert program(tmp_path, "\n".join(blocks("in-asyncio.md", "in an event loop"))) == "8 yes 0.1\n"
+
+
 def test_the_reference(tmp_path: Path) -> None:
     text = (GUIDES.parent / "reference" / "launch.md").read_text(encoding="utf-8")
     assert program(tmp_path, "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))) == ""

@@ -378,7 +378,10 @@ def _lost(grant: Grant, why: str) -> LeaseLost:
 
 def _explained(error: WouldDeadlock) -> WouldDeadlock:
     if error.code == "lock-twice":
-        why = "it is the thread that holds a lock, whatever object it has asked with; it would wait for itself"
+        why = (
+            "it is the thread that holds a lock, whatever object it has asked with, and two tasks of an event loop are one thread: "
+            "it would wait for itself"
+        )
         help = ("do all that needs the lock in one `with` block, or give the inner one another name", "")
     else:
         why = "nobody in the circle would ever go on; who asked last is told, and holds what it held"

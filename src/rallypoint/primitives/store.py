@@ -81,6 +81,11 @@ class Store(Client):
         return average(self, name, value, size, weight=weight, quorum=quorum, timeout=timeout, out=out, details=details)
 
 
+for _name, _method in vars(Client).items():
+    if not _name.startswith("_") and callable(_method):
+        _method.__qualname__ = f"Store.{_name}"  # Python's own errors name the class that users know: "Store.update() missing 1 ..."
+
+
 def connect(
     address: str | None = None,
     *,

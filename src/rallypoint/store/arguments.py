@@ -82,4 +82,4 @@ def described(thing: object) -> str:
     name = (
         kind.__qualname__ if kind.__module__.partition(".")[0] in ("builtins", "rallypoint") else f"{kind.__module__}.{kind.__qualname__}"
     )
-    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
+    return values.article(name)

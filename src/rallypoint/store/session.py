@@ -116,7 +116,7 @@ class Session:
 
     # Slots: all of it in one piece of memory, and no dict in two others. See `ask`.
     __slots__ = (
-        "__weakref__", "_bytes", "_clock", "_closed", "_confirmed", "_driver", "_driving", "_dues", "_job", "_link", "_links",
+        "__weakref__", "_bytes", "_clock", "_closed", "_confirmed", "_driver", "_driving", "_dues", "_ended", "_job", "_link", "_links",
         "_lost", "_now", "_pending", "_pinged", "_reach", "_refusing", "_secret", "_seq", "_server",
         "_server_pid", "_silence", "_stuck", "_stuck_since", "_waiting", "_welcomed", "address", "closed_before_fork", "counts",
         "foreign", "id", "identity", "keep_at", "leases", "limits", "news", "reconnects", "sessions", "soon_at", "timeout", "ttl",
@@ -167,6 +167,7 @@ class Session:
         self._closed = ""  # why nothing can be asked any more
         self._lost: SessionLost | StoreClosed | None = None  # for the next one who asks
         self._refusing = False  # one of the two
+        self._ended = ""  # why, when the server stopped in good order and none has been reached since
         self._bytes = [0, 0]  # sent and received by links that are gone
         self._server = b""  # which server it was: one that is started again is another one, and empty
         self._server_pid = 0  # if it can be seen: on this host
@@ -718,11 +719,12 @@ class Session:
             self._fail(pending, StoreClosed("store-closed", self._closed, outcome=outcome_of(pending)))
 
     def _store_closed(self, why: str, *, nothing_more: bool = False) -> None:
-        """The server stops in good order. Everybody who waits is told, or else the next one who asks; then whoever asks connects anew: the
-        server may be started again. `nothing_more`: what it has not answered on this link it did not carry out."""
+        """The server stops in good order. Everybody who waits is told, or else the next one who asks. Whoever asks after that is told so
+        again if one attempt to connect finds no server, and is served by one that was started again. `nothing_more`: what it has not answered on this link it did not carry out."""
         if self._closed:
             self._finish(self._closed)
             return
+        self._ended = why
         self._server = b""  # another one is expected
         self.leases.end(why, self._seq)
         self._begin()
@@ -809,7 +811,7 @@ class Session:
             link.dispose()
             self._session_lost(Refusal("session-lost", "", known=False))
             return
-        again, self._welcomed = self._welcomed, True
+        again, self._welcomed, self._ended = self._welcomed, True, ""
         self.limits = opened.welcome.limits
         self.ttl = opened.welcome.ttl  # there is a shortest and a longest one
         self._silence = min(self.ttl, LONGEST_POLL)
@@ -867,6 +869,9 @@ class Session:
                 raise problem
             for pending in list(self._pending.values()):
                 self._fail(pending, copy.copy(problem))  # each thread raises its own
+        elif self._ended and not first:
+            for pending in list(self._pending.values()):
+                self._fail(pending, StoreClosed("store-closed", self._ended, outcome=outcome_of(pending)))
         elif not first and self._now() - self._confirmed > max(self.leases.longest(self.ttl), self.timeout):
             self._session_lost(Refusal("session-lost", "", known=False), self._reach.problem())
 
@@ -1016,7 +1021,7 @@ class Session:
     @property
     def worth_reviving(self) -> bool:
         """Whether the connection is gone and nobody is making another one."""
-        return self._link is None and self._driver == 0 and not self._refusing
+        return self._link is None and self._driver == 0 and not self._refusing and not self._ended
 
     @property
     def usable(self) -> bool:

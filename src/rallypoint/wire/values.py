@@ -1,7 +1,7 @@
 """What a value may be, and its bytes; tensors travel as raw buffers.
 
-A value is None, a bool, an int of any size, a float, a str, bytes; a list, tuple, set, frozenset, dict or OrderedDict of values
-(keys are int, str or bool); a `torch.Tensor` or `Parameter`, which comes back as a tensor; a numpy array or scalar; a
+A value is None, a bool, an int of any size, a float, a complex, a str, bytes; a list, tuple, set, frozenset, dict, OrderedDict or
+Counter of values (keys are int, str or bool); a `torch.Tensor` or `Parameter`, which comes back as a tensor; a numpy array or scalar; a
 `torch.Size`, `torch.dtype` or `torch.device`. Nothing else, and no subclass of these, because what goes in comes out equal and
 of the same type. With `allow_pickle` the rest is pickled, and read by whoever allows that too.
 
@@ -27,7 +27,7 @@ import math
 import re
 import struct
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
@@ -63,6 +63,7 @@ _MSGPACK_BYTES = 1 << 32  # a str or bytes of msgpack is shorter
 # What a node is. Never renumbered: a server keeps values longer than a client lives.
 _LIST, _TUPLE, _SET, _FROZENSET, _DICT, _ORDERED = range(6)
 _INT, _TEXT, _BYTES, _TENSOR, _ARRAY, _NUMBER, _NUMPY_STR, _NUMPY_BYTES, _SIZE, _DTYPE, _DEVICE, _PICKLE = range(6, 18)
+_COMPLEX, _COUNTER = 18, 19
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # in a tree as they are
 _LEAVES = _PLAIN | {bytes}
@@ -424,6 +425,14 @@ class _Writer:
                 raise
         return self.items(head, value, depth)
 
+    def counter(self, value: Counter[object], depth: int) -> object:
+        if attributes := vars(value):
+            return self.refuse(value, f"a Counter with an attribute {next(iter(attributes))!r}", ("make it a dict", "dict({})"))
+        return self.items([_COUNTER], value, depth)  # type: ignore[arg-type]
+
+    def complex_(self, value: complex, depth: int) -> object:
+        return [_COMPLEX, value.real, value.imag]
+
     def items(self, head: list[object], value: dict[object, object], depth: int) -> object:
         if depth >= MAX_DEPTH:
             raise _TooDeep
@@ -503,7 +512,7 @@ class _Writer:
             data = pickle.dumps(value, protocol=5)
         except Exception as error:  # whatever __reduce__ of somebody's class raises
             path, culprit = _unpicklable(value)
-            refused = _Refused(f"{_article(_name(type(culprit)))} cannot be pickled ({type(error).__name__}: {error})")
+            refused = _Refused(f"{article(_name(type(culprit)))} cannot be pickled ({type(error).__name__}: {error})")
             if path:
                 refused.at(path, value)
             raise refused from error
@@ -524,6 +533,8 @@ _WRITE: dict[type, Callable[[_Writer, Any, int], object]] = {
     frozenset: _Writer.frozenset_,
     dict: _Writer.dict_,
     OrderedDict: _Writer.ordered,
+    Counter: _Writer.counter,
+    complex: _Writer.complex_,
     _Absent: _Writer.absent,
 }
 
@@ -632,7 +643,7 @@ def _mantissa(numpy: Any) -> int:
 def _why_not(value: object) -> tuple[str, tuple[str, str]]:
     """What a value of no known type is, and what to store in its place."""
     kind = type(value)
-    a = _article(_name(kind))
+    a = article(_name(kind))
     if (torch := _loaded("torch", "Tensor", "nn")) is not None:
         if isinstance(value, torch.Tensor):
             return f"{a} (a subclass of torch.Tensor)", ("store the tensors that it is made of", "")
@@ -658,7 +669,7 @@ def _why_not(value: object) -> tuple[str, tuple[str, str]]:
             what = f"{a} (a subclass of {base.__name__})"
             if hasattr(value, "_asdict"):
                 return what, ("store its fields", "{}._asdict()")
-            return what, (f"make it {_article(base.__name__)}", f"{base.__name__}({{}})")
+            return what, (f"make it {article(base.__name__)}", f"{base.__name__}({{}})")
     if hasattr(value, "__dict__") and not callable(value):
         return a, ("store its attributes", "vars({})")
     return a, ("store what it is made of: numbers, text, bytes, containers, tensors, arrays", "")
@@ -678,8 +689,13 @@ def _name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _article(noun: str) -> str:
-    return f"an {noun}" if noun[0] in "aeiouAEIOU" else f"a {noun}"
+def article(noun: str) -> str:
+    """With "a" or "an", by how it is spoken: an int, a uuid.UUID, an LSTM, a Server."""
+    if noun[:1].isupper() and not noun[1:2].islower():  # spoken letter by letter
+        vowel = noun[0] in "AEFHILMNORSX"
+    else:
+        vowel = noun[:1].lower() in tuple("aeiou") and not noun.lower().startswith(("uu", "uni", "use", "usa", "uti", "ure", "eu", "one"))
+    return f"an {noun}" if vowel else f"a {noun}"
 
 
 def shown(key: object) -> str:
@@ -785,7 +801,15 @@ class _Reader:
             found._metadata = self.value(node[1], depth + 1)  # type: ignore[attr-defined]
         return self.pairs(found, node, 2, depth)
 
-    def pairs(self, found: dict[Any, object], node: list[object], start: int, depth: int) -> object:
+    def counter(self, node: list[object], depth: int) -> object:
+        return Counter(self.pairs({}, node, 1, depth))
+
+    def complex_(self, node: list[object], depth: int) -> object:
+        if list(map(type, node[1:])) != [float, float]:
+            raise _malformed("a complex number that is not two floats")
+        return complex(node[1], node[2])  # type: ignore[call-overload]
+
+    def pairs(self, found: dict[Any, object], node: list[object], start: int, depth: int) -> dict[Any, object]:
         count, odd = divmod(len(node) - start, 2)
         if odd:
             raise _malformed("a dict with a key and no value")
@@ -907,6 +931,8 @@ _READ: tuple[Callable[[_Reader, list[object], int], object], ...] = (
     _Reader.dtype,
     _Reader.device,
     _Reader.pickled,
+    _Reader.complex_,
+    _Reader.counter,
 )
 
 
