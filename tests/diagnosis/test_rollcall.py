@@ -294,6 +294,14 @@ def test_a_group_of_some_names_the_seat_that_is_empty() -> None:
     )
 
 
+def test_a_group_that_is_larger_than_the_job_has_a_way_out() -> None:
+    """The README's own first mistake, rank=1 and world_size=2 in a program that was started once: it waited on without advice."""
+    alone = [evidence(0, msgspec.structs.replace(MEETS, world_size=2, rank=1, address="localhost:12355"), phase_at=12.0)]
+    said = rollcall.lines(alone, [0], {}, 1, 42.0)
+    assert len(said) == 2
+    assert "-n 2" in said[1]
+
+
 def test_who_waits_in_another_group_is_not_there_either() -> None:
     other = evidence(3, msgspec.structs.replace(MEETS, world_size=2, address="127.0.0.1:29501"), phase_at=12.0)
     away = evidence(2, stack=BUILDS, phase_at=2.0)

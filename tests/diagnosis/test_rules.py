@@ -1736,10 +1736,10 @@ def test_a_log_that_was_not_kept_is_not_pointed_to() -> None:
 @pytest.mark.parametrize(
     ("phase", "other", "where"),
     [
-        ("importing", rank(0, sent=("SIGTERM",), phase="importing"), "while running since +0.30 s"),  # nobody joins anything
-        ("importing", rank(0, sent=("SIGTERM",), phase="joining"), "before init_process_group, in the program since +0.30 s"),
-        ("importing", lost(0, phase="running"), "before init_process_group, in the program since +0.30 s"),
-        ("joining", rank(0, sent=("SIGTERM",), phase="joining"), "in init_process_group since +0.30 s"),
+        ("importing", rank(0, sent=("SIGTERM",), phase="importing"), "while running (since +0.30 s)"),  # nobody joins anything
+        ("importing", rank(0, sent=("SIGTERM",), phase="joining"), "before init_process_group, in the program (since +0.30 s)"),
+        ("importing", lost(0, phase="running"), "before init_process_group, in the program (since +0.30 s)"),
+        ("joining", rank(0, sent=("SIGTERM",), phase="joining"), "in init_process_group (since +0.30 s)"),
         ("started", rank(0, sent=("SIGTERM",), phase="started"), ""),  # --plain
     ],
 )
@@ -1903,6 +1903,24 @@ def test_more_than_three_causes_are_not_told_one_by_one() -> None:
     reports = diagnose(job(*ranks))
     assert [report.ranks for report in reports] == [(0,), (1,), (2,)]
     assert reports[-1].then == "ranks 3-7 failed in other ways still: see their logs"
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("mp.spawn(run, args=(2,), nprocs=2)", "rallypoint.launch(run, (2,), nproc=2, pass_rank=True)"),
+        ("torch.multiprocessing.spawn(work, nprocs=size)", "rallypoint.launch(work, nproc=size, pass_rank=True)"),
+        ("mp.spawn(run,", "rallypoint.launch(work, nproc=2)"),  # the rest stands on other lines
+    ],
+)
+def test_an_unguarded_program_is_shown_its_own_call(line: str, command: str) -> None:
+    """`rallypoint.launch(work, nproc=2)` was advised, which fails as it is typed for a function that takes its rank."""
+    frame = Frame("/srv/train.py", 9, "<module>", line)
+    error = msgspec.structs.replace(
+        raised("ProcessExitedException", "process 0 terminated with exit code 1", (frame,)), code="main-unguarded"
+    )
+    (report,) = diagnose(job(rank(0, 1, raised=error)))
+    assert command in [help.command for help in report.help]
 
 
 @pytest.mark.parametrize(("number", "confidence"), [(1048576, "certain"), (2048, "likely")])

@@ -112,7 +112,7 @@ def test_the_roll_is_called_and_nothing_is_stopped(run: Run, write: Write, tmp_p
     assert (result.rc, [result.of(rank)[-1] for rank in range(4)]) == (0, ["here"] * 4), result.everything
     last = next(event for event in result.events if complete(event))["details"]["lines"]
     stopped = next(event["details"]["pid"] for event in result.events if event["what"] == "worker-started" and event["rank"] == 3)
-    head, importing, swallowed, frozen = (re.sub(r"since \d+ s", "since N s", line) for line in last)
+    head, importing, swallowed, frozen = (re.sub(r"for \d+ s", "for N s", line) for line in last)
     assert head == "1 of 4 ranks has been waiting in init_process_group for N s; not there yet:"
     assert importing == "  rank 1 importing for N s: train.py:13 <module> > slowly/__init__.py:2"
     assert swallowed.startswith("  rank 2 running for N s: train.py:9 in build_index; set_device had raised ")  # what, depends on the GPUs

@@ -283,7 +283,7 @@ def lines(
     by_rank = {rank.rank: rank for rank in ranks}
     inside = [by_rank[number] for number in waiting]
     together = [rank for rank in inside if rank.meeting is not None and whole(rank.meeting, world_size)]
-    said = _partial(inside, now)
+    said = _partial(inside, now, world_size)
     if together:
         elsewhere = [f"{ranks_phrase([rank.rank])} in another group: {_asked(rank.meeting)}" for rank in inside if rank not in together]
         missing = [by_rank[number] for number in absent(ranks, waiting, world_size)]
@@ -298,7 +298,7 @@ def lines(
     return tuple(line if len(line) <= LINE_CHARACTERS else line[: LINE_CHARACTERS - 4] + " ..." for line in said)
 
 
-def _partial(inside: Sequence[RankEvidence], now: float) -> list[str]:
+def _partial(inside: Sequence[RankEvidence], now: float, world_size: int) -> list[str]:
     """Groups of some ranks, or of more than this job has: who of them came."""
     groups: dict[Hashable, list[tuple[RankEvidence, Meeting]]] = {}
     for rank, meeting in _met(inside):
@@ -313,6 +313,9 @@ def _partial(inside: Sequence[RankEvidence], now: float) -> list[str]:
         said.append(
             f"{who} {verb} been waiting in init_process_group for {longest:.0f} s, for a group of {size} ({_asked(meeting)}){nobody}"
         )
+        if size > world_size:
+            has = f"this job has {world_size} rank{'s' * (world_size != 1)}"
+            said.append(f"  {has}: start {size} of them (-n {size}), and leave rank= and world_size= out")
     return _few(said)
 
 

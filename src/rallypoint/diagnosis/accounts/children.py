@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import signal as signals
 from collections.abc import Sequence
@@ -145,6 +146,22 @@ def main_unguarded(case: Case, error: Raised) -> Report:
         evidence=("Python refuses to start processes while the program is being imported, and the new process ends with exit code 1",),
         help=(
             Help("put what starts them below a line that is false in an import", 'if __name__ == "__main__":'),
-            Help("or let rallypoint start them, which needs no such line", "rallypoint.launch(work, nproc=2)"),
+            Help("or let rallypoint start them, which needs no such line", _as_launch(error)),
         ),
     )
+
+
+def _as_launch(error: Raised) -> str:
+    """The program's own `mp.spawn(run, args=(2,), nprocs=2)` as a call of `launch`; an example where its line is not known."""
+    for frame in error.frames:
+        try:
+            calls = [node for node in ast.walk(ast.parse(frame.source)) if isinstance(node, ast.Call)]
+        except (SyntaxError, ValueError, RecursionError):  # a part of a longer call
+            continue
+        for call in calls:
+            given = dict(zip(("fn", "args", "nprocs"), call.args, strict=False))
+            given.update((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
+            if ast.unparse(call.func).rpartition(".")[2] in ("spawn", "start_processes") and {"fn", "nprocs"} <= given.keys():
+                positional = [ast.unparse(given[name]) for name in ("fn", "args") if name in given]
+                return f"rallypoint.launch({', '.join(positional)}, nproc={ast.unparse(given['nprocs'])}, pass_rank=True)"
+    return "rallypoint.launch(work, nproc=2)"
