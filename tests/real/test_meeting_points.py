@@ -217,6 +217,27 @@ def test_a_lone_rank_whose_own_processes_are_ranks_gives_them_the_port(run: Run,
     assert (result.rc, sorted(result.lines)) == (0, ["rank 0 of 2", "rank 1 of 2"]), result.everything
 
 
+LOADS = """\
+import os
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    print(sum(int(one) for one in DataLoader(range(4), num_workers=1, multiprocessing_context="spawn")))
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+"""
+
+
+def test_a_lone_rank_meets_where_it_was_told_after_the_port_was_given_back(run: Run, write: Write) -> None:
+    """The new interpreter was a loader's and no rank: the rank has the port to itself, and nothing is said of it."""
+    result = run("-n", "1", write("train.py", LOADS))
+    assert (result.rc, result.out) == (0, "6\n"), result.everything
+    assert "rallypoint:" not in result.err, result.everything
+
+
 STORES = """\
 import os, socket
 from datetime import timedelta

@@ -63,6 +63,7 @@ class Hooks:
         self._control: socket.socket | None = control
         self._pid = os.getpid()
         self._held = held
+        self._given_back = ""  # what was held, when the program has it now
         self._began = began
         self._single = single
         self._serial = 0
@@ -287,7 +288,11 @@ class Hooks:
         return f"group{number}-of-{size}" if number or size != self._job_size else ""
 
     def _differs(self, meeting: Meeting) -> bool:
-        return meeting.method.startswith(("env://", "tcp://")) and bool(meeting.address) and not _same_address(meeting.address, self._held)
+        return (
+            meeting.method.startswith(("env://", "tcp://"))
+            and bool(meeting.address)
+            and not _same_address(meeting.address, self._held or self._given_back)
+        )
 
     def _by_another_name(self, meeting: Meeting) -> Meeting:
         """The held port of this machine under a name of its own (`MASTER_ADDR=socket.gethostname()`, tcp://) is the meeting at the held
@@ -410,7 +415,7 @@ class Hooks:
         finally:
             self._control.settimeout(None)
         if isinstance(answer, Released):
-            self._held = ""
+            self._given_back, self._held = self._held, ""
 
     @contextlib.contextmanager
     def following(self, start: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
