@@ -438,3 +438,27 @@ def test_breakpoint_as_the_user_has_set_it(write: Write, tmp_path: Path) -> None
     assert (status, shown.count("my own")) == (0, 4), shown
     status, shown = typed_at_the_prompts(["-n", "2", str(program)], [], tmp_path, PYTHONBREAKPOINT="0")
     assert (status, "Pdb" in shown, "left out" in shown) == (0, False, False), shown
+
+
+@pytest.mark.timeout(DEADLINE)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_set_trace_of_pdb_is_a_breakpoint(write: Write, tmp_path: Path, rank: int) -> None:
+    """`import pdb; pdb.set_trace()` let the other rank read /dev/null, and the job ended by its BdbQuit. `where` showed our frames."""
+    program = write("train.py", STOPS.replace("breakpoint()", "import pdb; pdb.set_trace()"))
+    chosen = ["--debug-rank", str(rank)] if rank else []
+    status, shown = typed_at_the_prompts(["-n", "2", *chosen, str(program)], [b"value += 40", b"where", b"c", b"c"], tmp_path)
+    assert status == 0, shown
+    assert f"[{rank}] value {rank + 40}" in shown, shown
+    assert f"[{1 - rank}] value {1 - rank}" in shown, shown
+    assert shown.count(f"set_trace() at train.py:4 left out: another rank has the terminal; --debug-rank {1 - rank}") == 1, shown
+    assert "worker.py" not in shown, shown
+    assert "program.py" not in shown, shown
+
+
+@pytest.mark.timeout(DEADLINE)
+def test_a_debugger_with_an_input_of_its_own_works_in_every_rank(run: Run, write: Write) -> None:
+    """remote_pdb, for instance, which listens at a port."""
+    text = "import io, pdb\nsaid = io.StringIO()\npdb.Pdb(stdin=io.StringIO('c\\n'), stdout=said).set_trace()\n"
+    text += "print('(Pdb)' in said.getvalue())\n"
+    result = run("-n", "2", write("train.py", text))
+    assert (result.rc, result.of(0), result.of(1)) == (0, ["True"], ["True"]), result.everything

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -253,25 +254,53 @@ def _choose_debugger(order: StartWorker, terminal: int, seen: hooks.Hooks) -> No
     chosen = bool(os.environ.get("PYTHONBREAKPOINT"))
     if terminal >= 0 and (chosen or not order.debugger):
         os.close(terminal)
-    if chosen:
-        return
     if not order.debugger:
-        sys.breakpointhook = _left_out(order.rank)
-    elif terminal >= 0:
-        sys.breakpointhook = _on_terminal(terminal, seen)
+        leave_out = _left_out(order.rank)
+        _leave_debuggers_out(leave_out)
+        if not chosen:
+            sys.breakpointhook = lambda *args, **kwargs: leave_out("breakpoint()", sys._getframe(1))
+    elif terminal >= 0 and not chosen:
+        import pdb  # 15 ms, in the one rank that has a terminal
+
+        sys.breakpointhook = pdb.set_trace = _on_terminal(terminal, seen)
 
 
-def _left_out(rank: int) -> Callable[..., None]:
+def _left_out(rank: int) -> Callable[[str, FrameType | None], None]:
     """A debugger would end a rank whose stdin is /dev/null: say so once for each place, and go on."""
     said: set[str] = set()
 
-    def breakpointhook(*args: object, **kwargs: object) -> None:
-        place = words.line_of(sys._getframe(1))
+    def leave_out(what: str, frame: FrameType | None) -> None:
+        place = words.line_of(words.user_frame(frame) or frame)
         if place not in said:
             said.add(place)
-            print(f"rallypoint: breakpoint() at {place} left out: another rank has the terminal; --debug-rank {rank}", file=sys.stderr)
+            print(f"rallypoint: {what} at {place} left out: another rank has the terminal; --debug-rank {rank}", file=sys.stderr)
 
-    return breakpointhook
+    return leave_out
+
+
+def _leave_debuggers_out(leave_out: Callable[[str, FrameType | None], None]) -> None:
+    """Treat `pdb.set_trace()`, ipdb and others that build on the standard library's as `breakpoint()`. One that has an input of its own,
+    a socket for instance, works as always."""
+    import bdb
+
+    original = bdb.Bdb.set_trace
+
+    def set_trace(self: bdb.Bdb, frame: FrameType | None = None, *args: Any, **kwargs: Any) -> None:
+        source = getattr(self, "stdin", None)
+        if source is not None and source not in (sys.stdin, sys.__stdin__):
+            original(self, frame, *args, **kwargs)
+        else:
+            leave_out("set_trace()", frame or sys._getframe(1))
+
+    bdb.Bdb.set_trace = set_trace  # type: ignore[method-assign]
+
+
+def _frames_of_ours(frames: list[FrameType]) -> int:
+    """How many of a program's outermost frames are the launcher's: a person at a debugger has no use for them."""
+    folder = os.path.dirname(__file__) + os.sep
+    files = [frame.f_code.co_filename for frame in frames]
+    theirs = (number for number, file in enumerate(files) if file != "<string>" and not file.startswith(folder))
+    return next(theirs, 0)
 
 
 def _on_terminal(terminal: int, seen: hooks.Hooks) -> Callable[..., None]:
@@ -287,6 +316,11 @@ def _on_terminal(terminal: int, seen: hooks.Hooks) -> Callable[..., None]:
             ends.append(io.TextIOWrapper(io.FileIO(terminal, "w", closefd=False), write_through=True))
 
         class Debugger(pdb.Pdb):
+            def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
+                stack, index = super().get_stack(f, t)
+                ours = _frames_of_ours([frame for frame, _ in stack])
+                return stack[ours:], max(0, index - ours)
+
             def interaction(self, *args: Any, **kwargs: Any) -> None:
                 seen.tell(Debugging(waits=True))
                 try:
