@@ -16,6 +16,13 @@ enough that whoever waits at an `input()` prompt sees it."""
 UPDATE_EVERY = 0.5
 """Seconds between two shown updates of one stream. tqdm writes ten a second; eyes and log viewers need two."""
 
+THINNED_TO = 60.0
+"""Seconds between two updates of a stream at most, where they are thinned: often enough to see that a job of days goes on."""
+
+THINNED_BY = 60.0
+"""Where updates are thinned, the time between two of them is the time since the first one, divided by this: two a second for half a
+minute, one in ten seconds after ten minutes."""
+
 UPDATE_SETTLES = 0.05
 """Seconds before a first update is shown: the `\\n` of a `\\r\\n`, or the rest of the bar, is on its way by then."""
 
@@ -44,7 +51,10 @@ class LineSplitter:
     "lines" piece. Without it `\\r` is a byte like any other. Bytes are never decoded.
     """
 
-    def __init__(self, carriage: bool = True, limit: int = LINE_LIMIT) -> None:
+    def __init__(self, carriage: bool = True, limit: int = LINE_LIMIT, thins: bool = False) -> None:
+        """`thins`: updates come ever more rarely, for a reader that keeps each of them."""
+        self._thins = thins
+        self._first_update: float | None = None
         self._carriage = carriage
         self._limit = limit
         self._pending = b""  # the unfinished line; with updates in it: the last whole one, \r, the one being written
@@ -110,7 +120,7 @@ class LineSplitter:
             text = _last_update(done) + b"\r" + current
             if len(text) <= self._limit:
                 if self.due is None:
-                    self.due = max(now + UPDATE_SETTLES, self._shown_at + UPDATE_EVERY)
+                    self.due = max(now + UPDATE_SETTLES, self._shown_at + self._every(now))
                 self._pending = text
                 return []
             text = current
@@ -123,6 +133,12 @@ class LineSplitter:
             self.flowing = True
             return [self._part()]
         return []
+
+    def _every(self, now: float) -> float:
+        """Seconds from one update to the next."""
+        if self._first_update is None:
+            self._first_update = now
+        return min(THINNED_TO, max(UPDATE_EVERY, (now - self._first_update) / THINNED_BY)) if self._thins else UPDATE_EVERY
 
     def _part(self) -> Piece:
         piece = Piece("part", self._pending, self._open)

@@ -535,6 +535,7 @@ class LogPump:
         stream = _Stream(self._logs[rank], name, self._local[rank], fd, self._prefixes[rank])
         if show and rank in self._shown:
             stream.console = self._stderr if name == "stderr" else self._stdout
+            stream.splitter = LineSplitter(thins=not stream.console.screen.terminal)
         if tee is not None:
             stream.tee = KeptFile(_path_of(tee), self._trouble, fd=tee)
             self._torchruns.append(stream.tee)
