@@ -1086,3 +1086,8 @@ def test_a_log_that_is_the_store_itself(server: Server) -> None:
         finally:
             log.removeHandler(handler)
             mine.close()
+
+
+def test_pythons_own_errors_name_the_class_that_users_know(store: Store) -> None:
+    with pytest.raises(TypeError, match=r"^Store\.update\(\) missing 1 required positional argument: 'fn'"):
+        store.update("k")  # type: ignore[call-arg]
