@@ -233,6 +233,24 @@ def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(tmp_path:
     assert not [e for e in result.events if e["what"] == "killed"]
 
 
+def test_what_a_rank_raises_when_the_job_is_stopped_is_said(tmp_path: Path) -> None:
+    """The report was made before, and the error of a rank that lost its peer, or failed to save, stood in its log only."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import signal, time\ndef save(number, frame):\n    raise OSError('no space left')\nsignal.signal(signal.SIGTERM, save)\n"
+        "print('is up', flush=True)\ntime.sleep(1000)\n"
+    )
+
+    def act(process: subprocess.Popen[bytes]) -> None:
+        said(tmp_path, process, "is up", 2)
+        process.terminate()
+
+    result = run_job(["-n", "2", program], state=tmp_path, act=act)
+    assert result.rc == 143, result.everything
+    for rank in range(2):
+        assert re.search(rf"^rallypoint: rank {rank} raised, while it was stopped: OSError: no space left", result.err, re.MULTILINE)
+
+
 def test_when_a_rank_is_missing_all_who_wait_for_it_end_soon(tmp_path: Path) -> None:
     """Rank 0 is gone, and torch would wait for half an hour: no grace is waited for."""
     result = interrupted(tmp_path, "plain", signal.SIGINT, options=("--grace", "80"))

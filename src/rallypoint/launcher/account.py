@@ -253,6 +253,11 @@ class Account:
         parts += [f"{ranks_phrase(others)} {has} no handler for it, and rallypoint.preempted() tells {them}"] if others else []
         self.say(f"rallypoint: {name} came, and the job goes on: {'; '.join(parts) or 'no rank runs yet'}")
 
+    def say_raised_while_stopped(self, rank: int, raised: Raised) -> None:
+        """What a rank raised when the job was being stopped: the report was made before that, and its traceback is in its log."""
+        if not self._plan.quiet:
+            self.say(f"rallypoint: rank {rank} raised, while it was stopped: {words.sayable(reading.in_short(raised))[:200]}")
+
     def say_immortal(self, left: Sequence[Status]) -> None:
         """Processes that SIGKILL did not end."""
         for one in left:

@@ -703,6 +703,8 @@ class Agent:
             self.account.note(handle.rank, raised.traceback)
         if message.keyboard and handle.sent:  # our own SIGINT
             return
+        if self._supervisor.is_stopping_from_outside:
+            self.account.say_raised_while_stopped(handle.rank, handle.raised)
         self._job.feed(supervisor.Raised(handle.rank, self.account.is_consequence(raised), f"rank {handle.rank} raised {raised.type}"))
 
     def _on_spawns(self, handle: RankHandle, line: str) -> None:

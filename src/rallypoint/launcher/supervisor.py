@@ -627,6 +627,11 @@ class Supervisor:
             return "Ctrl-C"
         return "Ctrl-C again" if self._asked_by.name == "SIGINT" else f"a second {self._asked_by.name}"
 
+    @property
+    def is_stopping_from_outside(self) -> bool:
+        """Whether the ranks were asked to end, and none of them is the reason."""
+        return self.state is State.STOPPING and self._from_outside()
+
     def _from_outside(self) -> bool:
         """Whether a person, a batch system or the caller of `launch` ends the job, and no rank has failed."""
         return self._reason in ("interrupted", "overdue")
