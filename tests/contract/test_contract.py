@@ -99,7 +99,7 @@ def of_everything(seen: Seen) -> Facts:
     for name in ("argv", "orig_argv", "path", "main", "cwd", "terminals"):
         found[name] = [rank[name] for rank in ranks]
     alone = len(ranks) == 1
-    names = {name for rank in ranks for name in rank["environment"] if not CHOSEN.fullmatch(name)} | {"RES_OPTIONS"}
+    names = {name for rank in ranks for name in rank["environment"] if not CHOSEN.fullmatch(name)}
     names -= {"TORCHELASTIC_RUN_ID"} if alone else set()  # these jobs have no --rdzv-id
     for name in sorted(names):
         row = "`TORCHELASTIC_USE_AGENT_STORE` with one rank" if alone and name == "TORCHELASTIC_USE_AGENT_STORE" else f"`{name}`"
