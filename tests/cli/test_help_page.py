@@ -34,7 +34,7 @@ def test_defaults_and_exit_statuses_are_told() -> None:
     for words in (
         "SIGKILL (default: 30)",
         "either way (default: stop)",
-        "after a failure (default: 0)",
+        "three times at once (default: 0)",
         "exit status is 0 when every rank",
     ):
         assert words in told

@@ -150,7 +150,7 @@ def test_wrong_usage(argv: list[str], headline: str, command: str, capsys: pytes
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("argv", [["--error-format", "json", "-n", "0", "x.py"], ["--error-format=json", "--nproc", "2", "x.py"]])
+@pytest.mark.parametrize("argv", [["--error-format", "json", "-n", "0", "x.py"], ["--error-format=json", "--nprocs", "2", "x.py"]])
 def test_wrong_usage_as_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     import json
 

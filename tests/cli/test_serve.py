@@ -57,9 +57,10 @@ def test_two_lines_say_how_to_connect_and_sigterm_ends_it(tmp_path: Path) -> Non
         assert os.stat(path).st_mode & 0o777 == 0o600
         assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
         with Raw(address, secret_from_file(path)) as client:
-            assert client.ask(Add, "n", 3).number == 3
+            added = client.ask(Add, "n", 3)
+            assert added.number == 3
             process.send_signal(signal.SIGTERM)
-            assert client.reply() == Closing(0, 1, "rallypoint serve got SIGTERM")
+            assert client.reply() == Closing(0, added.revision, "rallypoint serve got SIGTERM")
         assert process.communicate(timeout=DEADLINE) == ("", "")
         assert process.returncode == 0
     assert os.listdir(tmp_path) == []

@@ -10,6 +10,7 @@ import pytest
 
 NEEDS_ALL_OF_TORCH = "import torch\nassert torch.whole\n"  # AttributeError while torch is being imported, as in torch's own parts
 PARTS = {
+    "autograd": NEEDS_ALL_OF_TORCH + "def backward(tensors): pass\n",
     "cuda": NEEDS_ALL_OF_TORCH + "def set_device(device): pass\n",
     "multiprocessing": NEEDS_ALL_OF_TORCH + "def start_processes(fn): pass\n",
     "distributed": "from torch.distributed.distributed_c10d import destroy_process_group, init_process_group\n",

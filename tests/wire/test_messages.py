@@ -196,8 +196,8 @@ def test_what_changes_something_can_be_told_from_what_does_not() -> None:
 
 def test_the_bytes_of_the_protocol() -> None:
     # A client and a server of different releases must agree on these; change VERSIONS before changing this test.
-    hello = messages.Hello("rallypoint", 1, 1, "0.2", "job", b"s", b"n")
-    assert messages.encode(hello) == b"\x98\x01\xaarallypoint\x01\x01\xa30.2\xa3job\xc4\x01s\xc4\x01n"
+    hello = messages.Hello("rallypoint", 1, 1, "0.2", "job", b"s", b"n", "unix")
+    assert messages.encode(hello) == b"\x99\x01\xaarallypoint\x01\x01\xa30.2\xa3job\xc4\x01s\xc4\x01n\xa4unix"
     assert messages.encode(messages.Get(3, 2, "k")) == b"\x95\x02\x03\x02\xa1k\xc0"
     assert messages.encode(messages.Add(4, 3, "n", -1)) == b"\x96\x08\x04\x03\xa1n\xff\xc2"
     assert messages.encode(messages.Value(3, 9, 8, b"\x01")) == b"\x96\x02\x03\x09\x08\xc4\x01\x01\x00"

@@ -592,11 +592,11 @@ def _wait_with_care() -> None:
     while an exception leaves one function after the other, so KeyboardInterrupt would come when `except KeyboardInterrupt: save()` has been
     passed. torch's own Python code runs handlers in most collectives; it has none in these two.
     """
-    import torch.autograd
-    import torch.distributed
+    import torch.autograd as autograd
+    import torch.distributed as dist  # as a name: it may be no attribute of `torch` yet
 
-    work = getattr(torch.distributed, "Work", None)
-    for place, name in ((work, "wait"), (torch.autograd, "backward")):
+    work = getattr(dist, "Work", None)
+    for place, name in ((work, "wait"), (autograd, "backward")):
         original = getattr(place, name, None)
         if original is not None and not hasattr(original, "_rallypoint"):
             setattr(place, name, _handling_signals(original))
@@ -649,7 +649,9 @@ def _lead_to_the_held_store() -> None:
     """Wrap the constructor of `TCPStore`, which every way to meet over TCP ends in (`env://`, `tcp://`, rpc, a program's own store)."""
     import torch.distributed as dist
 
-    kind: Any = dist.TCPStore  # type: ignore[attr-defined]
+    kind: Any = getattr(dist, "TCPStore", None)
+    if kind is None:  # a torch that was built without it
+        return
     original = kind.__init__
 
     @functools.wraps(original)
