@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,60 @@ def test_a_signal_that_is_to_stop_the_job_is_no_notice(tmp_path: Path) -> None:
     refused = run_job(["--signals-to-handle", "SIGUSR1", "--notice-signal", "USR1", program], state=tmp_path)
     assert refused.rc == 2
     assert "--notice-signal names SIGUSR1, which stops the job" in refused.err
+
+
+HELPERS = """\
+import os, signal
+import torch.distributed as dist
+
+def status(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return dict(line.rstrip("\\n").split(":\\t", 1) for line in file if ":\\t" in line)
+
+def children(pid):
+    return {int(one) for one in open(f"/proc/{pid}/task/{pid}/children").read().split()}
+
+def signals_helpers():
+    given = [int(status(os.getpid())[key], 16) & 0xa00 for key in ("SigIgn", "SigBlk", "SigCgt")]  # SIGUSR1 and SIGUSR2
+    dist.init_process_group("gloo")
+    ranks = [None, None]
+    dist.all_gather_object(ranks, os.getpid())
+    template = os.getppid()
+    agent = int(status(template)["PPid"])
+    helpers = ({agent, template} | children(agent) | children(template)).difference(ranks)
+    if dist.get_rank() == 0:
+        for pid in helpers:
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR2)
+    dist.barrier()
+    dist.destroy_process_group()
+    return agent, len(helpers), given
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--fresh",)], ids=["forked", "fresh"])
+def test_a_notice_to_every_process_of_a_job_ends_no_helper(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Where Slurm tracks processes by their parents, its --signal goes to guard, template and c10d host, too. The ranks inherit nothing of
+    what protects those."""
+    program = tmp_path / "train.py"
+    program.write_text(HELPERS + "print(signals_helpers()[1:])\n")
+    result = run_job(["-n", "2", *options, program], state=tmp_path)
+    assert result.rc == 0, result.everything
+    assert sorted(result.lines[:2]) == [f"[{rank}] (4, [0, 0, 0])" for rank in range(2)], result.everything
+    assert "error[" not in result.err
+
+
+def test_a_notice_to_every_process_of_a_job_ends_no_agent_of_launch(tmp_path: Path) -> None:
+    """The agent that `launch` keeps died of a SIGUSR1 that a batch system sends to every process, and so did the call."""
+    program = tmp_path / "calls.py"
+    program.write_text(
+        HELPERS
+        + "import rallypoint\n"
+        + "if __name__ == '__main__':\n"
+        + "    told = [one for _ in range(2) for one in rallypoint.launch(signals_helpers, nproc=2)]\n"
+        + "    print(len({agent for agent, _, _ in told}), [one[1:] for one in told])\n"
+    )
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"1 {[(4, [0, 0, 0])] * 4}", done.stdout + done.stderr

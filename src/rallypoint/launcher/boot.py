@@ -24,6 +24,9 @@ STANDBY = _CLEAN + "from rallypoint.launcher.hired import main\nmain(%d, %d)"
 HOST = _CLEAN + "from rallypoint.launcher.c10d_host import main\nmain()"
 CULPRIT = _CLEAN + "from rallypoint.launcher.culprit import main\nmain()"
 
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""What a batch system sends before the end of a job, to the launcher or to every process."""
+
 _LEAD = "import os\nos.setsid()\n"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from types import FrameType
 from typing import NamedTuple
 
 from rallypoint.clock import Clock
@@ -39,6 +40,7 @@ def main(line_fd: int, caller_pid: int) -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # sent to this process alone: whoever did that means it, and the guard cleans up
+    _outlive_notices()
     processes.continue_at_end_of_parent()
     files_limit = processes.prepare_to_supervise()
     try:
@@ -52,3 +54,18 @@ def main(line_fd: int, caller_pid: int) -> None:
     from rallypoint.launcher import standby  # while the template imports torch
 
     standby.serve(Terms(line, caller, clock.started, suffix, job, files_limit, template))
+
+
+def _outlive_notices() -> None:
+    """SIGUSR1 and SIGUSR2 do not end this process: a batch system may send them to every process of a job (Slurm's `--signal`).
+
+    They get a handler, and are not ignored or blocked: ranks would inherit that. One that the caller ignores stays ignored.
+    """
+    for number in boot.NOTICES:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _do_nothing)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, boot.NOTICES)  # blocked by who started us, until now
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """The handler of a notice: only the ranks have something to do then."""

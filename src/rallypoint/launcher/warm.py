@@ -65,7 +65,7 @@ class Agent:
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 ],
                 setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT],
-                setsigmask=(),
+                setsigmask=boot.NOTICES,  # until it has handlers for them
             )
             self._pidfd.add(system_calls.pidfd_open(self.pid))
         except BaseException:
