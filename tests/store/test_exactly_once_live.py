@@ -235,8 +235,9 @@ def test_queues_lose_nothing_and_double_nothing(proxy: ChaosProxy, connect: Call
 
 
 HISTORY = """
-import json, random, sys, threading
+import json, random, sys, threading, warnings
 import rallypoint
+warnings.simplefilter("ignore", rallypoint.UpdateLostWarning)  # an error of this, with PYTHONWARNINGS=error, would end a client early
 from rallypoint.clock import Clock
 from rallypoint.store.client import ABSENT
 address, secret, number = sys.argv[1:]
