@@ -98,3 +98,36 @@ def test_the_exception_of_a_spawned_process_is_still_the_programs(run: Run, writ
     result = run("-n", "1", "train.py", cwd=program.parent)
     assert result.rc == 1, result.everything
     assert "ValueError: bad batch" in result.prose, result.everything
+
+
+BY_FILE = """\
+import multiprocessing
+import os
+import sys
+import time
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PLACE = os.path.abspath("meet")
+
+def work(rank, size):
+    dist.init_process_group("gloo", init_method=f"file://{PLACE}", rank=rank, world_size=size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"rank {rank}: {total.item():g}", flush=True)
+    dist.destroy_process_group()
+
+if multiprocessing.current_process().name == "SpawnProcess-2":
+    while not (os.path.exists(PLACE) and os.path.getsize(PLACE)):
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(2,), nprocs=2)
+"""
+
+
+def test_a_spawned_process_that_begins_after_another_has_written_the_rendezvous_file(run: Run, write: Write) -> None:
+    """Such a file counted as left over from an earlier run when it was older than the process, and not than the attempt."""
+    result = run("-n", "1", "train.py", cwd=write("train.py", BY_FILE).parent)
+    assert (result.rc, sorted(result.lines)) == (0, ["rank 0: 2", "rank 1: 2"]), result.everything

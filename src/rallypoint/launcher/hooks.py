@@ -431,7 +431,7 @@ class Hooks:
 
         given.apply_defaults()
         with self._control.dup() as line:
-            given.arguments["fn"] = Spawned(given.arguments["fn"], given.arguments["nprocs"], line)
+            given.arguments["fn"] = Spawned(given.arguments["fn"], given.arguments["nprocs"], line, self._began)
             yield given.args, given.kwargs
 
 

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rallypoint.clock import Clock
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.host import processes, system_calls
 from rallypoint.host.signals import EVIDENCE_SIGNAL
@@ -24,23 +23,25 @@ _keep: list[object] = []  # what must live as long as the process: the file behi
 class Spawned:
     """The program's function, as the new processes get it: each first reports to the launcher. Pickled for the method `spawn`."""
 
-    def __init__(self, function: Callable[..., Any], size: int, control: socket.socket) -> None:
-        """`size`: how many processes are started. `control`: a line to the launcher, inherited by all of them."""
+    def __init__(self, function: Callable[..., Any], size: int, control: socket.socket, began: float) -> None:
+        """`size`: how many processes are started. `control`: a line to the launcher, inherited by all of them. `began`: the wall clock
+        of the attempt's start, as the rank has it."""
         self._function = function
         self._size = size
         self._control = control
+        self._began = began
 
     def __call__(self, index: int, *args: Any) -> Any:
         """Run the function as process `index`."""
-        _report(self._control, index, self._size)
+        _report(self._control, index, self._size, self._began)
         return self._function(index, *args)
 
 
 class SpawnedHooks(hooks.Hooks):
     """What such a process tells: where it meets the others. Its exceptions reach the launcher by the rank that started it."""
 
-    def __init__(self, control: socket.socket, index: int, size: int) -> None:
-        super().__init__(control, held="", began=Clock().wall(), single=False)
+    def __init__(self, control: socket.socket, index: int, size: int, began: float) -> None:
+        super().__init__(control, held="", began=began, single=False)
         self._index, self._size = index, size
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
@@ -56,14 +57,14 @@ class SpawnedHooks(hooks.Hooks):
         """Nothing: torch brings the exception to the rank."""
 
 
-def _report(control: socket.socket, index: int, size: int) -> None:
+def _report(control: socket.socket, index: int, size: int, began: float) -> None:
     """Tell the launcher of this process. From now on it answers the evidence signal, and its `init_process_group` is seen."""
     evidence = processes.memory_file(f"rallypoint-spawned{index}")
     pidfd = system_calls.pidfd_open(os.getpid())
     file = os.fdopen(evidence, "ab", buffering=0)
     _keep.append(file)
     faulthandler.register(EVIDENCE_SIGNAL, file, all_threads=True, chain=False)
-    seen = SpawnedHooks(control, index, size)
+    seen = SpawnedHooks(control, index, size, began)
     seen.tell(AtPhase("running"), (pidfd, evidence))
     os.close(pidfd)
     hooks.attach(seen)
