@@ -42,6 +42,9 @@ class Words:
     def has_given_up(self, rank: int, port: int) -> bool:
         return (rank, port) in self.given_up
 
+    def ranks_are_interrupted(self) -> None:
+        """Only what the pump shows depends on it."""
+
     def share_a_device(self, ranks: object) -> bool:
         return False
 

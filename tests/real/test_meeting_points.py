@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +120,7 @@ def test_every_rank_sets_another_port(run: Run, write: Write, port: int) -> None
     assert f"         - rank 1: 127.0.0.1:{port + 1}, from train.py:3" in lines, result.everything
     assert result.seconds < SOON, "torch alone waits for five minutes"
     assert "Traceback" not in result.err, result.everything
+    assert not re.search("Interrupted system call|frame #", result.out + result.err), "20 lines a rank that our own signal brings about"
 
 
 def test_a_port_that_another_program_has(run: Run, write: Write, squatter: tuple[int, subprocess.Popen[str]]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.record.lines import PART_AFTER, UPDATE_EVERY, UPDATE_SETTLES, LineSplitter, Piece
+from rallypoint.record.lines import PART_AFTER, UPDATE_EVERY, UPDATE_SETTLES, Interruptions, LineSplitter, Piece
 
 
 def text_of(pieces: list[Piece]) -> bytes:
@@ -163,3 +163,50 @@ def test_updates_for_a_file_come_ever_more_rarely() -> None:
     assert [sum(start <= at < start + 60 for at in shown) for start in (0, 600)] == [pytest.approx(80, abs=30), pytest.approx(6, abs=1)]
     assert sum(at >= 3 * 3600 for at in shown) == pytest.approx(60, abs=2)
     assert [piece.data for piece in splitter.feed(b"\r100%\n", 15000.0)] == [b"100%\n"]
+
+
+BLOCK = b"""\
+[W1123 20:56:55.780463940 TCPStore.cpp:340] [c10d] TCP client failed to connect/validate to host localhost:44829 - \
+retrying (try=0, timeout=1800000ms, delay=1588ms): Interrupted system call
+Exception raised from delay at /__w/pytorch/torch/csrc/distributed/c10d/socket.cpp:113 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f89b3779b8d in libc10.so)
+<omitting python frames>
+frame #51: _start + 0x21 (0x5643a0d74081 in python)
+
+"""
+OWN = b"OSError: Interrupted system call\nException raised from here\n\n"
+REFUSED = BLOCK.replace(b"Interrupted system call", b"Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (b"before\n" + BLOCK + b"after\n", b"before\nafter\n"),
+        (BLOCK + b"\nframe #1: of the program's\n", b"\nframe #1: of the program's\n"),
+        (BLOCK[:-1] + b"epoch 3\nframe #2\n", b"epoch 3\nframe #2\n"),
+        (BLOCK + BLOCK, b""),
+        (REFUSED, REFUSED),
+        (b"loss 0.3 " + BLOCK, b"loss 0.3 " + BLOCK),
+        (
+            b"OSError: Interrupted system call\nException raised from here\n\n",
+            b"OSError: Interrupted system call\nException raised from here\n\n",
+        ),
+    ],
+    ids=["between", "once", "cut short", "two", "another reason", "not at a line's start", "not torch's"],
+)
+def test_what_torch_writes_of_an_interrupted_wait_is_taken_out_and_nothing_else(said: bytes, shown: bytes) -> None:
+    """The signal that asks for stacks ends torch's pause between two attempts: 20 lines a rank stood above the report."""
+    assert Interruptions().feed(said) == shown
+    by_line = Interruptions()
+    assert b"".join(by_line.feed(line) for line in said.splitlines(keepends=True)) == shown
+
+
+def test_a_line_of_such_a_block_may_come_in_two_pieces() -> None:
+    stream, at = Interruptions(), BLOCK.index(b"SourceLocation")
+    assert stream.feed(BLOCK[:at]) + stream.feed(BLOCK[at:]) + stream.feed(b"after") + stream.feed(b" it\n") == b"after it\n"
+
+
+@given(st.lists(st.binary(max_size=6), max_size=20))
+def test_all_else_is_shown_as_it_is(chunks: list[bytes]) -> None:
+    stream = Interruptions()
+    assert b"".join(stream.feed(chunk) for chunk in chunks) == b"".join(chunks)

@@ -305,6 +305,10 @@ class Account:
         """A rank's words on stderr that came by the control channel: into its log and into its file of `-t`, not onto the screen."""
         self._pump.note(rank, text)
 
+    def ranks_are_interrupted(self) -> None:
+        """From now on ranks may be asked for their stacks, by a signal: what torch writes of that alone is not shown."""
+        self._pump.interrupts = True
+
     def log_line(self, rank: int) -> int:
         """The line of a rank's log where its next words go."""
         self._pump.settle(SETTLE_TIMEOUT)

@@ -29,6 +29,7 @@ class Hearing:
     def begin(self, action: AskEvidence) -> None:
         """Ask; `EvidenceIn` follows."""
         job = self._job
+        job.account.ranks_are_interrupted()
         asked = [handle.rank for handle in (*job.ranks, *job.spawned) if handle.alive and handle.ask()]
         job.account.event("evidence-asked", because=action.because, ranks=asked)
         self._until = job.loop.now + EVIDENCE_DEADLINE
@@ -66,6 +67,7 @@ class RollCall:
         job = self._job
         numbers = job.account.absent(job.members, job.size)
         absent = [handle for handle in job.members if handle.rank in numbers]
+        job.account.ranks_are_interrupted()
         self._asked = [handle for handle in absent if handle.alive and not handle.halted() and handle.ask()]
         place = self._meetings.where_all_wait()
         self._looking = Looking(*place, meeting_point.GREETING, meeting_point.LOOK_TIMEOUT) if place is not None else None
@@ -102,6 +104,7 @@ class Deafness:
             self._asked = living if all(handle.may_wait() for handle in living) else []
         else:
             self._asked = [handle for handle in living if handle.may_be_deaf()]
+        self._job.account.ranks_are_interrupted()
         self._asked = [handle for handle in self._asked if handle.ask()]
         self._until = self._job.loop.now + EVIDENCE_DEADLINE
         self._job.loop.at("deafness", self._job.loop.now, self._go_on)

@@ -224,6 +224,7 @@ class Inquiry:
         now = self._job.loop.now
         # While a failure is judged the report waits for the answers to its own question: another one now could cost it those.
         if self._round is None and self._job.state is not State.JUDGING:
+            self._job.account.ranks_are_interrupted()
             self._round = Round(self._job.plan, self._job.members, self._watch, now, hooks=self._hooks)
         self._job.loop.by("standing", now, self._look_for_answers)
 

@@ -7,6 +7,7 @@ shown. `logs.py` does the reading and writing around it.
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 PART_AFTER = 1.0
@@ -29,6 +30,9 @@ UPDATE_SETTLES = 0.05
 LINE_LIMIT = 1 << 20
 """Bytes of an unfinished line that are kept. A longer one flows through as it comes, so memory is bounded by this per
 stream; 1 MiB is more than any line that a person reads."""
+
+INTERRUPTED = re.compile(rb"\[W[^\n]* TCPStore\.cpp:\d+\] [^\n]*: Interrupted system call\r?\n")
+"""What torch writes when a signal ends its pause between two attempts to connect; the stack follows, and an empty line."""
 
 
 class Piece(NamedTuple):
@@ -150,6 +154,38 @@ class LineSplitter:
         self._open = self.flowing = False
         self._shown = self.due = None
         return piece
+
+
+class Interruptions:
+    """Takes out of a stream what torch writes when a signal of ours interrupts its wait for the store. Nothing else is ever taken."""
+
+    def __init__(self) -> None:
+        self._inside = False  # such a block has begun
+        self._mid_line = False  # the stream stands in the middle of a line
+        self._taking = False  # which is taken out
+
+    def feed(self, data: bytes) -> bytes:
+        """What is to be shown of these bytes."""
+        if not self._inside and not self._taking and b"Interrupted system call" not in data:
+            self._mid_line = not data.endswith(b"\n") if data else self._mid_line
+            return data
+        kept = []
+        for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
+            if not self._mid_line:
+                self._taking = self._takes(line)
+            if not self._taking:
+                kept.append(line)
+            self._mid_line = not line.endswith(b"\n")
+            self._taking = self._taking and self._mid_line
+        return b"".join(kept)
+
+    def _takes(self, line: bytes) -> bool:
+        if INTERRUPTED.fullmatch(line):
+            self._inside = True
+            return True
+        taken = self._inside and (not line.strip() or line.startswith((b"Exception raised from ", b"frame #", b"<omitting python frames>")))
+        self._inside = taken and bool(line.strip())
+        return taken
 
 
 def _last_update(line: bytes) -> bytes:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from rallypoint.clock import Clock
-from rallypoint.record.lines import LineSplitter, Piece
+from rallypoint.record.lines import Interruptions, LineSplitter, Piece
 from rallypoint.record.run_folder import KeptFile, Trouble
 from rallypoint.record.screen import Screen, Sink, plain
 from rallypoint.record.writer import Backlog
@@ -123,6 +123,7 @@ class _Stream:
         self.fd = fd
         self.prefix = prefix
         self.splitter = LineSplitter()
+        self.interruptions = Interruptions()
         self.console: _Console | None = None
         self.tee: KeptFile | None = None
         self.filter: _Filter | None = None
@@ -171,6 +172,8 @@ class LogPump:
         clock: Clock | None = None,
     ) -> None:
         self.error: BaseException | None = None
+        self.interrupts = False
+        """A signal of the launcher's may have interrupted ranks: what torch writes of that is kept in their logs, and not shown."""
         self._clock = clock or Clock()
         if prefixes is None:
             prefixes = [f"[{rank}] " if (len(ranks) > 1 if prefix is None else prefix) else "" for rank in ranks]
@@ -404,7 +407,9 @@ class LogPump:
         if stream.tee is not None:
             self._other_disk.submit(functools.partial(stream.tee.write, data), len(data))
         if self._alone and stream.console is not None and stream.console.fd is not None:
-            stream.console.screen.raw(stream, data)
+            shown = stream.interruptions.feed(data) if self.interrupts else data
+            if shown:
+                stream.console.screen.raw(stream, shown)
         self._show(stream, stream.splitter.feed(data, now))
         if stream.splitter.flowing:
             if self._floor is not stream:
@@ -422,6 +427,10 @@ class LogPump:
             if stream.filter is not None:
                 stream.filter.pick(stream, piece)
             if stream.console is not None and stream.console.fd is not None and not self._alone:
+                if self.interrupts and piece.kind != "update":
+                    piece = piece._replace(data=stream.interruptions.feed(piece.data))
+                    if not piece.data:
+                        continue
                 stream.console.screen.show(stream, stream.prefix, piece)
 
     def _obey(self, now: float) -> None:
