@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rallypoint.clock import Clock
+from rallypoint.store.address import FORWARDED
 
 DEADLINE = 60.0
 """Seconds within which what is to come comes, on a busy machine."""
@@ -51,8 +52,8 @@ def until(what: Callable[[], object], seconds: float = DEADLINE) -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without what a job or a user has said about rallypoint."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT")} | more
+    """This process's, without what a job or a user has said about rallypoint; what a proxy of the test has said stays."""
+    return {name: value for name, value in os.environ.items() if name == FORWARDED or not name.startswith("RALLYPOINT")} | more
 
 
 def output_of(program: str, *arguments: str, **more: str) -> list[str]:
