@@ -463,6 +463,46 @@ def test_a_killed_agent_is_said_and_the_next_launch_works(tmp_path: Path) -> Non
     assert done.stdout == "launcher-died\n[5]\n", done.stderr
 
 
+def test_a_killed_agent_is_seen_though_a_forked_child_has_its_end_of_the_line(tmp_path: Path) -> None:
+    """A thread that forked while another one started the agent gave its child both ends: `launch` waited for ever."""
+    done = script(
+        tmp_path,
+        """
+        import os, signal, time
+        import rallypoint
+        from rallypoint.launcher import boot
+
+        spawn, here = boot.spawn, os.getpid()
+
+        def forks_first(*arguments, **how):
+            if os.fork() == 0:
+                while os.getppid() == here:
+                    time.sleep(0.1)
+                os._exit(0)
+            return spawn(*arguments, **how)
+
+        def agent():
+            with open(f"/proc/{os.getppid()}/stat") as file:
+                return int(file.read().rpartition(")")[2].split()[1])
+
+        def kills_agent():
+            os.kill(agent(), signal.SIGKILL)
+            time.sleep(600)
+
+        boot.spawn = forks_first
+        idle = rallypoint.launch(agent)[0]
+        os.kill(idle, signal.SIGKILL)
+        os.waitid(os.P_PID, idle, os.WEXITED | os.WNOWAIT)
+        print(rallypoint.launch(lambda: 5))
+        try:
+            rallypoint.launch(kills_agent)
+        except rallypoint.EnvironmentProblem as error:
+            print(error.code)
+        """,
+    )
+    assert done.stdout == "[5]\nlauncher-died\n", done.stderr
+
+
 def test_an_agent_that_was_killed_for_memory(tmp_path: Path) -> None:
     done = script(
         tmp_path,

@@ -101,7 +101,7 @@ class Conversation:
 
     def _follow(self, timeout: float | None) -> Verdict:
         poll = select.poll()
-        for fd in (self._agent.line.fileno(), *self._readers):
+        for fd in (self._agent.line.fileno(), *self._readers, *self._agent.ends):
             poll.register(fd, select.POLLIN)
         until = self._clock.monotonic() + timeout + ANSWER_PATIENCE if timeout is not None else math.inf
         while True:
@@ -131,8 +131,12 @@ class Conversation:
                 self._hearing = True
                 self._hear()
                 self._hearing = False
-            else:
+            elif fd in self._readers:
                 self._read(fd, poll)
+            elif self._verdict is None and self._agent.line.fileno() not in {
+                other for other, _ in poll.poll(0)
+            }:  # its last words come first
+                raise _agent_died(self._agent, self._memory)
         if not ready and waits <= 0:
             self._verdict, self._is_silent = _silent(self._agent), True
 

@@ -10,11 +10,12 @@ import atexit
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import socket
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rallypoint.host import processes, system_calls
@@ -82,8 +83,24 @@ class Agent:
         return f"<Agent pid {self.pid}>"
 
     @property
+    def ends(self) -> Sequence[int]:
+        """What is readable when its process has ended; nothing once it was reaped. The line may not tell: whatever another thread forks
+        while the agent is being started has the agent's end of it, too."""
+        return self._pidfd.fds
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has."""
+        poll = select.poll()
+        for pidfd in self._pidfd.fds:
+            poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    @property
     def usable(self) -> bool:
         """Whether it still listens, as far as can be told without asking."""
+        if self.has_ended:
+            return False
         try:
             return bool(self.line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)) and False
         except BlockingIOError:
