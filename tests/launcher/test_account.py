@@ -70,11 +70,11 @@ def test_where_a_rank_was_when_somebody_asked_is_not_where_it_is_now(monkeypatch
     monkeypatch.setattr(told, "_pump", pump, raising=False)
     handle = RankHandle(0, 0)
     os.write(handle.evidence, DUMP)
-    places = [told._rank(handle, heard=heard).stack for heard in (True, False)]
+    places = [told._rank(handle, heard=heard, waits=False).stack for heard in (True, False)]
     assert [[frame.line for frame in stack] for stack in places] == [[31, 7], []]
-    assert told._rank(handle, heard=False).stack_text == ""
+    assert told._rank(handle, heard=False, waits=False).stack_text == ""
     handle.ended = Ended(signal=11)
-    assert told._rank(handle, heard=False).stack != ()  # of one that crashed it is what it wrote then
+    assert told._rank(handle, heard=False, waits=False).stack != ()  # of one that crashed it is what it wrote then
     handle.close()
 
 

@@ -339,8 +339,10 @@ main()
     [
         ("dist.init_process_group('gloo', rank=5, world_size=2)", "init_process_group", "rank=5 and world_size=2"),
         ("torch.cuda.set_device(1000)", "set_device", "Error"),  # more than any machine has
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''; torch.ones(1).cuda()", "torch.cuda", "CUDA"),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''; torch.nn.Linear(1, 1).to('cuda')", "torch.cuda", "CUDA"),
     ],
-    ids=["init_process_group", "set_device"],
+    ids=["init_process_group", "set_device", "cuda", "to"],
 )
 @pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
 def test_an_error_that_the_program_hides(run: Run, write: Write, fails: str, call: str, error: str, way: tuple[str, ...]) -> None:
@@ -359,6 +361,32 @@ def test_an_error_that_the_program_hides(run: Run, write: Write, fails: str, cal
     ends = {event["rank"]: event["at"] for event in result.events if event["what"] == "ended"}
     (judged,) = [event["at"] for event in result.events if event["what"] == "report"]
     assert judged - ends[1] < SOON / 10
+
+
+PROBES = """\
+import os
+import torch
+import torch.distributed as dist
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+try:
+    torch.ones(1).cuda()
+except (AssertionError, RuntimeError):
+    print("goes on without a GPU")
+if JOINS:
+    dist.init_process_group("gloo")
+    dist.barrier()
+if os.environ["RANK"] == "0":
+    raise ValueError("bad batch")
+"""
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_who_tries_whether_there_is_a_gpu_is_not_at_fault(run: Run, write: Write, joins: bool) -> None:
+    result = run("-n", "2", "train.py", cwd=write("train.py", PROBES.replace("JOINS", str(joins))).parent)
+    assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
+    assert "rank 0 raised ValueError: bad batch" in result.report
+    assert "torch.cuda" not in result.report, result.everything
 
 
 def test_the_first_exception_is_the_cause(run: Run, write: Write) -> None:

@@ -21,6 +21,10 @@ class Frame(msgspec.Struct, frozen=True):
     source: str = ""  # the source line, stripped; "" when unknown
 
 
+CUDA_START = "torch.cuda"
+"""The `call` of an error that left torch's first use of CUDA in a process: `.cuda()`, `.to("cuda")`."""
+
+
 class Raised(msgspec.Struct, frozen=True):
     """An exception that was seen in a rank."""
 

@@ -15,7 +15,7 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import causes, evidence, meeting_point, reading, render, rollcall, rules, stacks
-from rallypoint.diagnosis.evidence import HelperLost, JobEvidence, Meeting, MemoryEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import CUDA_START, HelperLost, JobEvidence, Meeting, MemoryEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.diagnosis.rollcall import Misfit
 from rallypoint.errors import RallypointError
@@ -477,12 +477,14 @@ class Account:
         self._pump.settle(SETTLE_TIMEOUT)
         heard = self._plan.on_failure != "continue" or bool(interrupted_by or overdue)  # else nobody was asked where he is
         told = tuple(handle.rank for handle in ranks if handle.told)
+        waits = any(handle.phase == "joining" for handle in ranks)
         looked_at = ranks if not heard else [handle for handle in ranks if not handle.told]
         job = JobEvidence(
             program=words.sayable(self._plan.program.target),
             world_size=world_size,
             ranks=tuple(
-                self._rank(handle, written, heard=heard) for handle, written in zip(looked_at, self._written(looked_at), strict=True)
+                self._rank(handle, written, heard=heard, waits=waits)
+                for handle, written in zip(looked_at, self._written(looked_at), strict=True)
             ),
             attempt=attempt,
             max_restarts=self._plan.max_restarts,
@@ -543,9 +545,9 @@ class Account:
     def _as_text(self, reports: Sequence[Report]) -> str:
         return render.text(reports, width=terminal.prose_columns(terminal.columns(self._errors_fd)), color=_wants_color())
 
-    def _rank(self, handle: RankHandle, written: str = "", *, heard: bool) -> RankEvidence:
+    def _rank(self, handle: RankHandle, written: str = "", *, heard: bool, waits: bool) -> RankEvidence:
         """`written`: in its error file. `heard`: the living ones were asked where they are, for this report; else what they have
-        answered, perhaps hours ago, is not where they are."""
+        answered, perhaps hours ago, is not where they are. `waits`: some rank is in init_process_group."""
         says = heard or handle.ended is not None
         log, lines = self._pump.log_position(handle.log_rank)
         tail = self._pump.tail(handle.log_rank)
@@ -557,7 +559,8 @@ class Account:
             phase_at=handle.phase_at,
             ended=handle.ended,
             raised=handle.raised,
-            handled=tuple(handle.caught.values()),
+            # Programs try whether there is a GPU, and go on without: an error of that counts only while others wait for this rank to join.
+            handled=tuple(one for one in handle.caught.values() if one.call != CUDA_START or (waits and handle.joined_at is None)),
             meeting=handle.meeting,
             unanswered=handle.unanswered,
             sent=tuple(handle.sent),

@@ -86,8 +86,11 @@ def _uuid(cuda: Any, index: int) -> str:
 # --- the first use, and forks after it -------------------------------------------------------------------------------
 
 
-def watch_first_use(replace: Replace) -> None:
-    """Remember the line that initialises CUDA in this process. After that torch has its own function back."""
+def watch_first_use(replace: Replace, failed: Callable[[Exception], None]) -> None:
+    """Remember the line that initialises CUDA in this process. After that torch has its own function back.
+
+    `failed` is told of an error of it, with the program's frame as its caller's caller, except those of `set_device`, which has a hook.
+    """
     import torch.cuda
 
     module: Any = torch.cuda
@@ -98,7 +101,12 @@ def watch_first_use(replace: Replace) -> None:
     def _lazy_init() -> None:
         global _first_use
         was = module.is_initialized()
-        original()
+        try:
+            original()
+        except Exception as error:
+            if sys._getframe(1).f_code.co_name != "set_device":
+                failed(error)
+            raise
         if not was and module.is_initialized():
             _first_use = words.line_of(words.user_frame(sys._getframe(1)))
             replace("torch.cuda", _lazy_init, original)

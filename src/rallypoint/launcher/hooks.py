@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from rallypoint.diagnosis import init_method
-from rallypoint.diagnosis.evidence import Meeting, Raised
+from rallypoint.diagnosis.evidence import CUDA_START, Meeting, Raised
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host.quick_lookups import quick_lookups
 from rallypoint.launcher import channel, children, cuda, gloo, interruptions, variables, words
@@ -531,7 +531,7 @@ def install() -> None:
         cuda.chosen()
 
     torch.cuda.set_device = set_device
-    cuda.watch_first_use(_replace)
+    cuda.watch_first_use(_replace, _cuda_failed)
 
     import torch.multiprocessing
 
@@ -555,6 +555,12 @@ def install() -> None:
 
     _replace("torch.multiprocessing", start, start_processes)
     _watch_children()
+
+
+def _cuda_failed(error: Exception) -> None:
+    """The program's first use of CUDA has failed. In a group the others notice by themselves that this rank is gone."""
+    if _current is not None and not _is_initialized():
+        _current.caught(error, CUDA_START)
 
 
 def _watch_children() -> None:
