@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from .conftest import Run, Write
 from .job import environment
 from .test_roll_call import LAUNCHER, until
+from .test_supervision import wait_for
 
 pytestmark = pytest.mark.torch
 
@@ -131,3 +133,77 @@ def test_a_spawned_process_that_begins_after_another_has_written_the_rendezvous_
     """Such a file counted as left over from an earlier run when it was older than the process, and not than the attempt."""
     result = run("-n", "1", "train.py", cwd=write("train.py", BY_FILE).parent)
     assert (result.rc, sorted(result.lines)) == (0, ["rank 0: 2", "rank 1: 2"]), result.everything
+
+
+MANY = """\
+import os
+import sys
+import time
+import torch.multiprocessing as mp
+
+def work(index, name):
+    while not os.path.exists(name):
+        time.sleep(0.01)
+
+def end(number, context):
+    open(f"go{number}", "w").close()
+    while not context.join():
+        pass
+
+if __name__ == "__main__":
+    calls, size = map(int, sys.argv[1:])
+    former = None
+    for number in range(calls):
+        context = mp.start_processes(work, args=(f"go{number}",), nprocs=size, join=False, start_method="fork")
+        if former is not None:  # one of an earlier call lives all the time
+            end(number - 1, former)
+        former = context
+    end(calls - 1, former)
+    print("all ended")
+"""
+
+
+@pytest.mark.parametrize(("calls", "size"), [(16, 3), (1, 20)], ids=["in all", "at once"])
+def test_more_spawned_processes_than_the_launcher_has_descriptors_for(run: Run, write: Write, calls: int, size: int) -> None:
+    """It kept two for each, also for those that had ended while another one lived, and ended the job when there were no more."""
+    limited = ("prlimit", "--nofile=60", sys.executable, "-P", "-m", "rallypoint", "run")
+    result = run("-n", "1", "train.py", str(calls), str(size), cwd=write("train.py", MANY).parent, launcher=limited)
+    assert (result.rc, result.lines) == (0, ["all ended"]), result.everything
+
+
+NOTICED = """\
+import os
+import signal
+import time
+import torch.multiprocessing as mp
+import rallypoint
+
+def work(index):
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    assert not rallypoint.preempted()
+
+if __name__ == "__main__":
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    context = mp.spawn(work, nprocs=2, join=False)
+    open("up", "w").close()
+    while not heard:
+        time.sleep(0.01)
+    open("go", "w").close()
+    while not context.join():
+        pass
+    print(rallypoint.preempted())
+"""
+
+
+def test_a_notice_is_for_the_rank_and_not_for_what_it_has_spawned(run: Run, write: Write) -> None:
+    """A spawned process that asked took the notice from the line, and neither the rank nor the others ever heard of it."""
+    folder = write("train.py", NOTICED).parent
+
+    def act(launcher: subprocess.Popen[bytes]) -> None:
+        wait_for((folder / "up").exists, "processes are spawned", launcher)
+        launcher.send_signal(signal.SIGUSR1)
+
+    result = run("-n", "1", "train.py", cwd=folder, act=act)
+    assert (result.rc, result.lines) == (0, ["True"]), result.everything

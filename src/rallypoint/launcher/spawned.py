@@ -50,6 +50,10 @@ class SpawnedHooks(hooks.Hooks):
             return False
         return super().tell(OfSpawned(self._index, self._size, os.getpid(), message), fds)
 
+    def preempted(self) -> bool:
+        """False, as outside a rank: what the launcher says on the line is for the rank, which has it, too."""
+        return False
+
     def spawning(self) -> None:
         """Nothing: the launcher follows the processes of the rank itself, and not theirs."""
 

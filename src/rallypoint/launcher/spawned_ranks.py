@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 
 from rallypoint.diagnosis.evidence import Ended
@@ -13,6 +14,7 @@ from rallypoint.launcher.inquiry import Inquiry
 from rallypoint.launcher.job import Job
 from rallypoint.launcher.meetings import Meetings
 from rallypoint.launcher.supervisor import CallRoll
+from rallypoint.launcher.visits import ROOM
 
 
 class SpawnedRanks:
@@ -23,6 +25,7 @@ class SpawnedRanks:
         self._meetings = meetings
         self._roll_call = roll_call
         self._inquiry = inquiry
+        self._too_many_in: object = None  # the attempt in which there were more than this process may have descriptors for
 
     def tells(self, starter: RankHandle, message: OfSpawned, fds: Sequence[int]) -> None:
         """One of them has begun (then its pidfd and its evidence come along), or is on its way into its group."""
@@ -45,8 +48,17 @@ class SpawnedRanks:
 
     def _begun(self, starter: RankHandle, message: OfSpawned, pidfd: int, evidence: int) -> None:
         spawned = self._job.attempt.spawned
-        if spawned and not any(one.alive for one in spawned):  # of an earlier call of the program's
+        for former in [one for one in spawned if not one.alive and (not self._job.spawned or one.rank == message.index)]:
+            former.close()  # of an earlier call of the program's
+            spawned.remove(former)
+        # The kernel gives the lowest free number. With some of them nobody could say who is missing: all are let go.
+        if max(pidfd, evidence) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - ROOM:
+            self._too_many_in = self._job.attempt
             self.close()
+        if self._too_many_in is self._job.attempt:
+            os.close(pidfd)
+            os.close(evidence)
+            return
         handle = RankHandle(message.index, message.index)
         handle.adopt(message.pid, pidfd, evidence, starter.rank)
         handle.phase, handle.phase_at = "running", self._job.loop.now
