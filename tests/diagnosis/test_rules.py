@@ -2067,3 +2067,15 @@ def test_a_module_that_is_not_there_is_wrong_usage_as_a_script_is() -> None:
 
 def test_the_signals_of_the_table_are_this_systems() -> None:
     assert (signal.SIGKILL, signal.SIGABRT) == (9, 6)
+
+
+QUIT = ("Traceback (most recent call last):", '  File "/home/ada/exp/train.py", line 5, in f', "    print(x)", "bdb.BdbQuit")
+
+
+def test_a_debugger_without_a_terminal_is_told_how_to_get_one() -> None:
+    """With --plain, pdb.set_trace() reads /dev/null and raises bdb.BdbQuit, and nothing was said of it. With our hooks a person left it."""
+    (plain,) = diagnose(job(rank(0, 1, said=QUIT)))
+    assert plain.help[0].command == "breakpoint()"
+    assert "--plain" in plain.help[0].sentence
+    (hooked,) = diagnose(job(rank(0, 1, raised=raised("bdb.BdbQuit", ""))))
+    assert hooked.help == ()

@@ -75,6 +75,8 @@ def raised(case: Case, error: Raised) -> Report:
         return collectives.sizes_differ(case, error, *sizes)
     if reading.no_input(error.type, error.message):
         return _no_input(case, error)
+    if error.type == "bdb.BdbQuit" and case.first.raised is None:  # with our hooks a person has left the debugger
+        return _debugger_without_input(case, error)
     return told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, help=_help_for(error, case.job))
 
 
@@ -87,6 +89,13 @@ def _no_input(case: Case, error: Raised) -> Report:
         helps = (Help("ask before, and pass the answer", f"rallypoint.launch({case.job.program}, (answer,))"),)
     elif case.numbers == (0,):
         why, helps = "rank 0 reads what the launcher reads, and that was at its end", ()
+    return told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, why=why, help=helps)
+
+
+def _debugger_without_input(case: Case, error: Raised) -> Report:
+    """`pdb.set_trace()` in a rank that the launcher does not look into (`--plain`)."""
+    why = "a debugger raises it when its standard input ends, and a rank's is mostly /dev/null"
+    helps = (Help("leave --plain out: rank 0, or that of --debug-rank, then has the terminal", "breakpoint()"),)
     return told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, why=why, help=helps)
 
 
