@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -202,3 +203,17 @@ def test_what_is_left_of_a_call_is_the_same_call() -> None:
     assert not processes.is_same_call(f"7 {rest}", f"202 {rest}")
     assert not processes.is_same_call(f"7 {rest}", f"{restart} {rest.replace('0x1b7740', '0x1b7741')}")
     assert not processes.is_same_call("do_poll", "futex_wait"), "where only the name of the place is told"
+
+
+def test_threads_of_another_pid_namespace_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /proc shows other processes than ours, the threads of one that happened to have the same number were taken for a rank's."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert processes.other_threads(os.getpid())
+        monkeypatch.setattr(processes, "_PROC", "/proc/of-another-namespace")
+        assert processes.other_threads(os.getpid()) == {}
+    finally:
+        done.set()
+        thread.join()

@@ -322,10 +322,10 @@ def other_threads(pid: int) -> dict[int, ThreadActivity]:
     """The activity of every thread of a process but the main one, by thread id; empty for what cannot be seen."""
     found: dict[int, ThreadActivity] = {}
     with contextlib.suppress(OSError):  # it has ended
-        for entry in os.listdir(f"/proc/{pid}/task"):
+        for entry in os.listdir(f"{_PROC}/{pid}/task"):
             if entry == str(pid):
                 continue
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{entry}/status", "rb") as file:  # it has ended
+            with contextlib.suppress(OSError), open(f"{_PROC}/{pid}/task/{entry}/status", "rb") as file:  # it has ended
                 name, state, switches = "", "", 0
                 for line in file:
                     if line.startswith(b"Name:"):
