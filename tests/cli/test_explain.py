@@ -279,6 +279,11 @@ CLASSICS = (
     "RuntimeError: Socket Timeout",
     "BrokenPipeError: [Errno 32] Broken pipe",
     "torch.distributed.elastic.rendezvous.api.RendezvousClosedError",
+    "socket.gaierror: [Errno -2] Name or service not known",
+    "torch.distributed.DistNetworkError: The IPv4 network addresses of (node01, 29400) cannot be retrieved "
+    "(gai error: -2 - Name or service not known).",
+    "  traceback : Signal 9 (SIGKILL) received by PID 13884",
+    "  exitcode  : -11 (pid: 13884)",
 )
 
 

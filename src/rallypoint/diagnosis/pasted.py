@@ -37,6 +37,41 @@ _LOST = (
 # The first one that fits counts, so what is more special stands above what is less.
 CLASSICS = (
     _classic(
+        r"gai error|gaierror|Name or service not known|name resolution|No address associated with hostname|nodename nor servname",
+        "the name of a host has no address on the machine that asked",
+        (
+            "the name is misspelt, or belongs to another cluster, or to a Kubernetes service that does not exist",
+            "or the host is not up yet: the names of pods come a while after the pods",
+            "or no name server answers (Temporary failure in name resolution)",
+        ),
+        Help("ask on the machine where it failed", "getent hosts NAME"),
+        Help("see how this machine resolves names, its own too", "rallypoint doctor --only names"),
+        Help("read more about it", "rallypoint explain address-unresolved"),
+    ),
+    _classic(
+        r"Signal 9 \(SIGKILL\)|exitcode *:? *-9\b|exit ?code[: ]+137\b",
+        "a process was ended by SIGKILL",
+        (
+            "the kernel or the container ran out of memory: this is the most frequent cause",
+            "or a launcher stopped it, because another rank had failed first: its own log has the cause",
+            "or a scheduler or a person killed it (time limit, preemption, kill -9)",
+        ),
+        Help("see whether memory ran out", "sudo dmesg -T | grep -i 'killed process'"),
+        _ALL_LOGS,
+        Help("read more about it", "rallypoint explain rank-killed"),
+    ),
+    _classic(
+        r"Signal (11|6|4|7|8) \(SIG|exitcode *:? *-(11|6|4|7|8)\b|exit ?code[: ]+(139|134)\b|^Segmentation fault|^Aborted",
+        "a process crashed in native code",
+        (
+            "a library that was built for another version, or used from two threads or after a fork, crashed",
+            "or a C++ exception of NCCL or gloo was not caught, because another rank had gone: its own log has the cause",
+        ),
+        Help("see the Python line at which it crashed", "python -X faulthandler train.py"),
+        _ALL_LOGS,
+        Help("read more about it", "rallypoint explain rank-crashed"),
+    ),
+    _classic(
         r"client socket has (timed out|failed to connect)|failed to connect to any network address|RendezvousConnectionError"
         r"|connection to the C10d store has failed",
         "the rank did not reach the meeting point, MASTER_ADDR:MASTER_PORT",

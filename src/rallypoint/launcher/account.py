@@ -242,9 +242,11 @@ class Account:
             them = "it" if len(ranks) == 1 else "them"
             self.say(f"rallypoint: waiting up to {seconds:g} s for {ranks_phrase(ranks)} to end; {hurry} kills {them}")
 
-    def say_killed(self, ranks: Sequence[int], because: str) -> None:
-        """Ranks that had not ended get SIGKILL: what they were about to write is lost."""
-        self.say(f"rallypoint: {ranks_phrase(ranks)} did not end and {'was' if len(ranks) == 1 else 'were'} killed: {because}")
+    def say_killed(self, ranks: Sequence[int], because: str, *, asked: bool) -> None:
+        """Ranks get SIGKILL: what they were about to write is lost. `asked`: they were asked to end before, and have not."""
+        were = "was" if len(ranks) == 1 else "were"
+        how = f"did not end and {were} killed" if asked else f"{were} killed at once"
+        self.say(f"rallypoint: {ranks_phrase(ranks)} {how}: {because}")
 
     def say_notice(self, name: str, handed: Sequence[int], others: Sequence[int]) -> None:
         """A signal that was handed to these ranks; to `others` not, who have no handler for it."""

@@ -344,8 +344,8 @@ class Agent:
                     f"rallypoint: the same failure {times} times, soon after each start: not started again "
                     f"(attempt {self._supervisor.attempt} of {self.plan.max_restarts})"
                 )
-            case SayKilled(ranks, because):
-                self.account.say_killed(ranks, because)
+            case SayKilled(ranks, because, asked):
+                self.account.say_killed(ranks, because, asked=asked)
             case LookWhetherStuck():
                 self._deafness.begin(action)
             case CleanGroup():

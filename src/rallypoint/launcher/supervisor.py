@@ -224,10 +224,11 @@ class SayHopeless(msgspec.Struct, frozen=True, tag=True):
 
 
 class SayKilled(msgspec.Struct, frozen=True, tag=True):
-    """Say that these ranks had not ended and are killed, and why now."""
+    """Say that these ranks are killed, and why now. `asked`: whether they were asked to end before, and have not."""
 
     ranks: tuple[int, ...]
     because: str
+    asked: bool = True
 
 
 class LookWhetherStuck(msgspec.Struct, frozen=True, tag=True):
@@ -463,7 +464,7 @@ class Supervisor:
 
     def _helper_lost(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, HelperLost)
-        self._reason, self._because = "helper", f"the {event.name} ended by itself"
+        self._reason, self._because = "helper", f"the {event.name} has ended"
         # Without its guard or its template a job has lost the promise that nothing outlives it: there is no time for a grace.
         self._at_once = event.name in ("guard", "template")
         return self._conclude(now)
@@ -669,7 +670,7 @@ class Supervisor:
         assert isinstance(event, HelperLost)
         if event.name not in ("guard", "template"):
             return []  # the c10d host: nobody needs a meeting point any more
-        return self._kill(self._living(), f"the {event.name} ended by itself", now)
+        return self._kill(self._living(), f"the {event.name} has ended", now)
 
     def _signal_while_stopping(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Signalled)
@@ -680,12 +681,13 @@ class Supervisor:
         return self._kill(self._living(), f"a second signal ({event.name}) has come", now)
 
     def _kill(self, living: tuple[int, ...], because: str, now: float) -> list[Action]:
-        """SIGKILL for those that have not got it yet. It is said of those that were asked to end before."""
+        """SIGKILL for those that have not got it yet."""
         killed = tuple(number for number in living if self._ranks[number].asked != "SIGKILL")
+        asked = any(self._ranks[number].asked for number in killed)
         actions: list[Action] = []
         for number in killed:
             actions += self._ask(number, "SIGKILL", because)
-        return [*actions, SetTimer("patience", now + KILL_PATIENCE), SayKilled(killed, because)] if killed else []
+        return [*actions, SetTimer("patience", now + KILL_PATIENCE), SayKilled(killed, because, asked)] if killed else []
 
     # --- ends
 
