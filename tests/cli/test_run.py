@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from rallypoint import launch
 from rallypoint.cli import run
 from rallypoint.host import resolver
 from rallypoint.launcher import plan
@@ -104,8 +101,6 @@ def test_the_plan_goes_to_the_agent(folder: Path, monkeypatch: pytest.MonkeyPatc
         plans.append(made)
         return 17
 
-    agent = SimpleNamespace(run=carry_out)
-    monkeypatch.setitem(sys.modules, "rallypoint.launcher.agent", agent)
-    monkeypatch.setattr(launch, "agent", agent, raising=False)
+    monkeypatch.setattr("rallypoint.launcher.agent.run", carry_out)
     assert run.main(["-n", "3", "--fresh", "train.py", "x"]) == 17
     assert (plans[0].world.size, plans[0].program.args) == (3, ("x",))

@@ -124,8 +124,8 @@ store.wait("never")
 @pytest.mark.parametrize(
     ("way", "joins", "where"),
     [
-        ((), True, r"(before init_process_group, in the program|while running) since \+\d+\.\d\d s, pid \d+"),  # has rank 0 joined yet?
-        ((), False, r"while running since \+\d+\.\d\d s, pid \d+"),
+        ((), True, r"(before init_process_group, in the program|while running) \(since \+\d+\.\d\d s\), pid \d+"),  # has rank 0 joined yet?
+        ((), False, r"while running \(since \+\d+\.\d\d s\), pid \d+"),
         (("--plain",), True, r"pid \d+"),
     ],
     ids=["the others join", "nobody joins", "plain"],

@@ -7,7 +7,8 @@ import re
 import sys
 from typing import Any
 
-_FILE = re.compile(r"(?:/[^\s\"':]*/)?ipykernel_\d+/\d+\.py")  # relative where the program stands above it
+_FILE = re.compile(r"ipykernel_\d{1,20}/\d{1,20}\.py")  # the end of its path
+_BEFORE_A_PATH = frozenset(" \t\n\r\"':")
 
 
 def named(text: str) -> str:
@@ -18,7 +19,19 @@ def named(text: str) -> str:
     if not hasattr(compiler, "format_code_name"):  # no shell is running, or one from before 2021
         return text
 
-    def name(found: re.Match[str]) -> str:
-        return " ".join(compiler.format_code_name(os.path.abspath(found[0])) or (found[0],))
+    said, done = [], 0
+    for found in _FILE.finditer(text):
+        start = _start_of_path(text, found.start(), done)
+        path = text[start : found.end()]  # relative where the program stands above it
+        said += [text[done:start], " ".join(compiler.format_code_name(os.path.abspath(path)) or (path,))]
+        done = found.end()
+    return "".join((*said, text[done:]))
 
-    return _FILE.sub(name, text)
+
+def _start_of_path(text: str, end: int, least: int) -> int:
+    """Where the folders before `end` begin, not before `least`; `end` where there are none. (A pattern for it would be quadratic.)"""
+    start = end
+    while start > least and text[start - 1] not in _BEFORE_A_PATH:
+        start -= 1
+    first = text.find("/", start, end)
+    return first if first >= 0 and text[end - 1] == "/" else end
