@@ -18,19 +18,19 @@ from .test_supervision import wait_for
 
 pytestmark = pytest.mark.torch
 
-# The usual answer to "DDP is stuck": each process looks for a free port, and finds one of its own.
+# The usual answer to "DDP is stuck": each process looks for a free port, and finds one of its own. Its import is that of torch's tutorial.
 EACH_ITS_PORT = """\
 import os
 import socket
 import sys
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import init_process_group
 
 def work(rank, size):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(found.getsockname()[1])
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    init_process_group("gloo", rank=rank, world_size=size)
 
 if __name__ == "__main__":
     mp.start_processes(work, args=(2,), nprocs=2, start_method=sys.argv[1])

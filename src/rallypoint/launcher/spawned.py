@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class Spawned:
     def __call__(self, index: int, *args: Any) -> Any:
         """Run the function as process `index`."""
         _report(self._control, index, self._size, self._began)
+        _renew_names(self._function)
         return self._function(index, *args)
 
 
@@ -73,3 +75,15 @@ def _report(control: socket.socket, index: int, size: int, began: float) -> None
     os.close(pidfd)
     hooks.attach(seen)
     hooks.install()
+
+
+def _renew_names(function: Callable[..., Any]) -> None:
+    """Give the wrap to what took the function's name before: `from torch.distributed import init_process_group`. A new process imports the
+    program first, and of its main module the functions have a namespace that no module has (multiprocessing.spawn runs it by runpy)."""
+    import torch.distributed as dist
+
+    wrap: Any = dist.init_process_group
+    modules = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    for names in (getattr(function, "__globals__", {}), *modules):
+        if names.get("init_process_group") is wrap.__wrapped__:
+            names["init_process_group"] = wrap
