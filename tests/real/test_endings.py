@@ -17,7 +17,9 @@ def left(folder: Path) -> dict[str, str]:
     """What the programs have left, by file; without what differs from process to process."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc")
     return {
-        str(path.relative_to(folder)): re.sub(r"(?m) at 0x[0-9a-f]+|^USDT:.*\n", "", path.read_text()).replace(str(folder), "FOLDER")
+        str(path.relative_to(folder)): re.sub(r"(?m) at 0x[0-9a-f]+|^(?:USDT|ERROR):.*\n", "", path.read_text()).replace(
+            str(folder), "FOLDER"
+        )
         for path in files
     }
 

@@ -339,8 +339,8 @@ main()
     [
         ("dist.init_process_group('gloo', rank=5, world_size=2)", "init_process_group", "rank=5 and world_size=2"),
         ("torch.cuda.set_device(1000)", "set_device", "Error"),  # more than any machine has
-        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''; torch.ones(1).cuda()", "torch.cuda", "CUDA"),
-        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''; torch.nn.Linear(1, 1).to('cuda')", "torch.cuda", "CUDA"),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''; torch.ones(1).cuda()", "torch.cuda", "Error: "),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''; torch.nn.Linear(1, 1).to('cuda')", "torch.cuda", "Error: "),
     ],
     ids=["init_process_group", "set_device", "cuda", "to"],
 )
