@@ -191,7 +191,7 @@ class Run:
         found = {}
         for pid in children(self.pid):
             line = command_line(pid)
-            if "rallypoint.launcher.torch_first" in line:
+            if "rallypoint.launcher.template.template_main" in line:
                 found["template"] = pid
             elif line == command_line(self.pid):
                 found["guard"] = pid

@@ -21,7 +21,7 @@ from bench.samples import Sample
 from bench.verdict_figures import NOT_KNOWN, RIGHT, WRONG
 
 FOLDER = ROOT / "tests" / "logs"
-HALVES = ("held_out", "third", "fourth", "fifth", "developed")
+HALVES = ("held_out", "third", "fourth", "fifth", "sixth", "developed")
 
 SIZE = 256 << 20
 """Bytes of the log for the speed: it is read in some seconds, and start-up is less than a twentieth of that."""
@@ -65,7 +65,7 @@ def first_readings() -> list[dict[str, int | str]]:
 def corpus(turns: int) -> Iterator[Sample]:
     """One sample for each log, and one for each first reading. The reading depends on nothing else, so one turn is enough."""
     from rallypoint.diagnosis.logs.reader import Reader
-    from rallypoint.diagnosis.logs.verdict import diagnose
+    from rallypoint.diagnosis.logs.to_evidence import diagnose
 
     for one in expected():
         report = diagnose(Reader(one.name).read([one.path.read_bytes()]))[0]

@@ -13,6 +13,7 @@ NAMES = {
     "third": "third set, mended after its first reading",
     "fourth": "fourth set, mended after its first reading",
     "fifth": "fifth set, mended after its first reading",
+    "sixth": "47 excerpts, expectations written afterwards",
     "developed": "developed on",
 }
 GIB_A_MINUTE = 1.0  # what a log of ten GiB takes must be a matter of minutes

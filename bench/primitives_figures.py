@@ -41,7 +41,7 @@ def _barrier(cases: Mapping[str, Case]) -> Table:
         "A barrier",
         "So many processes pass one barrier right after the other: time per barrier. `TCPStore.barrier` and gloo's `dist.barrier` have the "
         f"same processes; gloo has at most 64. {PAIRED} What many members on few processors cost is what each touches when its turn comes: "
-        "see 'A small request' in [design.md](design.md), which counts it.",
+        "see 'A small request' in [decisions.md](decisions.md), which counts it.",
         ("members", "rallypoint by", "rallypoint", "TCPStore.barrier", "gloo dist.barrier", "rallypoint / TCPStore", "gloo / rallypoint"),
         tuple(rows),
     )
@@ -95,7 +95,7 @@ def _average(cases: Mapping[str, Case]) -> Table:
         "An average",
         f"A float32 tensor is averaged over so many processes of one host: time per call. `dist.all_reduce` of gloo sums it. {PAIRED} "
         "It is the memory's speed that decides, and so the machine: an Intel one had 1.80, 1.73, 2.03 x for 100 MB and 2, 4, 8 ranks. "
-        "What was tried is in [design.md](design.md).",
+        "What was tried is in [decisions.md](decisions.md).",
         ("ranks", "tensor", "store.average", "gloo all_reduce", "gloo / rallypoint"),
         tuple(rows),
     )

@@ -148,7 +148,7 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
 def adds(
     chance: random.Random, number: int, folder: Path, *, clients: int = 8, each: int = 10_000, hole: float = 30.0, limit: float = 600.0
 ) -> Outcome:
-    """Client processes add 1, through a proxy that resets all connections every 50 ms, is a black hole once, and half-closes twice.
+    """Client processes add 1, through a proxy that resets all connections every 50 ms, is a black hole once, and resets one side twice.
 
     Every sum must have been returned to exactly one of them: nothing lost, nothing done twice.
     """
@@ -165,7 +165,7 @@ def adds(
             return bool(watching.get("sum", 0) >= share * total) or all(process.poll() is not None for process in processes)
 
         resets = proxy.reset_every(0.05)
-        for share, fault in ((0.25, "half-close to the server"), (0.4, "half-close to the client"), (0.5, "black hole")):
+        for share, fault in ((0.25, "reset of the server's side"), (0.4, "reset of the client's side"), (0.5, "black hole")):
             if not until(lambda share=share: done(share), limit):  # type: ignore[misc]
                 outcome.wrong.append(f"no {fault}: after {limit:g} s not even {share:.0%} was done")
                 break
@@ -175,12 +175,12 @@ def adds(
                     time.sleep(hole)
                 resets = proxy.reset_every(0.05)
             else:
-                proxy.half_close(to="server" if "server" in fault else "client")
+                proxy.reset(to="server" if "server" in fault else "client")
         found = [answer(process, began + limit - time.monotonic(), outcome) for process in processes]
         outcome.times["all adds"] = time.monotonic() - began
         proxy.heal()
         seen = proxy.statistics()
-        outcome.notes.append(f"{seen.connections} connections, {seen.resets} resets, {seen.half_closes} half-closes, hole of {hole:g} s")
+        outcome.notes.append(f"{seen.connections} connections, {seen.resets} resets, hole of {hole:g} s")
         sums = [one for result in found if result is not None for one in result["sums"]]
         if seen.resets < clients:
             outcome.wrong.append(f"only {seen.resets} resets: nothing was tested")
@@ -230,13 +230,12 @@ def histories(chance: random.Random, number: int, folder: Path, *, count: int = 
     return outcome
 
 
-FAULTS = ("resets", "resets of one side", "half-closes", "slices and jitter", "black holes", "a frozen network", "a stopped server")
+FAULTS = ("resets", "resets of one side", "jitter", "black holes", "a frozen network", "a stopped server")
 
 
 def make_faults(fault: str, chance: random.Random, proxy: Any, server: ServerProcess, over: threading.Event) -> None:
     """Of one kind, at random moments, until it is over."""
-    if fault == "slices and jitter":
-        proxy.slices(7)
+    if fault == "jitter":
         proxy.latency(0.002, 0.002)
         proxy.reset_every(0.5)
         over.wait()
@@ -246,8 +245,6 @@ def make_faults(fault: str, chance: random.Random, proxy: Any, server: ServerPro
             proxy.reset()
         elif fault == "resets of one side":
             proxy.reset(to=side)
-        elif fault == "half-closes":
-            proxy.half_close(to=side)
         elif fault == "a stopped server":
             server.send(signal.SIGSTOP)
             over.wait(chance.uniform(0.0, 1.0))
@@ -292,7 +289,7 @@ def reconnects(chance: random.Random, number: int, folder: Path, *, count: int =
     outcome = Outcome("Unix socket, shared memory" if local else "TCP")
     with written(outcome, folder), ServerProcess(folder) as server:
         with server.connect() as here:
-            path = here._session._link.where if local else ""
+            path = here._session.where if local else ""
         target, listen = (f"unix://{path}", f"unix://{folder.resolve()}/proxy") if local else (server.address, "tcp://127.0.0.1:0")
         at_first = at_rest(server)
         with ChaosProxy(target, seed=chance.getrandbits(32), listen=listen) as proxy:

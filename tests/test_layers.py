@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import rallypoint
-from rallypoint import env_vars
 
+ROOT = Path(__file__).parent.parent
 SRC = Path(rallypoint.__file__).parent
 MODULES = sorted(SRC.rglob("*.py"))
 
@@ -27,7 +27,7 @@ LAYERS = (
     {"store"},
     {"host"},
     {"wire", "world"},
-    {"clock", "env_vars", "errors"},
+    {"clock", "errors"},
 )
 HEIGHT = {name: -row for row, names in enumerate(LAYERS) for name in names}
 
@@ -36,34 +36,44 @@ COMMAND_LINE = (
     {"main"},
     {"stop"},
     {"run", "show", "serve", "explain", "stacks", "doctor"},
-    {"invocation", "program_check", "progress", "port_file"},
-    {"help_page", "request"},
-    {"parser"},
-    {"suggestions"},
-    {"command_line", "commands"},
+    {"precheck", "progress", "port_file", "run_options"},
+    {"args"},
+    {"help", "hints"},
+    {"commands"},
     {"options"},
-    {"values"},
-    {"spelling", "foreign", "guard"},
-    {"terminal"},
+    {"option_values"},
+    {"error_exit"},
+    {"output"},
 )
 
 # Where torch may be imported, and there only inside functions.
-TORCH = ("wire/values.py", "primitives/", "store/c10d.py", "host/devices.py", "diagnosis/checks/", "launcher/")
+TORCH = ("wire/values.py", "primitives/", "store/c10d.py", "host/devices.py", "diagnosis/doctor/", "launcher/")
 
 PURE = (
-    "world.py", "wire/", "store/state.py", "store/ledger.py", "store/budget.py", "store/waiting.py", "store/keys.py", "store/history.py",
-    "store/queues.py", "store/locks.py", "store/claims.py", "store/barriers.py", "store/backoff.py", "record/timeline.py",
-    "diagnosis/rules.py", "diagnosis/init_method.py", "diagnosis/rollcall.py", "diagnosis/render.py", "diagnosis/standing.py",
-    "diagnosis/stall.py", "launcher/assignment.py", "launcher/sizes.py", "launcher/plan.py",
-    "launcher/joining.py", "launcher/supervisor.py", "launcher/exits.py",
+    "world.py", "wire/", "store/state/", "store/client/backoff.py", "record/timeline.py",
+    "diagnosis/classify.py", "diagnosis/root_cause.py", "diagnosis/rank_kinds.py", "diagnosis/consequences.py",
+    "diagnosis/log_consequences.py", "diagnosis/confidence.py",
+     "diagnosis/tracebacks.py",
+    "diagnosis/init_method.py", "diagnosis/rendezvous_mismatch.py", "diagnosis/render.py",
+    "diagnosis/rank_snapshot.py", "diagnosis/hang_detector.py", "launcher/program.py", "launcher/sizes.py", "launcher/plan.py",
+    "launcher/agent/supervisor.py", "launcher/exits.py",
 )  # fmt: skip
 IMPURE = {"asyncio", "random", "select", "selectors", "socket", "subprocess", "threading", "time", "multiprocessing", "psutil"}
 
 # Who reads a clock. Beside clock.py only what waits for the kernel until a deadline, or measures how long something took,
 # in a process that has no clock of the agent's; and gloo.py, which sleeps.
-CLOCKS = ("clock.py", "host/processes.py", "launcher/gloo.py", "launcher/imports.py", "launcher/template.py")
+CLOCKS = ("clock.py", "host/processes.py", "launcher/worker/gloo.py", "launcher/worker/import_times.py", "launcher/template/template.py")
 
 FORBIDDEN_NAMES = {"base", "common", "core", "helper", "helpers", "misc", "shared", "tools", "util", "utils"}
+
+
+VARIABLES = re.findall(r"^\| `([A-Z_]+\*?)` \|", (ROOT / "docs" / "reference" / "environment.md").read_text(), re.MULTILINE)
+"""Environment variables that the reference page lists; a name that ends with `*` stands for a family."""
+
+
+def is_documented(variable: str) -> bool:
+    """Tell whether the page of environment variables has a row for this one."""
+    return any(variable == name or (name.endswith("*") and variable.startswith(name[:-1])) for name in VARIABLES)
 
 
 def name_of(path: Path) -> str:
@@ -102,6 +112,35 @@ def test_imports_only_go_down() -> None:
                 continue
             if there not in HEIGHT or HEIGHT[there] >= HEIGHT[here]:
                 wrong.append(f"{path}:{line}: {here} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+# Packages of one package that may not import each other: the first names the second nowhere.
+APART = (
+    ("store/state", "store/client"),
+    ("store/state", "store/server"),
+    ("store/client", "store/server"),
+    ("store/server", "store/client"),
+    ("launcher/worker", "launcher/agent"),
+    ("launcher/template", "launcher/agent"),
+    ("launcher/worker", "launcher/launch"),
+    ("launcher/template", "launcher/launch"),
+    ("launcher/agent", "launcher/launch"),
+    ("launcher/agent", "launcher/template"),
+    ("launcher/agent", "launcher/worker"),
+    ("launcher/worker", "launcher/template"),
+)
+# What runs in a caller of `launch` and in its ranks.
+ON_BOTH_SIDES = ("rallypoint.launcher.launch.marshalling.",)
+
+
+@pytest.mark.parametrize(("here", "there"), APART)
+def test_what_runs_in_different_processes_is_apart(here: str, there: str) -> None:
+    files = [path for path in MODULES if name_of(path).startswith(here + "/")]
+    assert files
+    forbidden = "rallypoint." + there.replace("/", ".")
+    wrong = [f"{path}:{line}: {target}" for path in files for line, target, _ in imports(path) if f"{target}.".startswith(f"{forbidden}.")]
+    wrong = [one for one in wrong if not one.rpartition(" ")[2].startswith(ON_BOTH_SIDES)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -164,7 +203,7 @@ def test_every_variable_of_ours_is_in_the_table() -> None:
         f"{path}: {name}"
         for path in MODULES
         for name in sorted(set(re.findall(r"\bRALLYPOINT_[A-Z_]*[A-Z]\b", path.read_text("utf-8"))))
-        if not env_vars.covers(name)
+        if not is_documented(name)
     ]
     assert not unknown
 
@@ -174,7 +213,7 @@ def test_every_variable_that_is_read_or_set_by_name_is_in_the_table() -> None:
         f"{path}:{line}: {name}"
         for path in MODULES
         for line, name in _names_of_variables(ast.parse(path.read_text("utf-8")))
-        if not env_vars.covers(name)
+        if not is_documented(name)
     ]
     assert not unknown, "\n".join(unknown)
 

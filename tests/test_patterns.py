@@ -24,11 +24,11 @@ Pattern = re.Pattern[str] | re.Pattern[bytes]
 SOURCE = Path(rallypoint.__file__).parent
 
 EXEMPT = {
-    "cli/values.py": "options of the command line",
+    "cli/option_values.py": "options of the command line",
     "host/firewall.py": "the output of nft and iptables",
     "host/devices.py": "files of the NVIDIA driver in /proc",
-    "diagnosis/page_text.py": "pages of the package's own",
-    "diagnosis/logs/phrases.py:_FAILURE": "lines of at most 1500 characters",
+    "diagnosis/pages.py": "pages of the package's own",
+    "diagnosis/error_patterns/schedulers.py:_FAILURE": "lines of at most 1500 characters",
     "testing/": "for tests, not part of a job",
 }
 """Parts whose patterns never meet text of a program or of a log, and what they meet instead."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -141,18 +139,21 @@ def barrier_of_many(clients: Sequence[Any], name: str, size: int) -> None:
         for client in clients:
             client.store.wait([f"{name}-done"])
         return
-    from rallypoint.store.session import Pending
     from rallypoint.wire.messages import Arrive, Integer
 
-    me = threading.get_ident()
-    under_way: list[Pending] = []
+    under_way = []
     for client in clients:
-        sent: deque[Pending] = deque()
-        client.store._session._send_many([(Arrive, (name, size, TIMEOUT))], sent, (False,), me)
-        under_way += sent
-    for client, pending in zip(clients, under_way, strict=True):
-        client.store._session._await(pending, me)
-        assert isinstance(pending.reply, Integer), pending.reply or pending.error
+        session = client.store._session
+        slot = session._take()
+        now = time.monotonic()
+        call = slot.begin(Arrive, (name, size, TIMEOUT), now, now + TIMEOUT)
+        connection = slot.connection or session._connect(slot, call.deadline)
+        connection.send(call.message, call.deadline)
+        under_way.append((session, slot, connection, call))
+    for session, slot, connection, call in under_way:
+        reply, _ = connection.receive(call.seq, call.deadline, 0.0, session.keep_alive.interval, session.ttl, lends=False)
+        assert isinstance(reply, Integer), reply
+        session._put_back(slot)
 
 
 def repeat(act: Callable[[], object], seconds: float, least: int = 3, most: int = 1_000_000) -> list[float]:

@@ -39,16 +39,16 @@ from rallypoint.errors import (
 
 if TYPE_CHECKING:
     from rallypoint.host.ports import HeldPort, hold_port
-    from rallypoint.launcher.function import launch
-    from rallypoint.launcher.hooks import preempted
-    from rallypoint.primitives.average import Averaged
+    from rallypoint.launcher.launch.launch import launch
+    from rallypoint.launcher.worker.torch_hooks import preempted
+    from rallypoint.primitives.average.average import Averaged
     from rallypoint.primitives.lock import Grant, Lock
     from rallypoint.primitives.queue import Queue
     from rallypoint.primitives.shared_tensor import SharedTensor
     from rallypoint.primitives.store import Store, connect
-    from rallypoint.store.client import ABSENT, Change, Entry
-    from rallypoint.store.retry import retry
-    from rallypoint.store.server import Server, serve
+    from rallypoint.store.client.client import ABSENT, Change, Entry
+    from rallypoint.store.client.retry import retry
+    from rallypoint.store.server.server import Server, serve
 
 __version__ = "0.1.0"
 
@@ -104,23 +104,23 @@ __all__ = [
 ]
 
 _WHERE = {
-    "launch": "launcher.function",
-    "preempted": "launcher.hooks",
-    "Averaged": "primitives.average",
+    "launch": "launcher.launch.launch",
+    "preempted": "launcher.worker.torch_hooks",
+    "Averaged": "primitives.average.average",
     "Grant": "primitives.lock",
     "Lock": "primitives.lock",
     "Queue": "primitives.queue",
     "SharedTensor": "primitives.shared_tensor",
-    "ABSENT": "store.client",
-    "Change": "store.client",
-    "Entry": "store.client",
+    "ABSENT": "store.client.client",
+    "Change": "store.client.client",
+    "Entry": "store.client.client",
     "HeldPort": "host.ports",
-    "Server": "store.server",
+    "Server": "store.server.server",
     "Store": "primitives.store",
     "connect": "primitives.store",
     "hold_port": "host.ports",
-    "retry": "store.retry",
-    "serve": "store.server",
+    "retry": "store.client.retry",
+    "serve": "store.server.server",
 }
 
 

@@ -41,7 +41,7 @@ def lines(found: Case) -> list[str]:
 @pytest.mark.slow
 @with_torch
 def test_everybody_passes_a_barrier() -> None:
-    samples = list(primitives.barrier(3, 1, count=5))
+    samples = list(primitives.barrier(2, 1, count=5))
     assert [sample.who for sample in samples] == [OURS, TCP, PEER, GLOO]
     for sample in samples:
         assert sample.note == ""
@@ -54,7 +54,7 @@ def test_everybody_passes_a_barrier() -> None:
 @pytest.mark.parametrize("party", [OURS, SPINNING, PAUSING])
 @with_torch
 def test_a_lock_is_handed_over(party: str) -> None:
-    outcome = store.crowd(party, "lock", 3, 100.0, trips=3, seconds=0.3)
+    outcome = store.crowd(party, "lock", 2, 100.0, trips=3, seconds=0.3)
     assert "error" not in outcome, outcome["error"]
     found = primitives.handed_over(outcome)
     assert isinstance(found["rate"], float)

@@ -14,7 +14,7 @@ from bench.tables import text
 from bench.verdict_faults import BROKEN, FAULTS, NAMES, RANKS, Fault, grade, named
 
 from bench import figures, verdict, verdict_figures
-from rallypoint.diagnosis.causes import CATALOGUE
+from rallypoint.diagnosis.catalogue import CATALOGUE
 
 from .test_tiny_run import has_torch
 

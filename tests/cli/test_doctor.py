@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from rallypoint.cli import doctor as command
-from rallypoint.cli import foreign, options
 from rallypoint.cli import main as cli
-from rallypoint.diagnosis import doctor
-from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, unknown
+from rallypoint.cli import options
+from rallypoint.diagnosis.doctor import doctor
+from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, unknown
 
 DOCTOR = (sys.executable, "-P", "-m", "rallypoint", "doctor")
 DEADLINE = 60.0  # seconds; each of these takes a fraction of one
@@ -33,11 +33,10 @@ DEADLINE = 60.0  # seconds; each of these takes a fraction of one
         (["--peer", "node08:0"], "error[usage]: --peer node08:0 is not HOST:PORT"),
         (["--peer", "node08:70000"], "error[usage]: --peer node08:70000 is not a port: they go from 1 to 65535\n"),
         (["--peer", ":29500"], "error[usage]: --peer :29500 is not HOST:PORT, of a machine"),
-        (["--only", "GPU"], "error[usage]: --only GPU names no check 'GPU'; the nearest is devices"),
         (
             ["--list"],
             "error[option-unknown]: rallypoint doctor has no option --list; the nearest is --listen\n\n  help   use --listen:\n"
-            "             rallypoint doctor --listen 29500\n",
+            "             rallypoint doctor --listen\n",
         ),
         (["--peer", ""], "error[usage]: --peer '' is not HOST:PORT"),
         (["--listen", "http"], "error[usage]: --listen http is not a port number"),
@@ -63,8 +62,7 @@ def test_wrong_usage(argv: list[str], headline: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["gpu", "DNS"], "--only devices,names"),
-        (["--only", "shm", "shm", "ram"], "--only shm,memory"),
+        (["ports", "shm"], "--only ports,shm"),
         (["--skip", "job", "shm"], "--skip job --only shm"),
         (["shm", "everything"], "--help"),
     ],
@@ -72,11 +70,6 @@ def test_wrong_usage(argv: list[str], headline: str, capsys: pytest.CaptureFixtu
 def test_checks_without_their_option(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *argv]) == 2
     assert f"rallypoint doctor {line}" in [line.strip() for line in capsys.readouterr().err.splitlines()]
-
-
-def test_other_names_of_checks_are_of_checks_that_there_are() -> None:
-    assert {*foreign.CHECKS.values()} <= {*doctor.NAMES}
-    assert not {*foreign.CHECKS} & {*doctor.NAMES}
 
 
 @pytest.mark.parametrize(
@@ -183,5 +176,13 @@ def test_the_process_that_prints_loads_no_more_than_the_first_line_needs() -> No
     arguments = ["-X", "importtime", *DOCTOR[1:], "--only", "versions"]
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=DEADLINE, check=True)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "rallypoint.diagnosis.doctor" in loaded
-    assert not loaded & {"torch", "numpy", "psutil", "asyncio", "subprocess", "rallypoint.launcher.agent", "rallypoint.host.addresses"}
+    assert "rallypoint.diagnosis.doctor.doctor" in loaded
+    assert not loaded & {
+        "torch",
+        "numpy",
+        "psutil",
+        "asyncio",
+        "subprocess",
+        "rallypoint.launcher.agent.agent",
+        "rallypoint.host.addresses",
+    }

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from rallypoint.cli import explain
-from rallypoint.diagnosis.causes import CATALOGUE, QUESTIONS
+from rallypoint.diagnosis.catalogue import CATALOGUE, QUESTIONS
 
 OUT_OF_MEMORY = "RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
 TRACEBACK = 'Traceback (most recent call last):\n  File "/srv/train.py", line 12, in step\n    loss = f(x)\nValueError: bad batch\n'
@@ -280,8 +280,6 @@ CLASSICS = (
     "BrokenPipeError: [Errno 32] Broken pipe",
     "torch.distributed.elastic.rendezvous.api.RendezvousClosedError",
     "socket.gaierror: [Errno -2] Name or service not known",
-    "torch.distributed.DistNetworkError: The IPv4 network addresses of (node01, 29400) cannot be retrieved "
-    "(gai error: -2 - Name or service not known).",
     "  traceback : Signal 9 (SIGKILL) received by PID 13884",
     "  exitcode  : -11 (pid: 13884)",
 )
@@ -304,6 +302,11 @@ def test_a_classic_line_alone_is_told_its_few_causes(line: str) -> None:
     [
         ("Timed out after 16 seconds waiting for clients. 2/1048576 clients joined.", "world-size-differs"),
         ("rank parameter missing", "init-method-invalid"),
+        (
+            "torch.distributed.DistNetworkError: The IPv4 network addresses of (node01, 29400) "
+            "cannot be retrieved (gai error: -2 - Name or service not known).",
+            "address-unresolved",
+        ),
         ("RuntimeError: context has already been set", "rank-raised"),
         ("KeyError: 'LOCAL_RANK'", "rank-raised"),
     ],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.cli import options, parser, request
+from rallypoint.cli import args, options, run_options
 from rallypoint.launcher.plan import Options
 
 
 def parse(line: str | list[str], **environ: str) -> Options:
     argv = line.split() if isinstance(line, str) else line
-    return request.read(parser.take_apart(argv, environ))
+    return run_options.read(args.take_apart(argv, environ))
 
 
 def test_keys_and_spellings_are_unique() -> None:
@@ -37,7 +37,7 @@ def test_underscores_are_hyphens(option: options.Option) -> None:
     hyphened = next(name for name in option.names if "-" in name[2:])
     underscored = "--" + hyphened[2:].replace("-", "_")
     if not option.metavar:
-        taken = parser.take_apart([underscored, "x"], {})
+        taken = args.take_apart([underscored, "x"], {})
         assert option.key in taken.given
     elif option.example:
         text = option.example.split()[1]

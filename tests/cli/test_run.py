@@ -8,8 +8,8 @@ import pytest
 from rallypoint.cli import run
 from rallypoint.host import resolver
 from rallypoint.launcher import plan
-from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.plan import Options
+from rallypoint.launcher.program import Program
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -86,7 +86,7 @@ def test_trouble_is_shown_instead_of_the_plan(folder: Path, capsys: pytest.Captu
 
 def test_without_torch_the_line_to_type_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "count words.py").touch()
-    monkeypatch.setattr("rallypoint.launcher.machine.torch_version", lambda: "")
+    monkeypatch.setattr("rallypoint.launcher.torch_version.torch_version", lambda: "")
     assert run.main(["-n", "3", "--quiet", "count words.py", "--lr", "1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error[torch-missing]: torch is not installed in ")
@@ -101,6 +101,6 @@ def test_the_plan_goes_to_the_agent(folder: Path, monkeypatch: pytest.MonkeyPatc
         plans.append(made)
         return 17
 
-    monkeypatch.setattr("rallypoint.launcher.agent.run", carry_out)
+    monkeypatch.setattr("rallypoint.launcher.agent.agent.run", carry_out)
     assert run.main(["-n", "3", "--fresh", "train.py", "x"]) == 17
     assert (plans[0].world.size, plans[0].program.args) == (3, ("x",))

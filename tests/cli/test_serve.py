@@ -16,7 +16,7 @@ import pytest
 
 from rallypoint.cli import main as cli
 from rallypoint.cli import options
-from rallypoint.store.place import secret_from_file
+from rallypoint.store.discovery import secret_from_file
 from rallypoint.wire.messages import Add, Closing
 
 from ..store.raw import Raw
@@ -132,10 +132,7 @@ def test_a_host_that_no_resolver_can_be_asked_for_is_no_fault_of_ours(host: str,
 @pytest.mark.parametrize(
     ("argv", "meant"),
     [
-        (["29500"], "--port 29500"),
-        ([":29500"], "--port 29500"),
-        (["node07:29500"], "--host node07 --port 29500"),
-        (["0.0.0.0"], "--host 0.0.0.0"),
+        (["29500"], "--help"),
         (["-p", "29500"], "--port 29500"),
         (["--bind", "0.0.0.0"], "--host 0.0.0.0"),
         (["--port", "29500", "29501"], "--help"),

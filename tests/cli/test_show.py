@@ -339,15 +339,9 @@ def test_the_logs_of_the_ranks_at_fault_come_before_larger_ones(capsys: pytest.C
         (["a", "b"], "error[usage]: show takes one run, and got 2", "rallypoint show --list"),
         (["--list", "cd34"], "error[usage]: --list names no run, and got cd34", "rallypoint show cd34"),
         (["--lst"], "error[option-unknown]: rallypoint show has no option --lst; the nearest is --list", "rallypoint show --list"),
-        (
-            ["cd34", "--lst"],
-            "error[option-unknown]: rallypoint show has no option --lst; the nearest is --list",
-            "rallypoint show --list\n",
-        ),
         (["-l"], "error[option-unknown]: rallypoint show has no option -l; the nearest is --list", "rallypoint show --list"),
         (["cd34", "--json"], "error[option-unknown]", "rallypoint show cd34 --error-format=json"),
         (["--error-format", "text", "cd34", "--json"], "error[option-unknown]", "show --error-format text cd34 --error-format=json"),
-        (["--error-format", "text", "cd34", "-l"], "error[option-unknown]", "rallypoint show --error-format text --list\n"),
         (["\u2013list"], "error[option-unknown]: \u2013list begins with a dash (U+2013)", "rallypoint show --list"),
     ],
 )

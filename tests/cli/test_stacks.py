@@ -18,21 +18,21 @@ import pytest
 from rallypoint.cli import main as cli
 from rallypoint.cli import stacks
 from rallypoint.diagnosis.evidence import Frame
-from rallypoint.diagnosis.standing import RankStanding, Standing
+from rallypoint.diagnosis.rank_snapshot import RankStanding, Standing
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.launcher import visits
+from rallypoint.launcher.agent import query_socket
 from rallypoint.record import run_folder
-from rallypoint.record.run_folder import Door
+from rallypoint.record.run_folder import LauncherAddress
 
 HOLD = """
 import os
 import sys
-from rallypoint.record.run_folder import Door, default_root, open_run_folder
+from rallypoint.record.run_folder import LauncherAddress, default_root, open_run_folder
 folder = open_run_folder(sys.argv[1], "a-job", print, asked_for=False)
 if sys.argv[2:] == ["elsewhere"]:
     folder.list_in(default_root(os.environ))
 elif len(sys.argv) > 2:
-    folder.announce(Door(*sys.argv[2:4], int(sys.argv[4]) or os.getpid()))
+    folder.announce(LauncherAddress(*sys.argv[2:4], int(sys.argv[4]) or os.getpid()))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -160,19 +160,19 @@ def test_a_launcher_that_closes_its_door_because_it_ends(state: Path, launchers:
         launcher.stdin = None
         return visits_ask(path)
 
-    visits_ask = visits.ask
-    monkeypatch.setattr(visits, "ask", ask)
+    visits_ask = query_socket.ask
+    monkeypatch.setattr(query_socket, "ask", ask)
     with pytest.raises(UsageError, match="job a-job-1 has just ended"):
         stacks.ask(str(state / "a-job-1"))
 
 
 def test_a_launcher_that_has_no_room_for_a_visitor(state: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "ENDS_WITHIN", 0.0)
-    door = visits.Door()
+    door = query_socket.QuerySocket()
     try:
         launchers.hold(state / "a-job-1", door.path, os.uname().nodename, "1")
         monkeypatch.setattr(resource, "getrlimit", lambda _: (0, 0))
-        threading.Thread(target=lambda: (select.select([door], [], []), door.come_in()), daemon=True).start()
+        threading.Thread(target=lambda: (select.select([door], [], []), door.accept_visitor()), daemon=True).start()
         with pytest.raises(EnvironmentProblem, match=r"\(pid 1\) took the question and closed the connection"):
             stacks.ask(str(state / "a-job-1"))
     finally:
@@ -184,14 +184,14 @@ def test_what_a_killed_launcher_left_does_not_mislead_the_next(state: Path, laun
     launchers.processes[0].kill()
     launchers.processes[0].communicate()
     assert run_folder.running_runs(str(state)) == []
-    assert run_folder.door_of(str(state / "a-job-1")) == Door("/of/the/first/door.sock", "node07", 1)
+    assert run_folder.door_of(str(state / "a-job-1")) == LauncherAddress("/of/the/first/door.sock", "node07", 1)
     launchers.hold(state / "a-job-1")
     assert run_folder.door_of(str(state / "a-job-1")) is None
 
 
 def test_the_launcher_itself_does_not_lose_its_lock_by_looking(state: Path) -> None:
     folder = run_folder.open_run_folder(str(state / "a-job-1"), "a-job-1", print, asked_for=False)
-    folder.announce(Door("/x", "node07", 1))
+    folder.announce(LauncherAddress("/x", "node07", 1))
     assert run_folder.door_of(folder.path) is None
     looked = f"from rallypoint.record.run_folder import is_running; print(is_running({folder.path!r}))"
     assert subprocess.run([sys.executable, "-c", looked], capture_output=True, text=True, check=True).stdout == "True\n"

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.cli import options, parser, request
+from rallypoint.cli import args as parser
+from rallypoint.cli import options, run_options
 from rallypoint.errors import UsageError
 from rallypoint.host.devices import Look
 from rallypoint.launcher import plan
@@ -27,7 +28,7 @@ MACHINE = plan.Machine(
 
 
 def ours(argv: list[str], environ: dict[str, str] | None = None) -> plan.Options:
-    return request.read(parser.take_apart(argv, environ or {}))
+    return run_options.read(parser.take_apart(argv, environ or {}))
 
 
 def theirs(argv: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, str] | None = None) -> argparse.Namespace:

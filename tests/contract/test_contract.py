@@ -1,18 +1,27 @@
 """The same command lines and programs under torchrun and under `rallypoint run`: what a user sees of them is compared.
 
-They are what torch's own tests of its launcher, its elastic agent and its store look at, as far as a user sees it. Whatever differs must
-stand in the table of docs/guides/from-torchrun.md, and what stands there must differ.
+They are what torch's own tests of its launcher, its elastic agent and its store look at, as far as
+a user sees it. Whatever differs must stand in the table of docs/guides/from-torchrun.md, and what
+stands there must differ.
+
+`torchrun.json` records what torchrun did, for the torch and the Python that it names.
+`UPDATE_TORCHRUN=1 pytest tests/contract` records it anew. With another torch or Python, torchrun
+runs beside every case. With the recorded ones it runs beside one case, and must do what is recorded.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +30,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ..real.job import RALLYPOINT, TORCHRUN, Result, run_job
+from ..real.job import RALLYPOINT, TORCHRUN, Result, environment, run_job
 
 pytestmark = pytest.mark.torch
 
 HERE = Path(__file__).parent
+RECORD = HERE / "torchrun.json"
+UPDATE = bool(os.environ.get("UPDATE_TORCHRUN"))
 GUIDE = HERE.parents[1] / "docs" / "guides" / "from-torchrun.md"
 DEADLINE = 300.0  # seconds for one job: a quiet machine takes a hundredth
 SAID = re.compile(r"(|\[.*?\]:? ?|<.*?> )(say: .*)")  # what a program has said, with what the launcher puts in front
@@ -45,8 +56,8 @@ class Seen(NamedTuple):
     out: Path  # what --log-dir named
 
     def text(self, name: str) -> str:
-        """A file that the program has left, without the name of the folder."""
-        return (self.folder / name).read_text().replace(str(self.folder), "FOLDER")
+        """A file that the program has left, without the names of the folder and of the interpreter."""
+        return _anywhere((self.folder / name).read_text(), self.folder)
 
     def said(self) -> list[str]:
         """The lines of the programs, sorted, without what the launcher put in front."""
@@ -60,7 +71,12 @@ class Seen(NamedTuple):
         """The files of --log-dir and what is in them; that of an error is compared by itself."""
         runs = list(self.out.iterdir()) if self.out.is_dir() else []
         paths = [(run, path) for run in runs for path in sorted(run.rglob("*")) if path.is_file()]
-        return {str(path.relative_to(run)): _told(path.read_text().replace(str(self.folder), "FOLDER"), path.name) for run, path in paths}
+        return {str(path.relative_to(run)): _told(_anywhere(path.read_text(), self.folder), path.name) for run, path in paths}
+
+
+def _anywhere(text: str, folder: Path) -> str:
+    """The text without what differs from machine to machine."""
+    return text.replace(str(folder), "FOLDER").replace(sys.executable, "PYTHON").replace(sysconfig.get_path("purelib"), "PACKAGES")
 
 
 def _told(text: str, name: str) -> str:
@@ -101,9 +117,13 @@ def of_everything(seen: Seen) -> Facts:
     alone = len(ranks) == 1
     names = {name for rank in ranks for name in rank["environment"] if not CHOSEN.fullmatch(name)}
     names -= {"TORCHELASTIC_RUN_ID"} if alone else set()  # these jobs have no --rdzv-id
+    given = environment(seen.out, "")
     for name in sorted(names):
         row = "`TORCHELASTIC_USE_AGENT_STORE` with one rank" if alone and name == "TORCHELASTIC_USE_AGENT_STORE" else f"`{name}`"
-        found[row] = [rank["environment"].get(name) for rank in ranks]
+        values = [rank["environment"].get(name) for rank in ranks]
+        if values != [given.get(name)] * len(ranks):
+            found[row] = values
+    found["variables that were taken away"] = sorted(name for name in given.keys() - names if not CHOSEN.fullmatch(name))
     return found
 
 
@@ -177,7 +197,7 @@ CASES: dict[str, Case] = {
     ),
     "a failure and a restart": Case(
         ("--nproc-per-node", "2", "--max-restart", "1", "--signals-to-handle", "SIGTERM,SIGNOTHING", "-r", "3", *LOGS, "fails.py"),
-        of_failure, environment={"TORCHELASTIC_ERROR_FILE": "mine.json"},
+        of_failure, ours=(), environment={"TORCHELASTIC_ERROR_FILE": "mine.json"},
     ),
     "tracebacks": Case(
         ("--nproc-per-node", "4", "-r", "2:2", "-t", "3:2", "--duplicate-stderr-filters", "kept", *LOGS, "raises.py"), of_tracebacks,
@@ -217,21 +237,47 @@ def _places() -> str:
 def _tidy() -> Iterator[None]:
     yield
     shutil.rmtree(_places(), ignore_errors=True)
-    for cached in (_places, differences):
+    for cached in (_places, recorded):
         cached.cache_clear()
 
 
-@functools.cache
-def differences(name: str) -> dict[str, tuple[Any, Any]]:
-    """What differs in a case: torchrun's, ours. Both run at the same time."""
-    case = CASES[name]
-    with ThreadPoolExecutor(2) as both:
-        theirs, ours = both.map(lambda launcher: see(case, launcher), (TORCHRUN, (*RALLYPOINT, *case.ours)))
+@pytest.fixture(scope="module", autouse=True)
+def _record() -> None:
+    if UPDATE:
+        cases = {name: facts(name, TORCHRUN) for name in CASES}
+        text = json.dumps({"versions": versions(), "cases": cases}, indent=1, ensure_ascii=False)
+        RECORD.write_text(text + "\n", encoding="utf-8")
+
+
+def facts(name: str, launcher: Sequence[str]) -> dict[str, Any]:
+    """Run a case under a launcher: what is compared of it, as JSON keeps it."""
+    seen = see(CASES[name], launcher)
     try:
-        expected, found = case.facts(theirs), case.facts(ours)
+        return dict(json.loads(json.dumps(CASES[name].facts(seen))))
     except (OSError, LookupError) as problem:
-        raise AssertionError(f"{problem!r}\n\ntorchrun: {theirs.result.everything}\n\nours: {ours.result.everything}") from problem
-    names = (*expected, *(name for name in found if name not in expected))
+        raise AssertionError(f"{problem!r}\n\n{seen.result.everything}") from problem
+
+
+@functools.cache
+def recorded() -> dict[str, dict[str, Any]]:
+    """What torchrun did in each case; empty with other versions than those of the record."""
+    record = json.loads(RECORD.read_text())
+    return dict(record["cases"]) if record["versions"] == versions() else {}
+
+
+def versions() -> dict[str, str]:
+    """The versions that a record holds for: the CPU and CUDA builds of a torch have the same launcher."""
+    return {
+        "torch": importlib.metadata.version("torch").partition("+")[0],
+        "python": platform.python_version().rpartition(".")[0],
+    }
+
+
+def differences(name: str) -> dict[str, tuple[Any, Any]]:
+    """What differs in a case: torchrun's, ours."""
+    found = facts(name, (*RALLYPOINT, *CASES[name].ours))
+    expected = recorded().get(name) or facts(name, TORCHRUN)
+    names = (*expected, *(one for one in found if one not in expected))
     return {one: (expected.get(one), found.get(one)) for one in names if expected.get(one) != found.get(one)}
 
 
@@ -242,13 +288,22 @@ def rows() -> set[str]:
     return {line.split("|")[1].strip() for line in lines[2:]}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_torchrun_does(name: str) -> None:
-    """All that is not in the table is the same."""
-    wrong = {fact: both for fact, both in differences(name).items() if fact not in rows()}
-    assert not wrong, "\n".join(f"{fact}\n  torchrun: {theirs}\n  ours:     {ours}" for fact, (theirs, ours) in wrong.items())
+@pytest.mark.timeout(600)  # with a torch that is not the recorded one, torchrun runs all cases
+def test_what_torchrun_does() -> None:
+    """All that is not in the table is the same, and a row that has become untrue is taken out."""
+    with ThreadPoolExecutor(2) as jobs:
+        cases = dict(zip(CASES, jobs.map(differences, CASES), strict=True))
+    wrong = [
+        f"{name}: {fact}\n  torchrun: {theirs}\n  ours:     {ours}"
+        for name, found in cases.items()
+        for fact, (theirs, ours) in found.items()
+        if fact not in rows()
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert rows() == {fact for found in cases.values() for fact in found}
 
 
-def test_what_stands_in_the_table_differs() -> None:
-    """A row that has become untrue is taken out."""
-    assert rows() - {fact for name in CASES for fact in differences(name)} == set()
+def test_the_record_is_what_torchrun_does() -> None:
+    """The case that needs least: arguments, variables and exit status of a program that is not Python."""
+    name = "a program"
+    assert not recorded() or recorded()[name] == facts(name, TORCHRUN)

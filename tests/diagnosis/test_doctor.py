@@ -13,26 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rallypoint.diagnosis import doctor
-from rallypoint.diagnosis.causes import CATALOGUE
-from rallypoint.diagnosis.checks import (
-    addresses,
-    clock,
-    devices,
-    firewall,
-    folders,
-    limits,
-    loopback,
-    memory,
-    peer,
-    ports,
-    processors,
-    shm,
-    trial,
-    versions,
-)
-from rallypoint.diagnosis.checks.finding import Finding, fault, note, ok, size
-from rallypoint.diagnosis.checks.peer import Met, Side
+from rallypoint.diagnosis.catalogue import CATALOGUE
+from rallypoint.diagnosis.doctor import checks, doctor, gpu_check, network_checks, peer_findings, storage_checks, trial_job
+from rallypoint.diagnosis.doctor.checks import ProcessLimits
+from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size
+from rallypoint.diagnosis.doctor.peer_findings import PeerContact, Side
 from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host.addresses import Host
@@ -45,7 +30,7 @@ MIB, GIB = 1 << 20, 1 << 30
 DEADLINE = 60.0  # seconds for a process that runs a check or two
 
 
-def only(findings: tuple[Finding, ...]) -> Finding:
+def only(findings: list[Finding]) -> Finding:
     (finding,) = findings
     return finding
 
@@ -58,23 +43,23 @@ def shown(finding: Finding) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize(
-    ("facts", "expected"),
+    ("counts", "expected"),
     [
-        (processors.Facts(16, 16, load=3.2), ("ok", "", "16 processors, load 3.2")),
-        (processors.Facts(1, 1), ("ok", "", "1 processor")),
-        (processors.Facts(16, 4), ("ok", "", "16 processors, bound to 4 of them")),
-        (processors.Facts(16, 16, quota=16.0), ("ok", "", "16 processors")),
-        (processors.Facts(16, 16, 0.5), ("note", "container-limit", "the container may use the time of 0.5 processors, and nproc says 16")),
-        (processors.Facts(16, 2, 1.5), ("note", "container-limit", "the container may use the time of 1.5 processors, and nproc says 2")),
+        ((16, 16, 0.0, 3.2), ("ok", "", "16 processors, load 3.2")),
+        ((1, 1), ("ok", "", "1 processor")),
+        ((16, 4), ("ok", "", "16 processors, bound to 4 of them")),
+        ((16, 16, 16.0), ("ok", "", "16 processors")),
+        ((16, 16, 0.5), ("note", "container-limit", "the container may use the time of 0.5 processors, and nproc says 16")),
+        ((16, 2, 1.5), ("note", "container-limit", "the container may use the time of 1.5 processors, and nproc says 2")),
     ],
 )
-def test_processors(facts: processors.Facts, expected: tuple[str, str, str]) -> None:
-    assert shown(only(processors.judge(facts))) == expected
+def test_processors(counts: tuple[int, int], expected: tuple[str, str, str]) -> None:
+    assert shown(checks.judge_processors(*counts)) == expected
 
 
 def test_a_quota_below_one_processor_leaves_a_rank_one_thread() -> None:
-    assert only(processors.judge(processors.Facts(16, 16, 0.5))).help[0].command == "export OMP_NUM_THREADS=1"
-    assert only(processors.judge(processors.Facts(16, 16, 6.5))).help[0].command == "export OMP_NUM_THREADS=6"
+    assert checks.judge_processors(16, 16, 0.5).help[0].command == "export OMP_NUM_THREADS=1"
+    assert checks.judge_processors(16, 16, 6.5).help[0].command == "export OMP_NUM_THREADS=6"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +79,7 @@ def test_a_quota_below_one_processor_leaves_a_rank_one_thread() -> None:
 )
 def test_a_quota_is_found_in_this_group_and_those_above(group: str, files: dict[str, str], quota: float, tmp_path: Path) -> None:
     put(tmp_path, {"proc/self/cgroup": group, **files})
-    assert processors.look(str(tmp_path)).quota == quota
+    assert checks.processor_quota(str(tmp_path)) == quota
 
 
 def put(root: Path, files: dict[str, str]) -> None:
@@ -105,18 +90,17 @@ def put(root: Path, files: dict[str, str]) -> None:
 
 
 def test_memory() -> None:
-    machine = memory.Facts(64 * GIB, 60 * GIB)
-    assert shown(only(memory.judge(machine))) == ("ok", "", "60.0 GiB free of 64.0 GiB")
-    limited = machine._replace(limit=2 * GIB, used=1 * GIB + 600 * MIB)
-    found = only(memory.judge(limited))
+    machine = MemoryCounters(total=64 * GIB, available=60 * GIB)
+    assert shown(only(checks.judge_memory(machine))) == ("ok", "", "60.0 GiB free of 64.0 GiB")
+    found = only(checks.judge_memory(machine, 2 * GIB, 1 * GIB + 600 * MIB))
     assert shown(found) == (
         "note", "host-memory-low", "424.0 MiB of memory is free, of the 2.0 GiB that this container may use (the machine has 64.0 GiB)",
     )  # fmt: skip
     assert [help.command for help in found.help] == ["ps -eo pid,user,rss,args --sort=-rss | head", "docker run --memory=64g"]
-    killed = only(memory.judge(machine._replace(oom_kills=2, kills_from="/sys/fs/cgroup/memory.events")))
+    killed = only(checks.judge_memory(msgspec.structs.replace(machine, oom_kills=2, path="/sys/fs/cgroup/memory.events")))
     assert killed.code == "rank-out-of-memory"
     assert killed.fact.startswith("the kernel has killed 2 processes of this control group")
-    assert memory.judge(memory.Facts(0, 0))[0].mark == "unknown"
+    assert only(checks.judge_memory(MemoryCounters())).mark == "unknown"
 
 
 def test_a_limit_of_memory_does_not_count_what_the_kernel_can_drop(tmp_path: Path) -> None:
@@ -132,22 +116,25 @@ def test_a_limit_of_memory_does_not_count_what_the_kernel_can_drop(tmp_path: Pat
             "sys/fs/cgroup/memory.max": "max\n",
         },
     )
-    facts = memory.look(str(tmp_path))
-    assert facts == memory.Facts(64 * GIB, 60 * GIB, 2 * GIB, GIB, 3, str(tmp_path / "sys/fs/cgroup/job/memory.events"))
+    killed = only(checks.memory(str(tmp_path)))  # 1.0 GiB is free, which is enough
+    assert killed.fact.startswith("the kernel has killed 3 processes")
+    assert killed.why == (f"oom_kill in {tmp_path / 'sys/fs/cgroup/job/memory.events'}",)
+    (tmp_path / "sys/fs/cgroup/job/memory.events").write_text("oom_kill 0\n")
+    assert only(checks.memory(str(tmp_path))).fact.startswith("1.0 GiB free of the 2.0 GiB that this container may use")
 
 
 @pytest.mark.parametrize(
     ("facts", "mark", "fact"),
     [
-        (shm.Facts("", 8 * GIB, 7 * GIB), "ok", "/dev/shm has 8.0 GiB, 7.0 GiB of it free"),
-        (shm.Facts("", 64 * MIB, 64 * MIB), "note", "/dev/shm has 64.0 MiB, 64.0 MiB of it free"),
-        (shm.Facts("", 4 * MIB, 4 * MIB), "fault", "/dev/shm has 4.0 MiB, 4.0 MiB of it free"),
-        (shm.Facts("", 8 * GIB, MIB), "fault", "/dev/shm has 8.0 GiB, 1.0 MiB of it free"),
-        (shm.Facts("Read-only file system"), "fault", "/dev/shm cannot be used: Read-only file system"),
+        (storage_checks.Shm("", 8 * GIB, 7 * GIB), "ok", "/dev/shm has 8.0 GiB, 7.0 GiB of it free"),
+        (storage_checks.Shm("", 64 * MIB, 64 * MIB), "note", "/dev/shm has 64.0 MiB, 64.0 MiB of it free"),
+        (storage_checks.Shm("", 4 * MIB, 4 * MIB), "fault", "/dev/shm has 4.0 MiB, 4.0 MiB of it free"),
+        (storage_checks.Shm("", 8 * GIB, MIB), "fault", "/dev/shm has 8.0 GiB, 1.0 MiB of it free"),
+        (storage_checks.Shm("Read-only file system"), "fault", "/dev/shm cannot be used: Read-only file system"),
     ],
 )
-def test_shared_memory(facts: shm.Facts, mark: str, fact: str) -> None:
-    found = only(shm.judge(facts))
+def test_shared_memory(facts: storage_checks.Shm, mark: str, fact: str) -> None:
+    found = storage_checks.judge_shm(facts)
     assert shown(found) == (mark, "" if mark == "ok" else "shm-small", fact)
     assert mark == "ok" or any("--shm-size" in help.command for help in found.help)
 
@@ -156,10 +143,10 @@ def test_what_dead_processes_have_left_in_shared_memory_is_looked_at(tmp_path: P
     (tmp_path / "torch_999999999_1").write_bytes(bytes(8192))
     (tmp_path / "torch_1_2").write_bytes(bytes(8192))  # pid 1 lives
     (tmp_path / "other_999999999_1").write_bytes(bytes(8192))
-    facts = shm.look(str(tmp_path))
+    facts = storage_checks.look_at_shm(str(tmp_path))
     assert (facts.left, facts.left_bytes) == (1, 8192)
-    assert shm.look(str(tmp_path / "missing")).problem == "No such file or directory"
-    found = only(shm.judge(facts._replace(total=64 * MIB, free=8 * MIB)))
+    assert storage_checks.look_at_shm(str(tmp_path / "missing")).problem == "No such file or directory"
+    found = storage_checks.judge_shm(facts._replace(total=64 * MIB, free=8 * MIB))
     assert "1 segments of torch's, 8.0 KiB" in found.why[0]
     assert found.help[0].command == "ls -l /dev/shm/torch_*"
 
@@ -167,93 +154,87 @@ def test_what_dead_processes_have_left_in_shared_memory_is_looked_at(tmp_path: P
 @pytest.mark.parametrize(
     ("facts", "mark", "fact", "command"),
     [
-        (limits.Facts((64, 64)), "fault", "a process may have 64 files open", "docker run --ulimit nofile=65536"),
-        (limits.Facts((64, 524288)), "fault", "a process may have 64 files open", "ulimit -n 65536"),
-        (limits.Facts((256, 4096)), "note", "a process may have 256 files open", "ulimit -n 4096"),
-        (limits.Facts((1024, 4096)), "ok", "1024 open files, no limit on processes", ""),
-        (limits.Facts((limits.NONE, limits.NONE)), "ok", "no limit on open files, no limit on processes", ""),
+        (ProcessLimits((64, 64)), "fault", "a process may have 64 files open", "docker run --ulimit nofile=65536"),
+        (ProcessLimits((64, 524288)), "fault", "a process may have 64 files open", "ulimit -n 65536"),
+        (ProcessLimits((256, 4096)), "note", "a process may have 256 files open", "ulimit -n 4096"),
+        (ProcessLimits((1024, 4096)), "ok", "1024 open files, no limit on processes", ""),
+        (ProcessLimits((checks.NO_LIMIT, checks.NO_LIMIT)), "ok", "no limit on open files, no limit on processes", ""),
         (
-            limits.Facts((1024, 4096), processes=4096, processes_used=4000),
+            ProcessLimits((1024, 4096), processes=4096, processes_used=4000),
             "note", "this user may have 4096 processes and threads, and has 4000", "ulimit -u unlimited",
         ),
-        (limits.Facts((1024, 4096), processes=10, processes_used=400, root=True), "ok", "1024 open files, no limit on processes", ""),
         (
-            limits.Facts((1024, 4096), group_processes=100, group_used=80),
+            ProcessLimits((1024, 4096), group_processes=100, group_used=80),
             "fault", "this control group may have 100 processes and threads, and has 80", "docker run --pids-limit=-1",
         ),
         (
-            limits.Facts((1024, 4096), locked=64 << 10, infiniband=True),
+            ProcessLimits((1024, 4096), locked=64 << 10, infiniband=True),
             "note", "a process may lock 64.0 KiB of memory, and there is InfiniBand here", "docker run --ulimit memlock=-1",
         ),
-        (limits.Facts((1024, 4096), locked=64 << 10), "ok", "1024 open files, no limit on processes, 64.0 KiB of locked memory", ""),
-        (limits.Facts((1024, 4096), address_space=GIB), "note", "a process may have 1.0 GiB of address space", "ulimit -v unlimited"),
+        (ProcessLimits((1024, 4096), locked=64 << 10), "ok", "1024 open files, no limit on processes, 64.0 KiB of locked memory", ""),
+        (ProcessLimits((1024, 4096), address_space=GIB), "note", "a process may have 1.0 GiB of address space", "ulimit -v unlimited"),
     ],
 )  # fmt: skip
-def test_limits(facts: limits.Facts, mark: str, fact: str, command: str) -> None:
-    found = only(limits.judge(facts))
+def test_limits(facts: ProcessLimits, mark: str, fact: str, command: str) -> None:
+    found = only(checks.judge_limits(facts))
     assert shown(found) == (mark, "" if mark == "ok" else "limit-low", fact)
     assert ([help.command for help in found.help] or [""])[0] == command
 
 
 def test_the_limits_that_are_looked_at_are_this_process_s(tmp_path: Path) -> None:
     put(tmp_path, {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/pids.max": "100", "sys/fs/cgroup/a/pids.current": "7"})
-    facts = limits.look(str(tmp_path))
+    facts = checks.look_at_limits(str(tmp_path))
     assert facts.files == resource.getrlimit(resource.RLIMIT_NOFILE)
     assert (facts.group_processes, facts.group_used, facts.infiniband) == (100, 7, False)
 
 
 @pytest.mark.parametrize(
-    ("facts", "mark", "words"),
+    ("seen", "mark", "words"),
     [
-        (clock.Facts(2e9, 1.9e9, "2033-05-18", kept=True, error=0.004), "ok", "2033-05-18; a time service keeps it within 0.004 s"),
-        (clock.Facts(2e9, 1.9e9, "2033-05-18", kept=False), "ok", "no time service keeps it"),
-        (clock.Facts(2e9, 1.9e9, "2033-05-18"), "ok", "not known"),
-        (clock.Facts(100.0, 1.9e9, "1970-01-01"), "fault", "the clock says 1970-01-01, which is before rallypoint was installed"),
-        (clock.Facts(2e9, 1.9e9, "2033-05-18", forward=False), "fault", "the monotonic clock was seen to go back"),
+        ((1e8, "2033-05-18", True, True, 0.004), "ok", "2033-05-18; a time service keeps it within 0.004 s"),
+        ((1e8, "2033-05-18", True, False), "ok", "no time service keeps it"),
+        ((1e8, "2033-05-18"), "ok", "not known"),
+        ((-1e9, "1970-01-01"), "fault", "the clock says 1970-01-01, which is before rallypoint was installed"),
+        ((1e8, "2033-05-18", False), "fault", "the monotonic clock was seen to go back"),
     ],
 )
-def test_clocks(facts: clock.Facts, mark: str, words: str) -> None:
-    found = only(clock.judge(facts))
+def test_clocks(seen: tuple[float, str], mark: str, words: str) -> None:
+    found = checks.judge_clocks(*seen)
     assert found.mark == mark
     assert words in found.fact
+    assert only(checks.clocks()).mark == "ok"  # of this machine
 
 
 def test_the_loopback() -> None:
-    assert only(loopback.check()).mark == "ok"  # of this machine: the suite would not run without
-    down = only(loopback.judge(loopback.Facts("bind", "Cannot assign requested address", up=False)))
+    assert only(network_checks.loopback()).mark == "ok"  # of this machine: the suite would not run without
+    down = network_checks.judge_loopback("nobody can listen on 127.0.0.1: Cannot assign requested address", up=False)
     assert shown(down) == (
         "fault", "loopback-down", "nobody can listen on 127.0.0.1: Cannot assign requested address; the interface lo is switched off",
     )  # fmt: skip
     assert down.help[0].command == "ip link set lo up"
-    lost = only(loopback.judge(loopback.Facts("connect", "no answer within 1 s", up=True)))
+    lost = network_checks.judge_loopback("nobody can connect to 127.0.0.1: no answer within 1 s", up=True)
     assert lost.why == ("the interface lo is switched on",)
 
 
 @pytest.mark.parametrize(
-    ("facts", "mark", "code", "words"),
+    ("counts", "mark", "code", "words"),
     [
-        (
-            ports.Facts(32768, 60999, used=12, waiting=3),
-            "ok",
-            "",
-            "the kernel gives out 32768-60999: 12 in use, 3 connections in TIME_WAIT",
-        ),
-        (ports.Facts(32768, 60999, used=None), "unknown", "", "not known"),
-        (ports.Facts(1024, 60999), "ok", "", "29500, torchrun's port, is one of them"),
-        (ports.Facts(40000, 41000, used=10), "note", "ports-exhausted", "991 ports are free"),
-        (ports.Facts(32768, 60999, reserved=28000, used=10), "note", "ports-exhausted", "222 ports are free"),
-        (
-            ports.Facts(32768, 60999, holders=("python a.py (pid 7) is listening",)),
-            "note",
-            "port-in-use",
-            "port 29500 is taken: python a.py",
-        ),
+        ((32768, 60999, 0, 12, 3), "ok", "", "the kernel gives out 32768-60999: 12 in use, 3 connections in TIME_WAIT"),
+        ((32768, 60999, 0, None), "unknown", "", "not known"),
+        ((1024, 60999), "ok", "", "29500, torchrun's port, is one of them"),
+        ((40000, 41000, 0, 10), "note", "ports-exhausted", "991 ports are free"),
+        ((32768, 60999, 28000, 10), "note", "ports-exhausted", "222 ports are free"),
     ],
 )
-def test_ports(facts: ports.Facts, mark: str, code: str, words: str) -> None:
-    found = only(ports.judge(facts))
+def test_ports(counts: tuple[int, int], mark: str, code: str, words: str) -> None:
+    found = only(network_checks.judge_ports(network_checks.PortCounts(*counts)))
     assert (found.mark, found.code) == (mark, code)
     assert words in found.fact
+
+
+def test_the_usual_port_is_taken() -> None:
+    found = only(network_checks.judge_ports(network_checks.PortCounts(32768, 60999), ("python a.py (pid 7) is listening",)))
+    assert shown(found) == ("note", "port-in-use", "port 29500 is taken: python a.py (pid 7) is listening")
 
 
 def test_ports_are_counted_by_state_and_range(tmp_path: Path) -> None:
@@ -271,7 +252,7 @@ def test_ports_are_counted_by_state_and_range(tmp_path: Path) -> None:
             ),
         },
     )
-    facts = ports.look(str(tmp_path))
+    facts = network_checks.count_ports(str(tmp_path))
     assert (facts.low, facts.high, facts.reserved, facts.used, facts.waiting) == (40000, 40010, 4, 2, 1)
 
 
@@ -286,15 +267,15 @@ TORCH = Build("2.9.1", "12.8")
         (Build("2.5.1", "", "ROCm 6.2"), (), "fault", "torch-too-old", "rallypoint needs torch 2.8"),
         (None, (), "note", "torch-missing", "torch is not installed in /usr/bin/python3"),
         (
-            TORCH, (versions.Package("nvidia-nccl-cu12", "2.27.5", "2.25.1"),),
+            TORCH, (checks.Package("nvidia-nccl-cu12", "2.27.5", "2.25.1"),),
             "note", "versions-differ", "NCCL 2.25.1, driver 570.1; nvidia-nccl-cu12 is 2.25.1 and torch wants 2.27.5",
         ),
-        (TORCH, (versions.Package("nvidia-nccl-cu12", "2.27.5", "2.27.5"),), "ok", "", "NCCL 2.27.5"),
+        (TORCH, (checks.Package("nvidia-nccl-cu12", "2.27.5", "2.27.5"),), "ok", "", "NCCL 2.27.5"),
     ],
 )  # fmt: skip
-def test_versions(torch: Build | None, packages: tuple[versions.Package, ...], mark: str, code: str, words: str) -> None:
-    facts = versions.Facts("/usr/bin/python3", "3.12.4", "Linux 6.8.0", torch, packages, "570.1")
-    found = only(versions.judge(facts, (2, 8)))
+def test_versions(torch: Build | None, packages: tuple[checks.Package, ...], mark: str, code: str, words: str) -> None:
+    here = "rallypoint 0.1, Python 3.12.4, Linux 6.8.0"
+    found = checks.judge_versions(here, "/usr/bin/python3", torch, list(packages), "570.1", (2, 8))
     assert (found.mark, found.code) == (mark, code)
     assert words in found.fact
     if code == "versions-differ":
@@ -310,63 +291,64 @@ def gpus(*used: Device, visible: tuple[int, ...] | None = None, build: Build | N
 
 
 def test_devices() -> None:
-    assert only(devices.judge(Found(Look(), Visible(None, ())))).fact == "no NVIDIA GPU and no driver: ranks compute on the processors"
-    well = only(devices.judge(gpus(H100, H100)))
+    assert gpu_check.judge_devices(Found(Look(), Visible(None, ()))).fact == "no NVIDIA GPU and no driver: ranks compute on the processors"
+    well = gpu_check.judge_devices(gpus(H100, H100))
     assert shown(well) == ("ok", "", "2 GPUs (NVIDIA H100), driver 570.1; nobody holds a tenth of a visible one's memory")
     taken = msgspec.structs.replace(H100, used=70 * GIB, processes=(Process(5112, 69 * GIB, "python other.py"),))
-    busy = only(devices.judge(gpus(H100, taken)))
+    busy = gpu_check.judge_devices(gpus(H100, taken))
     assert shown(busy) == ("note", "device-busy", "GPU 1: 70.0 GiB of 80.0 GiB in use")
     assert "GPU 1: pid 5112 (python other.py) holds 69.0 GiB of its 80.0 GiB" in busy.why
     assert busy.help[1].command == "export CUDA_VISIBLE_DEVICES=0"
-    old = only(devices.judge(gpus(H100, cuda="11.4")))
+    old = gpu_check.judge_devices(gpus(H100, cuda="11.4"))
     assert shown(old)[:2] == ("fault", "device-missing")
     assert "torch 2.9.1 was built for CUDA 12.8" in old.fact
-    assert shown(only(devices.judge(gpus(H100, build=Build("2.13.0+cpu")))))[:2] == ("note", "device-missing")
-    silent = only(devices.judge(gpus(H100, problem="the driver gave no answer within 5 s")))
+    assert shown(gpu_check.judge_devices(gpus(H100, build=Build("2.13.0+cpu"))))[:2] == ("note", "device-missing")
+    silent = gpu_check.judge_devices(gpus(H100, problem="the driver gave no answer within 5 s"))
     assert shown(silent)[:2] == ("note", "check-overrun")
 
 
 def test_folders(tmp_path: Path) -> None:
-    well = folders.Folder("temporary files", "/tmp", "", 10 * GIB, 100_000)
-    assert only(folders.judge(folders.Facts((well,), "/tmp"))).fact == "temporary files in /tmp (10.0 GiB free); sockets in /tmp"
+    well = storage_checks.Folder("temporary files", "/tmp", "", 10 * GIB, 100_000)
+    judge = storage_checks.judge_folders
+    assert only(judge([well], sockets="/tmp")).fact == "temporary files in /tmp (10.0 GiB free); sockets in /tmp"
     for folder, mark, code, words in [
         (well._replace(problem="Read-only file system"), "fault", "folder-unusable", "cannot be written, /tmp: Read-only file system"),
         (well._replace(problem="No space left on device"), "fault", "folder-unusable", "cannot be written, /tmp: No space left"),
         (well._replace(free=3 * MIB), "note", "folder-unusable", "temporary files in /tmp: 3.0 MiB are free"),
-        (well._replace(files=4), "note", "folder-unusable", "temporary files in /tmp: 4 more files can be made"),
+        (well._replace(inodes=4), "note", "folder-unusable", "temporary files in /tmp: 4 more files can be made"),
         (well._replace(use="run folders", problem="Permission denied"), "note", "run-folder-unwritable", "Permission denied"),
     ]:
-        found = only(folders.judge(folders.Facts((folder,), "/tmp")))
+        found = only(judge([folder]))
         assert (found.mark, found.code) == (mark, code)
         assert words in found.fact
-    asked = folders.PassedOver("TMPDIR", "/nope", "No such file or directory")
-    passed = only(folders.judge(folders.Facts((well,), "/tmp", passed_over=(asked,))))
+    asked = storage_checks.Folder("TMPDIR", "/nope", "No such file or directory")
+    passed = only(judge([well], [asked]))
     assert shown(passed) == ("note", "folder-unusable", "TMPDIR=/nope cannot be used and is passed over: No such file or directory")
     full = asked._replace(path=str(tmp_path), problem="No space left on device")
-    assert only(folders.judge(folders.Facts((well,), "/tmp", passed_over=(full,)))).help[0].command.startswith(f"df -h {tmp_path};")
+    assert only(judge([well], [full])).help[0].command.startswith(f"df -h {tmp_path};")
     readonly = full._replace(problem="Read-only file system")
-    assert only(folders.judge(folders.Facts((well,), "/tmp", passed_over=(readonly,)))).help[0].command == "export TMPDIR=DIR"
-    none = only(folders.judge(folders.Facts((well,), no_sockets=("/tmp: Permission denied",))))
+    assert only(judge([well], [readonly])).help[0].command == "export TMPDIR=DIR"
+    none = only(judge([well], no_sockets=("/tmp: Permission denied",)))
     assert (none.mark, none.code, none.why) == ("fault", "socket-unavailable", ("/tmp: Permission denied",))
 
 
 def test_a_run_folder_that_is_not_there_yet_is_looked_for_above_and_nothing_is_left(tmp_path: Path) -> None:
-    facts = folders.look({"XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(tmp_path / "none")})
-    run, _ = facts.folders
+    environ = {"XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(tmp_path / "none")}
+    (run, _), passed_over = storage_checks.look_at_folders(environ)
     assert (run.path, run.problem) == (str(tmp_path / "state/rallypoint/runs"), "")
-    assert facts.passed_over == (folders.PassedOver("TMPDIR", str(tmp_path / "none"), "No such file or directory"),)
+    assert passed_over == [storage_checks.Folder("TMPDIR", str(tmp_path / "none"), "No such file or directory")]
     assert run.free > 0
     assert list(tmp_path.iterdir()) == []
     deep = tmp_path / ("d" * 90)
     deep.mkdir()
-    (long,) = folders.look({"XDG_STATE_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(deep)}).passed_over
-    assert (long.variable, "at most 107 are possible" in long.problem) == ("XDG_RUNTIME_DIR", True)
+    _, (long,) = storage_checks.look_at_folders({"XDG_STATE_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(deep)})
+    assert (long.use, "at most 107 are possible" in long.problem) == ("XDG_RUNTIME_DIR", True)
 
 
 # --- the network -----------------------------------------------------------------------------------------------------
 
-LO = Interface("lo", 1, "loopback", True, True, 65536, (InterfaceAddress("127.0.0.1", 8, "host"), InterfaceAddress("::1", 128, "host")))
-ETH = Interface("eth0", 2, "ethernet", True, True, 1500, (InterfaceAddress("10.0.4.8", 24, "global"),))
+LO = Interface("lo", "loopback", True, True, (InterfaceAddress("127.0.0.1", "host"), InterfaceAddress("::1", "host")))
+ETH = Interface("eth0", "ethernet", True, True, (InterfaceAddress("10.0.4.8", "global"),))
 
 
 def host(*stands_for: str, **answers: Answer) -> Host:
@@ -376,7 +358,7 @@ def host(*stands_for: str, **answers: Answer) -> Host:
 
 def test_addresses_that_are_well_are_three_lines() -> None:
     well = host("10.0.4.8", **{"10.0.4.8": Answer("10.0.4.8", "address", ("node08",), took=0.020)})
-    found = addresses.judge(well, well.problems())
+    found = network_checks.judge_addresses(well, well.problems())
     assert [(one.check, one.mark) for one in found] == [("addresses", "ok"), ("names", "ok"), ("ipv6", "ok")]
     assert found[0].fact == "node08 is 10.0.4.8; others may reach it at 10.0.4.8 (eth0, ethernet)"
     assert found[1].fact == "10.0.4.8 is node08; the resolver answered within 0.020 s"
@@ -384,7 +366,7 @@ def test_addresses_that_are_well_are_three_lines() -> None:
 
 def test_each_problem_of_addresses_has_its_line() -> None:
     wrong = host("127.0.1.1", **{"10.0.4.8": Answer("10.0.4.8", "address", took=3.0)})
-    found = addresses.judge(wrong, wrong.problems())
+    found = network_checks.judge_addresses(wrong, wrong.problems())
     assert [(one.check, one.mark, one.code) for one in found] == [
         ("addresses", "note", "address-loopback"),
         ("names", "note", "address-one-way"),
@@ -395,63 +377,62 @@ def test_each_problem_of_addresses_has_its_line() -> None:
 
 
 def test_firewalls() -> None:
-    unread = firewall.Facts(Firewall(unread=("only root may read the firewall's rules",)), (29500,), ("eth0",))
-    assert shown(only(firewall.judge(unread))) == (
+    unread = network_checks.judge_firewall(Firewall(unread=("only root may read the firewall's rules",)), (29500,), ("eth0",))
+    assert shown(only(unread)) == (
         "unknown",
         "",
         "not read: only root may read the firewall's rules; the check loopback tries the way on this machine, --listen and --peer that "
         "between two",
     )
-    text = """table inet filter {
-    chain input {
-        type filter hook input priority 0; policy drop;
-        iif "lo" accept
-        tcp dport 22 accept
-    }
-}
-"""
-    outside = only(firewall.judge(firewall.Facts(Firewall(tuple(nft_chains(text)), ("nft",)), (29500,), ("eth0",))))
+    text = (Path(__file__).parents[1] / "host/nft/filter.json").read_text()
+    outside = only(network_checks.judge_firewall(Firewall(tuple(nft_chains(text)), ("nft",)), (29500,), ("eth0",)))
     assert shown(outside)[:2] == ("note", "firewall-blocks")
     assert outside.fact.startswith(
         "from another machine, a connection to port 29500 over eth0: the firewall drops it (nft: inet filter input"
     )
     rules = "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -m tcp --dport 40000:50000 -j DROP\nCOMMIT\n"
-    inside = only(firewall.judge(firewall.Facts(Firewall(tuple(iptables_chains(rules)), ("iptables-save",)), (22, 45000), ())))
+    inside = only(network_checks.judge_firewall(Firewall(tuple(iptables_chains(rules)), ("iptables-save",)), (22, 45000), ()))
     assert shown(inside)[:2] == ("fault", "firewall-blocks")
     assert "between processes of this machine, a connection to 127.0.0.1 port 45000" in inside.fact
     assert inside.help[0].command == "iptables -I INPUT -i lo -j ACCEPT"
     raw = "*raw\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -o lo -p tcp -m tcp --dport 29500 -j DROP\nCOMMIT\n"
-    six = only(firewall.judge(firewall.Facts(Firewall(tuple(iptables_chains(raw, "ip6tables-save")), ("x",)), (29500,), ("eth0",))))
+    six = only(network_checks.judge_firewall(Firewall(tuple(iptables_chains(raw, "ip6tables-save")), ("x",)), (29500,), ("eth0",)))
     assert shown(six)[:2] == ("note", "firewall-blocks")
     assert "a connection to ::1 port 29500" in six.fact
     assert six.help[0].command == "ip6tables -t raw -I OUTPUT -o lo -j ACCEPT"
     ufw = "*filter\n:OUTPUT ACCEPT [0:0]\n:ufw-before-output - [0:0]\n"
     ufw += "-A OUTPUT -j ufw-before-output\n-A ufw-before-output -p tcp -j DROP\nCOMMIT\n"
-    below = only(firewall.judge(firewall.Facts(Firewall(tuple(iptables_chains(ufw)), ("iptables-save",)), (29500,), ())))
+    below = only(network_checks.judge_firewall(Firewall(tuple(iptables_chains(ufw)), ("iptables-save",)), (29500,), ()))
     assert below.help[0].command == "iptables -I ufw-before-output -o lo -j ACCEPT"
-    well = firewall.Facts(Firewall(read=("nft",)), (22, 29500), ("eth0",))
-    assert only(firewall.judge(well)).fact == "no rule of nft keeps connections from ports 22, 29500"
+    well = network_checks.judge_firewall(Firewall(read=("nft",)), (22, 29500), ("eth0",))
+    assert only(well).fact == "no rule of nft keeps connections from ports 22, 29500"
 
 
 # --- the trial job ---------------------------------------------------------------------------------------------------
 
 
-def measured(rank: int, right: bool = True) -> trial.Measured:
-    return trial.Measured(rank, 120e-6, 0.008, right)
+def measured(rank: int, right: bool = True) -> trial_job.Measured:
+    return trial_job.Measured(rank, 120e-6, 0.008, right)
 
 
 def test_the_trial_job() -> None:
-    well = trial.judge("gloo", trial.Outcome(3.2, (measured(0), measured(1))))
+    well = trial_job.judge_trial("gloo", trial_job.TrialOutcome(3.2, (measured(0), measured(1))))
     assert well.fact == "2 ranks over gloo: all_reduce of one number takes 120 us, of 16.0 MiB 8.0 ms (2.1 GB/s); the job took 3.2 s"
-    assert shown(trial.judge("gloo", trial.Outcome(3.2, (measured(0), measured(1, right=False)))))[:2] == ("fault", "cause-unknown")
+    assert shown(trial_job.judge_trial("gloo", trial_job.TrialOutcome(3.2, (measured(0), measured(1, right=False)))))[:2] == (
+        "fault",
+        "cause-unknown",
+    )
     report = Report(code="rank-killed", headline="rank 1 was killed", help=(Help("do"),))
-    failed = trial.judge("nccl", trial.Outcome(3.2, reports=(report,)))
+    failed = trial_job.judge_trial("nccl", trial_job.TrialOutcome(3.2, reports=(report,)))
     assert (failed.mark, failed.code, failed.reports) == ("fault", "rank-killed", (report,))
-    hung = trial.judge(
-        "gloo", trial.Outcome(60.0, reports=(Report(code="launch-timeout", headline="not done", help=(Help("give it more time"),)),))
+    hung = trial_job.judge_trial(
+        "gloo",
+        trial_job.TrialOutcome(60.0, reports=(Report(code="launch-timeout", headline="not done", help=(Help("give it more time"),)),)),
     )
     assert "TORCH_CPP_LOG_LEVEL" in hung.reports[0].help[0].command
-    refused = trial.judge("gloo", trial.Outcome(0.1, problem="no", code="torch-too-old", why=("it is old",), help=(("install", "pip"),)))
+    refused = trial_job.judge_trial(
+        "gloo", trial_job.TrialOutcome(0.1, problem="no", code="torch-too-old", why=("it is old",), help=(("install", "pip"),))
+    )
     assert refused.why == ("it is old",)
     assert shown(refused) == ("fault", "torch-too-old", "2 ranks over gloo did not start: no")
 
@@ -459,40 +440,43 @@ def test_the_trial_job() -> None:
 def test_nccl_is_tried_with_two_gpus_and_after_gloo_alone() -> None:
     asked: list[str] = []
 
-    def start(backend: trial.Backend, ranks: int, timeout: float) -> trial.Outcome:
+    def start(backend: trial_job.Backend, ranks: int, timeout: float) -> trial_job.TrialOutcome:
         asked.append(backend)
-        return trial.Outcome(1.0, (measured(0), measured(1))) if works else trial.Outcome(1.0, problem="no", code="usage")
+        return trial_job.TrialOutcome(1.0, (measured(0), measured(1))) if works else trial_job.TrialOutcome(1.0, problem="no", code="usage")
 
     works = True
-    assert [one.mark for one in trial.check(start, True, lambda: 2)] == ["ok", "ok"]
-    assert len(trial.check(start, True, lambda: 1)) == 1
+    assert [one.mark for one in trial_job.run_trial(start, True, lambda: 2)] == ["ok", "ok"]
+    assert len(trial_job.run_trial(start, True, lambda: 1)) == 1
     assert asked == ["gloo", "nccl", "gloo"]
     works = False
-    assert len(trial.check(start, True, lambda: 8)) == 1
-    assert shown(only(trial.check(start, False, lambda: 8)))[:2] == ("note", "torch-missing")
+    assert len(trial_job.run_trial(start, True, lambda: 8)) == 1
+    assert shown(only(trial_job.run_trial(start, False, lambda: 8)))[:2] == ("note", "torch-missing")
 
 
 @pytest.mark.parametrize(
     ("outcome", "seen"),
     [
-        (trial.Outcome(1.0, problem="rallypoint's template was ended by SIGKILL", code="launcher-died"), "template was ended by SIGKILL"),
         (
-            trial.Outcome(1.0, reports=(Report(code="rank-killed", headline="rank 1 was killed by SIGKILL"),)),
+            trial_job.TrialOutcome(1.0, problem="rallypoint's template was ended by SIGKILL", code="launcher-died"),
+            "template was ended by SIGKILL",
+        ),
+        (
+            trial_job.TrialOutcome(1.0, reports=(Report(code="rank-killed", headline="rank 1 was killed by SIGKILL"),)),
             "rank 1 was killed by SIGKILL",
         ),
     ],
 )
-def test_a_trial_job_for_which_memory_did_not_suffice(monkeypatch: pytest.MonkeyPatch, outcome: trial.Outcome, seen: str) -> None:
+def test_a_trial_job_for_which_memory_did_not_suffice(monkeypatch: pytest.MonkeyPatch, outcome: trial_job.TrialOutcome, seen: str) -> None:
     counts = iter([2, 4, 4, 4])
-    monkeypatch.setattr(trial, "memory_counters", lambda: MemoryCounters(next(counts), 64 * MIB, path="/sys/fs/cgroup/memory.events"))
-    finding = only(trial.check(lambda *asked: outcome, True, lambda: 0))
+    monkeypatch.setattr(trial_job, "memory_counters", lambda: MemoryCounters(next(counts), 64 * MIB, path="/sys/fs/cgroup/memory.events"))
+    finding = only(trial_job.run_trial(lambda *asked: outcome, True, lambda: 0))
     assert shown(finding) == (
         "fault",
         "rank-out-of-memory",
         "2 ranks over gloo failed: memory ran out, and the kernel killed 2 processes of this control group, which may use 64.0 MiB",
     )
     assert seen in finding.why[-1]
-    assert only(trial.check(lambda *asked: outcome, True, lambda: 0)).code == (outcome.code or "rank-killed")  # nothing killed now
+    assert only(trial_job.run_trial(lambda *asked: outcome, True, lambda: 0)).code == (outcome.code or "rank-killed")  # nothing killed now
 
 
 # --- two machines ----------------------------------------------------------------------------------------------------
@@ -500,16 +484,16 @@ def test_a_trial_job_for_which_memory_did_not_suffice(monkeypatch: pytest.Monkey
 US, OTHER = Side("node07", "0.1.0", "3.12.4", "2.9.1"), Side("node08", "0.1.0", "3.12.4", "2.9.1")
 
 
-def met(**changed: object) -> Met:
+def met(**changed: object) -> PeerContact:
     well: dict[str, object] = {
         "packet": 1448, "round_trip": 0.00021, "ahead": 0.0004, "there_port": 40001, "there": "", "back_port": 40002, "back": "",
         "bulk_bytes": 1 << 18, "bulk": "", "bulk_seconds": 0.003, "name_here": ("10.0.4.8",),
     }  # fmt: skip
-    return Met(**{"us": US, "other": OTHER, "address": "10.0.4.8", "mine": "10.0.4.7", "seen": "10.0.4.7", **well, **changed})  # type: ignore[arg-type]
+    return PeerContact(**{"us": US, "other": OTHER, "address": "10.0.4.8", "mine": "10.0.4.7", "seen": "10.0.4.7", **well, **changed})  # type: ignore[arg-type]
 
 
 def test_two_machines_that_reach_each_other() -> None:
-    assert shown(only(peer.judge("node08:29500", met()))) == (
+    assert shown(only(peer_findings.judge_peer("node08:29500", met()))) == (
         "ok", "",
         "node08:29500: ok both ways; round trip 210 us, 256.0 KiB there and back in 3.0 ms in packets of up to 1448 bytes,"
         " clocks 400 us apart",
@@ -535,11 +519,11 @@ def test_two_machines_that_reach_each_other() -> None:
     ],
 )  # fmt: skip
 def test_two_machines_that_do_not(changed: dict[str, object], code: str, fact: str) -> None:
-    assert shown(only(peer.judge("n:1", met(**changed)))) == ("fault", code, fact)
+    assert shown(only(peer_findings.judge_peer("n:1", met(**changed)))) == ("fault", code, fact)
 
 
 def test_both_directions_closed_are_two_lines_and_nat_is_named() -> None:
-    there, back = peer.judge("n:1", met(there="no answer", back="no answer", seen="203.0.113.7"))
+    there, back = peer_findings.judge_peer("n:1", met(there="no answer", back="no answer", seen="203.0.113.7"))
     assert "node07 does not reach node08" in there.fact
     assert "at 203.0.113.7:40002" in back.fact
     assert back.why[0] == "node08 sees this machine as 203.0.113.7, which has 10.0.4.7: addresses are translated on the way"
@@ -547,7 +531,7 @@ def test_both_directions_closed_are_two_lines_and_nat_is_named() -> None:
 
 def test_what_differs_between_two_machines_is_noted() -> None:
     other = msgspec.structs.replace(OTHER, torch="2.8.0")
-    first, *notes = peer.judge("node08:29500", met(other=other, ahead=-37.25, name_here=()))
+    first, *notes = peer_findings.judge_peer("node08:29500", met(other=other, ahead=-37.25, name_here=()))
     assert first.mark == "ok"
     assert [(one.code, one.fact) for one in notes] == [
         ("clock-wrong", "the clock of node08 is 37.2 s behind that of this machine"),
@@ -570,7 +554,7 @@ def test_what_differs_between_two_machines_is_noted() -> None:
     ],
 )
 def test_connections_that_do_not_come_about_are_told_apart(failures: list[tuple[str, OSError]], code: str, words: str) -> None:
-    found = peer.unconnected("node08:29500", 29500, failures)
+    found = peer_findings.unconnected("node08:29500", 29500, failures)
     assert (found.mark, found.code) == ("fault", code)
     assert words in found.fact
     assert [line.partition(": ")[0] for line in found.why][: len(failures)] == [address for address, _ in failures]
@@ -578,7 +562,7 @@ def test_connections_that_do_not_come_about_are_told_apart(failures: list[tuple[
 
 
 def test_strangers_are_quoted_safely() -> None:
-    found = peer.foreign("node08:29500", "it speaks another protocol", b"HTTP/1.1 400\r\n\x1b[31m\xff")
+    found = peer_findings.no_doctor("node08:29500", "it speaks another protocol", b"HTTP/1.1 400\r\n\x1b[31m\xff")
     assert found.why == (r"it said first: 'HTTP/1.1 400\r\n\x1b[31m\\xff'",)
     assert "\x1b" not in doctor.text(msgspec.structs.replace(found, fact="\x1b[2Jgone"))
 
@@ -587,8 +571,8 @@ def test_strangers_are_quoted_safely() -> None:
 
 _PROGRAM = """
 import os, signal, time
-from rallypoint.diagnosis import doctor
-from rallypoint.diagnosis.checks.finding import fault, ok
+from rallypoint.diagnosis.doctor import doctor
+from rallypoint.diagnosis.doctor.finding import fault, ok
 {body}
 for finding in doctor.run([{checks}], wanted={wanted}):
     print(doctor.json(finding), flush=True)
@@ -700,13 +684,13 @@ def test_the_last_line() -> None:
 
 def test_every_code_of_a_check_is_in_the_catalogue_and_every_check_on_its_page() -> None:
     folder = Path(doctor.__file__).parent
-    sources = [*(folder / "checks").glob("*.py"), folder / "doctor.py"]
+    sources = folder.glob("*.py")
     codes = {code for path in sources for code in re.findall(r'(?:fault|note|make)\(\s*"([a-z-]+)"', path.read_text())}
     assert len(codes) > 15
     assert codes - set(CATALOGUE) == set()
     page = (Path(__file__).parents[2] / "docs/reference/doctor.md").read_text()
     assert [name for name in doctor.NAMES if f"| `{name}`" not in page] == []
-    checks = doctor.standard((2, 7), lambda backend, ranks, timeout: trial.Outcome(0.0))
+    checks = doctor.standard((2, 7), lambda backend, ranks, timeout: trial_job.TrialOutcome(0.0))
     assert tuple(name for check in checks for name in check.names) == doctor.NAMES
     for check in checks:
         assert re.search(rf"^\| `{check.names[0]}` \|.*\| {check.deadline:g} s \|$", page, re.MULTILINE), check.names
@@ -724,5 +708,5 @@ def test_sizes() -> None:
 
 def test_the_line_for_the_other_machine_can_be_typed_in_any_shell() -> None:
     """zsh takes [...] for a pattern, and refuses one that fits no file."""
-    said = peer.waiting("node07", ("10.0.0.7", "fd00::2"), 38089, 600.0)
+    said = peer_findings.waiting("node07", ("10.0.0.7", "fd00::2"), 38089, 600.0)
     assert [one.command for one in said.help] == ["rallypoint doctor --peer 10.0.0.7:38089", "rallypoint doctor --peer '[fd00::2]:38089'"]

@@ -12,11 +12,11 @@ import pytest
 from bench.log_corpus import Expected, expected
 
 from rallypoint.diagnosis import render
-from rallypoint.diagnosis.causes import CATALOGUE
-from rallypoint.diagnosis.logs import files, speakers
-from rallypoint.diagnosis.logs.lines import Sifter, as_utf8, shown
+from rallypoint.diagnosis.catalogue import CATALOGUE
+from rallypoint.diagnosis.logs import log_files, prefixes
+from rallypoint.diagnosis.logs.line_filter import Sifter, as_utf8, shown
 from rallypoint.diagnosis.logs.reader import MOST_SIGHTINGS, Reader, together
-from rallypoint.diagnosis.logs.verdict import diagnose
+from rallypoint.diagnosis.logs.to_evidence import diagnose
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import UsageError
 
@@ -107,7 +107,7 @@ def test_colours_bars_and_json() -> None:
     ],
 )
 def test_prefixes(line: str, rank: int, text: str) -> None:
-    speaker, said = speakers.split(line)
+    speaker, said = prefixes.split(line)
     assert (speaker.rank, said) == (rank, text)
 
 
@@ -168,7 +168,7 @@ def test_a_key_of_the_programs_that_nobody_set_is_named() -> None:
     )
     report = _told(waiting)[0]
     assert (report.code, report.ranks, report.confidence) == ("rank-raised", (0, 1), "likely")
-    assert report.why == "nothing in the log shows who was to set that key"
+    assert report.why == 'nobody set "data" in time, and no rank shows who was to'
     assert _told(waiting + "[rank2]: ValueError: bad\n")[0].headline == "rank 2 raised ValueError: bad"
 
 
@@ -196,8 +196,8 @@ def test_two_errors_at_once_are_both_told_and_neither_is_certain_to_be_first() -
 
 
 def test_the_logs_of_all_ranks_together() -> None:
-    one = Reader("rank0.log", speakers.of_file("logs/rank0.log")).read([b"RuntimeError: [x/pair.cc:5] Connection closed by peer\n"])
-    two = Reader("rank1.log", speakers.of_file("logs/rank1.log")).read(
+    one = Reader("rank0.log", prefixes.of_file("logs/rank0.log")).read([b"RuntimeError: [x/pair.cc:5] Connection closed by peer\n"])
+    two = Reader("rank1.log", prefixes.of_file("logs/rank1.log")).read(
         [b'step 1\nTraceback (most recent call last):\n  File "t.py", line 9, in main\nKeyError: 3\n']
     )
     report = diagnose(together([one, two]))[0]
@@ -232,9 +232,9 @@ def test_files_that_are_no_logs(tmp_path: pathlib.Path) -> None:
     (tmp_path / "rank0.log").write_text("x")
     for path, words in ((binary, "no text"), (empty, "is empty"), (tmp_path, "is a folder"), (tmp_path / "none.log", "there is no file")):
         with pytest.raises(UsageError, match=words):
-            list(files.chunks(str(path)))
+            list(log_files.chunks(str(path)))
     with pytest.raises(UsageError) as caught:
-        list(files.chunks(str(tmp_path)))
+        list(log_files.chunks(str(tmp_path)))
     assert any(command.endswith("/rank0.log") for _, command in caught.value.help)
 
 
@@ -242,11 +242,11 @@ def test_compressed_files_also_when_they_are_cut_short(tmp_path: pathlib.Path) -
     text = b"step\n" * 10_000 + b"ValueError: x\n"
     (tmp_path / "a.gz").write_bytes(gzip.compress(text))
     (tmp_path / "a.xz").write_bytes(lzma.compress(text))
-    assert b"".join(files.chunks(str(tmp_path / "a.gz"))) == text
-    assert b"".join(files.chunks(str(tmp_path / "a.xz"))) == text
+    assert b"".join(log_files.chunks(str(tmp_path / "a.gz"))) == text
+    assert b"".join(log_files.chunks(str(tmp_path / "a.xz"))) == text
     noise = os.urandom(1_500_000).hex().encode()
     (tmp_path / "cut.gz").write_bytes(gzip.compress(noise)[:-20_000])
-    read = b"".join(files.chunks(str(tmp_path / "cut.gz")))
+    read = b"".join(log_files.chunks(str(tmp_path / "cut.gz")))
     assert len(read) > 1_000_000
     assert noise.startswith(read)
 

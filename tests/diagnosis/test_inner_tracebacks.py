@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rallypoint.diagnosis.evidence import Ended, Frame, JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.report import Report
-from rallypoint.diagnosis.rules import diagnose
+from rallypoint.diagnosis.root_cause import diagnose
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 MAIN = Frame("/home/ada/train.py", 12, "<module>", "for x in loader:")

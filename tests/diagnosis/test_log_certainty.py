@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from rallypoint.diagnosis import confidence
 from rallypoint.diagnosis.evidence import Frame, Raised
-from rallypoint.diagnosis.logs import certainty
+from rallypoint.diagnosis.log_events import End, Place, Sighting, Sign
 from rallypoint.diagnosis.logs.reader import Reader
-from rallypoint.diagnosis.logs.sightings import End, Place, Sighting, Sign
-from rallypoint.diagnosis.logs.verdict import diagnose
+from rallypoint.diagnosis.logs.to_evidence import diagnose
 from rallypoint.diagnosis.report import Report
 
 OWN = Frame("/srv/train.py", 7, "main", "step()")
@@ -51,7 +51,7 @@ def _told(log: str) -> Report:
     ids=lambda error: f"{error.type}: {error.message[:30]}",
 )
 def test_what_is_plainly_the_programs_own_is_certain(error: Raised) -> None:
-    assert certainty.of_error(error) == ""
+    assert confidence.of_error(error) == ""
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_is_plainly_the_programs_own_is_certain(error: Raised) -> None:
     ids=lambda one: f"{one.type}: {one.message[:30]}" if isinstance(one, Raised) else None,
 )
 def test_what_may_be_anybodys_fault_is_likely(error: Raised, words: str) -> None:
-    assert words in certainty.of_error(error)
+    assert words in confidence.of_error(error)
 
 
 def _spoken(line: int, *, log: str = "a.log", went_on: bool = False) -> Sighting:
@@ -99,25 +99,25 @@ def _spoken(line: int, *, log: str = "a.log", went_on: bool = False) -> Sighting
 def test_a_failure_in_unknown_words_before_a_cause_makes_it_likely() -> None:
     cause = Place("a.log", 10)
     before = [_spoken(5), _spoken(3)]
-    assert certainty.of_place("rank-raised", cause, before) is before[1]
-    assert certainty.of_place("rank-out-of-memory", cause, before) is None  # torch's own words for it
-    assert certainty.of_place("rank-raised", cause, [_spoken(11)]) is None  # what followed
+    assert confidence.of_place("rank-raised", cause, before) is before[1]
+    assert confidence.of_place("rank-out-of-memory", cause, before) is None  # torch's own words for it
+    assert confidence.of_place("rank-raised", cause, [_spoken(11)]) is None  # what followed
     announced = Sighting(Sign.SPOKEN, Place("a.log", 8), text="ERROR [trainer]: Exception during training:")
-    assert certainty.of_place("rank-raised", cause, [announced]) is None
-    assert certainty.of_place("rank-raised", cause, [announced, _spoken(9)]) == _spoken(9)
-    assert certainty.of_place("rank-raised", cause, [_spoken(3, went_on=True), _spoken(3, log="b.log")]) is None
+    assert confidence.of_place("rank-raised", cause, [announced]) is None
+    assert confidence.of_place("rank-raised", cause, [announced, _spoken(9)]) == _spoken(9)
+    assert confidence.of_place("rank-raised", cause, [_spoken(3, went_on=True), _spoken(3, log="b.log")]) is None
 
 
 def test_a_stop_after_a_failure_is_an_answer_to_it() -> None:
     stop = Sighting(Sign.INTERRUPTED, Place("a.log", 10), end=End(signal=15))
     ended = Sighting(Sign.ENDED, Place("a.log", 4), end=End(code=1, by="srun"))
     late = Sighting(Sign.ENDED, Place("a.log", 12), end=End(code=1, by="srun"))
-    assert certainty.answers(stop, [ended])
-    assert not certainty.answers(stop, [late])
+    assert confidence.answers(stop, [ended])
+    assert not confidence.answers(stop, [late])
     retried = Sighting(Sign.LOST, Place("a.log", 4), text="Connection refused")
-    assert not certainty.answers(stop, [retried])
+    assert not confidence.answers(stop, [retried])
     overtime = Sighting(Sign.INTERRUPTED, Place("a.log", 10), end=End(by="TIME LIMIT"))
-    assert not certainty.answers(overtime, [ended])
+    assert not confidence.answers(overtime, [ended])
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "t.py", line 4, in <module>\n    main()\nValueError: x\n'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.diagnosis import render, rules
+from rallypoint.diagnosis import render, root_cause
 from rallypoint.diagnosis.evidence import Ended, Frame, JobEvidence, Raised, RankEvidence
 
 SITE = "/venv/lib/python3.11/site-packages/torch/distributed"
@@ -28,7 +28,7 @@ def waiting(rank: int, frames: tuple[Frame, ...]) -> RankEvidence:
 
 
 def report(*ranks: RankEvidence) -> str:
-    (only,) = rules.diagnose(JobEvidence("train.py", len(ranks), ranks))
+    (only,) = root_cause.diagnose(JobEvidence("train.py", len(ranks), ranks))
     return render.text(only)
 
 

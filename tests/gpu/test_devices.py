@@ -74,7 +74,7 @@ def test_looking_makes_no_context() -> None:
 @pytest.mark.parametrize("touch", ["torch.cuda.is_available()", "torch.zeros(1, device='cuda')"])
 def test_the_check_for_cuda_in_the_template(touch: str) -> None:
     """is_available() may be enough: it initialises the driver."""
-    ask = f"import torch\nfrom rallypoint.launch import template\nprint(repr(template.unclean()))\n{touch}\nprint(repr(template.unclean()))"
+    ask = f"import torch\nfrom rallypoint.launcher.template import template\nprint(repr(template.unclean()))\n{touch}\nprint(repr(template.unclean()))"  # noqa: E501
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, timeout=DEADLINE, check=True)
     assert done.stdout.splitlines() == ["''", "'CUDA is initialised'"]

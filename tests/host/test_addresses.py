@@ -24,14 +24,14 @@ from rallypoint.host.resolver import Answer
 
 DEADLINE = 30.0  # seconds for a process that looks; it takes a tenth of one
 
-V4, V6 = InterfaceAddress("127.0.0.1", 8, "host"), InterfaceAddress("::1", 128, "host")
+V4, V6 = InterfaceAddress("127.0.0.1", "host"), InterfaceAddress("::1", "host")
 
 
 def interface(name: str, *ips: str, kind: Kind = "ethernet", up: bool = True) -> Interface:
-    return Interface(name, 2, kind, up, up, 1500, tuple(InterfaceAddress(ip, 24, scope(ip)) for ip in ips))
+    return Interface(name, kind, up, up, tuple(InterfaceAddress(ip, scope(ip)) for ip in ips))
 
 
-LO = Interface("lo", 1, "loopback", True, True, 65536, (V4, V6))
+LO = Interface("lo", "loopback", True, True, (V4, V6))
 ETH0 = interface("eth0", "10.0.0.5")
 
 
@@ -104,13 +104,13 @@ def test_dns_that_goes_one_way() -> None:
 
 
 def test_ipv6_that_is_half_there() -> None:
-    no_six = Interface("lo", 1, "loopback", True, True, 65536, (V4,))
+    no_six = Interface("lo", "loopback", True, True, (V4,))
     facts = host(found=(no_six, ETH0), localhost=Answer("localhost", "name", ("::1", "127.0.0.1")))
     (problem,) = facts.problems()
     assert problem.code == "ipv6-half-configured"
     assert problem.sentence == "localhost stands for ::1, before any other address, and this machine has no ::1: IPv6 is switched off"
-    taken = InterfaceAddress("fd00::5", 64, "global", ready=False)
-    (twice,) = host(found=(LO, Interface("eth0", 2, "ethernet", True, True, 1500, (*ETH0.addresses, taken)))).problems()
+    taken = InterfaceAddress("fd00::5", "global", ready=False)
+    (twice,) = host(found=(LO, Interface("eth0", "ethernet", True, True, (*ETH0.addresses, taken)))).problems()
     assert twice.sentence == "fd00::5 of eth0 cannot be used: another machine has it, or the kernel still asks for one"
 
 
@@ -142,7 +142,7 @@ def test_several_cards_a_vpn_and_a_container() -> None:
     inside = host(("172.17.0.2",), found=(LO, interface("eth0", "172.17.0.2", kind="container")), source={4: "172.17.0.2"})
     assert inside.problems() == ()
     assert inside.lines()[-1] == "eth0 leads out of a container: who reaches 172.17.0.2 is decided outside of it"
-    unplugged = Interface("eth1", 3, "ethernet", True, False, 1500, (InterfaceAddress("10.2.0.5", 24, "global"),))
+    unplugged = Interface("eth1", "ethernet", True, False, (InterfaceAddress("10.2.0.5", "global"),))
     linked = interface("eth2", "fe80::1", "169.254.3.4")
     assert [where.name for where, _ in host(found=(LO, ETH0, unplugged, linked)).reachable()] == ["eth0"]
 

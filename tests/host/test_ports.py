@@ -18,7 +18,7 @@ import pytest
 
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host import ports
-from rallypoint.host.ports import Holder, ephemeral_range, hold_port, holders, in_time_wait
+from rallypoint.host.ports import PortHolder, ephemeral_range, hold_port, holders, in_time_wait
 
 SOON = 20.0
 
@@ -145,7 +145,7 @@ def test_a_connection_that_uses_the_number_is_named() -> None:
 
 def test_a_job_of_ours_is_named_and_its_connections_are_not() -> None:
     serve = (
-        "from rallypoint.launcher.boot import TEMPLATE; import socket, sys; one = socket.create_server(('127.0.0.1', 0)); "
+        "from rallypoint.launcher.spawn import TEMPLATE; import socket, sys; one = socket.create_server(('127.0.0.1', 0)); "
         "two = socket.create_connection(one.getsockname()); three, _ = one.accept(); print(one.getsockname()[1]); sys.stdin.read()"
     )
     environ = {**os.environ, "RALLYPOINT_JOB": "job7"}
@@ -220,7 +220,7 @@ def test_a_connection_that_no_process_has_is_in_no_other_container() -> None:
 
 
 def test_lines_for_holders_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Holder(29500, "127.0.0.1", "listening", 0, 5112, "python train.py", 1000.0)
+    seen = PortHolder(29500, "127.0.0.1", "listening", 0, 5112, "python train.py", 1000.0)
     assert seen.line(now=1000 + 3 * 3600).endswith(
         f"python train.py (pid 5112, user {seen.user}, started 3 h ago) is listening on 127.0.0.1:29500"
     )
@@ -228,7 +228,7 @@ def test_lines_for_holders_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert "started 40 s ago" in seen.line(now=1040)
     assert "started 2 min ago" in seen.line(now=1120)
     assert seen._replace(state="bound").line(now=1040).endswith("started 40 s ago) has bound 127.0.0.1:29500 and does not listen")
-    hidden = Holder(29500, "0.0.0.0", "listening", 54321)
+    hidden = PortHolder(29500, "0.0.0.0", "listening", 54321)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert hidden.line() == "a process of user 54321 (only that user and root see which) is listening on 0.0.0.0:29500"
     slurm = hidden._replace(group="/system.slice/slurmstepd.scope/job_1234")

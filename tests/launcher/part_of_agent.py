@@ -1,4 +1,4 @@
-"""A job without processes: a clock that is moved by hand, an account that remembers what it was told, and the real supervisor."""
+"""A job without processes: a clock that is moved by hand, the real supervisor, and stand-ins for console and reporter."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rallypoint.diagnosis.evidence import Meeting
-from rallypoint.launcher import supervisor as sv
-from rallypoint.launcher.account import Account
-from rallypoint.launcher.attempt import Attempt
-from rallypoint.launcher.handles import RankHandle
-from rallypoint.launcher.job import Job
-from rallypoint.launcher.loop import Loop
-from rallypoint.launcher.supervisor import Supervisor
+from rallypoint.launcher.agent import supervisor as sv
+from rallypoint.launcher.agent.attempt import Attempt
+from rallypoint.launcher.agent.event_loop import Loop
+from rallypoint.launcher.agent.job import Job
+from rallypoint.launcher.agent.process_handles import RankHandle
+from rallypoint.launcher.agent.supervisor import Supervisor
 from rallypoint.testing.clock import ManualClock
 
 from .test_plan import plan
 
 
 class Words:
-    """Stands where the account stands."""
+    """Stands for the console, the reporter and the evidence of the ranks."""
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
@@ -29,7 +28,7 @@ class Words:
         self.given_up: set[tuple[int, int]] = set()  # ranks whose torch says so of the store at a port
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith(("say", "event", "announce")):
+        if not name.startswith(("say", "event", "announce", "report")):
             raise AttributeError(name)
         return lambda *args, **kwargs: self.said.append((name, *args, *kwargs.values()))
 
@@ -39,10 +38,13 @@ class Words:
     def absent(self, ranks: object, size: int) -> tuple[int, ...]:
         return self.missing
 
+    def roll_call(self, ranks: object, size: int, asked: list[Any], seen: object) -> tuple[Any, ...]:
+        return (asked, seen)
+
     def has_given_up(self, rank: int, port: int) -> bool:
         return (rank, port) in self.given_up
 
-    def ranks_are_interrupted(self) -> None:
+    def expect_interruptions(self) -> None:
         """Only what the pump shows depends on it."""
 
     def share_a_device(self, ranks: object) -> bool:
@@ -97,9 +99,18 @@ class Scene:
         self.supervisor = Supervisor(world_size=size, max_restarts=0, grace=30.0, on_failure="stop")
         self.actions: list[sv.Action] = []
         attempt = cast(Attempt, SimpleNamespace(ranks=self.ranks, spawned=[], spawned_size=0, held=held, number=0, host=None))
+        words = cast(Any, self.words)
         self.job = Job(
-            plan(nproc=size, **asked), self.loop, cast(Account, self.words), attempt, self.supervisor, self.actions.append
-        )  # fmt: skip
+            plan(nproc=size, **asked),
+            self.loop,
+            attempt,
+            self.supervisor,
+            self.actions.append,
+            helpers=cast(Any, None),
+            console=words,
+            reporter=words,
+            evidence=words,
+        )
         self.job.feed(sv.Prepared())
         self.actions.clear()
 

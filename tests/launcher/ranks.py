@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from rallypoint.launcher.crossing import parcel
+from rallypoint.launcher.launch.marshalling import payload
 
 DEADLINE = 60.0  # seconds for one call; most take ten milliseconds
 FDS_MOST = 250
@@ -39,18 +39,18 @@ class Ranks:
 
     def calls(self, size: int, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[Any]:
         """The same parcel to several ranks, which run one after the other."""
-        with parcel.pack_call(fn, args, kwargs or {}) as packed:
+        with payload.pack_call(fn, args, kwargs or {}) as packed:
             return [self.carry_out(packed) for _ in range(size)]
 
-    def carry_out(self, packed: parcel.Packed) -> Any:
+    def carry_out(self, packed: payload.Packed) -> Any:
         kind, text, fds = self.outcome(packed)
         if kind == "value":
-            return parcel.unpack_result(fds)
+            return payload.unpack_result(fds)
         if kind == "error":
-            raise parcel.unpack_error(fds)
+            raise payload.unpack_error(fds)
         raise AssertionError(text)
 
-    def outcome(self, packed: parcel.Packed) -> tuple[str, str, list[int]]:
+    def outcome(self, packed: payload.Packed) -> tuple[str, str, list[int]]:
         """As it comes back: "value", "error" or "unsendable", a text with the last, and a parcel's descriptors."""
         setting = repr((os.getcwd(), sys.path)).encode()
         socket.send_fds(self._line, [setting], packed.fds)
@@ -85,12 +85,12 @@ def _rank(line: socket.socket, setting: bytes, fds: list[int]) -> None:
     os.chdir(folder)
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        fn, args, kwargs = parcel.unpack_call(fds)
-        kind, text, packed = "value", "", parcel.pack_result(fn(*args, **kwargs))
-    except parcel.Unsendable as problem:
-        kind, text, packed = "unsendable", str(problem), parcel.pack_error(problem)
+        fn, args, kwargs = payload.unpack_call(fds)
+        kind, text, packed = "value", "", payload.pack_result(fn(*args, **kwargs))
+    except payload.Unsendable as problem:
+        kind, text, packed = "unsendable", str(problem), payload.pack_error(problem)
     except BaseException as error:
-        kind, text, packed = "error", "", parcel.pack_error(error)
+        kind, text, packed = "error", "", payload.pack_error(error)
     with packed:
         socket.send_fds(line, [f"{kind} {text}".encode()], packed.fds)
 

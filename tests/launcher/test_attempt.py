@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from rallypoint.launcher.account import Account
-from rallypoint.launcher.attempt import Attempt, exhausted
+from rallypoint.launcher.agent.attempt import Attempt, exhausted
+from rallypoint.launcher.agent.rank_streams import RankStreams
 
 from .test_plan import plan
 
@@ -19,7 +19,7 @@ def test_the_pipe_of_a_host_is_closed_also_when_the_job_ends_before_the_host_ser
     before = len(os.listdir("/proc/self/fd"))
     attempt = Attempt(plan(nproc=1), 0, began=0.0, ignored=(), hooks=True)
     attempt.hold(None)
-    order = next(attempt.orders(cast(Account, None)))  # the host's: it asks the account for nothing
+    order = next(attempt.orders(cast(RankStreams, None)))  # the host's: it needs no streams
     for fd in order.ours:
         os.close(fd)
     if heard:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.launcher import cuda
-from rallypoint.launcher.cuda import RankDevice, take_device
+from rallypoint.launcher.worker import cuda
+from rallypoint.launcher.worker.cuda import RankDevice, take_device
 
 
 class Torch:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-CAN_WAIT = {"msgspec", "cloudpickle", "rallypoint.launcher.channel", "rallypoint.launcher.plan", "rallypoint.wire", "rallypoint.diagnosis"}
+CAN_WAIT = {"msgspec", "cloudpickle", "rallypoint.launcher.protocol", "rallypoint.launcher.plan", "rallypoint.wire", "rallypoint.diagnosis"}
 """Each takes as long as the three modules below together."""
 
 
@@ -19,14 +19,18 @@ def loaded_by(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["function", "hired", "torch_first"])
+@pytest.mark.parametrize("module", ["launch.launch", "launch.standby_main", "template.template_main"])
 def test_the_way_to_the_template_is_short(module: str) -> None:
     assert not loaded_by(f"rallypoint.launcher.{module}") & CAN_WAIT
 
 
 def test_the_template_needs_no_rules_and_no_plan() -> None:
     """It loads all of this after torch, while the first call waits."""
-    loaded = loaded_by("rallypoint.launcher.template, rallypoint.launcher.task")
-    assert {"rallypoint.launcher.hooks", "rallypoint.launcher.crossing.parcel"} <= loaded
-    not_there = {"plan", "supervisor", "crossing.inspection", "crossing.trail"}
-    assert not loaded & {"rallypoint.wire.values", "rallypoint.diagnosis.rules", *(f"rallypoint.launcher.{name}" for name in not_there)}
+    loaded = loaded_by("rallypoint.launcher.template.template, rallypoint.launcher.worker.run_function")
+    assert {"rallypoint.launcher.worker.torch_hooks", "rallypoint.launcher.launch.marshalling.payload"} <= loaded
+    not_there = {"plan", "agent.supervisor", "launch.marshalling.inspection", "launch.marshalling.object_path"}
+    assert not loaded & {
+        "rallypoint.wire.values",
+        "rallypoint.diagnosis.root_cause",
+        *(f"rallypoint.launcher.{name}" for name in not_there),
+    }

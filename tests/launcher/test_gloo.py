@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from rallypoint.launcher import gloo
+from rallypoint.launcher.worker import gloo
 
 PR_SET_NAME = 15
 

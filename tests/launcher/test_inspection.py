@@ -28,17 +28,18 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launcher.crossing import inspection, modules, parcel
+from rallypoint.launcher.launch.marshalling import importable as modules
+from rallypoint.launcher.launch.marshalling import inspection, payload
 
 
 def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
-        parcel.pack_call(fn, args, kwargs).close()
+        payload.pack_call(fn, args, kwargs).close()
     return caught.value
 
 
 def accepted(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    parcel.pack_call(fn, args, kwargs).close()
+    payload.pack_call(fn, args, kwargs).close()
 
 
 def whole(error: UsageError) -> str:

@@ -32,7 +32,11 @@ def torch(tmp_path: Path) -> Path:
 
 def in_fresh_interpreter(torch: Path, program: str) -> str:
     """What a program prints after the lines that `worker.fresh` comes to before it."""
-    lines = ["import sys", "from rallypoint.launcher import hooks", f"sys.path.insert(0, {str(torch.parent.parent)!r})"]
+    lines = [
+        "import sys",
+        "from rallypoint.launcher.worker import torch_hooks as hooks",
+        f"sys.path.insert(0, {str(torch.parent.parent)!r})",
+    ]
     lines += ["hooks.install_when_imported()", program]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -94,7 +98,7 @@ def test_a_torch_that_was_there_before(torch: Path) -> None:
     """A `.pth` file or sitecustomize may have imported it."""
     program = "import torch\nprint(hasattr(torch.distributed.init_process_group, '__wrapped__'))"
     torch.write_text("import torch.distributed\nwhole = True\n")
-    lines = f"import sys; sys.path.insert(0, {str(torch.parent.parent)!r})\nimport torch\nfrom rallypoint.launcher import hooks"
+    lines = f"import sys; sys.path.insert(0, {str(torch.parent.parent)!r})\nimport torch\nfrom rallypoint.launcher.worker import torch_hooks as hooks"  # noqa: E501
     done = subprocess.run(
         [sys.executable, "-c", f"{lines}\nhooks.install_when_imported()\n{program}"], capture_output=True, text=True, timeout=60
     )
@@ -106,7 +110,11 @@ def test_a_fork_while_torch_is_being_imported(torch: Path) -> None:
     "Exception ignored in: <bound method Hooks.forking ...>" with a traceback."""
     (torch.parent / "cuda" / "__init__.py").write_text("import os\nif not os.fork(): os._exit(0)\nos.wait()\n" + PARTS["cuda"])
     torch.write_text("whole = True\nimport torch.cuda\n")
-    lines = ["import socket, sys", "from rallypoint.launcher.hooks import Hooks", f"sys.path.insert(0, {str(torch.parent.parent)!r})"]
+    lines = [
+        "import socket, sys",
+        "from rallypoint.launcher.worker.worker_hooks import Hooks",
+        f"sys.path.insert(0, {str(torch.parent.parent)!r})",
+    ]
     lines += ["seen = Hooks(socket.socketpair()[0], held='', began=0.0, single=False)", "import torch"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

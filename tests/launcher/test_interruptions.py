@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from rallypoint.launcher import channel, interruptions, words
-from rallypoint.launcher.channel import AtPhase, Caught, Imported, Message
-from rallypoint.launcher.hooks import Hooks
+from rallypoint.launcher import exception_capture, interruptions, protocol
+from rallypoint.launcher.protocol import AtPhase, Caught, Imported, Message
+from rallypoint.launcher.worker.worker_hooks import Hooks
 
 from ..real.job import run_job
 
@@ -39,7 +39,7 @@ def handled() -> Iterator[None]:
 @pytest.fixture
 def line() -> Iterator[tuple[Hooks, socket.socket]]:
     """A worker's hooks, and the agent's end."""
-    theirs, ours = channel.pair()
+    theirs, ours = protocol.pair()
     ours.setblocking(False)
     hooks = Hooks(theirs, held="", began=0.0, single=False)
     yield hooks, ours
@@ -51,7 +51,7 @@ def _arrived(sock: socket.socket) -> list[Message | None]:
     found = []
     while True:
         try:
-            found.append(channel.receive(sock)[0])
+            found.append(protocol.receive(sock)[0])
         except BlockingIOError:
             return found
 
@@ -106,7 +106,7 @@ def test_what_is_told_arrives_once_wherever_a_handler_raises(line: tuple[Hooks, 
 
 def test_a_message_too_large_for_a_packet_arrives_once(line: tuple[Hooks, socket.socket], handled: None) -> None:
     hooks, agent = line
-    large = Imported("x" * channel.PACKET_BYTES, 1.0)
+    large = Imported("x" * protocol.PACKET_BYTES, 1.0)
     for step, came_out in _at_each_step(lambda: hooks.tell(large), "whole"):
         assert came_out, step
         assert _arrived(agent) == [large], step
@@ -128,7 +128,7 @@ def test_an_exception_is_told_once_wherever_a_handler_raises(line: tuple[Hooks, 
         (told,) = _arrived(agent)
         assert isinstance(told, Caught), step
         assert (told.serial, told.raised.type, told.raised.message, told.raised.call) == (1, "ValueError", "lost", "all_reduce"), step
-        assert words.serials(failed[-1]) == [1], step
+        assert exception_capture.serials(failed[-1]) == [1], step
     assert steps > 50
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rallypoint.host import processes, system_calls
-from rallypoint.launcher.leftovers import LEFTOVER_PATIENCE, Leftovers
+from rallypoint.launcher.agent.leftovers import LEFTOVER_PATIENCE, Leftovers
 
 from .part_of_agent import Scene
 

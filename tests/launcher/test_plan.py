@@ -10,8 +10,8 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.host.devices import Build, Device, Look
-from rallypoint.launcher.assignment import Program
 from rallypoint.launcher.plan import OLDEST_TORCH, Machine, Options, Plan, describe, make
+from rallypoint.launcher.program import Program
 from rallypoint.launcher.sizes import threads_of_a_rank
 
 SCRIPT = Program(kind="script", target="train.py", args=("--lr", "0.1"))

@@ -15,11 +15,11 @@ import pytest
 
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.launcher import rendezvous_file
-from rallypoint.launcher.rendezvous_file import HIDDEN, Record, Whereabouts, fate, look, take, whereabouts
+from rallypoint.launcher.rendezvous_file import HIDDEN, ProcessIdentity, Record, fate, look, own_identity, take
 
 DEADLINE = 60.0  # seconds for a few interpreters that start at once; they take one
 
-HERE = Whereabouts("node07", "machine-a", "boot-2", "pid:[1]", 400, 9000)
+HERE = ProcessIdentity("node07", "machine-a", "boot-2", "pid:[1]", 400, 9000)
 JOB = Record("20260311-101112-ab12", HERE, "ada", 1000.0)
 
 
@@ -50,12 +50,12 @@ def written(folder: Path) -> list[Record]:
 
 def test_a_place_says_where_the_ranks_of_each_attempt_meet(tmp_path: Path) -> None:
     place = take(str(tmp_path / "job"), "first")
-    assert [(one.job, one.owner, one.address, one.ended) for one in written(tmp_path / "job")] == [("first", whereabouts(), "", False)]
+    assert [(one.job, one.owner, one.address, one.ended) for one in written(tmp_path / "job")] == [("first", own_identity(), "", False)]
     place.publish(0, "127.0.0.1:41235")
     place.publish(1, "127.0.0.1:41236")
     (record,) = written(tmp_path / "job")
     assert (record.attempt, record.address) == (1, "127.0.0.1:41236")
-    assert repr(place) == f"<Place {tmp_path}/job: job first, attempt 1, at 127.0.0.1:41236>"
+    assert repr(place) == f"<RendezvousFile {tmp_path}/job: job first, attempt 1, at 127.0.0.1:41236>"
     with pytest.raises(EnvironmentProblem) as taken:
         take(str(tmp_path / "job"), "second")
     assert taken.value.code == "rendezvous-in-use"
@@ -94,7 +94,7 @@ from rallypoint.launcher import rendezvous_file
 from rallypoint.launcher.rendezvous_file import HIDDEN, Record
 subprocess.run(["mount", "-t", "proc", "-o", "hidepid=2", "proc", {str(tmp_path)!r}], check=True)
 subprocess.run(["mount", "--bind", {str(tmp_path)!r}, "/proc"], check=True)
-record = Record("a-job", rendezvous_file.whereabouts(), "ada", 1.0)
+record = Record("a-job", rendezvous_file.own_identity(), "ada", 1.0)
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 here = record.owner
 print(rendezvous_file._started(os.getppid()) == HIDDEN, rendezvous_file._started(here.pid) == here.ticks, rendezvous_file._started(4194303))
@@ -253,7 +253,7 @@ def test_of_two_that_find_a_dead_jobs_record_one_has_it(tmp_path: Path, monkeypa
     """Another takes it between our look and our attempt; and one that slept through a whole job notices that its number is old."""
     folder = tmp_path / "job"
     folder.mkdir()
-    dead = msgspec.structs.replace(JOB, owner=msgspec.structs.replace(whereabouts(), ticks=1))
+    dead = msgspec.structs.replace(JOB, owner=msgspec.structs.replace(own_identity(), ticks=1))
     (folder / "1.json").write_bytes(msgspec.json.encode(dead))
     link, places = os.link, []
 

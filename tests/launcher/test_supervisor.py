@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.launcher import supervisor as sv
-from rallypoint.launcher.supervisor import State, Supervisor
+from rallypoint.launcher.agent import supervisor as sv
+from rallypoint.launcher.agent.supervisor import State, Supervisor
+from rallypoint.launcher.plan import ROLL_CALL
 
 WELL = (0, 0)
 
@@ -423,7 +424,7 @@ def test_a_rank_that_was_in_the_first_group_and_left_before_the_second() -> None
 
 def test_the_roll_is_called_after_half_a_minute_and_then_ever_more_rarely() -> None:
     play = Play(2).running()
-    assert play.at(5.0, sv.AtPhase(0, "joining")) == [sv.SetTimer("roll call", 5.0 + sv.ROLL_CALL)]
+    assert play.at(5.0, sv.AtPhase(0, "joining")) == [sv.SetTimer("roll call", 5.0 + ROLL_CALL)]
     called, now = [], 35.0
     while now < 5.0 + 1800:  # torch's own timeout
         _, following = play.at(now, sv.Timer("roll call"))

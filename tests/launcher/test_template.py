@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from rallypoint.host import processes
-from rallypoint.launcher import channel, template, worker
+from rallypoint.launcher import protocol
+from rallypoint.launcher.template import template
+from rallypoint.launcher.worker import worker
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +73,10 @@ def test_the_threads_that_openblas_would_take(environment: dict[str, str], threa
 
 def test_a_setup_is_read_once() -> None:
     """And leaves no descriptor behind."""
-    from rallypoint.launcher.channel import Reap
+    from rallypoint.launcher.protocol import Reap
 
     fd = template._memory(Reap(7))
-    assert channel.read_struct(fd, Reap) == Reap(7)
+    assert protocol.read_struct(fd, Reap) == Reap(7)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 

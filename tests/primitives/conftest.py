@@ -9,7 +9,7 @@ import pytest
 import rallypoint
 from rallypoint import Server, Store
 
-from ..store.live import DEADLINE
+from ..store.live import DEADLINE, let_servers_be_late
 
 # The bench, of whose soaks there is a short form here, is no part of what ships; it is imported from the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -20,9 +20,7 @@ LONG = 3600.0
 
 @pytest.fixture(autouse=True)
 def _server_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests here read what the server says when a wait is over. On a busy machine it may say so seconds late; that a client does not
-    wait for it for long is for tests/store/test_deadlines.py."""
-    monkeypatch.setattr("rallypoint.store.pending.LEAST_GRACE", 5.0)
+    let_servers_be_late(monkeypatch)
 
 
 @pytest.fixture

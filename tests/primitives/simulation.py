@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rallypoint.store.state import Session, State
+from rallypoint.store.state.state import Session, State
 from rallypoint.wire import messages as m
 
 from .histories import Event, Kind, Told, Violation, check
@@ -100,7 +100,7 @@ class Link:
 
 
 class Process:
-    """A client as `store/session.py` is one, with threads that make calls."""
+    """A client as `store/client/session.py` is one, with threads that make calls."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
@@ -233,8 +233,6 @@ class Process:
         call.thread.call = None
         self.proof = max(self.proof, call.event.start)
         self.finish(call, reply)
-        if call.request.changes and self.acked < reply.seq and self.world.rng.random() < 0.5:
-            self.link.send(m.Release(0, self.acked, (), (reply.seq,)))
 
     def answered(self, place: int, sent: float) -> None:
         """A sign of life was: what had been sent before it on this link is with the server."""

@@ -17,7 +17,7 @@ import pytest
 from rallypoint.clock import Clock
 from rallypoint.errors import BarrierBroken, BarrierMismatch, BarrierTimeout, StoreClosed, UsageError
 from rallypoint.primitives.store import Store
-from rallypoint.store.server import Server
+from rallypoint.store.server.server import Server
 from rallypoint.testing import Network
 from rallypoint.wire.messages import Arrive, Met
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.store.ledger import Answer
-from rallypoint.store.state import Session, State
-from rallypoint.store.waiting import Lines, Waiter
+from rallypoint.store.state.replies import Answer
+from rallypoint.store.state.state import Session, State
+from rallypoint.store.state.waiters import Lines, Waiter
 from rallypoint.wire import messages as m
 
 from .histories import Event, Kind, check

@@ -16,7 +16,9 @@ import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import LockTimeout
 from rallypoint.primitives.store import Store
-from rallypoint.store.server import Server
+from rallypoint.store.server.connection import Peer
+from rallypoint.store.server.server import Server
+from rallypoint.store.server.server_loop import Loop
 from rallypoint.wire.messages import Done, Unlock
 
 from ..store.live import DEADLINE, Thread, running, until
@@ -134,6 +136,11 @@ def test_over_tcp_the_lease_decides(server: Server, store: Store) -> None:
         assert TTL / 3 < had - killed < DEADLINE
 
 
+def connections_of(loop: Loop, pid: int) -> list[Peer]:
+    """Those that the server has to a process now."""
+    return [peer for session, peers in list(loop._by_session.items()) if session.identity.pid == pid for peer in list(peers)]
+
+
 def test_a_process_that_dies_while_it_is_cut_off_is_noticed(server: Server, store: Store) -> None:
     """Its connection ends first, and it has not come back; then it is killed."""
     with holding(server, LONG) as (process, _):
@@ -141,8 +148,8 @@ def test_a_process_that_dies_while_it_is_cut_off_is_noticed(server: Server, stor
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         loop = server._loop
         assert loop is not None
-        [peer] = [peer for session, peer in loop._by_session.items() if session.identity.pid == process.pid]
-        peer.sock.shutdown(2)
+        for peer in connections_of(loop, process.pid):
+            peer.sock.shutdown(2)
         until(lambda: loop._pidfds)
         assert store.lock("l").locked(), "it may come back"
         thread = next_one(store)
@@ -158,10 +165,10 @@ def test_a_process_that_comes_back_has_it_still(server: Server, store: Store) ->
         assert loop is not None
         before = descriptors()
         for _ in range(2):
-            [peer] = [peer for session, peer in loop._by_session.items() if session.identity.pid == process.pid]
-            peer.sock.shutdown(2)
-            until(lambda peer=peer: peer not in loop._by_session.values())  # type: ignore[misc]
-            until(lambda: len(loop._by_session) == 2)
+            before_that = connections_of(loop, process.pid)
+            for peer in before_that:
+                peer.sock.shutdown(2)
+            until(lambda gone=before_that: connections_of(loop, process.pid) and not set(gone) & set(connections_of(loop, process.pid)))  # type: ignore[misc]
         assert not loop._pidfds
         assert "anon_inode:[pidfd]" not in set(descriptors().values()) - set(before.values())
         assert store.lock("l").locked()

@@ -322,10 +322,12 @@ def test_a_writer_that_is_killed_before_the_copy_and_in_it(note: int, monkeypatc
     shared = SharedTensor(1000)
     shared.copy_(1)
 
+    leave_note = RecordLock.leave_note
+
     def run(end: socket.socket) -> None:
         def die(value: int) -> None:
             if note:
-                os.pwrite(shared._lock.fileno(), b"\1", 16)
+                leave_note(shared._lock, 1)
                 shared.tensor[:500] = 5
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -498,10 +500,10 @@ def test_a_rank_is_named_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_knows_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rallypoint.store import place
+    from rallypoint.store import discovery
 
     assert shared_tensor._rank_or_name() == ""
-    monkeypatch.setattr(place, "_place", place.Place("unix:///x", "job", 5, bytes))
+    monkeypatch.setattr(discovery, "_place", discovery.Place("unix:///x", "job", 5, bytes))
     assert shared_tensor._rank_or_name() == "rank 5"
 
 

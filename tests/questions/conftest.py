@@ -18,15 +18,18 @@ DEADLINE = 100.0
 class Program:
     """Run one of them, as a user starts it."""
 
-    def __init__(self, state: Path) -> None:
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT")}
-        self._environment["XDG_STATE_HOME"] = str(state)
+    def __init__(self, state: Path, request: pytest.FixtureRequest) -> None:
+        self._state = state
+        self._request = request
 
     def __call__(self, name: str, *arguments: str) -> list[str]:
         """The lines that it prints; it must end well, and complain about nothing."""
+        if "torch" not in (FOLDER / name).read_text(encoding="utf-8"):
+            self._request.getfixturevalue("without_torch")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT")}
         done = subprocess.run(
             [sys.executable, FOLDER / name, *arguments],
-            env=self._environment,
+            env={**environment, "XDG_STATE_HOME": str(self._state)},
             capture_output=True,
             text=True,
             timeout=DEADLINE,
@@ -37,5 +40,5 @@ class Program:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Program:
-    return Program(tmp_path)
+def program(tmp_path: Path, request: pytest.FixtureRequest) -> Program:
+    return Program(tmp_path, request)

@@ -39,6 +39,7 @@ def test_gloo_finds_its_way_on_one_node_though_its_name_stands_for_another(write
     assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if ": 2" in line) == ["rank 0: 2", "rank 1: 2"], done.stderr
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_place_tells_of_the_present_attempt_and_outlives_restarts(run: Run, write: Write, tmp_path: Path) -> None:
     place = tmp_path / "job"
     program = write(
@@ -56,6 +57,7 @@ def test_a_place_tells_of_the_present_attempt_and_outlives_restarts(run: Run, wr
     assert json.loads((place / "1.json").read_bytes())["ended"] is True
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_port_that_is_taken_is_told_before_anything_is_started(run: Run, write: Write) -> None:
     program = write("train.py", "print('started')\n")
     with socket.create_server(("127.0.0.1", 0)) as holder:
@@ -64,6 +66,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_started(run: Run, write
         assert not (result.state / "rallypoint").exists(), "no run, and so no import of torch"
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_every_attempt_keeps_to_the_port_range(run: Run, write: Write) -> None:
     program = write(
         "train.py", "import os, sys\nprint(os.environ['MASTER_PORT'])\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"

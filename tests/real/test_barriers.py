@@ -48,6 +48,7 @@ except rallypoint.BarrierBroken as error:
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(
     ("how", "known"),
     [
@@ -69,6 +70,7 @@ def test_who_is_missing_and_what_the_launcher_sees_of_him(run: Run, write: Write
     assert result.rc == 3, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_size_beyond_the_job_is_told_as_that(run: Run, write: Write) -> None:
     result = run("-n", "3", write("train.py", MEETS), "beyond")
     assert "missing: rank 2 (pid " in result.of(0)[0], result.everything
@@ -104,12 +106,14 @@ store.barrier("epoch", 3, timeout=3.0)
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_whose_exception_left_the_others_alone_is_the_cause(run: Run, write: Write) -> None:
     result = run("-n", "2", write("train.py", FAILS))
     assert "error[rank-raised]: rank 1 raised ValueError: no such file: weights.pt" in result.err, result.everything
     assert "barrier" not in result.err.partition("rank 1 said")[0]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_one_report_for_a_barrier_to_which_one_never_came_and_it_says_where_he_is(run: Run, write: Write) -> None:
     result = run("-n", "3", write("train.py", NEVER_COMES))
     assert result.err.count("error[") == 1, result.everything

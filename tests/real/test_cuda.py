@@ -85,6 +85,7 @@ def test_a_driver_opened_with_ctypes(run: Run, write: Write, driver: dict[str, s
     assert "where  ops.py:7\n" in text, text
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.compiler
 def test_a_driver_that_is_loaded_only_does_no_harm(run: Run, write: Write, driver: dict[str, str]) -> None:
     write("outer.py", "import ctypes\ndriver = ctypes.CDLL('libcuda.so.1')\n")

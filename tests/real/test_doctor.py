@@ -22,8 +22,20 @@ from typing import Any
 
 import pytest
 
-from rallypoint.diagnosis.checks import encounter
-from rallypoint.diagnosis.checks.encounter import BULK_BYTES, Bulk, Called, CallMe, Hello, Knocked, Knocking, Line, Ping, Pong, this_side
+from rallypoint.diagnosis.doctor import peer_check
+from rallypoint.diagnosis.doctor.peer_check import (
+    BULK_BYTES,
+    Bulk,
+    CallMe,
+    Knocked,
+    Knocking,
+    PeerCalled,
+    PeerConversation,
+    PeerHello,
+    PeerPing,
+    Pong,
+    this_side,
+)
 
 DOCTOR = (sys.executable, "-P", "-m", "rallypoint", "doctor")
 DEADLINE = 100.0  # seconds; the job alone takes 3 on a machine that does nothing else
@@ -238,26 +250,26 @@ def _free_range(count: int) -> tuple[int, int]:
 
 def test_a_caller_that_asks_too_much_is_left() -> None:
     with listening() as (listener, port, _), socket.create_connection(("127.0.0.1", port)) as sock:
-        spoken = Line(sock)
-        spoken.say(Hello(this_side(), 1, "token"))
-        spoken.hear(Hello)
-        for _ in range(encounter.PINGS):
-            spoken.say(Ping())
-            spoken.hear(Pong)
-        spoken.say(Ping())
+        spoken = PeerConversation(sock)
+        spoken.send(PeerHello(this_side(), 1, "token"))
+        spoken.expect(PeerHello)
+        for _ in range(peer_check.PINGS):
+            spoken.send(PeerPing())
+            spoken.expect(Pong)
+        spoken.send(PeerPing())
         found = line(listener)
         assert (found["mark"], found["code"]) == ("fault", "peer-foreign")
         assert found["fact"].endswith("ended the conversation early: Ping came out of turn")
 
 
 def test_the_listener_ends_by_itself() -> None:
-    *_, last = encounter.receive(0, first_wait=0.2)
+    *_, last = peer_check.run_server(0, first_wait=0.2)
     assert (last.mark, last.code) == ("fault", "address-unreachable")
     assert last.fact.endswith("within 0 s")
-    lines = encounter.receive(0, linger=0.1)
+    lines = peer_check.run_server(0, linger=0.1)
     port = re.search(r"port (\d+)", next(lines).fact)
     assert port
-    visitor = threading.Thread(target=lambda: encounter.visit("127.0.0.1", int(port[1])))
+    visitor = threading.Thread(target=lambda: peer_check.run_client("127.0.0.1", int(port[1])))
     visitor.start()
     assert [one.mark for one in lines] == ["ok"]
     visitor.join()
@@ -276,15 +288,15 @@ def test_several_peers_each_told_apart() -> None:
 
 
 @contextmanager
-def other_machine(talk: Callable[[Line, Hello], None]) -> Iterator[int]:
+def other_machine(talk: Callable[[PeerConversation, PeerHello], None]) -> Iterator[int]:
     """Somebody who speaks the protocol up to a point; the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             sock, _ = server.accept()
             with sock:
-                spoken = Line(sock)
-                talk(spoken, spoken.hear(Hello))
+                spoken = PeerConversation(sock)
+                talk(spoken, spoken.expect(PeerHello))
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -293,25 +305,25 @@ def other_machine(talk: Callable[[Line, Hello], None]) -> Iterator[int]:
         assert not thread.is_alive()
 
 
-def polite(spoken: Line, hello: Hello, port: int, token: str = "") -> None:
+def polite(spoken: PeerConversation, hello: PeerHello, port: int, token: str = "") -> None:
     """Everything but the bulk, as a doctor would; `port` is where the caller shall come to."""
-    spoken.say(Hello(this_side(), port, token, "127.0.0.1"))
-    while not isinstance(message := spoken.next(DEADLINE), CallMe):
-        spoken.say(Knocked("it did not come") if isinstance(message, Knocking) else Pong(0.0) if isinstance(message, Ping) else Bulk())
-    spoken.say(Called(encounter.come_to("127.0.0.1", hello.port, hello.token)))
+    spoken.send(PeerHello(this_side(), port, token, "127.0.0.1"))
+    while not isinstance(message := spoken.receive(DEADLINE), CallMe):
+        spoken.send(Knocked("it did not come") if isinstance(message, Knocking) else Pong(0.0) if isinstance(message, PeerPing) else Bulk())
+    spoken.send(PeerCalled(peer_check.come_to("127.0.0.1", hello.port, hello.token)))
 
 
 def test_one_direction_that_is_closed() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound, and not listening
 
-        def talk(spoken: Line, hello: Hello) -> None:
+        def talk(spoken: PeerConversation, hello: PeerHello) -> None:
             polite(spoken, hello, held.getsockname()[1])
-            spoken.hear(Bulk)
-            spoken.say(Bulk(), bytes(BULK_BYTES))
+            spoken.expect(Bulk)
+            spoken.send(Bulk(), bytes(BULK_BYTES))
 
         with other_machine(talk) as port:
-            (found,) = encounter.visit("127.0.0.1", port)
+            (found,) = peer_check.run_client("127.0.0.1", port)
     name = socket.gethostname()
     assert (found.mark, found.code) == ("fault", "peer-one-way")
     assert found.fact.endswith(f"{name} does not reach {name} at 127.0.0.1:{held_port(found.fact)}: nothing listens there")
@@ -328,35 +340,35 @@ def test_words_that_come_through_and_many_bytes_that_do_not() -> None:
             sock, _ = listener.accept()
             with sock:
                 assert sock.recv(5) == b"token"
-                sock.sendall(encounter.ECHO)
+                sock.sendall(peer_check.ECHO)
 
-        def talk(spoken: Line, hello: Hello) -> None:
+        def talk(spoken: PeerConversation, hello: PeerHello) -> None:
             thread = threading.Thread(target=let_in)
             thread.start()
-            spoken.say(Hello(this_side(), listener.getsockname()[1], "token", "127.0.0.1"))
-            while not isinstance(message := spoken.next(DEADLINE), CallMe):
-                spoken.say(Knocked() if isinstance(message, Knocking) else Pong(0.0))
+            spoken.send(PeerHello(this_side(), listener.getsockname()[1], "token", "127.0.0.1"))
+            while not isinstance(message := spoken.receive(DEADLINE), CallMe):
+                spoken.send(Knocked() if isinstance(message, Knocking) else Pong(0.0))
             thread.join()
-            spoken.say(Called(encounter.come_to("127.0.0.1", hello.port, hello.token)))  # and now the cable is pulled
+            spoken.send(PeerCalled(peer_check.come_to("127.0.0.1", hello.port, hello.token)))  # and now the cable is pulled
 
         with other_machine(talk) as port:
-            (found,) = encounter.visit("127.0.0.1", port)
+            (found,) = peer_check.run_client("127.0.0.1", port)
     assert (found.mark, found.code) == ("fault", "large-packets-lost")
     assert f"127.0.0.1:{port}: single words come through, and 256.0 KiB at a time do not" in found.fact
 
 
 def test_another_version_of_the_protocol_and_an_end_in_the_middle() -> None:
-    def newer(spoken: Line, hello: Hello) -> None:
-        spoken.say(Hello(this_side(), 1, "", "", encounter.PROTOCOL + 1))
+    def newer(spoken: PeerConversation, hello: PeerHello) -> None:
+        spoken.send(PeerHello(this_side(), 1, "", "", peer_check.PROTOCOL + 1))
 
-    def early(spoken: Line, hello: Hello) -> None:
-        spoken.say(Hello(this_side(), 1, "", "127.0.0.1"))
+    def early(spoken: PeerConversation, hello: PeerHello) -> None:
+        spoken.send(PeerHello(this_side(), 1, "", "127.0.0.1"))
 
     with other_machine(newer) as port:
-        (found,) = encounter.visit("127.0.0.1", port)
+        (found,) = peer_check.run_client("127.0.0.1", port)
     assert (found.code, "install the same on both" in found.fact) == ("peer-foreign", True)
     with other_machine(early) as port:
-        (found,) = encounter.visit("127.0.0.1", port)
+        (found,) = peer_check.run_client("127.0.0.1", port)
     assert found.code == "peer-foreign"
     assert "ended the conversation early" in found.fact
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .conftest import Run, Write
 from .job import DEADLINE, environment
 
@@ -37,6 +39,7 @@ def test_a_rank_ends_as_a_program_does(run: Run, tmp_path: Path) -> None:
     assert left(rank) == left(alone)
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_the_templates_modules_are_left_to_the_kernel(run: Run, write: Write) -> None:
     """A finalizer of a module that the template has imported would run if the interpreter took that module apart."""
     write("shared/pkg-packages/held.py", "class Held:\n    def __del__(self): print('taken apart')\nheld = Held()\n")
@@ -47,6 +50,7 @@ def test_the_templates_modules_are_left_to_the_kernel(run: Run, write: Write) ->
     assert (result.rc, result.out) == (0, "own taken apart\n"), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_profilers_end_is_the_interpreters(run: Run, write: Write) -> None:
     """`-m cProfile` writes its table, and a library that came by LD_PRELOAD may have handlers older than the fork."""
     program = write("train.py", "print('trained')\n")
@@ -57,6 +61,7 @@ def test_a_profilers_end_is_the_interpreters(run: Run, write: Write) -> None:
     assert (result.rc, result.out) == (0, "trained\n"), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_the_same_failure_is_said_in_one_line_and_ends_the_restarts(run: Run, write: Write) -> None:
     """`--max-restarts` and a typing error printed the same fourteen lines after each attempt."""
     result = run("-n", "2", "--max-restarts", "9", write("train.py", "raise KeyError('always')\n"))

@@ -89,11 +89,11 @@ def test_in_tests(tmp_path: Path) -> None:
     for number, text in enumerate(tests):
         (tmp_path / f"test_{number}.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    plugin = ["-p", "rallypoint.testing.plugin"] if not _installed() else []
+    plugin = ["-p", "rallypoint.testing.pytest_plugin"] if not _installed() else []
     assert "3 passed" in run(tmp_path, *command, *plugin)
 
 
 def _installed() -> bool:
     from importlib.metadata import entry_points
 
-    return any(point.value == "rallypoint.testing.plugin" for point in entry_points(group="pytest11"))
+    return any(point.value == "rallypoint.testing.pytest_plugin" for point in entry_points(group="pytest11"))

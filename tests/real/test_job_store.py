@@ -25,7 +25,7 @@ WAYS = pytest.mark.parametrize("way", [(), ("--fresh",), ("--plain",)], ids=["te
 
 WHERE = """
 import json, os
-from rallypoint.store import place
+from rallypoint.store import discovery as place
 def where():
     found = place.current()
     if found is None:
@@ -45,6 +45,7 @@ def places() -> Iterator[Path]:
     assert left == []
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_every_rank_has_it_and_what_it_forks_and_no_other_program(run: Run, write: Write, places: Path, way: tuple[str, ...]) -> None:
     write("where.py", WHERE)
@@ -82,6 +83,7 @@ def test_every_rank_has_it_and_what_it_forks_and_no_other_program(run: Run, writ
             assert one[other]["headline"] == "this process has no secret for the store that RALLYPOINT_STORE names"
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_program_of_no_python_has_none(run: Run, write: Write) -> None:
     program = write("train.py", WHERE + "print(json.dumps({**where(), 'store': os.environ.get('RALLYPOINT_STORE')}))")
     result = run("--no-python", sys.executable, program)
@@ -91,6 +93,7 @@ def test_a_program_of_no_python_has_none(run: Run, write: Write) -> None:
     assert "--no-python" in found["why"][0]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_restart_has_another(run: Run, write: Write, places: Path) -> None:
     program = write(
         "train.py",
@@ -105,10 +108,11 @@ def test_a_restart_has_another(run: Run, write: Write, places: Path) -> None:
     assert first["secret"] != second["secret"]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_job_without_a_place_for_a_socket_goes_on_and_says_why_when_it_is_asked(tmp_path: Path, write: Write) -> None:
     program = write("train.py", WHERE + "print(json.dumps({**where(), 'store': os.environ.get('RALLYPOINT_STORE')}))")
     nowhere = (
-        "import sys\nfrom rallypoint.host import sockets\nfrom rallypoint.cli.main import main\n"
+        "import sys\nfrom rallypoint.host import unix_sockets as sockets\nfrom rallypoint.cli.main import main\n"
         "sockets._places = lambda: [('/proc/nowhere', '/tmp')]\nsys.exit(main(['run', *sys.argv[1:]]))"
     )
     result = run_job([program], state=tmp_path, launcher=(sys.executable, "-P", "-c", nowhere))
@@ -141,13 +145,14 @@ def memory_has(pid: int, wanted: bytes) -> bool:
     return False
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_the_secret_is_in_no_environment_no_command_line_and_not_in_the_template(
     tmp_path: Path, write: Write, places: Path, way: tuple[str, ...]
 ) -> None:
     program = write(
         "train.py",
-        "import os, time\nfrom rallypoint.store import place\n"
+        "import os, time\nfrom rallypoint.store import discovery as place\n"
         "kept = place.current().secret()\n"
         "print('secret', kept.hex(), os.getpid(), flush=True)\n"
         "while not os.path.exists(os.environ['GO']): time.sleep(0.01)\n",
@@ -179,6 +184,7 @@ def test_the_secret_is_in_no_environment_no_command_line_and_not_in_the_template
 # --- nothing is left
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join)
 def test_its_folder_is_gone_with_the_job(tmp_path: Path, write: Write, places: Path, victims: tuple[str, ...]) -> None:
     program = write("train.py", "import os, time\nprint('is up', os.environ['RALLYPOINT_STORE'], flush=True)\ntime.sleep(1000)\n")
@@ -193,6 +199,7 @@ def test_its_folder_is_gone_with_the_job(tmp_path: Path, write: Write, places: P
     assert list(places.iterdir()) == []
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_what_the_next_job_finds_it_sweeps(tmp_path: Path, write: Write, places: Path) -> None:
     """Launcher and guard are killed at once."""
     program = write("train.py", "import sys, time\nprint('is up', flush=True)\ntime.sleep(float(sys.argv[1]))\n")
@@ -209,6 +216,7 @@ def test_what_the_next_job_finds_it_sweeps(tmp_path: Path, write: Write, places:
     assert result.rc == 0, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(tmp_path: Path, write: Write, places: Path) -> None:
     program = write(
         "train.py",
@@ -219,7 +227,7 @@ def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(tmp_path: Pat
         "    except ConnectionResetError: print('reset')\n",
     )
     faulty = (
-        "import sys\nfrom rallypoint.launcher.job_store import JobStore\nfrom rallypoint.cli.main import main\n"
+        "import sys\nfrom rallypoint.launcher.agent.job_store import JobStore\nfrom rallypoint.cli.main import main\n"
         "def serve(*_): raise RuntimeError(\"can't start new thread\")\nJobStore.serve = serve\nsys.exit(main(['run', *sys.argv[1:]]))"
     )
     result = run_job([program], state=tmp_path, launcher=(sys.executable, "-P", "-c", faulty), env={"XDG_RUNTIME_DIR": str(places)})
@@ -269,6 +277,7 @@ def test_four_ranks_their_children_and_their_data_loaders_use_one_store(run: Run
     assert [event["what"] for event in result.events].count("store-serves") == 1
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_what_was_stored_before_a_restart_is_not_found_after_it(run: Run, write: Write, places: Path) -> None:
     program = write(
         "train.py",
@@ -284,6 +293,7 @@ def test_what_was_stored_before_a_restart_is_not_found_after_it(run: Run, write:
     assert [event["what"] for event in result.events].count("store-serves") == 2
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_store_goes_on_working_in_a_spawned_process_and_connect_there_says_how(run: Run, write: Write, places: Path) -> None:
     program = write(
         "train.py",
@@ -303,6 +313,7 @@ def test_a_store_goes_on_working_in_a_spawned_process_and_connect_there_says_how
     assert (result.rc, result.out) == (0, "0 2 no-store multiprocessing.Process(target=work, args=(store,))\n"), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_store_that_was_exported_is_not_the_jobs_and_one_line_says_so(run: Run, write: Write, places: Path) -> None:
     program = write("train.py", "import rallypoint\nprint(rallypoint.connect().address)\n")
     exported = {"XDG_RUNTIME_DIR": str(places), "RALLYPOINT_STORE": "tcp://127.0.0.1:29500", "RALLYPOINT_SECRET_FILE": "secret"}
@@ -312,6 +323,7 @@ def test_a_store_that_was_exported_is_not_the_jobs_and_one_line_says_so(run: Run
     assert run("--quiet", program, env=exported).err == ""
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("victim", ["launcher", "job"])
 def test_a_store_in_use_takes_no_signal_and_leaves_nothing(tmp_path: Path, write: Write, places: Path, victim: str) -> None:
     """A rank waits in the store when the launcher is killed, or told to stop."""
@@ -339,6 +351,7 @@ def blocked_signals(pid: int, thread: int) -> set[int]:
     return {number for number in range(1, 65) if mask & (1 << (number - 1))}
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_daemon_thread_that_waits_in_the_store_is_silent_at_the_end_of_its_rank(run: Run, write: Write, places: Path) -> None:
     """A healthy job printed tracebacks of StoreClosed at its end, woven into each other."""
     program = write(

@@ -31,6 +31,7 @@ def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, cwd=folder)
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_function_that_was_typed_behind_c_has_a_place() -> None:
     program = "import rallypoint\ndef f():\n    raise ValueError('bad')\nrallypoint.launch(f)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
@@ -284,6 +285,7 @@ def test_two_threads_launch_at_once() -> None:
     assert found == {0: [0, 1], 1: [10, 11]}
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_script_needs_no_main_guard_and_a_child_forked_by_the_caller_can_launch(tmp_path: Path) -> None:
     done = script(
         tmp_path,
@@ -305,6 +307,7 @@ def test_a_script_needs_no_main_guard_and_a_child_forked_by_the_caller_can_launc
     assert done.stderr == ""
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_ctrl_c_stops_all_and_raises_once(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(
@@ -339,6 +342,7 @@ def test_ctrl_c_stops_all_and_raises_once(tmp_path: Path) -> None:
     assert program.returncode == 0
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_the_caller(tmp_path: Path, number: int) -> None:
     path = tmp_path / "program.py"
@@ -391,6 +395,7 @@ def test_many_launches_leave_nothing() -> None:
     assert threading.active_count() <= threads
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_an_edited_module_is_seen_and_a_preloaded_one_reported(tmp_path: Path) -> None:
     done = script(
         tmp_path,
@@ -440,6 +445,7 @@ def test_env_reaches_the_ranks_and_changes_are_seen() -> None:
     assert rallypoint.launch(look, env={"RP_TEST_A": None}) == [(None, None)]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_killed_agent_is_said_and_the_next_launch_works(tmp_path: Path) -> None:
     done = script(
         tmp_path,
@@ -463,6 +469,7 @@ def test_a_killed_agent_is_said_and_the_next_launch_works(tmp_path: Path) -> Non
     assert done.stdout == "launcher-died\n[5]\n", done.stderr
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_killed_agent_is_seen_though_a_forked_child_has_its_end_of_the_line(tmp_path: Path) -> None:
     """A thread that forked while another one started the agent gave its child both ends: `launch` waited for ever."""
     done = script(
@@ -470,7 +477,7 @@ def test_a_killed_agent_is_seen_though_a_forked_child_has_its_end_of_the_line(tm
         """
         import os, signal, time
         import rallypoint
-        from rallypoint.launcher import boot
+        from rallypoint.launcher import spawn as boot
 
         spawn, here = boot.spawn, os.getpid()
 
@@ -503,6 +510,7 @@ def test_a_killed_agent_is_seen_though_a_forked_child_has_its_end_of_the_line(tm
     assert done.stdout == "[5]\nlauncher-died\n", done.stderr
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_an_agent_that_was_killed_for_memory(tmp_path: Path) -> None:
     done = script(
         tmp_path,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("without_torch")]
 
 
 def script(folder: Path, text: str, *, preamble: str = "") -> str:
@@ -51,13 +51,13 @@ def test_a_call_that_was_over_before_the_template_was_ready_leaves_a_good_one(tm
         """
         import select, time
         import rallypoint
-        from rallypoint.launcher import warm
+        from rallypoint.launcher.launch import agent_pool
 
         try:
             rallypoint.launch(int, timeout=0.3, preload=["slow"])
         except rallypoint.LaunchTimeout as error:
             print(error.code)
-        children = f"/proc/{warm._idle[0].pid}/task/{warm._idle[0].pid}/children"
+        children = f"/proc/{agent_pool._idle[0].pid}/task/{agent_pool._idle[0].pid}/children"
         def waits(pid):  # in epoll_wait, or epoll_pwait of x86-64 or ARM
             return open(f"/proc/{pid}/syscall").read().split()[0] in ("232", "281", "22")
         def template_waits():
@@ -82,7 +82,7 @@ def test_a_call_that_cannot_be_made_imports_nothing_of_the_users(tmp_path: Path)
         """
         import threading
         import rallypoint
-        from rallypoint.launcher import warm
+        from rallypoint.launcher.launch import agent_pool
 
         lock = threading.Lock()
         def locks():
@@ -94,8 +94,8 @@ def test_a_call_that_cannot_be_made_imports_nothing_of_the_users(tmp_path: Path)
                 rallypoint.launch(locks, preload=["mine"])
             except rallypoint.UsageError as error:
                 print(error.code)
-        agent, = warm._idle
-        print(rallypoint.launch(lambda: 1, preload=["mine"]), warm._idle == [agent])
+        agent, = agent_pool._idle
+        print(rallypoint.launch(lambda: 1, preload=["mine"]), agent_pool._idle == [agent])
         """,
     )
     assert said == "lock-in-wrong-scope\nlock-in-wrong-scope\nimported\n[1] True\n"
@@ -343,7 +343,7 @@ def test_daemons_of_ranks_leave_no_zombies(tmp_path: Path) -> None:
         """
         import os, time
         import rallypoint
-        from rallypoint.launcher import warm
+        from rallypoint.launcher.launch import agent_pool
 
         def daemon():
             if os.fork() == 0:
@@ -355,7 +355,7 @@ def test_daemons_of_ranks_leave_no_zombies(tmp_path: Path) -> None:
 
         for _ in range(3):
             rallypoint.launch(daemon)
-        pid = warm._idle[0].pid
+        pid = agent_pool._idle[0].pid
         children = open(f"/proc/{pid}/task/{pid}/children").read().split()
         print([open(f"/proc/{child}/stat").read().rpartition(")")[2].split()[0] for child in children].count("Z"), len(children))
         """,
@@ -369,7 +369,7 @@ def test_a_child_that_was_forked_meanwhile_holds_up_nothing(tmp_path: Path) -> N
         """
         import os, signal, threading
         import rallypoint
-        from rallypoint.launcher import warm
+        from rallypoint.launcher.launch import agent_pool
 
         go, there = os.pipe(), os.pipe()
         def work(there):
@@ -387,8 +387,8 @@ def test_a_child_that_was_forked_meanwhile_holds_up_nothing(tmp_path: Path) -> N
                 signal.pause()
             file.read()
         thread.join()
-        agent = warm._idle.pop()
-        agent.dismiss()
+        agent = agent_pool._idle.pop()
+        agent.discard()
         try:
             os.kill(agent.pid, 0)
         except ProcessLookupError:
@@ -406,9 +406,9 @@ def test_a_stopped_agent_does_not_outlast_the_timeout(tmp_path: Path) -> None:
         """
         import os, signal, time
         import rallypoint
-        from rallypoint.launcher import conversation, warm
+        from rallypoint.launcher.launch import call; from rallypoint.launcher.launch import agent_pool
 
-        conversation.ANSWER_PATIENCE, conversation.LOOK, warm.DISMISS_PATIENCE = 2.0, 600.0, 0.5
+        call.ANSWER_PATIENCE, call.LOOK, agent_pool.DISCARD_PATIENCE = 2.0, 600.0, 0.5
 
         def work():
             with open(f"/proc/{os.getppid()}/stat") as file:
@@ -542,9 +542,11 @@ def test_ctrl_c_between_any_two_lines_leaves_nothing(tmp_path: Path) -> None:
         """
         import gc, os, select, sys, time
         import rallypoint
-        from rallypoint.launcher import conversation, function, warm
+        from rallypoint.launcher.launch import call
+        from rallypoint.launcher.launch import launch as function
+        from rallypoint.launcher.launch import agent_pool
 
-        files = (conversation.__file__, function.__file__, warm.__file__)
+        files = (call.__file__, function.__file__, agent_pool.__file__)
         seen = at = 0
 
         def each(frame, event, argument):
@@ -559,11 +561,11 @@ def test_ctrl_c_between_any_two_lines_leaves_nothing(tmp_path: Path) -> None:
             return open(f"/proc/self/task/{os.getpid()}/children").read().split()
 
         def settled():
-            while warm._idle:
-                warm._idle.pop().dismiss()
+            while agent_pool._idle:
+                agent_pool._idle.pop().discard()
             gc.collect()
             deadline = time.monotonic() + 20
-            while warm._bury() or (children() and time.monotonic() < deadline):
+            while agent_pool._bury() or (children() and time.monotonic() < deadline):
                 select.select([], [], [], 0.01)
             return len(os.listdir("/proc/self/fd")), children()
 

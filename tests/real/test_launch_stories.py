@@ -60,8 +60,10 @@ def told(program: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda path: path.stem)
-def test_the_whole_text(story: Path, tmp_path: Path) -> None:
+def test_the_whole_text(story: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     program, _, text = story.read_text(encoding="utf-8").partition(COMMAND)
+    if "torch" not in program:
+        request.getfixturevalue("without_torch")
     found = told(program, tmp_path)
     if os.environ.get("UPDATE_STORIES"):
         story.write_text(program + COMMAND + found, encoding="utf-8")

@@ -18,6 +18,8 @@ import pytest
 from .conftest import Write
 from .job import RALLYPOINT, Result, environment, left_behind, run_job
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 FINDER = """
 import importlib.util, os, sys
 class Finder:
@@ -45,7 +47,7 @@ def start(tmp_path: Path, write: Write) -> Start:
     program = write("train.py", "import project.work\n")
 
     def run(*options: str, **env: str) -> Result:
-        paths = os.pathsep.join([str(tmp_path / "site-packages"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = os.pathsep.join([str(tmp_path / "site-packages"), os.environ["PYTHONPATH"]])
         return run_job(["-n", "2", *options, program], state=tmp_path / "state", env={"PYTHONPATH": paths, **env}, cwd=tmp_path)
 
     return run
@@ -176,7 +178,8 @@ def test_where_nothing_can_be_kept_the_line_says_what_to_type(start: Start, writ
 
 
 def test_two_jobs_of_one_program_at_once(start: Start, tmp_path: Path) -> None:
-    env = environment(tmp_path / "state", str(tmp_path), {"PYTHONPATH": str(tmp_path / "site-packages")})
+    paths = os.pathsep.join([str(tmp_path / "site-packages"), os.environ["PYTHONPATH"]])
+    env = environment(tmp_path / "state", str(tmp_path), {"PYTHONPATH": paths})
     both = [
         subprocess.Popen([*RALLYPOINT, "-n", "2", "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(2)
@@ -205,7 +208,7 @@ print(*('early' if all(early for early, _ in call) else 'late' for call in found
 
 
 def calls(tmp_path: Path, text: str = CALLS, preload: str = "()", said: str = "") -> list[str]:
-    paths = os.pathsep.join([str(tmp_path / "site-packages"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(tmp_path / "site-packages"), os.environ["PYTHONPATH"]])
     (tmp_path / "calls.py").write_text(text.replace("PRELOAD", preload))
     env = environment(tmp_path / "state", str(tmp_path), {"PYTHONPATH": paths})
     done = subprocess.run([sys.executable, "calls.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)

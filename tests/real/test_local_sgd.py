@@ -36,6 +36,7 @@ def test_it_learns_as_well_as_ddp(run: Run) -> None:
     assert len(set(found.values())) == 1, local.everything  # the same model
     ddp = run("-n", "4", *PRELOAD, EXAMPLES / "digits_ddp.py")
     assert ddp.rc == 0, ddp.everything
+    assert len([line for line in ddp.lines if "first step, loss" in line]) == 4, ddp.everything
     accuracy = re.search(r"^\[0\] test accuracy (\S+)$", ddp.out, re.MULTILINE)
     assert accuracy, ddp.everything
     assert abs(found[0] - float(accuracy[1])) <= 0.011, (found[0], accuracy[1])

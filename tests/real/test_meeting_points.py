@@ -153,7 +153,7 @@ WRONG = {
 @pytest.mark.parametrize("method", WRONG)
 def test_a_method_that_cannot_work_is_corrected(run: Run, write: Write, method: str) -> None:
     program = write("train.py", BY_METHOD)
-    result = run("--fresh", "-n", "2", "train.py", method, cwd=program.parent)
+    result = run("-n", "2", "train.py", method, cwd=program.parent)
     assert (result.rc, result.codes) == (1, ["init-method-invalid"]), result.everything
     assert f"             {WRONG[method]}" in result.report.splitlines(), result.everything
     assert "train.py:5" in result.report

@@ -61,6 +61,7 @@ def kernel(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
         manager.shutdown_kernel(now=True)
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_an_interrupt_stops_the_ranks_and_the_next_cell_works(kernel: tuple[Any, Any]) -> None:
     manager, client = kernel
     asked = client.execute(
@@ -100,6 +101,7 @@ def test_an_interrupt_stops_the_ranks_and_the_next_cell_works(kernel: tuple[Any,
     assert answer["content"]["status"] == "ok"
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_nothing_outlives_the_kernel(kernel: tuple[Any, Any], tmp_path: Path) -> None:
     manager, client = kernel
     reply = client.execute_interactive(
@@ -114,6 +116,7 @@ def test_nothing_outlives_the_kernel(kernel: tuple[Any, Any], tmp_path: Path) ->
     os.close(template)
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_places_are_named_by_cell(kernel: tuple[Any, Any]) -> None:
     """A report said /tmp/ipykernel_24594/221512147.py:2, which nobody can open, and so did a warning of a rank's."""
     _, client = kernel

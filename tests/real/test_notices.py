@@ -29,6 +29,7 @@ print(f"rank {rank} saves, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", 
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("options", [(), ("--fresh",), ("--notice-signal", "usr1,WINCH")], ids=["forked", "fresh", "named"])
 def test_a_notice_is_handed_to_the_ranks_and_the_job_goes_on(tmp_path: Path, options: tuple[str, ...]) -> None:
     """SIGUSR1 killed the launcher without a report, and so the job: Slurm's --signal=USR1@90 is to be passed on. Rank 1 has no handler,
@@ -46,6 +47,7 @@ def test_a_notice_is_handed_to_the_ranks_and_the_job_goes_on(tmp_path: Path, opt
     assert "rallypoint: SIGUSR1 came, and the job goes on: handed to rank 0; rank 1 has no handler for it" in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_restart_knows_of_a_notice_that_came_before(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM.replace("assert not rallypoint.preempted()", "") + "\nraise SystemExit(heard != [] and 3)\n")
@@ -63,6 +65,7 @@ def test_a_restart_knows_of_a_notice_that_came_before(tmp_path: Path) -> None:
     assert "rank 1 saves, attempt 1" in result.out
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("options", [("--plain",), ("--no-python",)])
 def test_a_rank_that_is_not_looked_into_does_not_die_of_a_notice(tmp_path: Path, options: tuple[str, ...]) -> None:
     program = tmp_path / ("train.py" if options == ("--plain",) else "train.sh")
@@ -84,6 +87,7 @@ def test_a_rank_that_is_not_looked_into_does_not_die_of_a_notice(tmp_path: Path,
     assert "SIGUSR2 came, and the job goes on: ranks 0-1 have no handler for it" in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_signal_that_is_to_stop_the_job_is_no_notice(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("import time\nprint('is up', flush=True)\ntime.sleep(1000)\n")

@@ -17,12 +17,13 @@ import sys
 
 import pytest
 
-from rallypoint.diagnosis.causes import CATALOGUE, page
+from rallypoint.diagnosis.catalogue import CATALOGUE, page
 
 DEADLINE = 100.0  # seconds for one script; most take two
 
 _COMMAND = re.compile(r"^<!-- produces: (.+) -->$", re.MULTILINE)
 _FILE = re.compile(r"^```python (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NEEDS_TORCH = ("torch", "Tensor", '"doctor"')
 PAGES = {code: found.group(1) for code in CATALOGUE if (found := _COMMAND.search(page(code)))}
 
 
@@ -35,9 +36,12 @@ def _asks_the_doctor(code: str) -> bool:
 
 
 @pytest.mark.parametrize("code", [pytest.param(code, marks=pytest.mark.torch if _starts_ranks(code) else ()) for code in PAGES])
-def test_the_script_of_a_page_produces_its_code(code: str, tmp_path: pathlib.Path) -> None:
-    for name, text in _FILE.findall(page(code)):
+def test_the_script_of_a_page_produces_its_code(code: str, tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> None:
+    files = _FILE.findall(page(code))
+    for name, text in files:
         (tmp_path / name).write_text(text)
+    if not any(word in text for _, text in files for word in _NEEDS_TORCH):
+        request.getfixturevalue("without_torch")
     python = shlex.quote(sys.executable)
     command = re.sub(r"(?<![\w/-])rallypoint run", f"{python} -P -m rallypoint run", PAGES[code])
     command = re.sub(r"(?<![\w/-])python script", f"{python} script", command)

@@ -27,6 +27,7 @@ def run_from_a_shell(before: str, arguments: list[str], state: Path) -> Result:
     return run_job([f"{before}\nexec {command}"], launcher=["/bin/bash", "-c"], state=state)
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_what_the_shell_had_started_before_it_became_the_launcher_is_left_alone(tmp_path: Path) -> None:
     """A container's entrypoint that starts a monitor and then executes the launcher lost the monitor: by SIGKILL, at the job's end and at
     each restart, since everything below the launcher counted as the job's. So did an orphan of the monitor's."""
@@ -43,6 +44,7 @@ def test_what_the_shell_had_started_before_it_became_the_launcher_is_left_alone(
     assert result.rc == 0, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_log_shipper_behind_the_launcher_gets_every_line(tmp_path: Path) -> None:
     """`exec > >(tee log); exec rallypoint run`: the reader was killed with lines still in the pipe."""
     slow = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.001)\n    open('log', 'a').write(line)"
@@ -54,6 +56,7 @@ def test_a_log_shipper_behind_the_launcher_gets_every_line(tmp_path: Path) -> No
     assert "LAST" in lines
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("killed", [False, True], ids=["it-ends-well", "the-launcher-is-killed"])
 def test_a_daemon_without_its_mark_does_not_outlive_the_job(tmp_path: Path, killed: bool) -> None:
     """In a session of its own, with an empty environment and without a parent: after SIGKILL of the launcher such a one lived on."""
@@ -71,6 +74,7 @@ def test_a_daemon_without_its_mark_does_not_outlive_the_job(tmp_path: Path, kill
     assert not found.exists() or b"1005" not in found.read_bytes()
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("name", ["guard", "template"])
 def test_a_helper_that_was_stopped_is_named_and_continued(tmp_path: Path, name: str) -> None:
     """The launcher waited for a stopped guard without an end; it never heard of the ends of ranks below a stopped template."""
@@ -105,6 +109,7 @@ class _Debugger:
         self.process.communicate()
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("name", ["guard", "template"])
 @pytest.mark.parametrize("ending", ["well", "killed"])
 def test_a_helper_that_a_debugger_holds_hides_no_end(tmp_path: Path, name: str, ending: str) -> None:
@@ -133,6 +138,7 @@ def test_a_helper_that_a_debugger_holds_hides_no_end(tmp_path: Path, name: str, 
         assert "does not tell that ranks have ended: state t" in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_helpers_that_were_stopped_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     """A stopped guard stayed, with its folders in TMPDIR, when the launcher was killed."""
 
@@ -150,6 +156,7 @@ def test_helpers_that_were_stopped_do_not_outlive_a_killed_launcher(tmp_path: Pa
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_restarts_under_a_guard_that_reads_nothing_come_to_an_end(tmp_path: Path) -> None:
     """Each rank is told to the guard. When its socket was full the launcher waited for it without an end."""
     held: list[_Debugger] = []
@@ -168,6 +175,7 @@ def test_restarts_under_a_guard_that_reads_nothing_come_to_an_end(tmp_path: Path
     assert result.rc in (3, 137), result.everything  # 137: a guard that reads nothing was killed, and the job ended with it
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_ctrl_z_stops_the_ranks_and_fg_continues_them(tmp_path: Path) -> None:
     """Only the launcher stopped: its ranks, which have sessions of their own, went on computing, and reading the terminal."""
     marker = uuid.uuid4().hex
@@ -187,6 +195,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(tmp_path: Path) -> None:
     assert not left_behind(marker)
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.root
 @pytest.mark.parametrize("first", [True, False], ids=["the-first-process", "not-the-first"])
 def test_numbers_of_another_pid_namespace_are_not_signalled(tmp_path: Path, first: bool) -> None:
@@ -201,6 +210,7 @@ def test_numbers_of_another_pid_namespace_are_not_signalled(tmp_path: Path, firs
     assert "/proc shows another pid namespace" in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.root
 def test_a_job_where_proc_hides_other_users_processes(tmp_path: Path) -> None:
     """With hidepid=1 their folders are there and cannot be opened: each job ended in an internal error."""
@@ -215,6 +225,7 @@ def test_a_job_where_proc_hides_other_users_processes(tmp_path: Path) -> None:
 _FAMILY = f"import sys; sys.path[:0] = {sys.path!r}; from rallypoint.host import processes; print(processes.family(b'NO=SUCH', []))"
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_what_the_kernel_lacks_is_said_once_and_by_name(tmp_path: Path) -> None:
     """Without pidfd_open each job was told "this is a fault in rallypoint"."""
     without = (
@@ -239,6 +250,7 @@ def test_a_program_that_changes_its_root_ends_well(tmp_path: Path) -> None:
     assert result.rc == 0, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_file_of_the_name_of_a_module_that_connect_needs(tmp_path: Path) -> None:
     """`hmac.py` beside the script: the one module of the standard library that was imported late in a rank."""
     (tmp_path / "hmac.py").write_text("raise SystemExit('the wrong one')")
@@ -247,6 +259,7 @@ def test_a_file_of_the_name_of_a_module_that_connect_needs(tmp_path: Path) -> No
     assert result.rc == 0, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.root
 @pytest.mark.parametrize("missing", ["/dev/null", "/proc/self/fd"])
 def test_what_the_machine_lacks_is_named(tmp_path: Path, missing: str) -> None:

@@ -28,7 +28,7 @@ SOONER = f"""\
 import sys
 import msgspec
 from rallypoint.cli import main
-from rallypoint.launcher import agent
+from rallypoint.launcher.agent import agent
 
 start = agent.run
 agent.run = lambda plan: start(msgspec.structs.replace(plan, roll_call={AFTER}))

@@ -83,17 +83,6 @@ def test_lightning(run: Run, tmp_path: Path) -> None:
     assert not result.codes, result.everything
 
 
-@needs("sklearn")
-@pytest.mark.slow
-def test_the_digits_of_the_demo(run: Run) -> None:
-    """Shortened: the demo itself goes on to an accuracy of 0.95."""
-    result = run("-n", "2", EXAMPLES / "digits_ddp.py", "--epochs", "2", "--lr", "0.005")
-    assert result.rc == 0, result.everything
-    (line,) = [line for line in result.of(0) if line.startswith("test accuracy")]
-    assert float(line.split()[-1]) > 0.8, result.everything
-    assert len([line for line in result.lines if "first step, loss" in line]) == 2, result.everything
-
-
 @pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")

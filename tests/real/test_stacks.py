@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.diagnosis import standing
-from rallypoint.diagnosis.standing import Standing
+from rallypoint.diagnosis import rank_snapshot
+from rallypoint.diagnosis.rank_snapshot import Standing
 from rallypoint.host import processes
-from rallypoint.launcher import visits
-from rallypoint.launcher.handles import EVIDENCE_KEPT, RankHandle
+from rallypoint.launcher.agent import query_socket
+from rallypoint.launcher.agent.process_handles import EVIDENCE_KEPT, RankHandle
 from rallypoint.record import run_folder
 
 from .conftest import Write
@@ -79,7 +79,7 @@ def ask(state: Path) -> Standing | None:
     """What the command would ask, and be told; None when no job is that far yet."""
     running = run_folder.running_runs(str(state / "rallypoint" / "runs"))
     door = run_folder.door_of(running[0].path) if running else None
-    return visits.ask(door.socket, DEADLINE) if door is not None else None
+    return query_socket.ask(door.socket, DEADLINE) if door is not None else None
 
 
 def wait_for(condition: Callable[[], object], what: Callable[[], object]) -> None:
@@ -96,9 +96,9 @@ def wait_for_sentence(state: Path, *parts: str) -> Standing:
     def shown() -> bool:
         told = ask(state)
         found[:] = [told] if told is not None else []
-        return told is not None and all(part in standing.sentence(told) for part in parts)
+        return told is not None and all(part in rank_snapshot.sentence(told) for part in parts)
 
-    wait_for(shown, lambda: f"{parts} in {[standing.sentence(one) for one in found]}")
+    wait_for(shown, lambda: f"{parts} in {[rank_snapshot.sentence(one) for one in found]}")
     return found[0]
 
 
@@ -116,7 +116,7 @@ def test_five_ranks_that_wait_in_their_ways(tmp_path: Path, write: Write) -> Non
             "rank 4 runs another program, sleep 1000",
         )
         pids = [one.pid for one in found.ranks]
-        assert standing.groups(found)[-1].numbers == (0, 1)  # the odd ones before
+        assert rank_snapshot.groups(found)[-1].numbers == (0, 1)  # the odd ones before
         shown = stacks(tmp_path)
         assert shown.returncode == 0
         assert len(shown.stdout.splitlines()) <= 40
@@ -125,7 +125,7 @@ def test_five_ranks_that_wait_in_their_ways(tmp_path: Path, write: Write) -> Non
 
         os.kill(pids[0], signal.SIGSTOP)
         stopped = wait_for_sentence(tmp_path, "rank 0 is stopped by a signal", "rank 1 waits in all_reduce")
-        assert f"    kill -CONT {pids[0]}" in standing.text(stopped).splitlines()
+        assert f"    kill -CONT {pids[0]}" in rank_snapshot.text(stopped).splitlines()
         os.kill(pids[0], signal.SIGCONT)
         wait_for_sentence(tmp_path, "ranks 0-1 wait in all_reduce")
         assert all(processes.status(pid) for pid in pids)  # the one without our handler, too
@@ -192,6 +192,7 @@ dist.destroy_process_group()
     assert not (result.run_dir / "report.json").exists()  # the job went well
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_program_that_is_not_python_is_shown_and_not_signalled(tmp_path: Path) -> None:
     def act(process: subprocess.Popen[bytes]) -> None:
         for _ in range(2):  # the first question would have ended them
@@ -202,6 +203,7 @@ def test_a_program_that_is_not_python_is_shown_and_not_signalled(tmp_path: Path)
     assert result.rc == 143, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_rank_that_hangs_after_its_interpreter_is_no_other_program(tmp_path: Path, write: Write) -> None:
     """A library that waits as it is unloaded, as NCCL's may: Python has put its handlers away by then."""
     script = write("train.py", "import ctypes\nc = ctypes.CDLL(None)\nc.__cxa_atexit(ctypes.cast(c.pause, ctypes.c_void_p), None, None)\n")
@@ -214,6 +216,7 @@ def test_a_rank_that_hangs_after_its_interpreter_is_no_other_program(tmp_path: P
     assert result.rc == 143, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_where_a_rank_was_when_somebody_asked_is_not_where_it_ended(tmp_path: Path, write: Write) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -235,11 +238,11 @@ def test_visitors_who_say_nothing_or_nonsense_hold_nobody_up(tmp_path: Path) -> 
         door = run_folder.door_of(found.run_dir)
         assert door is not None
         assert door.pid == process.pid
-        silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * visits.VISITORS_MOST)]
+        silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * query_socket.VISITORS_MOST)]
         for one in silent:
             one.settimeout(DEADLINE)
             one.connect(door.socket)
-        assert visits.ask(door.socket, DEADLINE).launcher == process.pid
+        assert query_socket.ask(door.socket, DEADLINE).launcher == process.pid
         assert silent[0].recv(1) == b""  # too many came after it
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(DEADLINE)
@@ -248,7 +251,7 @@ def test_visitors_who_say_nothing_or_nonsense_hold_nobody_up(tmp_path: Path) -> 
             assert stranger.recv(1) == b"?"
         for one in silent:
             one.close()
-        assert visits.ask(door.socket, DEADLINE).world_size == 1
+        assert query_socket.ask(door.socket, DEADLINE).world_size == 1
         process.terminate()
 
     result = run_job(["--no-python", "sleep", "1000"], state=tmp_path, act=act)
@@ -256,42 +259,43 @@ def test_visitors_who_say_nothing_or_nonsense_hold_nobody_up(tmp_path: Path) -> 
 
 
 def test_where_nobody_listens_and_where_another_version_does(tmp_path: Path) -> None:
-    with pytest.raises(visits.DoorClosed):
-        visits.ask(str(tmp_path / "none"))
+    with pytest.raises(query_socket.DoorClosed):
+        query_socket.ask(str(tmp_path / "none"))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "door"))
-        with pytest.raises(visits.DoorClosed):
-            visits.ask(str(tmp_path / "door"))
+        with pytest.raises(query_socket.DoorClosed):
+            query_socket.ask(str(tmp_path / "door"))
         listener.listen()
-        with pytest.raises(visits.LauncherSilent) as silent:
-            visits.ask(str(tmp_path / "door"), 0.1)
+        with pytest.raises(query_socket.LauncherSilent) as silent:
+            query_socket.ask(str(tmp_path / "door"), 0.1)
         assert silent.value.pid == os.getpid()
 
 
 def test_who_comes_when_few_descriptors_are_left_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job at its limit goes on: answering opened what it had none left for, and that ended the launcher."""
-    door = visits.Door()
+    door = query_socket.QuerySocket()
     try:
         sent_away: list[BaseException] = []
 
         def visit() -> None:
             try:
-                visits.ask(door.path, DEADLINE)
-            except visits.DoorClosed as error:
+                query_socket.ask(door.path, DEADLINE)
+            except query_socket.DoorClosed as error:
                 sent_away.append(error)
 
-        limit = door.fileno() + 1 + visits.ROOM
+        limit = door.fileno() + 1 + query_socket.ROOM
         monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
         visitor = threading.Thread(target=visit)
         visitor.start()
         select.select([door], [], [], DEADLINE)
-        assert door.come_in() is None
+        assert door.accept_visitor() is None
         visitor.join(DEADLINE)
-        assert [type(error) for error in sent_away] == [visits.SentAway]
+        assert [type(error) for error in sent_away] == [query_socket.SentAway]
     finally:
         door.close()
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_job_that_is_being_stopped_does_not_stall(tmp_path: Path, write: Write) -> None:
     """Its ranks stand still within the grace, and somebody asks where."""
     script = write("deaf.py", "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(1000)\n")
@@ -356,6 +360,7 @@ def test_an_answer_is_to_the_last_question_only(rank: RankHandle) -> None:
     assert rank.dump().count("most recent call first") == 2
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_rank_that_executes_another_program_meanwhile_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal had a handler when the launcher looked, and none when it came: a real-time signal ended a healthy process."""
     handle = RankHandle(0, 0)
@@ -372,6 +377,7 @@ def test_a_rank_that_executes_another_program_meanwhile_lives_on(monkeypatch: py
     handle.close()
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_rank_that_is_stopped_is_asked_once_and_answers_when_it_goes_on(rank: RankHandle) -> None:
     os.kill(rank.pid, signal.SIGSTOP)
     wait_for(lambda: processes.is_stopped(rank.pid), lambda: "it is stopped")

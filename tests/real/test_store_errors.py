@@ -59,6 +59,7 @@ else:
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("way", [(), ("--fresh",), ("--plain",)], ids=["template", "fresh", "plain"])
 def test_a_key_that_nobody_sets(run: Run, write: Write, way: tuple[str, ...]) -> None:
     """It names the line, the store's own page, and says that another rank may be the cause. With --plain the log has to do."""
@@ -72,6 +73,7 @@ def test_a_key_that_nobody_sets(run: Run, write: Write, way: tuple[str, ...]) ->
     assert result.report.endswith("  more   rallypoint explain wait-timeout\n"), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_where_the_others_stood(run: Run, write: Write) -> None:
     """The whole report, as it is read at three in the morning."""
     result = run("-n", "3", "train.py", cwd=write("train.py", COMPUTES).parent)
@@ -90,6 +92,7 @@ def test_where_the_others_stood(run: Run, write: Write) -> None:
     ), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_who_waited_for_a_rank_that_failed_is_not_the_cause(run: Run, write: Write) -> None:
     """Whether its own error comes before it is stopped or not."""
     result = run("-n", "2", "train.py", cwd=write("train.py", WAITS_FOR_ONE_THAT_FAILED).parent)
@@ -98,6 +101,7 @@ def test_who_waited_for_a_rank_that_failed_is_not_the_cause(run: Run, write: Wri
     assert "not at fault" in result.report, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_one_of_its_own_is_certain(run: Run, write: Write) -> None:
     result = run("-n", "2", "train.py", cwd=write("train.py", TOO_LARGE).parent)
     assert (result.rc, result.codes) == (1, ["key-too-long"]), result.everything

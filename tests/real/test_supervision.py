@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.launcher.supervisor import ONE_SIGNAL
+from rallypoint.launcher.agent.supervisor import ONE_SIGNAL
 
 from .job import DEADLINE, MARKER, Result, processes, run_job
 
@@ -233,6 +233,7 @@ def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(tmp_path:
     assert not [e for e in result.events if e["what"] == "killed"]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_what_a_rank_raises_when_the_job_is_stopped_is_said(tmp_path: Path) -> None:
     """The report was made before, and the error of a rank that lost its peer, or failed to save, stood in its log only."""
     program = tmp_path / "train.py"
@@ -347,6 +348,7 @@ def test_a_group_that_is_opened_again_meets_anew(tmp_path: Path) -> None:
     assert [result.out.count(f"turn {turn} sums 2") for turn in range(3)] == [2, 2, 2]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_few_descriptors_are_said_to_be_few(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("print('here')\n")
@@ -357,6 +359,7 @@ def test_few_descriptors_are_said_to_be_few(tmp_path: Path) -> None:
     assert "ulimit -n 4096" in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     program = os.fsencode(tmp_path) + b"/caf\xe9.py"
     Path(os.fsdecode(program)).write_text("import sys\nprint(ascii(sys.argv[1:]))\nopen('/no/caf\\udce9')\n")
@@ -366,6 +369,7 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert "FileNotFoundError" in result.report
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_names_that_ranks_choose_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
     """The name of a process that failed, and the command line of one that was left running, cleared the screen."""
     program = tmp_path / "names.py"
@@ -384,6 +388,7 @@ def test_names_that_ranks_choose_do_not_reach_the_terminal_raw(tmp_path: Path) -
     assert "\x1b[2J" not in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_what_a_successful_rank_leaves_is_named_and_ended(tmp_path: Path) -> None:
     result = run_job(["-n", "2", "leaves.py"], state=tmp_path)
     assert result.rc == 0, result.everything
@@ -391,6 +396,7 @@ def test_what_a_successful_rank_leaves_is_named_and_ended(tmp_path: Path) -> Non
     assert f"rank 1 exited cleanly but left a process running: sleep 1003 (pid {pid}); it is stopped when the job ends" in result.err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_on_failure_continue_tells_each_failure_once_and_lets_the_others_finish(tmp_path: Path) -> None:
     result = run_job(["-n", "4", "--on-failure", "continue", "two_fail.py"], state=tmp_path)
     assert (result.rc, result.codes) == (4, ["rank-exited", "rank-raised"]), result.everything
@@ -413,6 +419,7 @@ def test_on_failure_continue_who_loses_the_rank_that_failed_is_one_line_and_no_r
     assert [report["code"] for report in kept] == ["rank-killed"]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_path: Path) -> None:
     """The agent raises its own limit on open files; a rank has the user's."""
     program = tmp_path / "limit.py"
@@ -428,8 +435,8 @@ def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_pa
 def test_a_fault_of_ours_is_said_to_be_ours_and_leaves_nothing(tmp_path: Path) -> None:
     """The launcher's own loop raises in the middle of a job with children."""
     faulty = (
-        "import sys\nfrom rallypoint.launcher.meetings import Meetings\nfrom rallypoint.cli.main import main\n"
-        "def fault(*_): raise RuntimeError('a fault of ours')\nMeetings.meets = fault\nsys.exit(main(['run', *sys.argv[1:]]))"
+        "import sys\nfrom rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor\nfrom rallypoint.cli.main import main\n"
+        "def fault(*_): raise RuntimeError('a fault of ours')\nRendezvousMonitor.meets = fault\nsys.exit(main(['run', *sys.argv[1:]]))"
     )
     result = run_job(["-n", "2", "family.py", "wait"], state=tmp_path, launcher=(sys.executable, "-P", "-c", faulty))
     assert (result.rc, result.codes) == (70, ["internal-error"]), result.everything
@@ -442,10 +449,10 @@ DEAD_DISK = """\
 import sys
 import threading
 from rallypoint.cli.main import main
-from rallypoint.launcher import account
+from rallypoint.launcher.agent import evidence_gatherer, reporter
 from rallypoint.record import run_folder
 
-account.DISK_TIMEOUT = account.ERROR_FILES_TIMEOUT = 0.5
+reporter.DISK_TIMEOUT = evidence_gatherer.ERROR_FILES_TIMEOUT = 0.5
 write = run_folder.KeptFile.write
 
 def dead(file, data):
@@ -458,6 +465,7 @@ sys.exit(main(["run", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_disk_that_dies_in_the_middle_of_a_run_holds_nobody_up(tmp_path: Path) -> None:
     """The launcher's loop waited for it in the kernel: no rank was reaped any more, and Ctrl-C did nothing."""
     program = tmp_path / "train.py"
@@ -471,10 +479,11 @@ def test_a_disk_that_dies_in_the_middle_of_a_run_holds_nobody_up(tmp_path: Path)
 
 # The same, and the ranks' logs: not one line of theirs gets to the disk.
 DEAD_LOGS = DEAD_DISK.replace("b'\"worker-started\"' in data", 'b"line" in data').replace(
-    "account.DISK_TIMEOUT =", "from rallypoint.record import logs\nlogs.DISK_PATIENCE = account.DISK_TIMEOUT ="
+    "reporter.DISK_TIMEOUT =", "from rallypoint.record import log_pump as logs\nlogs.DISK_PATIENCE = reporter.DISK_TIMEOUT ="
 )
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_disk_that_takes_no_logs_holds_nobody_up(tmp_path: Path) -> None:
     """The thread that reads the ranks' pipes waited for it: the terminal got nothing more, and ranks that print waited for ever."""
     program = tmp_path / "train.py"
@@ -488,6 +497,7 @@ def test_a_disk_that_takes_no_logs_holds_nobody_up(tmp_path: Path) -> None:
     assert "no answer within 0.5 s, and the logs in it are not whole" in result.err, result.err
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_when_descriptors_run_out_while_ranks_are_started_it_is_reported_once(tmp_path: Path) -> None:
     """After its report the launcher failed of the same thing again, where it took in the c10d host, and said so in a second one."""
     program = tmp_path / "train.py"

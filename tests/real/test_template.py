@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from rallypoint.host.signals import ATTENTION_SIGNAL
-from rallypoint.launcher import culprit
+from rallypoint.launcher.agent import unsafe_import
+from rallypoint.launcher.program import Program
 
 from .conftest import Run, Write
 from .job import DEADLINE, MARKER, RALLYPOINT, environment, left_behind
@@ -96,10 +97,10 @@ def test_only_what_the_page_lists_differs(seen: tuple[dict[str, Any], dict[str, 
 
 
 def test_the_page_lists_the_variables_that_are_read_at_load() -> None:
-    from rallypoint.launcher import variables
+    from rallypoint.launcher import late_variables
 
     listed = set(re.findall(r"`([A-Z_]+\*?)`", PAGE.read_text().partition("\nTried, ")[0].rpartition("## ")[2]))
-    assert listed == set(variables._NAMES) | {f"{family}*" for family in variables._FAMILIES}
+    assert listed == set(late_variables._NAMES) | {f"{family}*" for family in late_variables._FAMILIES}
 
 
 def test_random_state_is_a_processs_own(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -142,7 +143,7 @@ def test_modules(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     more = {name.partition(".")[0] for name in set(forked["modules after torch"]) - set(fresh["modules after torch"])}
     assert more <= {"rallypoint", "msgspec", "decimal", "_decimal"}
     assert set(fresh["modules after torch"]) <= set(forked["modules after torch"])
-    assert forked["sys"]["meta_path"].startswith("[<rallypoint.launcher.imports.ImportTimes object")
+    assert forked["sys"]["meta_path"].startswith("[<rallypoint.launcher.worker.import_times.ImportTimes object")
     assert forked["sys"]["meta_path"].count(",") == fresh["sys"]["meta_path"].count(",") + 1
 
 
@@ -188,12 +189,14 @@ def test_ranks_draw_different_numbers(run: Run, write: Write) -> None:
     assert all(a != b for a, b in zip(one, other, strict=True)), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_closed_standard_descriptors_are_dev_null(run: Run, write: Write) -> None:
     program = write("train.py", "import os, sys\nprint('lost')\nsys.stderr.write(os.readlink('/proc/self/fd/1'))\n")
     result = run(program, before=lambda: os.closerange(0, 2))
     assert (result.rc, result.out, result.err) == (0, "", "/dev/null"), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
 def test_children_of_the_program_get_no_descriptor_of_ours(run: Run, write: Write, way: tuple[str, ...]) -> None:
     program = write(
@@ -204,6 +207,7 @@ def test_children_of_the_program_get_no_descriptor_of_ours(run: Run, write: Writ
     assert [line for line in result.lines[1:] if int(line) > 3] == [], result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_it_may_close_every_descriptor(run: Run, write: Write) -> None:
     """As programs do that become daemons: nothing is said, and the job ends well."""
     program = write("train.py", "import os\nos.closerange(3, 256)\nprint('closed')\n")
@@ -211,6 +215,7 @@ def test_it_may_close_every_descriptor(run: Run, write: Write) -> None:
     assert (result.rc, result.out, result.err) == (0, "closed\n", ""), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_developers_mode_hears_nothing_of_us(run: Run, write: Write) -> None:
     program = write("train.py", "import gc\ngc.collect()\nprint('fine')\n")
     result = run("-n", "2", program, env={"PYTHONDEVMODE": "1"})
@@ -288,7 +293,9 @@ def test_the_line_that_spoils_a_process(write: Write, monkeypatch: pytest.Monkey
     folder = write("suspect.py", text).parent
     monkeypatch.chdir(folder)
     before = len(os.listdir("/proc/self/fd"))
-    search = culprit.Search(("json", "suspect"), str(folder), {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"})
+    search = unsafe_import.LineSearch(
+        ("json", "suspect"), Program("script", "train.py"), {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
+    )
     assert select.select([search.fileno()], [], [], DEADLINE)[0]
     assert search.answer() == line
     search.end()
@@ -296,6 +303,7 @@ def test_the_line_that_spoils_a_process(write: Write, monkeypatch: pytest.Monkey
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_short_job_is_not_kept_waiting_for_the_line(run: Run, write: Write) -> None:
     write("busy.py", STARTS_A_THREAD + "time.sleep(0.5)\n")
     program = write("train.py", "print('done')\n")
@@ -304,6 +312,7 @@ def test_a_short_job_is_not_kept_waiting_for_the_line(run: Run, write: Write) ->
     assert result.err.count("cuda-in-template]") == 1, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_preload_module_beside_the_script(run: Run, write: Write) -> None:
     """It is imported once, in the template, from where the program would import it."""
     write("mine.py", "import os, sys\npid = os.getpid()\nfirst = sys.path[0]\n")
@@ -318,6 +327,7 @@ def test_a_preload_module_beside_the_script(run: Run, write: Write) -> None:
     assert one["path"].count(str(program.parent)) == 1, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -340,6 +350,7 @@ def test_a_preload_module_that_cannot_be_imported_is_said_once(run: Run, write: 
 # --- what is noticed --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_slow_import_is_named_once_at_the_end(run: Run, write: Write) -> None:
     """The package, though a module of the program's own imports it; not with --preload, and not under --plain."""
     packages = write("site-packages/heavy/__init__.py", "").parent.parent
@@ -410,6 +421,7 @@ def typed_at_the_prompts(arguments: list[str], answers: list[bytes], folder: Pat
     return status, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n")
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_breakpoint_on_the_terminal(write: Write, tmp_path: Path, rank: int) -> None:
@@ -423,6 +435,7 @@ def test_breakpoint_on_the_terminal(write: Write, tmp_path: Path, rank: int) -> 
     assert re.search(r"^\(Pdb\) ", shown, re.MULTILINE), shown  # no prefix
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
 def test_breakpoint_of_a_rank_alone(write: Write, tmp_path: Path) -> None:
     status, shown = typed_at_the_prompts([str(write("train.py", STOPS))], [b"value += 40", b"c", b"c"], tmp_path)
@@ -430,6 +443,7 @@ def test_breakpoint_of_a_rank_alone(write: Write, tmp_path: Path) -> None:
     assert "\nvalue 40" in shown, shown
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
 def test_breakpoint_as_the_user_has_set_it(write: Write, tmp_path: Path) -> None:
     write("hook.py", "def stop():\n    print('my own')\n")
@@ -440,6 +454,7 @@ def test_breakpoint_as_the_user_has_set_it(write: Write, tmp_path: Path) -> None
     assert (status, "Pdb" in shown, "left out" in shown) == (0, False, False), shown
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_set_trace_of_pdb_is_a_breakpoint(write: Write, tmp_path: Path, rank: int) -> None:
@@ -455,6 +470,7 @@ def test_set_trace_of_pdb_is_a_breakpoint(write: Write, tmp_path: Path, rank: in
     assert "program.py" not in shown, shown
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
 def test_a_debugger_with_an_input_of_its_own_works_in_every_rank(run: Run, write: Write) -> None:
     """remote_pdb, for instance, which listens at a port."""

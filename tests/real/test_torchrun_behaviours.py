@@ -139,6 +139,7 @@ ENDINGS = {
 FORKED = ("well", "raises", "exit-3", "exit-text", "sigkill", "segfault")
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize(("way", "ending"), [*(((), one) for one in FORKED), *((("--fresh",), one) for one in ENDINGS)])
 def test_the_exit_status_is_the_failing_ranks(run: Run, write: Write, ending: str, way: tuple[str, ...]) -> None:
     code, status, codes, headline = ENDINGS[ending]
@@ -156,6 +157,7 @@ def test_the_exit_status_is_the_failing_ranks(run: Run, write: Write, ending: st
         assert len(result.err.splitlines()) <= 25, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_a_keyboard_interrupt_of_the_programs_own(run: Run, write: Write, way: tuple[str, ...]) -> None:
     """Nobody pressed Ctrl-C and nobody of us sent SIGINT: it is an exception as any other."""
@@ -165,6 +167,7 @@ def test_a_keyboard_interrupt_of_the_programs_own(run: Run, write: Write, way: t
     assert "rank 1 raised KeyboardInterrupt" in result.report, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_a_traceback_shows_the_programs_frames_only(run: Run, write: Write, way: tuple[str, ...]) -> None:
     program = write(
@@ -197,6 +200,7 @@ def test_a_traceback_shows_the_programs_frames_only(run: Run, write: Write, way:
     ], result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_alone_on_the_terminal_a_traceback_is_printed_once(run: Run, write: Write) -> None:
     program = write("train.py", "def step():\n    raise KeyError('lr')\n\nstep()\n")
     result = run(program)
@@ -206,6 +210,7 @@ def test_alone_on_the_terminal_a_traceback_is_printed_once(run: Run, write: Writ
     assert "rallypoint/launch" not in result.err, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("way", [("--fresh",), ("--no-python",)], ids=["fresh", "program"])
 def test_what_cannot_start_is_said_once(run: Run, tmp_path: Path, way: tuple[str, ...]) -> None:
     result = run(*way, "-n", "2", "missing.py", cwd=tmp_path)
@@ -214,6 +219,7 @@ def test_what_cannot_start_is_said_once(run: Run, tmp_path: Path, way: tuple[str
     assert len(result.err.splitlines()) <= 12, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_syntax_error_is_said_once(run: Run, write: Write) -> None:
     result = run("-n", "2", write("train.py", "print('a'\n"))
     assert result.rc == 1
@@ -224,6 +230,7 @@ def test_a_syntax_error_is_said_once(run: Run, write: Write) -> None:
 # --- kinds of programs ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_a_module(run: Run, write: Write, way: tuple[str, ...]) -> None:
     write("job/__init__.py", "import sys\nseen = sys.argv[0]\n")
@@ -240,6 +247,7 @@ def test_a_module(run: Run, write: Write, way: tuple[str, ...]) -> None:
     assert [*result.of(0), *result.of(1)] == plain.stdout.splitlines() * 2, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_program_that_is_not_python(run: Run, write: Write) -> None:
     program = write("program.sh", '#!/bin/bash\necho "$RANK of $WORLD_SIZE: $*"; exit $((RANK * 4))\n')
     program.chmod(0o755)
@@ -252,6 +260,7 @@ def test_a_program_that_is_not_python(run: Run, write: Write) -> None:
     assert (found.rc, found.of(0), found.of(1)) == (0, ["0"], ["1"]), found.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_run_path(run: Run, write: Write) -> None:
     program = write("train.py", "import sys\nprint(__name__, sys.argv[1:])\n")
     result = run("--fresh", "--run-path", "-n", "2", program, "--run-path")
@@ -259,6 +268,7 @@ def test_run_path(run: Run, write: Write) -> None:
     assert result.of(1) == ["__main__ ['--run-path']"]
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_variables_stand_in_for_flags(run: Run, write: Write) -> None:
     program = write("train.py", "import os\nprint(os.environ['WORLD_SIZE'], os.environ['ROLE_NAME'], os.environ['TORCHELASTIC_RUN_ID'])\n")
     env = {"PET_NPROC_PER_NODE": "2", "PET_ROLE": "trainer", "PET_RDZV_ID": "job8"}
@@ -266,6 +276,7 @@ def test_variables_stand_in_for_flags(run: Run, write: Write) -> None:
     assert (result.rc, result.of(0), result.of(1)) == (0, ["2 tester job8"], ["2 tester job8"]), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_where_the_script_lies(run: Run, write: Write, way: tuple[str, ...]) -> None:
     """A path with blanks, relative, by a symbolic link, without the right to execute; its own folder is first on the path."""
@@ -295,6 +306,7 @@ def test_modules_beside_the_script_do_not_get_between_torch_and_its_imports(run:
     assert (result.rc, result.of(0), result.of(1)) == (0, ["True"], ["True"]), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_what_depends_on_main_works(run: Run, tmp_path: Path) -> None:
     result = run("like_python.py", tmp_path / "unclosed")
     assert result.lines == [
@@ -338,6 +350,7 @@ def under(folder: Path) -> dict[str, str]:
 LOGGED = ("-n", "2", "--rdzv-id", "job7", "-r", "0:3", "-t", "1:1")
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_redirects_and_tee(run: Run, write: Write, tmp_path: Path, way: tuple[str, ...]) -> None:
     result = run(*way, *LOGGED, "--log-dir", tmp_path / "logs", write("train.py", WORDS))
@@ -367,6 +380,7 @@ def test_the_files_are_those_of_torchrun(run: Run, write: Write, tmp_path: Path)
         assert re.sub(r"^\[.*?\]:? ?", "", found[name]) == re.sub(r"^\[.*?\]:? ?", "", expected[name]), (found[name], expected[name])
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_only_some_ranks_on_the_terminal(run: Run, write: Write) -> None:
     result = run("--fresh", "-n", "3", "--local-ranks-filter", "1", write("train.py", WORDS))
     assert result.lines == ["[1] out 1", "[1] kept a"], result.everything
@@ -374,6 +388,7 @@ def test_only_some_ranks_on_the_terminal(run: Run, write: Write) -> None:
     assert sorted((result.run_dir / "rank0.log").read_text().splitlines()) == ["dropped", "err 0", "out 0"]
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_any_bytes_get_through(run: Run, write: Write, way: tuple[str, ...]) -> None:
     program = write("train.py", "import sys\nprint('grüße 你好')\nsys.stdout.buffer.write(b'\\xff\\x00\\x80\\n')\nprint('last', end='')\n")
@@ -387,6 +402,7 @@ def test_any_bytes_get_through(run: Run, write: Write, way: tuple[str, ...]) -> 
         assert lines[2] == b"last"
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_stdin_goes_to_rank_0(run: Run, write: Write, way: tuple[str, ...]) -> None:
     program = write("train.py", "import sys\nprint(repr(sys.stdin.read()))\n")
@@ -394,6 +410,7 @@ def test_stdin_goes_to_rank_0(run: Run, write: Write, way: tuple[str, ...]) -> N
     assert (result.rc, result.of(0), result.of(1)) == (0, ["'one\\ntwo\\n'"], ["''"]), result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_ten_ranks_write_whole_lines(run: Run, write: Write) -> None:
     program = write("train.py", "import os\nfor n in range(200):\n    print(os.environ['RANK'], n, 'x' * 100)\n")
     result = run("--fresh", "-n", "10", program)
@@ -424,6 +441,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_attempts_are_counted(run: Run, write: Write, way: tuple[str, ...]) -> None:
     program = write("train.py", COUNTS)
@@ -461,6 +479,7 @@ def when_ready(*numbers: signal.Signals, ranks: int = 2) -> Any:
     return act
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
 def test_a_rank_may_tidy_up(run: Run, write: Write, way: tuple[str, ...], number: signal.Signals, word: str) -> None:
@@ -470,12 +489,14 @@ def test_a_rank_may_tidy_up(run: Run, write: Write, way: tuple[str, ...], number
     assert "interrupted" in result.err, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_the_signals_that_stop_the_job_can_be_chosen(run: Run, write: Write) -> None:
     result = run("--fresh", "-n", "2", "--signals-to-handle", "SIGUSR1", write("train.py", HANDLING), act=when_ready(signal.SIGUSR1))
     assert result.rc == 128 + signal.SIGUSR1, result.everything
     assert len([line for line in result.lines if "tidied" in line]) == 2, result.everything
 
 
+@pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_nohup(run: Run, write: Write, way: tuple[str, ...]) -> None:
     """SIGHUP was ignored when the job began: it stays so, in the launcher and in the ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.record.lines import Piece
+from rallypoint.record.line_splitter import Piece
 from rallypoint.record.screen import MOST_ROWS, Screen, Sink, fit, plain, without_movements
 
 

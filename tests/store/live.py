@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from rallypoint import Store
 from rallypoint.clock import Clock
 from rallypoint.store.address import FORWARDED
 
@@ -49,6 +52,18 @@ def until(what: Callable[[], object], seconds: float = DEADLINE) -> None:
     while not what():
         assert clock.elapsed() < seconds, "it did not come true"
         threading.Event().wait(0.005)
+
+
+def let_servers_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients wait for what the server says when a wait is over. A busy machine may say it seconds late; that a client does not wait
+    for it for long is for test_deadlines.py."""
+    monkeypatch.setattr("rallypoint.store.client.call.LEAST_GRACE", 5.0)
+
+
+def transport(store: Store) -> str:
+    """How a store is connected: "unix" or "tcp"; "" if it is not."""
+    how = repr(store)
+    return "unix" if "connected by a Unix socket" in how else "tcp" if "connected by TCP" in how else ""
 
 
 def environment(**more: str) -> dict[str, str]:

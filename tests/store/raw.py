@@ -13,8 +13,8 @@ import pytest
 
 from rallypoint.clock import Clock
 from rallypoint.store.address import parse
-from rallypoint.wire.connection import HandshakeFailed, Joining
 from rallypoint.wire.frames import HEADER, header
+from rallypoint.wire.handshake import HandshakeFailed, Joining
 from rallypoint.wire.messages import AnyReply, Freed, Identity, Refusal, Request, Value, Welcome, decode_reply, encode
 
 DEADLINE = 20.0

@@ -12,12 +12,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from queue import Empty
 from types import FrameType
 from typing import Any
 
+from rallypoint import Store
 from rallypoint.clock import Clock
-from rallypoint.primitives.store import Store
-from rallypoint.wire.messages import Pop, Push, Value
 
 DEADLINE = 60.0
 """Seconds within which what has to happen happens, on a busy machine: never used up by a test that passes."""
@@ -184,11 +184,13 @@ def start(*runs: Callable[[], object]) -> Callable[[], None]:
 
 
 def put(store: Store, queue: str, value: object) -> None:
-    """A queue's `put`, as it will be built on `ask`."""
-    store.ask(Push, queue, store.encoded(value))
+    """Put a value into a queue."""
+    store.queue(queue).put(value)
 
 
 def take(store: Store, queue: str, timeout: float | None = None) -> Any:
-    """The first value of a queue, or None."""
-    reply, body = store.ask(Pop, queue, timeout, wait=timeout)
-    return store.decoded(reply, body) if isinstance(reply, Value) else None
+    """Take the first value of a queue; None if there is none in time."""
+    try:
+        return store.queue(queue).get(timeout)
+    except Empty:
+        return None

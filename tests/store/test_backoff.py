@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.store import retry as retrying
-from rallypoint.store.backoff import FIRST, MOST, ceiling, pause
-from rallypoint.store.retry import MOST_KINDS, retry
+from rallypoint.store.client import retry as retrying
+from rallypoint.store.client.backoff import FIRST, MOST, ceiling, pause
+from rallypoint.store.client.retry import MOST_KINDS, retry
 
 
 def test_the_ceiling_doubles_up_to_its_most() -> None:

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rallypoint.store import barriers, rollcall
-from rallypoint.store.rollcall import Sighting
-from rallypoint.store.state import Session, State
+from rallypoint.store.state import attendance, barriers
+from rallypoint.store.state.attendance import Sighting
+from rallypoint.store.state.state import Session, State
 from rallypoint.wire import messages as m
 
 MIB = 1024 * 1024
@@ -48,7 +48,7 @@ class Room:
             self.enter(caller)
         self.seqs[caller] += 1
         session = self.sessions[caller]
-        request = m.Arrive(self.seqs[caller], session.acked, name, size, timeout, value, quorum)
+        request = m.Arrive(self.seqs[caller], session.acked_in_slot(0), name, size, timeout, value, quorum)
         answer = self.state.apply(self.now, session, request)
         return None if answer is None else answer[0]
 
@@ -591,12 +591,12 @@ def stranger(number: int) -> m.Identity:
     ],
 )
 def test_who(them: list[m.Identity], text: str) -> None:
-    assert rollcall.who(them) == text
+    assert attendance.who(them) == text
 
 
 def test_many_who_are_missing_are_folded() -> None:
     absent = [m.Member(identity(rank), rank, "", 1.0) for rank in range(1, 14)] + [m.Member(None, rank) for rank in (14, 15)]
-    assert rollcall.attendance(16, 1, [identity(0)], absent) == (
+    assert attendance.attendance(16, 1, [identity(0)], absent) == (
         "1 arrived (rank 0 (pid 100 on node0)), missing: rank 1 (pid 101 on node0, last heard of 1.0 s ago), "
         "rank 2 (pid 102 on node0, last heard of 1.0 s ago), rank 3 (pid 103 on node0, last heard of 1.0 s ago), ranks 4-13, "
         "ranks 14-15 (not connected to the store)"

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import rallypoint
-from rallypoint.store import session
-from rallypoint.store.server import Server
+from rallypoint.store.server.server import Server
+
+from .live import let_servers_be_late
 
 dist: Any = pytest.importorskip("torch.distributed", reason="torch is not installed")
 
@@ -74,7 +75,7 @@ def stores(server: rallypoint.Server, client: rallypoint.Store, tcp_server: Any,
     Whose time is up is told so by the server, and a busy machine may be late with that: which error follows is what is asked here, and
     the one for a server that says nothing is asked in `test_deadlines.py`.
     """
-    monkeypatch.setattr(session, "grace", lambda wait: SOON)
+    let_servers_be_late(monkeypatch)
 
     def make(kind: str) -> Any:
         if kind == "tcp":

@@ -35,12 +35,12 @@ from rallypoint.errors import (
     WrongType,
 )
 from rallypoint.primitives.store import Store
-from rallypoint.store.client import WATCH_SECONDS, Change, Entry
-from rallypoint.store.server import Server, serve
+from rallypoint.store.client.client import WATCH_SECONDS, Change, Entry
+from rallypoint.store.server.server import Server, serve
 from rallypoint.testing import ChaosProxy, Network
-from rallypoint.wire.messages import INLINE_BYTES, Append, Push
+from rallypoint.wire.messages import INLINE_BYTES, Append
 
-from .live import DEADLINE, Thread, output_of, until
+from .live import DEADLINE, Thread, let_servers_be_late, output_of, until
 
 LARGE = b"large" * 40_000
 """Travels beside its message."""
@@ -55,8 +55,7 @@ Connect = Callable[..., Store]
 
 @pytest.fixture(autouse=True)
 def _server_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in tests/primitives/conftest.py."""
-    monkeypatch.setattr("rallypoint.store.pending.LEAST_GRACE", 5.0)
+    let_servers_be_late(monkeypatch)
 
 
 @pytest.fixture
@@ -624,7 +623,7 @@ def test_watch_from_what_is_no_longer_known(store: Store) -> None:
 
 def test_watch_goes_on_asking(monkeypatch: pytest.MonkeyPatch, store: Store, other: Store) -> None:
     assert WATCH_SECONDS > 1
-    monkeypatch.setattr("rallypoint.store.client.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("rallypoint.store.client.client.WATCH_SECONDS", 0.05)
     changes = store.watch("k")
     thread = Thread(lambda: next(changes))
     until(lambda: store.statistics()["operations"]["Watch"] >= 4)
@@ -672,12 +671,11 @@ def test_what_there_is_no_room_for_is_named(store: Store, size: int) -> None:
     for piece in (2_000_000, 30_000):
         with pytest.raises(LimitExceeded):
             store.set_many({f"{piece}/{index}": bytes(piece) for index in range(50_000_000 // piece)})
-    value = store.encoded(bytes(size))
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: store.set("w", bytes(size)), 'store["w"]: '),
         (lambda: store.set_many({"w": bytes(size)}), 'store["w"]: '),
         (lambda: store.compare_and_set("w", rallypoint.ABSENT, bytes(size)), 'store["w"]: '),
-        (lambda: store.ask(Push, "q", value), 'the queue "q": '),
+        (lambda: store.queue("q").put(bytes(size)), 'the queue "q": '),
     ]
     if size < INLINE_BYTES:
         calls.append((lambda: store.ask(Append, "w", bytes(size)), 'store["w"]: '))
@@ -1000,7 +998,7 @@ def test_repr_and_identity(server: Server) -> None:
     far.close()
     assert repr(far) == f"<Store {server.address}: closed, {who}>"
     store.close()
-    assert server.secret.hex() not in repr(store) + repr(vars(store)["_options"])
+    assert server.secret.hex() not in repr(store)
 
 
 def test_repr_without_a_connection() -> None:
@@ -1082,7 +1080,7 @@ def test_a_log_that_is_the_store_itself(server: Server) -> None:
                 proxy.reset()
                 assert mine.add("n") == number
             assert mine.statistics()["reconnects"] == 5
-            until(lambda: mine["lines"] == 10)
+            until(lambda: mine.get("lines", 0) == 10)
         finally:
             log.removeHandler(handler)
             mine.close()

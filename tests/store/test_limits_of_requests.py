@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 import rallypoint
-from rallypoint.store.server import Server
+from rallypoint.store.server.server import Server
 from rallypoint.wire.frames import header
 from rallypoint.wire.messages import TAGS, Add, Append, Exists, Failed, Get, Keys, Names, Set, Status, encode, seq_of
 

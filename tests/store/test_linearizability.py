@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.store.state import Session, State
+from rallypoint.store.state.state import Session, State
 from rallypoint.wire import messages as m
 
 from .linearizability import Kind, Operation, _step, check

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rallypoint.store.limits import LONGEST_TTL, SHORTEST_TTL
-from rallypoint.store.locks import CIRCLE_SHOWN
-from rallypoint.store.state import Session, State
+from rallypoint.store.state.locks import CIRCLE_SHOWN
+from rallypoint.store.state.state import Session, State
 from rallypoint.wire import messages as m
 
 MIB = 1024 * 1024

@@ -20,9 +20,7 @@ import pytest
 import rallypoint
 from rallypoint.errors import StoreClosed, StorePickled, StoreTimeout
 from rallypoint.primitives.store import Store
-from rallypoint.store.server import Server, serve
-from rallypoint.wire import values
-from rallypoint.wire.messages import Pop, Push
+from rallypoint.store.server.server import Server, serve
 
 from .live import DEADLINE, Thread, descriptors, ended_well, output_of, until
 
@@ -403,14 +401,10 @@ def test_threads_move_large_values_at_once(store: Store) -> None:
 
 
 def test_each_item_goes_to_one_of_the_threads_that_wait(store: Store) -> None:
-    def work() -> Any:
-        reply, body = store.ask(Pop, "q", LONG, wait=LONG)
-        return store.decoded(reply, body)  # type: ignore[arg-type]
-
-    threads = [Thread(work) for _ in range(12)]
+    threads = [Thread(store.queue("q").get, LONG) for _ in range(12)]
     until(lambda: store.status()["waiting"] == 12)
     for number in range(12):
-        store.ask(Push, "q", values.encode(number))
+        store.queue("q").put(number)
     assert sorted(thread.result() for thread in threads) == list(range(12))
 
 
@@ -420,7 +414,7 @@ def test_closing_while_others_wait(store: Store, connect: Callable[[], Store]) -
         *[lambda: store.wait("none", LONG)] * 3,
         lambda: store.wait("none"),
         lambda: next(store.watch("none")),
-        lambda: store.ask(Pop, "q", LONG, wait=LONG),
+        lambda: store.queue("q").get(LONG),
     ]
 
     def ended(call: Callable[[], Any]) -> StoreClosed:

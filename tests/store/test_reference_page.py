@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import rallypoint
-from rallypoint.store import gate, history, keys, limits
+from rallypoint.store import limits
+from rallypoint.store.server import admission
+from rallypoint.store.state import keys, watches
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = " ".join((DOCS / "store.md").read_text(encoding="utf-8").split())
@@ -39,9 +41,9 @@ def test_functions_are_shown_with_their_arguments(name: str) -> None:
 
 
 def test_the_limits() -> None:
-    for number in (limits.KEY_BYTES, f"{limits.KEYS:,}", f"{limits.SESSIONS:,}", f"{limits.WAITING:,}", f"{gate.STRANGERS} at a time"):
+    for number in (limits.KEY_BYTES, f"{limits.KEYS:,}", f"{limits.SESSIONS:,}", f"{limits.WAITING:,}", f"{admission.STRANGERS} at a time"):
         assert f"| {number}" in PAGE
-    assert f"{history.CHANGES:,} changes, or {history.CHANGE_BYTES >> 20} MiB" in PAGE
+    assert f"{watches.CHANGES:,} changes, or {watches.CHANGE_BYTES >> 20} MiB" in PAGE
     assert f"| {keys.APPEND_BYTES >> 20} MiB |" in PAGE
     assert limits.SHARE == 4, "a quarter of the memory"
     assert limits.SMALLEST_STORE == 1 << 20, "at least 1 MiB"

@@ -16,13 +16,13 @@ import pytest
 
 import rallypoint
 from rallypoint.clock import Clock
-from rallypoint.store import gate
-from rallypoint.store.server import Server
-from rallypoint.wire.connection import Joining
+from rallypoint.store.server import admission
+from rallypoint.store.server.server import Server
 from rallypoint.wire.frames import HEADER, header
+from rallypoint.wire.handshake import Joining
 from rallypoint.wire.messages import HELLO_BYTES, TAG, Add, Done, Failed, Hello, Identity, Ping, Refusal, Set, decode_handshake, encode
 
-from .live import Thread, ended_well
+from .live import Thread, ended_well, transport
 from .raw import DEADLINE, Closed, Raw, plug, refused
 
 
@@ -180,8 +180,8 @@ def test_nothing_is_decoded_before_the_proof(server: Server) -> None:
 
 
 def test_a_slow_loris_has_five_seconds_whatever_it_sends(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gate.GREETING == 5.0
-    monkeypatch.setattr("rallypoint.store.loop.GREETING", 0.2)
+    assert admission.GREETING == 5.0
+    monkeypatch.setattr("rallypoint.store.server.server_loop.GREETING", 0.2)
     with plug(server.address) as silent, plug(server.address) as slow:
         slow.settimeout(0.02)
         clock = Clock()
@@ -203,7 +203,7 @@ def test_a_slow_loris_has_five_seconds_whatever_it_sends(server: Server, monkeyp
 
 
 def test_half_open_connections_do_not_lock_anybody_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "STRANGERS", 100)
+    monkeypatch.setattr(admission, "STRANGERS", 100)
     crowd = [plug(server.address) for _ in range(500)]
     try:
         assert still_serves(server)
@@ -231,14 +231,14 @@ def test_the_log_has_one_line_for_a_source(server: Server, caplog: pytest.LogCap
 
 
 def test_many_sources_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    told = gate.Gate()
+    told = admission.Gate()
     with caplog.at_level(logging.WARNING, "rallypoint"):
         for number in range(5000):
             told.complain(f"source {number}", "it said nothing", 1000.0)
-        assert len(caplog.records) == gate.LINES
-        assert len(told._told) == gate.SOURCES
-        told.complain("another", "it said nothing", 1000.0 + gate.QUIET)
-    assert caplog.records[-2].message == f"the store left out {5000 - gate.LINES} more lines like these in the last minute"
+        assert len(caplog.records) == admission.LINES
+        assert len(told._told) == admission.SOURCES
+        told.complain("another", "it said nothing", 1000.0 + admission.QUIET)
+    assert caplog.records[-2].message == f"the store left out {5000 - admission.LINES} more lines like these in the last minute"
 
 
 def test_without_a_descriptor_newcomers_are_turned_away_and_the_others_served(server: Server) -> None:
@@ -377,7 +377,7 @@ def test_the_announced_unix_socket_may_be_somebody_elses_on_this_machine(server:
         relay = Relay(listener, server.address)
         with rallypoint.connect(server.address, secret=server.secret, timeout=DEADLINE) as store:
             relay.passing.result()
-            assert not store._session.local
+            assert transport(store) == "tcp"
             assert len(store) == 0
 
 
@@ -395,7 +395,7 @@ def test_a_unix_socket_of_another_user_is_told_nothing(server: Server, tmp_path:
             os._exit(0)
         assert ended_well(child)
         with rallypoint.connect(server.address, secret=server.secret, timeout=DEADLINE) as store:
-            assert not store._session.local
+            assert transport(store) == "tcp"
         client, _ = listener.accept()
         with client:
             assert client.recv(1) == b""

@@ -13,10 +13,9 @@ import rallypoint
 from rallypoint.clock import Clock
 from rallypoint.errors import SessionLost, StoreTimeout
 from rallypoint.primitives.store import Store
-from rallypoint.store.limits import LONGEST_TTL, SHORTEST_TTL
-from rallypoint.store.server import Server, serve
+from rallypoint.store.limits import SHORTEST_TTL
+from rallypoint.store.server.server import Server, serve
 from rallypoint.testing import ChaosProxy
-from rallypoint.wire.messages import Pop
 
 from .live import DEADLINE, Thread, output_of, running, until
 
@@ -74,7 +73,7 @@ def lost_by(call: Any, *args: Any, **named: Any) -> SessionLost:
 
 def pop(store: Store, seconds: float) -> Any:
     """Wait for an item of a queue: a request that changes something and waits."""
-    return store.ask(Pop, "queue", seconds, wait=seconds)
+    return store.queue("queue").get(seconds)
 
 
 # --- another server ---
@@ -351,7 +350,11 @@ def test_a_session_that_is_busy_with_large_values_is_kept(direct: Store, store: 
     assert store.statistics()["sessions"] == 1
 
 
-@pytest.mark.parametrize(("asked", "given"), [(1e-9, SHORTEST_TTL), (5.0, 5.0), (1e9, LONGEST_TTL)])
-def test_there_is_a_shortest_and_a_longest_ttl(server: Server, asked: float, given: float) -> None:
-    with rallypoint.connect(server.address, secret=server.secret, ttl=asked) as store:
-        assert store._session.ttl == given  # the client counts as the server does
+@pytest.mark.parametrize("ttl", [1e-9, 1e9])
+def test_a_ttl_that_is_too_short_or_too_long_is_the_shortest_or_longest(server: Server, direct: Store, ttl: float) -> None:
+    """The client gives its signs of life as often as the server wants them."""
+    with rallypoint.connect(server.address, secret=server.secret, ttl=ttl) as store:
+        store.set("mine", 1, ephemeral=True)
+        with pytest.raises(StoreTimeout):
+            next(direct.watch("mine", timeout=3 * SHORTEST_TTL))
+        assert store.statistics()["sessions"] == 1

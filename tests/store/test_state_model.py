@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rallypoint.store.budget import HELD_BYTES, ITEM_BYTES, KEY_BYTES, QUEUE_BYTES
-from rallypoint.store.state import Session, State
+from rallypoint.store.state.quotas import HELD_BYTES, ITEM_BYTES, KEY_BYTES, QUEUE_BYTES
+from rallypoint.store.state.state import Session, State
 from rallypoint.wire import messages as m
 
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -70,7 +70,7 @@ class Model(RuleBasedStateMachine):
     def ask(self, rank: int, kind: type[m.Request], *fields: Any, large: Blob | None = None, **named: Any) -> Any:
         self.seqs[rank] += 1
         session = self.sessions[rank]
-        request = kind(self.seqs[rank], session.acked, *fields, **named)
+        request = kind(self.seqs[rank], session.acked_in_slot(0), *fields, **named)
         if large is not None:
             assert self.state.reserve(large.size) is None
         answer = self.state.apply(self.now, session, request, large)
@@ -287,7 +287,7 @@ class Model(RuleBasedStateMachine):
         session = self.sessions[rank]
         acked = min(session.waiting, default=self.seqs[rank] + 1) - 1
         self.state.apply(self.now, session, m.Ping(0, acked))
-        assert session.acked == acked
+        assert session.acked_in_slot(0) == acked
         assert all(seq > acked for seq in session.replies)
         for who, seq in list(self.answered):
             if who == rank and seq <= acked:

@@ -31,6 +31,6 @@ def run_pytest(folder: Path, installed: Path, *arguments: str) -> subprocess.Com
     # Under CI pytest shows more of a failed assertion, and the whole of its summary.
     away = ("PYTEST", "RALLYPOINT", "CI", "BUILD_NUMBER")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(away)}
-    environ["PYTHONPATH"] = os.pathsep.join([str(installed), str(ROOT / "src")])
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(installed), str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--rootdir", str(folder), *arguments]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False)

@@ -84,6 +84,7 @@ def test_bodies_run_on_all_ranks_with_parameters_fixtures_and_classes(tmp_path: 
     assert "3 passed" in done.stdout
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_failure_is_the_tests_own(tmp_path: Path, installed: Path) -> None:
     """The whole text: what the rank compared, the lines of the test, who said what."""
     done = outcome(
@@ -175,6 +176,7 @@ OUTCOMES = """
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_every_other_end_of_a_rank(tmp_path: Path, installed: Path) -> None:
     done = outcome(tmp_path, installed, OUTCOMES, "-rA")
     assert done.returncode == 1
@@ -218,6 +220,7 @@ MISUSES = """
 """
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_what_cannot_be_is_said(tmp_path: Path, installed: Path) -> None:
     done = outcome(tmp_path, installed, MISUSES)
     assert done.returncode == 1
@@ -229,6 +232,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, installed: Path) -> None:
     assert "4 failed, 1 error" in done.stdout
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_beside_xdist_and_to_the_first_failure(tmp_path: Path, installed: Path) -> None:
     pytest.importorskip("xdist")
     text = """
@@ -248,6 +252,7 @@ def test_beside_xdist_and_to_the_first_failure(tmp_path: Path, installed: Path) 
     assert "1 failed, 2 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_the_debugger_says_where_it_stands(tmp_path: Path, installed: Path) -> None:
     done = outcome(tmp_path, installed, "import pytest\n@pytest.mark.ranks(2)\ndef test_it():\n    assert 0\n", "--pdb")
     assert "the ranks have ended: this is pytest's own process" in done.stdout, done.stdout

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as some
 
-from rallypoint.wire.frames import HEADER_BYTES, Cutter, Frame, FrameError, header
+from rallypoint.wire.frames import HEADER_BYTES, Cutter, FrameError, WireFrame, header
 
 MESSAGE_BYTES = 300
 BODY_BYTES = 5000
@@ -80,9 +80,9 @@ def test_random_bytes_are_frames_or_a_frame_error(pieces: list[bytes]) -> None:
 def test_a_body_that_is_not_there_yet_is_the_callers() -> None:
     cutter = Cutter(MESSAGE_BYTES, BODY_BYTES)
     cutter.feed(header(3, 10) + b"abc" + b"1234")
-    assert cutter.next() == Frame(b"abc", b"1234", 6)
+    assert cutter.next() == WireFrame(b"abc", b"1234", 6)
     cutter.feed(header(1) + b"z")  # after the six bytes, which went elsewhere
-    assert cutter.next() == Frame(b"z", b"", 0)
+    assert cutter.next() == WireFrame(b"z", b"", 0)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_body_that_is_not_there_yet_is_the_callers() -> None:
 def test_a_length_over_its_limit_is_refused_at_the_header(message: int, body: int, text: str) -> None:
     cutter = Cutter(MESSAGE_BYTES, BODY_BYTES)
     cutter.feed(header(1) + b"x" + header(message, body))
-    assert cutter.next() == Frame(b"x", b"", 0)
+    assert cutter.next() == WireFrame(b"x", b"", 0)
     with pytest.raises(FrameError) as caught:
         cutter.next()
     assert str(caught.value) == text
@@ -117,9 +117,9 @@ def test_a_stranger_is_shown_by_its_first_bytes() -> None:
 def test_a_limit_may_be_raised_between_frames() -> None:
     cutter = Cutter(10, 0)
     cutter.feed(header(10) + b"0123456789" + header(20, 1) + b"x" * 20 + b"b")
-    assert cutter.next() == Frame(b"0123456789", b"", 0)
+    assert cutter.next() == WireFrame(b"0123456789", b"", 0)
     cutter.message_bytes, cutter.body_bytes = 20, 1
-    assert cutter.next() == Frame(b"x" * 20, b"b", 0)
+    assert cutter.next() == WireFrame(b"x" * 20, b"b", 0)
 
 
 def test_feeding_twice_before_asking_loses_nothing() -> None:
@@ -129,9 +129,9 @@ def test_feeding_twice_before_asking_loses_nothing() -> None:
     for piece in (header(200)[5:] + b"m" * 100, b"m" * 100 + header(2), b"ab" + header(1) + b"c"):
         cutter.feed(piece)
     assert [cutter.next(), cutter.next(), cutter.next(), cutter.next()] == [
-        Frame(b"m" * 200, b"", 0),
-        Frame(b"ab", b"", 0),
-        Frame(b"c", b"", 0),
+        WireFrame(b"m" * 200, b"", 0),
+        WireFrame(b"ab", b"", 0),
+        WireFrame(b"c", b"", 0),
         None,
     ]
 

@@ -19,7 +19,7 @@ def _nothing() -> str:
 
 
 def _checks() -> str:
-    from rallypoint.diagnosis.doctor import NAMES
+    from rallypoint.diagnosis.doctor.doctor import NAMES
 
     return f"The checks: {', '.join(NAMES)}."
 

@@ -6,17 +6,16 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rallypoint.cli import parser
-from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli import args
+from rallypoint.cli.args import CommandLine
 from rallypoint.cli.commands import DOCTOR
-from rallypoint.cli.invocation import invoke
-from rallypoint.cli.terminal import wants_color, width, write_out
+from rallypoint.cli.output import wants_color, width, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher import exits
 
 if TYPE_CHECKING:
-    from rallypoint.diagnosis.checks.finding import Finding
-    from rallypoint.diagnosis.checks.trial import Backend, Outcome
+    from rallypoint.diagnosis.doctor.finding import Finding
+    from rallypoint.diagnosis.doctor.trial_job import Backend, TrialOutcome
 
 _CLEAR_LINE = "\r\x1b[K"
 
@@ -25,7 +24,7 @@ def main(argv: list[str]) -> int:
     """`rallypoint doctor` with its arguments; the exit status: 0, or 1 when there is a fault."""
 
     def act(line: CommandLine) -> int:
-        values = parser.values(line, DOCTOR)
+        values = args.values(line, DOCTOR)
         listen, peers, port_range = values["listen"], values["peer"], values["port_range"]
         if listen is not None or peers:
             _refuse_both(listen is not None and bool(peers), bool(values["only"] or values["skip"]))
@@ -36,19 +35,19 @@ def main(argv: list[str]) -> int:
                 help=(("on this machine", f"rallypoint doctor --listen 0 --port-range {port_range[0]}-{port_range[1]}"),),
             )
         _prepare()
-        screen = _Screen(values["error_format"])
+        screen = _DoctorScreen(values["error_format"])
         if listen is not None:
-            return listening(listen, port_range, screen)
+            return listen_for_peers(listen, port_range, screen)
         if peers:
-            return visiting(peers, port_range, screen)
+            return check_peers(peers, port_range, screen)
         return examine(_names(values["only"], values["skip"]), screen)
 
-    return invoke(DOCTOR, argv, act)
+    return args.invoke(DOCTOR, argv, act)
 
 
-def examine(names: tuple[str, ...], screen: _Screen) -> int:
+def examine(names: tuple[str, ...], screen: _DoctorScreen) -> int:
     """Check this machine; the exit status."""
-    from rallypoint.diagnosis import doctor
+    from rallypoint.diagnosis.doctor import doctor
     from rallypoint.launcher.plan import OLDEST_TORCH
 
     for finding in doctor.run(doctor.standard(OLDEST_TORCH, trial), names, screen.starting):
@@ -56,23 +55,23 @@ def examine(names: tuple[str, ...], screen: _Screen) -> int:
     return screen.end()
 
 
-def visiting(peers: Iterable[tuple[str, int]], port_range: tuple[int, int] | None, screen: _Screen) -> int:
+def check_peers(peers: Iterable[tuple[str, int]], port_range: tuple[int, int] | None, screen: _DoctorScreen) -> int:
     """Check the way to each of these machines and back; the exit status."""
-    from rallypoint.diagnosis.checks import encounter
+    from rallypoint.diagnosis.doctor import peer_check
 
     for host, port in peers:
         screen.starting(f"{host}:{port}")
-        for finding in encounter.visit(host, port, port_range):
+        for finding in peer_check.run_client(host, port, port_range):
             screen.show(finding)
     return screen.end()
 
 
-def listening(port: int, port_range: tuple[int, int] | None, screen: _Screen) -> int:
+def listen_for_peers(port: int, port_range: tuple[int, int] | None, screen: _DoctorScreen) -> int:
     """Let other machines check the way to here and back, until none comes any more; the exit status."""
-    from rallypoint.diagnosis.checks import encounter
+    from rallypoint.diagnosis.doctor import peer_check
 
     try:
-        for finding in encounter.receive(port, port_range):
+        for finding in peer_check.run_server(port, port_range):
             screen.show(finding)
     except (UsageError, EnvironmentProblem) as refused:  # its help speaks of other commands' options
         help = (("take any free port", "rallypoint doctor --listen 0"),)
@@ -107,7 +106,7 @@ def _refuse_both(roles: bool, selected: bool) -> None:
 
 def _names(only: tuple[tuple[str, ...], ...], skip: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     """The checks that were asked for, in their order. `UsageError` when none is left."""
-    from rallypoint.diagnosis.doctor import NAMES
+    from rallypoint.diagnosis.doctor.doctor import NAMES
 
     chosen = {name for names in only for name in names} or set(NAMES)
     left = chosen - {name for names in skip for name in names}
@@ -116,7 +115,7 @@ def _names(only: tuple[tuple[str, ...], ...], skip: tuple[tuple[str, ...], ...])
     return tuple(name for name in NAMES if name in left)
 
 
-class _Screen:
+class _DoctorScreen:
     """Shows findings as they come, and counts them. On a terminal it says what is being waited for."""
 
     def __init__(self, error_format: str) -> None:
@@ -131,7 +130,7 @@ class _Screen:
             self._pending = True
 
     def show(self, finding: Finding) -> None:
-        from rallypoint.diagnosis import doctor
+        from rallypoint.diagnosis.doctor import doctor
 
         self._found.append(finding)
         if self._json:
@@ -142,7 +141,7 @@ class _Screen:
 
     def end(self) -> int:
         """The last line, and the exit status."""
-        from rallypoint.diagnosis import doctor
+        from rallypoint.diagnosis.doctor import doctor
 
         status = exits.RAISED if any(finding.mark == "fault" for finding in self._found) else exits.OK
         write_out(f"{self._cleared()}{doctor.json_summary(self._found, status) if self._json else doctor.summary(self._found)}\n")
@@ -153,21 +152,21 @@ class _Screen:
         return _CLEAR_LINE if pending else ""
 
 
-def trial(backend: Backend, ranks: int, timeout: float) -> Outcome:
+def trial(backend: Backend, ranks: int, timeout: float) -> TrialOutcome:
     """Start the trial job as any user's `launch`, and say how it went."""
     from rallypoint.clock import Clock
-    from rallypoint.diagnosis.checks.trial import MEETING, Outcome, measure
+    from rallypoint.diagnosis.doctor.trial_job import MEETING, TrialOutcome, measure
     from rallypoint.diagnosis.report import Report
     from rallypoint.errors import LaunchTimeout, RallypointError, WorkerError
-    from rallypoint.launcher.function import launch
+    from rallypoint.launcher.launch.launch import launch
 
     clock = Clock()
     try:
         measured = launch(measure, nproc=ranks, backend=backend, timeout=timeout, backend_timeout=min(timeout, MEETING))
     except (WorkerError, LaunchTimeout) as failed:
         if isinstance(failed.report, Report):
-            return Outcome(clock.elapsed(), reports=(failed.report,))
-        return Outcome(clock.elapsed(), problem=str(failed), code="cause-unknown")
+            return TrialOutcome(clock.elapsed(), reports=(failed.report,))
+        return TrialOutcome(clock.elapsed(), problem=str(failed), code="cause-unknown")
     except RallypointError as problem:
-        return Outcome(clock.elapsed(), problem=problem.headline, code=problem.code, why=problem.why, help=problem.help)
-    return Outcome(clock.elapsed(), tuple(measured))
+        return TrialOutcome(clock.elapsed(), problem=problem.headline, code=problem.code, why=problem.why, help=problem.help)
+    return TrialOutcome(clock.elapsed(), tuple(measured))

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
-from rallypoint.cli.guard import guarded
+from rallypoint.cli import hints, option_values
+from rallypoint.cli.error_exit import guarded
+from rallypoint.cli.output import beside, columns, filled, help_width, wants_color, width, write_out
 from rallypoint.cli.progress import Progress
-from rallypoint.cli.spelling import nearest as nearest_word
-from rallypoint.cli.terminal import beside, columns, filled, help_width, wants_color, width, write_out
-from rallypoint.diagnosis.causes import CATALOGUE, QUESTIONS, nearest, page, question
+from rallypoint.diagnosis.catalogue import CATALOGUE, QUESTIONS, nearest, page, question
 from rallypoint.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def _taken_apart(argv: Sequence[str]) -> tuple[list[str], str, bool]:
                     help=(("for a program", "--error-format json"),),
                 )
         elif _is_option(word, not words):
-            from rallypoint.cli import commands, suggestions
+            from rallypoint.cli import commands
 
-            raise suggestions.unknown(word, argv, commands.EXPLAIN)
+            raise hints.unknown(word, argv, commands.EXPLAIN)
         else:
             words.append(word)
     return words, chosen, wants_help
@@ -97,7 +97,7 @@ def _is_option(word: str, first: bool) -> bool:
     if not re.fullmatch(r"--?[a-z][\w-]*(=\S*)?", word):
         return False
     name = word.lstrip("-").partition("=")[0].replace("_", "-")
-    return first or word == "--json" or bool(nearest_word(name, ("error-format", "help")))
+    return first or word == "--json" or bool(option_values.nearest(name, ("error-format", "help")))
 
 
 def _explain(words: list[str], error_format: str) -> int:
@@ -110,17 +110,17 @@ def _explain(words: list[str], error_format: str) -> int:
         return _of_stdin(error_format)
     if len(words) == 1 and (name := words[0].lower().replace("_", "-")) in QUESTIONS and not os.path.exists(words[0]):
         if sys.stdout:
-            from rallypoint.diagnosis import page_text
+            from rallypoint.diagnosis import pages
 
-            write_out(page_text.shown(question(name), width(sys.stdout), bold=wants_color(sys.stdout)))
+            write_out(pages.shown(question(name), width(sys.stdout), bold=wants_color(sys.stdout)))
         return 0
     codes = [_code(words)] if _code(words) else [_code([word]) for word in words]
     if all(codes):
         if sys.stdout:
-            from rallypoint.diagnosis import page_text
+            from rallypoint.diagnosis import pages
 
             wide, bold = width(sys.stdout), wants_color(sys.stdout)
-            write_out("\n".join(page_text.shown(page(code), wide, bold=bold) for code in codes))
+            write_out("\n".join(pages.shown(page(code), wide, bold=bold) for code in codes))
         return 0
     if not "".join(words).strip():
         raise UsageError("usage", "the message is empty", help=(("see the codes", "rallypoint explain"),))
@@ -182,9 +182,9 @@ def _no_code(word: str) -> UsageError:
 def _tell_of_an_end(word: str, said: str, code: str) -> int:
     """The page about an exit status or a signal, with a line above it that says which one it is."""
     if sys.stdout:
-        from rallypoint.diagnosis import page_text
+        from rallypoint.diagnosis import pages
 
-        write_out(f"{word}: {said}\n\n" + page_text.shown(page(code), width(sys.stdout), bold=wants_color(sys.stdout)))
+        write_out(f"{word}: {said}\n\n" + pages.shown(page(code), width(sys.stdout), bold=wants_color(sys.stdout)))
     return 0
 
 
@@ -213,18 +213,18 @@ def _end_of_a_process(word: str) -> tuple[str, str] | None:
 
 
 def _of_files(paths: Sequence[str], error_format: str) -> int:
-    from rallypoint.diagnosis.logs import files, reader, speakers, verdict
+    from rallypoint.diagnosis.logs import log_files, prefixes, reader, to_evidence
 
     with Progress() as progress:
         found = []
         for path in paths:
-            one = reader.Reader(path, speakers.of_file(path) if len(paths) > 1 else speakers.NOBODY)
-            found.append(one.read(files.chunks(path, lambda done, size, path=path: progress.at(path, done, size))))  # type: ignore[misc]
-    return _tell(verdict.diagnose(reader.together(found)), error_format)
+            one = reader.Reader(path, *([prefixes.of_file(path)] if len(paths) > 1 else []))
+            found.append(one.read(log_files.chunks(path, lambda done, size, path=path: progress.at(path, done, size))))  # type: ignore[misc]
+    return _tell(to_evidence.diagnose(reader.together(found)), error_format)
 
 
 def _of_stdin(error_format: str) -> int:
-    from rallypoint.diagnosis.logs import files, reader, verdict
+    from rallypoint.diagnosis.logs import log_files, reader, to_evidence
 
     if not sys.stdin:
         raise UsageError(
@@ -236,12 +236,12 @@ def _of_stdin(error_format: str) -> int:
             sys.stderr.flush()
         else:
             _say_that_it_waits()
-        chunks = _counted(files.of_stream(stream), lambda done: progress.at("stdin", done, 0))  # type: ignore[arg-type]
+        chunks = _counted(log_files.of_stream(stream), lambda done: progress.at("stdin", done, 0))  # type: ignore[arg-type]
         findings = reader.Reader("stdin").read(chunks)
     if stream.interrupted and findings.empty:
         raise KeyboardInterrupt
     if not findings.empty:
-        return _tell(verdict.diagnose(findings), error_format)
+        return _tell(to_evidence.diagnose(findings), error_format)
     raise UsageError(
         "usage", "nothing came from stdin", help=(("send both streams of the job", "torchrun train.py 2>&1 | rallypoint explain"),)
     )
@@ -317,16 +317,16 @@ def _reports_of(message: str) -> tuple[Report, ...]:
     reports = _reports_of_words(message)
     if "\n" in message.strip() or not (reports[0].code == "cause-unknown" or (reports[0].code == "rank-raised" and not reports[0].help)):
         return reports
-    from rallypoint.diagnosis import pasted
+    from rallypoint.diagnosis.error_patterns import pasted_lines
 
-    classic = pasted.report(message.strip())
+    classic = pasted_lines.report(message.strip())
     return (classic,) if classic is not None else reports
 
 
 def _reports_of_words(message: str) -> tuple[Report, ...]:
     """What a message tells of itself. One that was copied without its beginning is read once more, as the words of some exception."""
     reports = _read_message(message)
-    from rallypoint.diagnosis.logs.accounts import in_unknown_words
+    from rallypoint.diagnosis.causes.stops import in_unknown_words
 
     known = reports[0].code != "cause-unknown" or (bool(reports[0].said) and not in_unknown_words(reports[0]))
     if known or "\n" in message:
@@ -349,9 +349,9 @@ def _without_type(report: Report) -> Report:
 
 
 def _read_message(message: str) -> tuple[Report, ...]:
-    from rallypoint.diagnosis.logs import reader, verdict
+    from rallypoint.diagnosis.logs import reader, to_evidence
 
-    return verdict.diagnose(reader.Reader("").read([message.encode("utf-8", "surrogateescape")]))
+    return to_evidence.diagnose(reader.Reader("").read([message.encode("utf-8", "surrogateescape")]))
 
 
 def _counted(chunks: Iterator[bytes], count: Callable[[int], None]) -> Iterator[bytes]:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from rallypoint import __version__
-from rallypoint.cli.guard import guarded
-from rallypoint.cli.terminal import write_err, write_out
+from rallypoint.cli.error_exit import guarded
+from rallypoint.cli.output import write_err, write_out
 from rallypoint.launcher import exits
 
 COMMANDS = {
@@ -52,37 +52,14 @@ def dispatch(words: list[str]) -> int:
     if name in ("-V", "--version"):
         write_out(f"rallypoint {__version__}\n")
         return 0
-    if name == "run":
-        from rallypoint.cli import run
+    if name in COMMANDS:  # only the module of this command is loaded
+        from importlib import import_module
 
-        return run.main(rest)
-    if name == "show":
-        from rallypoint.cli import show
+        status: int = import_module(f"rallypoint.cli.{name}").main(rest)
+        return status
+    from rallypoint.cli import hints
 
-        return show.main(rest)
-    if name == "serve":
-        from rallypoint.cli import serve
-
-        return serve.main(rest)
-    if name == "explain":
-        from rallypoint.cli import explain
-
-        return explain.main(rest)
-    if name == "stacks":
-        from rallypoint.cli import stacks
-
-        return stacks.main(rest)
-    if name == "stop":
-        from rallypoint.cli import stop
-
-        return stop.main(rest)
-    if name == "doctor":
-        from rallypoint.cli import doctor
-
-        return doctor.main(rest)
-    from rallypoint.cli import suggestions
-
-    raise suggestions.no_command(words, COMMANDS)
+    raise hints.no_command(words, COMMANDS)
 
 
 def help_text() -> str:

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rallypoint.cli import commands, program_check, request
-from rallypoint.cli.guard import show
-from rallypoint.cli.invocation import invoke
-from rallypoint.cli.suggestions import retyped
-from rallypoint.cli.terminal import write_out
+from rallypoint.cli import args, commands, precheck, run_options
+from rallypoint.cli.error_exit import show
+from rallypoint.cli.hints import retyped
+from rallypoint.cli.output import write_out
 from rallypoint.errors import UsageError
-from rallypoint.launcher import machine
+from rallypoint.launcher import torch_version
 
 if TYPE_CHECKING:
     from rallypoint.launcher.plan import Machine, Options, Plan
@@ -23,7 +22,7 @@ RESOLVE_TIMEOUT = 2.0  # seconds for a name given with --master-addr: one that i
 
 def main(argv: list[str]) -> int:
     """`rallypoint run` with its arguments; the exit status. Errors of usage are printed, not raised."""
-    return invoke(commands.RUN, argv, lambda line: start(request.read(line), os.environ, line.typed), os.environ)
+    return args.invoke(commands.RUN, argv, lambda line: start(run_options.read(line), os.environ, line.typed), os.environ)
 
 
 def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()) -> int:
@@ -32,7 +31,7 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
     `typed`: the options as they were typed, for a line to type again.
     """
     from rallypoint.launcher import plan
-    from rallypoint.record import learnt
+    from rallypoint.record import preload_history
 
     try:
         here = this_machine(wanted, environ)
@@ -43,7 +42,7 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         again = retyped(("--fresh", *typed), wanted.program.target, *wanted.program.args)
         help = (*error.help, ("for a program that needs no torch, start new interpreters", again))
         raise UsageError(error.code, error.headline, why=error.why, help=help) from None
-    trouble = program_check.look_at(made.program, environ, typed) or program_check.look_at_log_dir(wanted.log_dir)
+    trouble = precheck.look_at(made.program, environ, typed) or precheck.look_at_log_dir(wanted.log_dir)
     if trouble:
         show(trouble, wanted.error_format)
         return trouble.exit_status
@@ -53,24 +52,24 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         rendezvous_file.wait_for_disk(made.rendezvous)
         rendezvous_file.look(made.rendezvous)
     memory = _memory(made, environ)
-    made = plan.with_parts(made, program_check.source(made.program), learnt.read(memory, here.now.timestamp()), memory)
+    made = plan.with_parts(made, precheck.source(made.program), preload_history.read(memory, here.now.timestamp()), memory)
     if wanted.dry_run:
         from rallypoint.diagnosis.render import printable
 
         write_out(printable(plan.describe(made)))
         return 0
-    from rallypoint.launcher import agent
+    from rallypoint.launcher.agent import agent
 
     return agent.run(made)
 
 
 def _memory(made: Plan, environ: Mapping[str, str]) -> str:
     """The file of what earlier runs of this program have shown."""
-    from rallypoint.record import learnt
+    from rallypoint.record import preload_history
 
     program = made.program
     name = os.path.realpath(program.target) if program.kind == "script" else f"{program.target} in {made.cwd}"
-    return learnt.path_for(environ, program.kind, name, sys.executable, made.torch)
+    return preload_history.path_for(environ, program.kind, name, sys.executable, made.torch)
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
         ephemeral=ports.ephemeral_range(),
         names=_own_names(wanted.master_addr),
         python=sys.executable,
-        torch=machine.torch_version(),
+        torch=torch_version.torch_version(),
         now=datetime.datetime.now(),
         suffix=secrets.token_hex(8),
         cwd=_working_folder(),
@@ -136,9 +135,9 @@ def _own_names(asked: str) -> tuple[str, ...]:
 
 
 def _is_here(host: str) -> bool:
-    from rallypoint.host import reach, resolver
+    from rallypoint.host import probe, resolver
 
-    places = reach.numeric(host, 0)
+    places = probe.numeric(host, 0)
     if not places:
-        places = [place for ip in resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host].found for place in reach.numeric(ip, 0)]
-    return any(reach.is_own(family, str(sockaddr[0])) for family, sockaddr in places)
+        places = [place for ip in resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host].found for place in probe.numeric(ip, 0)]
+    return any(probe.is_own(family, str(sockaddr[0])) for family, sockaddr in places)

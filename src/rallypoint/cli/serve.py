@@ -6,12 +6,11 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
-from rallypoint.cli import parser
-from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli import args
+from rallypoint.cli.args import CommandLine
 from rallypoint.cli.commands import SERVE
-from rallypoint.cli.invocation import invoke
+from rallypoint.cli.output import write_out
 from rallypoint.cli.port_file import PortFile
-from rallypoint.cli.terminal import write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher import exits
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import signal
 
     from rallypoint.host.signals import SignalLog
-    from rallypoint.store.server import Server
+    from rallypoint.store.server.server import Server
 
 SECRET_NAME = "secret"
 
@@ -28,10 +27,10 @@ def main(argv: list[str]) -> int:
     """`rallypoint serve` with its arguments; the exit status: 0 after SIGTERM or SIGHUP, 130 after Ctrl-C."""
 
     def act(line: CommandLine) -> int:
-        values = parser.values(line, SERVE)
+        values = args.values(line, SERVE)
         return serve(values["host"], values["port"], values["port_file"], values["secret_file"], values["max_bytes"], values["port_range"])
 
-    return invoke(SERVE, argv, act)
+    return args.invoke(SERVE, argv, act)
 
 
 def serve(
@@ -47,9 +46,9 @@ def serve(
     import threading
 
     from rallypoint.host.signals import SignalLog
-    from rallypoint.store.logbook import logger
-    from rallypoint.store.place import secret_from_file
-    from rallypoint.store.server import Server
+    from rallypoint.store.discovery import secret_from_file
+    from rallypoint.store.logger import logger
+    from rallypoint.store.server.server import Server
 
     port_kept = None if port_file is None else PortFile(port_file)  # looks at it, before anything is started
     logger(loud=True)

@@ -12,16 +12,15 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.cli import parser
-from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli import args
+from rallypoint.cli.args import CommandLine
 from rallypoint.cli.commands import SHOW
-from rallypoint.cli.invocation import invoke
-from rallypoint.cli.terminal import beside, columns, wants_color, width, write_out
+from rallypoint.cli.output import beside, columns, wants_color, width, write_out
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import UsageError
-from rallypoint.record import kept_run, timeline
-from rallypoint.record.kept_run import KeptRun
+from rallypoint.record import past_run, timeline
+from rallypoint.record.past_run import KeptRun
 from rallypoint.record.run_folder import default_root, past_runs
 from rallypoint.record.timeline import Row
 
@@ -45,21 +44,21 @@ def main(argv: list[str]) -> int:
     """`rallypoint show` with its arguments; the exit status: 0 when something was shown."""
 
     def act(line: CommandLine) -> int:
-        values, words = parser.values(line, SHOW), line.words
+        values, words = args.values(line, SHOW), line.words
         root, now = default_root(os.environ), datetime.datetime.now().timestamp()
         as_json = values["error_format"] == "json"
         if values["list"]:
             return _show_list(words, root, now, as_json)
         if len(words) > 1:
             raise UsageError("usage", f"show takes one run, and got {len(words)}", help=(("see what is kept", "rallypoint show --list"),))
-        run = kept_run.read(kept_run.find(root, *words))
+        run = past_run.read(past_run.find(root, *words))
         if as_json or not sys.stdout:
             write_out(_json(document(run, now)))
         else:
             write_out(text(run, now, wide=width(sys.stdout), color=wants_color(sys.stdout)))
         return 0
 
-    return invoke(SHOW, argv, act)
+    return args.invoke(SHOW, argv, act)
 
 
 def _show_list(words: Sequence[str], root: str, now: float, as_json: bool) -> int:
@@ -76,7 +75,7 @@ def _kept(root: str) -> Iterator[KeptRun]:
     """All runs of a folder of runs, newest first; but those that a launcher, which keeps so many, has removed since they were listed."""
     for past in past_runs(root):
         with contextlib.suppress(UsageError):
-            yield kept_run.read(past.path)
+            yield past_run.read(past.path)
 
 
 def reports_of(run: KeptRun) -> tuple[tuple[Report, ...], str]:
@@ -107,7 +106,7 @@ def text(run: KeptRun, now: float, *, wide: int = 92, color: bool = False) -> st
 
 
 def _header(run: KeptRun, reports: Sequence[Report], now: float) -> list[tuple[str, str]]:
-    command = render.plain(kept_run.command(run.plan))
+    command = render.plain(past_run.command(run.plan))
     torch = f", torch {run.plan.torch}" if run.plan.torch else ""
     return [
         ("run", run.name),
@@ -157,7 +156,7 @@ def _last_words(run: KeptRun, reports: Sequence[Report]) -> list[str]:
     blocks = []
     for rank in dict.fromkeys(rank for report in reports for rank in report.ranks):
         log = next((log for log in run.logs if log.rank == rank), None)
-        lines = [render.plain(line) for line in kept_run.tail(log.path, MOST_LINES_QUOTED)] if log else []
+        lines = [render.plain(line) for line in past_run.tail(log.path, MOST_LINES_QUOTED)] if log else []
         if any(line and line not in quoted for line in lines):
             blocks.append("\n".join([f"  rank {rank}'s log ends:", *(f"    | {line}".rstrip() for line in lines)]))
     return blocks[:MOST_RANKS_QUOTED]
@@ -170,7 +169,7 @@ def _logs(run: KeptRun, reports: Sequence[Report]) -> list[tuple[str, str]]:
         (log for log in run.logs if log.size or log.cut), key=lambda log: (log.rank not in at_fault, not log.cut, -log.size, log.rank)
     )
     lines = [
-        f"{os.path.basename(log.path)}  {_size(log.size)}{f', cut: {kept_run.UNWRITABLE}' * log.cut}" for log in sorted(full[:LOGS_LISTED])
+        f"{os.path.basename(log.path)}  {_size(log.size)}{f', cut: {past_run.UNWRITABLE}' * log.cut}" for log in sorted(full[:LOGS_LISTED])
     ]
     more, empty = len(full) - LOGS_LISTED, len(run.logs) - len(full)
     lines += [f"and {more} more"] if more > 0 else []
@@ -228,7 +227,7 @@ def _duration(run: KeptRun, now: float) -> str:
 
 
 def _command(run: KeptRun) -> str:
-    return render.plain(kept_run.command(run.plan).removeprefix("rallypoint run "))
+    return render.plain(past_run.command(run.plan).removeprefix("rallypoint run "))
 
 
 # --- for a program
@@ -239,7 +238,7 @@ def _summary(run: KeptRun, now: float) -> dict[str, Any]:
     return {
         "run": run.name,
         "path": run.path,
-        "command": kept_run.command(run.plan),
+        "command": past_run.command(run.plan),
         "folder": run.plan.cwd,
         "ranks": run.plan.world.local_size,
         "began": datetime.datetime.fromtimestamp(run.began).astimezone().isoformat(timespec="seconds"),

@@ -10,16 +10,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rallypoint.cli import parser
-from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli import args
+from rallypoint.cli.args import CommandLine
 from rallypoint.cli.commands import STACKS
-from rallypoint.cli.invocation import invoke
-from rallypoint.cli.terminal import width, write_out
+from rallypoint.cli.output import width, write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
-    from rallypoint.diagnosis.standing import Standing
-    from rallypoint.record.run_folder import Door
+    from rallypoint.diagnosis.rank_snapshot import Standing
+    from rallypoint.record.run_folder import LauncherAddress
 
 # Seconds for a launcher that has closed its door to be gone: it ends what its ranks have left, and writes down the rest of their words.
 ENDS_WITHIN = 2.0
@@ -30,7 +29,7 @@ def main(argv: list[str]) -> int:
     """`rallypoint stacks` with its arguments; the exit status: 0 when the ranks were shown."""
 
     def act(line: CommandLine) -> int:
-        values, words = parser.values(line, STACKS), line.words
+        values, words = args.values(line, STACKS), line.words
         if len(words) > 1:
             raise UsageError("usage", f"stacks takes one run, and got {len(words)}", help=(("ask one", f"rallypoint stacks {words[0]}"),))
         path, others = chosen(words, "stacks")
@@ -38,20 +37,20 @@ def main(argv: list[str]) -> int:
         write_out(as_json(found) if values["error_format"] == "json" else as_text(found, others))
         return 0
 
-    return invoke(STACKS, argv, act)
+    return args.invoke(STACKS, argv, act)
 
 
 def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[str, ...]]:
     """The folder of the run that `rallypoint COMMAND` is for, and the names of the other ones that run when it was not named. `UsageError`
     when there is none, or it is over."""
-    from rallypoint.record import kept_run, run_folder
+    from rallypoint.record import past_run, run_folder
 
     root = run_folder.default_root(os.environ)
     running = run_folder.running_runs(root)
     if words:
         # A job whose folder is elsewhere is called by that, and has a name as well: RALLYPOINT_JOB of its ranks, and in port-in-use.
-        named = next((run.path for run in running if words[0] in (run.job, kept_run.read(run.path).plan.job)), "")
-        path = named or kept_run.find(root, words[0], command)
+        named = next((run.path for run in running if words[0] in (run.job, past_run.read(run.path).plan.job)), "")
+        path = named or past_run.find(root, words[0], command)
         if not run_folder.is_running(path):
             raise UsageError(
                 "usage",
@@ -74,17 +73,17 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
 
 def ask(path: str) -> Standing:
     """Ask the launcher whose run folder this is. Raises as `reaching` does."""
-    from rallypoint.launcher import visits
+    from rallypoint.launcher.agent import query_socket
 
     with reaching(path, "stacks") as door:
-        return visits.ask(door.socket)
+        return query_socket.ask(door.socket)
 
 
 @contextlib.contextmanager
-def reaching(path: str, command: str) -> Iterator[Door]:
+def reaching(path: str, command: str) -> Iterator[LauncherAddress]:
     """The door of the launcher whose run folder this is, for `rallypoint COMMAND`. When `visits` raises in there that nobody answers it
     becomes `EnvironmentProblem` (`launcher-silent`); `UsageError` when the job has just ended."""
-    from rallypoint.launcher import visits
+    from rallypoint.launcher.agent import query_socket
     from rallypoint.record import run_folder
 
     name = os.path.basename(path)
@@ -106,10 +105,10 @@ def reaching(path: str, command: str) -> Iterator[Door]:
         )
     try:
         yield door
-    except visits.DoorClosed as closed:
+    except query_socket.DoorClosed as closed:
         if ends(path, door.pid):
             raise over(name) from None
-        if isinstance(closed, visits.SentAway):
+        if isinstance(closed, query_socket.SentAway):
             raise EnvironmentProblem(
                 "launcher-silent",
                 f"the launcher of job {name} (pid {door.pid}) took the question and closed the connection",
@@ -122,14 +121,14 @@ def reaching(path: str, command: str) -> Iterator[Door]:
             why=(f"{door.socket} is gone, or belongs to another user, or the launcher is in a container that has a /tmp of its own",),
             help=(("ask as the user and in the container that started it", f"rallypoint {command} {shlex.quote(name)}"),),
         ) from None
-    except visits.OtherVersion:
+    except query_socket.OtherVersion:
         raise EnvironmentProblem(
             "launcher-silent",
             f"the launcher of job {name} speaks otherwise: it was started by another version of rallypoint",
             help=(("ask with the rallypoint that started it", f"{_python_of(door.pid)} -m rallypoint {command} {shlex.quote(name)}"),),
         ) from None
-    except visits.LauncherSilent as silent:
-        raise _silent(name, silent.pid or door.pid, visits.VISIT_DEADLINE, command) from None
+    except query_socket.LauncherSilent as silent:
+        raise _silent(name, silent.pid or door.pid, query_socket.VISIT_DEADLINE, command) from None
 
 
 def ends(path: str, launcher: int) -> bool:
@@ -185,18 +184,18 @@ def _python_of(pid: int) -> str:
 
 def as_text(found: Standing, others: Sequence[str]) -> str:
     """For people. `others`: jobs that run, too."""
-    from rallypoint.diagnosis import render, standing
+    from rallypoint.diagnosis import rank_snapshot, render
 
-    text = standing.text(found, width=width(sys.stdout) if sys.stdout else 92, source=_source_line, others=others)
+    text = rank_snapshot.text(found, width=width(sys.stdout) if sys.stdout else 92, source=_source_line, others=others)
     return render.printable(text) + "\n"
 
 
 def as_json(found: Standing) -> str:
     """One object, for a program."""
-    from rallypoint.diagnosis import standing
+    from rallypoint.diagnosis import rank_snapshot
     from rallypoint.record.run_folder import as_json as encoded
 
-    return encoded(standing.as_data(found)).decode() + "\n"
+    return encoded(rank_snapshot.as_data(found)).decode() + "\n"
 
 
 def _source_line(file: str, number: int) -> str:

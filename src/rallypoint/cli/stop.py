@@ -6,11 +6,10 @@ import contextlib
 import os
 import shlex
 
-from rallypoint.cli import parser, stacks
-from rallypoint.cli.command_line import CommandLine
+from rallypoint.cli import args, stacks
+from rallypoint.cli.args import CommandLine
 from rallypoint.cli.commands import STOP
-from rallypoint.cli.invocation import invoke
-from rallypoint.cli.terminal import write_out
+from rallypoint.cli.output import write_out
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.world import ranks_phrase
 
@@ -22,7 +21,7 @@ def main(argv: list[str]) -> int:
     """`rallypoint stop` with its arguments; the exit status: 0 when the job is over."""
 
     def act(line: CommandLine) -> int:
-        parser.values(line, STOP)
+        args.values(line, STOP)
         if len(line.words) > 1:
             raise UsageError(
                 "usage", f"stop takes one run, and got {len(line.words)}", help=(("stop one", f"rallypoint stop {line.words[0]}"),)
@@ -33,17 +32,17 @@ def main(argv: list[str]) -> int:
             write_out(f"still running: {', '.join(others)}\n")
         return 0
 
-    return invoke(STOP, argv, act)
+    return args.invoke(STOP, argv, act)
 
 
 def stop(path: str) -> str:
     """Have the job of this run folder stopped, and wait until it is over: what to say of it. Raises as `stacks.reaching` does, and
     `EnvironmentProblem` when the job does not end."""
-    from rallypoint.launcher import visits
-    from rallypoint.record import kept_run
+    from rallypoint.launcher.agent import query_socket
+    from rallypoint.record import past_run
 
     name = os.path.basename(path)
-    with stacks.reaching(path, "stop") as door, visits.stop(door.socket) as (stopping, line):
+    with stacks.reaching(path, "stop") as door, query_socket.stop(door.socket) as (stopping, line):
         if stopping.again:
             said = f"job {name} was being stopped, and what is left of it is killed"
         elif stopping.ranks:
@@ -63,6 +62,6 @@ def stop(path: str) -> str:
                 ("or kill what is left", f"rallypoint stop {shlex.quote(name)}"),
             ),
         )
-    status = kept_run.read(path).status
+    status = past_run.read(path).status
     left = f"with exit status {status}" if status is not None else "without writing down its exit status"
     return f"job {name} has ended {left}; to see it: rallypoint show {shlex.quote(name)}"

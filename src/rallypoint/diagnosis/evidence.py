@@ -8,39 +8,12 @@ import resource
 
 import msgspec
 
+from rallypoint.diagnosis.log_events import Collective, Findings
+from rallypoint.diagnosis.raised import CUDA_START as CUDA_START
+from rallypoint.diagnosis.raised import Frame as Frame
+from rallypoint.diagnosis.raised import Raised as Raised
 from rallypoint.host.devices import Found
-from rallypoint.host.reach import Reached
-
-
-class Frame(msgspec.Struct, frozen=True):
-    """One line of a Python stack."""
-
-    file: str
-    line: int
-    function: str
-    source: str = ""  # the source line, stripped; "" when unknown
-
-
-CUDA_START = "torch.cuda"
-"""The `call` of an error that left torch's first use of CUDA in a process: `.cuda()`, `.to("cuda")`."""
-
-
-class Raised(msgspec.Struct, frozen=True):
-    """An exception that was seen in a rank."""
-
-    type: str  # qualified as Python prints it: "ValueError", "torch.distributed.DistNetworkError"
-    message: str
-    frames: tuple[Frame, ...]  # outermost first, ours and runpy's left out
-    traceback: str  # as Python prints it (with causes and contexts), our frames left out
-    at: float = 0.0  # seconds since the job's start
-    call: str = ""  # the torch call that it left: "init_process_group", "set_device", "all_reduce", ...; "" if none
-    caught_at: Frame | None = None  # the except line of the program that caught it, if it did
-    on_its_way: bool = False  # seen while the program closed its group: it had not left the program yet, and perhaps never did
-    errno: int = 0
-    filename: str = ""  # OSError's or SyntaxError's
-    code: str = ""  # of an exception of ours (init-method-invalid, store-file-stale), or of what our hook recognised (group-twice)
-    why: tuple[str, ...] = ()  # with a code: the facts
-    help: tuple[tuple[str, str], ...] = ()  # with a code: (sentence, line to type)
+from rallypoint.host.probe import Reached
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -50,6 +23,7 @@ class Ended(msgspec.Struct, frozen=True):
     signal: int = 0  # number of the signal that ended it
     at: float = 0.0  # seconds since the job's start
     order: int = 0  # the order in which the kernel reported ends: 0 first
+    status: str = ""  # Windows' own word for a crash: "0xC0000005 (access violation)"
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -97,6 +71,15 @@ class RankEvidence(msgspec.Struct, frozen=True):
     not_executed: int = 0  # errno of an execve that failed: the program never ran
     unanswered: tuple[str, int] | None = None  # where torch's store has not answered it for as long as it gives torch
     error_file: str = ""  # the message that @record wrote, if any (JSON text)
+    # In logs, which know less of a process:
+    name: str = ""  # what a report calls it where the log does not tell its rank: "local rank 1"
+    order: int = 0  # the line where it shows first what it shows
+    told_by: str = ""  # who says how it ended: "torchrun says so on node7, pid 933"
+    killed_by: str = ""  # who says that it was killed for memory: "the kernel", "slurmstepd", "Ray"
+    uncaught: Raised | None = None  # an exception of C++ that nobody caught, in words that name no cause
+    collective: Collective | None = None  # what it was in when NCCL's watchdog gave up
+    went_on: bool = False  # the same process went on for long afterwards
+    doubt: str = ""  # why what it shows may be no cause all the same
     cuda_forks: tuple[tuple[str, str], ...] = ()  # where it forked with CUDA up, and what had used CUDA first: "train.py:30", "train.py:12"
 
 
@@ -124,7 +107,7 @@ class HelperLost(msgspec.Struct, frozen=True):
 
 
 class JobEvidence(msgspec.Struct, frozen=True):
-    """What a diagnosis is made from. Pure data: `rules.py` needs nothing else."""
+    """What a diagnosis is made from. Pure data: `classify.py` needs nothing else."""
 
     program: str  # as typed: "train.py"; the name of the function when there is one
     world_size: int
@@ -148,6 +131,7 @@ class JobEvidence(msgspec.Struct, frozen=True):
     python: str = ""  # the interpreter that the ranks run, as a shell takes it; "": not known
     reached: Reached | None = None  # what is at the meeting point that ranks could not reach, when somebody looked
     now: float = 0.0
+    log: Findings | None = None  # of a job that a log tells of: all that was seen in it
 
 
 class MemoryCounters(msgspec.Struct, frozen=True):

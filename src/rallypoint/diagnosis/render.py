@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rallypoint.diagnosis.causes import CATALOGUE
+from rallypoint.diagnosis.catalogue import CATALOGUE
 from rallypoint.diagnosis.report import Help, Moment, Report, Said
 from rallypoint.errors import InternalError, RallypointError, UsageError
 

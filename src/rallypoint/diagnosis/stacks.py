@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from rallypoint.diagnosis.evidence import Frame
+from rallypoint.diagnosis.evidence import Frame, RankEvidence
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _HEADER = re.compile(r"^(Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(?P<name>[^\]]*)\])?(?: \(most recent call first\))?:")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 # The launcher. The store is no part of it: programs call it, and a report says so as it does of torch ("rallypoint wait").
-_OURS = re.compile(r"(^|/)rallypoint/(launcher|diagnosis|cli|host|record)/(\w+/)?\w+\.py$|(^|/)rallypoint/__main__\.py$")
+_OURS = re.compile(r"(^|/)rallypoint/(launcher|diagnosis|cli|host|record)/(\w+/)*\w+\.py$|(^|/)rallypoint/__main__\.py$")
 _INTERPRETER = re.compile(r"^<frozen (runpy|importlib.*)>$|(^|/)(runpy|importlib/_bootstrap\w*)\.py$")
 # The text of `python -c`. Our own processes begin with a line of it, and dataclasses write functions that say they stand in it, with names
 # in underscores; a function with another name is one that somebody typed there, and started with `launch`.
@@ -123,6 +123,11 @@ def main_frames(dump: str) -> tuple[Frame, ...]:
 def current_frames(dump: str) -> tuple[Frame, ...]:
     """The stack of the thread that crashed or took the signal, outermost first; () when the dump names none."""
     return next((thread.frames for thread in parse(dump) if thread.current), ())
+
+
+def last_stack(rank: RankEvidence) -> tuple[Frame, ...]:
+    """The frames where the rank stood, or crashed; outermost first."""
+    return rank.stack or current_frames(rank.stack_text) or current_frames("\n".join(rank.said))
 
 
 def hidden(frame: Frame) -> bool:

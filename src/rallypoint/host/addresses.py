@@ -1,8 +1,9 @@
 """Which of this host's names and addresses others can reach.
 
-`look` gathers the facts, within a deadline; `problems` judges them, and is pure. What is judged is the ways in which a machine that seems
-well makes jobs hang: a host name that stands for 127.0.1.1, one that the resolver does not know, DNS that says one thing forwards and
-another backwards, IPv6 that is half there, a loopback interface that is down.
+`look` gathers the facts, within a deadline; `problems` judges them, and is pure. What is judged is
+the ways in which a machine that seems well makes jobs hang: a host name that stands for 127.0.1.1,
+one that the resolver does not know, DNS that says one thing forwards and another backwards, IPv6
+that is half there, a loopback interface that is down.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from rallypoint.host.interfaces import Interface, InterfaceAddress, interfaces, 
 from rallypoint.host.resolver import Answer
 
 LOOK_TIMEOUT = 3.0
-"""Seconds for all questions to the resolver together: a healthy one answers in milliseconds, and one that is repeated after the usual 5 s
-has already cost every connection of a job as much."""
+"""Seconds for all questions to the resolver together: a healthy one answers in milliseconds, and
+one that is repeated after the usual 5 s has already cost every connection of a job as much."""
 
 _SILENT = Answer("", "name")
 
@@ -56,11 +57,11 @@ class Host:
 
     @property
     def own(self) -> Answer:
-        """What this host's own name resolves to."""
+        """Return what this host's own name resolves to."""
         return self.answers.get(self.name, _SILENT)
 
     def interface_of(self, ip: str) -> Interface | None:
-        """The interface that has this address; None when it is not one of this host's."""
+        """Return the interface that has this address; None when it is not one of this host's."""
         for interface in self.interfaces:
             if any(address.ip == ip for address in interface.addresses):
                 return interface
@@ -69,10 +70,11 @@ class Host:
         return None
 
     def reachable(self) -> tuple[tuple[Interface, InterfaceAddress], ...]:
-        """The addresses at which other machines may reach this one, the likeliest first: the default route's, then cards before tunnels.
+        """Return the addresses at which other machines may reach this one, the likeliest first: the
+        default route's, then cards before tunnels.
 
-        An address of a bridge (docker0) is not among them unless it is the default route's. Whether a firewall, or the host of a
-        container, lets them through cannot be known from here.
+        An address of a bridge (docker0) is not among them unless it is the default route's. Whether
+        a firewall, or the host of a container, lets them through cannot be known from here.
         """
         found = [
             (interface, address)
@@ -96,7 +98,8 @@ class Host:
         return tuple(sorted(found, key=place))
 
     def lines(self) -> tuple[str, ...]:
-        """The facts for people, a line each: the name, where others may reach this host, and what to know about that."""
+        """Return the facts for people, a line each: the name, where others may reach this host, and
+        what to know about that."""
         parts = [str(self.own) if self.own.asked else self.name]
         reachable = self.reachable()
         listed = ", ".join(f"{address.ip} ({interface.name}, {interface.kind})" for interface, address in reachable)
@@ -110,12 +113,13 @@ class Host:
         return tuple(parts)
 
     def problems(self) -> tuple[Problem, ...]:
-        """What is wrong, the gravest first. Pure."""
+        """Return what is wrong, the gravest first. Pure."""
         return tuple(sorted([*_loopback(self), *_own_name(self), *_backwards(self), *_ipv6(self)], key=lambda problem: not problem.grave))
 
 
 def look(timeout: float = LOOK_TIMEOUT) -> Host:
-    """The facts about this host, within `timeout` seconds and a tenth; raises nothing. No packet is sent but the resolver's own.
+    """Return the facts about this host, within `timeout` seconds and a tenth; raises nothing. No
+    packet is sent but the resolver's own.
 
     Starts one process, which has ended when this returns, and no thread.
     """
@@ -134,7 +138,8 @@ def look(timeout: float = LOOK_TIMEOUT) -> Host:
 
 
 def _source(version: int) -> str:
-    """The address that the kernel would send from to a far one, "" without a way. Nothing is sent: UDP's connect only asks the routes."""
+    """Return the address that the kernel would send from to a far one, "" without a way. Nothing is
+    sent: UDP's connect only asks the routes."""
     family, far = _FAR[version]
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((far, 9))
@@ -144,9 +149,11 @@ def _source(version: int) -> str:
 
 
 def chosen(environ: Mapping[str, str], found: Sequence[str]) -> tuple[Problem, ...]:
-    """Variables that name an interface for gloo or NCCL which is not among `found`, the names of this machine's. Pure.
+    """Variables that name an interface for gloo or NCCL which is not among `found`, the names of
+    this machine's. Pure.
 
-    Gloo takes names with commas between. NCCL's are prefixes, exact after `=`, and `^` excludes; that one is never wrong.
+    Gloo takes names with commas between. NCCL's are prefixes, exact after `=`, and `^` excludes;
+    that one is never wrong.
     """
     wrong = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -194,7 +201,8 @@ def _loopback(host: Host) -> list[Problem]:
 
 
 def _own_name(host: Host) -> list[Problem]:
-    """The host's own name, which gloo resolves in every rank, and by which other machines look for this one."""
+    """Return the host's own name, which gloo resolves in every rank, and by which other machines
+    look for this one."""
     own, first = host.own, host.own.found[0] if host.own.found else ""
     reachable = [address.ip for _, address in host.reachable()]
     entry = (("say it in /etc/hosts, as root", f"echo '{reachable[0]}  {host.name}' >> /etc/hosts"),) if reachable else ()
@@ -286,7 +294,8 @@ def _backwards(host: Host) -> list[Problem]:
 
 
 def _leads_elsewhere(host: Host, ip: str, name: str, back: Answer) -> str:
-    """What the resolver says of the name that it gave for an address, "" when that is the same address."""
+    """Return what the resolver says of the name that it gave for an address, "" when that is the
+    same address."""
     if name == host.name and (not back.found or scope(back.found[0]) == "host"):  # of its own name more is said elsewhere
         return ""
     if back.silent:

@@ -1,11 +1,14 @@
 """Which accelerators are here, which are free, which rank gets which.
 
-Two looks at them. `look` reads files only (`/dev/nvidia<n>`, `/proc/driver/nvidia`) and takes microseconds. `look_closely` asks NVML, the
-driver's own library for that, which creates no CUDA context; it does so in a child process with a deadline, because a driver that hangs
-holds its caller in the kernel. What both find is data (`Look`), and everything that is concluded from it is pure: which GPUs
-CUDA_VISIBLE_DEVICES leaves (`resolve`), what speaks against using them (`missing`), who holds their memory (`Found.strangers`).
+Two looks at them. `look` reads files only (`/dev/nvidia<n>`, `/proc/driver/nvidia`) and takes
+microseconds. `look_closely` asks NVML, the driver's own library for that, which creates no CUDA
+context; it does so in a child process with a deadline, because a driver that hangs holds its caller
+in the kernel. What both find is data (`Look`), and everything that is concluded from it is pure:
+which GPUs CUDA_VISIBLE_DEVICES leaves (`resolve`), what speaks against using them (`missing`), who
+holds their memory (`Found.strangers`).
 
-Only NVIDIA so far. Another vendor is another `Look` with its own two ways to make one, and another variable for `resolve`.
+Only NVIDIA so far. Another vendor is another `Look` with its own two ways to make one, and another
+variable for `resolve`.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import msgspec
 from rallypoint.clock import Clock
 
 DEADLINE = 5.0
-"""Seconds for NVML. It answers in 0.1 s when the driver is loaded, in 2 s where a GPU must wake up first (no persistence mode)."""
+"""Seconds for NVML. It answers in 0.1 s when the driver is loaded, in 2 s where a GPU must wake up
+first (no persistence mode)."""
 
 BUSY_SHARE = 0.1
-"""Of a GPU's memory, that a stranger must hold to be worth a line: a desktop or a bare context holds less."""
+"""Share of a GPU's memory that a stranger must hold to be worth a line: a desktop or a bare context
+holds less."""
 
 # The first driver of each major version of CUDA. Within one, a program built for a later minor version runs on an earlier driver.
 # Source: NVIDIA, "CUDA Compatibility", minor version compatibility.
@@ -52,7 +57,8 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True):
-    """What was found, in the order of the PCI bus: a GPU's place in `devices` is its index for NVML, and mostly for CUDA."""
+    """GPUs that were found, in the order of the PCI bus: a GPU's place in `devices` is its index
+    for NVML, and mostly for CUDA."""
 
     devices: tuple[Device, ...] = ()
     driver: str = ""  # "550.54.14"; "": none was seen
@@ -77,7 +83,7 @@ class Build(msgspec.Struct, frozen=True):
 
 
 class Visible(msgspec.Struct, frozen=True):
-    """What CUDA_VISIBLE_DEVICES leaves of the GPUs."""
+    """GPUs that CUDA_VISIBLE_DEVICES leaves."""
 
     given: str | None
     indices: tuple[int, ...]  # of `Look.devices`, in the order in which CUDA numbers them; -1: one that could not be looked up
@@ -97,12 +103,13 @@ class Found(msgspec.Struct, frozen=True):
     build: Build | None = None
 
     def facts(self) -> tuple[str, ...]:
-        """What was found where, a line each: torch, driver, GPUs, the variable."""
+        """Return what was found where, a line each: torch, driver, GPUs, the variable."""
         named = [self.build.described()] if self.build is not None else []
         return (*named, _of_driver(self.look), _of_devices(self.look), *_of_variable(self.look, self.visible))
 
     def strangers(self, own: Iterable[int]) -> tuple[str, ...]:
-        """Who else holds a tenth or more of a visible GPU's memory, a line each. `own`: pids of the job's ranks, and their sessions."""
+        """Return who else holds a tenth or more of a visible GPU's memory, a line each. `own`: pids
+        of the job's ranks, and their sessions."""
         ours = set(own)
         lines = []
         for index in self.visible.indices:
@@ -121,11 +128,13 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def resolve(look: Look, environ: Mapping[str, str]) -> Visible:
-    """Which GPUs a program would see: CUDA stops reading CUDA_VISIBLE_DEVICES at the first entry that names none.
+    """Return the GPUs that a program would see: CUDA stops reading CUDA_VISIBLE_DEVICES at the first entry
+    that names none.
 
-    As torch reads it (`torch.cuda._parse_visible_devices`): the first entry decides whether the list has numbers, `GPU-...` or `MIG-...`;
-    a UUID may be cut short as long as it is unique; a device that is named twice empties the list. Sources: CUDA C++ Programming Guide,
-    "CUDA Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
+    As torch reads it (`torch.cuda._parse_visible_devices`): the first entry decides whether the
+    list has numbers, `GPU-...` or `MIG-...`; a UUID may be cut short as long as it is unique; a
+    device that is named twice empties the list. Sources: CUDA C++ Programming Guide, "CUDA
+    Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
     """
     visible = _read_list(environ.get("CUDA_VISIBLE_DEVICES"), look)
     return msgspec.structs.replace(visible, by_bus=environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
@@ -153,7 +162,7 @@ def _read_list(given: str | None, look: Look) -> Visible:
 
 
 def _entry(entry: str, kind: str, look: Look) -> tuple[int, str]:
-    """The device that an entry names, or why it names none."""
+    """Return the device that an entry names, or why it names none."""
     if not kind:
         number = re.match(r"[+-]?\d+", entry)
         if number is None:
@@ -172,13 +181,14 @@ def _entry(entry: str, kind: str, look: Look) -> tuple[int, str]:
 
 
 def _numbered(found: list[int], look: Look, kind: str) -> tuple[tuple[int, ...], bool]:
-    """The indices and whether they are instances: of those CUDA shows a process one only."""
+    """Return the indices and whether they are instances: of those CUDA shows a process one only."""
     cut = kind == "MIG-" or any(index >= 0 and look.devices[index].instances for index in found)
     return (tuple(found[:1]), bool(found)) if cut else (tuple(found), False)
 
 
 def missing(found: Found) -> str:
-    """Why no program here could use CUDA, a clause; "" when nothing that was seen speaks against it."""
+    """Return why no program here could use CUDA, a clause; "" when nothing that was seen speaks
+    against it."""
     look, build = found.look, found.build
     if build is not None and build.other:
         return ""  # another vendor's, of which nothing was looked at
@@ -244,7 +254,7 @@ def _size(number: int) -> str:
 
 
 def look(root: str = "/") -> Look:
-    """What files say. Opens no device, loads nothing, cannot hang. `root` is for tests."""
+    """Return what files say. Opens no device, loads nothing, cannot hang. `root` is for tests."""
     devices_folder, driver_folder = os.path.join(root, "dev"), os.path.join(root, "proc/driver/nvidia")
     minors = sorted(int(found[1]) for name in _names(devices_folder) if (found := re.fullmatch(r"nvidia(\d+)", name)))
     told: dict[int, tuple[int, Device]] = {}
@@ -275,7 +285,7 @@ def look(root: str = "/") -> Look:
 
 
 def _instances(folder: str) -> int:
-    """How many compute instances a GPU is cut into: mig/gi<n>/ci<n>."""
+    """Return how many compute instances a GPU is cut into: mig/gi<n>/ci<n>."""
     return sum(name.startswith("ci") for part in _names(folder) if part.startswith("gi") for name in _names(os.path.join(folder, part)))
 
 
@@ -299,9 +309,11 @@ def _text(path: str) -> str:
 
 
 def torch_build(folders: Sequence[str] | None = None) -> Build | None:
-    """The torch that `import torch` would find, by reading its version.py: torch itself is not imported. None: there is none.
+    """Return the torch that `import torch` would find, by reading its version.py: torch itself is
+    not imported. None: there is none.
 
-    `folders`: what to search instead of sys.path. The working directory does not count: a user's own torch.py is no torch.
+    `folders`: what to search instead of sys.path. The working directory does not count: a user's
+    own torch.py is no torch.
     """
     from importlib.machinery import PathFinder
 
@@ -319,7 +331,8 @@ def torch_build(folders: Sequence[str] | None = None) -> Build | None:
 
 
 def find(environ: Mapping[str, str], seen: Look | None = None) -> Found:
-    """Everything that can be said of this machine; `seen`: a look that was taken already, else one at files."""
+    """Return everything that can be said of this machine; `seen`: a look that was taken already,
+    else one at files."""
     looked = look() if seen is None else seen
     return Found(looked, resolve(looked, environ), torch_build())
 
@@ -328,7 +341,8 @@ def find(environ: Mapping[str, str], seen: Look | None = None) -> Found:
 
 
 def look_closely(deadline: float = DEADLINE) -> Look:
-    """What NVML says, within `deadline` seconds; what files say, with `problem`, when it says nothing. Never raises, never hangs.
+    """Return what NVML says, within `deadline` seconds; what files say, with `problem`, when it
+    says nothing. Never raises, never hangs.
 
     Where no file shows a trace of a GPU it is not asked.
     """
@@ -340,7 +354,8 @@ def look_closely(deadline: float = DEADLINE) -> Look:
 
 
 def _ask(deadline: float) -> tuple[Look | None, str]:
-    """The child's answer, or why there is none. A child that does not end is left to die on its own: in the kernel nothing can kill it."""
+    """Return the child's answer, or why there is none. A child that does not end is left to die on
+    its own: in the kernel nothing can kill it."""
     import select
     import signal
 
@@ -383,7 +398,7 @@ _CHILD = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\nfrom rallypoint.
 
 
 def main() -> None:
-    """The child: ask NVML, write the answer as JSON to the descriptor that the arguments name."""
+    """Ask NVML in the child, write the answer as JSON to the descriptor that the arguments name."""
     with os.fdopen(int(sys.argv[1]), "wb") as file:
         file.write(msgspec.json.encode(_through_library()))
 
@@ -401,7 +416,8 @@ def _through_library() -> Look:
 
 
 def read(nvml: Any) -> Look:
-    """Ask an NVML that is initialised (module pynvml, or what answers like it). An answer that is refused is left out."""
+    """Ask an NVML that is initialised (module pynvml, or what answers like it). An answer that is
+    refused is left out."""
     number = _answer(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
     devices = [_device(nvml, index) for index in range(_answer(nvml, 0, nvml.nvmlDeviceGetCount))]
     return Look(
@@ -463,7 +479,8 @@ _driver: Any = None
 
 
 def driver_is_loaded() -> bool:
-    """Whether CUDA's driver library is in this process: loaded by torch, ctypes, a compiled extension. It is not loaded for this."""
+    """Tell whether CUDA's driver library is in this process: loaded by torch, ctypes, a compiled
+    extension. It is not loaded for this."""
     global _driver
     if _driver is None:
         import ctypes
@@ -476,7 +493,8 @@ def driver_is_loaded() -> bool:
 
 
 def cuda_is_up() -> bool:
-    """Whether this process has initialised CUDA's driver, by whomever: a fork from here on could not use CUDA.
+    """Tell whether this process has initialised CUDA's driver, by whomever: a fork from here on
+    could not use CUDA.
 
     The library itself is asked, if it is loaded, and asking does not initialise it.
     """

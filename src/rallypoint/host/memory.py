@@ -1,10 +1,11 @@
 """Shared memory segments that die with their last user.
 
-A segment is a memfd: memory with a descriptor and no name. It goes to another process over a Unix socket, and the kernel frees it
-when the last descriptor is closed, whoever was killed and however. Values of the store are written with `pwrite` and read with
-`pread`, never mapped: a copy through a system call runs at memory's own speed (measured: 13 GB/s in, 16 GB/s out), and a process that
-is handed a bad one gets a short read and not SIGBUS. What several processes compute with is mapped (`Mapped`): it belongs to one user,
-and is sealed against shrinking before anybody maps it.
+A segment is a memfd: memory with a descriptor and no name. It goes to another process over a Unix
+socket, and the kernel frees it when the last descriptor is closed, whoever was killed and however.
+Values of the store are written with `pwrite` and read with `pread`, never mapped: a copy through a
+system call runs at memory's own speed (measured: 13 GB/s in, 16 GB/s out), and a process that is
+handed a bad one gets a short read and not SIGBUS. What several processes compute with is mapped
+(`Mapped`): it belongs to one user, and is sealed against shrinking before anybody maps it.
 
 Fresh pages are what costs (1.7 GB/s: the kernel clears each one), so segments are used again.
 """
@@ -23,27 +24,30 @@ SEALS = system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_GROW
 """A segment keeps its size, whoever holds it."""
 
 ROUNDING = 8
-"""Capacities are rounded up to the next eighth of a power of two: at most 12 % of address space (pages that are never written
-cost nothing), and a tensor that is a header longer than the last one still fits its segment."""
+"""Capacities are rounded up to the next eighth of a power of two: at most 12 % of address space
+(pages that are never written cost nothing), and a tensor that is a header longer than the last one
+still fits its segment."""
 
 SMALLEST = 64 * 1024
 """Bytes; capacities below this are not told apart."""
 
 POOL_BYTES = 256 * 1024 * 1024
-"""What a pool keeps for reuse at most: four values of 64 MiB. What is larger is dear to keep and, per byte, cheap to clear."""
+"""Bytes that a pool keeps for reuse at most: four values of 64 MiB. What is larger is dear to keep
+and, per byte, cheap to clear."""
 
 POOL_SEGMENTS = 64
 """Descriptors a pool keeps at most."""
 
 
 class Segment:
-    """`size` bytes in shared memory. When the last reference to this object goes, `free` gets the segment's descriptor, or, without
-    one, the descriptor is closed."""
+    """`size` bytes in shared memory. When the last reference to this object goes, `free` gets the
+    segment's descriptor, or, without one, the descriptor is closed."""
 
     __slots__ = ("__weakref__", "_fd", "_free", "capacity", "size")
 
     def __init__(self, fd: int, size: int, capacity: int, free: Callable[[int, int], None] | None = None) -> None:
-        """Takes the descriptor over. `free(fd, capacity)` may be called from any thread and must not raise."""
+        """Takes the descriptor over. `free(fd, capacity)` may be called from any thread and must
+        not raise."""
         self._fd = fd
         self._free = free
         self.size = size
@@ -53,11 +57,12 @@ class Segment:
         return f"<Segment {self.size} bytes, fd {self._fd}>"
 
     def fileno(self) -> int:
-        """The memfd. It stays this object's: duplicate it to keep it."""
+        """Return the memfd. It stays this object's: duplicate it to keep it."""
         return self._fd
 
     def write(self, data: bytes | bytearray | memoryview, at: int) -> None:
-        """Put `data` at offset `at`. Raises OSError when there is no memory, ValueError when it does not fit."""
+        """Put `data` at offset `at`. Raises OSError when there is no memory, ValueError when it
+        does not fit."""
         view = memoryview(data)
         if at < 0 or at + len(view) > self.capacity:
             raise ValueError(f"{len(view)} bytes at {at} do not fit a segment of {self.capacity}")
@@ -70,7 +75,8 @@ class Segment:
         return os.preadv(self._fd, [into[: max(0, self.size - at)]], at)
 
     def abandon(self) -> None:
-        """Never use this memory again: somebody may still read it. It is freed when he has gone, too."""
+        """Never use this memory again: somebody may still read it. It is freed when he has gone,
+        too."""
         self._free = None
 
     def close(self) -> None:
@@ -93,7 +99,8 @@ class Unfit(Exception):
 
 
 def create(capacity: int) -> int:
-    """A fresh memfd of this many bytes, sealed. Raises OSError when there is no descriptor left."""
+    """Return a fresh memfd of this many bytes, sealed. Raises OSError when there is no descriptor
+    left."""
     fd = system_calls.memfd_create("rallypoint", system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, capacity)
@@ -105,7 +112,8 @@ def create(capacity: int) -> int:
 
 
 def received(fd: int, size: int, free: Callable[[int, int], None] | None = None) -> Segment:
-    """A segment of `size` bytes from a descriptor that came from another process; takes it over, also when it raises `Unfit`."""
+    """Return a segment of `size` bytes from a descriptor that came from another process; takes it
+    over, also when it raises `Unfit`."""
     try:
         try:
             seals = fcntl.fcntl(fd, system_calls.F_GET_SEALS)
@@ -125,13 +133,15 @@ def received(fd: int, size: int, free: Callable[[int, int], None] | None = None)
 
 
 def capacity_for(size: int) -> int:
-    """The capacity in which `size` bytes are kept: not every size has its own, so that segments fit again."""
+    """Return the capacity in which `size` bytes are kept: not every size has its own, so that
+    segments fit again."""
     step = max(SMALLEST, 1 << max(0, size.bit_length() - 1)) // ROUNDING
     return max(SMALLEST, -(-size // step) * step)
 
 
 class Pool:
-    """Segments of our own, used again. Any thread may drop one; the methods belong to one thread."""
+    """Segments of our own, used again. Any thread may drop one; the methods belong to one
+    thread."""
 
     def __init__(self, keep_bytes: int = POOL_BYTES) -> None:
         self._keep_bytes = keep_bytes
@@ -147,7 +157,8 @@ class Pool:
         return f"<Pool: {self._count} free segments, {self._bytes} bytes>"
 
     def take(self, size: int) -> Segment:
-        """A segment for `size` bytes, which are whatever they were before. Raises OSError when no descriptor is left."""
+        """Return a segment for `size` bytes, which are whatever they were before. Raises OSError
+        when no descriptor is left."""
         self.tidy()
         capacity = capacity_for(size)
         same = self._free.get(capacity)
@@ -158,7 +169,8 @@ class Pool:
         return Segment(create(capacity), size, capacity, self._back)
 
     def tidy(self) -> None:
-        """Take in what was dropped, and free what is too much. To be called now and then while `dropped` is not empty."""
+        """Take in what was dropped, and free what is too much. To be called now and then while
+        `dropped` is not empty."""
         while self.dropped:
             fd, capacity = self.dropped.popleft()
             if self._count >= POOL_SEGMENTS or self._bytes + capacity > self._keep_bytes:
@@ -169,7 +181,8 @@ class Pool:
             self._count += 1
 
     def close(self) -> None:
-        """Free what is kept; segments that are still in use are freed when they are dropped. May be called twice."""
+        """Free what is kept; segments that are still in use are freed when they are dropped. May be
+        called twice."""
         self._back.closed = True
         self._keep_bytes = 0
         self.tidy()
@@ -181,7 +194,8 @@ class Pool:
 
 
 class _Back:
-    """`free` of a pool's segments. Not a method of the pool: a segment must not keep a pool alive that nobody uses any more."""
+    """`free` of a pool's segments. Not a method of the pool: a segment must not keep a pool alive
+    that nobody uses any more."""
 
     __slots__ = ("_dropped", "closed")
 
@@ -200,16 +214,18 @@ class _Back:
 
 
 class Mapped:
-    """A segment of our own that is mapped: tensors can live in it. `memory` is the mapping, `inode` tells this memfd from any other.
+    """A segment of our own that is mapped: tensors can live in it. `memory` is the mapping, `inode`
+    tells this memfd from any other.
 
-    Others of the same user open it by our pid and descriptor number (`attach`): there is no name and no socket, and it ends with its
-    last user, like every memfd.
+    Others of the same user open it by our pid and descriptor number (`attach`): there is no name
+    and no socket, and it ends with its last user, like every memfd.
     """
 
     __slots__ = ("__weakref__", "capacity", "fd", "inode", "memory")
 
     def __init__(self, size: int) -> None:
-        """`size` bytes or more, all zero. Raises OSError when there is no memory or no descriptor."""
+        """`size` bytes or more, all zero. Raises OSError when there is no memory or no
+        descriptor."""
         self.capacity = capacity_for(size)
         self.fd = create(self.capacity)
         try:
@@ -234,10 +250,12 @@ class Mapped:
             os.close(self.fd)
 
 
-def mapped(fd: int, size: int) -> memoryview:
-    """The first `size` bytes of a segment, mapped to read and write, for as long as the view, or a tensor in it, lives.
+def mapped(fd: int, size: int, offset: int = 0, *, private: bool = False) -> memoryview:
+    """Map `size` bytes of a segment to read and write, for as long as the view, or a tensor in it,
+    lives.
 
-    Not by `mmap.mmap`: that keeps a duplicate of the descriptor for as long (until Python 3.13), and ranks have two segments of each other.
+    `private`: what is written is this process's alone. Not by `mmap.mmap`: that keeps a duplicate
+    of the descriptor for as long (until Python 3.13), and ranks have two segments of each other.
     """
     import ctypes
     import mmap
@@ -246,7 +264,8 @@ def mapped(fd: int, size: int) -> memoryview:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -256,8 +275,9 @@ def mapped(fd: int, size: int) -> memoryview:
 
 
 def attach(pid: int, fd: int, inode: int, size: int) -> memoryview:
-    """The segment that process `pid` has as descriptor `fd`, mapped, to read and write. Raises OSError when that process may not be
-    looked into or is gone, and Unfit when the descriptor is something else than what was published: its inode, and at least `size` bytes.
+    """Return the segment that process `pid` has as descriptor `fd`, mapped, to read and write.
+    Raises OSError when that process may not be looked into or is gone, and Unfit when the
+    descriptor is something else than what was published: its inode, and at least `size` bytes.
     """
     path = f"/proc/{pid}/fd/{fd}"
     if os.stat(path).st_ino != inode:  # before it is opened: opening a pipe or a device has effects
@@ -273,7 +293,7 @@ def attach(pid: int, fd: int, inode: int, size: int) -> memoryview:
 
 
 def published(pid: int, fd: int, inode: int) -> bool:
-    """Whether that process still has that segment open; True as well when we may not look."""
+    """Tell whether that process still has that segment open; True as well when we may not look."""
     try:
         return os.stat(f"/proc/{pid}/fd/{fd}").st_ino == inode
     except PermissionError:
@@ -283,8 +303,9 @@ def published(pid: int, fd: int, inode: int) -> bool:
 
 
 def scope() -> bytes:
-    """Equal in two processes that can open each other's segments, as far as that can be told beforehand: the boot of the machine, the
-    pid namespace and the user. Where /proc does not tell (mounted with subset=pid, in a hardened container), nobody's but the caller's."""
+    """Return equal in two processes that can open each other's segments, as far as that can be told
+    beforehand: the boot of the machine, the pid namespace and the user. Where /proc does not tell
+    (mounted with subset=pid, in a hardened container), nobody's but the caller's."""
     import hashlib
 
     try:

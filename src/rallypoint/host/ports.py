@@ -1,7 +1,7 @@
 """Hold a port until its user has it; if taken, say by whom.
 
-A number that was free a moment ago means nothing: between closing a probe socket and binding again anyone may
-take it. What is handed over here is the listening socket itself.
+A number that was free a moment ago means nothing: between closing a probe socket and binding again
+anyone may take it. What is handed over here is the listening socket itself.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.host.socket_diag import bound_sockets, control_groups
 
 BACKLOG = 65535
-"""Connections that may wait to be accepted: as many as the kernel allows (it takes min(this, net.core.somaxconn)), because
-every rank of a big job connects in the same moment and one that does not fit waits a second for its second try."""
+"""Connections that may wait to be accepted: as many as the kernel allows (it takes min(this,
+net.core.somaxconn)), because every rank of a big job connects in the same moment and one that does
+not fit waits a second for its second try."""
 
 TRIES = 32
-"""How often another free port is asked for when somebody was quicker to listen on the same one. Seen: once or twice beside
-a process that binds every port it can."""
+"""Number of times that another free port is asked for when somebody was quicker to listen on the
+same one. Seen: once or twice beside a process that binds every port it can."""
 
 RESOLVE_TIMEOUT = 5.0
-"""Seconds for the resolver, when a name was given to listen on: as long as it waits itself before it asks a silent name server again."""
+"""Seconds for the resolver, when a name was given to listen on: as long as it waits itself before
+it asks a silent name server again."""
 
 LISTENING, TIME_WAIT = 0x0A, 0x06  # include/net/tcp_states.h
 BOUND = 0x07  # TCP_CLOSE there: a socket that is bound, and neither listens nor is connected
@@ -39,7 +41,8 @@ _CAP_NET_BIND_SERVICE = 10  # the bit of capabilities(7) in CapEff
 
 
 class HeldPort:
-    """A port that is ours: a listening socket, not a number. Use it as a context manager, or `release` it."""
+    """A port that is ours: a listening socket, not a number. Use it as a context manager, or
+    `release` it."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._socket = listener
@@ -57,13 +60,15 @@ class HeldPort:
         return _address(self.host, self.port)
 
     def fileno(self) -> int:
-        """The descriptor of the listening socket (close-on-exec). `ValueError` after `release` or `detach`."""
+        """Return the descriptor of the listening socket (close-on-exec). `ValueError` after
+        `release` or `detach`."""
         if self._state != "listening":
             raise ValueError(f"the port {self.address} is no longer held here: {self._state}")
         return self._socket.fileno()
 
     def detach(self) -> int:
-        """Hand the descriptor over: the caller closes it from now on, and the port stays taken until then."""
+        """Hand the descriptor over: the caller closes it from now on, and the port stays taken
+        until then."""
         fd = self.fileno()
         self._socket.detach()
         self._state = "handed over"
@@ -82,8 +87,9 @@ class HeldPort:
         self.release()
 
 
-class Holder(NamedTuple):
-    """Who has a port. `pid` 0: not visible to us; `uid` is the socket's owner, which everyone may see."""
+class PortHolder(NamedTuple):
+    """Process that has a port. `pid` 0: not visible to us; `uid` is the socket's owner, which
+    everyone may see."""
 
     port: int
     host: str
@@ -98,15 +104,16 @@ class Holder(NamedTuple):
 
     @property
     def user(self) -> str:
-        """The owner's name, or number where there is none."""
+        """Return the owner's name, or number where there is none."""
         return _user(self.uid)
 
     def accepts_at(self, ip: str) -> bool:
-        """Whether it listens at this address of this machine: at itself, or at all of them."""
+        """Tell whether it listens at this address of this machine: at itself, or at all of them."""
         return self.state == "listening" and _same_place(self.host, ip) and ip not in ("0.0.0.0", "::")
 
     def line(self, now: float | None = None) -> str:
-        """`python train.py (pid 5112, user ada, started 3 h ago) is listening on 127.0.0.1:29500`."""
+        """`python train.py (pid 5112, user ada, started 3 h ago) is listening on
+        127.0.0.1:29500`."""
         address = _address(self.host, self.port)
         if self.state == "time-wait":
             return f"a connection that was closed on {address} is still in TIME_WAIT, at most 60 s"
@@ -126,12 +133,14 @@ class Holder(NamedTuple):
 
 
 def hold_port(port: int = 0, host: str = "127.0.0.1", port_range: tuple[int, int] | None = None) -> HeldPort:
-    """Bind and listen, and keep it. `port` 0 is any free one, of `port_range` (both ends included) if given.
+    """Bind and listen, and keep it. `port` 0 is any free one, of `port_range` (both ends included)
+    if given.
 
-    Raises `UsageError` `port-invalid` for a number that is none or lies outside the range, `EnvironmentProblem`:
-    `port-in-use` (its `why` names the holders), `ports-exhausted`, `port-forbidden` (below 1024 without the privilege),
-    `address-unavailable` (no such address here), `address-unresolved`, `loopback-down` (nobody could connect to it),
-    `port-unavailable` (anything else, descriptors).
+    Raises `UsageError` `port-invalid` for a number that is none or lies outside the range,
+    `EnvironmentProblem`: `port-in-use` (its `why` names the holders), `ports-exhausted`,
+    `port-forbidden` (below 1024 without the privilege), `address-unavailable` (no such address
+    here), `address-unresolved`, `loopback-down` (nobody could connect to it), `port-unavailable`
+    (anything else, descriptors).
     """
     _check(port, port_range)
     family, ip = _resolve(host)
@@ -154,23 +163,26 @@ def hold_port(port: int = 0, host: str = "127.0.0.1", port_range: tuple[int, int
     return held
 
 
-def holders(port: int) -> list[Holder]:
-    """Who has this TCP port on this machine, listeners first; empty if nobody is seen.
+def holders(port: int) -> list[PortHolder]:
+    """Return who has this TCP port on this machine, listeners first; empty if nobody is seen.
 
-    Not seen are other network namespaces (containers with a network of their own), which are no hindrance, and, before Linux 6.8,
-    sockets that are bound and do not listen. Takes milliseconds; reads every process's descriptors only until all are found.
+    Not seen are other network namespaces (containers with a network of their own), which are no
+    hindrance, and, before Linux 6.8, sockets that are bound and do not listen. Takes milliseconds;
+    reads every process's descriptors only until all are found.
     """
     return _holders_of(list(_sockets(port, port)))
 
 
 def in_time_wait(low: int = 1, high: int = 65535) -> int:
-    """How many connections in TIME_WAIT have their local port in this range. They keep nobody from listening, and each keeps an
-    outgoing connection from using its port to the same place for a minute."""
+    """Return how many connections in TIME_WAIT have their local port in this range. They keep
+    nobody from listening, and each keeps an outgoing connection from using its port to the same
+    place for a minute."""
     return sum(entry.state == TIME_WAIT for entry in _sockets(low, high))
 
 
 def held_by(low: int, high: int) -> list[tuple[str, int]]:
-    """Who holds how many of these ports, the greediest first: `python train.py (pid 5112, user ada)`. TIME_WAIT does not count."""
+    """Return who holds how many of these ports, the greediest first: `python train.py (pid 5112,
+    user ada)`. TIME_WAIT does not count."""
     ports: dict[str, set[int]] = {}
     for holder in _holders_of([entry for entry in _sockets(low, high) if entry.state != TIME_WAIT]):
         unseen = f"processes of user {holder.user}" + (f" in {holder.group}" if holder.group else "")
@@ -180,15 +192,17 @@ def held_by(low: int, high: int) -> list[tuple[str, int]]:
 
 
 def ephemeral_range() -> tuple[int, int]:
-    """The ports, both ends included, of which the kernel gives one to every outgoing connection, and to who asks for any (ip(7))."""
+    """Return the ports, both ends included, of which the kernel gives one to every outgoing
+    connection, and to who asks for any (ip(7))."""
     return _ephemeral()
 
 
 def check_loopback(ip: str) -> None:
-    """Raise EnvironmentProblem (`loopback-down`) for an address of the loopback interface when that is switched off.
+    """Raise EnvironmentProblem (`loopback-down`) for an address of the loopback interface when that
+    is switched off.
 
-    Listening there works all the same, and whoever connects gets no farther. A datagram socket asks the kernel for the way, and sends
-    nothing.
+    Listening there works all the same, and whoever connects gets no farther. A datagram socket asks
+    the kernel for the way, and sends nothing.
     """
     if not (ip == "::1" or ip.startswith("127.")):
         return
@@ -222,8 +236,8 @@ def _try(family: socket.AddressFamily, ip: str, port: int) -> HeldPort:
 
 
 def _first(family: socket.AddressFamily, ip: str, ports: Sequence[int]) -> HeldPort | None:
-    """The first of these that is free; None if all are taken. Any other trouble is raised in our words: of ports that this user may not
-    bind only when there are no others."""
+    """Return the first of these that is free; None if all are taken. Any other trouble is raised in
+    our words: of ports that this user may not bind only when there are no others."""
     forbidden: dict[int, OSError] = {}
     for port in ports:
         try:
@@ -251,7 +265,8 @@ def _check(port: int, port_range: tuple[int, int] | None) -> None:
 
 
 def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
-    """The family and the numeric address, IPv4 before IPv6; names are looked up, numbers are not. "" is every address of this machine."""
+    """Return the family and the numeric address, IPv4 before IPv6; names are looked up, numbers are
+    not. "" is every address of this machine."""
     if not host:
         return socket.AF_INET, "0.0.0.0"
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -273,7 +288,7 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
-    """A refused bind or listen in our words."""
+    """Translate a refused bind or listen into an error of ours."""
     address = _address(ip, port)
     if error.errno == errno.EADDRINUSE:
         found = holders(port)
@@ -306,8 +321,9 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
 
 
 def _forbidden(ports: Sequence[int], forbidden: Collection[int]) -> EnvironmentProblem:
-    """The kernel refuses some of these ports, which are in ascending order, and somebody has the others. It does so for low numbers
-    (ip(7)), and for any number by a rule of this machine's."""
+    """Report that the kernel refuses some of these ports, which are in ascending order, and
+    somebody has the others. It does so for low numbers (ip(7)), and for any number by a rule of
+    this machine's."""
     first_free = _number("/proc/sys/net/ipv4/ip_unprivileged_port_start", 1024)
     status = _status()
     privileged = bool(int(status.get("CapEff", "0"), 16) & 1 << _CAP_NET_BIND_SERVICE)
@@ -345,7 +361,7 @@ def _status() -> dict[str, str]:
 
 
 def _words(path: str) -> str:
-    """What a file of the kernel's says, "" when it is not there."""
+    """Return what a file of the kernel's says, "" when it is not there."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
@@ -354,7 +370,8 @@ def _words(path: str) -> str:
 
 
 def _same_place(held: str, ip: str) -> bool:
-    """Whether who has bound `held` keeps others from `ip`: the same address, or one of the two is all of them."""
+    """Tell whether who has bound `held` keeps others from `ip`: the same address, or one of the two
+    is all of them."""
     plain = held.removeprefix("::ffff:")
     return plain == ip or {plain, ip} & {"0.0.0.0", "::"} != set()
 
@@ -383,7 +400,7 @@ def _exhausted(ip: str, low: int, high: int, asked: bool) -> EnvironmentProblem:
 
 
 class _Socket(NamedTuple):
-    """What the kernel tells of one socket."""
+    """Entry of the kernel's list of sockets."""
 
     host: str
     port: int
@@ -394,7 +411,8 @@ class _Socket(NamedTuple):
 
 
 def _sockets(low: int, high: int) -> Iterator[_Socket]:
-    """The TCP sockets on these ports of this network namespace, as far as the kernel tells (proc_net_tcp.txt, sock_diag(7))."""
+    """Yield the TCP sockets on these ports of this network namespace, as far as the kernel tells
+    (proc_net_tcp.txt, sock_diag(7))."""
     for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         try:
             with open(path, encoding="ascii") as file:
@@ -420,7 +438,7 @@ def _decode(text: str) -> tuple[str, int]:
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, raw), int(port, 16)
 
 
-def _holders_of(sockets: Sequence[_Socket]) -> list[Holder]:
+def _holders_of(sockets: Sequence[_Socket]) -> list[PortHolder]:
     inodes = {entry.inode for entry in sockets if entry.inode}
     owners = _owners(inodes)
     groups = control_groups(inodes - owners.keys()) if inodes - owners.keys() else {}
@@ -429,15 +447,16 @@ def _holders_of(sockets: Sequence[_Socket]) -> list[Holder]:
     for entry in sockets:
         pids = owners.get(entry.inode, [])
         state = names.get(entry.state, "connected" if entry.inode else "ownerless")
-        plain = Holder(entry.port, entry.host, state, entry.uid, peer=entry.peer)
+        plain = PortHolder(entry.port, entry.host, state, entry.uid, peer=entry.peer)
         found += [_described(plain, pid) for pid in pids] or [plain._replace(group=groups.get(entry.inode, ""))]
     order = ("listening", "bound", "connected", "ownerless", "time-wait")
     return sorted(found, key=lambda holder: (order.index(holder.state), holder.pid))
 
 
 def _owners(inodes: set[int]) -> dict[int, list[int]]:
-    """Which processes have these sockets open. The first of each family that shares one is enough for every inode, but a
-    forked worker and its parent are both told, if they are met before all inodes are found."""
+    """Which processes have these sockets open. The first of each family that shares one is enough
+    for every inode, but a forked worker and its parent are both told, if they are met before all
+    inodes are found."""
     wanted = {f"socket:[{inode}]": inode for inode in inodes}
     owners: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if wanted else ():
@@ -465,7 +484,7 @@ def _links(folder: str) -> Iterable[str]:
 _OURS = "from rallypoint.launcher."  # in the command line of every process that the launcher starts for itself
 
 
-def _described(holder: Holder, pid: int) -> Holder:
+def _described(holder: PortHolder, pid: int) -> PortHolder:
     import psutil
 
     try:
@@ -483,7 +502,8 @@ def _described(holder: Holder, pid: int) -> Holder:
 
 
 def _short(argv: Sequence[str]) -> str:
-    """A command as a person would say it: no folder before the program, one line, not endless."""
+    """Return a command as a person would say it: no folder before the program, one line, not
+    endless."""
     text = " ".join([os.path.basename(argv[0]), *argv[1:]])
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return text if len(text) <= 80 else text[:77] + "..."

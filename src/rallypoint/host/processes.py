@@ -28,8 +28,9 @@ _libc_prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_u
 def _where_proc_is() -> str:
     """Return "/proc", or a folder that does not exist where /proc shows other processes than ours.
 
-    After `unshare --pid` without a new mount of /proc its numbers are of another pid namespace: whoever they are, they are not
-    the processes that this one has started, and must not be signalled. An unreadable file is "not known" everywhere below.
+    After `unshare --pid` without a new mount of /proc its numbers are of another pid namespace:
+    whoever they are, they are not the processes that this one has started, and must not be
+    signalled. An unreadable file is "not known" everywhere below.
     """
     try:
         return "/proc" if os.readlink("/proc/self") == str(os.getpid()) else "/proc/of-another-namespace"
@@ -41,7 +42,7 @@ _PROC = _where_proc_is()
 
 
 def sees_processes() -> bool:
-    """Whether /proc shows the processes that this one starts."""
+    """Tell whether /proc shows the processes that this one starts."""
     return os.path.exists(f"{_PROC}/{os.getpid()}")
 
 
@@ -52,12 +53,13 @@ def _prctl(option: int, argument: int) -> None:
 
 
 def become_subreaper() -> None:
-    """From now on orphans among our descendants become our children, not init's (prctl(2))."""
+    """Make orphans among our descendants our children from now on, not init's (prctl(2))."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """Return the pids of this process's children, ended ones included; none when /proc does not tell. For one with one thread."""
+    """Return the pids of this process's children, ended ones included; none when /proc does not
+    tell. For one with one thread."""
     me = os.getpid()
     try:
         with open(f"{_PROC}/{me}/task/{me}/children", "rb") as file:
@@ -67,10 +69,12 @@ def children() -> list[int]:
 
 
 def prepare_to_supervise() -> tuple[int, int]:
-    """Make this process fit to look after others: it is told of every end, gets their orphans, and may open as many files as it can.
-    Returns the limit on open files that it had, which is for those others.
+    """Make this process fit to look after others: it is told of every end, gets their orphans, and
+    may open as many files as it can. Returns the limit on open files that it had, which is for
+    those others.
 
-    `EnvironmentProblem` when the kernel, or a sandbox's filter of system calls, lacks what this needs.
+    `EnvironmentProblem` when the kernel, or a sandbox's filter of system calls, lacks what this
+    needs.
 
     A rank costs us five descriptors; the soft limit of 1024 would end at 200 ranks.
     """
@@ -85,7 +89,8 @@ def prepare_to_supervise() -> tuple[int, int]:
 
 
 def _check_system_calls() -> None:
-    """One look at the start, and one error: in the middle of a job each of these would look like a fault of ours."""
+    """Check at the start, with one error: in the middle of a job each of these would look like a
+    fault of ours."""
     lacking: list[str] = []
     for names, attempt in (
         ("pidfd_open and pidfd_send_signal", _try_pidfd),
@@ -123,7 +128,8 @@ def _try_pidfd() -> None:
 
 
 def open_standard_descriptors() -> None:
-    """One that was closed when we started becomes /dev/null: else a pipe or socket of ours would get its number, and a rank's words."""
+    """Open what was closed when we started as /dev/null: else a pipe or socket of ours would get
+    its number, and a rank's words."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -134,8 +140,9 @@ def open_standard_descriptors() -> None:
 def die_with(parent: int) -> None:
     """SIGKILL for this process when `parent`, which must be its parent, ends.
 
-    The kernel's promise is not retroactive, so a parent that is gone already is looked for afterwards. It is a second line only:
-    not inherited by children, cleared by a set-user-id exec, and fired by the end of the parent's starting *thread*.
+    The kernel's promise is not retroactive, so a parent that is gone already is looked for
+    afterwards. It is a second line only: not inherited by children, cleared by a set-user-id exec,
+    and fired by the end of the parent's starting *thread*.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -143,12 +150,13 @@ def die_with(parent: int) -> None:
 
 
 def continue_at_end_of_parent() -> None:
-    """Let SIGCONT come when the parent ends, in place of `die_with`: a process that was stopped must notice that end, too."""
+    """Let SIGCONT come when the parent ends, in place of `die_with`: a process that was stopped
+    must notice that end, too."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
-class Status(NamedTuple):
-    """What /proc/PID/stat says of a process; times in clock ticks."""
+class ProcessStatus(NamedTuple):
+    """Contents of /proc/PID/stat of a process; times in clock ticks."""
 
     pid: int
     name: str
@@ -160,8 +168,8 @@ class Status(NamedTuple):
     started: int  # after boot: with the pid the identity of a process
 
 
-def status(pid: int | str) -> Status | None:
-    """The process's status, or None when there is none."""
+def status(pid: int | str) -> ProcessStatus | None:
+    """Return the process's status, or None when there is none."""
     try:
         with open(f"{_PROC}/{pid}/stat", "rb") as file:
             text = file.read()
@@ -170,14 +178,15 @@ def status(pid: int | str) -> Status | None:
     head, _, tail = text.rpartition(b")")
     number, _, command = head.partition(b"(")
     fields = tail.split()
-    return Status(
+    return ProcessStatus(
         int(number), command.decode("utf-8", "replace"), fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]),
         int(fields[11]) + int(fields[12]), int(fields[19]),
     )  # fmt: skip
 
 
 class Activity(NamedTuple):
-    """What the kernel shows of a process's main thread at one moment. Two of them say whether it has run in between."""
+    """Snapshot of a process's main thread at one moment. Two of them say whether it has run in
+    between."""
 
     state: str  # R running, S asleep, D in the kernel, T stopped, t held by a debugger, Z ended but not reaped
     cpu: int  # clock ticks that it has used
@@ -186,7 +195,8 @@ class Activity(NamedTuple):
 
 
 def activity(pid: int) -> Activity | None:
-    """The main thread's activity, or None when there is no such process, or /proc does not tell. Disturbs nobody: two small files."""
+    """Return the main thread's activity, or None when there is no such process, or /proc does not
+    tell. Disturbs nobody: two small files."""
     try:
         found = status(f"{pid}/task/{pid}")
         with open(f"{_PROC}/{pid}/task/{pid}/status", "rb") as file:
@@ -200,7 +210,8 @@ def activity(pid: int) -> Activity | None:
 
 
 def kernel_wait(pid: int) -> str:
-    """The kernel function that the main thread sleeps in ("futex_do_wait"); "" when it runs, or this user may not know."""
+    """Return the kernel function that the main thread sleeps in ("futex_do_wait"); "" when it runs,
+    or this user may not know."""
     try:
         with open(f"{_PROC}/{pid}/task/{pid}/wchan", "rb") as file:
             name = file.read().decode("ascii", "replace").strip()
@@ -210,7 +221,8 @@ def kernel_wait(pid: int) -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used with all its threads, to a hundredth; 0.0 when it is gone, or /proc does not tell."""
+    """Processor time that a process has used with all its threads, to a hundredth; 0.0 when it is
+    gone, or /proc does not tell."""
     try:
         found = status(pid)
     except OSError:
@@ -219,7 +231,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process stands still, by SIGSTOP or Ctrl-Z. False for what cannot be seen."""
+    """Tell whether a process stands still, by SIGSTOP or Ctrl-Z. False for what cannot be seen."""
     try:
         found = status(pid)
     except OSError:  # somebody else's, and /proc hides those; or no descriptor is left to read it
@@ -228,7 +240,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def command_line(pid: int) -> str:
-    """The command line of a process with its spaces, "" when it cannot be read."""
+    """Return the command line of a process with its spaces, "" when it cannot be read."""
     try:
         with open(f"{_PROC}/{pid}/cmdline", "rb") as file:
             return file.read().replace(b"\0", b" ").strip().decode("utf-8", "replace")
@@ -237,7 +249,7 @@ def command_line(pid: int) -> str:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process that are in memory, 0 when it is gone."""
+    """Return bytes of a process that are in memory, 0 when it is gone."""
     try:
         with open(f"{_PROC}/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
@@ -246,22 +258,25 @@ def resident(pid: int) -> int:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal (SigCgt): without one nobody would answer it."""
+    """Tell whether a process has a handler for a signal (SigCgt): without one nobody would answer
+    it."""
     return bool(_signal_mask(pid, pid, b"SigCgt") & (1 << (number - 1)))
 
 
 def blocks(pid: int, number: int) -> bool:
-    """Whether the main thread of a process holds a signal back (SigBlk)."""
+    """Tell whether the main thread of a process holds a signal back (SigBlk)."""
     return bool(_signal_mask(pid, pid, b"SigBlk") & (1 << (number - 1)))
 
 
 def is_pending(pid: int, number: int) -> bool:
-    """Whether a signal that was sent to the process has not been taken by any of its threads yet."""
+    """Tell whether a signal that was sent to the process has not been taken by any of its threads
+    yet."""
     return bool(_signal_mask(pid, pid, b"ShdPnd") & (1 << (number - 1)))
 
 
 def is_handling(pid: int, number: int) -> bool:
-    """Whether a signal that was sent is still pending, or its handler still runs in some thread (it blocks its own signal)."""
+    """Tell whether a signal that was sent is still pending, or its handler still runs in some
+    thread (it blocks its own signal)."""
     bit = 1 << (number - 1)
     try:
         threads = os.listdir(f"{_PROC}/{pid}/task")
@@ -284,10 +299,12 @@ def _signal_mask(pid: int, thread: int, key: bytes) -> int:
 
 
 def main_thread_place(pid: int) -> tuple[str, int] | None:
-    """Where the main thread stands in the kernel: (system call with its arguments, CPU ticks so far), None when it runs or is gone.
+    """Return where the main thread stands in the kernel: (system call with its arguments, CPU ticks
+    so far), None when it runs or is gone.
 
-    Two equal answers a moment apart: it sat in one call all the while and cannot have run a handler. Reading needs the rights of
-    ptrace, which an ancestor has; without them the wait channel stands in.
+    Two equal answers a moment apart: it sat in one call all the while and cannot have run a
+    handler. Reading needs the rights of ptrace, which an ancestor has; without them the wait
+    channel stands in.
     """
     found = status(f"{pid}/task/{pid}")
     if found is None or found.state not in "SD":
@@ -302,16 +319,17 @@ def main_thread_place(pid: int) -> tuple[str, int] | None:
 
 
 def is_same_call(before: str, after: str) -> bool:
-    """Whether two places of a main thread (`main_thread_place`) are one call, with one stack.
+    """Tell whether two places of a main thread (`main_thread_place`) are one call, with one stack.
 
-    A signal to the process may wake the main thread and be taken by another one. What is left of the call is then restart_syscall(2).
+    A signal to the process may wake the main thread and be taken by another one. What is left of
+    the call is then restart_syscall(2).
     """
     (first, _, rest), (second, _, now) = before.partition(" "), after.partition(" ")
     return before == after or (rest != "" and rest == now and _RESTART_SYSCALL in (first, second))
 
 
 class ThreadActivity(NamedTuple):
-    """What the kernel shows of one thread at one moment."""
+    """Snapshot of one thread at one moment."""
 
     name: str
     state: str
@@ -319,7 +337,8 @@ class ThreadActivity(NamedTuple):
 
 
 def other_threads(pid: int) -> dict[int, ThreadActivity]:
-    """The activity of every thread of a process but the main one, by thread id; empty for what cannot be seen."""
+    """Return the activity of every thread of a process but the main one, by thread id; empty for
+    what cannot be seen."""
     found: dict[int, ThreadActivity] = {}
     with contextlib.suppress(OSError):  # it has ended
         for entry in os.listdir(f"{_PROC}/{pid}/task"):
@@ -339,12 +358,12 @@ def other_threads(pid: int) -> dict[int, ThreadActivity]:
 
 
 def threads(pid: int | str = "self") -> int:
-    """How many threads a process has."""
+    """Return how many threads a process has."""
     return len(os.listdir("/proc/self/task" if pid == "self" else f"{_PROC}/{pid}/task"))
 
 
 def sockets(pid: int) -> set[int]:
-    """The inodes of the sockets that a process has open; empty for what cannot be seen."""
+    """Return the inodes of the sockets that a process has open; empty for what cannot be seen."""
     found: set[int] = set()
     try:
         for entry in os.scandir(f"{_PROC}/{pid}/fd"):
@@ -358,7 +377,8 @@ def sockets(pid: int) -> set[int]:
 
 
 def has_marker(pid: int, marker: bytes) -> bool:
-    """Whether a process was started with `marker` ("NAME=value") in its environment. False also where it may not be read."""
+    """Tell whether a process was started with `marker` ("NAME=value") in its environment. False
+    also where it may not be read."""
     try:
         with open(f"{_PROC}/{pid}/environ", "rb") as file:
             return marker in file.read().split(b"\0")
@@ -366,13 +386,14 @@ def has_marker(pid: int, marker: bytes) -> bool:
         return False
 
 
-def family(marker: bytes, sessions: Iterable[int], *, ancestor: int = 0, spare: Iterable[int] = ()) -> list[Status]:
-    """Return every living process that belongs to a job: in a session that one of its ranks leads, started with its marker, or a
-    descendant of `ancestor` (which is left out itself).
+def family(marker: bytes, sessions: Iterable[int], *, ancestor: int = 0, spare: Iterable[int] = ()) -> list[ProcessStatus]:
+    """Return every living process that belongs to a job: in a session that one of its ranks leads,
+    started with its marker, or a descendant of `ancestor` (which is left out itself).
 
-    The marker finds what a rank moved into a session of its own (setsid, a daemon). Beneath a subreaper that has started
-    nothing but the job, `ancestor` finds what was started with an empty environment, and a job inside the job. Left out are
-    `spare`, this process, and processes of other users that /proc hides from this one.
+    The marker finds what a rank moved into a session of its own (setsid, a daemon). Beneath a
+    subreaper that has started nothing but the job, `ancestor` finds what was started with an empty
+    environment, and a job inside the job. Left out are `spare`, this process, and processes of
+    other users that /proc hides from this one.
     """
     ours, left_out = set(sessions), {os.getpid(), ancestor, *spare}
     everyone = {one.pid: one for one in _everyone()}
@@ -385,8 +406,9 @@ def family(marker: bytes, sessions: Iterable[int], *, ancestor: int = 0, spare: 
     return found
 
 
-def _everyone() -> Iterator[Status]:
-    """Yield all processes that this one may see; none when /proc is not there, or shows another pid namespace."""
+def _everyone() -> Iterator[ProcessStatus]:
+    """Yield all processes that this one may see; none when /proc is not there, or shows another pid
+    namespace."""
     try:
         entries = os.listdir(_PROC)
     except FileNotFoundError:
@@ -398,9 +420,9 @@ def _everyone() -> Iterator[Status]:
                     yield one
 
 
-def _descends(one: Status, ancestor: int, everyone: Mapping[int, Status]) -> bool:
+def _descends(one: ProcessStatus, ancestor: int, everyone: Mapping[int, ProcessStatus]) -> bool:
     seen: set[int] = set()  # the table was not read in one moment
-    parent: Status | None = one
+    parent: ProcessStatus | None = one
     while parent is not None and parent.pid not in seen:
         seen.add(parent.pid)
         if parent.parent == ancestor:
@@ -409,11 +431,15 @@ def _descends(one: Status, ancestor: int, everyone: Mapping[int, Status]) -> boo
     return False
 
 
-def kill_family(marker: bytes, sessions: Iterable[int], *, deadline: float, ancestor: int = 0, spare: Iterable[int] = ()) -> list[Status]:
-    """SIGKILL for every process of a job until none is left; returns those that would not die within `deadline` seconds.
+def kill_family(
+    marker: bytes, sessions: Iterable[int], *, deadline: float, ancestor: int = 0, spare: Iterable[int] = ()
+) -> list[ProcessStatus]:
+    """SIGKILL for every process of a job until none is left; returns those that would not die
+    within `deadline` seconds.
 
-    Each is held by pidfd and looked at again before the signal, so a number that was freed and given to a stranger is not hit.
-    Repeated until a look finds none: a process may fork while we look.
+    Each is held by pidfd and looked at again before the signal, so a number that was freed and
+    given to a stranger is not hit. Repeated until a look finds none: a process may fork while we
+    look.
     """
     sessions, until = set(sessions), time.monotonic() + deadline
     while True:
@@ -461,7 +487,8 @@ def send(pidfd: int, number: int) -> bool:
 
 
 def send_group(leader: int, number: int) -> bool:
-    """Signal the group of a process that we started and that is not reaped (so that the number is still its own).
+    """Signal the group of a process that we started and that is not reaped (so that the number is
+    still its own).
 
     ValueError for a number that is no process of ours: 0 would be our own group, and our caller's.
     """
@@ -474,13 +501,15 @@ def send_group(leader: int, number: int) -> bool:
     return True
 
 
-def group_members(leader: int) -> list[Status]:
-    """The living processes of a session that `leader` (ended or not) led, itself left out."""
+def group_members(leader: int) -> list[ProcessStatus]:
+    """Return the living processes of a session that `leader` (ended or not) led, itself left
+    out."""
     return [one for one in _everyone() if one.session == leader and one.pid != leader and one.state not in "ZX"]
 
 
 def end_of_unreaped(pid: int) -> tuple[int, int] | None:
-    """Return (exit code, signal) of a process that has ended and that its parent has not reaped yet; None when that cannot be told."""
+    """Return (exit code, signal) of a process that has ended and that its parent has not reaped
+    yet; None when that cannot be told."""
     try:
         owner = os.stat(f"{_PROC}/{pid}").st_uid
         with open(f"{_PROC}/{pid}/stat", "rb") as file:
@@ -494,7 +523,8 @@ def end_of_unreaped(pid: int) -> tuple[int, int] | None:
 
 
 def reap(pid: int, pidfd: int, timeout: float) -> tuple[int, int] | None:
-    """Wait for a child's end and reap it: (exit code, signal); None when `timeout` seconds were not enough. Closes `pidfd`."""
+    """Wait for a child's end and reap it: (exit code, signal); None when `timeout` seconds were not
+    enough. Closes `pidfd`."""
     has_ended = wait_for_ends([pidfd], timeout)
     os.close(pidfd)
     if not has_ended:
@@ -511,12 +541,13 @@ def ended(info: os.waitid_result) -> tuple[int, int]:
 
 
 def memory_file(label: str) -> int:
-    """A memfd (close-on-exec): a file without a name that is gone with its last user."""
+    """Return a memfd (close-on-exec): a file without a name that is gone with its last user."""
     return system_calls.memfd_create(label, system_calls.MFD_CLOEXEC)
 
 
 def sealed_memory_file(label: str, content: bytes) -> int:
-    """A memfd with this content, which nobody who gets it can change any more. Read it with `os.pread`: its offset is shared."""
+    """Return a memfd with this content, which nobody who gets it can change any more. Read it with
+    `os.pread`: its offset is shared."""
     import fcntl
 
     fd = system_calls.memfd_create(label, system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
@@ -527,9 +558,11 @@ def sealed_memory_file(label: str, content: bytes) -> int:
 
 
 def in_child(run: Callable[[], None]) -> int:
-    """Fork; the child runs `run` and leaves with os._exit, whatever happens. Returns the child's pid.
+    """Fork; the child runs `run` and leaves with os._exit, whatever happens. Returns the child's
+    pid.
 
-    Only for a process with one thread: what other threads hold at the fork stays held in the child for ever.
+    Only for a process with one thread: what other threads hold at the fork stays held in the child
+    for ever.
     """
     pid = os.fork()
     if pid == 0:

@@ -1,8 +1,9 @@
 """Ask this machine's resolver for names and addresses, within a deadline.
 
-getaddrinfo cannot be interrupted, by a signal or by a deadline: a name server that is switched off holds it for half a minute. So it is
-called in a process of its own, which asks for everything at once, a thread for each question, and is killed when the time is up. A
-thread in the caller would go on asking, and a launcher that forks must have none.
+getaddrinfo cannot be interrupted, by a signal or by a deadline: a name server that is switched off
+holds it for half a minute. So it is called in a process of its own, which asks for everything at
+once, a thread for each question, and is killed when the time is up. A thread in the caller would go
+on asking, and a launcher that forks must have none.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the resolver said of one name (`found`: addresses) or one address (`found`: names)."""
+    """Answer of the resolver about one name (`found`: addresses) or one address (`found`:
+    names)."""
 
     asked: str
     kind: Literal["name", "address"]
@@ -69,9 +71,11 @@ class Answer:
 
 
 def ask(names: Iterable[str] = (), addresses: Iterable[str] = (), *, timeout: float) -> dict[str, Answer]:
-    """Look up all of these at once; the answers by what was asked. Names and addresses must not overlap. Never raises for a bad name.
+    """Look up all of these at once; the answers by what was asked. Names and addresses must not
+    overlap. Never raises for a bad name.
 
-    Returns when all have answered, or after `timeout` seconds: then those that are missing are `silent`. Nothing is left running.
+    Returns when all have answered, or after `timeout` seconds: then those that are missing are
+    `silent`. Nothing is left running.
     """
     clock = Clock()
     wanted: dict[str, Literal["name", "address"]] = {**dict.fromkeys(names, "name"), **dict.fromkeys(addresses, "address")}
@@ -109,7 +113,8 @@ def ask(names: Iterable[str] = (), addresses: Iterable[str] = (), *, timeout: fl
 
 
 def _start(questions: str) -> subprocess.Popen[bytes]:
-    """A bare interpreter in a session of its own: Ctrl-C at a terminal is for whoever asked. It ends when its stdin does."""
+    """Start a bare interpreter in a session of its own: Ctrl-C at a terminal is for whoever asked.
+    It ends when its stdin does."""
     command = [sys.executable or "python3", "-I", "-S", "-c", _PROGRAM, questions]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, close_fds=True

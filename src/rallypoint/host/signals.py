@@ -18,10 +18,12 @@ ATTENTION_SIGNAL = signal.SIGRTMIN + 8
 
 
 class SignalLog:
-    """Writes down the signals that arrive, in order; `fileno()` becomes readable, `read()` returns them.
+    """Writes down the signals that arrive, in order; `fileno()` becomes readable, `read()` returns
+    them.
 
-    A signal that was ignored when we started (SIGHUP under nohup, SIGINT of a background job) stays ignored: whoever started us
-    has decided that. Must be made in the main thread; `close()` puts the former handlers back.
+    A signal that was ignored when we started (SIGHUP under nohup, SIGINT of a background job) stays
+    ignored: whoever started us has decided that. Must be made in the main thread; `close()` puts
+    the former handlers back.
     """
 
     def __init__(self, wanted: Iterable[signal.Signals]) -> None:
@@ -33,11 +35,11 @@ class SignalLog:
                 self._former[number] = signal.signal(number, _written_by_the_interpreter)
 
     def fileno(self) -> int:
-        """The descriptor to wait on."""
+        """Return the descriptor to wait on."""
         return self._read
 
     def read(self) -> list[signal.Signals]:
-        """The signals since the last call, oldest first. Does not wait."""
+        """Return the signals since the last call, oldest first. Does not wait."""
         try:
             return [signal.Signals(number) for number in os.read(self._read, 4096) if number in self._former]
         except BlockingIOError:
@@ -56,11 +58,12 @@ class SignalLog:
 
 
 def _written_by_the_interpreter(number: int, frame: FrameType | None) -> None:
-    """Nothing: the interpreter has already put the number into the wake-up pipe."""
+    """Do nothing: the interpreter has already put the number into the wake-up pipe."""
 
 
 def show_attention() -> None:
-    """Let `ATTENTION_SIGNAL` show that this process's main thread came back to the interpreter after it was sent. In the main thread."""
+    """Let `ATTENTION_SIGNAL` show that this process's main thread came back to the interpreter
+    after it was sent. In the main thread."""
     signal.signal(ATTENTION_SIGNAL, _block)
 
 
@@ -69,13 +72,15 @@ def _block(number: int, frame: FrameType | None) -> None:
 
 
 def ignored() -> tuple[int, ...]:
-    """The signals that are ignored in this process and are not so by Python itself: what a child should ignore, too."""
+    """Return the signals that are ignored in this process and are not so by Python itself: what a
+    child should ignore, too."""
     by_python = {signal.SIGPIPE, signal.SIGXFSZ}
     return tuple(int(s) for s in signal.valid_signals() if s not in by_python and signal.getsignal(s) == signal.SIG_IGN)
 
 
 def name(number: int) -> str:
-    """`SIGTERM`; `SIGRTMIN+5` for the real-time ones, most of which have no names of their own; `signal 77` for what is none."""
+    """`SIGTERM`; `SIGRTMIN+5` for the real-time ones, most of which have no names of their own;
+    `signal 77` for what is none."""
     if signal.SIGRTMIN < number < signal.SIGRTMAX:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
     try:

@@ -1,7 +1,8 @@
-"""What the kernel tells of TCP sockets over sock_diag(7), and /proc/net does not.
+"""Facts about TCP sockets that the kernel tells over sock_diag(7), and /proc/net does not.
 
-Which are bound and do not listen (since Linux 6.8; they keep a port from everybody else), and in which control group a socket was
-made: without root that is all that can be known of another user's process, and it names the container, the service or the Slurm job.
+Which are bound and do not listen (since Linux 6.8; they keep a port from everybody else), and in
+which control group a socket was made: without root that is all that can be known of another user's
+process, and it names the container, the service or the Slurm job.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import NamedTuple
 from rallypoint.clock import Clock
 
 ANSWER_TIMEOUT = 1.0
-"""Seconds for the kernel's whole answer, which takes a millisecond: it comes from memory, and what is not there by then does not come."""
+"""Seconds for the kernel's whole answer, which takes a millisecond: it comes from memory, and what
+is not there by then does not come."""
 
 GROUPS_TIMEOUT = 0.05
-"""Seconds for looking through the folders of all control groups for a number: who has a port is to be told within a tenth of one. A
-machine with ten thousand groups may need more, and then this is not told."""
+"""Seconds for looking through the folders of all control groups for a number: who has a port is to
+be told within a tenth of one. A machine with ten thousand groups may need more, and then this is
+not told."""
 
 _ANSWER_BYTES = 1 << 18  # more than the kernel puts into one message (32 KiB), so that none is cut off
 
@@ -45,7 +48,7 @@ class BoundSocket(NamedTuple):
 
 
 def bound_sockets() -> Iterator[BoundSocket]:
-    """All of this network namespace, IPv4 and IPv6; none where the kernel does not tell."""
+    """List those of this network namespace, IPv4 and IPv6; none where the kernel does not tell."""
     for family, body in _told(_BOUND_INACTIVE):
         _, _, _, _, port, raw, uid, inode = _TOLD.unpack_from(body)  # their state is told as TCP_CLOSE: all that comes was asked for
         host = socket.inet_ntop(family, raw[:4] if family == socket.AF_INET else raw)
@@ -53,10 +56,12 @@ def bound_sockets() -> Iterator[BoundSocket]:
 
 
 def unanswered(port: int) -> dict[int, int]:
-    """Connections from here to a service on `port`, wherever it runs, that hold bytes for it: the inode of this side's socket, how many.
+    """Connections from here to a service on `port`, wherever it runs, that hold bytes for it: the
+    inode of this side's socket, how many.
 
-    Bytes that the service, on this machine, has not read, or that no machine has acknowledged. For an instant that is so of every
-    request; of one whose service is stopped, or whose packets are dropped, it stays so.
+    Bytes that the service, on this machine, has not read, or that no machine has acknowledged. For
+    an instant that is so of every request; of one whose service is stopped, or whose packets are
+    dropped, it stays so.
     """
     wanted = port.to_bytes(2, "big")
     asking: list[tuple[bytes, int, int]] = []  # the port of this side, bytes not acknowledged, inode
@@ -71,9 +76,11 @@ def unanswered(port: int) -> dict[int, int]:
 
 
 def control_groups(inodes: set[int]) -> dict[int, str]:
-    """The control groups (`/system.slice/docker-3f2a.scope`) in which these sockets were made; those that can be told.
+    """Return the control groups (`/system.slice/docker-3f2a.scope`) in which these sockets were
+    made; those that can be told.
 
-    Only of sockets that listen or are merely bound: of connections a busy server has too many to go through.
+    Only of sockets that listen or are merely bound: of connections a busy server has too many to go
+    through.
     """
     numbers: dict[int, int] = {}
     for _, body in _told(_LISTENING | _BOUND_INACTIVE):
@@ -85,7 +92,8 @@ def control_groups(inodes: set[int]) -> dict[int, str]:
 
 
 def _paths(wanted: set[int]) -> dict[int, str]:
-    """The folders of these control groups below where version 2 is mounted; a group's number is its folder's inode."""
+    """Return the folders of these control groups below where version 2 is mounted; a group's number
+    is its folder's inode."""
     for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
         if os.path.exists(os.path.join(root, "cgroup.controllers")):
             break
@@ -130,7 +138,7 @@ def _dump(family: socket.AddressFamily, states: int) -> Iterator[memoryview]:
 
 
 def _numbers(data: memoryview) -> Iterator[tuple[int, int]]:
-    """The attributes that hold a number of 64 bits."""
+    """Yield the attributes that hold a number of 64 bits."""
     while len(data) >= _ATTRIBUTE.size:
         length, kind = _ATTRIBUTE.unpack_from(data)
         if length < _ATTRIBUTE.size:

@@ -1,7 +1,9 @@
-"""System calls that Python has no name for when it was built against an old C library, as conda's and uv's are.
+"""System calls that Python has no name for when it was built against an old C library, as conda's
+and uv's are.
 
-Such a Python runs on every Linux of the last ten years, and leaves out what its C library did not have. The kernel beneath it
-is mostly a newer one, and is asked directly. Numbers: include/uapi/asm-generic/unistd.h and the tables of the architectures.
+Such a Python runs on every Linux of the last ten years, and leaves out what its C library did not
+have. The kernel beneath it is mostly a newer one, and is asked directly. Numbers:
+include/uapi/asm-generic/unistd.h and the tables of the architectures.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import sys
 from collections.abc import Callable
 
 P_PIDFD = 3
-"""Of waitid(2): the id is a pidfd."""
+"""Kind of id for waitid(2): a pidfd."""
 
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
@@ -51,8 +53,8 @@ def _memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
 
 
 def signalfd(number: int) -> int:
-    """Return a descriptor (close-on-exec, does not wait) that is readable when a signal which this thread blocks has come; 128 bytes
-    of it are one such signal. signalfd(2). Raises OSError."""
+    """Return a descriptor (close-on-exec, does not wait) that is readable when a signal which this
+    thread blocks has come; 128 bytes of it are one such signal. signalfd(2). Raises OSError."""
     mask = (1 << (number - 1)).to_bytes(128, sys.byteorder)  # sigset_t; the C library passes on what the kernel wants of it
     fd = _libc.signalfd(-1, mask, os.O_CLOEXEC | os.O_NONBLOCK)
     if fd < 0:
@@ -62,10 +64,12 @@ def signalfd(number: int) -> int:
 
 
 pidfd_open: Callable[[int], int] = getattr(os, "pidfd_open", _pidfd_open)
-"""A descriptor (close-on-exec) for a process, readable when that has ended. pidfd_open(2), Linux 5.3. Raises OSError."""
+"""A descriptor (close-on-exec) for a process, readable when that has ended. pidfd_open(2), Linux
+5.3. Raises OSError."""
 
 pidfd_send_signal: Callable[[int, int], None] = getattr(signal, "pidfd_send_signal", _pidfd_send_signal)
 """Signal exactly the process behind a pidfd. pidfd_send_signal(2), Linux 5.1. Raises OSError."""
 
 memfd_create: Callable[[str, int], int] = getattr(os, "memfd_create", _memfd_create)
-"""A file in memory without a name, gone with its last user. memfd_create(2), Linux 3.17. Raises OSError."""
+"""A file in memory without a name, gone with its last user. memfd_create(2), Linux 3.17. Raises
+OSError."""

@@ -1,4 +1,4 @@
-"""How wide a terminal is, and how wide prose on it should be."""
+"""Width of a terminal, and how wide prose on it should be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ UNKNOWN = 92  # columns of prose where there is no terminal: a log, a pipe
 
 
 def columns(fd: int) -> int | None:
-    """Columns of what is behind a descriptor: COLUMNS, else the terminal's own number; None when there is neither."""
+    """Columns of what is behind a descriptor: COLUMNS, else the terminal's own number; None when
+    there is neither."""
     given = os.environ.get("COLUMNS", "")
     if given.isascii() and given.isdecimal() and given.strip("0"):
         return int(given) if len(given) < 9 else WIDEST
@@ -21,7 +22,8 @@ def columns(fd: int) -> int | None:
 
 
 def is_in_background(fd: int) -> bool:
-    """Whether a descriptor is this process's terminal, and another group of its session has it now: a shell, for a job started with `&`."""
+    """Tell whether a descriptor is this process's terminal, and another group of its session has it
+    now: a shell, for a job started with `&`."""
     try:
         return os.tcgetpgrp(fd) != os.getpgrp()
     except OSError:  # no terminal, or another session's

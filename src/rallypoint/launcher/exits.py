@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import signal as signals
 from collections.abc import Sequence
+from signal import SIGRTMAX, Signals
 from typing import TYPE_CHECKING
 
 from rallypoint.host.signals import name
@@ -30,7 +30,7 @@ def meaning(code: int) -> str:
         return "a shell's word for: found, but could not be executed"
     if code == 127:
         return "a shell's word for: command not found"
-    if BY_SIGNAL < code <= BY_SIGNAL + signals.SIGRTMAX:
+    if BY_SIGNAL < code <= BY_SIGNAL + SIGRTMAX:
         return f"a shell's word for: ended by {name(code - BY_SIGNAL)}"
     return ""
 
@@ -59,5 +59,5 @@ def status(*, reports: Sequence[Report] = (), interrupted_by: str = "") -> int:
     if reports:
         return reports[0].exit_status
     if interrupted_by:
-        return of_signal(signals.Signals[interrupted_by])
+        return of_signal(Signals[interrupted_by])
     return OK

@@ -13,19 +13,22 @@ import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.host import devices
-from rallypoint.launcher import parts as late
-from rallypoint.launcher.assignment import Program, Task
+from rallypoint.launcher import preload_parts
+from rallypoint.launcher.program import Program, Task
 from rallypoint.launcher.sizes import threads_of_a_rank
-from rallypoint.launcher.supervisor import ROLL_CALL
 from rallypoint.world import World, ranges
 
 if TYPE_CHECKING:
-    from rallypoint.record.learnt import Learnt
+    from rallypoint.record.preload_history import Learnt
 
 OLDEST_TORCH = (2, 8)  # the first whose TCPStore, by default with libuv, takes a socket that listens already: `master_listen_fd`
 STALL = 300.0  # seconds; more than most steps, evaluations and checkpoints take, and less than a person waits before looking
 FEWEST_EPHEMERAL = 8192  # ports that a machine should have for its connections; 64 ranks of gloo's take 4,032 at once
 LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1", "0:0:0:0:0:0:0:1": "::1", "ip6-localhost": "::1"}
+# Seconds in init_process_group after which the ranks that have not come are named. Imports and data of
+# healthy ranks differ by less, and people who wait longer begin to look for themselves. Each following
+# call comes after twice the time: torch's 30 minutes are seven calls.
+ROLL_CALL = 30.0
 STDOUT, STDERR = 1, 2  # bits of torchrun's --redirects and --tee
 
 
@@ -233,8 +236,8 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
         program=options.program,
         world=world,
         start=start,
-        preload=tuple(name for name in options.preload if name != late.NONE),
-        learns=late.NONE not in options.preload,
+        preload=tuple(name for name in options.preload if name != preload_parts.NONE),
+        learns=preload_parts.NONE not in options.preload,
         environment=environment,
         rank_environment=_rank_environment(options, environ, world),
         master_addr=address,
@@ -536,7 +539,7 @@ def describe(plan: Plan) -> str:
         lines.append(("plain", "the workers are not looked into"))
     text = [f"{name:<12}{value}" for name, value in lines]
     text += ["", "every rank's environment, besides what it inherits:", *_assignments(plan.environment)]
-    store = "" if plan.start == "exec" else "RALLYPOINT_STORE, "  # see launcher/attempt.py
+    store = "" if plan.start == "exec" else "RALLYPOINT_STORE, "  # see launcher/agent/attempt.py
     text += [f"  MASTER_ADDR, MASTER_PORT, {store}TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_ERROR_FILE are set for each attempt"]
     text += ["", "each rank's own:"]
     text += [f"  {rank}  " + " ".join(line.strip() for line in _assignments(own)) for rank, own in enumerate(plan.rank_environment)]

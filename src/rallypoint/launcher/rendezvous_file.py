@@ -25,7 +25,7 @@ import msgspec
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import processes, system_calls
-from rallypoint.record.writer import Writer
+from rallypoint.record.disk_writer import DiskWriter
 
 TRIES = 16
 """How often the place is looked at again because somebody was quicker. Each time that is another job, which then has it: a second look
@@ -46,7 +46,7 @@ _LARGEST = 1 << 16  # bytes of a record; one has some three hundred
 Fate = Literal["runs", "gone", "unknown"]
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
+class ProcessIdentity(msgspec.Struct, frozen=True):
     """Where a process is, as far as others need it to tell whether it still exists."""
 
     host: str
@@ -61,7 +61,7 @@ class Record(msgspec.Struct, frozen=True):
     """What stands in the place."""
 
     job: str
-    owner: Whereabouts
+    owner: ProcessIdentity
     user: str
     since: float  # seconds since 1970, on the owner's clock
     attempt: int = 0
@@ -70,7 +70,7 @@ class Record(msgspec.Struct, frozen=True):
     format: int = 1
 
 
-def fate(record: Record, here: Whereabouts, started: Callable[[int], int | None]) -> Fate:
+def fate(record: Record, here: ProcessIdentity, started: Callable[[int], int | None]) -> Fate:
     """Whether a record's job still runs, seen from `here`; `started`: the start of a process in ticks, `HIDDEN`, or None when there is no
     such process. Pure."""
     owner = record.owner
@@ -86,19 +86,19 @@ def fate(record: Record, here: Whereabouts, started: Callable[[int], int | None]
     return "unknown"
 
 
-class Place:
+class RendezvousFile:
     """The place, while it is ours."""
 
     def __init__(self, folder: str, number: int, record: Record) -> None:
         self.path = os.path.join(folder, f"{number}.json")
         self._folder = folder
         self._record = record
-        self._writer = Writer()
+        self._writer = DiskWriter()
 
     def __repr__(self) -> str:
-        return (
-            f"<Place {self._folder}: job {self._record.job}, attempt {self._record.attempt}, at {self._record.address or 'no address yet'}>"
-        )
+        record = self._record
+        where = record.address or "no address yet"
+        return f"<RendezvousFile {self._folder}: job {record.job}, attempt {record.attempt}, at {where}>"
 
     def publish(self, attempt: int, address: str) -> None:
         """Say where the ranks of this attempt meet. `EnvironmentProblem` when it cannot be written (a full disk), or the disk gives no
@@ -182,13 +182,13 @@ def look(folder: str) -> None:
         )
 
 
-def take(folder: str, job: str) -> Place:
+def take(folder: str, job: str) -> RendezvousFile:
     """Have the place for this job, whose launcher is this process. A dead job's is taken over.
 
     Raises `EnvironmentProblem`: "rendezvous-in-use" names who has it, "rendezvous-unwritable" why it cannot be had at all.
     """
     look(folder)
-    here = whereabouts()
+    here = own_identity()
     record = Record(job, here, _user(), Clock().wall())
     try:
         with contextlib.suppress(FileExistsError):
@@ -202,7 +202,7 @@ def take(folder: str, job: str) -> Place:
     raise EnvironmentProblem("rendezvous-in-use", f"other jobs take the meeting place {folder} one after the other: tried {TRIES} times")
 
 
-def _try(folder: str, record: Record) -> Place | None:
+def _try(folder: str, record: Record) -> RendezvousFile | None:
     """One look at who is there, and one attempt to be the next; None when somebody was quicker."""
     last = max(_numbers(folder), default=0)
     if last:
@@ -231,13 +231,13 @@ def _try(folder: str, record: Record) -> Place | None:
         if old < number:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(folder, f"{old}.json"))
-    return Place(folder, number, record)
+    return RendezvousFile(folder, number, record)
 
 
-def whereabouts() -> Whereabouts:
+def own_identity() -> ProcessIdentity:
     """This process's."""
     found = processes.status("self")
-    return Whereabouts(
+    return ProcessIdentity(
         host=socket.gethostname(),
         machine=_text("/etc/machine-id"),
         boot=_text("/proc/sys/kernel/random/boot_id"),

@@ -1,7 +1,8 @@
 """Everybody arrives, or everybody learns who did not.
 
-The decisions are the server's (`store/barriers.py`): one request, which is answered when all are there, or when it is certain that they
-will not be. What is here is one call, and the words for a timeout.
+The decisions are the server's (`store/state/barriers.py`): one request, which is answered when all
+are there, or when it is certain that they will not be. What is here is one call, and the words for
+a timeout.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import operator
 from datetime import timedelta
 
 from rallypoint.errors import BarrierTimeout, UsageError
-from rallypoint.store.arguments import described, key_of, seconds_of
-from rallypoint.store.client import Client
+from rallypoint.store.client.arguments import described, key_of, seconds_of
+from rallypoint.store.client.client import Client
 from rallypoint.wire.messages import AnyReply, Arrive, Integer, TimedOut
 
 LARGEST = 1 << 31
@@ -37,11 +38,8 @@ def barrier(store: Client, name: str, size: int, timeout: float | timedelta | No
     if size.__class__ is not int or not 0 < size < LARGEST:
         size = _size(size)
     seconds = timeout if timeout.__class__ is float and timeout >= 0.0 else seconds_of(timeout)
-    session = store._session  # `store.ask`, without the call: where 64 processes wake up on two processors it is measured
-    if session.foreign:
-        session = store._forked()
-    reply = session.ask(Arrive, (name, size, seconds), seconds)[0]
-    if reply.__class__ is Integer:
+    reply, _ = store.ask(Arrive, name, size, seconds, wait=seconds)
+    if type(reply) is Integer:
         return reply.number
     raise _timed_out(name, size, seconds, reply)
 
@@ -57,7 +55,7 @@ def _size(given: object) -> int:
 
 
 def _timed_out(name: str, size: int, seconds: float, reply: AnyReply) -> BarrierTimeout:
-    from rallypoint.store.rollcall import attendance
+    from rallypoint.store.state.attendance import attendance
 
     assert isinstance(reply, TimedOut), reply
     came = attendance(size, reply.arrived, reply.present, reply.absent)

@@ -21,10 +21,10 @@ from typing import Any
 from rallypoint.clock import Clock
 from rallypoint.errors import LeaseLost, LockTimeout, RallypointError, SessionLost, StoreClosed, UsageError, WouldDeadlock
 from rallypoint.store import limits
-from rallypoint.store.arguments import key_of, positive, seconds_of
-from rallypoint.store.client import Client
-from rallypoint.store.keeper import LONG_WAIT
-from rallypoint.store.lease import Lease, Lost, names_held
+from rallypoint.store.client.arguments import key_of, positive, seconds_of
+from rallypoint.store.client.client import Client
+from rallypoint.store.client.keepalive import LONG_WAIT
+from rallypoint.store.client.lease import Lease, Lost, names_held
 from rallypoint.wire import messages as wire
 from rallypoint.wire.values import shown
 
@@ -228,20 +228,17 @@ class Lock:
                 if seconds and lease.nested:
                     headline = f"this thread waits for the lock {shown(name)} already, and a signal handler in it asks for it again"
                     raise WouldDeadlock("lock-twice", headline)
-                reply, _ = store.ask(wire.Lock, name, owner, None if left == math.inf else left, self.ttl, wait=left)
-                # One step: nothing is called before it is known what there is to give back.
-                if reply.__class__ is wire.Granted:
-                    lease.token = reply.token
-                    lease.gone = reply.seq <= lease.leases.ended  # the session may have been lost before it was asked for, or since
-                    lease.state = "held"
-                else:
-                    lease.state = "done"
+                session = lease.leases.session
+                fields = (name, owner, None if left == math.inf else left, self.ttl)
+                reply, _ = session.request(wire.Lock, fields, left, into=lease)
                 now = grant._since = _clock.monotonic()
-                if reply.__class__ is wire.TimedOut:
+                if isinstance(reply, wire.TimedOut):
+                    lease.state = "done"
                     self._count_wait(lease, now - began)
                     lease.figures.timeouts += 1
                     self._forget(grant)
                     return reply
+                lease.hold()
                 mine = self._grants.setdefault(me, [])
                 mine.append(grant)
                 self._grants[me] = mine  # a signal handler that used this object may have thrown it away while it was empty
@@ -251,7 +248,7 @@ class Lock:
                     return grant
                 # This process was silent while it waited: it may have had the lock, and lost it. It goes to the end of the queue.
                 if not lease.gone:
-                    store.ask(wire.Unlock, name, lease.token)
+                    session.request(wire.Unlock, (name, lease.token))
                 lease.state = "done"
                 self._forget(grant)
             except WouldDeadlock as error:
@@ -266,8 +263,7 @@ class Lock:
                 select.poll().poll(STALE_SECONDS * 1000.0)
                 now = _clock.monotonic()
             except BaseException:
-                lease.state = "unwanted" if lease.state == "held" else "done"
-                lease.leave()  # the keeper also tells the server what was given up, if that was interrupted
+                lease.give_up()
                 self._forget(grant)
                 raise
 
@@ -294,8 +290,8 @@ class Lock:
             if lease.gone:
                 lease.state = "done"
             else:
-                reply, _ = self._store.ask(wire.Unlock, self.name, grant.token)
-                lease.state = "done"  # one step
+                reply, _ = lease.leases.session.request(wire.Unlock, (self.name, grant.token))
+                lease.state = "done"
                 still = reply.__class__ is wire.Done
             self._forget(grant)
         except (SessionLost, StoreClosed) as error:
@@ -311,7 +307,7 @@ class Lock:
             raise
         finally:
             held = grant.held_for
-            lease.figures.hold_seconds += held  # one step, as in `_count_wait`
+            lease.figures.hold_seconds += held
         if lost or not still:
             lease.end("the server had passed it on")
             lease.figures.losses += 1
@@ -319,9 +315,9 @@ class Lock:
             raise _lost(grant, why if still else "the server had passed it on when it was to be given back")
 
     def _count_wait(self, lease: Lease, waited: float) -> None:
-        lease.figures.wait_seconds += waited  # one step: the sum is not touched between reading and writing
+        lease.figures.wait_seconds += waited
         if waited > LONG_WAIT:
-            from rallypoint.store.logbook import logger  # here: it takes 8 ms to load
+            from rallypoint.store.logger import logger  # here: it takes 8 ms to load
 
             logger().info("waited %.1f s for %s at %s", waited, lease.what, self._store.address)
 

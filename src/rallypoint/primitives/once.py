@@ -1,7 +1,8 @@
 """`store.once(name, fn)`: one process computes, the others get the value.
 
-Who computes, and who comes after it when it dies, is decided by the server (`store/claims.py`). Like Go's `sync.Once` over processes, but
-that a failure is not remembered: whoever waits for it is told, and whoever asks later tries again.
+Who computes, and who comes after it when it dies, is decided by the server (`store/state/once.py`).
+Like Go's `sync.Once` over processes, but that a failure is not remembered: whoever waits for it is
+told, and whoever asks later tries again.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from rallypoint.errors import LimitExceeded, SessionLost, StoreTimeout, WouldDeadlock
-from rallypoint.primitives.release import Loan, Owed
-from rallypoint.store.arguments import described, key_of, seconds_of
-from rallypoint.store.client import Client
+from rallypoint.primitives.release import Back, Loan
+from rallypoint.store.client.arguments import described, key_of, seconds_of
+from rallypoint.store.client.client import Client
 from rallypoint.wire import values
-from rallypoint.wire.messages import Claim, Done, Granted, Resolve, TimedOut, Value
+from rallypoint.wire.messages import AnyReply, Claim, Done, Granted, Resolve, TimedOut, Value
 from rallypoint.wire.values import Parts, shown
 
 T = TypeVar("T")
@@ -63,14 +65,13 @@ def once(client: Client, name: str, fn: Callable[[], T], *, timeout: float | tim
         raise WouldDeadlock(
             "usage", f"once({shown(name)}) was called by the function that computes {shown(name)}: it would wait for itself, for ever"
         )
-    loan = Loan(client)
     value: Any = None
     data: bytes | Parts | None = None
+    loan = Loan(client, partial(_back, name))
     try:
         while True:
-            reply, body = client.ask(Claim, name, None if seconds == math.inf else seconds, wait=seconds)
-            if reply.__class__ is Granted:
-                loan.back, loan.__class__ = (Resolve, name, b"", 0, False, True, 0, reply.token), Owed
+            loan = Loan(client, partial(_back, name))
+            reply, body = client.ask(Claim, name, None if seconds == math.inf else seconds, wait=seconds, into=loan)
             if isinstance(reply, TimedOut):
                 raise _timed_out(client, name, seconds, reply)
             if isinstance(reply, Value):
@@ -83,7 +84,7 @@ def once(client: Client, name: str, fn: Callable[[], T], *, timeout: float | tim
                     data = client.encoded(value, called=f"once({shown(name)})")
                 except Exception as error:
                     if not retry:
-                        loan.back = (Resolve, name, _account(error), 0, True, False, 0, reply.token)
+                        loan.back_by(Resolve, (name, _account(error), 0, True, False, 0, reply.token))
                     raise
                 finally:
                     _computing.discard(me)
@@ -95,21 +96,26 @@ def once(client: Client, name: str, fn: Callable[[], T], *, timeout: float | tim
         raise
 
 
+def _back(name: str, reply: AnyReply) -> Back | None:
+    """What lets the next in line compute."""
+    return (Resolve, (name, b"", 0, False, True, 0, reply.token)) if isinstance(reply, Granted) else None
+
+
 def _told(client: Client, name: str, data: bytes | Parts, loan: Loan, token: int, retry: bool) -> bool:
     """Give the value to all; False when the claim was somebody else's by then."""
     try:
         answer, _ = client.ask(Resolve, name, data, 0, False, False, 0, token)
-        loan.__class__ = Loan
-        return answer.__class__ is Done
+        loan.settle()
+        return isinstance(answer, Done)
     except SessionLost as lost:
-        loan.__class__ = Loan
+        loan.settle()
         return lost.outcome == "happened"
     except StoreTimeout:
         loan.give_back_later()  # to wait once more would take as long again
         raise
     except LimitExceeded as error:
         if not retry:
-            loan.back = (Resolve, name, _account(error), 0, True, False, 0, token)
+            loan.back_by(Resolve, (name, _account(error), 0, True, False, 0, token))
         raise
 
 

@@ -1,22 +1,23 @@
 """Queues whose items survive their takers.
 
-The server keeps the order, and who waits for the next item (`store/queues.py`). An item that was taken belongs to the taker's session
+The server keeps the order, and who waits for the next item (`store/state/queues.py`). An item that was taken belongs to the taker's session
 until it is acknowledged; when the session ends, it stands in the queue again where it stood.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from rallypoint.clock import Clock
 from rallypoint.errors import QueueEmpty, SessionLost, UsageError
-from rallypoint.primitives.release import Loan, Owed
-from rallypoint.store.arguments import key_of, seconds_of
-from rallypoint.store.client import Client
-from rallypoint.wire.messages import Absent, Integer, Length, Pop, Push, Settle, TimedOut, Value
-from rallypoint.wire.values import shown
+from rallypoint.primitives.release import Back, Loan
+from rallypoint.store.client.arguments import key_of, seconds_of
+from rallypoint.store.client.client import Client
+from rallypoint.wire.messages import Absent, AnyReply, Done, Integer, Length, Pop, Push, Settle, TimedOut, Value
+from rallypoint.wire.values import Parts, join, shown
 
 
 class Queue:
@@ -53,7 +54,11 @@ class Queue:
         """
         taken = Taken(self._client, self.name, seconds_of(timeout))
         value = taken.__enter__()
-        taken.__exit__(None, None, None)  # no `with` block: a signal handler may run right behind one, when the item is gone
+        try:
+            taken.__exit__(None, None, None)
+        except BaseException:
+            taken._put_again(value)
+            raise
         return value
 
     def get_nowait(self) -> Any:
@@ -89,7 +94,8 @@ class Taken:
         self._client = client
         self._name = name
         self._seconds = seconds
-        self._loan = Loan(client)
+        self._loan = Loan(client, partial(_back, name))
+        self._accepted = Loan(client, lambda _: None)
         self._number = self._pop = 0  # of the item, and of the request that it came with
         self._clock = Clock()
         self._state = "not taken"
@@ -102,18 +108,19 @@ class Taken:
                 f"one take() of the queue {shown(name)} is one item, and this one is in use",
                 help=(("take another one", "with q.take() as item, q.take() as next_item: ..."),),
             )
-        reply, body = client.ask(Pop, name, seconds, True, wait=seconds)
-        if reply.__class__ is TimedOut:
-            raise self._empty()
-        loan.back, loan.__class__ = (Settle, name, reply.modified, False, reply.seq), Owed  # type: ignore[union-attr]
+        self._loan = loan = Loan(client, partial(_back, name))
         try:
+            reply, body = client.ask(Pop, name, seconds, True, wait=seconds, into=loan)
+            if isinstance(reply, TimedOut):
+                raise self._empty()
             assert isinstance(reply, Value)
             self._number, self._pop = reply.modified, reply.seq
             self._clock = Clock()
             self._state = "taken"
             return client.decoded(reply, body)
         except BaseException:
-            self._state = "given back"
+            if loan.out:
+                self._state = "given back"
             loan.give_back()
             raise
 
@@ -135,18 +142,18 @@ class Taken:
     def _acknowledge(self) -> None:
         loan = self._loan
         try:
-            reply, _ = self._client.ask(Settle, self._name, self._number, True, self._pop)
-            loan.__class__ = Loan
+            reply, _ = self._client.ask(Settle, self._name, self._number, True, self._pop, into=self._accepted)
+            loan.settle()
         except SessionLost as lost:
-            loan.__class__ = Loan
+            loan.settle()
             if lost.outcome != "happened":
                 lost.add_note(f"  asked  acknowledging {self._called()}: it went back, and somebody else may have it")
                 raise
         except ConnectionError:
-            loan.__class__ = Loan
+            loan.settle()
             raise
         else:
-            if reply.__class__ is Absent:
+            if isinstance(reply, Absent):
                 what = "the session that held it ended, and somebody else may have it"
                 raise SessionLost(
                     "session-lost",
@@ -155,6 +162,13 @@ class Taken:
                     same_server=True,
                 )
         self._state = "acknowledged"
+
+    def _put_again(self, value: object) -> None:
+        """An exception of a signal handler struck when the item was gone and not yet returned: it becomes the last of the queue."""
+        session = self._accepted.session
+        if session is not None and isinstance(self._accepted.reply, Done):
+            data = self._client.encoded(value)
+            session.keep_alive.ask_later(Push, (self._name, join(data) if isinstance(data, Parts) else data))
 
     def _called(self) -> str:
         return f"the item of the queue {shown(self._name)} that was taken {self._clock.elapsed():.1f} s ago"
@@ -168,3 +182,8 @@ class Taken:
     def __repr__(self) -> str:
         since = f" since {self._clock.elapsed():.1f} s" if self._state == "taken" else ""
         return f"<Taken from queue {shown(self._name)}: {self._state}{since}>"
+
+
+def _back(name: str, reply: AnyReply) -> Back | None:
+    """What puts the item of a reply back into the queue."""
+    return (Settle, (name, reply.modified, False, reply.seq)) if isinstance(reply, Value) else None

@@ -7,51 +7,65 @@ stuck for as long as the process lives.
 
 from __future__ import annotations
 
-import _thread
 import os
+from collections.abc import Callable
 from typing import Any
 
-from rallypoint.errors import RallypointError, StoreTimeout
-from rallypoint.store.client import Client
-from rallypoint.wire.messages import Request
+from rallypoint.errors import StoreTimeout
+from rallypoint.store.client.client import Client
+from rallypoint.store.client.session import Session
+from rallypoint.wire.messages import AnyReply, Request
+
+Back = tuple[type[Request], tuple[Any, ...]]
 
 
 class Loan:
-    """What the server may hand out to this process, and the request that gives it back.
+    """What the reply to one request hands out to this process, and the request that gives it back.
 
-        loan = Loan(client)
-        reply, body = client.ask(Pop, ...)
-        loan.back, loan.__class__ = (Settle, ...), Owed
+        loan = Loan(client, give_back)
+        reply, body = client.ask(Pop, ..., into=loan)
+        ...
+        loan.settle()  # it is this process's for good, or gone
 
-    Nothing is called between the answer and the last assignment, so no signal handler can come between them; the same holds for
-    `loan.__class__ = Loan` behind the `ask` that ended it. (But a signal handler may run at the end of `ask(*fields)`, of `isinstance`
-    and of a `with` block.) A signal at the first instruction of a method comes before everything that could be written there: so what is
-    Owed goes back at the latest when nobody has this object any more. A Loan that is not has no destructor, for what a signal handler
-    raises in one is lost, a Ctrl-C too.
+    What is not settled goes back at the latest when nobody has this object any more: the keep-alive's thread sees to it.
     """
 
-    def __init__(self, client: Client) -> None:
+    reply: AnyReply | None = None  # class attributes: an exception may strike before all is set, and then the destructor runs
+    session: Session | None = None
+    _settled = False
+
+    def __init__(self, client: Client, back: Callable[[AnyReply], Back | None]) -> None:
+        """`back`: what gives back what a reply has handed out; None when it has handed out nothing."""
         self._client = client
         self._pid = os.getpid()
-        self.back: tuple[Any, ...] = ()
+        self._back = back
 
     @property
     def out(self) -> bool:
         """Whether it is to be given back."""
-        return self.__class__ is Owed
+        return not self._settled and self.reply is not None and self._back(self.reply) is not None
 
     @property
     def mine(self) -> bool:
         """Whether it was handed out to this process: a forked child owes nothing."""
         return self._pid == os.getpid()
 
+    def back_by(self, kind: type[Request], fields: tuple[Any, ...]) -> None:
+        """Give it back by another request."""
+        self._back = lambda _: (kind, fields)
+
+    def settle(self) -> None:
+        """Nothing is to be given back any more."""
+        self._settled = True
+
     def give_back(self) -> None:
-        """Return when it is back. When a signal handler raises, which goes on from here, or there is no answer in time, a thread sees to
-        it. When the session is over that has given it back."""
-        if not (self.out and self.mine):
+        """Return when it is back. When a signal handler raises, which goes on from here, or there is no answer in time, the keep-alive's
+        thread sees to it. When the session is over that has given it back."""
+        back = self._back(self.reply) if self.reply is not None and not self._settled and self.mine else None
+        if back is None:
             return
         try:
-            self._client.ask(*self.back)
+            self._client.ask(back[0], *back[1])
         except ConnectionError:  # SessionLost, StoreClosed, StoreUnreachable
             pass
         except StoreTimeout:
@@ -59,38 +73,14 @@ class Loan:
         except BaseException:
             self.give_back_later()
             raise
-        self.__class__ = Loan
+        self.settle()
 
     def give_back_later(self) -> None:
-        """Leave it to a thread."""
-        if self.out:
-            release_later(self._client, *self.back)
-            self.__class__ = Loan
-
-
-class Owed(Loan):
-    """A Loan while it is out."""
+        """Leave it to the keep-alive's thread. Waits for nobody, and takes no lock."""
+        back = self._back(self.reply) if self.reply is not None and not self._settled and self.mine else None
+        if back is not None and self.session is not None:
+            self.session.keep_alive.ask_later(*back)
+        self.settle()
 
     def __del__(self) -> None:
-        if self.mine:
-            self.give_back_later()
-
-
-def release_later(client: Client, kind: type[Request], *fields: Any) -> None:
-    """Let a thread ask for it until there is an answer. May be called in a destructor: it waits for nobody and takes no lock, as
-    `Thread.start` does. When the interpreter leaves there are no new threads; then the session ends, and gives it back."""
-    try:
-        _thread.start_new_thread(_insist, (client, kind, fields))
-    except RuntimeError:
-        pass
-
-
-def _insist(client: Client, kind: type[Request], fields: tuple[Any, ...]) -> None:
-    while True:
-        try:
-            client.ask(kind, *fields)
-            return
-        except StoreTimeout:
-            continue  # a server that is frozen still has it
-        except RallypointError:
-            return
+        self.give_back_later()

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rallypoint.clock import Clock
 from rallypoint.errors import LockAbandoned, LockTimeout, UsageError, WouldDeadlock
-from rallypoint.host import handover, memory, processes
-from rallypoint.host.record_lock import Holder, RecordLock
-from rallypoint.store.arguments import described, seconds_of
+from rallypoint.host import fd_passing, memory, processes
+from rallypoint.host.record_lock import LockHolder, RecordLock
+from rallypoint.store.client.arguments import described, seconds_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -190,7 +190,7 @@ class SharedTensor:
             why=why,
         )
 
-    def _abandoned(self, left: Holder) -> LockAbandoned:
+    def _abandoned(self, left: LockHolder) -> LockAbandoned:
         if left.runs:
             headline = f"{self._name(left)} lost the lock of SharedTensor {self._what()} while it held it"
             why = f"it still runs, and took the lock {_ago(left)}: it has closed a descriptor of the lock's file, with which the lock goes"
@@ -218,7 +218,7 @@ class SharedTensor:
         return f"held by {self._name(holder)}{_for(_seconds_since(holder))}{_in(holder.doing)}"
 
     @staticmethod
-    def _name(holder: Holder) -> str:
+    def _name(holder: LockHolder) -> str:
         if holder.holds and holder.pid == os.getpid():
             return "another thread of this process"
         return f"{holder.who} (pid {holder.pid})" if holder.who else f"pid {holder.pid}"
@@ -304,7 +304,7 @@ class SharedTensor:
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_place()
         fd, _ = self._main.untyped_storage()._share_fd_cpu_()
-        passed = handover.sent(fd, alone=False)  # torch passes the same descriptor when `tensor` is an argument, too
+        passed = fd_passing.sent(fd)
         return _arrived, (type(self), self._lock, passed, tuple(self.shape), self.dtype)
 
 
@@ -393,9 +393,9 @@ os.register_at_fork(before=_forking, after_in_child=_forked)
 def _arrived(kind: type[SharedTensor], lock: RecordLock, passed: Any, size: tuple[int, ...], dtype: torch.dtype) -> SharedTensor:
     """The tensor that was in a pickle: the one that this process has already, if so."""
     here = _living.get(lock.token)
-    if here is not None and isinstance(passed, handover.ByAddress):
+    if here is not None and isinstance(passed, fd_passing.ByAddress):
         return here
-    fd = handover.received(passed)
+    fd = fd_passing.received(passed)
     try:
         if here is None:
             here = kind.__new__(kind)
@@ -416,9 +416,9 @@ def _who_we_are() -> str:
 def _rank_or_name() -> str:
     import multiprocessing.process
 
-    from rallypoint.store import place
+    from rallypoint.store import discovery
 
-    here = place.current()
+    here = discovery.current()
     if here is not None and here.rank is not None:
         return f"rank {here.rank}"
     name = multiprocessing.process.current_process().name
@@ -473,7 +473,7 @@ def _fits(size: torch.Size, into: torch.Size) -> bool:
     return len(size) <= len(into) and all(a in (1, b) for a, b in zip(reversed(size), reversed(into), strict=False))
 
 
-def _seconds_since(holder: Holder | None) -> float:
+def _seconds_since(holder: LockHolder | None) -> float:
     return math.nan if holder is None else _clock.monotonic() - holder.since
 
 
@@ -481,7 +481,7 @@ def _for(seconds: float) -> str:
     return "" if math.isnan(seconds) else f" for {seconds:.1f} s"
 
 
-def _ago(holder: Holder) -> str:
+def _ago(holder: LockHolder) -> str:
     return f"{_seconds_since(holder):.1f} s ago"
 
 

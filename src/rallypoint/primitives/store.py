@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rallypoint.errors import RallypointError
 from rallypoint.primitives.barrier import barrier  # here: to look it up at every call costs as much as the rest of it, where it is cold
-from rallypoint.store.client import Client, resolve
+from rallypoint.store.client.client import Client, resolve
 
 if TYPE_CHECKING:
     from rallypoint.primitives.lock import Lock
@@ -34,9 +34,9 @@ class Store(Client):
     def close(self) -> None:
         """End the session: what it holds is released at once. Threads that wait here get StoreClosed. May be called again."""
         super().close()
-        pages = sys.modules.get("rallypoint.primitives.pages")
-        if pages is not None:  # it has averaged
-            pages.let_go(self)
+        segments = sys.modules.get("rallypoint.primitives.average.segments")
+        if segments is not None:  # it has averaged
+            segments.forget(self)
 
     def lock(self, name: str, *, ttl: float | timedelta = 10.0, timeout: float | timedelta | None = None) -> Lock:
         """A lock that all clients of the store share under this name: first come, first served, leased, fenced. See `Lock`.
@@ -75,8 +75,8 @@ class Store(Client):
         out: Any = None,
         details: bool = False,
     ) -> Any:
-        """The mean of a tensor, or of a dict of tensors, over `size` callers. See `primitives/average.py`."""
-        from rallypoint.primitives.average import average
+        """The mean of a tensor, or of a dict of tensors, over `size` callers. See `primitives/average/average.py`."""
+        from rallypoint.primitives.average.average import average
 
         return average(self, name, value, size, weight=weight, quorum=quorum, timeout=timeout, out=out, details=details)
 

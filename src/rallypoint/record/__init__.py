@@ -1,1 +1,1 @@
-"""What happened, kept."""
+"""Record of a run."""

@@ -1,7 +1,7 @@
 """The closed list of things that happen: rank, time, because.
 
-One JSON line each in `events.jsonl`. The event log answers "why did you stop rank 3?": a decision carries
-its reason in `because`.
+One JSON line each in `events.jsonl`. The event log answers "why did you stop rank 3?": a decision
+carries its reason in `because`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from rallypoint.record.disk_writer import DiskWriter
 from rallypoint.record.run_folder import KeptFile, RunFolder, as_json
-from rallypoint.record.writer import Writer
 
 What = Literal[
     "job-started",  # program, world_size, job
@@ -49,7 +49,8 @@ KINDS: tuple[What, ...] = get_args(What)
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing that happened. `rank` None: the launcher. What belongs in `details` stands beside each name in `What`."""
+    """One thing that happened. `rank` None: the launcher. What belongs in `details` stands beside
+    each name in `What`."""
 
     at: float  # seconds since the job's start
     what: What
@@ -59,12 +60,13 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EventLog:
-    """Appends events to `events.jsonl`, each at once and whole; a full disk ends it with one line (`RunFolder.trouble`).
+    """Appends events to `events.jsonl`, each at once and whole; a full disk ends it with one line
+    (`RunFolder.trouble`).
 
     Keeps them all in memory too: `events` is what the report and the timeline are made from.
     """
 
-    def __init__(self, folder: RunFolder, writer: Writer | None = None) -> None:
+    def __init__(self, folder: RunFolder, writer: DiskWriter | None = None) -> None:
         """With a `writer` nobody here waits for the disk."""
         self._writer = writer
         self.events: list[Event] = []
@@ -88,9 +90,11 @@ class EventLog:
 
 
 def read_events(path: str) -> list[Event]:
-    """The events of a run, in the order in which they were written. A last line that was cut off is left out.
+    """Return the events of a run, in the order in which they were written. A last line that was cut
+    off is left out.
 
-    Raises `OSError` if the file cannot be read and `msgspec.DecodeError` if another line is no event.
+    Raises `OSError` if the file cannot be read and `msgspec.DecodeError` if another line is no
+    event.
     """
     decoder = msgspec.json.Decoder(Event)
     with open(path, "rb") as file:

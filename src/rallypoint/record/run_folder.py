@@ -2,9 +2,9 @@
 
     <run>/plan.json  events.jsonl  report.json  rank0.log ...  running
 
-`running` is locked by the launcher while the run lasts; the lock dies with it, so a run that was killed is not
-taken for a running one. Everything is private to the user. A folder that cannot be had, or a disk that fills up,
-costs the record and not the job.
+`running` is locked by the launcher while the run lasts; the lock dies with it, so a run that was
+killed is not taken for a running one. Everything is private to the user. A folder that cannot be
+had, or a disk that fills up, costs the record and not the job.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.record.writer import Writer
+from rallypoint.record.disk_writer import DiskWriter
 
 KEPT_RUNS = 20
-"""Runs kept in the default folder: an afternoon of trying things; at a few megabytes of log each, a small place."""
+"""Runs kept in the default folder: an afternoon of trying things; at a few megabytes of log each, a
+small place."""
 
 KEPT_BYTES = 1 << 30
-"""Bytes that all kept runs together may take in the default folder: it is in a home, which may have a quota of a few gigabytes."""
+"""Bytes that all kept runs together may take in the default folder: it is in a home, which may have
+a quota of a few gigabytes."""
 
 RECENT_RUNS = 5
-"""The last runs, which are kept whether they failed or not. Of older ones those that failed are kept longer: somebody may still ask why."""
+"""The last runs, which are kept whether they failed or not. Of older ones those that failed are
+kept longer: somebody may still ask why."""
 
 OURS = re.compile(r"rank\d+\.log|events\.jsonl|plan\.json|report\.json|running")
 """The names of the files that a run folder consists of. Nothing else in it is ever touched."""
@@ -49,31 +52,37 @@ SECRET = re.compile(
     r"|(?<![a-z0-9])(?:pass|pw|pat|keys?|dsn|auth|creds?|jwt|bearer)(?![a-z0-9])|(?<=[^a-z0-9])pwd(?![a-z0-9])",
     re.IGNORECASE,
 )
-"""In the name of a variable whose value is not shown. Short words count only by themselves: DB_PASS and OPENAI_KEY, not COMPASS and
-MONKEY; PWD and OLDPWD are folders, MYSQL_PWD is not, and TOKENIZERS_PARALLELISM is no token."""
+"""Pattern in the name of a variable whose value is not shown. Short words count only by themselves:
+DB_PASS and OPENAI_KEY, not COMPASS and MONKEY; PWD and OLDPWD are folders, MYSQL_PWD is not, and
+TOKENIZERS_PARALLELISM is no token."""
 
 SECRET_VALUE = re.compile(r"://[^/?#\s]*@|-----BEGIN [A-Z ]*PRIVATE KEY|\bBearer\s|[?&;](?:password|pwd|token)=", re.IGNORECASE)
-"""In a value that is not shown, whatever its name: a URL with a user or a password in it, a private key, a header."""
+"""Pattern in a value that is not shown, whatever its name: a URL with a user or a password in it, a
+private key, a header."""
 
 LINK_TIMEOUT = 1.0
-"""Seconds for the disk of a run that is listed elsewhere to say whether it goes on. Somebody waits for the list."""
+"""Seconds for the disk of a run that is listed elsewhere to say whether it goes on. Somebody waits
+for the list."""
 
 LINK_KEPT = 30 * 86400.0
-"""Seconds for which a link of another machine's is kept though nothing is seen there: no scheduler lets a job run for longer."""
+"""Seconds for which a link of another machine's is kept though nothing is seen there: no scheduler
+lets a job run for longer."""
 
 WHOLE, CUT = 0o600, 0o400
-"""Modes of a kept file. One that was given up is made read-only: the only mark that a full disk has room for."""
+"""Modes of a kept file. One that was given up is made read-only: the only mark that a full disk has
+room for."""
 
 _FLOCK = struct.Struct("@hhqqi")
 """struct flock of fcntl(2): type, whence, start, length, pid."""
 
 _locked_here: set[str] = set()
-"""Folders whose lock this process holds: a record lock does not keep its own process out, and closing any descriptor
-of the file would drop it (fcntl(2)), so these are never looked at."""
+"""Folders whose lock this process holds: a record lock does not keep its own process out, and
+closing any descriptor of the file would drop it (fcntl(2)), so these are never looked at."""
 
 
 def default_root(environ: Mapping[str, str]) -> str:
-    """The folder of all runs: `$XDG_STATE_HOME/rallypoint/runs`, else `~/.local/state/rallypoint/runs`."""
+    """Return the folder of all runs: `$XDG_STATE_HOME/rallypoint/runs`, else
+    `~/.local/state/rallypoint/runs`."""
     state = environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):  # the XDG specification: a relative path is to be ignored
         state = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".local", "state")
@@ -81,18 +90,21 @@ def default_root(environ: Mapping[str, str]) -> str:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with `***` for every value that looks like a secret, by its name or by itself."""
+    """Return the variables with `***` for every value that looks like a secret, by its name or by
+    itself."""
     return {name: "***" if SECRET.search(name) or SECRET_VALUE.search(value) else value for name, value in environment.items()}
 
 
 def reason_of(error: OSError) -> str:
-    """The system's words. A file where a folder should be is "File exists" to mkdir; it is said as what it is."""
+    """Return the system's words. A file where a folder should be is "File exists" to mkdir; it is
+    said as what it is."""
     number = errno.ENOTDIR if error.errno == errno.EEXIST else error.errno
     return os.strerror(number) if number else str(error)
 
 
 def writable(error: OSError, path: str, option: str) -> tuple[tuple[str, str], ...]:
-    """The help for a folder that cannot be written: a full disk is not mended by permissions."""
+    """Return the help for a folder that cannot be written: a full disk is not mended by
+    permissions."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         above = shlex.quote(os.path.dirname(os.path.abspath(path)))
         return ("see what fills that disk", f"df -h {above}; df -i {above}"), ("or name a folder on another one", option)
@@ -100,7 +112,8 @@ def writable(error: OSError, path: str, option: str) -> tuple[tuple[str, str], .
 
 
 def as_json(value: Any) -> bytes:
-    """JSON, also of text that is not UTF-8 (arguments, paths): what cannot be written stands as `?`."""
+    """JSON, also of text that is not UTF-8 (arguments, paths): what cannot be written stands as
+    `?`."""
     try:
         return msgspec.json.encode(value, enc_hook=str)
     except UnicodeEncodeError:
@@ -108,7 +121,8 @@ def as_json(value: Any) -> bytes:
 
 
 class Trouble:
-    """Says once that a file cannot be written: one line for the first, one more if it is not the only one."""
+    """Teller that says once that a file cannot be written: one line for the first, one more if it is not the
+    only one."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -127,12 +141,13 @@ class Trouble:
 
 
 class KeptFile:
-    """A file that is appended to for as long as that works. The first error is told to `trouble`, and no other follows."""
+    """A file that is appended to for as long as that works. The first error is told to `trouble`,
+    and no other follows."""
 
     def __init__(self, path: str, trouble: Trouble, lost: str = "its output is no longer kept", fd: int | None = None) -> None:
         self.path = path
         self.given_up = False
-        """Whether what came last is not in it."""
+        """True when what came last is not in it."""
         self._lock = threading.Lock()  # of who tells it
         self._trouble = trouble
         self._lost = lost
@@ -161,7 +176,8 @@ class KeptFile:
         return self._fd is not None
 
     def give_up(self) -> bool:
-        """Nothing more of what comes will be in it. From any thread; False when that was known, and told, already."""
+        """Note that nothing more of what comes will be in it. From any thread; False when that was
+        known, and told, already."""
         with self._lock:
             before, self.given_up = self.given_up, True
         return not before
@@ -187,7 +203,8 @@ def _mark_cut(fd: int) -> None:
 
 
 class RunFolder:
-    """The folder of this run; `path` is "" when there is none, and then everything asked of it is a no-op."""
+    """The folder of this run; `path` is "" when there is none, and then everything asked of it is a
+    no-op."""
 
     def __init__(self, path: str, lock: int | None, trouble: Trouble) -> None:
         self.path = path
@@ -200,11 +217,12 @@ class RunFolder:
         return f"<RunFolder {self.path}: {state}>" if self.path else "<RunFolder: none>"
 
     def file(self, name: str) -> str:
-        """The path of a file in it, "" when there is no folder."""
+        """Return the path of a file in it, "" when there is no folder."""
         return os.path.join(self.path, name) if self.path else ""
 
     def write_plan(self, plan: Any) -> None:
-        """`plan.json`: the plan as it is, values of variables that look like secrets as `***`. Call before anything starts."""
+        """`plan.json`: the plan as it is, values of variables that look like secrets as `***`. Call
+        before anything starts."""
         shown = msgspec.to_builtins(plan)
         for name in ("environment", "rank_environment"):
             value = shown.get(name)
@@ -218,8 +236,9 @@ class RunFolder:
         """`report.json`: the reports, first cause first."""
         self.write_json("report.json", reports)
 
-    def announce(self, door: Door) -> None:
-        """Say in `running` where the launcher can be asked. A disk that takes nothing costs the answers, not the job."""
+    def announce(self, door: LauncherAddress) -> None:
+        """Say in `running` where the launcher can be asked. A disk that takes nothing costs the
+        answers, not the job."""
         if self._lock is None:
             return
         try:
@@ -228,7 +247,8 @@ class RunFolder:
             self.trouble(self.file("running"), error, "rallypoint stacks will not find this job")
 
     def list_in(self, root: str) -> None:
-        """Let `running_runs(root)` find it, though it is not there. Where nothing can be written it is not found without its name."""
+        """Let `running_runs(root)` find it, though it is not there. Where nothing can be written it
+        is not found without its name."""
         if self._lock is None or os.path.dirname(self.path) == root:
             return
         folder = _elsewhere(root)
@@ -250,7 +270,7 @@ class RunFolder:
             self.trouble(path, error, "it is not kept")
 
     def close(self) -> None:
-        """The run is over: give the lock back. May be called twice."""
+        """Note that the run is over, and give the lock back. May be called twice."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
@@ -263,8 +283,8 @@ class RunFolder:
         os.close(lock)
 
 
-class Door(msgspec.Struct, frozen=True):
-    """Where a running job's launcher can be asked. Stands in `running`."""
+class LauncherAddress(msgspec.Struct, frozen=True):
+    """Address at which a running job's launcher can be asked. Stands in `running`."""
 
     socket: str  # path of a Unix socket
     host: str  # the machine's name: the folder may be on a file system that several machines share
@@ -283,13 +303,15 @@ class PastRun(NamedTuple):
 def open_run_folder(path: str, job: str, say: Callable[[str], None], *, asked_for: bool) -> RunFolder:
     """Make and lock the folder of a run.
 
-    Not `asked_for` (the default place): when it cannot be made, one line is said and the run goes on without a folder;
-    older runs beside it are removed (`remove_old_runs`), and `latest` points here.
+    Not `asked_for` (the default place): when it cannot be made, one line is said and the run goes
+    on without a folder; older runs beside it are removed (`remove_old_runs`), and `latest` points
+    here.
 
-    `asked_for` (--run-dir): a folder that is absent or empty is used; in one that holds an earlier run, that run is
-    replaced (as when a command is typed again), other files in it are left alone. Raises `UsageError` `run-folder-used`
-    when a file of ours would overwrite one that no run of ours wrote, `run-folder-in-use` when a job that still runs
-    has it, `EnvironmentProblem` `run-folder-unwritable` when it cannot be made.
+    `asked_for` (--run-dir): a folder that is absent or empty is used; in one that holds an earlier
+    run, that run is replaced (as when a command is typed again), other files in it are left alone.
+    Raises `UsageError` `run-folder-used` when a file of ours would overwrite one that no run of
+    ours wrote, `run-folder-in-use` when a job that still runs has it, `EnvironmentProblem`
+    `run-folder-unwritable` when it cannot be made.
     """
     path = os.path.abspath(path)
     trouble = Trouble(say)
@@ -320,7 +342,8 @@ def open_run_folder(path: str, job: str, say: Callable[[str], None], *, asked_fo
 
 
 def past_runs(root: str) -> list[PastRun]:
-    """The runs in a folder of runs, newest first. What is not a run of ours is not listed."""
+    """Return the runs in a folder of runs, newest first. What is not a run of ours is not
+    listed."""
     runs = []
     try:
         names = os.listdir(root)
@@ -342,7 +365,7 @@ def past_runs(root: str) -> list[PastRun]:
 
 
 def is_running(path: str) -> bool:
-    """Whether the launcher of this run is alive: it holds the lock on `running`."""
+    """Tell whether the launcher of this run is alive: it holds the lock on `running`."""
     path = os.path.abspath(path)
     if path in _locked_here:
         return True
@@ -360,27 +383,30 @@ def is_running(path: str) -> bool:
 
 
 def running_runs(root: str) -> list[PastRun]:
-    """The runs in a folder of runs whose launchers are alive, and those with a folder of their own (`--run-dir`), newest first."""
+    """Return the runs in a folder of runs whose launchers are alive, and those with a folder of
+    their own (`--run-dir`), newest first."""
     found = [*(run for run in past_runs(root) if run.running), *_running_elsewhere(root)]
     return sorted(found, key=lambda run: (run.started, run.job), reverse=True)
 
 
 def _elsewhere(root: str) -> str:
-    """The folder of links to runs that go on and are not in this folder of runs."""
+    """Return the folder of links to runs that go on and are not in this folder of runs."""
     return os.path.join(os.path.dirname(root), "elsewhere")
 
 
 def _running_elsewhere(root: str) -> list[PastRun]:
-    """What is linked there; the links of launchers that were killed go. A disk that gives no answer is not waited for.
+    """Return what is linked there; the links of launchers that were killed go. A disk that gives no
+    answer is not waited for.
 
-    Machines that share a home share this folder, and a path of another one's may lead nowhere here: its links are not ours to judge.
+    Machines that share a home share this folder, and a path of another one's may lead nowhere here:
+    its links are not ours to judge.
     """
     here, now = os.uname().nodename, Clock().wall()
     found = []
     with contextlib.suppress(OSError), os.scandir(_elsewhere(root)) as links:
         for link in links:
             with contextlib.suppress(OSError):  # TimeoutError is one, too
-                run = Writer().ask(functools.partial(_running_at, os.readlink(link.path)), LINK_TIMEOUT)
+                run = DiskWriter().ask(functools.partial(_running_at, os.readlink(link.path)), LINK_TIMEOUT)
                 if run is not None:
                     found.append(run)
                 elif link.name.rsplit("-", 2)[0] == here or now - link.stat(follow_symlinks=False).st_mtime > LINK_KEPT:
@@ -392,30 +418,33 @@ def _running_at(path: str) -> PastRun | None:
     return PastRun(path, path, os.stat(os.path.join(path, "plan.json")).st_mtime, True) if is_running(path) else None
 
 
-def door_of(path: str) -> Door | None:
-    """Where the launcher of a running run can be asked; None when it says so nowhere (it is over, has just begun, or is of another
-    version), and in that launcher itself, which would lose its lock by reading it."""
+def door_of(path: str) -> LauncherAddress | None:
+    """Return where the launcher of a running run can be asked; None when it says so nowhere (it is
+    over, has just begun, or is of another version), and in that launcher itself, which would lose
+    its lock by reading it."""
     path = os.path.abspath(path)
     if path in _locked_here:
         return None
     try:
         with open(os.path.join(path, "running"), "rb") as file:
-            return msgspec.json.decode(file.read(), type=Door)
+            return msgspec.json.decode(file.read(), type=LauncherAddress)
     except (OSError, msgspec.DecodeError):
         return None
 
 
 def _is_of_here(path: str) -> bool:
-    """Whether this machine may say that a run is over: on a file system whose locks each machine sees alone, one that goes on elsewhere
-    looks so. A launcher that has ended takes its door away; what one has left that was killed elsewhere is left to that machine."""
+    """Tell whether this machine may say that a run is over: on a file system whose locks each
+    machine sees alone, one that goes on elsewhere looks so. A launcher that has ended takes its
+    door away; what one has left that was killed elsewhere is left to that machine."""
     door = door_of(path)
     return door is None or door.host == os.uname().nodename
 
 
 def remove_old_runs(root: str, keep: int = KEPT_RUNS, most: int | None = None) -> list[str]:
-    """Remove runs of a folder of runs until at most `keep` that are over remain, and all take `most` bytes (None: `bytes_to_keep`). Those
-    that went well go first, the oldest before the others, and recent ones last. Never one that is running, nor the last one that is over,
-    nor what is no run of ours. Returns what went."""
+    """Remove runs of a folder of runs until at most `keep` that are over remain, and all take
+    `most` bytes (None: `bytes_to_keep`). Those that went well go first, the oldest before the
+    others, and recent ones last. Never one that is running, nor the last one that is over, nor what
+    is no run of ours. Returns what went."""
     most = bytes_to_keep(os.environ) if most is None else most
     runs = past_runs(root)
     sizes = {run.path: _size(run.path) for run in runs}
@@ -436,7 +465,8 @@ def remove_old_runs(root: str, keep: int = KEPT_RUNS, most: int | None = None) -
 
 
 def bytes_to_keep(environ: Mapping[str, str]) -> int:
-    """What `RALLYPOINT_KEPT_BYTES` says, in bytes or as 500MiB or 2GiB; `KEPT_BYTES` when it says nothing that can be understood."""
+    """Return what `RALLYPOINT_KEPT_BYTES` says, in bytes or as 500MiB or 2GiB; `KEPT_BYTES` when it
+    says nothing that can be understood."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B?)?", environ.get("RALLYPOINT_KEPT_BYTES", "").strip(), re.IGNORECASE)
     if match is None:
         return KEPT_BYTES
@@ -444,7 +474,8 @@ def bytes_to_keep(environ: Mapping[str, str]) -> int:
 
 
 def _went_well(path: str) -> bool:
-    """Whether its job ended with status 0. What is not known counts as a failure: a launcher that was killed, for instance."""
+    """Tell whether its job ended with status 0. What is not known counts as a failure: a launcher
+    that was killed, for instance."""
     try:
         with open(os.path.join(path, "events.jsonl"), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
@@ -455,7 +486,7 @@ def _went_well(path: str) -> bool:
 
 
 def _size(path: str) -> int:
-    """Bytes on the disk."""
+    """Return bytes on the disk."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -465,7 +496,8 @@ def _size(path: str) -> int:
 
 
 def discard(path: str) -> None:
-    """Remove a run that is over and of no interest to anybody. `latest` goes back to the one before it."""
+    """Remove a run that is over and of no interest to anybody. `latest` goes back to the one before
+    it."""
     shutil.rmtree(path, ignore_errors=True)
     root = os.path.dirname(path)
     with contextlib.suppress(OSError):  # there is none, or it is another's by now
@@ -514,7 +546,8 @@ def _has_plan_of_ours(path: str) -> bool:
 
 
 def _lock(fd: int) -> bool:
-    """Take the record lock if nobody has it. On a file system without locks (ENOLCK) nobody can tell: taken as free."""
+    """Take the record lock if nobody has it. On a file system without locks (ENOLCK) nobody can
+    tell: taken as free."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -537,7 +570,8 @@ def write_whole(path: str, text: bytes) -> None:
 
 
 def _point_latest(path: str) -> None:
-    """`latest` -> this run, replaced in one step. A file system without symbolic links goes without it."""
+    """`latest` -> this run, replaced in one step. A file system without symbolic links goes without
+    it."""
     link = os.path.join(os.path.dirname(path), "latest")
     temporary = f"{link}.{os.getpid()}"
     with contextlib.suppress(OSError):

@@ -1,9 +1,11 @@
-"""Where lines of many ranks become one text: a terminal, a pipe or a log. Composing only; nothing is written here.
+"""Composer where lines of many ranks become one text: a terminal, a pipe or a log. Composing only;
+nothing is written here.
 
-A `Sink` knows in whose unfinished line its text stands, so that a line is continued without a prefix when
-nothing came between, and broken off when something did. A `Screen` is a sink for people; on a terminal it
-also keeps an area at the bottom, one row for each rank that is in the middle of a progress bar and one for the
-launcher, which is rewritten in place and is erased before anything else is written.
+A `Sink` knows in whose unfinished line its text stands, so that a line is continued without a
+prefix when nothing came between, and broken off when something did. A `Screen` is a sink for
+people; on a terminal it also keeps an area at the bottom, one row for each rank that is in the
+middle of a progress bar and one for the launcher, which is rewritten in place and is erased before
+anything else is written.
 """
 
 from __future__ import annotations
@@ -11,19 +13,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from rallypoint.record.lines import Piece
+from rallypoint.record.line_splitter import Piece
 
 MOVEMENT = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]|\x1b[78DEHMc]")
-"""Control sequences other than colours (`m`): they move the cursor or erase, which several ranks cannot do on one screen."""
+"""Control sequences other than colours (`m`): they move the cursor or erase, which several ranks
+cannot do on one screen."""
 
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 MOST_ROWS = 12
-"""Rows of the area at the bottom: half of a small terminal. Further ranks are counted in one more row."""
+"""Rows of the area at the bottom: half of a small terminal. Further ranks are counted in one more
+row."""
 
 
 class Sink:
-    """A text that several streams write to. `take()` hands over what has been composed since the last time."""
+    """A text that several streams write to. `take()` hands over what has been composed since the
+    last time."""
 
     def __init__(self) -> None:
         self.out: list[bytes] = []
@@ -49,7 +54,7 @@ class Sink:
             self._open = None
 
     def take(self) -> bytes:
-        """What has been composed, once."""
+        """Return what has been composed, once."""
         text = b"".join(self.out)
         self.out.clear()
         return text
@@ -73,7 +78,8 @@ class Sink:
 
 
 class Screen(Sink):
-    """A sink for people. `size` is None when it is no terminal, else a function that gives (columns, rows)."""
+    """A sink for people. `size` is None when it is no terminal, else a function that gives
+    (columns, rows)."""
 
     def __init__(self, size: Callable[[], tuple[int, int]] | None = None) -> None:
         super().__init__()
@@ -85,7 +91,7 @@ class Screen(Sink):
 
     @property
     def terminal(self) -> bool:
-        """Whether this is a terminal that can be rewritten in place."""
+        """Tell whether this is a terminal that can be rewritten in place."""
         return self._size is not None
 
     def show(self, stream: object, prefix: bytes, piece: Piece) -> None:
@@ -144,7 +150,8 @@ class Screen(Sink):
 
 
 def without_movements(data: bytes) -> bytes:
-    """The text without control sequences that move the cursor or erase; colours stay, and are switched off at the end."""
+    """Return the text without control sequences that move the cursor or erase; colours stay, and
+    are switched off at the end."""
     data = MOVEMENT.sub(b"", data)
     if b"\x1b[" not in data:
         return data
@@ -152,12 +159,14 @@ def without_movements(data: bytes) -> bytes:
 
 
 def plain(data: bytes) -> str:
-    """Bytes of a rank as text that is safe to print: no control sequences; what is not UTF-8 is replaced."""
+    """Return bytes of a rank as text that is safe to print: no control sequences; what is not UTF-8
+    is replaced."""
     return CONTROL.sub("", data.decode(errors="replace"))
 
 
 def fit(text: str, columns: int) -> str:
-    """As much of a text as fits into one row, without control sequences, wide characters counted twice."""
+    """Return as much of a text as fits into one row, without control sequences, wide characters
+    counted twice."""
     import unicodedata
 
     kept, used = [], 0

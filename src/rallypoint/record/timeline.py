@@ -10,7 +10,7 @@ from rallypoint.record.events import Event, What
 from rallypoint.world import ranks_phrase
 
 CAUSAL: tuple[What, ...] = ("handled-error", "raised", "ended", "signal-received", "template-unclean")
-"""What may explain a failure: what came before it and what came after are told apart."""
+"""Events that may explain a failure: what came before it and what came after are told apart."""
 
 
 class Row(NamedTuple):
@@ -27,10 +27,11 @@ def ordered(events: Iterable[Event]) -> list[Event]:
 
 
 def whole(events: Iterable[Event]) -> list[Row]:
-    """All that happened, in order of time, for whoever reads a run again.
+    """Return all that happened, in order of time, for whoever reads a run again.
 
-    The same thing happening to several ranks is one line, at the time of the first, also when other lines of that stage stand
-    between; not across anything that may be a cause, or a new attempt: what came before it and what came after must be told apart.
+    The same thing happening to several ranks is one line, at the time of the first, also when other
+    lines of that stage stand between; not across anything that may be a cause, or a new attempt:
+    what came before it and what came after must be told apart.
     """
     rows: list[_Stage] = []
     open_: dict[tuple[What, str], _Stage] = {}
@@ -52,7 +53,7 @@ def whole(events: Iterable[Event]) -> list[Row]:
 
 
 def sentence(event: Event) -> str:
-    """What happened, as the rest of a sentence that begins with `who(event)`."""
+    """Return what happened, as the rest of a sentence that begins with `who(event)`."""
     return _SENTENCES[event.what](event.details, event.because)
 
 

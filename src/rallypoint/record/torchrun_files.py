@@ -1,4 +1,5 @@
-"""The files that torchrun's --log-dir, --redirects and --tee make, under the names that torchrun gives them.
+"""The files that torchrun's --log-dir, --redirects and --tee make, under the names that torchrun
+gives them.
 
     <log_dir>/<run_id>_<random>/attempt_<k>/<local_rank>/stdout.log, stderr.log, error.json
     <log_dir>/<run_id>_<random>/attempt_<k>/filtered_stdout.log, filtered_stderr.log
@@ -20,9 +21,11 @@ from rallypoint.record.run_folder import reason_of, writable
 
 
 class TorchrunFiles:
-    """The folder of one run. Made at once; raises `EnvironmentProblem` `log-dir-unwritable` when that cannot be.
+    """The folder of one run. Made at once; raises `EnvironmentProblem` `log-dir-unwritable` when
+    that cannot be.
 
-    `log_dir` "" is a new folder under TMPDIR, as torchrun does when files are asked for without a place.
+    `log_dir` "" is a new folder under TMPDIR, as torchrun does when files are asked for without a
+    place.
     """
 
     def __init__(self, log_dir: str, run_id: str, local_size: int) -> None:
@@ -40,7 +43,8 @@ class TorchrunFiles:
         return f"<TorchrunFiles {self.path}: {self._local_size} local ranks>"
 
     def begin(self, attempt: int) -> None:
-        """Make the folders of an attempt, empty. `EnvironmentProblem` `log-dir-unwritable` as above."""
+        """Make the folders of an attempt, empty. `EnvironmentProblem` `log-dir-unwritable` as
+        above."""
         folder = self.attempt(attempt)
         shutil.rmtree(folder, ignore_errors=True)  # it exists only when an attempt of that number was begun before
         try:
@@ -50,12 +54,13 @@ class TorchrunFiles:
             raise _unwritable(folder, error) from error
 
     def attempt(self, attempt: int) -> str:
-        """The folder of an attempt."""
+        """Return the folder of an attempt."""
         return os.path.join(self.path, f"attempt_{attempt}")
 
     def open(self, attempt: int, local_rank: int, stream: Literal["stdout", "stderr"]) -> int:
-        """Create a rank's file and return its descriptor (close-on-exec; the caller closes it): a worker's own stdout or
-        stderr when redirected, `LogPump.attach(tee=...)` when teed. Appending, so that children may share it."""
+        """Create a rank's file and return its descriptor (close-on-exec; the caller closes it): a
+        worker's own stdout or stderr when redirected, `LogPump.attach(tee=...)` when teed.
+        Appending, so that children may share it."""
         path = self.file(attempt, local_rank, stream)
         try:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -63,21 +68,22 @@ class TorchrunFiles:
             raise _unwritable(path, error) from error
 
     def file(self, attempt: int, local_rank: int, stream: Literal["stdout", "stderr"]) -> str:
-        """The path of a rank's file."""
+        """Return the path of a rank's file."""
         return os.path.join(self.attempt(attempt), str(local_rank), f"{stream}.log")
 
     def error_file(self, attempt: int, local_rank: int) -> str:
-        """Where @record writes: the value of TORCHELASTIC_ERROR_FILE."""
+        """Return where @record writes: the value of TORCHELASTIC_ERROR_FILE."""
         return os.path.join(self.attempt(attempt), str(local_rank), "error.json")
 
     def filtered(self, attempt: int, stream: Literal["stdout", "stderr"]) -> str:
-        """The file of --duplicate-stdout-filters or --duplicate-stderr-filters: the path for `LogPump.duplicate`."""
+        """Return the file of --duplicate-stdout-filters or --duplicate-stderr-filters: the path for
+        `LogPump.duplicate`."""
         return os.path.join(self.attempt(attempt), f"filtered_{stream}.log")
 
 
 def hand_on(written: str, code: int, path: str) -> str:
-    """Write what `@record` has written in a rank to the launcher's own TORCHELASTIC_ERROR_FILE, with the exit code in it, as torchrun
-    does. Why that was not possible, "" when it was."""
+    """Write what `@record` has written in a rank to the launcher's own TORCHELASTIC_ERROR_FILE,
+    with the exit code in it, as torchrun does. Why that was not possible, "" when it was."""
     with contextlib.suppress(ValueError):  # not JSON: handed on as it is
         error = json.loads(written)
         if isinstance(error, dict) and isinstance(error.get("message"), dict):

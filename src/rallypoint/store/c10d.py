@@ -29,8 +29,8 @@ from rallypoint.errors import (
     StoreUnreachable,
     UsageError,
 )
-from rallypoint.store.client import Client
-from rallypoint.store.failures import refused
+from rallypoint.store.client.client import Client
+from rallypoint.store.client.failures import refused
 from rallypoint.wire.messages import (
     Absent,
     Add,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rallypoint.testing.clock import ManualClock
-    from rallypoint.testing.engine import ProxyStatistics, Traffic
+    from rallypoint.testing.fault_engine import ProxyStatistics, Traffic
     from rallypoint.testing.faults import Fault, Faults, ListenerFaults
     from rallypoint.testing.network import Network
     from rallypoint.testing.proxy import ChaosProxy, ProxiedConnection
@@ -15,8 +15,8 @@ __all__ = ["ChaosProxy", "Fault", "Faults", "ListenerFaults", "ManualClock", "Ne
 
 _WHERE = {
     "ManualClock": "clock",
-    "ProxyStatistics": "engine",
-    "Traffic": "engine",
+    "ProxyStatistics": "fault_engine",
+    "Traffic": "fault_engine",
     "Fault": "faults",
     "Faults": "faults",
     "ListenerFaults": "faults",

@@ -16,8 +16,8 @@ from types import TracebackType
 from rallypoint.errors import UsageError
 from rallypoint.primitives.store import Store
 from rallypoint.store.address import Address
-from rallypoint.store.client import Options
-from rallypoint.store.server import Server
+from rallypoint.store.client.client import Options
+from rallypoint.store.server.server import Server
 
 ADDRESS = Address("192.0.2.1", 1)
 """Where clients believe the server to be: an address that is set aside for documentation (RFC 5737), so that nothing is ever there."""

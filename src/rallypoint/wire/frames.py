@@ -1,11 +1,13 @@
 """Cut a byte stream into frames, within a limit.
 
-A frame is a header of 12 bytes (the message's length, 4 bytes, and the body's, 8, little-endian), the message, and the body.
-Both lengths are checked as soon as the header is there, before anything of what they announce is read or allocated.
+A frame is a header of 12 bytes (the message's length, 4 bytes, and the body's, 8, little-endian),
+the message, and the body. Both lengths are checked as soon as the header is there, before anything
+of what they announce is read or allocated.
 
-A body that is longer than what has arrived with its message is not collected here: `Cutter.next` returns the frame with the
-part of the body that is there and `missing`, the rest, which whoever reads the socket puts where it belongs, straight from the
-socket. That is why bytes of a tensor are never copied in Python.
+A body that is longer than what has arrived with its message is not collected here: `Cutter.next`
+returns the frame with the part of the body that is there and `missing`, the rest, which whoever
+reads the socket puts where it belongs, straight from the socket. That is why bytes of a tensor are
+never copied in Python.
 """
 
 from __future__ import annotations
@@ -17,19 +19,22 @@ HEADER = struct.Struct("<IQ")
 HEADER_BYTES = HEADER.size
 
 HEADS = [HEADER.pack(length, 0) for length in range(512)]
-"""The header of a frame without a body, by the length of its message, for small ones: to look it up is half the work of making it."""
+"""The header of a frame without a body, by the length of its message, for small ones: to look it up
+is half the work of making it."""
 
 
 class FrameError(Exception):
-    """The stream is not what it should be; nothing after this can be understood. `first` are the first bytes of the frame."""
+    """The stream is not what it should be; nothing after this can be understood. `first` are the
+    first bytes of the frame."""
 
     def __init__(self, text: str, first: bytes) -> None:
         super().__init__(text)
         self.first = first
 
 
-class Frame(NamedTuple):
-    """One frame; `body` is the beginning of the body, `missing` how many bytes of it are still to come."""
+class WireFrame(NamedTuple):
+    """One frame; `body` is the beginning of the body, `missing` how many bytes of it are still to
+    come."""
 
     message: bytes
     body: bytes
@@ -37,15 +42,16 @@ class Frame(NamedTuple):
 
 
 def header(message: int, body: int = 0) -> bytes:
-    """The header of a frame with a message and a body of these lengths, in bytes."""
+    """Return the header of a frame with a message and a body of these lengths, in bytes."""
     return HEADER.pack(message, body)
 
 
 class Cutter:
-    """What has arrived and is not yet a frame."""
+    """Buffer of what has arrived and is not yet a frame."""
 
     def __init__(self, message_bytes: int, body_bytes: int) -> None:
-        """The longest message and the longest body that are accepted; both may be changed between frames."""
+        """Set the longest message and the longest body that are accepted; both may be changed
+        between frames."""
         self.message_bytes = message_bytes
         self.body_bytes = body_bytes
         self._data = b""
@@ -56,24 +62,26 @@ class Cutter:
         self.empty = True  # all that has arrived was returned: an attribute, for it is asked before each small request
 
     def __len__(self) -> int:
-        """How many bytes have arrived and were not returned yet."""
+        """Return how many bytes have arrived and were not returned yet."""
         return len(self._data) - self._at + self._later_bytes
 
     @property
     def announced(self) -> int:
-        """Bytes of the header and message of the frame that has begun to arrive, 0 when no more than a header has."""
+        """Return bytes of the header and message of the frame that has begun to arrive, 0 when no
+        more than a header has."""
         return self._need if self._need > HEADER_BYTES else 0
 
     def skip(self) -> tuple[bytes, int]:
-        """Throw the frame away that has begun to arrive. Returns the beginning of its message, and how many bytes of message and body
-        are missing: these must not be fed."""
+        """Throw the frame away that has begun to arrive. Returns the beginning of its message, and
+        how many bytes of message and body are missing: these must not be fed."""
         data = b"".join((self._data[self._at :], *self._later))
         length, body = HEADER.unpack_from(data)
         self._data, self._at, self._later, self._later_bytes, self._need, self.empty = b"", 0, [], 0, 0, True
         return data[HEADER_BYTES : HEADER_BYTES + 64], HEADER_BYTES + length + body - len(data)
 
     def feed(self, data: bytes) -> None:
-        """Add what was read. Call `next` until it returns None before feeding again, or memory grows with what is fed."""
+        """Add what was read. Call `next` until it returns None before feeding again, or memory
+        grows with what is fed."""
         self.empty = False
         if self._at < len(self._data):
             self._later.append(data)
@@ -82,11 +90,12 @@ class Cutter:
             self._data = data
             self._at = 0
 
-    def next(self) -> Frame | None:
-        """The next frame, None when more must arrive first. Raises FrameError when a length is over its limit.
+    def next(self) -> WireFrame | None:
+        """Return the next frame, None when more must arrive first. Raises FrameError when a length
+        is over its limit.
 
-        When `missing` is not 0, everything that was fed has been used, and what follows in the stream is the rest of the body:
-        exactly `missing` bytes of it must not be fed.
+        When `missing` is not 0, everything that was fed has been used, and what follows in the
+        stream is the rest of the body: exactly `missing` bytes of it must not be fed.
         """
         if self._later:
             if len(self) < self._need:
@@ -117,8 +126,8 @@ class Cutter:
         if not body:
             self._at = end
             self.empty = end == len(self._data)
-            return Frame(message, b"", 0)
+            return WireFrame(message, b"", 0)
         self._at = min(end + body, start + there)
         self.empty = self._at == len(self._data)
         part = self._data[end : self._at]
-        return Frame(message, part, body - len(part))
+        return WireFrame(message, part, body - len(part))

@@ -1,20 +1,24 @@
 """Every request, reply and notice, as frozen structs.
 
-A message is the small part of a frame (`wire/frames.py`), in msgpack, an array whose first element is its number. A value
-travels inside the message when its encoding has at most `INLINE_BYTES`, otherwise as the frame's body or, between two ends on
-one host, as a descriptor of shared memory that accompanies the frame. An encoded value is never empty, so `value == b""` says
-"not here: it is the body", and `shared > 0` says "its `shared` bytes are in the descriptor".
+A message is the small part of a frame (`wire/frames.py`), in msgpack, an array whose first element
+is its number. A value travels inside the message when its encoding has at most `INLINE_BYTES`,
+otherwise as the frame's body or, between two ends on one host, as a descriptor of shared memory
+that accompanies the frame. An encoded value is never empty, so `value == b""` says "not here: it is
+the body", and `shared > 0` says "its `shared` bytes are in the descriptor".
 
-Shared memory goes over Unix sockets only. Each request with `shared` comes with one descriptor (SCM_RIGHTS, with the frame's
-first byte): a memfd of at least that size, sealed against shrinking and growing. `segment` is the client's own number for it:
-when nothing on the server needs these bytes any more, `Freed` names it and the client may write the next value into the same
-pages, which is ten times faster than fresh ones. Until then it must not write to it. The server keeps the descriptor only as
-long as it needs the bytes, so it accompanies every use; numbers mean something on one connection only, and a request that is
-repeated on another connection makes its memory unfit for reuse. Segment 0 is never reported. A Value reply with `shared` comes
-with a descriptor likewise; the server leaves its bytes alone until `Release`.
+Shared memory goes over Unix sockets only. Each request with `shared` comes with one descriptor
+(SCM_RIGHTS, with the frame's first byte): a memfd of at least that size, sealed against shrinking
+and growing. `segment` is the client's own number for it: when nothing on the server needs these
+bytes any more, `Freed` names it and the client may write the next value into the same pages, which
+is ten times faster than fresh ones. Until then it must not write to it. The server keeps the
+descriptor only as long as it needs the bytes, so it accompanies every use; numbers mean something
+on one connection only, and a request that is repeated on another connection makes its memory unfit
+for reuse. Segment 0 is never reported. A Value reply with `shared` comes with a descriptor
+likewise; the server leaves its bytes alone until `Release`.
 
-`seq` numbers the requests of a session from 1; `acked` says that the replies to all requests up to that number have arrived,
-so that the server may forget them. A reply carries the `seq` of its request and the store's `revision` when it was given.
+`seq` numbers the requests of a session from 1; `acked` says that the replies to all requests up to
+that number have arrived, so that the server may forget them. A reply carries the `seq` of its
+request and the store's `revision` when it was given.
 """
 
 from __future__ import annotations
@@ -24,14 +28,20 @@ from typing import Annotated, ClassVar, get_args
 import msgspec
 
 TAG = "rallypoint\r\n\r\n"
-"""The first word of the first message of either side. With the empty line a web server, which reads until there is one, answers at
-once that it does not understand, and is recognised; it would wait for more until the deadline otherwise."""
+"""The first word of the first message of either side. With the empty line a web server, which reads
+until there is one, answers at once that it does not understand, and is recognised; it would wait
+for more until the deadline otherwise."""
+
+SLOT_BITS = 40
+"""Bits of a request's number that count within its slot; above them stands the slot. The sender has one request under way in a slot, or
+a batch of them: `acked` speaks of the slot's own."""
 
 VERSIONS = (1, 1)
 """The oldest and newest version of the protocol that this code speaks."""
 
 INLINE_BYTES = 64 * 1024
-"""The largest value that travels inside its message: below this a copy costs less than a second read."""
+"""The largest value that travels inside its message: below this a copy costs less than a second
+read."""
 
 HELLO_BYTES = 4096
 """The largest message before both sides have proved who they are; it has no body."""
@@ -41,11 +51,12 @@ MESSAGE_BYTES = 64 * 1024 * 1024
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""Of a request. None is ever so large: the server has room above for "all of them"."""
+"""Largest number in a request. None is ever so large: the server has room above for "all of
+them"."""
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """What a server allows. The defaults, with their reasons, are in `store/limits.py`."""
+    """Limits that a server sets. The defaults, with their reasons, are in `store/limits.py`."""
 
     store_bytes: int  # keys and values in all
     value_bytes: int  # one encoded value
@@ -56,7 +67,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """Who a session belongs to, as people want to read it in an error."""
+    """Owner of a session, as people want to read it in an error."""
 
     host: str
     pid: int
@@ -123,7 +134,7 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=2):
     software: str
     job: str
     nonce: bytes
-    proof: bytes  # HMAC-SHA256, see wire/connection.py
+    proof: bytes  # HMAC-SHA256, see wire/handshake.py
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -148,10 +159,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """server -> client: no conversation. `code` is one of REFUSALS; before the server's proof it is only a hint.
+    """server -> client: no conversation. `code` is one of REFUSALS; before the server's proof it is
+    only a hint.
 
-    With `session-lost`, `known` says whether the server remembers the session, and then `happened` are the requests after
-    `acked` that it did carry out; the others did not happen.
+    With `session-lost`, `known` says whether the server remembers the session, and then `happened`
+    are the requests after `acked` that it did carry out; the others did not happen.
     """
 
     code: str
@@ -171,7 +183,7 @@ REFUSALS = ("version-skew", "wrong-job", "store-relayed", "wrong-secret", "sessi
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What every request begins with."""
+    """Beginning of every request."""
 
     changes: ClassVar[bool] = False  # the reply is kept until it is acknowledged, so that a repeated request is not run again
 
@@ -184,7 +196,8 @@ class Ping(Request, frozen=True, tag=1):
 
 
 class Get(Request, frozen=True, tag=2):
-    """Read a key; with `timeout`, wait that many seconds until it exists. Reply: Value, Absent or TimedOut."""
+    """Read a key; with `timeout`, wait that many seconds until it exists. Reply: Value, Absent or
+    TimedOut."""
 
     key: str
     timeout: float | None = None
@@ -193,8 +206,9 @@ class Get(Request, frozen=True, tag=2):
 class Set(Request, frozen=True, tag=3):
     """Write a key. Reply: Done with `replaced`, or Failed("fence-stale").
 
-    `ttl`: seconds after which the key goes. `ephemeral`: it goes with the session. `fence`: the token of a lock that is held.
-    `seen`: the revision of this key that the client read last (0: it read that there was none; None: it never read it).
+    `ttl`: seconds after which the key goes. `ephemeral`: it goes with the session. `fence`: the
+    token of a lock that is held. `seen`: the revision of this key that the client read last (0: it
+    read that there was none; None: it never read it).
     """
 
     changes: ClassVar[bool] = True
@@ -211,8 +225,8 @@ class Set(Request, frozen=True, tag=3):
 class CompareAndSet(Request, frozen=True, tag=4):
     """Write a key if it is as expected. Reply: Done, or Value or Absent as it is instead.
 
-    Expected is `expected` (the encoded value; None: absent) when `modified` is None, otherwise the key's revision `modified`
-    (0: absent).
+    Expected is `expected` (the encoded value; None: absent) when `modified` is None, otherwise the
+    key's revision `modified` (0: absent).
     """
 
     changes: ClassVar[bool] = True
@@ -227,7 +241,8 @@ class CompareAndSet(Request, frozen=True, tag=4):
 
 
 class Delete(Request, frozen=True, tag=5):
-    """Remove a key. Reply: Value (what it was) if `wanted`, Done if not, Absent if there was none."""
+    """Remove a key. Reply: Value (what it was) if `wanted`, Done if not, Absent if there was
+    none."""
 
     changes: ClassVar[bool] = True
     key: str
@@ -236,16 +251,16 @@ class Delete(Request, frozen=True, tag=5):
 
 
 class Keys(Request, frozen=True, tag=6):
-    """The keys that begin with `prefix`, in no order: the server serves others while the client sorts a million. Reply: Names, or
-    Integer when `count`."""
+    """The keys that begin with `prefix`, in no order: the server serves others while the client
+    sorts a million. Reply: Names, or Integer when `count`."""
 
     prefix: str = ""
     count: bool = False
 
 
 class Exists(Request, frozen=True, tag=7):
-    """Which of `keys` exist; with `timeout`, wait until all do. Reply: Names (those that exist, in the order asked) or TimedOut
-    (`missing` says which do not)."""
+    """Which of `keys` exist; with `timeout`, wait until all do. Reply: Names (those that exist, in
+    the order asked) or TimedOut (`missing` says which do not)."""
 
     keys: tuple[str, ...]
     timeout: float | None = None
@@ -264,7 +279,8 @@ class Add(Request, frozen=True, tag=8):
 
 
 class Append(Request, frozen=True, tag=9):
-    """Append to a bytes value; a missing key counts as empty. Reply: Integer (its length afterwards)."""
+    """Append to a bytes value; a missing key counts as empty. Reply: Integer (its length
+    afterwards)."""
 
     changes: ClassVar[bool] = True
     key: str
@@ -272,7 +288,8 @@ class Append(Request, frozen=True, tag=9):
 
 
 class Push(Request, frozen=True, tag=10):
-    """Put a value at the end of a queue. Reply: Integer (its length afterwards, 0 when a waiter took it at once)."""
+    """Put a value at the end of a queue. Reply: Integer (its length afterwards, 0 when a waiter
+    took it at once)."""
 
     changes: ClassVar[bool] = True
     queue: str
@@ -282,8 +299,9 @@ class Push(Request, frozen=True, tag=10):
 
 
 class Pop(Request, frozen=True, tag=11):
-    """Take the first value of a queue, waiting `timeout` seconds (None: do not wait). Reply: Value (`modified` is the item's
-    number), Absent or TimedOut. With `hold` it comes back to the front unless `Settle` accepts it before the session ends."""
+    """Take the first value of a queue, waiting `timeout` seconds (None: do not wait). Reply: Value
+    (`modified` is the item's number), Absent or TimedOut. With `hold` it comes back to the front
+    unless `Settle` accepts it before the session ends."""
 
     changes: ClassVar[bool] = True
     queue: str
@@ -292,11 +310,12 @@ class Pop(Request, frozen=True, tag=11):
 
 
 class Settle(Request, frozen=True, tag=12):
-    """Accept a held item of a queue, or put it back to the front. Reply: Done, Absent when it is not held by this session.
+    """Accept a held item of a queue, or put it back to the front. Reply: Done, Absent when it is
+    not held by this session.
 
-    `taken`: the number of the Pop that it was handed out to, so that a late Settle cannot strike the same item when it has come back and
-    was handed out to this session again; 0: whichever that was. A Cancel of an acceptance, before its reply is acknowledged, puts the
-    item back.
+    `taken`: the number of the Pop that it was handed out to, so that a late Settle cannot strike
+    the same item when it has come back and was handed out to this session again; 0: whichever that
+    was. A Cancel of an acceptance, before its reply is acknowledged, puts the item back.
     """
 
     changes: ClassVar[bool] = True
@@ -307,14 +326,15 @@ class Settle(Request, frozen=True, tag=12):
 
 
 class Length(Request, frozen=True, tag=13):
-    """How many values wait in a queue. Reply: Integer."""
+    """Request for the number of values in a queue. Reply: Integer."""
 
     queue: str
 
 
 class Watch(Request, frozen=True, tag=14):
-    """The changes after revision `since` to keys that begin with `prefix`; waits `timeout` seconds for the first. Reply:
-    Changes, TimedOut, or Failed("compacted") when they are no longer all known. `since=None`: none, only the revision now."""
+    """The changes after revision `since` to keys that begin with `prefix`; waits `timeout` seconds
+    for the first. Reply: Changes, TimedOut, or Failed("compacted") when they are no longer all
+    known. `since=None`: none, only the revision now."""
 
     prefix: str
     since: int | None
@@ -322,8 +342,9 @@ class Watch(Request, frozen=True, tag=14):
 
 
 class Claim(Request, frozen=True, tag=15):
-    """`once`: the first to claim a name computes its value. Reply: Granted (compute, then Resolve), Value (somebody has;
-    `modified` is its revision), Failed("once-failed") with the first one's error, or TimedOut."""
+    """`once`: the first to claim a name computes its value. Reply: Granted (compute, then Resolve),
+    Value (somebody has; `modified` is its revision), Failed("once-failed") with the first one's
+    error, or TimedOut."""
 
     changes: ClassVar[bool] = True
     name: str
@@ -331,9 +352,10 @@ class Claim(Request, frozen=True, tag=15):
 
 
 class Resolve(Request, frozen=True, tag=16):
-    """The outcome of a claim: a value for everybody, or `failed` and the value is the encoded error; `retry`: the next waiter may
-    try, nobody is told. `token`: that of the Granted; 0: of whichever claim to this name the session has. Reply: Done, Absent when the
-    claim is no longer held."""
+    """The outcome of a claim: a value for everybody, or `failed` and the value is the encoded
+    error; `retry`: the next waiter may try, nobody is told. `token`: that of the Granted; 0: of
+    whichever claim to this name the session has. Reply: Done, Absent when the claim is no longer
+    held."""
 
     changes: ClassVar[bool] = True
     name: str
@@ -346,11 +368,12 @@ class Resolve(Request, frozen=True, tag=16):
 
 
 class Lock(Request, frozen=True, tag=17):
-    """Join the queue for a lock. Reply: Granted (the token is the revision at the grant), TimedOut with `holder` and `queue`,
-    Failed("lock-twice") when this `owner` would wait for himself, or Failed("lock-cycle") when waiting for it would close a circle
-    of owners who wait for each other. `timeout=0`: do not wait; None: for ever. `ttl`: seconds without a sign of life of the session
-    after which the lock is passed on, and the grant is over; None: when the session ends. `timeout` below 0: only look whether it is held
-    (TimedOut) or not (Absent)."""
+    """Join the queue for a lock. Reply: Granted (the token is the revision at the grant), TimedOut
+    with `holder` and `queue`, Failed("lock-twice") when this `owner` would wait for himself, or
+    Failed("lock-cycle") when waiting for it would close a circle of owners who wait for each other.
+    `timeout=0`: do not wait; None: for ever. `ttl`: seconds without a sign of life of the session
+    after which the lock is passed on, and the grant is over; None: when the session ends. `timeout`
+    below 0: only look whether it is held (TimedOut) or not (Absent)."""
 
     changes: ClassVar[bool] = True
     name: str
@@ -368,13 +391,15 @@ class Unlock(Request, frozen=True, tag=18):
 
 
 class Arrive(Request, frozen=True, tag=19):
-    """Arrive at a barrier. Reply: Integer (its generation) when all `size` are there, TimedOut or Failed("barrier-broken",
-    "barrier-size", "barrier-missed") with who is there and who is not.
+    """Arrive at a barrier. Reply: Integer (its generation) when all `size` are there, TimedOut or
+    Failed("barrier-broken", "barrier-size", "barrier-missed") with who is there and who is not.
 
-    With `value` (at most `INLINE_BYTES`) everybody gets Met instead of Integer: what all have brought, in the order of arrival. With
-    `quorum` it is complete, with whoever is there, when the timeout of the first who arrived has passed and at least `quorum` are
-    there, or as soon as all are there who were at the former round and still have a session. Who comes too late for a round that was
-    broken, or was complete without him, is told so once: "barrier-broken", "barrier-missed".
+    With `value` (at most `INLINE_BYTES`) everybody gets Met instead of Integer: what all have
+    brought, in the order of arrival. With `quorum` it is complete, with whoever is there, when the
+    timeout of the first who arrived has passed and at least `quorum` are there, or as soon as all
+    are there who were at the former round and still have a session. Who comes too late for a round
+    that was broken, or was complete without him, is told so once: "barrier-broken",
+    "barrier-missed".
     """
 
     changes: ClassVar[bool] = True
@@ -386,7 +411,7 @@ class Arrive(Request, frozen=True, tag=19):
 
 
 class Status(Request, frozen=True, tag=20):
-    """What the server holds. Reply: State."""
+    """Request for what the server holds. Reply: State."""
 
 
 class Bye(Request, frozen=True, tag=21):
@@ -396,36 +421,31 @@ class Bye(Request, frozen=True, tag=21):
 
 
 class Cancel(Request, frozen=True, tag=22):
-    """No reply. The reply to request `target` will not be looked at: stop waiting; and if it has been given already, take back
-    what it gave (an item of a queue, a lock, a claim)."""
+    """No reply. The reply to request `target` will not be looked at: stop waiting; and if it has
+    been given already, take back what it gave (an item of a queue, a lock, a claim)."""
 
     target: Number
 
 
 class Release(Request, frozen=True, tag=23):
-    """No reply. The shared memory that came with the replies to requests `of` has been read.
-
-    `arrived`: requests above `acked` whose replies are in their callers' hands: the server may forget them. For a client in which
-    one thread waits, for hours perhaps, while others work: `acked` stands still meanwhile. Nothing of them can be cancelled any more.
-    """
+    """No reply. The shared memory that came with the replies to requests `of` has been read."""
 
     of: tuple[int, ...]
-    arrived: tuple[int, ...] = ()
 
 
 # --- replies ---
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What every reply begins with."""
+    """Beginning of every reply."""
 
     seq: int
     revision: int
 
 
 class Done(Reply, frozen=True, tag=1):
-    """It is done. `replaced`: the revision of the key that a Set wrote over (0: none). `by`: when that is not the revision which
-    the client had seen and another session wrote it, who."""
+    """It is done. `replaced`: the revision of the key that a Set wrote over (0: none). `by`: when
+    that is not the revision which the client had seen and another session wrote it, who."""
 
     replaced: int = 0
     by: str = ""
@@ -462,7 +482,8 @@ class Granted(Reply, frozen=True, tag=6):
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
-    """One change of a key: its encoded value, or None when it was removed. `b""` with `large`: read it with Get."""
+    """One change of a key: its encoded value, or None when it was removed. `b""` with `large`: read
+    it with Get."""
 
     key: str
     revision: int
@@ -490,8 +511,8 @@ class TimedOut(Reply, frozen=True, tag=8, gc=True):
 
 
 class Failed(Reply, frozen=True, tag=9, gc=True):
-    """It was not done. `code` is one of FAILURES; `text` a complete sentence; `details` the figures in it, by name; `present` who is
-    concerned."""
+    """It was not done. `code` is one of FAILURES; `text` a complete sentence; `details` the figures
+    in it, by name; `present` who is concerned."""
 
     code: str
     text: str
@@ -502,7 +523,7 @@ class Failed(Reply, frozen=True, tag=9, gc=True):
 
 
 class State(Reply, frozen=True, tag=10, gc=True):
-    """What the server holds."""
+    """Contents of the server."""
 
     keys: int
     used_bytes: int
@@ -518,7 +539,8 @@ class Closing(Reply, frozen=True, tag=11):
 
 
 class Met(Reply, frozen=True, tag=13, gc=True):
-    """Everybody who is there, in the order of arrival, and who is not. `generation` as in Integer; `mine`: which seat is the asker's."""
+    """Everybody who is there, in the order of arrival, and who is not. `generation` as in Integer;
+    `mine`: which seat is the asker's."""
 
     generation: int
     mine: int
@@ -527,7 +549,8 @@ class Met(Reply, frozen=True, tag=13, gc=True):
 
 
 class Freed(Reply, frozen=True, tag=12, gc=True):
-    """Notice (`seq` 0), right behind a reply: the client may write into its segments of these numbers again."""
+    """Notice (`seq` 0), right behind a reply: the client may write into its segments of these
+    numbers again."""
 
     numbers: tuple[int, ...]
 
@@ -546,14 +569,17 @@ AnyRequest = (
 AnyReply = Done | Value | Absent | Integer | Names | Granted | Changes | TimedOut | Failed | State | Closing | Freed | Met
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What the decoders raise for bytes that are no message: text that is not UTF-8 and deep nesting are no MsgspecError."""
+"""Errors that the decoders raise for bytes that are no message: text that is not UTF-8 and deep
+nesting are no MsgspecError."""
 
 TAGS: dict[type[Request], int] = {kind: kind.__struct_config__.tag for kind in get_args(AnyRequest)}
-"""What stands first in a message of each kind. A request that is sent by the million is encoded as `(TAGS[kind], seq, acked, *fields)`,
-which is the same bytes as those of the object, without the object; fields that have a default may be left out at the end."""
+"""Tag that stands first in a message of each kind. A request that is sent by the million is encoded
+as `(TAGS[kind], seq, acked, *fields)`, which is the same bytes as those of the object, without the
+object; fields that have a default may be left out at the end."""
 
 LENDS = [False] * (max(TAGS.values()) + 1)
-"""Whether the reply to a request may be a Value, which may come with a descriptor: at its place in `TAGS`."""
+"""Flags whether the reply to a request may be a Value, which may come with a descriptor: at its
+place in `TAGS`."""
 for _kind in (Get, CompareAndSet, Delete, Pop, Claim):
     LENDS[TAGS[_kind]] = True
 
@@ -564,7 +590,8 @@ decode_reply = msgspec.msgpack.Decoder(AnyReply).decode
 
 
 def seq_of(begun: bytes) -> int:
-    """The `seq` of a request of which only the beginning is there: an array, its tag, and this. 0 when that is no request of ours."""
+    """Return the `seq` of a request of which only the beginning is there: an array, its tag, and
+    this. 0 when that is no request of ours."""
     at = 2 if begun[:1] < b"\xdc" else 4
     kind = begun[at] if at < len(begun) else 0
     if not 0xCC <= kind <= 0xCF:

@@ -1,27 +1,31 @@
-"""What a value may be, and its bytes; tensors travel as raw buffers.
+"""Values and their bytes; tensors travel as raw buffers.
 
-A value is None, a bool, an int of any size, a float, a complex, a str, bytes; a list, tuple, set, frozenset, dict, OrderedDict or
-Counter of values (keys are int, str or bool); a `torch.Tensor` or `Parameter`, which comes back as a tensor; a numpy array or scalar; a
-`torch.Size`, `torch.dtype` or `torch.device`. Nothing else, and no subclass of these, because what goes in comes out equal and
-of the same type. With `allow_pickle` the rest is pickled, and read by whoever allows that too.
+A value is None, a bool, an int of any size, a float, a complex, a str, bytes; a list, tuple, set,
+frozenset, dict, OrderedDict or Counter of values (keys are int, str or bool); a `torch.Tensor` or
+`Parameter`, which comes back as a tensor; a numpy array or scalar; a `torch.Size`, `torch.dtype` or
+`torch.device`. Nothing else, and no subclass of these, because what goes in comes out equal and of
+the same type. With `allow_pickle` the rest is pickled, and read by whoever allows that too.
 
-What comes back is a copy: it shares no memory with what went in, tensors have no gradient and are on the CPU or the device that
-was asked for, arrays are in C order, and a tensor that occurs twice in a value (tied weights) is two tensors afterwards.
+What comes back is a copy: it shares no memory with what went in, tensors have no gradient and are
+on the CPU or the device that was asked for, arrays are in C order, and a tensor that occurs twice
+in a value (tied weights) is two tensors afterwards.
 
-The bytes. None, bool, int of 64 bits, float, str and bytes are the bare msgpack scalar. All else begins with a byte that msgpack
-never uses, followed by the version of this format, the length of a tree, the tree, and the memory of the tensors and arrays in
-the order in which the tree names them, each at the next offset that is a multiple of `ALIGNMENT`. So no offset is written down
-that could be wrong. A node of the tree is a scalar or an array whose first element says what it is (the constants `_LIST` to
-`_PICKLE`). Memory is little-endian, as on every machine that torch is built for on Linux, except where a numpy dtype says otherwise.
+The bytes. None, bool, int of 64 bits, float, str and bytes are the bare msgpack scalar. All else
+begins with a byte that msgpack never uses, followed by the version of this format, the length of a
+tree, the tree, and the memory of the tensors and arrays in the order in which the tree names them,
+each at the next offset that is a multiple of `ALIGNMENT`. So no offset is written down that could
+be wrong. A node of the tree is a scalar or an array whose first element says what it is (the
+constants `_LIST` to `_PICKLE`). Memory is little-endian, as on every machine that torch is built
+for on Linux, except where a numpy dtype says otherwise.
 
-Equal values have equal bytes, which is what `compare_and_set` compares, and a value that was read has the bytes that were
-written. "Equal" is meant strictly: 1, 1.0 and True differ, so do 0.0 and -0.0, a list and a tuple, float32 and float64, and
-dicts in another order; a NaN equals itself. Not covered: what was pickled, and the unused bytes inside a numpy longdouble.
+Equal values have equal bytes, which is what `compare_and_set` compares, and a value that was read
+has the bytes that were written. "Equal" is meant strictly: 1, 1.0 and True differ, so do 0.0 and
+-0.0, a list and a tuple, float32 and float64, and dicts in another order; a NaN equals itself. Not
+covered: what was pickled, and the unused bytes inside a numpy longdouble.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 import re
@@ -37,22 +41,27 @@ from rallypoint.errors import ValueUnsupported
 from rallypoint.wire.messages import INLINE_BYTES
 
 MAX_DEPTH = 100
-"""Containers inside containers: more than any configuration has, and few enough that no reader runs out of stack (1000 frames)."""
+"""Containers inside containers: more than any configuration has, and few enough that no reader runs
+out of stack (1000 frames)."""
 
 MAX_DIMENSIONS = 64
-"""Of a tensor or array: what numpy allows, and beyond what torch's own operations take."""
+"""Dimensions of a tensor or array: what numpy allows, and beyond what torch's own operations
+take."""
 
 ALIGNMENT = 64
 """Bytes. A cache line and the widest vector register: what torch's own allocator gives."""
 
 BYTES_IN_TREE = 4096
-"""Longer bytes are a buffer behind the tree: they are sent from where they are, and a copy of this length costs nothing."""
+"""Longer bytes are a buffer behind the tree: they are sent from where they are, and a copy of this
+length costs nothing."""
 
 GATHER_BYTES = 4096
-"""Shorter buffers are copied together: cheaper than a place of their own in the list that the kernel is given (at most 1024)."""
+"""Shorter buffers are copied together: cheaper than a place of their own in the list that the
+kernel is given (at most 1024)."""
 
 HUGE_PAGE_FROM = 4 * 1024 * 1024
-"""From this size on, fresh memory is asked for in huge pages, as numpy does: two of 2 MiB are certain to fit."""
+"""Bytes from which on fresh memory is asked for in huge pages, as numpy does: two of 2 MiB are
+certain to fit."""
 
 _MARK = 0xC1
 _VERSION = 1
@@ -99,10 +108,12 @@ class TooLarge(Exception):
 
 
 class Parts(NamedTuple):
-    """A large encoded value that was not copied: its bytes are those of `buffers`, one after the other.
+    """A large encoded value that was not copied: its bytes are those of `buffers`, one after the
+    other.
 
-    Each buffer is a contiguous memoryview of bytes and keeps its memory alive. There may be more of them than one system call
-    takes (1024). Until they are sent, nobody should write to the tensors that were encoded.
+    Each buffer is a contiguous memoryview of bytes and keeps its memory alive. There may be more of
+    them than one system call takes (1024). Until they are sent, nobody should write to the tensors
+    that were encoded.
     """
 
     buffers: tuple[memoryview, ...]
@@ -110,21 +121,23 @@ class Parts(NamedTuple):
 
 
 def size_of(encoded: bytes | Parts) -> int:
-    """How many bytes an encoded value has."""
+    """Return how many bytes an encoded value has."""
     return encoded.size if isinstance(encoded, Parts) else len(encoded)
 
 
 def join(encoded: bytes | Parts) -> bytes:
-    """An encoded value in one piece; copies when it was not."""
+    """Return an encoded value in one piece; copies when it was not."""
     return b"".join(encoded.buffers) if isinstance(encoded, Parts) else encoded
 
 
 def alloc(size: int) -> memoryview:
-    """`size` bytes of writable memory, to receive a large value into; what is in it is undefined, and tensors may live in it.
+    """`size` bytes of writable memory, to receive a large value into; what is in it is undefined,
+    and tensors may live in it.
 
-    Not a bytearray when it is large: that writes zeros to all of it while holding the GIL (25 ms for 64 MiB where the two below
-    took 4). numpy's allocator reuses memory that was freed before and asks for huge pages. Without numpy, a private mapping
-    (Python's default is a shared one, which a forked child would write to as well) has huge pages but no reuse.
+    Not a bytearray when it is large: that writes zeros to all of it while holding the GIL (25 ms
+    for 64 MiB where the two below took 4). numpy's allocator reuses memory that was freed before
+    and asks for huge pages. Without numpy, a private mapping (Python's default is a shared one,
+    which a forked child would write to as well) has huge pages but no reuse.
     """
     if (numpy := _loaded("numpy", "empty", "uint8")) is not None:
         memory = numpy.empty(size + ALIGNMENT, numpy.uint8)
@@ -143,12 +156,14 @@ def alloc(size: int) -> memoryview:
 
 
 def encode(value: object, *, allow_pickle: bool = False, limit: int | None = None) -> bytes | Parts:
-    """The bytes of a value: `bytes` up to `INLINE_BYTES`, above that `Parts`, in which tensors, arrays and bytes are not copied
-    (they are made contiguous in host memory if they are not).
+    """Return the bytes of a value: `bytes` up to `INLINE_BYTES`, above that `Parts`, in which
+    tensors, arrays and bytes are not copied (they are made contiguous in host memory if they are
+    not).
 
-    Raises ValueUnsupported (`value-unsupported`) with the path of what is no value; then nothing of it was encoded. With
-    `allow_pickle` such a part is pickled, and the error is only for what cannot be pickled either. Raises TooLarge instead of copying
-    tensors and arrays of more than `limit` bytes in all; what need not be copied is for the caller to weigh.
+    Raises ValueUnsupported (`value-unsupported`) with the path of what is no value; then nothing of
+    it was encoded. With `allow_pickle` such a part is pickled, and the error is only for what
+    cannot be pickled either. Raises TooLarge instead of copying tensors and arrays of more than
+    `limit` bytes in all; what need not be copied is for the caller to weigh.
     """
     kind = type(value)
     if kind in _LEAVES:
@@ -164,16 +179,18 @@ def encode(value: object, *, allow_pickle: bool = False, limit: int | None = Non
 
 
 def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False, device: Any = None) -> object:
-    """The value whose bytes `data` is. `data` is a contiguous buffer of bytes.
+    """Return the value whose bytes `data` is. `data` is a contiguous buffer of bytes.
 
-    From a writable buffer, which must belong to the caller alone, nothing is copied: tensors and arrays are views of it, and one
-    of them keeps all of it alive. From `bytes` each gets memory of its own. Tensors go to `device` (as `torch.Tensor.to` takes
-    it, and with the errors that has) when it is given, and to the CPU otherwise. torch and numpy are imported if a value has
-    need of them and not before.
+    From a writable buffer, which must belong to the caller alone, nothing is copied: tensors and
+    arrays are views of it, and one of them keeps all of it alive. From `bytes` each gets memory of
+    its own. Tensors go to `device` (as `torch.Tensor.to` takes it, and with the errors that has)
+    when it is given, and to the CPU otherwise. torch and numpy are imported if a value has need of
+    them and not before.
 
-    Raises ValueUnsupported: `value-malformed` when these are not the bytes of a value, which is found out before memory is
-    allocated for what they announce; `value-unsupported` when the value cannot be had here: torch or numpy is not installed, or
-    it was pickled and `allow_pickle` is not set. With `allow_pickle`, who wrote the value can run any code here.
+    Raises ValueUnsupported: `value-malformed` when these are not the bytes of a value, which is
+    found out before memory is allocated for what they announce; `value-unsupported` when the value
+    cannot be had here: torch or numpy is not installed, or it was pickled and `allow_pickle` is not
+    set. With `allow_pickle`, who wrote the value can run any code here.
     """
     try:
         if data[0] != _MARK:
@@ -195,7 +212,7 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False, 
         raise _malformed(str(error)) from None
     except RecursionError:
         raise _malformed("it is nested too deep") from None
-    reader = _Reader(view, start, allow_pickle, device)
+    reader = _ValueReader(view, start, allow_pickle, device)
     value = reader.value(tree, 0)
     if reader.at != len(view):
         raise _malformed(f"{len(view) - reader.at} bytes follow it")
@@ -206,7 +223,8 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False, 
 
 
 class _Refused(Exception):
-    """Something is no value. On its way out it collects where it was: innermost first, each piece with the container it is in."""
+    """Something is no value. On its way out it collects where it was: innermost first, each piece
+    with the container it is in."""
 
     def __init__(self, what: str, *help: tuple[str, str]) -> None:
         super().__init__(what)
@@ -226,7 +244,8 @@ class _Refused(Exception):
 
 
 class _TooDeep(_Refused):
-    """Deeper than MAX_DEPTH. Then the same container is twice on the path, or the value is really that deep."""
+    """Deeper than MAX_DEPTH. Then the same container is twice on the path, or the value is really
+    that deep."""
 
     def __init__(self) -> None:
         super().__init__(f"containers nested more than {MAX_DEPTH} deep cannot be stored", ("keep it flatter, or in several keys", ""))
@@ -244,19 +263,19 @@ class _TooDeep(_Refused):
 
 
 def _path(pieces: list[str]) -> str:
-    """How one would get there in Python; `pieces` are innermost first."""
+    """Return how one would get there in Python; `pieces` are innermost first."""
     pieces = pieces[::-1]
     return "value" + "".join(pieces if len(pieces) <= 12 else [*pieces[:6], " ... ", *pieces[-6:]])
 
 
 def _encode(value: object, allow_pickle: bool, limit: int | None) -> bytes | Parts:
     try:
-        writer = _Writer(allow_pickle, limit=limit)
+        writer = _ValueWriter(allow_pickle, limit=limit)
         try:
             tree = _pack(writer.node(value, 0))
         except (OverflowError, ValueError):
             # An int, str or bytes that msgpack has no form for. They are rare, so nobody looks for them the first time.
-            writer = _Writer(allow_pickle, limit=limit, careful=True)
+            writer = _ValueWriter(allow_pickle, limit=limit, careful=True)
             tree = _pack(writer.node(value, 0))
     except _Refused as refused:
         raise refused.error() from refused.__cause__
@@ -266,7 +285,8 @@ def _encode(value: object, allow_pickle: bool, limit: int | None) -> bytes | Par
 
 
 def _laid_out(head: bytes, buffers: list[memoryview]) -> bytes | Parts:
-    """Head and buffers with the padding between them; in one piece if it is small, otherwise only what is short is copied."""
+    """Head and buffers with the padding between them; in one piece if it is small, otherwise only
+    what is short is copied."""
     size = len(head)
     pieces: list[bytes | memoryview] = [head]
     for buffer in buffers:
@@ -299,7 +319,7 @@ def _large_bytes(value: bytes) -> bytes | Parts:
     return Parts((memoryview(head), memoryview(value)), len(head) + len(value))
 
 
-class _Writer:
+class _ValueWriter:
     """Builds the tree of a value and collects its buffers."""
 
     __slots__ = ("allow_pickle", "buffers", "careful", "copied", "hashed", "limit")
@@ -324,7 +344,8 @@ class _Writer:
             self.buffers.append(memory)
 
     def copy(self, size: int) -> None:
-        """So many bytes are about to be copied: an expanded tensor of four bytes may show terabytes."""
+        """Count bytes that are about to be copied: an expanded tensor of four bytes may show
+        terabytes."""
         self.copied += size
         if self.limit is not None and self.copied > self.limit:
             raise TooLarge(self.copied)
@@ -338,7 +359,8 @@ class _Writer:
         return value
 
     def absent(self, value: object, depth: int) -> object:
-        """Not even by pickle: it would come back as another object, and is looked for by identity."""
+        """Refuse it, also with pickle: it would come back as another object, and is looked for by
+        identity."""
         raise _Refused('ABSENT stands for "no such key" and cannot be stored', ("to have no such key, remove it", "store.delete(key)"))
 
     def int_(self, value: int, depth: int) -> object:
@@ -364,12 +386,6 @@ class _Writer:
         self.buffer(memoryview(value))
         return [_BYTES, len(value)]
 
-    def list_(self, value: list[object], depth: int) -> object:
-        return self.sequence(_LIST, value, depth)
-
-    def tuple_(self, value: tuple[object, ...], depth: int) -> object:
-        return self.sequence(_TUPLE, value, depth)
-
     def sequence(self, tag: int, value: list[object] | tuple[object, ...], depth: int) -> object:
         if depth >= MAX_DEPTH:
             raise _TooDeep
@@ -384,19 +400,14 @@ class _Writer:
             raise
         return nodes
 
-    def set_(self, value: set[object], depth: int) -> object:
-        return self.elements(_SET, value, depth)
-
-    def frozenset_(self, value: frozenset[object], depth: int) -> object:
-        return self.elements(_FROZENSET, value, depth)
-
     def elements(self, tag: int, value: Iterable[object], depth: int) -> object:
-        """A set's elements in the order of their bytes, because its own order differs from process to process."""
+        """Return a set's elements in the order of their bytes, because its own order differs from
+        process to process."""
         if depth >= MAX_DEPTH:
             raise _TooDeep
         found = []
         for element in value:
-            apart = _Writer(self.allow_pickle, careful=self.careful, hashed=True)
+            apart = _ValueWriter(self.allow_pickle, careful=self.careful, hashed=True)
             try:
                 node = apart.node(element, depth + 1)
             except _Refused as refused:
@@ -407,9 +418,6 @@ class _Writer:
         for _, _, buffers in found:
             self.buffers += buffers
         return [tag, *(node for _, node, _ in found)]
-
-    def dict_(self, value: dict[object, object], depth: int) -> object:
-        return self.items([_DICT], value, depth)
 
     def ordered(self, value: OrderedDict[object, object], depth: int) -> object:
         """With `_metadata`, which `Module.state_dict()` hangs on it and `load_state_dict` reads."""
@@ -429,9 +437,6 @@ class _Writer:
         if attributes := vars(value):
             return self.refuse(value, f"a Counter with an attribute {next(iter(attributes))!r}", ("make it a dict", "dict({})"))
         return self.items([_COUNTER], value, depth)  # type: ignore[arg-type]
-
-    def complex_(self, value: complex, depth: int) -> object:
-        return [_COMPLEX, value.real, value.imag]
 
     def items(self, head: list[object], value: dict[object, object], depth: int) -> object:
         if depth >= MAX_DEPTH:
@@ -496,15 +501,6 @@ class _Writer:
     def numpy_bytes(self, value: Any, depth: int) -> object:
         return [_NUMPY_BYTES, self.bytes_(bytes(value), depth)]
 
-    def size(self, value: Any, depth: int) -> object:
-        return [_SIZE, *value]
-
-    def dtype(self, value: Any, depth: int) -> object:
-        return [_DTYPE, str(value)[6:]]
-
-    def device(self, value: Any, depth: int) -> object:
-        return [_DEVICE, value.type, value.index]
-
     def pickled(self, value: object) -> object:
         import pickle
 
@@ -520,61 +516,62 @@ class _Writer:
         return [_PICKLE, len(data)]
 
 
-_WRITE: dict[type, Callable[[_Writer, Any, int], object]] = {
-    type(None): _Writer.plain,
-    bool: _Writer.plain,
-    int: _Writer.int_,
-    float: _Writer.plain,
-    str: _Writer.str_,
-    bytes: _Writer.bytes_,
-    list: _Writer.list_,
-    tuple: _Writer.tuple_,
-    set: _Writer.set_,
-    frozenset: _Writer.frozenset_,
-    dict: _Writer.dict_,
-    OrderedDict: _Writer.ordered,
-    Counter: _Writer.counter,
-    complex: _Writer.complex_,
-    _Absent: _Writer.absent,
+_WRITE: dict[type, Callable[[_ValueWriter, Any, int], object]] = {
+    type(None): _ValueWriter.plain,
+    bool: _ValueWriter.plain,
+    int: _ValueWriter.int_,
+    float: _ValueWriter.plain,
+    str: _ValueWriter.str_,
+    bytes: _ValueWriter.bytes_,
+    list: lambda writer, value, depth: writer.sequence(_LIST, value, depth),
+    tuple: lambda writer, value, depth: writer.sequence(_TUPLE, value, depth),
+    set: lambda writer, value, depth: writer.elements(_SET, value, depth),
+    frozenset: lambda writer, value, depth: writer.elements(_FROZENSET, value, depth),
+    dict: lambda writer, value, depth: writer.items([_DICT], value, depth),
+    OrderedDict: _ValueWriter.ordered,
+    Counter: _ValueWriter.counter,
+    complex: lambda writer, value, depth: [_COMPLEX, value.real, value.imag],
+    _Absent: _ValueWriter.absent,
 }
+"""Writer of each type; those of torch and numpy are added when a value of theirs comes."""
 
 
-def _learned(kind: type) -> Callable[[_Writer, Any, int], object] | None:
-    """The writer for a type of torch or numpy, which is remembered. If there is such a value, its module is loaded already."""
-    write: Callable[[_Writer, Any, int], object] | None = None
+def _learned(kind: type) -> Callable[[_ValueWriter, Any, int], object] | None:
+    """Return the writer for a type of torch or numpy, which is remembered. If there is such a
+    value, its module is loaded already."""
+    found: dict[Any, Callable[[_ValueWriter, Any, int], object]] = {}
     if (torch := _loaded("torch", "Tensor", "nn")) is not None:
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            write = _Writer.tensor
-        elif kind is torch.Size:
-            write = _Writer.size
-        elif kind is torch.dtype:
-            write = _Writer.dtype
-        elif kind is torch.device:
-            write = _Writer.device
+        found = {
+            torch.Tensor: _ValueWriter.tensor,
+            torch.nn.Parameter: _ValueWriter.tensor,
+            torch.Size: lambda writer, value, depth: [_SIZE, *value],
+            torch.dtype: lambda writer, value, depth: [_DTYPE, str(value)[6:]],
+            torch.device: lambda writer, value, depth: [_DEVICE, value.type, value.index],
+        }
     if (numpy := _loaded("numpy", "ndarray")) is not None:
-        if kind is numpy.ndarray:
-            write = _Writer.array
-        elif kind is numpy.str_:
-            write = _Writer.numpy_str
-        elif kind is numpy.bytes_:
-            write = _Writer.numpy_bytes
-        elif issubclass(kind, numpy.generic) and kind.__module__ == "numpy":
-            write = _Writer.number
-    if write is not None:
-        _WRITE[kind] = write
-    return write
+        found |= {
+            numpy.ndarray: _ValueWriter.array,
+            numpy.str_: _ValueWriter.numpy_str,
+            numpy.bytes_: _ValueWriter.numpy_bytes,
+        }
+        if issubclass(kind, numpy.generic) and kind.__module__ == "numpy":
+            found.setdefault(kind, _ValueWriter.number)
+    if kind in found:
+        _WRITE[kind] = found[kind]
+    return found.get(kind)
 
 
 def _loaded(name: str, *has: str) -> Any:
-    """The module if it is there, and so far with importing that it has these names."""
+    """Return the module if it is there, and so far with importing that it has these names."""
     module = sys.modules.get(name)
     return module if module is not None and all(hasattr(module, each) for each in has) else None
 
 
 def _memory(tensor: Any, size: int) -> memoryview:
-    """The memory of a contiguous CPU tensor, which it keeps alive.
+    """Return the memory of a contiguous CPU tensor, which it keeps alive.
 
-    Not `tensor.numpy()`: that forbids the user's tensor to be resized ever after, takes five times as long, and needs numpy.
+    Not `tensor.numpy()`: that forbids the user's tensor to be resized ever after, takes five times
+    as long, and needs numpy.
     """
     array = _byte_array().from_address(tensor.data_ptr())
     array.tensor = tensor
@@ -590,7 +587,8 @@ def _byte_array() -> Any:
 
 
 def _settled(tensor: Any) -> Any:
-    """The same numbers, contiguous in host memory, with nothing left to be applied to them."""
+    """Return the same numbers, contiguous in host memory, with nothing left to be applied to
+    them."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.is_contiguous() and tensor.itemsize == 1:
         # Several kinds of one byte (int4 and its like) cannot be copied with strides; their bytes can.
@@ -599,7 +597,7 @@ def _settled(tensor: Any) -> Any:
 
 
 def _unsuited(tensor: Any) -> tuple[str, tuple[str, str]] | None:
-    """Why the memory of this tensor is not all there is to it."""
+    """Return why the memory of this tensor is not all there is to it."""
     torch = sys.modules["torch"]
     if tensor.is_quantized:
         return "a quantized tensor", ("store the numbers", "{}.dequantize()")
@@ -615,14 +613,16 @@ def _unsuited(tensor: Any) -> tuple[str, tuple[str, str]] | None:
 
 
 def _shape_fits(shape: Iterable[int], itemsize: int) -> bool:
-    """Whether every stride of an array of this shape is a number of 64 bits, also when the array is empty."""
+    """Tell whether every stride of an array of this shape is a number of 64 bits, also when the
+    array is empty."""
     dimensions = tuple(shape)
     return len(dimensions) <= MAX_DIMENSIONS and (all(dimensions) or math.prod(n or 1 for n in dimensions) * itemsize < _INT64)
 
 
 @functools.lru_cache(maxsize=64)
 def _array_dtype(dtype: Any) -> str | None:
-    """The name of a numpy dtype from which numpy makes an equal one, or None if its bytes are not all there is to it."""
+    """Return the name of a numpy dtype from which numpy makes an equal one, or None if its bytes
+    are not all there is to it."""
     numpy: Any = sys.modules["numpy"]
     if dtype.kind not in _RAW_KINDS or dtype.hasobject or dtype.names or dtype.subdtype or not dtype.itemsize:
         return None
@@ -633,37 +633,38 @@ def _array_dtype(dtype: Any) -> str | None:
 
 
 def _mantissa(numpy: Any) -> int:
-    """Bits of a longdouble's mantissa: what tells the x87's from that of other processors, all called "<f16"."""
+    """Bits of a longdouble's mantissa: what tells the x87's from that of other processors, all
+    called "<f16"."""
     return int(numpy.finfo(numpy.longdouble).nmant)
 
 
 # --- why not ---
 
 
+_INSTEAD = (
+    ("torch", "Tensor", " (a subclass of torch.Tensor)", "store the tensors that it is made of", ""),
+    ("torch.nn", "Module", "", "store its state", "{}.state_dict()"),
+    ("numpy", "ndarray", " (a subclass of numpy.ndarray)", "make it an array", "numpy.array({})"),
+    ("builtins", "bytearray", "", "store a copy", "bytes({})"),
+    ("builtins", "memoryview", "", "store a copy", "bytes({})"),
+    ("enum", "Enum", " (a member of an Enum)", "store its value", "{}.value"),
+    ("builtins", "range", "", "make it a list", "list({})"),
+    ("pathlib", "PurePath", "", "store it as text", "str({})"),
+    ("datetime", "date", "", "store it as text", "{}.isoformat()"),
+    ("datetime", "time", "", "store it as text", "{}.isoformat()"),
+    ("datetime", "timedelta", "", "store its seconds", "{}.total_seconds()"),
+)
+"""Module and class of what is no value, what it is called, and what to store in its place."""
+
+
 def _why_not(value: object) -> tuple[str, tuple[str, str]]:
-    """What a value of no known type is, and what to store in its place."""
+    """Return what a value of no known type is, and what to store in its place."""
     kind = type(value)
     a = article(_name(kind))
-    if (torch := _loaded("torch", "Tensor", "nn")) is not None:
-        if isinstance(value, torch.Tensor):
-            return f"{a} (a subclass of torch.Tensor)", ("store the tensors that it is made of", "")
-        if isinstance(value, torch.nn.Module):
-            return a, ("store its state", "{}.state_dict()")
-    if (numpy := _loaded("numpy", "ndarray")) is not None and isinstance(value, numpy.ndarray):
-        return f"{a} (a subclass of numpy.ndarray)", ("make it an array", "numpy.array({})")
-    if isinstance(value, bytearray | memoryview):
-        return a, ("store a copy", "bytes({})")
-    if isinstance(value, enum.Enum):
-        return f"{a} (a member of an Enum)", ("store its value", "{}.value")
-    if isinstance(value, range):
-        return a, ("make it a list", "list({})")
-    if (pathlib := _loaded("pathlib", "PurePath")) is not None and isinstance(value, pathlib.PurePath):
-        return a, ("store it as text", "str({})")
-    if (datetime := _loaded("datetime", "date", "time", "timedelta")) is not None:
-        if isinstance(value, datetime.date | datetime.time):
-            return a, ("store it as text", "{}.isoformat()")
-        if isinstance(value, datetime.timedelta):
-            return a, ("store its seconds", "{}.total_seconds()")
+    for module, name, what, sentence, command in _INSTEAD:
+        known = getattr(sys.modules.get(module), name, None)
+        if known is not None and isinstance(value, known):
+            return a + what, (sentence, command)
     for base in (int, float, str, bytes, list, tuple, set, frozenset, OrderedDict, dict):
         if isinstance(value, base):
             what = f"{a} (a subclass of {base.__name__})"
@@ -699,7 +700,7 @@ def article(noun: str) -> str:
 
 
 def shown(key: object) -> str:
-    """A key as one would type it between the brackets, if that is short."""
+    """Return a key as one would type it between the brackets, if that is short."""
     if type(key) is int:
         return str(key) if key.bit_length() <= 64 else f"{hex(key)[:24]}..."
     if type(key) is str and key.isprintable() and not {'"', "\\"} & set(key):
@@ -710,7 +711,8 @@ def shown(key: object) -> str:
 
 
 def _unpicklable(value: object, depth: int = 0) -> tuple[str, object]:
-    """The attribute of an object, or of one of its attributes, for which it cannot be pickled: path and value."""
+    """Return the attribute of an object, or of one of its attributes, for which it cannot be
+    pickled: path and value."""
     import pickle
 
     for name, attribute in getattr(value, "__dict__", {}).items() if depth < 5 else ():
@@ -725,7 +727,7 @@ def _unpicklable(value: object, depth: int = 0) -> tuple[str, object]:
 # --- reading ---
 
 
-class _Reader:
+class _ValueReader:
     """Builds a value from its tree and takes its buffers, in the tree's order, from behind it."""
 
     __slots__ = ("allow_pickle", "at", "hashed", "shared", "target", "view")
@@ -749,7 +751,7 @@ class _Reader:
         raise _malformed("it is nested too deep" if depth > MAX_DEPTH else f"its tree has a node {str(node)[:40]!r}")
 
     def take(self, size: object) -> memoryview:
-        """The next buffer."""
+        """Return the next buffer."""
         if type(size) is not int or size < 0:
             raise _malformed(f"a buffer of {str(size)[:40]} bytes")
         if not size:
@@ -766,18 +768,6 @@ class _Reader:
             return nodes
         return [self.value(node, depth + 1) for node in nodes]
 
-    def list_(self, node: list[object], depth: int) -> object:
-        return self.items(node[1:], depth)
-
-    def tuple_(self, node: list[object], depth: int) -> object:
-        return tuple(self.items(node[1:], depth))
-
-    def set_(self, node: list[object], depth: int) -> object:
-        return set(self.elements(node, depth))
-
-    def frozenset_(self, node: list[object], depth: int) -> object:
-        return self.elements(node, depth)
-
     def elements(self, node: list[object], depth: int) -> frozenset[object]:
         outside, self.hashed = self.hashed, True
         items = self.items(node[1:], depth)
@@ -790,9 +780,6 @@ class _Reader:
             raise _malformed("a set with the same element twice")
         return elements
 
-    def dict_(self, node: list[object], depth: int) -> object:
-        return self.pairs({}, node, 1, depth)
-
     def ordered(self, node: list[object], depth: int) -> object:
         if len(node) < 2:
             raise _malformed("an OrderedDict that ends too early")
@@ -800,9 +787,6 @@ class _Reader:
         if node[1] is not None:
             found._metadata = self.value(node[1], depth + 1)  # type: ignore[attr-defined]
         return self.pairs(found, node, 2, depth)
-
-    def counter(self, node: list[object], depth: int) -> object:
-        return Counter(self.pairs({}, node, 1, depth))
 
     def complex_(self, node: list[object], depth: int) -> object:
         if list(map(type, node[1:])) != [float, float]:
@@ -821,17 +805,11 @@ class _Reader:
             raise _malformed("a dict with the same key twice")
         return found
 
-    def int_(self, node: list[object], depth: int) -> object:
-        return int.from_bytes(_only(node, bytes), "little", signed=True)
-
     def text(self, node: list[object], depth: int) -> object:
         try:
             return str(self.take(_only(node, int)), "utf-8", "surrogatepass")
         except UnicodeDecodeError:
             raise _malformed("text that is not UTF-8") from None
-
-    def bytes_(self, node: list[object], depth: int) -> object:
-        return bytes(self.take(_only(node, int)))
 
     def tensor(self, node: list[object], depth: int) -> object:
         if self.hashed:
@@ -864,12 +842,6 @@ class _Reader:
             raise _malformed(f"a numpy value of dtype {dtype} with other than {dtype.itemsize} bytes")
         return numpy.frombuffer(bytearray(data), dtype)[0]
 
-    def numpy_str(self, node: list[object], depth: int) -> object:
-        return _numpy().str_(self.of(str, node, depth))
-
-    def numpy_bytes(self, node: list[object], depth: int) -> object:
-        return _numpy().bytes_(self.of(bytes, node, depth))
-
     def of(self, kind: type, node: list[object], depth: int) -> object:
         value = self.value(node[1], depth + 1) if len(node) == 2 else None
         if type(value) is not kind:
@@ -881,10 +853,6 @@ class _Reader:
         if not all(type(n) is int and -_INT64 <= n < _INT64 for n in shape):
             raise _malformed("a torch.Size of something else than integers")
         return _torch().Size(shape)
-
-    def dtype(self, node: list[object], depth: int) -> object:
-        _torch()
-        return _torch_dtype(_only(node, str))
 
     def device(self, node: list[object], depth: int) -> object:
         torch = _torch()
@@ -912,28 +880,29 @@ class _Reader:
             raise ValueUnsupported("value-unsupported", f"the value cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
-_READ: tuple[Callable[[_Reader, list[object], int], object], ...] = (
-    _Reader.list_,
-    _Reader.tuple_,
-    _Reader.set_,
-    _Reader.frozenset_,
-    _Reader.dict_,
-    _Reader.ordered,
-    _Reader.int_,
-    _Reader.text,
-    _Reader.bytes_,
-    _Reader.tensor,
-    _Reader.array,
-    _Reader.number,
-    _Reader.numpy_str,
-    _Reader.numpy_bytes,
-    _Reader.size,
-    _Reader.dtype,
-    _Reader.device,
-    _Reader.pickled,
-    _Reader.complex_,
-    _Reader.counter,
+_READ: tuple[Callable[[_ValueReader, list[object], int], object], ...] = (
+    lambda reader, node, depth: reader.items(node[1:], depth),
+    lambda reader, node, depth: tuple(reader.items(node[1:], depth)),
+    lambda reader, node, depth: set(reader.elements(node, depth)),
+    _ValueReader.elements,
+    lambda reader, node, depth: reader.pairs({}, node, 1, depth),
+    _ValueReader.ordered,
+    lambda reader, node, depth: int.from_bytes(_only(node, bytes), "little", signed=True),
+    _ValueReader.text,
+    lambda reader, node, depth: bytes(reader.take(_only(node, int))),
+    _ValueReader.tensor,
+    _ValueReader.array,
+    _ValueReader.number,
+    lambda reader, node, depth: _numpy().str_(reader.of(str, node, depth)),
+    lambda reader, node, depth: _numpy().bytes_(reader.of(bytes, node, depth)),
+    _ValueReader.size,
+    lambda reader, node, depth: _torch() and _torch_dtype(_only(node, str)),
+    _ValueReader.device,
+    _ValueReader.pickled,
+    _ValueReader.complex_,
+    lambda reader, node, depth: Counter(reader.pairs({}, node, 1, depth)),
 )
+"""Reader of each kind of node, by its number."""
 
 
 def _malformed(why: str) -> ValueUnsupported:
@@ -964,20 +933,20 @@ def _absent(name: str, error: ImportError) -> ValueUnsupported:
 
 
 def _text_of(node: list[object]) -> str | None:
-    """What is behind the tag, if it is a str."""
+    """Return what is behind the tag, if it is a str."""
     second = node[1] if len(node) > 1 else None
     return second if type(second) is str else None
 
 
 def _only(node: list[object], kind: type) -> Any:
-    """The one thing that this node has behind its tag."""
+    """Return the one thing that this node has behind its tag."""
     if len(node) != 2 or type(node[1]) is not kind:
         raise _malformed(f"a node {str(node)[:40]} without its one {kind.__name__}")
     return node[1]
 
 
 def _shape(node: list[object], itemsize: int) -> tuple[list[Any], int]:
-    """The shape in the node of a tensor or array, and how many bytes it has."""
+    """Return the shape in the node of a tensor or array, and how many bytes it has."""
     shape: list[Any] = node[2:]
     if not all(type(n) is int and 0 <= n < _INT64 for n in shape) or not _shape_fits(shape, itemsize):
         raise _malformed(f"a shape {str(shape)[:40]}")

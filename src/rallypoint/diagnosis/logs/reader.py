@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from rallypoint.diagnosis import reading
+from rallypoint.diagnosis import classify
+from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import Raised
-from rallypoint.diagnosis.logs import phrases, speakers
-from rallypoint.diagnosis.logs.lines import Line, Sifter, as_utf8
-from rallypoint.diagnosis.logs.sightings import Collective, End, Findings, Place, Sighting, Sign
-from rallypoint.diagnosis.logs.speakers import NOBODY, Speaker
-from rallypoint.diagnosis.logs.tracebacks import HEADER, Crash, Message, MpiExit, Stall, Summary, Traceback, headless, native
+from rallypoint.diagnosis.log_events import NOBODY, Collective, End, Findings, Place, Sighting, Sign, Speaker
+from rallypoint.diagnosis.logs import prefixes
+from rallypoint.diagnosis.logs.blocks import HEADER, Crash, Message, MpiExit, Stall, Summary, Traceback, headless, native
+from rallypoint.diagnosis.logs.line_filter import Line, Sifter, as_utf8
 
 MOST_SIGHTINGS = 2000
 """Different things of one log that are kept. What is the same but for its numbers counts as one, and a cause is among the first."""
@@ -60,7 +60,7 @@ class Reader:
         self._sifter = Sifter()
         self._sifter.attentive = True
         self._first_lines = BEGINNING  # that are still to come
-        self._prefixes = speakers.Prefixes()
+        self._prefixes = prefixes.Prefixes()
         self._open: dict[str, tuple[Speaker, _Open]] = {}
         self._seen: list[Sighting] = []
         self._same: dict[object, int] = {}
@@ -76,6 +76,7 @@ class Reader:
         self._last_words: tuple[str, ...] = ()
         self._bytes = 0
         self._failed = False
+        self._broken = NOBODY  # the speaker of a watchdog's line that was broken before its facts
         self._spoke = 0
 
     def read(self, chunks: Iterable[bytes]) -> Findings:
@@ -139,7 +140,7 @@ class Reader:
         at = text.find(HEADER)
         if at >= 0:
             if at > 0 and not text[:at].isspace() and not text[:at].startswith(("Original", "Remote")):
-                speaker, words = speakers.before_traceback(text[:at], speaker)
+                speaker, words = prefixes.before_traceback(text[:at], speaker)
                 self._ranks.update((speaker.rank,) if speaker.rank >= 0 else ())
                 if words:  # of somebody's own, who wrote it into that line
                     self._fresh(number, speaker, words)
@@ -148,7 +149,7 @@ class Reader:
             self._begin(speaker, Traceback(number, text, ignored=ignored))
         elif _IGNORED.match(text):
             self._ignored[speaker.name] = number
-        elif phrases.restarts(text):
+        elif schedulers.restarts(text):
             self._restarts.append(self._place(number))
         elif "Fatal Python error: " in text or text.startswith("terminate called"):
             self._begin(speaker, Crash(number, text))
@@ -156,45 +157,51 @@ class Reader:
             self._begin(speaker, Summary(number, text))
         elif MpiExit.begins(text):
             self._begin(speaker, MpiExit(number, text))
-        elif phrases.stalls(text):
+        elif schedulers.stalls(text):
             self._begin(speaker, Stall(number, text))
         elif self._first_lines > 0 and headless(text) and self._quiet(speaker):
             block = Traceback(number, HEADER, headless=True)
             block.take(number, "  " + text.lstrip())
             self._begin(speaker, block)
-        elif (told := phrases.told_by(text)) is not None:
+        elif (told := schedulers.told_by(text)) is not None:
             self._told(number, speaker, text, told)
-        elif (member := phrases.member(text)) is not None:
+        elif (member := schedulers.member(text)) is not None:
             rank, every = member
             self._ranks.add(rank)
             if every != self._came[0]:  # another group
                 self._members, self._came = {}, (every, number)
             self._members[rank] = self._members.get(rank, 0) + 1
-        elif (words := phrases.nccl_warning(text)) != "" and phrases.recognised(words):
+        elif (words := schedulers.nccl_warning(text)) != "" and classify.recognised(words):
             if self._quiet(speaker):
                 self._begin(speaker, Message(number, "", words))
         elif words:
             self._see(Sighting(Sign.NCCL, self._place(number), speaker, words, lines=(text[:WORDS],), ranks=_pair(words)))
-        elif name_and_message := phrases.exception(text):
+        elif name_and_message := schedulers.exception(text):
             if self._quiet(speaker):
                 self._begin(speaker, Traceback.of_gathered(number, *name_and_message) or self._message(number, *name_and_message))
-        elif phrases.recognised(text) or text.endswith(" is killed by signal:"):
+        elif classify.recognised(text) or text.endswith(" is killed by signal:"):
             if self._quiet(speaker):
                 self._begin(speaker, Message(number, "", text))
-        elif reading.says_lost((text,)) or reading.says_waited((text,)):
-            rank = phrases.spoken_rank(text, speaker)
+        elif text.endswith(("operation timeout:", "operation timeout: ")):  # the facts are in the next line
+            rank = schedulers.spoken_rank(text, speaker)
+            self._broken = Speaker(rank, f"rank {rank}") if rank >= 0 else speaker
+        elif classify.came_short(text) is not None:
+            self._begin(speaker, Message(number, "", text))
+        elif classify.says_lost((text,)) or classify.says_waited((text,)):
+            rank = schedulers.spoken_rank(text, speaker)
             who = Speaker(rank, f"rank {rank}") if rank >= 0 else speaker
             self._see(Sighting(Sign.LOST, self._place(number), who, text[:WORDS], lines=(text[:WORDS],)))
         elif (found := _STOPPED.search(text)) is not None:
             self._stopped.append(int(found.group(1)))
             self._keep_last_words()
         else:
-            self._failed = self._failed or "ChildFailedError" in text or text.endswith(".py FAILED") or _WORKER_DIED in text
-            if "watchdog" in text and (rank := phrases.spoken_rank(text, speaker)) >= 0:
-                self._groups.setdefault(rank, phrases.group_of(text))
-            if self._spoke < MOST_SPOKEN and phrases.speaks_of_failure(text):
+            of_launcher = "ChildFailedError" in text or text.endswith(".py FAILED")
+            self._failed = self._failed or of_launcher or _WORKER_DIED in text
+            if "watchdog" in text and (rank := schedulers.spoken_rank(text, speaker)) >= 0:
+                self._groups.setdefault(rank, schedulers.group_of(text))
+            if self._spoke < MOST_SPOKEN and not of_launcher and schedulers.speaks_of_failure(text):
                 self._spoken(number, speaker, text)
-            elif not _LAUNCHERS.search(text):
+            elif not of_launcher and not _LAUNCHERS.search(text):
                 self._pass_one(speaker.name)
                 self._sifter.call_dull()
 
@@ -221,7 +228,7 @@ class Reader:
         if not kind.endswith(("SyntaxError", "IndentationError", "TabError")):
             return Message(number, kind, message)
         for line in reversed(self._sifter.before(4)):
-            if (found := re.match(r'^ *File "(.+)", line (\d+)$', speakers.split(line.text)[1])) is not None:
+            if (found := re.match(r'^ *File "(.+)", line (\d+)$', prefixes.split(line.text)[1])) is not None:
                 name = found[1].rpartition("/")[2]
                 return Message(line.number, kind, f"{message} ({name}, line {found[2]})", found[1])
         return Message(number, kind, message)
@@ -245,7 +252,7 @@ class Reader:
             self._summarised(block)
         elif isinstance(block, MpiExit):
             if block.code > 0 or block.signal:
-                end = phrases.exit_of(block.code) if not block.signal else End(signal=block.signal)
+                end = schedulers.exit_of(block.code) if not block.signal else End(signal=block.signal)
                 end = msgspec.structs.replace(end, rank=block.rank, pid=block.pid, host=block.host, by=block.by, first=True)
                 self._see(Sighting(Sign.ENDED, self._place(block.start, block.last), NOBODY, "", end=end))
         elif isinstance(block, Crash):
@@ -277,9 +284,9 @@ class Reader:
     def _raised(
         self, speaker: Speaker, place: Place, error: Raised, lines: tuple[str, ...], times: int = 1, ranks: tuple[int, ...] = ()
     ) -> None:
-        if phrases.of_launcher(error.type) or error.type == "Exception":
+        if schedulers.of_launcher(error.type) or error.type == "Exception":
             self._failed = True
-            told = phrases.told_by(f"{error.type.rpartition('.')[2]}: {error.message}")
+            told = schedulers.told_by(f"{error.type.rpartition('.')[2]}: {error.message}")
             if told is not None:
                 self._told(place.line, speaker, error.message, told, place)
             if told is not None or error.type != "Exception":
@@ -298,25 +305,27 @@ class Reader:
             message = "\n".join(block.what)
             kind = re.search(r"instance of '([^']+)'", block.lines[0])
             error = Raised(kind.group(1) if kind else "", message, (), "\n".join(block.lines))
-            told = phrases.told_by(message)
+            told = schedulers.told_by(message)
             if told is not None:
                 self._told(block.start, speaker, message, told)
                 return
-            rank = phrases.spoken_rank(message, speaker)
+            rank = schedulers.spoken_rank(message, speaker)
             if rank >= 0:
                 speaker = Speaker(rank, f"rank {rank}")
             self._see(Sighting(Sign.CRASHED, place, speaker, block.lines[0], error, lines=tuple(block.lines)))
         else:
             self._see(Sighting(Sign.CRASHED, place, speaker, block.lines[0], lines=tuple(block.lines)))
 
-    def _told(self, number: int, speaker: Speaker, text: str, told: phrases.Told, place: Place | None = None) -> None:
+    def _told(self, number: int, speaker: Speaker, text: str, told: schedulers.Told, place: Place | None = None) -> None:
         sign, facts, ranks = told
         self._ranks.update(ranks)
         if sign is Sign.ENDED:
             self._keep_last_words()
         end = facts if isinstance(facts, End) else None
         collective = facts if isinstance(facts, Collective) else None
-        who = Speaker(ranks[0], f"rank {ranks[0]}") if sign is Sign.WATCHDOG and speaker.rank < 0 else speaker
+        if text.startswith("WorkNCCL("):
+            speaker, self._broken = (speaker if speaker.known else self._broken), NOBODY
+        who = Speaker(ranks[0], f"rank {ranks[0]}") if sign is Sign.WATCHDOG and speaker.rank < 0 and ranks else speaker
         where = place or self._place(number)
         seen = self._see(Sighting(sign, where, who, text[:WORDS], end=end, collective=collective, lines=(text[:WORDS],), ranks=ranks))
         if seen is not None and end is not None and end.by == "the shell" and not end.pid:
@@ -346,7 +355,7 @@ class Reader:
             self._see(Sighting(Sign.ENDED, place, NOBODY, end=end))
             traceback = inner.get(i)
             error = traceback.error() if traceback is not None else None
-            if traceback is not None and error is not None and not phrases.of_launcher(error.type):
+            if traceback is not None and error is not None and not schedulers.of_launcher(error.type):
                 speaker = Speaker(end.rank, f"rank {end.rank}")
                 self._see(Sighting(Sign.RAISED, place, speaker, error=error, lines=traceback.lines))
 

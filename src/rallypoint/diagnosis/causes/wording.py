@@ -1,0 +1,78 @@
+"""Words and numbers as reports write them: signals, sizes, moments, lines that are cut."""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Sequence
+
+from rallypoint.diagnosis import tracebacks
+from rallypoint.diagnosis.evidence import Raised
+from rallypoint.host import signals as host_signals
+
+signal_name = host_signals.name  # one spelling everywhere
+
+LINE_CHARACTERS = 400  # of one quoted line; a rank can print megabytes without a newline
+HEADLINE_MESSAGE = 160  # characters of an exception's message in the headline: two lines of a terminal
+HEADLINE_OURS = 400  # of an exception of ours: it names those who are missing, and one that is cut off is the one that is looked for
+EVIDENCE_LINES = 7  # of a list with a line for each rank or place
+
+
+def named(error: Raised) -> str:
+    """`ValueError: the message's first line`; of what a DataLoader's worker raised, that."""
+    worker, inner = tracebacks.in_loader(error.message)
+    if inner:
+        return f"{first_line(inner)} (in DataLoader worker process {worker})"
+    line = first_line(error.message)
+    return ": ".join(filter(None, (error.type, line)))
+
+
+def size(count: int) -> str:
+    """Bytes for people: `18.9 GiB`."""
+    for unit, name in ((1 << 60, "EiB"), (1 << 50, "PiB"), (1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
+
+
+def since(at: float) -> str:
+    """A moment of the job: `+0.31 s`."""
+    return f"+{at:.2f} s"
+
+
+def cut(line: str, most: int = LINE_CHARACTERS) -> str:
+    """A line, shortened with a note when it is far too long."""
+    return line if len(line) <= most else f"{line[:most]} ... ({len(line) - most} more characters)"
+
+
+_CRASHES: dict[int, str] = {
+    signals.SIGSEGV: "native code touched memory that it does not have",
+    signals.SIGABRT: "native code gave up (abort): an assertion, or a C++ exception that nobody caught",
+    signals.SIGBUS: "native code touched mapped memory that has nothing behind it",
+    signals.SIGFPE: "native code divided by zero, or the like",
+    signals.SIGILL: "native code has an instruction that this processor does not know",
+    signals.SIGSYS: "a system call was made that is forbidden here (seccomp)",
+    signals.SIGTRAP: "native code stopped at a breakpoint or an assertion",
+}
+
+CRASHES = frozenset(_CRASHES)
+
+
+def crash_words(number: int) -> str:
+    """What a signal that native code ends by says of it; "" for another signal."""
+    return _CRASHES.get(number, "")
+
+
+def has_name(number: int) -> bool:
+    """Whether this is the number of a signal with a name."""
+    return number in {int(known) for known in signals.Signals}
+
+
+def first_line(message: str, most: int = HEADLINE_MESSAGE) -> str:
+    """The first line of a message that has words, cut to fit a headline."""
+    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    return line if len(line) <= most else line[: most - 4] + " ..."
+
+
+def listed(lines: Sequence[str]) -> tuple[str, ...]:
+    """Lines of evidence, of a long list the first ones and how many more."""
+    return tuple(lines) if len(lines) <= EVIDENCE_LINES else (*lines[: EVIDENCE_LINES - 1], f"and {len(lines) - EVIDENCE_LINES + 1} more")

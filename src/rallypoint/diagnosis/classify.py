@@ -1,0 +1,485 @@
+"""What kind of failure something is: an exception by its words and frames, then a rank by all that it shows. Pure.
+
+Live jobs and logs ask here and nowhere else. The words themselves are in `error_patterns/`, a table for each origin.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+from rallypoint.diagnosis.error_patterns import gloo, nccl, python, schedulers, torch
+from rallypoint.diagnosis.evidence import Raised
+
+# --- the cause that an exception names -------------------------------------------------------------------------------
+
+_TABLES = (python.CAUSES, torch.CAUSES, nccl.CAUSES, gloo.CAUSES, schedulers.CAUSES)
+_WORDS = {cause: tuple(table[cause] for table in _TABLES if cause in table) for table in _TABLES for cause in table}
+
+
+NCCL_WARNING = "NCCL WARN"
+"""The type under which a log's evidence has NCCL's own warnings, which are no exceptions."""
+
+
+def says(cause: str, text: str) -> re.Match[str] | None:
+    """Find the text that only this cause leaves; None where it is not."""
+    tried = (pattern.search(text) for pattern in _WORDS[cause])
+    return next((found for found in tried if found is not None), None)
+
+
+def _short(kind: str) -> str:
+    return kind.rpartition(".")[2]
+
+
+_REBUILDING = re.compile(r"/multiprocessing/(reductions|resource_sharer)\.py$")
+_STARTING = re.compile(r"/multiprocessing/(popen_\w+|process)\.py$")
+_SHARED_FILES = re.compile(r"(^|/)multiprocessing/(synchronize|heap|shared_memory)\.py$")
+_LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
+_WORKERS_LOOP = re.compile(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.py$")
+_IN_CHILD = re.compile(r"(^|/)multiprocessing/process\.py$")
+_SPAWNED = re.compile(r"(^|/)multiprocessing/(spawn|forkserver|popen_spawn\w*)\.py$|^[A-Za-z]:[/\\]")
+
+
+def _through(error: Raised, files: re.Pattern[str]) -> bool:
+    return any(files.search(frame.file) for frame in error.frames)
+
+
+def _producer_gone(error: Raised) -> bool:
+    """A tensor was to be taken from a process that serves it no longer."""
+    if torch.PRODUCER_GONE.search(error.message):
+        return True
+    kinds = (
+        "ConnectionRefusedError",
+        "ConnectionResetError",
+        "FileNotFoundError",
+        "EOFError",
+        "BrokenPipeError",
+    )
+    return _short(error.type) in kinds and _through(error, _REBUILDING)
+
+
+def _loader_killed(error: Raised) -> bool:
+    return loader_killed(error) is not None and not is_out_of_memory(error)
+
+
+def _files_exhausted(error: Raised) -> bool:
+    by_number = error.errno in (errno.EMFILE, errno.ENFILE)
+    return by_number or says("files-exhausted", error.message) is not None
+
+
+def _not_pickled(error: Raised) -> bool:
+    return bool(python.NOT_PICKLED.search(error.message)) and _through(error, _STARTING)
+
+
+def _url_incomplete(error: Raised) -> bool:
+    return bool(url_lacks(error))
+
+
+def _store_waits(error: Raised) -> bool:
+    return store_waits(error.message)
+
+
+def _port_in_use(error: Raised) -> bool:
+    return error.errno == errno.EADDRINUSE or says("port-in-use", error.message) is not None
+
+
+def _gpu_memory(error: Raised) -> bool:
+    of_torch = _short(error.type) == "OutOfMemoryError" and not error.type.startswith("ray.")
+    return of_torch or says("gpu-memory", error.message) is not None
+
+
+def _shared_memory(error: Raised) -> bool:
+    return says("shared-memory", error.message) is not None or semaphores_full(error)
+
+
+def _host_memory(error: Raised) -> bool:
+    kind = _short(error.type)
+    by_type = kind == "MemoryError" or (kind == "OutOfMemoryError" and error.type.startswith("ray."))
+    return by_type or says("host-memory", error.message) is not None
+
+
+def _cuda_forked(error: Raised) -> bool:
+    """CUDA's "initialization error" means the same in a worker of a DataLoader, which is forked."""
+    if says("cuda-forked", error.message) is not None:
+        return True
+    loop = any(_WORKERS_LOOP.search(frame.file) and frame.function == "_worker_loop" for frame in error.frames)
+    not_started = bool(torch.CUDA_NOT_STARTED.search(error.message))
+    return not_started and (loop or "_worker_loop" in error.message)
+
+
+def _cuda_perhaps_forked(error: Raised) -> bool:
+    """CUDA could not be started in a child of `multiprocessing` that nothing shows to have been spawned."""
+    not_started = bool(torch.CUDA_NOT_STARTED.search(error.message))
+    return not_started and _through(error, _IN_CHILD) and not _through(error, _SPAWNED)
+
+
+def _host_unresolved(error: Raised) -> bool:
+    """init_process_group, or torch's store, says that the host of the meeting point has no address."""
+    of_torch = error.call != "" or error.message.startswith("host not found")
+    return of_torch and bool(python.UNRESOLVED.search(error.message))
+
+
+def _library_differs(error: Raised) -> bool:
+    return symbol_missing(error) is not None
+
+
+def _nccl_failed(error: Raised) -> bool:
+    return error.type == NCCL_WARNING or nccl_gave_up(error)
+
+
+def _no_input(error: Raised) -> bool:
+    return _short(error.type) == "EOFError" and error.message == "EOF when reading a line"
+
+
+_BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], bool]] = {
+    "producer-gone": _producer_gone,
+    "loader-killed": _loader_killed,
+    "files-exhausted": _files_exhausted,
+    "not-pickled": _not_pickled,
+    "url-incomplete": _url_incomplete,
+    "store-waits": _store_waits,
+    "port-in-use": _port_in_use,
+    "gpu-memory": _gpu_memory,
+    "shared-memory": _shared_memory,
+    "host-memory": _host_memory,
+    "cuda-forked": _cuda_forked,
+    "cuda-perhaps-forked": _cuda_perhaps_forked,
+    "host-unresolved": _host_unresolved,
+    "library-differs": _library_differs,
+    "nccl-failed": _nccl_failed,
+    "no-input": _no_input,
+}
+
+CAUSES = (
+    "library-differs", "url-incomplete", "address-cut", "npu-busy", "producer-gone", "loader-killed",
+    "files-exhausted", "main-unguarded", "not-pickled", "variable-missing", "parameter-missing",
+    "scheme-unknown", "store-waits", "group-twice", "port-in-use", "host-unresolved",
+    "ssh-unresolved", "gpu-memory", "shared-memory", "host-memory", "device-shared", "cuda-forked",
+    "cuda-perhaps-forked", "device-busy", "device-missing", "cuda-init-failed", "port-forbidden",
+    "group-missing", "parameters-unused", "models-differ", "kernel-failed", "interface-missing",
+    "calls-differ", "calls-mismatched", "nccl-failed", "sizes-differ", "no-input",
+)  # fmt: skip
+"""The causes that an exception can name, the more special ones first."""
+
+
+def fits(cause: str, error: Raised) -> bool:
+    """Tell whether an exception names this cause."""
+    by_more = _BY_MORE_THAN_WORDS.get(cause)
+    return by_more(error) if by_more is not None else says(cause, error.message) is not None
+
+
+def cause_of(error: Raised) -> str:
+    """Name the cause that an exception tells by itself; "" where its words are the program's own."""
+    return next((cause for cause in CAUSES if fits(cause, error)), "")
+
+
+_ALONE = (
+    "port-in-use", "port-forbidden", "group-twice", "group-missing", "parameters-unused",
+    "cuda-forked", "kernel-failed", "device-missing", "device-busy", "device-shared",
+    "cuda-init-failed", "gpu-memory", "variable-missing", "shared-memory", "host-memory",
+    "loader-killed", "sizes-differ", "calls-differ",
+)  # fmt: skip
+
+
+def names_cause(message: str) -> bool:
+    """Tell whether a message names a cause, whatever stands around it."""
+    if any(says(cause, message) is not None for cause in _ALONE):
+        return True
+    return says("nccl-failed", message) is not None or store_waits(message)
+
+
+def recognised(line: str) -> bool:
+    """Tell whether a line that has not the form of an exception names a cause."""
+    if len(line) > schedulers.LONGEST or schedulers.NO_FAILURE.search(line):
+        return False
+    return names_cause(line) or says("ssh-unresolved", line) is not None
+
+
+def says_why(error: Raised) -> bool:
+    """Tell whether an exception names a cause or speaks of another rank: what was raised from it says less."""
+    return names_cause(error.message) or meaning(error) is not Meaning.OWN
+
+
+DEVICE_CAUSES = ("device-missing", "device-busy", "device-shared", "cuda-init-failed", "gpu-memory")
+
+
+def about_devices(error: Raised) -> bool:
+    """Tell whether a look at this machine's GPUs may explain an error."""
+    return any(fits(cause, error) for cause in DEVICE_CAUSES)
+
+
+def memory_of(error: Raised) -> str:
+    """Name the memory that ran out: "GPU", "host", "shared"; "" for any other error."""
+    if _short(error.type) == "OutOfMemoryError" and error.type.startswith("ray."):
+        return "host"
+    kinds = {"gpu-memory": "GPU", "shared-memory": "shared", "host-memory": "host"}
+    return next((kind for cause, kind in kinds.items() if fits(cause, error)), "")
+
+
+# --- facts in an exception's words -----------------------------------------------------------------------------------
+
+PROCESSES_MOST = 65_536
+"""Processes that a job may have; a store that waits for more was given a number of bytes, or of something else."""
+
+_ARRIVED = re.compile(r"\barrived \((?P<who>.*?)\)(?:, missing: |, \d+ (?:is|are) missing|$)")
+_RANKS = re.compile(r"\branks? (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*)")
+
+
+def nccl_gave_up(error: Raised) -> bool:
+    """Tell an error of NCCL's without a cause that has a name: mostly all ranks have it, whatever was wrong in one."""
+    if says("nccl-failed", error.message) is None:
+        return False
+    named = says("device-shared", error.message) or says("kernel-failed", error.message)
+    return named is None and not is_out_of_memory(error)
+
+
+def nccl_names_peer(message: str) -> bool:
+    """Tell whether NCCL says that it lost another rank: the cause is there, or between the two."""
+    return bool(nccl.NAMES_PEER.search(message))
+
+
+def nccl_words(message: str) -> str:
+    """NCCL's own last words in a message of torch's, or the message's first line."""
+    _, told, after = message.partition("Last error:\n")
+    lines = (after if told else message).splitlines()
+    return next((line.strip() for line in lines if line.strip()), "")
+
+
+def is_nccl(backend: str) -> bool:
+    """Tell whether NCCL serves CUDA tensors in a group with this backend; "" is torch's default, which has it."""
+    asked = backend.lower()
+    return not asked or asked == "nccl" or "cuda:nccl" in asked
+
+
+def loader_killed(error: Raised) -> tuple[int, int] | None:
+    """The pid of a DataLoader's worker and the signal that ended it; None when the error does not say so.
+
+    The rank is told by a signal of its own. When it was waiting for that worker torch says less, and the
+    rest stands in what that was raised from.
+    """
+    found = says_loader_killed(error.message.splitlines())
+    if found is None and torch.LOADER_GONE.search(error.message):
+        return says_loader_killed(error.traceback.splitlines())
+    return found
+
+
+def says_loader_killed(lines: Iterable[str]) -> tuple[int, int] | None:
+    """The same from a rank's last words: torch may say it a moment after a batch failed."""
+    found = next((match for line in lines if (match := says("loader-killed", line))), None)
+    if found is None or found[2] not in python.SIGNALS:
+        return None
+    return int(found[1]), python.SIGNALS[found[2]]
+
+
+def loader_gone(message: str) -> tuple[int, ...]:
+    """The pids of DataLoader workers of which torch says only that they have ended."""
+    found = torch.LOADER_GONE.search(message)
+    return tuple(int(pid) for pid in found[1].split(",") if pid.strip()) if found else ()
+
+
+def port_named(message: str) -> int:
+    """The port that an error about one names; 0 if none."""
+    found = python.PORT.search(message)
+    return int(next(filter(None, found.groups()))) if found else 0
+
+
+def is_out_of_memory(error: Raised) -> bool:
+    """Tell whether an allocation was refused, of whatever memory."""
+    return bool(memory_of(error))
+
+
+def memory_wanted(message: str) -> int:
+    """The bytes of the host's memory that an allocation was refused; 0 when the message has no number."""
+    if (found := python.MEMORY_WANTED.search(message)) is not None:
+        return int(found[1] or found[2])
+    found = python.MEMORY_WANTED_BY_NUMPY.search(message)
+    if found is None:
+        return 0
+    return int(float(found[1]) * (1 << 10 * (" KMGTPE".index(found[2]))))
+
+
+def semaphores_full(error: Raised) -> bool:
+    """Tell whether `multiprocessing` found no room for a semaphore or a block of memory: both are files in /dev/shm."""
+    full = error.errno == errno.ENOSPC or "[Errno 28]" in error.message
+    return full and bool(error.frames) and bool(_SHARED_FILES.search(error.frames[-1].file))
+
+
+def not_at_barrier(message: str) -> tuple[int, ...]:
+    """The ranks that `monitored_barrier` waited for in vain, by the word of its rank 0."""
+    found = torch.NOT_AT_BARRIER.search(message)
+    return tuple(int(number) for number in re.findall(r"\d+", found[1])) if found else ()
+
+
+def came_to_barrier(message: str) -> frozenset[int]:
+    """The ranks that an error of rallypoint's own barrier names as those who came."""
+    found = _ARRIVED.search(message)
+    came: set[int] = set()
+    for named in _RANKS.findall(found.group("who") if found is not None else ""):
+        for part in re.findall(r"\d+(?:-\d+)?", named):
+            first, _, last = part.partition("-")
+            came.update(range(int(first), int(last or first) + 1))
+    return frozenset(came)
+
+
+def came_short(message: str) -> tuple[int, int] | None:
+    """How many ranks torch's store had heard of at the timeout, and how many it waited for; None where that is not said."""
+    found = torch.CAME_SHORT.search(message)
+    if found is None:
+        return None
+    came, every = int(found["came"] or found["clients"]), int(found["all"] or found["of"])
+    return (came, every) if came < every else None
+
+
+def store_waits(message: str) -> bool:
+    """Tell whether a TCPStore waits for more processes than any job has."""
+    counted = came_short(message)
+    return counted is not None and counted[1] >= PROCESSES_MOST
+
+
+def keys_waited_for(message: str) -> str:
+    """The keys of torch's store that were waited for in vain, in torch's own words; "" where it does not say."""
+    found = torch.KEYS.search(message)
+    return found["keys"].strip() if found is not None else ""
+
+
+def keys_of_program(message: str) -> tuple[str, ...]:
+    """The same as the program called them; () for torch's own keys, or none. Of several, one at least was not set."""
+    waited_for = keys_waited_for(message)
+    if not waited_for or torch.OWN_KEY.search(waited_for):
+        return ()
+    return tuple(re.sub(r"^/(default_pg/\d+//)?", "", key) for key in waited_for.split(", "))
+
+
+def not_met(message: str) -> int:
+    """The rank whose address gloo waited for in vain; -1 when the message does not say so."""
+    found = gloo.ADDRESS_KEY.fullmatch(keys_waited_for(message))
+    return int(found[1]) if found is not None else -1
+
+
+def symbol_missing(error: Raised) -> tuple[str, str, bool] | None:
+    """A library, the symbol that it misses, and whether the library is torch's own, so that another version is found.
+
+    In an extension for torch the symbol is torch's. None where neither is: who differs from whom is open.
+    """
+    found = python.SYMBOL.search(error.message)
+    if found is None:
+        return None
+    library, symbol = found["library"], found["symbol"]
+    if torch.LIBRARY.search(library):
+        return library, symbol, True
+    return (library, symbol, False) if torch.SYMBOL.search(symbol) else None
+
+
+def url_lacks(error: Raised) -> str:
+    """What the URL that was given to init_process_group lacks: "host", "port", "path"; "" for any other error."""
+    found = torch.URL_LACKS.search(error.message)
+    if found is not None:
+        return found[1]
+    inner = error.frames[-1] if error.frames else None
+    if inner is None or inner.function != "_tcp_rendezvous_handler":
+        return ""
+    asserted = inner.source == "assert result.hostname is not None"
+    in_torch = inner.file.endswith("torch/distributed/rendezvous.py")
+    return "host" if asserted and in_torch else ""
+
+
+# --- what an exception says about the other ranks --------------------------------------------------------------------
+
+
+class Meaning(Enum):
+    """What an exception's text says about the other ranks."""
+
+    OWN = "own"  # nothing about a peer
+    LOST = "lost"  # a connection of torch's to a peer, or to its store, broke
+    WAITED = "waited"  # the others, or the store, did not come within the time limit
+    MAYBE_LOST = "maybe"  # a bare ConnectionError: perhaps a peer, perhaps a database
+
+
+AFTER_ANOTHER = {
+    "wait-timeout": "waited for a key until the timeout",
+    "store-timeout": "got no answer from the store",
+    "store-closed": "lost the store",
+    "store-silent": "got no answer from the store",
+    "port-refused": "found no store",
+    "once-failed": "got the error of another rank's function from once",
+    "barrier-timeout": "waited at a barrier until the timeout",
+    "barrier-broken": "waited at a barrier that broke",
+}
+"""Errors of rallypoint's store that mostly come of another rank, and what a report says of them."""
+
+SAID_TO_ALL = frozenset(("average-mismatch", "barrier-broken", "barrier-size"))
+"""Errors of rallypoint's store that all who met get at once, in the same words: together they are one cause."""
+
+_LOST_WORDS = re.compile(
+    r"Connection (closed|reset|refused|aborted) by (remote )?peer|Connection (refused|reset|closed|aborted)|Broken pipe|Socket Timeout"
+    r"|Failed to recv, got 0 bytes|Application timeout caused pair closure|remote process exit\w*|communicator was aborted"
+    r"|Timed out waiting \d+ ?ms|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|has timed out after \d+ ?ms"
+    r"|Connect timeout",
+    re.IGNORECASE,
+)
+
+
+def says_lost(lines: Iterable[str]) -> bool:
+    """Tell whether lines hold a text that only a broken connection of torch's, gloo's or NCCL's leaves."""
+    origins = (torch.LOST, gloo.LOST, nccl.LOST)
+    return any(any(lost.search(line) for lost in origins) and not gloo.CHECKED.search(line) for line in lines)
+
+
+def says_waited(lines: Iterable[str]) -> bool:
+    """Tell whether lines say that torch or gloo gave up waiting."""
+    return any(torch.WAITED.search(line) or gloo.WAITED.search(line) for line in lines)
+
+
+def meaning(error: Raised) -> Meaning:
+    """What an exception says about the other ranks."""
+    message = error.message
+    if nccl_gave_up(error):
+        return Meaning.LOST
+    own = store_waits(message) or gloo.CHECKED.search(message) or says("port-in-use", message)
+    if own or says("group-twice", message) or about_devices(error):
+        return Meaning.OWN
+    if says_waited((message,)):
+        return Meaning.LOST if "refused" in message else Meaning.WAITED
+    if says_lost((message,)):
+        return Meaning.LOST
+    if error.call or _short(error.type) in torch.TYPES:
+        if torch.LOST_IN_A_CALL.search(message):
+            return Meaning.LOST
+        if torch.WAITED_IN_A_CALL.search(message):
+            return Meaning.WAITED
+    bare = _short(error.type) in python.BARE_TYPES or python.BARE.search(message)
+    if bare and not _no_input(error):
+        return Meaning.MAYBE_LOST
+    words = f"{error.type}: {message}"
+    if schedulers.WAITED.search(words):
+        return Meaning.WAITED
+    return Meaning.LOST if schedulers.LOST.search(words) else Meaning.OWN
+
+
+def in_short(error: Raised) -> str:
+    """A consequence in a few words, "all_reduce: Connection closed by peer"; torch's own texts fill three lines."""
+    consequence = meaning(error) is not Meaning.OWN
+    found = _LOST_WORDS.search(error.message) if consequence else None
+    words = found.group(0) if found else f"{error.type}: {error.message}".partition("\n")[0]
+    if nccl_gave_up(error):
+        words = f"NCCL: {nccl_words(error.message)}"
+    return f"{error.call}: {words}" if error.call else words
+
+
+def is_consequence(error: Raised) -> bool:
+    """Tell whether an exception speaks of a lost or missing peer: the cause is then probably still to come."""
+    if error.code:
+        return error.code in AFTER_ANOTHER
+    return not fits("producer-gone", error) and meaning(error) is not Meaning.OWN
+
+
+def is_stop(error: Raised) -> bool:
+    """Tell whether an exception is Ctrl-C's."""
+    return error.type.endswith("KeyboardInterrupt")
+
+
+def loader_broke_off(error: Raised) -> bool:
+    """A DataLoader's worker that breaks off is another matter than a producer: something ended it."""
+    return fits("producer-gone", error) and _through(error, _LOADER)

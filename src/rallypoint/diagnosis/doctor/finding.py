@@ -1,0 +1,57 @@
+"""A finding of the doctor: one line about the machine, as data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rallypoint.diagnosis.report import Help, Report
+
+Mark = Literal["ok", "unknown", "note", "fault"]
+"""Verdict of a finding. `ok`: as it should be. `unknown`: it could not be looked at, which is not a
+fault of the machine. `note`: a job may run into it. `fault`: it is broken, or breaks most jobs."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the doctor."""
+
+    mark: Mark
+    fact: str  # complete when it is the only line in a chat message
+    code: str = ""  # of the page that explains it; "" when there is nothing to explain
+    why: tuple[str, ...] = ()  # evidence, a line each
+    help: tuple[Help, ...] = ()
+    reports: tuple[Report, ...] = ()  # of the trial job that failed, its causes, the first one first
+    check: str = ""  # name of the check; filled in by the doctor where a check has one name only
+
+
+def ok(fact: str, check: str = "") -> Finding:
+    return Finding("ok", fact, check=check)
+
+
+def unknown(fact: str, check: str = "") -> Finding:
+    """`fact` says what could not be read, and why not."""
+    return Finding("unknown", fact, check=check)
+
+
+def note(code: str, fact: str, *help: tuple[str, str], why: tuple[str, ...] = (), check: str = "") -> Finding:
+    """`help`: (sentence, line to type or "") pairs."""
+    return Finding("note", fact, code, why, tuple(Help(*pair) for pair in help), check=check)
+
+
+def fault(code: str, fact: str, *help: tuple[str, str], why: tuple[str, ...] = (), check: str = "") -> Finding:
+    """`help`: (sentence, line to type or "") pairs."""
+    return Finding("fault", fact, code, why, tuple(Help(*pair) for pair in help), check=check)
+
+
+def size(number: int) -> str:
+    """Return bytes for people: `64.0 MiB`, `1.5 GiB`."""
+    for unit, bytes_of in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= bytes_of:
+            return f"{number / bytes_of:.1f} {unit}"
+    return f"{number} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds for people: `120 us`, `8.0 ms`, `1.5 s`."""
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"

@@ -1,0 +1,455 @@
+"""A check of the way between two machines, both ways: one is the server, the other the client.
+
+Messages are framed as the store's protocol is (`wire/frames.py`), in JSON, and bounded in bytes and
+time on both sides. There is no secret: any client may talk, and gets the host's name, its versions,
+and connections to the address that it comes from. The client asks, and the server answers:
+
+    PeerHello, PeerHello · PeerPing, Pong (8 times) · Knocking, Knocked (the client comes to the server's other port)
+    · CallMe, PeerCalled (the server comes to the client's port) · Bulk, Bulk (there and back) · PeerBye
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import platform
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from rallypoint import __version__
+from rallypoint.clock import Clock
+from rallypoint.diagnosis.doctor import peer_findings
+from rallypoint.diagnosis.doctor.finding import Finding
+from rallypoint.diagnosis.doctor.peer_findings import PeerContact, Side
+from rallypoint.errors import EnvironmentProblem, RallypointError
+from rallypoint.host import devices, resolver
+from rallypoint.host.interfaces import interfaces
+from rallypoint.host.ports import HeldPort, hold_port
+from rallypoint.wire.frames import Cutter, FrameError, header
+
+NAME_TIMEOUT = 3.0
+"""Seconds for the resolver: a healthy one answers in milliseconds; a repeat after 5 s is a
+finding."""
+
+CONNECT_TIMEOUT = 5.0
+"""Seconds for a connection: TCP repeats a lost packet after 1 s and after 2 more: two may be
+lost."""
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds for an answer over an open connection; the other side waits for nothing else."""
+
+CONVERSATION = 40.0
+"""Seconds for the whole conversation: each step has its own deadline, and half a dozen may be used
+up."""
+
+CLIENT_PAUSE = 15.0
+"""Seconds between two messages of the client: it tries a connection, lets one in, asks its
+resolver."""
+
+FIRST_WAIT, LINGER = 600.0, 10.0
+"""Seconds that the server waits for the first client, which a person has yet to start, and after
+each for another one."""
+
+PINGS = 8
+"""Number of pings. The quickest counts: of eight on a busy network one meets no queue."""
+
+BULK_BYTES = 256 * 1024
+"""Bytes sent each way: more than the first windows of both sides, so that some hundred full packets
+must come through."""
+
+MESSAGE_BYTES = 4096
+"""Longest message: a host's name and three versions have some hundred bytes."""
+
+CLOSED = "it closed the connection"
+
+ECHO = b"rallypoint"
+"""Answer to a connection that said the right token."""
+
+ADDRESSES = 4
+"""Addresses of a name that are tried: a machine has one or two of each kind, and each may take
+CONNECT_TIMEOUT."""
+
+STRANGERS = 20
+"""Lines about clients that are no doctor; more would fill the screen."""
+
+PROTOCOL = 1
+"""Version of these messages; other versions are refused."""
+
+_READ_BYTES = 1 << 16
+
+
+class PeerHello(msgspec.Struct, frozen=True, tag="Hello"):
+    """First message of both sides. The server's says how it sees the client."""
+
+    side: Side
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]  # that this side holds for the other to come to
+    token: str  # which the other says there
+    seen: str = ""  # the client's address
+    protocol: int = PROTOCOL
+
+
+class PeerPing(msgspec.Struct, frozen=True, tag="Ping"):
+    """Request that is answered at once."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a ping. `wall`: seconds since 1970 on the server's clock."""
+
+    wall: float
+
+
+class Knocking(msgspec.Struct, frozen=True, tag=True):
+    """Announcement that the client comes to the server's other port now, with what it has measured,
+    in seconds."""
+
+    round_trip: float
+    ahead: float
+
+
+class Knocked(msgspec.Struct, frozen=True, tag=True):
+    """Answer of the server: `problem` is "" when the client came."""
+
+    problem: str = ""
+
+
+class CallMe(msgspec.Struct, frozen=True, tag=True):
+    """Request that the server comes to the client's port now."""
+
+
+class PeerCalled(msgspec.Struct, frozen=True, tag="Called"):
+    """Answer to `CallMe`: `problem` is "" when the server got through."""
+
+    problem: str = ""
+
+
+class Bulk(msgspec.Struct, frozen=True, tag=True):
+    """Message with BULK_BYTES bytes behind it."""
+
+
+class PeerBye(msgspec.Struct, frozen=True, tag="Bye"):
+    """End of the conversation."""
+
+
+Message = PeerHello | PeerPing | Pong | Knocking | Knocked | CallMe | PeerCalled | Bulk | PeerBye
+_decoder = msgspec.json.Decoder(Message)
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
+
+
+class Broken(Exception):
+    """End of a conversation that cannot go on: the text says how. `first`: what a foreign service
+    said."""
+
+    def __init__(self, text: str, first: bytes = b"") -> None:
+        super().__init__(text)
+        self.first = first
+
+
+class PeerConversation:
+    """One connection. Every message has a deadline, and all of them have one together. All methods
+    raise Broken."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self._cutter = Cutter(MESSAGE_BYTES, BULK_BYTES)
+        self._clock = Clock()
+
+    def send(self, message: Message, body: bytes = b"") -> None:
+        text = msgspec.json.encode(message)
+        self.sock.settimeout(ANSWER_TIMEOUT)
+        try:
+            self.sock.sendall(header(len(text), len(body)) + text + body)
+        except TimeoutError:
+            raise Broken(f"{len(body) or len(text)} bytes could not be sent within {ANSWER_TIMEOUT:g} s") from None
+        except OSError as error:
+            raise Broken(_words_of(error)) from None
+
+    def expect(self, kind: type[_Kind], timeout: float = ANSWER_TIMEOUT) -> _Kind:
+        """Receive the next message, which must be of this kind."""
+        message = self.receive(timeout)
+        if not isinstance(message, kind):
+            raise Broken(f"{message.__struct_config__.tag} came instead of {kind.__struct_config__.tag}")
+        return message
+
+    def receive(self, timeout: float) -> Message:
+        """Receive the next message; a body behind it is read and dropped."""
+        until = min(self._clock.elapsed() + timeout, CONVERSATION)
+        first = b""
+        try:
+            while (frame := self._cutter.next()) is None:
+                data = self._read(until, first, _READ_BYTES)
+                first = first or data
+                self._cutter.feed(data)
+            missing = frame.missing
+            while missing:
+                missing -= len(self._read(until, b"", min(missing, _READ_BYTES)))
+            message: Message = _decoder.decode(frame.message)
+            return message
+        except (FrameError, msgspec.MsgspecError) as error:
+            raise Broken("it speaks another protocol", error.first if isinstance(error, FrameError) else first) from None
+
+    def _read(self, until: float, first: bytes, most: int) -> bytes:
+        """Read some bytes. `first`: what has come of a message that is not whole yet."""
+        try:
+            self.sock.settimeout(max(1e-6, until - self._clock.elapsed()))
+            data = self.sock.recv(most)
+        except TimeoutError:
+            raise Broken("no answer came in time", first) from None
+        except OSError as error:
+            raise Broken(_words_of(error), first) from None
+        if not data:
+            raise Broken(CLOSED, first)
+        return data
+
+
+def _words_of(error: OSError) -> str:
+    return CLOSED if error.errno in (errno.EPIPE, errno.ECONNRESET) else os.strerror(error.errno or 0)
+
+
+def this_side() -> Side:
+    """Describe this machine."""
+    build = devices.torch_build()
+    return Side(socket.gethostname(), __version__, platform.python_version(), build.version if build is not None else "")
+
+
+def _greeting(conversation: PeerConversation) -> PeerHello:
+    """Receive the other's first message."""
+    hello = conversation.expect(PeerHello)
+    if hello.protocol != PROTOCOL:
+        there = hello.side.rallypoint
+        raise Broken(f"rallypoint {there} there and {__version__} here do not understand each other: install the same on both")
+    return hello
+
+
+Steps = Callable[[PeerConversation, PeerContact, PeerHello, HeldPort, str], None]
+"""Messages of one side after both have said Hello; the last is the token that the other says at the
+held port."""
+
+
+def _converse(conversation: PeerConversation, address: str, port_range: tuple[int, int] | None, steps: Steps) -> PeerContact:
+    """Say Hello, take the `steps`, and return what was seen. Raises Broken only before the other
+    side has said Hello."""
+    mine = _plain(conversation.sock.getsockname()[0])
+    hello = None if steps is _ask else _greeting(conversation)
+    with hold_port(0, mine, port_range) as held:
+        token = secrets.token_hex(8)
+        conversation.send(PeerHello(this_side(), held.port, token, address if hello else ""))
+        hello = hello or _greeting(conversation)
+        met = PeerContact(this_side(), hello.side, address, mine, hello.seen, there_port=hello.port, back_port=held.port)
+        met.packet = conversation.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+        met.bulk_bytes = BULK_BYTES
+        with contextlib.suppress(OSError):
+            names = (one.name for one in interfaces() if any(address.ip == mine for address in one.addresses))
+            met.interface = next(names, met.interface)
+        try:
+            steps(conversation, met, hello, held, token)
+        except Broken as broken:
+            met.broken = str(broken)
+            if met.there == met.back == "" and met.name_here is not None and met.bulk is None:  # only the bulk was missing
+                met.bulk = met.broken
+        return met
+
+
+# --- client ------------------------------------------------------------------------------------------
+
+
+def run_client(host: str, port: int, port_range: tuple[int, int] | None = None) -> list[Finding]:
+    """Check the way to a machine that listens, and back. Takes little more than a minute, whatever
+    happens.
+
+    `port_range`: of the port to which the other comes, both ends included.
+    """
+    asked = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    addresses: tuple[str, ...] = (host,)
+    if not _is_number(host):
+        answer = resolver.ask({host}, timeout=NAME_TIMEOUT)[host]
+        if not answer.found:
+            return [peer_findings.unresolved(host, answer)]
+        addresses = answer.found[:ADDRESSES]
+    failures: list[tuple[str, OSError]] = []
+    for address in addresses:
+        try:
+            sock = socket.create_connection((address, port), CONNECT_TIMEOUT)
+        except OSError as error:
+            failures.append((address, error))
+            continue
+        with sock:
+            try:
+                return peer_findings.judge_peer(asked, _converse(PeerConversation(sock), address, port_range, _ask))
+            except Broken as broken:
+                return [peer_findings.no_doctor(asked, str(broken), broken.first)]
+            except RallypointError as problem:  # no port of our own can be held
+                return [peer_findings.refused(problem)]
+    return [peer_findings.unconnected(asked, port, failures)]
+
+
+def _ask(conversation: PeerConversation, met: PeerContact, hello: PeerHello, held: HeldPort, token: str) -> None:
+    met.round_trip, met.ahead = _ping(conversation)
+    conversation.send(Knocking(met.round_trip, met.ahead))
+    met.there = come_to(met.address, hello.port, hello.token)
+    knocked = conversation.expect(Knocked, CONNECT_TIMEOUT + ANSWER_TIMEOUT)
+    met.there = met.there or knocked.problem
+    conversation.send(CallMe())
+    met.back = _let_in(held, token)
+    called = conversation.expect(PeerCalled, CONNECT_TIMEOUT + NAME_TIMEOUT + ANSWER_TIMEOUT)
+    met.back = called.problem or met.back
+    met.name_here = resolver.ask({hello.side.host}, timeout=NAME_TIMEOUT)[hello.side.host].found
+    clock = Clock()
+    conversation.send(Bulk(), bytes(BULK_BYTES))
+    conversation.expect(Bulk)
+    met.bulk, met.bulk_seconds = "", clock.elapsed()
+    conversation.send(PeerBye())
+
+
+def _ping(conversation: PeerConversation) -> tuple[float, float]:
+    """Measure the quickest round trip, and by how much the other's clock, read in the middle of it,
+    is ahead (as NTP does)."""
+    found = []
+    for _ in range(PINGS):
+        clock = Clock()
+        conversation.send(PeerPing())
+        pong = conversation.expect(Pong)
+        took = clock.elapsed()
+        found.append((took, pong.wall - (clock.started + took / 2)))
+    return min(found)
+
+
+# --- server ------------------------------------------------------------------------------------------
+
+
+def run_server(
+    port: int, port_range: tuple[int, int] | None = None, first_wait: float = FIRST_WAIT, linger: float = LINGER
+) -> Iterator[Finding]:
+    """Let others check the way to here and back.
+
+    Ends `linger` seconds after the last client, or `first_wait` after the start when none came.
+    Both ports on which it listens are of `port_range`. `EnvironmentProblem` and `UsageError` when
+    the port cannot be had.
+    """
+    from rallypoint.host import addresses
+
+    with _hold_everywhere(port, port_range) as held, socket.socket(fileno=os.dup(held.fileno())) as listener:
+        host = addresses.look(0.0)
+        yield peer_findings.waiting(host.name, [address.ip for _, address in host.reachable()], held.port, first_wait)
+        clock, until, strangers, came = Clock(), first_wait, 0, False
+        while accepted := _accept(listener, until - clock.elapsed()):
+            sock, address = accepted
+            with sock:
+                try:
+                    yield from peer_findings.judge_peer(address, _converse(PeerConversation(sock), address, port_range, _answer))
+                except Broken as broken:
+                    strangers += 1
+                    if strangers <= STRANGERS:
+                        yield peer_findings.stranger(address, str(broken), broken.first)
+                    continue
+                except RallypointError as problem:
+                    yield peer_findings.refused(problem)
+            came, until = True, clock.elapsed() + linger
+        if not came:
+            yield peer_findings.nobody(held.port, first_wait)
+
+
+def _hold_everywhere(port: int, port_range: tuple[int, int] | None) -> HeldPort:
+    """Hold a port on all addresses of this machine, of both kinds where there are both."""
+    try:
+        return hold_port(port, "::", port_range)
+    except EnvironmentProblem as problem:
+        if problem.code != "address-unavailable":  # IPv6 is switched off
+            raise
+    return hold_port(port, "0.0.0.0", port_range)
+
+
+def _answer(conversation: PeerConversation, met: PeerContact, hello: PeerHello, held: HeldPort, token: str) -> None:
+    left: dict[type[Message], int] = {PeerPing: PINGS, Knocking: 1, CallMe: 1, Bulk: 1}
+    while not isinstance(message := conversation.receive(CLIENT_PAUSE), PeerBye):
+        left[type(message)] = left.get(type(message), 0) - 1
+        if left[type(message)] < 0:
+            raise Broken(f"{message.__struct_config__.tag} came out of turn")
+        if isinstance(message, PeerPing):
+            conversation.send(Pong(Clock().started))
+        elif isinstance(message, Knocking):
+            met.round_trip, met.ahead = message.round_trip, -message.ahead
+            met.back = _let_in(held, token)
+            conversation.send(Knocked(met.back))
+        elif isinstance(message, CallMe):
+            met.there = come_to(met.address, hello.port, hello.token)
+            met.name_here = resolver.ask({hello.side.host}, timeout=NAME_TIMEOUT)[hello.side.host].found
+            conversation.send(PeerCalled(met.there))
+        else:
+            conversation.send(Bulk(), bytes(BULK_BYTES))
+    met.bulk = ""
+
+
+# --- connection to the held port ---------------------------------------------------------------------
+
+
+def come_to(address: str, port: int, token: str) -> str:
+    """Connect to the port that the other holds, and say its token. Return why that failed, "" when
+    it did not."""
+    try:
+        with socket.create_connection((address, port), CONNECT_TIMEOUT) as sock:
+            sock.settimeout(ANSWER_TIMEOUT)
+            sock.sendall(token.encode())
+            return "" if _read_all(sock, len(ECHO)) == ECHO else "somebody else answers there"
+    except TimeoutError:
+        return f"no answer within {CONNECT_TIMEOUT:g} s: packets to it are dropped"
+    except OSError as error:
+        return "nothing listens there" if error.errno == errno.ECONNREFUSED else os.strerror(error.errno or 0)
+
+
+def _read_all(sock: socket.socket, number: int) -> bytes:
+    """Read so many bytes, fewer when the connection is closed before. (MSG_WAITALL does not hold
+    for a socket with a timeout.)"""
+    data = b""
+    while len(data) < number and (more := sock.recv(number - len(data))):
+        data += more
+    return data
+
+
+def _let_in(held: HeldPort, token: str) -> str:
+    """Wait for the other at the port that is held here. Return why it did not come, "" when it
+    did."""
+    clock = Clock()
+    with socket.socket(fileno=os.dup(held.fileno())) as listener:
+        while accepted := _accept(listener, CONNECT_TIMEOUT - clock.elapsed()):
+            with accepted[0] as sock, contextlib.suppress(OSError):  # a stranger
+                sock.settimeout(max(1e-6, CONNECT_TIMEOUT - clock.elapsed()))
+                if _read_all(sock, len(token)) == token.encode():
+                    sock.sendall(ECHO)
+                    return ""
+    return f"it did not come within {CONNECT_TIMEOUT:g} s"
+
+
+def _accept(listener: socket.socket, timeout: float) -> tuple[socket.socket, str] | None:
+    """Accept a connection and tell the other's address; None when none came in time."""
+    clock = Clock()
+    while (left := timeout - clock.elapsed()) > 0:
+        listener.settimeout(left)
+        try:
+            sock, where = listener.accept()
+            return sock, _plain(where[0])
+        except TimeoutError:
+            break
+        except OSError:  # it was gone before it was accepted
+            continue
+    return None
+
+
+def _plain(address: str) -> str:
+    """Return an IPv4 address as such, also where a socket for both kinds shows it as
+    `::ffff:10.0.0.5`."""
+    return address.removeprefix("::ffff:") if "." in address else address
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Error messages of torch, NCCL, gloo, Python and schedulers, and the fact that each one states."""

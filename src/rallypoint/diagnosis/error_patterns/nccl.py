@@ -1,0 +1,37 @@
+"""What NCCL writes about a failure, in its warnings and through torch."""
+
+from __future__ import annotations
+
+import re
+
+CAUSES = {
+    "device-shared": re.compile(r"Duplicate GPU detected", re.IGNORECASE),
+    "shared-memory": re.compile(
+        r"(posix_fallocate failed|failed to extend /dev/shm/).{0,300}No space left on device",
+        re.IGNORECASE,
+    ),
+    "nccl-failed": re.compile(
+        r"NCCL [Ee]rror|\bnccl(SystemError|InternalError|UnhandledCudaError|InvalidUsage"
+        r"|InvalidArgument|RemoteError)\b"
+    ),
+    "calls-mismatched": re.compile(
+        r"Mismatched collective detected(?:.{0,300}?at and around rank (?P<rank>\d+))?"
+        r"|NET/IB.{0,300}?collective mismatch error"
+        r"(?:.{0,300}?local size (?P<local>\d+) remote size (?P<remote>\d+))?"
+    ),
+    "npu-busy": re.compile(  # HCCL, Ascend's own
+        r"EJ0001: .*Failed to initialize the HCCP process\. "
+        r"Reason: Maybe the last training process is running"
+    ),
+}
+
+LOST = re.compile(
+    r"remote process exit|ncclRemoteError|Connection closed by (remote peer|peer \[|localRank)"
+    r"|NCCL communicator was aborted",
+    re.IGNORECASE,
+)
+NAMES_PEER = re.compile(
+    r"remote process exit|ncclRemoteError|closed by|Connection (refused|reset)|socketProgress"
+    r"|Broken pipe|communicator was aborted"
+)
+"""Words that name another rank as lost: the cause is there, or between the two."""

@@ -1,0 +1,71 @@
+"""What Python, its libraries and the system's resolver write about a failure."""
+
+from __future__ import annotations
+
+import re
+
+CAUSES = {
+    "files-exhausted": re.compile(r"Too many open files|\[Errno 2[34]\]|received 0 items of ancdata"),
+    "port-in-use": re.compile(
+        r"EADDRINUSE|address already in use|errno: 98\b|\[Errno 98\]"
+        r"|but another process is utilizing it",
+        re.IGNORECASE,
+    ),
+    "port-forbidden": re.compile(
+        r"(?:bind|listen)\b.{0,160}(?:errno: 13\b|EACCES|Permission denied)",
+        re.IGNORECASE | re.DOTALL,
+    ),
+    "host-memory": re.compile(
+        r"Cannot allocate memory|\[Errno 12\]|std::bad_alloc"
+        r"|^Unable to allocate [\d.]+ \wi?B for an array"  # NumPy
+        r"|\[WinError 1455\]|The paging file is too small",
+        re.IGNORECASE,
+    ),
+}
+
+UNRESOLVED = re.compile(
+    r"\bhost not found: |Name or service not known|Temporary failure in name resolution"
+    r"|nodename nor servname|getaddrinfo failed"
+)
+HOST = re.compile(r"""\bhost(?:name)? ['"]?(?P<host>[\w-]+(?:\.[\w-]+)+)['"]?[: ]""")
+"""The host that a resolver's words name."""
+
+PORT = re.compile(
+    r"\bport[:= ]+`?(\d{1,5})\b"  # torch; accelerate quotes the number
+    r"|\('[^']*', (\d{1,5})[,)]"  # socket.create_server, asyncio
+    # gRPC, uvicorn and others
+    r"|:(\d{2,5})\b(?=[^\d]*(?:EADDRINUSE|address already in use))",
+    re.IGNORECASE,
+)
+"""The port that an error about one names."""
+
+MEMORY_WANTED = re.compile(r"you tried to allocate (\d+) bytes|unable to mmap (\d+) bytes")
+MEMORY_WANTED_BY_NUMPY = re.compile(r"^Unable to allocate ([\d.]+) ([KMGTPE])iB for an array")
+SYMBOL = re.compile(r"(?P<library>(?<![^\s:])[^\s:]{0,400}\.so[.\d]{0,40}): undefined symbol: (?P<symbol>\w+)")
+"""What the loader of shared libraries says of one that misses a symbol."""
+
+NOT_PICKLED = re.compile(r"[Cc]an't pickle|[Cc]annot pickle|Can't get local object|not picklable")
+
+BARE_TYPES = (
+    "ConnectionError",
+    "ConnectionResetError",
+    "ConnectionAbortedError",
+    "ConnectionRefusedError",
+    "BrokenPipeError",
+    "EOFError",
+)
+BARE = re.compile(
+    r"Connection (reset|closed|aborted|refused)|Broken pipe|Socket Timeout"
+    r"|failed to connect to all addresses",
+    re.IGNORECASE,
+)
+"""Words about a broken connection, which may be one to a peer, or to a database."""
+
+SIGNALS = {
+    "Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "Trace/breakpoint trap": 5,
+    "Aborted": 6, "Bus error": 7, "Floating point exception": 8, "Killed": 9,
+    "User defined signal 1": 10, "Segmentation fault": 11, "User defined signal 2": 12,
+    "Broken pipe": 13, "Alarm clock": 14, "Terminated": 15, "CPU time limit exceeded": 24,
+    "File size limit exceeded": 25, "Bad system call": 31,
+}  # fmt: skip
+"""strsignal(3)'s words for signals, in which shells, Slurm and torch tell how a process ended."""

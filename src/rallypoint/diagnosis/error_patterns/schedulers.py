@@ -1,0 +1,427 @@
+"""Single lines that tell of a failure: what each says. Only texts that were seen are listed; their sources are in tests/logs."""
+
+from __future__ import annotations
+
+import errno
+import re
+import signal
+from typing import NamedTuple
+
+import msgspec
+
+from rallypoint.diagnosis.error_patterns.python import SIGNALS
+from rallypoint.diagnosis.log_events import Collective, End, Sign, Speaker
+
+CAUSES = {
+    "ssh-unresolved": re.compile(r"^(?:.{0,60}: )?ssh: Could not resolve hostname (?P<host>\S+): "),
+}
+
+LOST = re.compile(
+    r"Horovod has been shut ?down|HorovodInternalError|RendezvousClosedError"
+    r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost)Error\b"
+    r"|\bEngineDeadError\b"
+)
+"""What Horovod, Ray and torchrun's rendezvous raise in those that are left when another one has gone."""
+
+WAITED = re.compile(r"connect\(\) timed out|rendezvous.{0,300}timed? ?out|RendezvousTimeout", re.IGNORECASE)
+
+REPORTED = r"^(?:error|stopped)\[([a-z]+(?:-[a-z]+)+)\]: (\S.*)$"
+"""The headline of a report of rallypoint's own."""
+
+Told = tuple[Sign, End | Collective | None, tuple[int, ...]]
+"""What a line says: its kind, the facts in it, the ranks that it names."""
+
+
+def ranks_of(listed: str) -> tuple[int, ...]:
+    """`1-3,7` as Slurm writes ranks."""
+    found: list[int] = []
+    for part in listed.split(","):
+        low, _, high = part.partition("-")
+        if low.isdigit():
+            found += range(int(low), min(int(high) if high.isdigit() else int(low), int(low) + 100_000) + 1)
+    return tuple(found)
+
+
+_NAMES = "Killed|Segmentation fault|Aborted|Bus error|Terminated|Floating point exception|Illegal instruction"
+
+
+# Windows has no signals: a crash leaves an NTSTATUS as exit code, which some show as a negative number.
+_NTSTATUS = {
+    0xC0000005: (int(signal.SIGSEGV), "access violation"),
+    0xC0000006: (int(signal.SIGBUS), "in-page error"),
+    0xC000001D: (int(signal.SIGILL), "illegal instruction"),
+    0xC0000094: (int(signal.SIGFPE), "division of an integer by zero"),
+    0xC00000FD: (int(signal.SIGSEGV), "stack overflow"),
+    0xC0000374: (int(signal.SIGABRT), "heap corruption"),
+    0xC0000409: (int(signal.SIGABRT), "stack buffer overrun, or an abort"),
+}
+_NTSTATUS_CONTROL_C = 0xC000013A
+
+
+def exit_of(code: int) -> End:
+    """How a process ended, by the number that its launcher gives: -9, 137 as shells say it, or Windows' -1073741819."""
+    of_windows = code & 0xFFFFFFFF
+    if of_windows in _NTSTATUS:
+        number, words = _NTSTATUS[of_windows]
+        return End(signal=number, status=f"0x{of_windows:X} ({words})")
+    if of_windows >> 28 == 0xC:
+        return End(code=of_windows, status=f"0x{of_windows:X}")
+    if code < 0:
+        return End(signal=-code)
+    return End(signal=code - 128) if 128 < code <= 128 + 31 else End(code=code)
+
+
+class _Line(NamedTuple):
+    """A line by which a launcher, a scheduler or a shell tells something; its groups have the facts."""
+
+    word: str  # that a line must hold before the pattern is tried: a search for it is fifty times quicker
+    words: re.Pattern[str]
+    sign: Sign = Sign.ENDED
+    by: str = ""  # who says so
+    first: bool = False  # of the process that failed first, as it says
+    signal: int = 0  # where no group names it
+
+
+def _line(
+    word: str,
+    words: str,
+    sign: Sign = Sign.ENDED,
+    by: str = "",
+    *,
+    first: bool = False,
+    signal: int = 0,
+) -> _Line:
+    return _Line(word, re.compile(words), sign, by, first, signal)
+
+
+_SRUN = r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\[\]-]+): "
+_LINES = (
+    _line(
+        "exitcode",
+        r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)",
+        by="torchrun",
+        first=True,
+    ),
+    _line("oom", r"Detected \d+ oom[-_]kill event", Sign.KILLED_FOR_MEMORY, "slurmstepd"),
+    _line(
+        "ut of memory",
+        r"Out of memory: Kill(?:ed)? process (?P<pid>\d+)|Memory cgroup out of memory: Kill(?:ed)? process \d+",
+        Sign.KILLED_FOR_MEMORY,
+        "the kernel",
+    ),
+    _line(
+        "memory pressure",
+        r"\b[1-9]\d* Workers \(tasks / actors\) killed due to memory pressure \(OOM\)",
+        Sign.KILLED_FOR_MEMORY,
+        "Ray",
+    ),
+    _line(
+        "Signal: ",
+        rf"^(?:\[(?:\S+:)?(?P<pid>\d+)\] )?Signal: (?P<name>{_NAMES}) \(\d+\)$",
+        by="Open MPI",
+    ),
+    _line("OOMKilled", r"\bOOMKilled\b", Sign.KILLED_FOR_MEMORY, "the kernel"),
+    _line("Out Of Memory", _SRUN + "Out Of Memory", Sign.KILLED_FOR_MEMORY, "srun"),
+    _line(
+        "srun: error",
+        _SRUN + rf"(?:Exited with exit code (?P<code>\d+)|(?P<name>{_NAMES}))",
+        by="srun",
+    ),
+    _line(
+        "exited on signal",
+        r"(?:mpirun|mpiexec|prterun)\S{0,100} noticed that process rank (?P<rank>\d+)"
+        r" with PID (?P<pid>\d+) on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
+        by="mpirun",
+        first=True,
+    ),
+    _line("return code", r"exits with return code = (?P<code>-?\d+)", by="DeepSpeed", first=True),
+    _line("died with", r"died with <Signals\.(?P<name>SIG\w+): \d+>", by="the launcher", first=True),
+    _line(
+        "exit status",
+        r"CalledProcessError: .{0,4000} returned non-zero exit status (?P<code>-?\d+)",
+        by="the launcher",
+        first=True,
+    ),
+    _line(
+        "terminated with",
+        r"process (?P<rank>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code (?P<code>\d+))",
+        by="mp.spawn",
+        first=True,
+    ),
+    _line(
+        "exit with status",
+        r"^Process (?P<rank>\d+) exit with status code (?P<code>-?\d+)\.$",
+        by="horovodrun",
+        first=True,
+    ),
+    _line(  # torchrun's table whose lines were joined
+        "exitcode",
+        r"\brank ?:? ?(?P<rank>\d+) \(local[_ ]rank: ?\d+\) ?exitcode ?: ?(?P<code>-?\d+) \(pid: \d+\)",
+        by="torchrun",
+        first=True,
+    ),
+    _line("exit code", r"Process finished with exit code (?P<code>-?\d+)", by="PyCharm", first=True),
+    _line(
+        "walltime",
+        r"^=>> PBS: job killed: walltime \d+ exceeded limit",
+        Sign.INTERRUPTED,
+        "TIME LIMIT",
+    ),
+    _line(
+        "RUNLIMIT",
+        r"^TERM_RUNLIMIT: job killed after reaching LSF run time limit",
+        Sign.INTERRUPTED,
+        "TIME LIMIT",
+    ),
+    _line(
+        "MPI_Abort(",
+        r"application called MPI_Abort\(\S+, (?P<code>-?\d+)\) - process (?P<rank>\d+)",
+        by="MPI",
+        first=True,
+    ),
+    _line(
+        "execvp error",
+        r"execvp error on file .{1,400} \((?:No such file or directory|Permission denied)\)",
+        Sign.NOT_STARTED,
+    ),
+    _line(
+        "received by PID",
+        r"^\*\*\* (?P<name>SIG\w+) .*received by PID (?P<pid>\d+)",
+        by="the process itself",
+        first=True,
+    ),
+    _line(
+        "control-C",
+        r"^forrtl: error \(200\): program aborting due to control-C event",
+        Sign.INTERRUPTED,
+    ),
+    _line(
+        "DUE TO",
+        r"CANCELLED AT \S+ DUE TO (?P<by>TIME LIMIT|PREEMPTION|NODE FAILURE|\w[\w ]*?) \*\*\*",
+        Sign.INTERRUPTED,
+    ),
+    _line(
+        "CANCELLED AT",
+        r"^slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ \*\*\*$",
+        Sign.INTERRUPTED,
+        signal=int(signal.SIGTERM),
+    ),
+    _line(
+        "death signal",
+        r"Received (?P<signal>\d+) death signal, shutting down workers",
+        Sign.INTERRUPTED,
+    ),
+    _line(
+        "got signal",
+        r"SignalException: Process \d+ got signal: (?P<signal>\d+)",
+        Sign.INTERRUPTED,
+    ),
+    _line(
+        "Watchdog caught",
+        # Another process's text may be torn into the words.
+        r"(?:\[Rank (?P<ranks>\d+)\] )?Watchdog caught collective operat.{0,200}?timeout: "
+        r"WorkNCCL\(SeqNum=(?P<sequence>\d+), OpType=(?P<kind>\w+)"
+        r"(?:, NumelIn=(?P<elements>\d+))?[^)]*\)[^)]*\) ran for (?P<ms>\d+) milliseconds",
+        Sign.WATCHDOG,
+    ),
+    _line(  # the same, broken before it
+        "WorkNCCL(",
+        r"^WorkNCCL\(SeqNum=(?P<sequence>\d+), OpType=(?P<kind>\w+)(?:, NumelIn=(?P<elements>\d+))?"
+        r"[^)]*\)[^)]*\) ran for (?P<ms>\d+) milliseconds",
+        Sign.WATCHDOG,
+    ),
+    _line(
+        "failed to connect to",
+        r"client socket has failed to connect to \S{1,300} \(errno: \d+",
+        Sign.UNREACHED,
+    ),
+    _line(
+        "cannot be retrieved",
+        r"network addresses of \(\S{1,300}, \d+\) cannot be retrieved \(gai error",
+        Sign.UNREACHED,
+    ),
+    _line(
+        "Invalid payload size",
+        r"Error processing client message: Invalid payload size\. size: \d+, max: \d+",
+        Sign.TOO_LARGE,
+    ),
+    _line("]: ", REPORTED, Sign.REPORTED),
+    _line("can't open file", r"can't open file '.{1,400}': \[Errno 2\]", Sign.NOT_STARTED),
+    _line(
+        "execve()",
+        r"^slurmstepd: error: execve\(\): .+: (?:No such file or directory|Permission denied|Exec format error)$",
+        Sign.NOT_STARTED,
+    ),
+    # A script's shell names the process; one that a person types in pads the name to 24 columns before the command, or has it alone.
+    _line(
+        "line ",
+        rf"^\S+: line \d+: +(?P<pid>\d+) (?P<name>{_NAMES})(?: \(core dumped\))?(?:  +\S.*)?$",
+        by="the shell",
+    ),
+    _line("", rf"^(?P<name>{_NAMES})(?: \(core dumped\)| *(?<=^.{{24}})\S.*)?$", by="the shell"),
+)
+
+
+def told_by(text: str) -> Told | None:
+    """What a line says, when it is one of those that are known; None otherwise."""
+    for line in _LINES:
+        if line.word in text and (found := line.words.search(text)) is not None:
+            return _told(line, found.groupdict())
+    return None
+
+
+def _told(line: _Line, facts: dict[str, str | None]) -> Told:
+    ranks = ranks_of(facts.get("ranks") or "")
+    if line.sign is Sign.WATCHDOG:
+        elements = int(facts["elements"] or -1)
+        sequence, milliseconds = int(facts["sequence"] or 0), int(facts["ms"] or 0)
+        call = Collective(sequence, facts["kind"] or "", elements, milliseconds=milliseconds)
+        return line.sign, call, ranks
+    if line.sign not in (Sign.ENDED, Sign.KILLED_FOR_MEMORY, Sign.INTERRUPTED):
+        return line.sign, None, ()
+    of_memory = line.sign is Sign.KILLED_FOR_MEMORY
+    end = End(signal=int(signal.SIGKILL) if of_memory else line.signal)
+    if code := facts.get("code"):
+        end = exit_of(int(code))
+        if end.code == _NTSTATUS_CONTROL_C:
+            return Sign.INTERRUPTED, None, ()
+    elif number := facts.get("signal"):
+        end = End(signal=int(number))
+    elif name := facts.get("name"):
+        end = End(signal=SIGNALS.get(name) or int(getattr(signal, name, signal.SIGKILL)))
+    rank = int(facts.get("rank") or (ranks[0] if len(ranks) == 1 else -1))
+    end = msgspec.structs.replace(
+        end,
+        rank=rank,
+        local_rank=int(facts.get("local") or -1),
+        pid=int(facts.get("pid") or 0),
+        host=facts.get("host") or "",
+        by=facts.get("by") or line.by,
+        first=line.first,
+    )
+    return line.sign, end, ranks
+
+
+_EXCEPTION = re.compile(r"^`?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)): ?(?P<message>.+)$")
+_RESTARTS = re.compile(r"will restart worker group|^rallypoint: restarting (all \d+ ranks|the rank)")
+_NCCL_WARNING = re.compile(r"NCCL WARN (?P<words>.+)$")
+# A line that itself says that it is no failure, or that quotes: help texts, configuration, the source line in a traceback.
+NO_FAILURE = re.compile(
+    r"\b(raise|except|assert|warnings?\.warn|print|logger?\.\w+)\b ?[\w.(]*\(|\bIf you\b|--help|retry(ing)?\b|\bskip(ped|ping)?\b"
+)
+# A line that speaks of a failure plainly, whatever program wrote it. Not every "error": a metric has that name, and a number behind it.
+_FAILURE = re.compile(
+    r"\b[Ee]rror(?: \(\d+\))?[:!](?! *[-+]?[\d.]+(?:\s|$))|\bERROR\b(?!S?: ?0\b)|\b(?:FATAL|CRITICAL|PANIC)\b"
+    r"|\b\w{3,}(?:Error|Exception)(?::|$|\()|\bException\b"
+    r"|\b(?:[Ff]atal|[Aa]borting|[Aa]borted|[Cc]rashed|[Ss]talled|unexpectedly|core dumped|BAD TERMINATION|segfault|[Ff]ailed)\b"
+    r"|\b(?:FAILED|Evicted)\b|\b(?:Connection (?:refused|reset|closed)|Permission denied|No route to host|No such file or directory)\b"
+    r"|\bcommand not found\b|\bMPI_ABORT was invoked\b"
+    r"|\b(?:[Jj]ob|[Pp]rocess|[Ww]orkers?|[Aa]ctor|[Nn]ode|[Rr]anks?|[Tt]asks?|[Cc]hild|[Ss]erver|[Ee]ngine|[Ss]tep|[Pp]od)\b.{0,60}"
+    r"\b(?:died|dead|killed|terminated|lost|evicted)\b"
+    r"|\b(?:[Kk]illed by|[Tt]imed out|[Uu]nable to|got stuck|shut down because|sending signal (?:TERM|KILL)|fallen off the bus|NVRM: Xid)\b"
+    r"|\b(?:[Ee]xit(?:ed)?(?: with)?(?: (?:[Ee]xit )?(?:[Cc]ode|[Ss]tatus))|exitcode|EXIT CODE)\b ?[:=]? *-?(?!0\b)\d+"
+    r"|\b[Ll]ost (?:communication|connection|contact) (?:with|to)\b|\bwill terminate the job\b"
+    r"|non-zero (?:exit|status)|\bSIG(?:SEGV|ABRT|BUS|ILL|FPE|KILL)\b|\b(?:Reason|Status|reason|status): +(?:Error|Failed|OOMKilled)\b"
+    r"|退出代码 ?-?[1-9]"
+)
+_QUIET_LEVELS = re.compile(
+    r"^(?:\S{1,40} ){0,3}\[?(?:DEBUG|INFO|TRACE)\b|NCCL INFO|\[I\d* |^I\d{4} |(?<![\d.])0 (?:errors|failed|failures)\b"
+    r"|[Nn]o (?:errors?|failures?)\b"
+)
+# What launchers say beside the facts: of the failure that they tell in another line.
+_REMARKS = re.compile(
+    r"^Primary job +terminated|^a non-zero exit code\. Per user|^mpirun detected|^Please (?:see|check|look)|CLEANING UP REMAINING"
+    # What many programs say on their way that go well: TensorFlow beside torch, pip.
+    r"|Unable to register cu\w+ (?:factory|plugin)|Could not load dynamic library|NUMA node read from SysFS|pip's dependency resolver"
+)
+LONGEST = 1500  # characters of a line that may be a message; what is longer is data
+
+
+def exception(text: str) -> tuple[str, str] | None:
+    """Type and message of a line with the form of an exception's last line."""
+    found = _EXCEPTION.match(text)
+    return (found["type"], found["message"]) if found is not None else None
+
+
+def speaks_of_failure(text: str) -> bool:
+    """Whether a line plainly says that something failed, though nobody here knows what its words mean."""
+    if len(text) > LONGEST or _QUIET_LEVELS.search(text) or NO_FAILURE.search(text) or _REMARKS.search(text):
+        return False
+    return _FAILURE.search(text) is not None
+
+
+def restarts(text: str) -> bool:
+    """Whether a launcher says that it starts all ranks again."""
+    return "estart" in text and _RESTARTS.search(text) is not None
+
+
+def nccl_warning(text: str) -> str:
+    """The words of NCCL's own warning; "" when the line is none."""
+    found = _NCCL_WARNING.search(text) if "NCCL WARN" in text else None
+    return found["words"] if found is not None else ""
+
+
+_MISSING = re.compile(
+    r"can't open file '(?P<python>.{1,400})': (?P<errno>\[Errno 2\])"
+    r"|execvp error on file (?P<mpi>.{1,400}) \((?P<why>No such file or directory|Permission denied)\)"
+    r"|execve\(\): (?P<slurm>.{1,400}): (?P<reason>No such file or directory|Permission denied"
+    r"|Exec format error)"
+)
+
+
+def not_started(text: str) -> tuple[str, int]:
+    """The program that could not be started, and the errno; whoever tells it."""
+    found = _MISSING.search(text)
+    if found is None:
+        return "the program", errno.ENOENT
+    why = found["why"] or found["reason"]
+    number = {"Permission denied": errno.EACCES, "Exec format error": errno.ENOEXEC}
+    return found["python"] or found["mpi"] or found["slurm"], number.get(why, errno.ENOENT)
+
+
+_MEMBER = re.compile(r"[Ii]nitializing (?:ddp|distributed): GLOBAL_RANK: (?P<rank>\d+), MEMBER: \d+/(?P<all>\d+)")
+
+
+def member(text: str) -> tuple[int, int] | None:
+    """The rank and the size of the group that a process of Lightning's says it has, before they meet; None for other lines."""
+    found = _MEMBER.search(text) if "GLOBAL_RANK" in text else None
+    return (int(found["rank"]), int(found["all"])) if found is not None else None
+
+
+def of_slurms_stop(text: str) -> bool:
+    """Whether Slurm says that a step or a job was cancelled, and not why: it does so for whoever asked, also for a task that failed."""
+    return "CANCELLED AT" in text or "Job step aborted" in text
+
+
+def cancelled_for_no_reason(text: str) -> bool:
+    """Tell whether Slurm says that it cancelled a job or a step, and not why."""
+    return "CANCELLED AT" in text and "DUE TO" not in text
+
+
+def stalls(text: str) -> bool:
+    """Whether Horovod begins to tell what stalls."""
+    return "tensors were submitted to be reduced, gathered or broadcasted by subset of ranks" in text or "Stalled ops:" in text
+
+
+def group_of(text: str) -> str:
+    """The process group that NCCL's watchdog names after a timeout: "0"; "" when it names none."""
+    found = re.search(r"\[PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<guid>\w+))?", text)
+    return (found["guid"] or found["id"]) if found is not None else ""
+
+
+def spoken_rank(text: str, speaker: Speaker) -> int:
+    """The rank that speaks, by its prefix or by what torch writes into the line; -1 if neither tells."""
+    if speaker.rank >= 0:
+        return speaker.rank
+    found = re.search(r"\[(?:PG [^\]]*?)?Rank (\d+)\]", text)
+    return int(found.group(1)) if found is not None else -1
+
+
+_WRAPPERS = re.compile(
+    r"(?:ChildFailedError|CalledProcessError|ProcessRaisedException|ProcessExitedException|RendezvousConnectionError|SignalException)$"
+)
+
+
+def of_launcher(kind: str) -> bool:
+    """Whether an exception only hands on that a process failed, or that the launcher was stopped."""
+    return bool(_WRAPPERS.search(kind))

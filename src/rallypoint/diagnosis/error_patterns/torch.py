@@ -1,0 +1,133 @@
+"""What torch writes about a failure: versions 1.x to 2.13, on Linux and Windows.
+
+`CAUSES`: texts that only one cause leaves, by the name that `classify` has for it.
+"""
+
+from __future__ import annotations
+
+import re
+
+CAUSES = {
+    "main-unguarded": re.compile(
+        r"An attempt has been made to start a new process before the\s+current process has finished"
+        r" its bootstrapping phase"
+    ),
+    "variable-missing": re.compile(r"environment variable (\w+) expected, but not set"),
+    "parameter-missing": re.compile(r"(?:using (?P<scheme>\w+):// rendezvous: )?\b(?P<name>rank|world[ _]size) parameter missing"),
+    "scheme-unknown": re.compile(r"No rendezvous handler for (\w+)://"),
+    "group-twice": re.compile(r"trying to initialize the default process group twice"),
+    "group-missing": re.compile(r"Default process group (has not been|is not) initialized", re.IGNORECASE),
+    "gpu-memory": re.compile(
+        r"(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+        r"|Cuda failure (\d+ )?'out of memory'",
+        re.IGNORECASE,
+    ),
+    "shared-memory": re.compile(
+        r"unable to (allocate|mmap|open|resize) shared memory|insufficient shared memory"
+        r"|killed by signal: Bus error",
+        re.IGNORECASE,
+    ),
+    "host-memory": re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE),
+    "cuda-forked": re.compile(
+        r"Cannot re-initialize CUDA in forked subprocess"
+        r"|can't create new processes if CUDA is already initialized"
+    ),
+    "device-busy": re.compile(r"CUDA-capable device(\(s\) is/are|s are) busy or unavailable", re.IGNORECASE),
+    "device-missing": re.compile(
+        r"invalid device ordinal|No CUDA GPUs are available|Torch not compiled with CUDA enabled"
+        r"|Found no NVIDIA driver|no attribute '_cuda_"
+        r"|Distributed package doesn't have NCCL built in|no CUDA-capable device is detected"
+        r"|No HIP GPUs are available|ProcessGroupNCCL is only supported with GPUs"
+        r"|^Invalid device id$"  # torch.nn.DataParallel
+        r"|You requested gpus?: \[[\d, ]*\]\s+But your machine only has: "  # Lightning
+        # accelerate, transformers
+        r"|mixed precision requires a (GPU|CUDA)\b|can only be used on CUDA (or \w+ )?devices",
+        re.IGNORECASE,
+    ),
+    "cuda-init-failed": re.compile(
+        r"CUDA unknown error|driver on your system is too old|CUDA driver initialization failed"
+        r"|driver version is insufficient"
+        r"|CUDA error: (initialization error|system not yet initialized"
+        r"|system has unsupported display driver|unknown error)"
+        r"|cuda runtime error \(3\) ?: initialization error"  # before torch 1.5
+        r"|Unexpected error from cudaGetDeviceCount"
+        r"|forward compatibility was attempted on non supported HW"
+        r"|libcudart functions unavailable",
+        re.IGNORECASE,
+    ),
+    "parameters-unused": re.compile(r"Expected to have finished reduction in the prior iteration"),
+    "models-differ": re.compile(
+        r"DDP expects same model across all ranks, but Rank (\d+) has (\d+) params, while"
+        r" rank (\d+) has inconsistent (\d+) params"
+    ),
+    "kernel-failed": re.compile(
+        r"device-side assert triggered|an illegal memory access was encountered"
+        r"|(CUDA|HIP) error: (misaligned address|unspecified launch failure|uncorrectable ECC error)"
+        r"|Memory access fault by GPU node-\d+"  # ROCm
+        r"|\.cu:\d+: .{0,300}Assertion `.{0,300}` ?failed"
+        r"|cuda runtime error \((59|77|700|710)\)",
+        re.IGNORECASE,
+    ),
+    "calls-differ": re.compile(  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        r"Detected mismatch between collectives on ranks\. Rank (\d+) is running collective: "
+        r".*?OpType=(\w+).*?\bRank (\d+) is running collective: .*?OpType=(\w+)",
+        re.DOTALL,
+    ),
+    "loader-killed": re.compile(
+        r"DataLoader worker \(pid\(?s?\)? ?(\d+)\) is killed by signal: "
+        r"([A-Z][\w/ ]+?)\.?(?:$| \(|\. )",
+        re.MULTILINE,
+    ),
+}
+
+URL_LACKS = re.compile(r"^Error initializing torch\.distributed using (?:tcp|file):// rendezvous: (port|path)\b")
+LIBRARY = re.compile(r"/torch/lib/|/nvidia/\w+/lib/|(^|/)lib(torch|c10)\w*\.so|/torch/_C\.")
+"""Paths of libraries that come with torch."""
+
+SYMBOL = re.compile(r"^_Z\w*?(2at\d|3c10|5torch)|^THP|^aoti_torch")
+"""Symbols that only torch's libraries have."""
+
+LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d[\d, ]*)\) exited unexpectedly")
+"""All that torch says when a worker of a DataLoader has ended and not by a signal."""
+
+PRODUCER_GONE = re.compile(r"[Uu]nable to open shared memory object </torch_\S{1,300}>.{0,300}No such file or directory")
+CUDA_NOT_STARTED = re.compile(r"(CUDA error|cuda runtime error \(3\)) ?: initialization error", re.IGNORECASE)
+NOT_AT_BARRIER = re.compile(r"\[Rank 0\]: Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+CAME_SHORT = re.compile(
+    r"store based barrier on rank.{0,300}\(world_size=(?P<all>\d+), worker_count=(?P<came>\d+),"
+    r"|waiting for (?:clients|workers)\. (?P<clients>\d+)/(?P<of>\d+) (?:clients|workers) joined"
+)
+KEYS = re.compile(r"wait timeout after \d+ ?ms, keys: (?P<keys>[^\n]+)")
+OWN_KEY = re.compile(r"//\w+//|barrier_key|^/?(default_pg/)?[\d/]*$|worker_count|^init/|ncclUniqueId")
+"""Keys that torch itself waits for in its store."""
+
+LOST = re.compile(
+    r"Did the remote server shutdown or crash|server has shut down too early"
+    r"|Failed to recv, got 0 bytes|recvValue failed|recvVector failed|sendBytes failed"
+    r"|(^|Error: )Socket Timeout",
+    re.IGNORECASE,
+)
+"""Texts of torch's own transports on a broken connection: they count wherever they occur."""
+
+WAITED = re.compile(
+    r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms"
+    r"|The client socket has (timed out|failed to connect)"
+    r"|Watchdog caught collective operation timeout|collective operation timeout"
+    r"|failed to pass monitoredBarrier"
+    r"|Timed out initializing process group in store based barrier|Timed out in synchronization"
+    r"|Timeout waiting for key|\b(TCP|File|Hash|Prefix)Store\b.{0,300}timed? ?out",
+    re.IGNORECASE,
+)
+"""Texts of torch's on others, or its store, that did not come within the time limit."""
+
+LOST_IN_A_CALL = re.compile(
+    r"Connection (reset|refused|closed|aborted)|Broken pipe|EOF|Interrupted system call"
+    r"|Transport endpoint|socketProgress|NET/Socket|Software caused connection abort"
+    r"|ncclSystemError",
+    re.IGNORECASE,
+)
+"""Texts that others write, too: they count where a call of torch's raised them, or the type is torch's."""
+
+WAITED_IN_A_CALL = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
+
+TYPES = ("DistNetworkError", "DistStoreError", "DistBackendError", "DistError", "C10dError")

@@ -1,0 +1,119 @@
+"""What was seen in a log: one value for each kind of thing that a failure is told by."""
+
+from __future__ import annotations
+
+from enum import Enum
+from signal import SIGKILL, SIGTERM
+from typing import NamedTuple
+
+import msgspec
+
+from rallypoint.diagnosis.raised import Raised
+
+
+class Speaker(NamedTuple):
+    """A process, as far as the log names it. Nobody: the line has no prefix that tells."""
+
+    rank: int = -1
+    name: str = ""  # what a report calls it: "rank 3", "local rank 1", "worker pid 933"
+    mark: str = ""  # the prefix as it stands in the log
+
+    @property
+    def known(self) -> bool:
+        return bool(self.name)
+
+
+NOBODY = Speaker()
+
+
+class Sign(Enum):
+    """What a place in a log is."""
+
+    RAISED = "raised"  # an exception: with a traceback, or a line that has an exception's form or a text of torch's
+    ENDED = "ended"  # somebody says how a process ended
+    KILLED_FOR_MEMORY = "killed for memory"  # the kernel's or Slurm's word that it did
+    INTERRUPTED = "interrupted"  # the launcher was told to stop, or the time of the job was over
+    CRASHED = "crashed"  # native code: faulthandler's dump, an exception of C++ that nobody caught
+    WATCHDOG = "watchdog"  # NCCL's watchdog: a collective did not end in time
+    NCCL = "nccl"  # NCCL's own warning
+    LOST = "lost"  # a line of torch's that says that a peer or the store is gone or did not come
+    UNREACHED = "unreached"  # a connection to the meeting point failed, with its reason
+    TOO_LARGE = "too large"  # torch's store refuses a message for its size, and closes the connection of whoever sent it
+    REPORTED = "reported"  # the headline of a report of rallypoint's own
+    NOT_STARTED = "not started"  # the interpreter, or Slurm, did not find the program
+    STALLED = "stalled"  # Horovod lists who waits for whom
+    SAME_RANK = "same rank"  # as many processes as a group has came to it, and some of them as the same rank
+    SPOKEN = "spoken"  # a line that plainly speaks of a failure, in words that are not known here
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a process ended, by the word of its launcher, of Slurm, of MPI or of the shell."""
+
+    code: int = 0
+    signal: int = 0
+    rank: int = -1
+    local_rank: int = -1
+    pid: int = 0
+    host: str = ""
+    by: str = ""  # who says so: "torchrun", "srun", ...
+    first: bool = False  # the launcher says that this was the first
+    status: str = ""  # Windows' own word for a crash, which has no signals there: "0xC0000005 (access violation)"
+
+
+class Collective(msgspec.Struct, frozen=True):
+    """What a rank was in when NCCL's watchdog gave up."""
+
+    sequence: int
+    kind: str  # "ALLREDUCE"
+    elements: int = -1
+    group: str = ""
+    milliseconds: int = 0
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where in the logs."""
+
+    log: str  # the name of the log, as the report shows it; "" when it came from nowhere that can be opened
+    line: int
+    last: int = 0  # the last line that belongs to it
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """`train.log:12`, as a report has it; () where there is no file to open."""
+        return (f"{self.log}:{self.line}",) if self.log else ()
+
+
+class Sighting(msgspec.Struct, frozen=True):
+    """One thing that was seen, once or many times."""
+
+    sign: Sign
+    place: Place
+    speaker: Speaker = NOBODY
+    text: str = ""
+    error: Raised | None = None
+    end: End | None = None
+    collective: Collective | None = None
+    lines: tuple[str, ...] = ()  # its own words, without prefix
+    times: int = 1
+    ranks: tuple[int, ...] = ()  # that the words name: both ranks of a shared GPU, the tasks that Slurm lists
+    went_on: bool = False  # the same process went on for long: it was handled
+    followed: bool = False  # the same process said something after it, and the log ends soon after
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """All that was seen in one or several logs."""
+
+    sightings: tuple[Sighting, ...]  # in the order of the logs
+    lines: int
+    ranks: tuple[int, ...]  # that some line names
+    stopped: tuple[int, ...]  # pids that the launcher says to have stopped
+    left_out: int = 0  # sightings beyond what is kept
+    failed: bool = False  # a launcher says that the job failed
+    empty: bool = False  # there was nothing to read
+    last_words: tuple[str, ...] = ()  # before the first word of a launcher on an end
+    restarts: tuple[Place, ...] = ()  # where a launcher says that it starts all ranks again
+
+    def has_failed(self, end: End) -> bool:
+        """Tell whether a process ended badly, and not because the launcher stopped it."""
+        stopped = end.signal == SIGTERM or (end.signal == SIGKILL and end.pid in self.stopped)
+        return bool(end.code or end.signal) and not stopped

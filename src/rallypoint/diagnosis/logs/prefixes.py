@@ -1,0 +1,126 @@
+"""Who said a line: the prefixes that launchers, schedulers and collectors of logs put before it."""
+
+from __future__ import annotations
+
+import re
+
+from rallypoint.diagnosis.log_events import NOBODY, Speaker
+
+_STRIPPED = 6  # prefixes of one line: a container's time, kubectl's pod, mpirun's tag, torchrun's, torch's own, and one to spare
+
+# What says nothing of who speaks, but stands in front.
+_CARRIERS = re.compile(
+    r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? (?:(?:stdout|stderr) [FP] )?"  # kubectl, docker, cri-o
+    r"(?=\S|  )(?!\||-|INFO|WARN|ERROR|DEBUG)"
+    # Determined, which puts the rank between its two marks where there are several.
+    r"|\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?Z?\] [0-9a-f]{8} (?:\|\| |(?=\[rank=\d+\] \|\| ))"
+    r"|\|\| ?(?=\S|  |$)"
+    # A progress bar of tqdm's, which ends without a newline.
+    r"|.{0,200}?\d \[[\d:]{4,12}<[\d:?]{1,12}, [^\]]{1,200}\](?=[^\s\]])"
+    r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "  # journald, syslog
+    r"|\[pod/[^\]]+\] "  # kubectl logs --prefix
+    r"|[\w.-]+[-_]\d+ +\| "  # docker compose
+    r"|(?:ERROR|WARNING|INFO|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[\w./-]+:\d+\]|[\w./-]+:\d+\]) ?(?=\S|  |$)"  # vLLM
+    r"|[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w./-]+\.py:\d+\] (?=  File |    |[A-Z]\w*Error: )"  # torch's elastic, quoting a process
+    # A logger that quotes ranks.
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+ - [\w.]+ - (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) - (?=\[rank\d+\]: )"
+    r"|[\w.-]+: (?=\[rank\d+\]:)"  # pdsh: the host
+)
+_RANK = re.compile(
+    r"\[rank(\d+)\]: ?"  # torch
+    r"|\[rank=(\d+)\] "
+    r"|\[\d+,(\d+)\]<std(?:err|out|diag)>: ?"  # mpirun --tag-output
+    r"|\[(\d{1,4})\] (?=\S|  )(?!NCCL)"  # rallypoint
+)
+_TASK = re.compile(r" ?(\d{1,5}): (?=\S|  |$)")  # srun --label
+_LOCAL = re.compile(r"\[[A-Za-z_]+(\d+)\]:(?!\d)")  # torchrun --tee: [default0]:
+_ROLE = re.compile(r"[a-z][\w-]*/\d+ \[(\d+)\]:")  # TorchX: trainer/0 [1]:
+_BRACKETED = re.compile(r"(\[[^\]\s]{1,60}\]):(?=(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): )")  # [trainer22|6]:RuntimeError: ...
+_NAMED = re.compile(r"\(([A-Za-z_]\w*) pid=(\d+)(?:, ip=[\d.]+)?\) ?")  # Ray, vLLM
+
+
+def split(text: str) -> tuple[Speaker, str]:
+    """Who said this line, and what was said. The innermost prefix names the speaker: torch knows its rank, what carries the log may not."""
+    speaker, mark = NOBODY, ""
+    for _ in range(_STRIPPED):
+        if (found := _CARRIERS.match(text)) is not None:
+            text = text[found.end() :]
+            continue
+        who = _speaker(text)
+        if who is None:
+            break
+        found, told = who
+        mark += found.group(0)
+        speaker = told if told.rank >= 0 or speaker.rank < 0 else speaker
+        text = text[found.end() :]
+    return (speaker._replace(mark=mark.rstrip()) if speaker.known else NOBODY), text
+
+
+def _speaker(text: str) -> tuple[re.Match[str], Speaker] | None:
+    head = text[:1]
+    if head == "[":
+        if (found := _RANK.match(text)) is not None:
+            rank = int(next(number for number in found.groups() if number is not None))
+            return found, Speaker(rank, f"rank {rank}")
+        if (found := _LOCAL.match(text)) is not None:
+            return found, Speaker(-1, f"local rank {found.group(1)}")
+        if (found := _BRACKETED.match(text)) is not None:
+            return found, Speaker(-1, found.group(1))
+    elif head == "(":
+        if (found := _NAMED.match(text)) is not None:
+            return found, Speaker(-1, f"{found.group(1)} pid {found.group(2)}")
+    elif "/" in text[:20] and (found := _ROLE.match(text)) is not None:
+        return found, Speaker(-1, f"local rank {found.group(1)}")
+    elif (head.isdigit() or head == " ") and (found := _TASK.match(text)) is not None:
+        return found, Speaker(int(found.group(1)), f"rank {found.group(1)}")
+    return None
+
+
+_BEFORE_FRAMES = re.compile(
+    r"(?!.{0,80}?(?:Error|Exception|ERROR|WARNING|CRITICAL|INFO|DEBUG)\b.{0,80}?Traceback)"  # what a logger wrote into the line is none
+    r"(?P<prefix>(?:\S{1,40} ){0,2}(?:\S{1,60}[:>\]]|\S{1,60} *\|) ?)"
+    r"(?=(?:\[rank\d+\]: ?)?(?:  File \"[^\"]+\", line \d+|Traceback \(most recent call last\):))"
+)
+_CLOCK = re.compile(r"\d:\d\d:\d\d")
+MOST_PREFIXES = 64  # forms of prefixes that one log may have
+
+
+class Prefixes:
+    """Prefixes that nobody here knows. Whatever stands before a frame of a traceback is one: "trainer-2:", "web  |", "10.0.0.4 [0]". Every
+    line that begins with it, or with what differs from it by its numbers alone, has one, too; one that tells the time names nobody."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, re.Pattern[str]] = {}
+
+    def split(self, text: str) -> tuple[Speaker, str]:
+        """As the function of that name, with the prefixes that this log has shown so far."""
+        speaker, said = split(text)
+        if len(self._known) < MOST_PREFIXES and ("  File " in said or "Traceback" in said):
+            found = _BEFORE_FRAMES.match(said)
+            if found is not None:
+                prefix = re.sub(r"\[rank\d+\]: ?$", "", found["prefix"])  # torch's own, which names the speaker
+                form = re.sub(r"\d+", r"\\d+", re.escape(prefix))
+                if prefix:
+                    self._known.setdefault(form, re.compile(form))
+        for known in self._known.values():
+            if (found := known.match(said)) is not None:
+                inner, rest = split(said[found.end() :])
+                if inner.known:
+                    return inner, rest
+                mark = found[0].rstrip()
+                named = speaker if speaker.known or _CLOCK.search(mark) else Speaker(-1, mark.rstrip(" :|>"), mark)
+                return named, rest
+        return speaker, said
+
+
+def before_traceback(said: str, speaker: Speaker) -> tuple[Speaker, str]:
+    """What another process, or the same, wrote into the line in which a traceback begins; and whose traceback it is."""
+    if (found := re.search(r"\[rank(\d+)\]: ?$", said)) is not None:
+        return Speaker(int(found[1]), f"rank {found[1]}", found[0].rstrip()), said[: found.start()]
+    return speaker, said.rstrip(" ,")
+
+
+def of_file(path: str) -> Speaker:
+    """The rank that the name of a log tells: `rank3.log`, `.../attempt_0/3/stderr.log`, `node-0-rank-3.out`."""
+    found = re.search(r"(?:^|[/_.-])rank[_.-]?(\d+)\b", path) or re.search(r"/attempt_\d+/(\d+)/std(?:err|out)\.log$", path)
+    return Speaker(int(found.group(1)), f"rank {found.group(1)}") if found else NOBODY

@@ -1,0 +1,375 @@
+"""Probe of an address: which addresses a name has, whether each of them answers, and with what.
+
+The kernel and the resolver know why a connection does not come about, and most programs keep that
+to themselves ("timed out"). Here every address is tried, each with its own error, and whoever
+answers is heard. `connecting`, `arrived`, `told` and the like are what the store's client uses, too
+(`store/client/connect.py`); `look` is for a diagnosis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from rallypoint.clock import Clock
+
+if TYPE_CHECKING:
+    from rallypoint.host.firewall import Blocked
+    from rallypoint.host.ports import PortHolder
+
+FIRST_BYTES = 128
+"""Bytes of an answer that are kept: a greeting or a status line, which says what it is."""
+
+ADDRESSES_MOST = 16
+"""Addresses of one name that are tried: a name that has more is one of a cloud's, and its first
+ones are as good as the rest."""
+
+RESOLVER_SHARE = 0.75
+"""Share of the time for a look that the resolver may take: what is left is enough for a connection
+within a building."""
+
+FIREWALL_TIMEOUT = 0.2
+"""Seconds for this machine's firewall rules, which are read only when packets to this very machine
+are dropped, or refused though somebody listens: as a rule it takes a tenth of that, and the report
+is waited for."""
+
+LISTENING_SHARE = 0.5
+"""Share of the time for a look that is for an answer to the greeting alone. A web server wants a
+whole line before it answers, or the end of what is said: then it gets that."""
+
+Place = tuple[socket.AddressFamily, tuple[object, ...]]
+"""A family, and an address as its sockets take it."""
+
+Outcome = Literal["answered", "closed", "silent", "refused", "unreachable", "dropped"]
+
+UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.ENETDOWN}
+"""Errors of the kernel when a packet finds no way, or may not be sent. (Everything else is the
+answer of whoever is there.)"""
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """One address, and what came of it."""
+
+    where: str  # "127.0.0.1:29500", "[::1]:29500"
+    outcome: Outcome
+    errno: int = 0
+    first: bytes = b""  # what it answered
+
+    def __str__(self) -> str:
+        return f"{self.where}: {_OUTCOMES[self.outcome]}" + (f" ({os.strerror(self.errno)}, errno {self.errno})" if self.errno else "")
+
+
+_OUTCOMES: dict[Outcome, str] = {
+    "answered": "somebody answered",
+    "closed": "it accepted the connection and closed it",
+    "silent": "it accepted the connection and said nothing",
+    "refused": "nothing listens there",
+    "unreachable": "there is no way to it",
+    "dropped": "no answer at all",
+}
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """Result of `look`."""
+
+    host: str
+    port: int
+    tried: tuple[Tried, ...] = ()
+    unresolved: str = ""  # the resolver's words, or that it gave no answer; then nothing was tried
+    unanswered: bool = False  # the latter
+    here: bool = False  # one of the addresses is this machine's
+    holders: tuple[str, ...] = ()  # who listens on the port on this machine, a line each, when it is this machine's
+    stopped: int = 0  # the pid of one of them that stands still (state T)
+    rules: tuple[str, ...] = ()  # what this machine's firewall has to do with it, when packets to itself are dropped; unread is said
+    rejected: Blocked | None = None  # the rule of this machine's firewall that refuses, or may refuse, what somebody listens for
+    seconds: float = 0.0  # that the look took
+
+    @property
+    def address(self) -> str:
+        """`node07:29500`."""
+        return address_of(self.host, self.port)
+
+    @property
+    def outcome(self) -> Outcome | Literal["unresolved"]:
+        """Return the most telling one of all addresses: who answered, rather than who did not."""
+        if self.unresolved or not self.tried:
+            return "unresolved"
+        return min((one.outcome for one in self.tried), key=list(_OUTCOMES).index)
+
+    @property
+    def first(self) -> bytes:
+        """Return what was answered, if anything was."""
+        return next((one.first for one in self.tried if one.first), b"")
+
+
+def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
+    """Try every address of `host`, all at once, and hear what is answered to `greeting`; `timeout`
+    is for all of it, in seconds.
+
+    Raises nothing. Takes a tenth of a second when somebody answers or refuses, and the whole time
+    when packets are dropped.
+    """
+    from rallypoint.host import resolver  # here: a client that connects needs no subprocess
+
+    clock = Clock()
+    places, unresolved, unanswered = numeric(host, port), "", False
+    if not places:
+        answer = resolver.ask([host], timeout=timeout * RESOLVER_SHARE)[host]
+        places = [place for ip in answer.found[:ADDRESSES_MOST] for place in numeric(ip, port)]
+        unanswered = answer.silent
+        unresolved = "" if places else answer.error or f"the resolver gave no answer within {answer.took:.1f} s"
+    tried = _try_all(places, greeting, timeout, clock)
+    ips = {described(family, sockaddr): str(sockaddr[0]) for family, sockaddr in places}
+    here = any(is_own(family, str(sockaddr[0])) for family, sockaddr in places)
+    listening = _listeners(port) if here and port else ()
+    lines = tuple(holder.line() for holder in listening)
+    rules: tuple[str, ...] = ()
+    rejected: Blocked | None = None
+    refusing = [ips.get(one.where, "") for one in tried if one.outcome == "refused"]
+    refusing = [ip for ip in refusing if any(holder.accepts_at(ip) for holder in listening)]
+    if refusing:  # where no rule that does so is read he began to listen a moment ago
+        rejected = _rejecting(port, version=6 if ":" in refusing[0] else 4)
+    elif here and any(one.outcome in ("dropped", "unreachable") for one in tried):
+        rules = _rules(port)
+    return Reached(host, port, tried, unresolved, unanswered, here, lines, _stopped(listening), rules, rejected, clock.elapsed())
+
+
+class Looking:
+    """A `look` in a thread of its own, for a loop that must not wait. `result` is None until it is
+    done, and stays so where no thread can be started."""
+
+    def __init__(self, host: str, port: int, greeting: bytes, timeout: float) -> None:
+        self.result: Reached | None = None
+        self.address = (host, port)
+        self._asked = (host, port, greeting, timeout)
+        with contextlib.suppress(RuntimeError):  # as many processes as this user may have, or this container: nothing is seen there
+            threading.Thread(target=self._look, name=f"rallypoint: look at {host}", daemon=True).start()
+
+    def _look(self) -> None:
+        self.result = look(*self._asked)
+
+
+def connecting(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> socket.socket:
+    """Return a non-blocking stream socket that is on its way. OSError when the kernel refuses at
+    once."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        error = sock.connect_ex(sockaddr if family != socket.AF_UNIX else str(sockaddr[0]))
+        if error not in (0, errno.EINPROGRESS):
+            raise OSError(error, os.strerror(error))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def arrived(sock: socket.socket) -> None:
+    """Check a socket that was connecting and became writable: OSError when it is not connected all
+    the same."""
+    error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))
+    if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+        # The port is one of those that the kernel gives to clients, and it gave this very one to us: TCP then connects a
+        # socket with itself. One attempt in 28,000, and there are jobs that make as many.
+        raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def told(error: OSError) -> tuple[Literal["refused", "unreachable"], str]:
+    """Classify why a connection was not made, apart by whom: what is there, or the way to it; and
+    in words."""
+    if error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.EAGAIN):
+        text = {errno.ENOENT: "there is no such socket", errno.EAGAIN: "its queue of connections is full"}
+        return "refused", text.get(error.errno, "nothing listens there")
+    return "unreachable" if error.errno in UNREACHABLE else "refused", error.strerror or str(error)
+
+
+def described(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> str:
+    """`127.0.0.1:29500`, `[::1]:29500`, the path of a Unix socket."""
+    return str(sockaddr[0]) if family == socket.AF_UNIX else address_of(str(sockaddr[0]), int(str(sockaddr[1])))
+
+
+def address_of(host: str, port: int) -> str:
+    """`127.0.0.1:29500`, `[::1]:29500`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def by_turns(found: list[Place]) -> list[Place]:
+    """IPv6 and IPv4 by turns, the resolver's first choice first (RFC 8305)."""
+    first = [entry for entry in found if entry[0] == found[0][0]]
+    others = [entry for entry in found if entry[0] != found[0][0]]
+
+    def turns() -> Iterator[Place]:
+        for index in range(max(len(first), len(others))):
+            yield from first[index : index + 1]
+            yield from others[index : index + 1]
+
+    return list(turns())
+
+
+def numeric(host: str, port: int) -> list[Place]:
+    """Return the address itself, when `host` is one; nothing for a name, which the resolver must be
+    asked for."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host)
+        except (OSError, ValueError):
+            continue
+        return [(family, (host, port) if family == socket.AF_INET else (host, port, 0, 0))]
+    return []
+
+
+def is_own(family: socket.AddressFamily, ip: str) -> bool:
+    """Tell whether this machine has the address: only its own may be bound."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((ip, 0))
+    except OSError:
+        return False
+    return True
+
+
+def elsewhere(host: str, timeout: float) -> tuple[str, str] | None:
+    """Return why `host` is not this machine: a code and a sentence; None when it is. A resolver
+    that gives no answer in `timeout` seconds says neither: then it counts as this machine."""
+    from rallypoint.host import resolver
+
+    places = numeric(host, 0)
+    if not places:
+        answer = resolver.ask([host], timeout=timeout)[host]
+        if answer.silent:
+            return None
+        if not answer.found:
+            return "address-unresolved", f"{host} has no address here ({answer.error})"
+        places = [place for ip in answer.found for place in numeric(ip, 0)]
+    if any(is_own(family, str(sockaddr[0])) for family, sockaddr in places):
+        return None
+    return "address-unavailable", f"{host} is not this machine: {places[0][1][0]} is none of its addresses"
+
+
+def listener(host: str, port: int) -> PortHolder | None:
+    """Return who listens on a port of this machine's, when it can be seen; None for another
+    machine's. Names are not resolved."""
+    if host != "localhost" and not any(is_own(family, host) for family, _ in numeric(host, port)):
+        return None
+    return next(iter(_listeners(port)), None)
+
+
+def shown(first: bytes) -> str:
+    """Return the first line of what somebody answered, as text if it is text."""
+    line = first[:64].splitlines()[0] if first.strip() else first[:64]
+    return repr(line.decode("ascii")) if line.isascii() and all(32 <= byte < 127 or byte == 9 for byte in line) else line[:16].hex(" ")
+
+
+def _try_all(places: list[Place], greeting: bytes, timeout: float, clock: Clock) -> tuple[Tried, ...]:
+    found: dict[str, Tried] = {}
+    ways: dict[int, _Way] = {}
+    poll = select.poll()
+    for family, sockaddr in places:
+        where = described(family, sockaddr)
+        try:
+            way = _Way(where, connecting(family, sockaddr), greeting)
+        except OSError as error:
+            found[where] = Tried(where, told(error)[0], error.errno or 0)
+            continue
+        except OverflowError:  # no port has this number: it was read in what a program said
+            found[where] = Tried(where, "unreachable")
+            continue
+        ways[way.sock.fileno()] = way
+        poll.register(way.sock, select.POLLOUT)
+    more = timeout * LISTENING_SHARE
+    try:
+        while ways and (now := clock.elapsed()) < timeout:
+            if now >= more:
+                more = timeout
+                for way in ways.values():
+                    way.say_no_more()
+            for fd, _ in poll.poll((more - now) * 1000.0):
+                way = ways[fd]
+                result = way.step()
+                if result is None:
+                    poll.modify(fd, select.POLLIN)
+                    continue
+                found[way.where] = result
+                poll.unregister(fd)
+                ways.pop(fd).sock.close()
+        found.update({way.where: way.too_late() for way in ways.values()})
+    finally:
+        for way in ways.values():
+            way.sock.close()
+    return tuple(found[where] for where in dict.fromkeys(described(*place) for place in places))
+
+
+class _Way:
+    """One address: connecting → greeted → heard."""
+
+    def __init__(self, where: str, sock: socket.socket, greeting: bytes) -> None:
+        self.where = where
+        self.sock = sock
+        self._greeting = greeting
+        self._connected = False
+
+    def step(self) -> Tried | None:
+        """Go on as far as it goes without waiting; None while there is no result."""
+        try:
+            if not self._connected:
+                arrived(self.sock)
+                self._connected = True
+                self.sock.send(self._greeting, socket.MSG_NOSIGNAL)  # a few bytes into an empty buffer: all of them at once
+                return None
+            first = self.sock.recv(FIRST_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return Tried(self.where, "closed" if self._connected else told(error)[0], error.errno or 0)
+        return Tried(self.where, "answered" if first else "closed", first=first)
+
+    def say_no_more(self) -> None:
+        """End what is said: a service that waits for the rest of a line answers when there is
+        none."""
+        if self._connected:
+            with contextlib.suppress(OSError):  # it is closed by now, which the next step sees
+                self.sock.shutdown(socket.SHUT_WR)
+
+    def too_late(self) -> Tried:
+        return Tried(self.where, "silent" if self._connected else "dropped")
+
+
+def _rules(port: int) -> tuple[str, ...]:
+    from rallypoint.host import firewall
+
+    found = firewall.read_firewall(FIREWALL_TIMEOUT)
+    blocked = found.blocked(port)
+    if blocked is not None:
+        return (str(blocked),)
+    return tuple(found.unread[:2]) or ("no rule of this machine's firewall drops it",)
+
+
+def _rejecting(port: int, version: int) -> Blocked | None:
+    from rallypoint.host import firewall
+
+    blocked = firewall.read_firewall(FIREWALL_TIMEOUT).blocked(port, version=version)
+    return blocked if blocked is not None and blocked.does == "reject" else None
+
+
+def _listeners(port: int) -> tuple[PortHolder, ...]:
+    from rallypoint.host import ports
+
+    return tuple(holder for holder in ports.holders(port) if holder.state == "listening")
+
+
+def _stopped(listening: tuple[PortHolder, ...]) -> int:
+    from rallypoint.host import processes  # here: it loads ctypes, and servers rarely stand still
+
+    return next((holder.pid for holder in listening if holder.pid and processes.is_stopped(holder.pid)), 0)

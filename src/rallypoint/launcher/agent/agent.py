@@ -1,0 +1,473 @@
+"""Agent of a node: starts the parts of a job, runs the loop, and does what the supervisor decides."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rallypoint.clock import Clock
+from rallypoint.diagnosis import root_cause
+from rallypoint.diagnosis.evidence import JobEvidence
+from rallypoint.diagnosis.report import Report
+from rallypoint.host import processes, signals
+from rallypoint.launcher import exception_capture, protocol
+from rallypoint.launcher.agent import guard, helper_processes, supervisor
+from rallypoint.launcher.agent.event_loop import Loop
+from rallypoint.launcher.agent.helper_processes import HelperProcesses
+from rallypoint.launcher.agent.job import Job
+from rallypoint.launcher.agent.launch_request import CallerGone, LaunchRequest
+from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
+from rallypoint.launcher.agent.process_handles import RankHandle, TemplateHandle
+from rallypoint.launcher.agent.supervisor import (
+    Action,
+    AskEvidence,
+    CallRoll,
+    CleanGroup,
+    CleanUp,
+    Leave,
+    LookWhetherStuck,
+    MakeReport,
+    SayHopeless,
+    SayKilled,
+    SayWaiting,
+    SetTimer,
+    SignalGroup,
+    StartRanks,
+    Supervisor,
+)
+from rallypoint.launcher.plan import Plan
+from rallypoint.launcher.protocol import Finish, Interrupt, Outcome, Restarted
+from rallypoint.record.disk_writer import DiskWriter
+
+if TYPE_CHECKING:
+    from rallypoint.host.ports import HeldPort
+    from rallypoint.launcher.agent.attempt import Attempt
+    from rallypoint.launcher.rendezvous_file import RendezvousFile
+
+# Seconds between SIGTERM and SIGKILL when the time of a call is over, and its caller has not said how much
+# of it is the grace: enough for a handler that closes a file, and too short to be waited for.
+OVERDUE_GRACE = 1.0
+# Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that takes
+# nothing makes it longer.
+DRAIN_TIMEOUT = 5.0
+# Seconds after which a helper that was stopped (SIGSTOP) is continued. A person who suspends a whole job
+# stops one process after the other, and this one among them, before that.
+HELPER_PATIENCE = 1.0
+
+
+def run(plan: Plan) -> int:
+    """Carry out a plan; return the exit status. Raises `EnvironmentProblem` or `UsageError` when nothing could be started."""
+    processes.open_standard_descriptors()
+    with contextlib.ExitStack() as stack:
+        # Before anything is started: a port or place that another job has is told at once, not after the import of torch.
+        held, place = _held(plan), _taken(plan)
+        if held is not None:
+            stack.callback(held.release)
+        if place is not None:
+            stack.callback(place.give_back)
+        agent = Agent(plan, held=held, place=place)
+        try:
+            return agent.run()
+        finally:
+            agent.close()
+
+
+def _held(plan: Plan) -> HeldPort | None:
+    """Bind the first attempt's meeting point when it has to be a certain port or one of a few.
+
+    Guard and template close what they inherit.
+    """
+    if not plan.master_port and plan.port_range is None:
+        return None
+    from rallypoint.host import ports
+
+    return ports.hold_port(plan.master_port, plan.master_addr, plan.port_range)
+
+
+def _taken(plan: Plan) -> RendezvousFile | None:
+    if not plan.rendezvous:
+        return None
+    from rallypoint.launcher import rendezvous_file
+
+    return rendezvous_file.take(plan.rendezvous, plan.job)
+
+
+class Agent:
+    """One node's share of a job: owns the signals, the screen, the run folder and the listening socket.
+
+    With a `request` it carries out one call of `launch`: guard and template belong to that and stay, and so does the process.
+    """
+
+    def __init__(
+        self, plan: Plan, request: LaunchRequest | None = None, *, held: HeldPort | None = None, place: RendezvousFile | None = None
+    ) -> None:  # fmt: skip
+        """`held`: the first attempt's meeting point, if it was bound before. `place`: where the job says on a shared file
+        system where its ranks meet."""
+        self.plan = plan
+        self.request = request
+        self._ignored = signals.ignored()
+        # Children of this process from before it became the launcher (a shell's `monitor & exec rallypoint run`) are not
+        # the job's, nor is what they leave behind; nor are orphans that the first process of a container gets.
+        adopts_strangers = request is None and (os.getpid() == 1 or bool(processes.children()))
+        self._files_limit = processes.prepare_to_supervise() if request is None else request.files_limit
+        wanted = {signal.SIGINT, signal.SIGCHLD, *(signal.Signals[name] for name in (*plan.signals, *plan.notices))}
+        if request is None:
+            wanted.add(signal.SIGTSTP)
+        self._signals = signals.SignalLog(wanted)
+        self._helpers = HelperProcesses(guard.start(f"RALLYPOINT_JOB={plan.job}".encode())) if request is None else request.helpers
+        self._hooks = not plan.plain and plan.start != "exec"
+        self.parts = PreloadedParts(plan)
+        self.signalled_by = ""
+        self._overdue = 0.0  # seconds that the job was given, when they are over
+        self._status: int | None = None
+        if self._helpers.template is None:
+            self._helpers.use(self._start_template(imports=plan.start == "template"))
+        self._make_parts(adopts_strangers, held, place)
+
+    def _make_parts(self, adopts_strangers: bool, held: HeldPort | None, place: RendezvousFile | None) -> None:
+        """Import and make everything else, while the template imports torch."""
+        from rallypoint.host import ports
+        from rallypoint.launcher.agent.console import Console
+        from rallypoint.launcher.agent.evidence_collection import EvidenceCollection, RollCall, UnresponsiveRanks
+        from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
+        from rallypoint.launcher.agent.hang_monitor import HangMonitor
+        from rallypoint.launcher.agent.rank_endings import RankEndings
+        from rallypoint.launcher.agent.rank_starter import RankStarter
+        from rallypoint.launcher.agent.rank_streams import RankStreams
+        from rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor
+        from rallypoint.launcher.agent.reporter import Reporter, open_folder
+        from rallypoint.launcher.agent.spawned_ranks import SpawnedRanks
+        from rallypoint.launcher.agent.template_messages import TemplateMessages
+        from rallypoint.launcher.agent.worker_messages import WorkerMessages
+
+        plan, request, clock = self.plan, self.request, Clock()
+        try:
+            if plan.torch:
+                ports.check_loopback(plan.master_addr)  # torch would try for a minute, with a thousand lines
+            folder, writer = open_folder(plan), DiskWriter()
+            console = Console(plan, folder.path, request.outputs if request is not None else (1, 2))
+            streams = RankStreams(plan, folder, console)
+            reporter = Reporter(plan, clock, folder, writer, console)
+        except BaseException:  # the run folder belongs to another job: the user reads that, and nothing may stay behind
+            if request is None:
+                self._helpers.end()
+            self._signals.close()
+            raise
+        self._console, self._reporter, self._loop = console, reporter, Loop(clock)
+        decider = Supervisor(
+            world_size=plan.world.size,
+            max_restarts=plan.max_restarts,
+            grace=plan.grace,
+            on_failure=plan.on_failure,
+            roll_call=plan.roll_call,
+        )
+        self.job = job = Job(
+            plan,
+            self._loop,
+            self._new_attempt(0, started=False),
+            decider,
+            self._do,
+            helpers=self._helpers,
+            console=console,
+            reporter=reporter,
+            evidence=EvidenceGatherer(plan, clock, folder.path, writer, console),
+        )
+        self._rendezvous = RendezvousMonitor(job)
+        self._evidence_collection, self._roll_call = EvidenceCollection(job, self._rendezvous), RollCall(job, self._rendezvous)
+        self._unresponsive = UnresponsiveRanks(job)
+        self._hang_monitor = HangMonitor(job, hooks=self._hooks, stop=self._on_stop)
+        self._hang_monitor.open_door(self._helpers.guard)
+        spawned = SpawnedRanks(job, self._rendezvous, self._roll_call, self._hang_monitor)
+        messages = WorkerMessages(job, self._rendezvous, spawned, self.parts, self._tell_caller)
+        self._endings = RankEndings(job, messages, adopts_strangers=adopts_strangers, spared=self._throwaway)
+        self._starter = RankStarter(
+            job,
+            streams,
+            messages,
+            self._endings,
+            self._rendezvous,
+            self._hang_monitor,
+            spawned,
+            new_attempt=self._begin_attempt,
+            hooks=self._hooks,
+        )
+        self._starter.held, self._starter.place = held, place
+        self._loop.watch(self._signals.fileno(), self._on_signal)
+        self._template_messages = TemplateMessages(
+            job, self._starter, self._endings, self.parts, lambda imports: self._start_template(imports=imports)
+        )
+        if request is not None:
+            self._watch_caller(request)
+
+    def _throwaway(self) -> int:
+        """Return the pid of the search for an unsafe line, which descends from this process and ends by itself; 0: none."""
+        found = self._template_messages.unsafe_import
+        return found.pid if found is not None else 0
+
+    def _start_template(self, *, imports: bool) -> TemplateHandle:
+        plan = self.plan
+        return helper_processes.start_template(
+            plan.program,
+            plan.preload,
+            {**os.environ, **(plan.environment if self.request is None else {"RALLYPOINT_JOB": plan.job})},
+            parts=self.parts.early,
+            imports=imports,
+            hooks=self._hooks,
+            paths=plan.task.paths if plan.task is not None else None,
+            files_limit=self._files_limit,
+            guard=self._helpers.guard,
+        )
+
+    def _begin_attempt(self, number: int) -> Attempt:
+        attempt = self._new_attempt(number)
+        if self.request is not None and number:
+            self._tell_caller(Restarted(number))
+        return attempt
+
+    def _new_attempt(self, number: int, *, started: bool = True) -> Attempt:
+        from rallypoint.launcher.agent.attempt import Attempt
+
+        payload = self.request.payload if self.request is not None else ()
+        began = self._loop.clock.wall()
+        return Attempt(self.plan, number, began=began, ignored=self._ignored, hooks=self._hooks, started=started, parcel=payload)
+
+    # --- for the caller of this module
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """Reports of all attempts."""
+        return self._reporter.reports
+
+    @property
+    def learnt(self) -> tuple[str, ...]:
+        """Parts of torch that every rank has imported after the fork, and that may be imported before it."""
+        return self.parts.learnt(self.ranks)
+
+    @property
+    def ranks(self) -> list[RankHandle]:
+        """Ranks of this attempt, by rank; none before the first."""
+        return self.job.ranks
+
+    def run(self) -> int:
+        """Run the loop until the supervisor says `Leave`; return the exit status."""
+        self._console.start()
+        if self.plan.start != "template":
+            self._console.live(None)
+        self._look_for_stopped()  # perhaps since the last call
+        if not processes.sees_processes():
+            self._console.say("rallypoint: /proc shows another pid namespace: what ranks leave running is found in their own groups alone")
+        if self._helpers.ready:
+            self.job.feed(supervisor.Prepared())
+        while self._status is None:
+            self._loop.turn()
+            self._console.show_phases(self.ranks, self.job.state)
+        return self._status
+
+    def close(self) -> None:
+        """Leave nothing behind, whatever happened. May be called in any state."""
+        if self._template_messages.unsafe_import is not None:
+            self._template_messages.unsafe_import.tell()
+        self._hang_monitor.close()
+        self._console.say_children(self.ranks)
+        if self.request is not None:
+            self._template_messages.await_forks()
+            left = self._endings.kill_family()
+            self._endings.reap_ranks()
+            self._endings.reap_orphans()
+        else:
+            self._endings.kill_family()
+            self.job.template.order(Finish())
+            self.job.template.end()
+            left = self._endings.kill_family(also_helpers=True)
+            self._endings.reap_everything()
+        self._starter.close_store("the job is over")
+        if self.request is None:
+            self._helpers.guard.farewell()
+        kept = self._reporter.keep_learnt(self.learnt, self.parts.spoilt)
+        if self._status == 0:
+            self._console.say_imports(self.ranks, self.learnt if kept else ())
+        self._console.live(None)
+        self._console.say_immortal(left)
+        self._reporter.close(self._status, interrupted=self._must_leave)
+        self._hang_monitor.end()
+        self._starter.close_attempt()
+        self._loop.close()
+        self._signals.close()
+
+    # --- what the supervisor decides
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case StartRanks():
+                self._starter.start(action)
+            case AskEvidence():
+                self._evidence_collection.begin(action)
+            case MakeReport():
+                self._make_report(action)
+            case CallRoll():
+                self._roll_call.begin(action)
+            case SignalGroup():
+                if not self._endings.signal_group(action):
+                    self._starter.stop()
+            case SayWaiting(ranks, seconds, hurry):
+                self._console.say_waiting(ranks, seconds, hurry)
+            case SayHopeless(times):
+                self._console.say(
+                    f"rallypoint: the same failure {times} times, soon after each start: not started again "
+                    f"(attempt {self.job.supervisor.attempt} of {self.plan.max_restarts})"
+                )
+            case SayKilled(ranks, because, asked):
+                self._console.say_killed(ranks, because, asked=asked)
+            case LookWhetherStuck():
+                self._unresponsive.begin(action)
+            case CleanGroup():
+                self._endings.clean_group(action)
+            case SetTimer():
+                self.job.remind(action.name, action.at)
+            case CleanUp():
+                self._clean_up(action)
+            case Leave():
+                self._status = action.status
+
+    def _make_report(self, action: MakeReport) -> None:
+        if self.job.problem is not None and action.reason == "start":
+            reports = self._reporter.report_problem(self.job.problem)
+        else:
+            reports = self._judged(action)
+        self.job.feed(supervisor.Judged(reports[0].exit_status, root_cause.same_again(reports[0])))
+
+    def _judged(self, action: MakeReport) -> tuple[Report, ...]:
+        """Gather the evidence, judge it, show the reports."""
+        job = self.job
+        misfit = self._rendezvous.cause_of_all() if action.reason == "failure" else None
+        of_members = misfit is not None or action.reason == "interrupted"
+        ranks = job.members if of_members else self.ranks
+        known = JobEvidence(
+            program=exception_capture.sayable(self.plan.program.target),
+            world_size=job.size if of_members else self.plan.world.size,
+            ranks=(),
+            attempt=job.supervisor.attempt,
+            held_address=job.attempt.held,
+            interrupted_by=self.signalled_by if action.reason == "interrupted" else "",
+            overdue=self._overdue if action.reason == "overdue" else 0.0,
+            helper=job.lost if action.reason == "helper" else None,
+            stop_reason=action.because,
+            reached=self._rendezvous.reached,
+        )
+        # A job that goes on when ranks fail asks nobody for a stack.
+        asked = self.plan.on_failure != "continue" or bool(known.interrupted_by or known.overdue)
+        return self._reporter.report(ranks, job.evidence.gather(ranks, known, asked=asked), misfit, asked=asked)
+
+    def _clean_up(self, action: CleanUp) -> None:
+        """End what the ranks left running, and this attempt's host. Every rank has ended."""
+        self._endings.end_leftovers(self._hurries() if action.gently else None)
+        self.job.attempt.release()
+        # The call's, a visitor's and those of template and guard are not the attempt's.
+        self._loop.forget_all_but("overdue", "standing", "unsafe import", "stopped guard", "stopped template")
+        # Show all that the ranks said. A caller of `launch` that reads nothing just now (Ctrl-S, Ctrl-Z) loses nothing.
+        while not self._console.settle(DRAIN_TIMEOUT) and self.request is not None and self.request.is_awaited():
+            continue
+        self._reporter.event("attempt-ended", because=action.because, attempt=self.job.attempt.number)
+
+    def _hurries(self) -> dict[int, Callable[[], bool]]:
+        """Return what ends every grace at once: a signal to us, the caller's interrupt, its end."""
+        signalled = {self._signals.fileno(): lambda: any(number != signal.SIGCHLD for number in self._signals.read())}
+        if self.request is None:
+            return signalled
+        return {**signalled, self.request.line.fileno(): lambda: True, self.request.caller: lambda: True}
+
+    def _must_leave(self) -> bool:
+        """Return whether a job that is over must not wait for a reader that pauses: what ends the launcher from outside, and a
+        second Ctrl-C, leave no time for it. `launch` has waited already, for as long as its caller wants."""
+        signalled = any(number != signal.SIGCHLD for number in self._signals.read())
+        return signalled or self.request is not None or self.signalled_by not in ("", "SIGINT")
+
+    # --- the caller of launch
+
+    def _watch_caller(self, request: LaunchRequest) -> None:
+        self._loop.watch(request.line.fileno(), lambda: self._on_caller(request))
+        self._loop.watch(request.caller, self._on_caller_end)
+        if request.timeout is not None:
+            timeout, grace = request.timeout, request.grace
+            self._loop.at("overdue", self._loop.now + timeout - (grace or 0.0), lambda now: self._on_overdue(timeout, grace))
+
+    def _tell_caller(self, message: Restarted | Outcome, fds: Sequence[int] = ()) -> None:
+        assert self.request is not None
+        with contextlib.suppress(OSError):  # it has ended, which its pidfd says, too
+            protocol.send(self.request.line, message, fds)
+
+    def _on_caller(self, request: LaunchRequest) -> None:
+        message, _ = protocol.receive(request.line)
+        if not isinstance(message, Interrupt):
+            raise CallerGone
+        self._reporter.event("signal-received", signal=message.signal)
+        self._end_by(message.signal)
+
+    def _on_caller_end(self) -> None:
+        raise CallerGone
+
+    def _on_overdue(self, timeout: float, grace: float | None) -> None:
+        self._overdue = timeout
+        self.job.feed(supervisor.Overdue(timeout, grace or OVERDUE_GRACE))
+
+    # --- signals
+
+    def _on_signal(self) -> None:
+        for number in self._signals.read():
+            if number == signal.SIGCHLD:
+                self._endings.reap_orphans()
+                self._look_for_stopped()
+                continue
+            if number == signal.SIGTSTP:
+                self._suspend()
+                continue
+            self._reporter.event("signal-received", signal=number.name)
+            if number.name in self.plan.notices:
+                self._on_notice(number.name)
+            else:
+                self._end_by(number.name)
+
+    def _end_by(self, name: str) -> None:
+        """End the job because of a signal."""
+        self.signalled_by = self.signalled_by or name
+        self.job.feed(supervisor.Signalled(name, signal.Signals[name]))
+
+    def _on_stop(self) -> None:
+        """End the job because `rallypoint stop` asks for it."""
+        self._reporter.event("signal-received", signal="SIGTERM", because="rallypoint stop asks")
+        self._console.say("rallypoint: rallypoint stop ends this job")
+        self._end_by("SIGTERM")
+
+    def _on_notice(self, name: str) -> None:
+        """Hand on that a batch system will end the job soon. The job goes on."""
+        self._starter.noticed = True
+        living = [handle for handle in self.ranks if handle.alive]
+        handed = [handle.rank for handle in living if handle.notice(name)]
+        self._console.say_notice(name, handed, [handle.rank for handle in living if handle.rank not in handed])
+
+    def _suspend(self) -> None:
+        """Stop the ranks, whose sessions the terminal does not reach, and this process, for Ctrl-Z; `fg` continues all."""
+        living = [handle for handle in self.ranks if handle.alive]
+        for handle in living:
+            processes.send_group(handle.pid, signal.SIGSTOP)
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # it stands here until SIGCONT
+        signal.signal(signal.SIGTSTP, handler)
+        for handle in living:
+            processes.send_group(handle.pid, signal.SIGCONT)
+
+    def _look_for_stopped(self) -> None:
+        """Have helpers that were stopped continued. The kernel tells a parent of that, and nobody has a reason to stop one alone."""
+        for name, pid in (("guard", self._helpers.guard.pid), ("template", self.job.template.pid)):
+            with contextlib.suppress(ChildProcessError):  # it is gone
+                if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
+                    self._loop.by(f"stopped {name}", self._loop.now + HELPER_PATIENCE, functools.partial(self._go_on, name, pid))
+
+    def _go_on(self, name: str, pid: int, now: float) -> None:
+        if processes.is_stopped(pid):
+            self._console.say(f"rallypoint: the {name} (pid {pid}), a helper of the launcher's, was stopped (SIGSTOP): it is continued")
+            os.kill(pid, signal.SIGCONT)  # a child of ours that is not reaped: the number is still its own

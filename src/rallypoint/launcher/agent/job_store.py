@@ -1,0 +1,121 @@
+"""The store of one attempt: an address from the start, a server from the first client on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rallypoint.host import processes, unix_sockets
+from rallypoint.launcher.exits import describe
+from rallypoint.store.discovery import SECRET_BYTES, new_secret
+
+if TYPE_CHECKING:
+    from rallypoint.launcher.agent.process_handles import RankHandle
+    from rallypoint.store.server.server import Server
+    from rallypoint.store.state.attendance import Sighting
+
+
+class JobStore:
+    """A Unix socket and a secret of their own for each attempt, so that no key of one that has ended is found by the next.
+
+    A job that does not use its store costs three descriptors and a folder: nothing is imported and no thread runs before `serve`.
+    `EnvironmentProblem` ("socket-unavailable") when there is no folder for the socket, OSError when descriptors run out.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._server: Server | None = None
+        self._listener, self.path = unix_sockets.private_socket("store.sock")
+        try:
+            self.secret = processes.sealed_memory_file("rallypoint-secret", new_secret())
+        except BaseException:
+            self._listener.close()
+            unix_sockets.remove(self.path)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<JobStore {self.address}: {'serving' if self._server else 'not used yet'}>"
+
+    @property
+    def address(self) -> str:
+        """What RALLYPOINT_STORE says."""
+        return f"unix://{self.path}"
+
+    def fileno(self) -> int:
+        """Readable when the first client has come; not to be watched any more after `serve`."""
+        return self._listener.fileno()
+
+    def serve(self, ranks: Sequence[RankHandle], now: Callable[[], float]) -> None:
+        """Start the server. The client that made `fileno` readable is accepted by it. Raises what a thread or an import may raise.
+
+        `ranks` are those of the attempt, and `now` the clock that their times are of: an error that somebody is missing says what is
+        seen of him here.
+        """
+        from rallypoint.store.server.server import Server
+
+        server = Server(
+            listeners=[self._listener],
+            secret=os.pread(self.secret, SECRET_BYTES, 0),
+            job=self._job,
+            address=self.address,
+            roster=lambda: roster(ranks, now()),
+        )
+        # Its threads inherit the mask: signals are the loop's, which waits in epoll and must be the one that is woken.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            server.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._server = server
+
+    def stop(self, reason: str) -> None:
+        """Tell the clients, close, remove the folder. May be called twice."""
+        if self._server is not None:
+            self._server.stop(reason)
+            self._server = None
+        self._listener.close()
+        unix_sockets.remove(self.path)
+        if self.secret >= 0:
+            os.close(self.secret)
+            self.secret = -1
+
+
+_PHASES = {
+    "importing": "running",  # a program that joins no process group stays in this phase, whatever it does
+    "joining": "in init_process_group",
+    "running": "running",
+    "finishing": "leaving",
+    "done": "leaving",
+}
+"""Of a rank's phases those in which it stays for a while, in words that "for 41 s" can follow."""
+
+
+def roster(ranks: Sequence[RankHandle], now: float) -> dict[int, Sighting]:
+    """What is seen of each rank. Called by the store's thread while the agent goes on: it reads one attribute at a time, each of which
+    is whole, and a rank that ends meanwhile may be described as it was before."""
+    from rallypoint.store.state.attendance import Sighting
+
+    host = os.uname().nodename
+    return {handle.rank: Sighting(host, handle.pid, _seen(handle, now)) for handle in ranks}
+
+
+def _seen(handle: RankHandle, now: float) -> str:
+    if not handle.pid:
+        return "not started yet"
+    ended = handle.ended
+    if ended is not None:
+        return f"ended {max(0.0, now - ended.at):.1f} s ago with {describe(ended.code, ended.signal)}"
+    try:
+        status = processes.status(handle.pid)
+    except OSError:  # no descriptor left, or /proc hides it: the rest is known all the same
+        return "alive"
+    if status is None or status.state in "ZX":
+        return "ended"
+    if status.state in "Tt":
+        return "stopped by a signal" if status.state == "T" else "held by a debugger"
+    phase = _PHASES.get("running" if handle.failed_to_join else handle.phase)
+    if phase is None:
+        return "before its program began" if handle.phase == "preparing" else "alive"
+    return f"{phase} for {max(0.0, now - handle.phase_at):.0f} s"

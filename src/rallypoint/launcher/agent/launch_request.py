@@ -1,0 +1,43 @@
+"""One call of `launch`, as the agent that carries it out needs it."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+
+from rallypoint.launcher.agent.helper_processes import HelperProcesses
+from rallypoint.launcher.protocol import Call
+
+
+class CallerGone(Exception):
+    """The caller of `launch` has ended: nobody waits for this job."""
+
+
+class LaunchRequest:
+    """A call with its descriptors, the line to its caller, and the helper processes that outlive it."""
+
+    def __init__(
+        self, call: Call, fds: list[int], *, line: socket.socket, caller: int, helpers: HelperProcesses, files_limit: tuple[int, int]
+    ) -> None:
+        """`fds` came with the call and are closed with this. `line`: to the caller; `caller`: its pidfd."""
+        self.outputs = (fds[0], fds[1])
+        self.payload = fds[2:]
+        self.timeout = call.timeout
+        self.grace = call.grace
+        self.line = line
+        self.caller = caller
+        self.helpers = helpers
+        self.files_limit = files_limit
+
+    def is_awaited(self) -> bool:
+        """Return whether the caller lives and has not closed its line."""
+        poll = select.poll()
+        poll.register(self.line, 0)  # that it was closed is always told
+        poll.register(self.caller, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Close the descriptors that came with the call."""
+        for fd in (*self.outputs, *self.payload):
+            os.close(fd)

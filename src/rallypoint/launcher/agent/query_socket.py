@@ -1,0 +1,195 @@
+"""Socket of a running job: processes of the same user ask there where its ranks stand, or have it stopped.
+
+A Unix socket in a private folder, whose path stands in the run folder. A visitor sends one line and gets a memory file with the answer, so
+the agent's loop never waits for anybody who reads slowly, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from rallypoint.diagnosis.rank_snapshot import Standing
+from rallypoint.host import processes, unix_sockets
+
+# Seconds that a visitor waits for the answer: what the launcher allows itself, and as much again twice for a busy machine.
+VISIT_DEADLINE = 5.0
+VISITORS_MOST = 16  # at a time; the oldest of more is sent away: it has probably been forgotten by its own maker
+ROOM = 16  # descriptors that stay free for the job: answering takes three, and to end a rank the launcher needs a few, too
+QUESTION = b"rallypoint stacks 1\n"  # the number changes when the answer does
+STOP = b"rallypoint stop 1\n"
+Asked = Literal["stacks", "stop", ""]
+"""What a visitor wants; "" when that is nothing that we can answer, or it has gone."""
+
+_Answer = TypeVar("_Answer")
+
+
+class DoorClosed(Exception):
+    """Nobody listens there (any more)."""
+
+
+class SentAway(DoorClosed):
+    """The launcher took the connection and closed it: the job is over, or it has no descriptor for a visitor, or too many came."""
+
+
+class LauncherSilent(Exception):
+    """The launcher took the connection and did not answer in time. `pid`: who listens there, 0 when it cannot be seen."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(f"pid {pid} did not answer")
+        self.pid = pid
+
+
+class OtherVersion(Exception):
+    """What answered speaks otherwise: the job was started by another version of rallypoint."""
+
+
+class Stopping(msgspec.Struct, frozen=True):
+    """The job is being stopped. `ranks`: those that had not ended. `longest`: seconds after which the launcher gives up what is left.
+    `again`: it was being stopped before, and its ranks are killed now."""
+
+    ranks: tuple[int, ...]
+    grace: float
+    longest: float
+    again: bool = False
+
+
+# --- outside ---------------------------------------------------------------------------------------------------------
+
+
+def ask(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
+    """Where the ranks of the job behind this door stand. `DoorClosed`, `LauncherSilent` after `timeout` seconds, `OtherVersion`."""
+    with _asking(path, QUESTION, Standing, timeout) as (found, _):
+        return found
+
+
+@contextlib.contextmanager
+def stop(path: str, timeout: float = VISIT_DEADLINE) -> Iterator[tuple[Stopping, socket.socket]]:
+    """Have the job behind this door stopped: what follows, and a connection that the launcher closes when the job is over. Raises as
+    `ask` does."""
+    with _asking(path, STOP, Stopping, timeout) as answer:
+        yield answer
+
+
+@contextlib.contextmanager
+def _asking(path: str, question: bytes, kind: type[_Answer], timeout: float) -> Iterator[tuple[_Answer, socket.socket]]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        yield _asked(sock, path, question, kind, timeout), sock
+
+
+def _asked(sock: socket.socket, path: str, question: bytes, kind: type[_Answer], timeout: float) -> _Answer:
+    sock.settimeout(timeout)
+    connected = False
+    try:
+        sock.connect(path)
+        connected = True
+        if os.geteuid() != 0 and not unix_sockets.is_same_user(sock):
+            raise DoorClosed
+        if processes.is_stopped(listener := unix_sockets.listener_of(sock)):  # the kernel took the connection for it
+            raise LauncherSilent(listener)
+        sock.sendall(question)
+        said, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    except (TimeoutError, BlockingIOError):  # BlockingIOError: as many wait already as may
+        raise LauncherSilent(unix_sockets.listener_of(sock)) from None
+    except OSError:
+        raise (SentAway if connected else DoorClosed) from None
+    if not fds:
+        raise OtherVersion if said else SentAway
+    with os.fdopen(fds[0], "rb") as file:
+        file.seek(0)
+        try:
+            return msgspec.msgpack.decode(file.read(), type=kind)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            raise OtherVersion from None
+
+
+# --- in the agent ----------------------------------------------------------------------------------------------------
+
+
+class QuerySocket:
+    """Takes visitors in. Nothing here waits. `EnvironmentProblem` ("socket-unavailable") when there is no folder for the socket."""
+
+    def __init__(self) -> None:
+        self._listener, self.path = unix_sockets.private_socket("door.sock")
+        self._listener.setblocking(False)
+        self._visitors: list[socket.socket] = []
+        self._staying: list[socket.socket] = []  # of them
+
+    def fileno(self) -> int:
+        """Readable when somebody comes."""
+        return self._listener.fileno()
+
+    def accept_visitor(self) -> socket.socket | None:
+        """The next visitor; None when it has gone again, is somebody else's process, or would take a descriptor that the job may need.
+        `OSError` (EMFILE) when there is none left at all."""
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        # The kernel gives the lowest free number: one near the limit means that few are left.
+        if not unix_sockets.is_same_user(sock) or sock.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - ROOM:
+            sock.close()
+            return None
+        sock.setblocking(False)
+        self._visitors.append(sock)
+        return sock
+
+    def surplus(self) -> socket.socket | None:
+        """The visitor who has to leave because too many are here; None when there is room."""
+        return self._visitors[0] if len(self._visitors) > VISITORS_MOST else None
+
+    def listen(self, visitor: socket.socket) -> Asked | None:
+        """What it asks; None when there is nothing to read yet."""
+        try:
+            said = visitor.recv(len(QUESTION) + 1)  # the longest
+        except BlockingIOError:
+            return None
+        except OSError:
+            return ""
+        if said in (QUESTION, STOP):
+            return "stacks" if said == QUESTION else "stop"
+        if said:
+            with contextlib.suppress(OSError):
+                visitor.send(b"?")
+        return ""
+
+    def answer(self, visitors: Sequence[socket.socket], answer: Any, *, stay: bool = False) -> None:
+        """Hand them the answer, and see them off; or let them `stay`, to see the job's end."""
+        content = msgspec.msgpack.encode(answer)
+        for visitor in visitors:
+            with contextlib.suppress(OSError):  # it did not wait, or was sent away; or nothing can be opened: it reads that nobody answers
+                fd = processes.memory_file("rallypoint-standing")
+                try:
+                    os.write(fd, content)
+                    socket.send_fds(visitor, [b"."], [fd])
+                finally:
+                    os.close(fd)
+            if stay:
+                self._staying.append(visitor)
+            else:
+                self.hang_up(visitor)
+
+    def hang_up(self, visitor: socket.socket) -> None:
+        """Close the line to a visitor. May be called twice."""
+        for where in (self._visitors, self._staying):
+            if visitor in where:
+                where.remove(visitor)
+        visitor.close()
+
+    def end(self) -> None:
+        """The job is over, and all is written down: see off who has stayed for that."""
+        for visitor in list(self._staying):
+            self.hang_up(visitor)
+
+    def close(self) -> None:
+        """Nobody is at home any more: the socket goes, with its folder, and all visitors but those who stay to see the job's end."""
+        for visitor in [one for one in self._visitors if one not in self._staying]:
+            self.hang_up(visitor)
+        self._listener.close()
+        unix_sockets.remove(self.path)

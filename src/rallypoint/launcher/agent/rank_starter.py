@@ -1,0 +1,238 @@
+"""Start of the ranks: the attempt's meeting point and store, and the orders that have the template fork each process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rallypoint.errors import EnvironmentProblem
+from rallypoint.host import processes
+from rallypoint.launcher.agent import supervisor
+from rallypoint.launcher.agent.attempt import Attempt, Order, exhausted
+from rallypoint.launcher.agent.hang_monitor import HangMonitor
+from rallypoint.launcher.agent.job import Job
+from rallypoint.launcher.agent.process_handles import RankHandle
+from rallypoint.launcher.agent.rank_endings import RankEndings
+from rallypoint.launcher.agent.rank_streams import RankStreams
+from rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor
+from rallypoint.launcher.agent.spawned_ranks import SpawnedRanks
+from rallypoint.launcher.agent.supervisor import StartRanks
+from rallypoint.launcher.agent.worker_messages import WorkerMessages
+from rallypoint.launcher.protocol import Forked, NotForked, Ready
+
+if TYPE_CHECKING:
+    from rallypoint.host.ports import HeldPort
+    from rallypoint.launcher.rendezvous_file import RendezvousFile
+
+# Orders that the template may have waiting: enough to keep it busy, few enough that descriptors in flight
+# stay far below limits.
+ORDERS_AHEAD = 4
+
+
+class RankStarter:
+    """Starter of one attempt at a time."""
+
+    def __init__(
+        self,
+        job: Job,
+        streams: RankStreams,
+        messages: WorkerMessages,
+        endings: RankEndings,
+        rendezvous: RendezvousMonitor,
+        hang_monitor: HangMonitor,
+        spawned: SpawnedRanks,
+        *,
+        new_attempt: Callable[[int], Attempt],
+        hooks: bool,
+    ) -> None:
+        """`hooks`: the ranks are looked into, and tell more than their end."""
+        self._job = job
+        self._streams = streams
+        self._messages = messages
+        self._endings = endings
+        self._rendezvous = rendezvous
+        self._hang_monitor = hang_monitor
+        self._spawned = spawned
+        self._new_attempt = new_attempt
+        self._hooks = hooks
+        self.held: HeldPort | None = None  # the first attempt's meeting point, if it was bound before
+        self.place: RendezvousFile | None = None  # on a shared file system, where the job says where its ranks meet
+        self.noticed = False  # a notice came (`--notice-signal`)
+        self.ahead = 0  # orders that the template has not answered
+        self._orders: Iterator[Order] = iter(())
+
+    # --- an attempt
+
+    def start(self, action: StartRanks) -> None:
+        """Begin an attempt: bind its meeting point, make its store, order its processes."""
+        job = self._job
+        self.close_store("the job was started again, with a new store")
+        self.close_attempt()
+        try:
+            job.attempt = self._new_attempt(action.attempt)
+            self._rendezvous.begin()
+            job.reporter.begin_attempt(action.attempt, action.because)
+            job.console.begin_attempt(action.attempt)
+            self._streams.begin_attempt(action.attempt)
+            port = job.attempt.hold(self.held)
+            self.held = None
+            if self.place is not None:
+                self.place.publish(action.attempt, job.attempt.held)
+            self._open_store()
+        except EnvironmentProblem as problem:
+            self._cannot_start(problem)
+            return
+        except OSError as error:
+            self._exhausted(error)
+            return
+        job.reporter.event("port-held", host=job.plan.master_addr, port=port)
+        self._hang_monitor.begin()
+        self._orders = job.attempt.orders(self._streams)
+        self.ahead = 0
+        self._send_orders()
+
+    def stop(self) -> None:
+        """Start nothing more."""
+        self._orders = iter(())
+
+    def close_attempt(self) -> None:
+        """Close what the attempt holds. Its processes have ended."""
+        job = self._job
+        self._spawned.close()
+        job.loop.unwatch(job.attempt.host_ready)  # a function that returns at once is done before the host serves
+        for handle in job.ranks:  # one that would not die
+            job.loop.unwatch(handle.pidfd)
+        job.attempt.close()
+
+    def _cannot_start(self, problem: EnvironmentProblem) -> None:
+        self.stop()
+        self._job.impossible(problem)
+
+    def _exhausted(self, error: OSError) -> None:
+        for handle in self._job.ranks:
+            if not handle.ordered and not handle.pid:  # it never will be; cleaning up takes descriptors, too
+                handle.close()
+        self._cannot_start(exhausted(error, self._job.plan.world.local_size))
+
+    # --- the store
+
+    def _open_store(self) -> None:
+        attempt = self._job.attempt
+        attempt.open_store()
+        if attempt.store is not None:
+            self._job.helpers.guard.inherit(attempt.store.path)
+            self._job.loop.watch(attempt.store.fileno(), self._on_store_client)
+
+    def _on_store_client(self) -> None:
+        """Start the store's thread for its first client. A job whose ranks never ask for the store has none."""
+        job, store = self._job, self._job.attempt.store
+        if store is None:
+            return
+        job.loop.unwatch(store.fileno())
+        try:
+            store.serve(job.ranks, job.loop.clock.elapsed)
+        except (OSError, RuntimeError) as error:  # no descriptor, no memory, no thread: the clients read that nobody answers
+            job.console.say(f"rallypoint: the job's store cannot be served: {error}")
+            job.attempt.close_store("it could not be started")
+            return
+        job.reporter.event("store-serves", address=store.address)
+
+    def close_store(self, reason: str) -> None:
+        """End the store; its clients are told the reason."""
+        if self._job.attempt.store is not None:
+            self._job.loop.unwatch(self._job.attempt.store.fileno())
+            self._job.attempt.close_store(reason)
+
+    # --- orders, and the template's answers
+
+    def _send_orders(self) -> None:
+        job = self._job
+        while self.ahead < ORDERS_AHEAD:
+            try:
+                order = next(self._orders, None)
+            except OSError as error:
+                self._exhausted(error)
+                return
+            if order is None:
+                return
+            self.ahead += 1
+            if order.handle is not None:
+                order.handle.ordered = True
+            else:
+                job.loop.watch(job.attempt.host_ready, self._on_host_ready)
+            job.template.order(order.message, order.fds)
+            for fd in order.ours:
+                os.close(fd)
+
+    def _on_host_ready(self) -> None:
+        job = self._job
+        job.loop.unwatch(job.attempt.host_ready)
+        if job.attempt.hear_host():
+            job.reporter.event("c10d-ready", address=job.attempt.held)
+
+    def on_forked(self, message: Forked) -> None:
+        """Handle a process that the template has forked."""
+        self.ahead -= 1
+        self._send_orders()
+        try:
+            self._take_in(message)
+        except OSError as error:  # no descriptor is left for it, and nothing runs unwatched
+            os.kill(message.pid, signal.SIGKILL)  # its own number still: the template reaps it when we say so
+            if self._job.problem is None:
+                self._exhausted(error)
+            self._not_started(message.rank)
+
+    def _take_in(self, message: Forked) -> None:
+        """Register a process with the guard and let its program start. `OSError` when no descriptor is left for it."""
+        job, guard = self._job, self._job.helpers.guard
+        handle = job.rank(message.rank)
+        if handle is None:
+            if job.attempt.host is not None:
+                job.attempt.host.started(message.pid)
+                guard.register(message.pid, job.attempt.host.pidfd)
+            return
+        handle.forked(message.pid)
+        guard.register(message.pid, handle.pidfd)  # before the program can start anything
+        if handle.sent:  # the job was stopped while it was being forked
+            processes.send(handle.pidfd, signal.SIGKILL)
+        else:
+            handle.go()
+            if self.noticed:
+                handle.noticed()
+        if not self._hooks:
+            handle.phase = "started"  # it will tell nothing more
+        job.reporter.event("worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4))
+        job.loop.watch(handle.control.fileno(), lambda: self._messages.receive(handle))
+        job.loop.watch(handle.pidfd, lambda: self._endings.on_untold_end(handle))
+
+    def on_not_forked(self, message: NotForked) -> None:
+        """Handle a process that the template could not fork."""
+        self.ahead -= 1
+        if message.unclean:
+            self._job.console.say_unclean(Ready(0.0, unclean=message.unclean), "")
+        self._job.problem = self._job.reporter.not_forked(message)
+        if not self._not_started(message.rank):
+            self._job.feed(supervisor.Impossible("a process could not be started"))
+
+    def _not_started(self, rank: int) -> bool:
+        """Note that a rank never will be; return whether the job is being stopped, and the supervisor waits for the rank's end."""
+        handle: RankHandle | None = self._job.rank(rank)
+        if handle is None:
+            return False
+        handle.ordered = False
+        if handle.sent:
+            self._endings.never_started(rank)
+        return bool(handle.sent)
+
+    def give_up_orders(self) -> None:
+        """Handle the template's end: what it had not forked by now, it never will."""
+        for handle in self._job.ranks:
+            handle.ordered = False
+
+    def abandon(self, ranks: Sequence[RankHandle]) -> None:
+        """Start nothing more, and have these ranks killed as soon as they are forked."""
+        self.stop()
+        for handle in ranks:
+            handle.sent.append("SIGKILL")

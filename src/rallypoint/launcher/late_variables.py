@@ -1,0 +1,122 @@
+"""Variables that libraries read when they load: those that the program sets itself come too late for the ones in the template.
+
+The list was found by watching every `getenv` of `import torch, torch.distributed` (2.13, CPU), and each entry by setting it before
+and after that import: before it takes effect, after it has none. docs/concepts/template.md has the ones that were tried and do not
+belong here.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+
+_FAMILIES = ("OMP_", "GOMP_")  # libgomp reads all of its variables as it is loaded
+_LOADED = (
+    "CUDA_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+)  # and what may be
+_NAMES = frozenset(
+    {
+        "GOTO_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "PYTORCH_JIT",
+        "TORCH_CPP_LOG_LEVEL",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "TORCH_LOGS",
+        "TORCH_SHOW_CPP_STACKTRACES",
+        "TORCH_TRACE",
+    }
+)
+
+# What parts of torch that are imported late read as they load: of `import torch._dynamo, torch._inductor.compile_fx` (2.13) every look at
+# os.environ. A test asks for it again.
+_OF_PARTS = (
+    "AOTINDUCTOR_", "AOT_", "CUTEDSL_", "CUTLASS_", "ENABLE_", "FAKE_ALLOW_META", "INDUCTOR_", "LOG_AUTOTUNE_RESULTS", "LOG_TLPARSE",
+    "LOGLEVEL", "MPMATH_", "NETWORKX_", "PARTITIONER_", "PT2_", "PYTORCH_REORDER_", "PYTORCH_SINK_", "SAGE_ROOT", "SYMPY_",
+    "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_CACHING_", "TORCH_COMPILE", "TORCH_DYNAMO_", "TORCH_FAKE_", "TORCH_STRICT_", "TRITON_",
+    "UNSAFE_SKIP_FSDP_", "CXX", "DUMP_AOTI_",
+)  # fmt: skip
+_READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})  # whenever they are needed; torch sets them itself, too
+
+parts_are_loaded = False
+"""Whether this process was forked from a template that had imported such parts."""
+
+_read_by_parts: dict[str, str] | None = None
+_read: dict[str, str] | None = None  # what the libraries found; None: nothing was loaded before the program
+_folder = ""
+
+
+def read_when_loaded(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Of an environment, what libraries read as they load: a template that has read other values does for no one else."""
+    return tuple(sorted((name, value) for name, value in environment.items() if name in _NAMES or name.startswith((*_LOADED, *_OF_PARTS))))
+
+
+def remember(folder: str) -> None:
+    """The program is about to begin, in a fork: what the environment says now is what the libraries have read. `folder`: the program's."""
+    global _read, _read_by_parts, _folder
+    _read, _read_by_parts, _folder = _now(), _of_parts(), os.path.join(folder, "")
+
+
+def is_of_parts(name: str) -> bool:
+    """Whether a part of torch that is imported late reads this variable as it loads."""
+    return name.startswith(_OF_PARTS) and name not in _READ_AGAIN
+
+
+def set_for_parts() -> dict[str, str]:
+    """What the program has set by now, and with another value than it was started with, that parts of torch read as they load: variable
+    -> where it is set, or ""."""
+    if _read_by_parts is None:
+        return {}
+    now = _of_parts()
+    return {name: _place(name) for name in sorted(_read_by_parts.keys() | now.keys()) if _read_by_parts.get(name) != now.get(name)}
+
+
+def set_late() -> Iterator[tuple[str, str]]:
+    """(variable, where it is set: `train.py:3` or "") for each whose value differs from what was read."""
+    if _read is None:
+        return
+    now = _now()
+    for name in sorted(_read.keys() | now.keys()):
+        if _read.get(name) != now.get(name):
+            yield name, _place(name)
+    if parts_are_loaded:
+        yield from set_for_parts().items()
+
+
+def _of_parts() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if is_of_parts(name)}
+
+
+def _now() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_FAMILIES)}
+
+
+def _place(name: str) -> str:
+    """The first line in the program's own files that sets the variable, as far as the words of a line can tell."""
+    from rallypoint.launcher import exception_capture
+
+    quoted = rf"""["']{name}["']"""
+    sets = re.compile(
+        rf"{quoted}\s*\]\s*=[^=]|{quoted}\s*:|(?:putenv|unsetenv|setdefault|pop)\(\s*{quoted}|\bdel\b.*{quoted}|update\(.*\b{name}\s*="
+    )
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None) or ""
+        if path.startswith(_folder) and path.endswith(".py") and "-packages" + os.sep not in path:
+            for number, text in enumerate(linecache.getlines(path), 1):
+                if sets.search(text):
+                    return f"{exception_capture.shown_path(path)}:{number}"
+    return ""

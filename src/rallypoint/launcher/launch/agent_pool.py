@@ -1,0 +1,232 @@
+"""Pool of the caller's warm agents: started when they are first needed, used again, gone with the
+caller.
+
+For each agent the calling program has a child, its pidfd and a socket, and nothing else: no thread,
+no signal handler. Threads that launch at the same time have an agent each.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rallypoint.host import processes, system_calls
+from rallypoint.host.fd_passing import OwnedFds
+from rallypoint.launcher import late_variables, spawn
+
+IDLE_MOST = 2
+"""Maximum agents that are kept, with the one at work: a program that alternates between two (with
+and without `preload`, one rank and several) finds both warm. Each has an interpreter with torch."""
+
+DISCARD_PATIENCE = 10.0
+"""Maximum seconds in which a discarded agent ends: it kills its ranks in milliseconds, or in 2 s if
+one is in the kernel."""
+
+
+class AgentKey(NamedTuple):
+    """Properties in which an agent must fit: the variables that its template has read, and its
+    modules."""
+
+    python: str
+    preload: tuple[str, ...]
+    paths: tuple[str, ...]  # where those were looked for
+    loaded: tuple[tuple[str, str], ...]  # variables that libraries read when they load
+
+
+class PooledAgent:
+    """A standby process and the socket to it. `environment`: that of its template."""
+
+    def __init__(self, key: AgentKey, environment: Mapping[str, str]) -> None:
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # `channel.pair()`, which is not loaded yet
+        self.key = key
+        self.environment = dict(environment)
+        self.pid = 0
+        self._pidfd = OwnedFds()
+        self._continued = False  # this was said
+        self._parent = os.getpid()
+        passed = OwnedFds()
+        try:
+            line = passed.add(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))  # not where its standard streams will be
+            self.pid = spawn.spawn(
+                ["-c", spawn.STANDBY % (line, self._parent)],
+                self.environment,
+                # A descriptor that is put where it is loses its close-on-exec flag, in the new process alone: nobody whom another thread
+                # starts meanwhile gets it.
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, line, line),
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                ],
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT],
+                setsigmask=spawn.NOTICES,  # until it has handlers for them
+            )
+            self._pidfd.add(system_calls.pidfd_open(self.pid))
+        except BaseException:
+            if self.pid:
+                _leaving[self.pid] = self._pidfd
+            self.line.close()
+            raise
+        finally:
+            passed.close()
+            theirs.close()
+        _here.add(self)
+
+    def __repr__(self) -> str:
+        return f"<PooledAgent pid {self.pid}>"
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Descriptors that are readable when the process has ended; none once it was reaped.
+
+        The socket may not tell: a process that another thread forks while the agent is being
+        started has the agent's end of it, too.
+        """
+        return self._pidfd.fds
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether the process has ended."""
+        poll = select.poll()
+        for pidfd in self._pidfd.fds:
+            poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    @property
+    def usable(self) -> bool:
+        """Tell whether the agent still listens, as far as that is known without asking."""
+        if self.has_ended:
+            return False
+        try:
+            return bool(self.line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)) and False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def go_on(self) -> None:
+        """Continue the process if it was stopped (SIGSTOP).
+
+        When the whole program is suspended the caller is stopped, too, and does not call this.
+        """
+        if processes.is_stopped(self.pid) and not self._continued:
+            self._continued = True
+            sys.stderr.write(f"rallypoint: the launcher's process (pid {self.pid}) was stopped (SIGSTOP): it is continued\n")
+        if processes.is_stopped(self.pid):
+            for pidfd in self._pidfd.fds:
+                processes.send(pidfd, signal.SIGCONT)
+
+    def discard(self, patience: float | None = None) -> None:
+        """End the agent and its ranks, and wait for that. May be called twice.
+
+        After `patience` seconds (DISCARD_PATIENCE without it) the agent is killed, and its guard
+        ends its ranks. In a forked child only the descriptors are closed.
+        """
+        self.abandon()
+        if os.getpid() == self._parent:
+            if not processes.wait_for_ends(self._pidfd.fds, DISCARD_PATIENCE if patience is None else patience):
+                for pidfd in self._pidfd.fds:
+                    processes.send(pidfd, signal.SIGKILL)
+                processes.wait_for_ends(self._pidfd.fds, DISCARD_PATIENCE)
+            _bury()
+
+    def abandon(self) -> None:
+        """End the agent and its ranks without waiting."""
+        if os.getpid() == self._parent:
+            if self._pidfd.fds:
+                _leaving[self.pid] = self._pidfd
+            self._hang_up()
+        else:
+            self.line.close()
+            self._pidfd.close()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self.line.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile may have the socket, too
+        self.line.close()
+
+    def __del__(self) -> None:
+        """Abandon an agent that an exception (Ctrl-C, at any moment) left to nobody."""
+        if hasattr(self, "_parent") and self.line.fileno() >= 0:
+            self.abandon()
+
+
+_leaving: dict[int, OwnedFds] = {}  # pid -> pidfd of discarded agents that are not reaped yet
+
+
+def _bury() -> None:
+    """Reap discarded agents that have ended."""
+    for pid, pidfd in list(_leaving.items()):
+        try:
+            done = os.waitpid(pid, os.WNOHANG)[0] == pid
+        except ChildProcessError:  # the program reaps all its children itself
+            done = True
+        if done:
+            _leaving.pop(pid, None)
+            pidfd.close()
+
+
+_here: weakref.WeakSet[PooledAgent] = weakref.WeakSet()  # all that there are
+_idle: list[PooledAgent] = []  # without a lock, which Ctrl-C or a fork could leave locked: what a thread does to it is one step each
+
+
+def acquire(preload: tuple[str, ...], environment: Mapping[str, str]) -> PooledAgent:
+    """Return an idle agent that fits, or a new one. It is the caller's until `release` or
+    `PooledAgent.discard`."""
+    paths = tuple(path for path in sys.path if isinstance(path, str)) if preload else ()
+    key = AgentKey(sys.executable, preload, paths, late_variables.read_when_loaded(environment))
+    _bury()
+    for agent in list(_idle):
+        if agent.key == key and _taken(agent):
+            if agent.usable:
+                return agent
+            agent.discard()  # it was killed since
+    for agent in list(_idle)[: 1 - IDLE_MOST]:  # the environment or the preload differs now, and mostly stays so
+        if _taken(agent):
+            agent.discard()
+    return PooledAgent(key, environment)
+
+
+def _taken(agent: PooledAgent) -> bool:
+    """Take an idle agent; tell whether it is this thread's, and no other was faster."""
+    try:
+        _idle.remove(agent)
+    except ValueError:
+        return False
+    return True
+
+
+def release(agent: PooledAgent) -> None:
+    """Return an agent to the pool."""
+    _idle.append(agent)
+    for spare in _idle[:-IDLE_MOST]:
+        if _taken(spare):
+            spare.discard()
+
+
+def _after_fork() -> None:
+    """Close a forked child's copies of the sockets, or the agents would not see the parent's
+    end."""
+    _idle.clear()
+    for agent in list(_here):  # also those that other threads of the parent use
+        agent.abandon()
+    _leaving.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _at_exit() -> None:
+    """End the agents with the program: the collector would warn of an open socket."""
+    while _idle:
+        _idle.pop().abandon()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,313 @@
+"""One call of `launch`, on the caller's side: shows what the ranks print; its outcome is a list or
+an exception."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import math
+import os
+import select
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TextIO
+
+from rallypoint.clock import Clock
+from rallypoint.diagnosis import evidence
+from rallypoint.diagnosis.evidence import MemoryCounters
+from rallypoint.diagnosis.report import Report
+from rallypoint.errors import (
+    EnvironmentProblem,
+    InternalError,
+    LaunchTimeout,
+    RallypointError,
+    RankExited,
+    RankKilled,
+    RemoteError,
+    UsageError,
+    WorkerError,
+)
+from rallypoint.host import signals
+from rallypoint.host.fd_passing import OwnedFds
+from rallypoint.launcher import protocol
+from rallypoint.launcher.launch import agent_pool, notebook_cells
+from rallypoint.launcher.launch.marshalling import payload
+from rallypoint.launcher.protocol import Call, Finished, Interrupt, Outcome, Restarted, Verdict
+
+READ_BYTES = 1 << 16
+
+ANSWER_PATIENCE = 20.0
+"""Seconds after `timeout` in which the agent ends the call: 1 for ranks that heed no SIGTERM, 5 for
+one that the kernel does not let end (state D), 5 for their output, and as much again for a busy
+machine."""
+
+LOOK = 2.0
+"""Seconds between two looks at whether the agent was stopped (SIGSTOP), which has no end of
+itself."""
+
+Outcomes = dict[int, tuple[Outcome, OwnedFds]]
+
+
+class CallEnd(NamedTuple):
+    """End of a call."""
+
+    verdict: Verdict
+    outcomes: Outcomes  # what each rank returned or raised
+    interrupted: bool  # Ctrl-C came
+
+
+class LaunchCall:
+    """One call, from when the agent gets it until the agent has told how it ended."""
+
+    def __init__(self, agent: agent_pool.PooledAgent) -> None:
+        self._agent = agent
+        self._outcomes: Outcomes = {}
+        self._clock = Clock()
+        self._verdict: Verdict | None = None
+        self._readers: dict[int, _Show] = {}
+        self._pipes: list[OwnedFds] = []
+        self._heard = OwnedFds()
+        self._interrupts = 0
+        self._hearing = False
+        self._is_silent = False
+        self._memory = evidence.memory_counters()
+
+    def run(self, request: Call, payload_fds: Sequence[int]) -> CallEnd:
+        """Have the agent carry the request out. The agent is released for the next call, or
+        discarded."""
+        done = False
+        try:
+            self._start(request, payload_fds)
+            verdict = self._follow(request.timeout)
+            done = verdict.usable
+        except (BrokenPipeError, ConnectionResetError):
+            if self._agent.usable:  # it was a stream of this program's own
+                raise
+            raise _agent_died(self._agent, self._memory) from None
+        finally:  # also after an exception of a signal handler's, or of a stream's: nobody waits any more
+            for pipe in self._pipes:
+                pipe.close()
+            self._heard.close()
+            if done:
+                agent_pool.release(self._agent)
+            else:
+                self._agent.discard(0.0 if self._is_silent else None)
+        return CallEnd(verdict, self._outcomes, self._interrupts > 0)
+
+    def _start(self, request: Call, payload_fds: Sequence[int]) -> None:
+        theirs = OwnedFds()
+        with theirs:
+            for show in (_Show(lambda: sys.stdout, str), _Show(lambda: sys.stderr, notebook_cells.named)):
+                pipe = OwnedFds(os.pipe2(os.O_CLOEXEC))
+                self._readers[pipe.fds[0]] = show
+                theirs.add(pipe.fds.pop())
+                self._pipes.append(pipe)
+            protocol.send(self._agent.line, request, [*theirs.fds, *payload_fds])
+
+    def _follow(self, timeout: float | None) -> Verdict:
+        poll = select.poll()
+        for fd in (self._agent.line.fileno(), *self._readers, *self._agent.ends):
+            poll.register(fd, select.POLLIN)
+        until = self._clock.monotonic() + timeout + ANSWER_PATIENCE if timeout is not None else math.inf
+        while True:
+            try:
+                while self._verdict is None:
+                    self._listen(poll, until)
+                # The agent wrote all of it before. The pipes' end may not come: a child that was forked meanwhile has them, too.
+                while any([self._read(fd, poll) for fd, _ in poll.poll(0) if fd in self._readers]):
+                    continue
+                for show in self._readers.values():
+                    show.end()
+                return self._verdict
+            except KeyboardInterrupt:
+                self._interrupts += 1
+                if self._interrupts > 2 or self._hearing:  # a message was lost: this call cannot go on
+                    raise
+                with contextlib.suppress(OSError):  # it is about to tell how it ended
+                    protocol.send(self._agent.line, Interrupt("SIGINT"))
+
+    def _listen(self, poll: select.poll, until: float) -> None:
+        waits = until - self._clock.monotonic()
+        ready = poll.poll(max(0.0, min(waits, LOOK)) * 1000 + 1)
+        if not ready:
+            self._agent.go_on()
+        for fd, _ in ready:
+            if fd == self._agent.line.fileno():
+                self._hearing = True
+                self._hear()
+                self._hearing = False
+            elif fd in self._readers:
+                self._read(fd, poll)
+            elif self._verdict is None and self._agent.line.fileno() not in {
+                other for other, _ in poll.poll(0)
+            }:  # its last words come first
+                raise _agent_died(self._agent, self._memory)
+        if not ready and waits <= 0:
+            self._verdict, self._is_silent = _silent(self._agent), True
+
+    def _read(self, fd: int, poll: select.poll) -> bool:
+        """Show what is in a pipe; return False at its end."""
+        if data := os.read(fd, READ_BYTES):
+            self._readers[fd].show(data)
+        else:
+            poll.unregister(fd)
+        return bool(data)
+
+    def _hear(self) -> None:
+        message, self._heard.fds = protocol.receive(self._agent.line)
+        match message:
+            case Outcome(rank=rank):
+                self._outcomes[rank] = message, self._heard
+            case Restarted():
+                self._outcomes.clear()
+            case Finished():
+                with os.fdopen(self._heard.fds.pop(), "rb") as file:
+                    text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+                self._verdict = protocol.from_exact(notebook_cells.named(text.decode()).encode(), Verdict)
+            case None:
+                raise _agent_died(self._agent, self._memory)
+        self._heard = OwnedFds()
+
+
+class _Show:
+    """Output of a pipe as text on a stream of this process: a notebook's cell, what pytest
+    captures."""
+
+    def __init__(self, stream: Callable[[], TextIO | None], change: Callable[[str], str]) -> None:
+        """`change`: applied to each piece of text."""
+        self._change = change
+        self._stream = stream
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def show(self, data: bytes) -> None:
+        self._write(self._change(self._decode(data)))
+
+    def end(self) -> None:
+        self._write(self._decode(b"", True))
+
+    def _write(self, text: str) -> None:
+        stream = self._stream()
+        if stream is not None and text:
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:  # what a rank says may be beyond this program's encoding, and is nothing to fail for
+                encoding = stream.encoding or "ascii"
+                stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            stream.flush()
+
+
+def _agent_died(agent: agent_pool.PooledAgent, memory: MemoryCounters) -> EnvironmentProblem:
+    """Make the error for an agent that ended. `memory`: the counters when the call began."""
+    why: tuple[str, ...] = ("its ranks were stopped by its guard", "what it said last, if anything, is on this program's own stderr")
+    help: tuple[tuple[str, str], ...] = ()
+    seen = evidence.difference(memory, evidence.memory_counters())
+    if seen.oom_kills:
+        from rallypoint.diagnosis.causes.wording import size
+
+        killed = "a process" if seen.oom_kills == 1 else f"{seen.oom_kills} processes"
+        limit = f", which may use {size(seen.limit)}" if seen.limit else ""
+        why = (f"during the call the kernel killed {killed} of this control group{limit}, for lack of memory", why[0])
+        help = (("give it more memory: a process that has imported torch holds a few hundred MiB", "docker run --memory=64g ..."),)
+    return EnvironmentProblem("launcher-died", f"rallypoint's agent (pid {agent.pid}) ended in the middle of the call", why=why, help=help)
+
+
+def _silent(agent: agent_pool.PooledAgent) -> Verdict:
+    report = Report(
+        code="launch-timeout",
+        headline=f"the time for the call is over, and rallypoint's agent (pid {agent.pid}) does not answer",
+        why="it was stopped, or this machine has no time for it; it was killed, and its ranks by its guard",
+    )
+    return Verdict(1, False, True, (report,), "", (), "", usable=False)
+
+
+# --- the outcome ---
+
+
+def results_of(nproc: int, over: CallEnd) -> list[Any] | BaseException:
+    """Return the results, or the exception that `launch` itself raises: frames below it would say
+    nothing."""
+    verdict, outcomes, interrupted = over
+    if interrupted:
+        for _, held in outcomes.values():
+            held.close()
+        if verdict.text:
+            print(verdict.text, file=sys.stderr, flush=True)
+        return KeyboardInterrupt()
+    values, errors, unread = _unpacked(outcomes)
+    result: list[Any] | BaseException
+    if verdict.overdue:
+        report = next(report for report in verdict.reports if report.code == "launch-timeout")
+        result = LaunchTimeout(report.code, report.headline, results=values, report=report, text=verdict.text.strip())
+    elif verdict.status:
+        result = _failure(verdict, values, errors)
+    elif unread:
+        return next(iter(unread.values()))
+    else:
+        return [values.get(rank) for rank in range(nproc)]
+    for rank, problem in unread.items():
+        result.add_note(f"  then   the result of rank {rank} is left out: {problem}")
+    return result
+
+
+def _unpacked(outcomes: Outcomes) -> tuple[dict[int, Any], dict[int, BaseException], dict[int, Exception]]:
+    """Unpack results, exceptions, and why a result cannot be read here; each by rank. Empties
+    `outcomes`."""
+    values: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+    unread: dict[int, Exception] = {}
+    for rank in sorted(outcomes):
+        outcome, held = outcomes.pop(rank)
+        if outcome.kind == "error":
+            errors[rank] = payload.unpack_error(held.give())
+            continue
+        try:
+            values[rank] = payload.unpack_result(held.give())
+        except Exception as problem:
+            problem.add_note(f"rallypoint: it is what rank {rank} returned")
+            unread[rank] = problem
+    return values, errors, unread
+
+
+def _failure(verdict: Verdict, values: dict[int, Any], errors: dict[int, BaseException]) -> WorkerError | RallypointError:
+    ranks = tuple(dict.fromkeys(rank for report in verdict.reports for rank in report.ranks))
+    members = [(rank, _member(rank, verdict, errors.get(rank))) for rank in ranks]
+    if not members:
+        return _not_ranks(verdict)
+    return WorkerError(
+        verdict.reports[0].headline,
+        [member for _, member in members],
+        ranks=tuple(rank for rank, _ in members),
+        results=values,
+        report=verdict.reports[0],
+        text=verdict.text.strip(),
+    )
+
+
+def _member(rank: int, verdict: Verdict, error: BaseException | None) -> Exception:
+    """Return a rank's own exception, or one of ours for a rank that had none."""
+    if isinstance(error, Exception):
+        return error
+    if error is not None:  # a group of exceptions takes no KeyboardInterrupt
+        other = RemoteError(type(error).__name__, str(error))
+        other.__cause__ = error.__cause__
+        return other
+    report = next(report for report in verdict.reports if rank in report.ranks)
+    ended = verdict.ends[rank] if rank < len(verdict.ends) else None
+    code, number = ended or (0, 0)
+    plain = report.code in ("rank-killed", "rank-exited") and len(report.ranks) == 1  # whose headline says the same
+    why = tuple(line for line in (report.why if plain else report.headline,) if line)
+    if number:
+        return RankKilled(report.code, f"rank {rank} was ended by {signals.name(number)}", rank=rank, signal=number, why=why)
+    did = f"left with exit code {code}" if code else "returned" if ended else "did not return"
+    return RankExited(report.code, f"rank {rank} {did}", rank=rank, exit_code=code, why=why)
+
+
+def _not_ranks(verdict: Verdict) -> RallypointError:
+    """Make the error for a call that failed with no rank at fault."""
+    report: Report | None = verdict.reports[0] if verdict.reports else None
+    if report is None:
+        return InternalError("internal-error", f"the call ended with status {verdict.status} and without a report")
+    kind = UsageError if verdict.status == 2 else InternalError if verdict.status == 70 else EnvironmentProblem
+    said = ("\n         | ".join((f"{one.who} said:", *one.lines)) for one in report.said)  # where in a preload module it failed
+    why = tuple(line for line in (report.why, *report.evidence, *said) if line)
+    return kind(report.code, report.headline, why=why, help=tuple((help.sentence, help.command) for help in report.help))

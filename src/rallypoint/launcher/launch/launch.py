@@ -1,0 +1,262 @@
+"""launch(fn, ...): the same from Python; results by rank.
+
+The caller's half: a warm agent is taken or started (`agent_pool.py`), what crosses is checked and
+packed (`marshalling/`), and the agent starts the ranks while this process follows the call
+(`call.py`).
+
+The agent comes first, and nothing is imported before that it does not take: the first call waits
+for its template to import torch, and what this process has to load and to look at for the call
+takes a fifth as long.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import FunctionType
+from typing import Any, Literal, NamedTuple
+
+from rallypoint.errors import UsageError
+from rallypoint.launcher import nested_launch
+from rallypoint.launcher.launch import agent_pool
+from rallypoint.launcher.sizes import LARGEST_LOCAL_SIZE, threads_of_a_rank
+
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "fake", "auto")
+"""Backends of torch, and `auto`. A pair such as "cpu:gloo,cuda:nccl" is not checked."""
+
+SOURCES_BYTES = 32 * 1024
+"""Maximum bytes of cells that are sent: those of a notebook, and a part of what fits the packet."""
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    nproc: int = 1,
+    backend: str | None = None,
+    pass_rank: bool = False,
+    preload: Sequence[str] = (),
+    timeout: float | timedelta | None = None,
+    grace: float | timedelta | None = None,
+    backend_timeout: float | timedelta | None = None,
+    max_restarts: int = 0,
+    on_failure: Literal["stop", "continue"] = "stop",
+    env: Mapping[str, str | None] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    port_range: tuple[int, int] | None = None,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` in `nproc` processes of this machine, and return what it returned
+    in each, by rank.
+
+    Every rank is forked from a process that has imported torch (and `preload`, module names) and
+    nothing of the caller's: it works in a notebook, with threads, an event loop or CUDA in the
+    caller, and without `if __name__ == "__main__"`. The function, its arguments and what it closes
+    over are copied into each rank (cloudpickle); tensors in shared memory arrive as the same
+    memory. In the ranks the environment is torchrun's (RANK, WORLD_SIZE, MASTER_ADDR, ...). With
+    `backend` ("gloo", "nccl", "auto") the process group is open when the function starts, with this
+    rank's device, and closed after it. `pass_rank=True` puts the rank in front of `args`.
+
+    What the ranks print appears on `sys.stdout` and `sys.stderr`, with the rank in front when there
+    are several. Results may be of any size; tensors come through shared memory, to the CPU.
+
+    `timeout`: seconds for the whole call, None: none. `grace`: seconds between SIGTERM and SIGKILL
+    for ranks that are to stop; without it 30 after a failure or Ctrl-C, and 1 after `timeout`. With
+    it `timeout` includes it: the ranks get SIGTERM so much before, and whoever lives then is killed
+    at `timeout`. `backend_timeout`: of the process group's operations. `max_restarts`: how often
+    all ranks are started again after a failure; `on_failure="continue"`: let the other ranks finish
+    when one fails. `env`: variables for the ranks, None removes one. `run_dir`: a folder for logs
+    and report, kept; without it that of a failed call is kept among the user's runs. `port_range`:
+    the port at which the ranks meet is one of these, both ends included; what gloo and NCCL listen
+    on in the ranks the kernel chooses.
+
+    Raises WorkerError when ranks fail, LaunchTimeout after `timeout`, KeyboardInterrupt after
+    Ctrl-C (the ranks were stopped, and where they were is on stderr); before anything of the
+    caller's starts UsageError for what cannot be called or cannot cross (`launch-argument`,
+    `lock-in-wrong-scope`, `mp-object-in-launch`), and EnvironmentProblem when this machine cannot
+    start it. After each of them no process of the call is left. May be called from any thread, and
+    in a rank.
+    """
+    try:
+        _refuse_recursion()
+        wanted = _checked(nproc, backend, timeout, grace, backend_timeout, max_restarts, on_failure, preload, port_range)
+        environment = _environment(env, nproc)
+        agent = agent_pool.acquire(tuple(preload), environment)
+        try:
+            from rallypoint.launcher import exception_capture  # beside the template's import of torch
+            from rallypoint.launcher.launch.call import LaunchCall, results_of
+            from rallypoint.launcher.launch.marshalling import inspection, payload
+            from rallypoint.launcher.program import Task
+            from rallypoint.launcher.protocol import Call
+
+            called = inspection.bind(fn, args, kwargs, pass_rank=pass_rank)
+            packed = payload.pack_call(fn, called.args, called.kwargs)
+        except BaseException:
+            agent_pool.release(agent)  # nothing was asked of it: the next call is faster
+            raise
+    except UsageError as problem:  # where it was noticed says nothing: the traceback ends here
+        raise problem.with_traceback(None) from problem.__cause__
+    with packed:
+        folder, sources = _folder(), _sources(fn)
+        run_dir = os.path.abspath(run_dir) if run_dir is not None else ""
+        request = Call(
+            task=Task(
+                name=called.name,
+                line=exception_capture.line_of(exception_capture.user_frame(sys._getframe(1))),
+                argv=tuple(sys.argv),
+                parcel=len(packed.fds),
+                folder=folder,
+                paths=tuple(path for path in sys.path if isinstance(path, str)),
+                without=tuple(name for name in agent.environment if name not in environment),
+                pass_rank=pass_rank,
+                backend=backend or "",
+                backend_timeout=wanted.backend_timeout,
+                sources=sources,
+            ),
+            preload=tuple(preload),
+            nproc=nproc,
+            environment={name: value for name, value in environment.items() if agent.environment.get(name) != value},
+            max_restarts=max_restarts,
+            on_failure=on_failure,
+            timeout=wanted.timeout,
+            grace=wanted.grace,
+            run_dir=os.fspath(run_dir),
+            port_range=wanted.port_range,
+            columns=0,
+            color=False,
+        )
+        over = LaunchCall(agent).run(request, packed.fds)
+    results = results_of(nproc, over)
+    if isinstance(results, BaseException):
+        try:
+            raise results
+        finally:
+            del results  # it, and this frame in its traceback, would keep each other
+    return results
+
+
+def _sources(fn: Any) -> tuple[tuple[str, str], ...]:
+    """Return the texts of a notebook's cells, which a rank's traceback quotes and cannot read.
+
+    They are those of the cell of `fn`, and of the functions beside it.
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if not isinstance(fn, FunctionType):
+        return ()
+    found: dict[str, str] = {}
+    room = SOURCES_BYTES
+    for one in (fn, *list(fn.__globals__.values())):
+        name = one.__code__.co_filename if isinstance(one, FunctionType) else ""
+        if not name or name in found or name not in linecache.cache or os.path.exists(name):
+            continue
+        text = "".join(linecache.getlines(name))
+        room -= len(text.encode("utf-8", "replace"))
+        if text and room >= 0:
+            found[name] = text
+    return tuple(found.items())
+
+
+def _folder() -> str:
+    """Return the working directory, also when it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return os.readlink("/proc/self/cwd")
+
+
+def _refuse_recursion() -> None:
+    """Raise UsageError in a module that this very call would import: it would start itself
+    again."""
+    if nested_launch.importing:
+        raise UsageError(
+            "usage",
+            f"launch was called by an import of {nested_launch.importing}: it would start itself again and again",
+            help=(("let the program itself do it, and no import", 'if __name__ == "__main__":\n    rallypoint.launch(...)'),),
+        )
+
+
+class _Wanted(NamedTuple):
+    timeout: float | None
+    grace: float | None
+    backend_timeout: float | None
+    port_range: tuple[int, int] | None
+
+
+def _checked(
+    nproc: object,
+    backend: object,
+    timeout: Any,
+    grace: Any,
+    backend_timeout: Any,
+    max_restarts: object,
+    on_failure: object,
+    preload: object,
+    port_range: Any,
+) -> _Wanted:
+    """Check all options but the function and its arguments. Raises UsageError or TypeError."""
+    for name, number, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name}={number!r}: a number of {'ranks' if least else 'restarts'} is an int")
+        if number < least:
+            help = (("start one or more", "rallypoint.launch(train, nproc=2)"),) if least else ()
+            raise UsageError("usage", f"{name}={number}: at least {least}", help=help)
+    if isinstance(nproc, int) and nproc > LARGEST_LOCAL_SIZE:
+        raise UsageError("usage", f"nproc={nproc} is more than one machine can hold: at most {LARGEST_LOCAL_SIZE}")
+    if backend is not None and (not isinstance(backend, str) or (":" not in backend and backend not in BACKENDS)):
+        raise UsageError(
+            "usage",
+            f"backend={backend!r} is no backend of torch.distributed",
+            help=(("take one of these, or leave it out", f"backend={' | '.join(map(repr, BACKENDS[:2]))} | 'auto'"),),
+        )
+    if on_failure not in ("stop", "continue"):
+        raise UsageError("usage", f"on_failure={on_failure!r}: it is 'stop' or 'continue'")
+    if isinstance(preload, str) or not all(isinstance(module, str) for module in preload):  # type: ignore[attr-defined]
+        raise TypeError(f"preload={preload!r}: a list of module names")
+    whole, part = _seconds("timeout", timeout), _seconds("grace", grace)
+    if whole is not None and part is not None and part >= whole:
+        raise UsageError(
+            "usage",
+            f"grace={part:g} is not less than timeout={whole:g}: it is the part of that time in which the ranks have been asked to stop",
+            help=(("give the function time, too", f"rallypoint.launch(..., timeout={whole + part:g}, grace={part:g})"),),
+        )
+    return _Wanted(whole, part, _seconds("backend_timeout", backend_timeout), _ports(port_range))
+
+
+def _ports(given: Any) -> tuple[int, int] | None:
+    """Check a range of ports, both ends included."""
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or [type(end) for end in given] != [int, int]:
+        raise TypeError(f"port_range={given!r}: the first and the last port, (20000, 20100)")
+    low, high = given
+    if not 1 <= low <= high <= 65535:
+        raise UsageError("port-invalid", f"port_range={given!r} is no range of ports: two numbers from 1 to 65535, the smaller first")
+    return low, high
+
+
+def _seconds(name: str, given: Any) -> float | None:
+    if given is None:
+        return None
+    from rallypoint.store.client.arguments import positive
+
+    return positive(name, given)
+
+
+def _environment(env: Mapping[str, str | None] | None, nproc: int) -> dict[str, str]:
+    """Return the variables that all ranks have."""
+    environment = dict(os.environ)
+    for name, value in (env or {}).items():
+        if value is None:
+            environment.pop(name, None)
+        elif isinstance(value, str):
+            environment[name] = value
+        else:
+            raise TypeError(f"env[{name!r}]={value!r}: a variable is text; None removes it")
+    if nproc > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(threads_of_a_rank(len(os.sched_getaffinity(0)), nproc)))
+    return environment

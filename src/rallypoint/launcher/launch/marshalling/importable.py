@@ -1,0 +1,115 @@
+"""Modules that a rank can import by itself, so that their functions go by name; and modules of the
+user.
+
+A rank has the caller's `sys.path`, working directory and interpreter. A module that was imported in
+another way (a test module under pytest's importlib mode, a file loaded by hand, a module made in
+memory) goes by value, as `__main__` does.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_LIBRARY = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+_STDLIB = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
+_OURS = __name__.partition(".")[0]
+_MAINS = frozenset({"__main__", "__mp_main__"})
+
+
+def is_users(name: str | None) -> bool:
+    """Tell whether a module is of the program: not of Python, of an installed package, or of
+    rallypoint."""
+    if name is None:
+        return False
+    if name in _MAINS:
+        return True
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or top == _OURS:
+        return False
+    module = sys.modules.get(name)
+    if module is None:
+        return False
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str):
+        return not hasattr(module, "__path__") and getattr(module, "__spec__", None) is None  # made in memory
+    return not (any(part in file for part in _LIBRARY) or os.path.realpath(file).startswith(_STDLIB))
+
+
+class Importable:
+    """Importability of modules for one payload: `sys.path` may have changed at the next."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, bool] = dict.fromkeys(_MAINS, False)
+
+    def __call__(self, name: str) -> bool:
+        """Tell whether `import name` in a rank gives the same file."""
+        if name not in self._known:
+            self._known[name] = self._find(name)
+        return self._known[name]
+
+    def goes_by_value(self, code: Any) -> bool:
+        """Tell whether a function or a class is sent with what is inside it, and not by name."""
+        from cloudpickle import cloudpickle
+
+        name = code.__module__
+        return not (name and self(name) and cloudpickle._should_pickle_by_reference(code))
+
+    def _find(self, name: str) -> bool:
+        module = sys.modules.get(name)
+        if not isinstance(module, ModuleType):  # cloudpickle decides itself; some packages put objects of their own there
+            return True
+        top = name.partition(".")[0]
+        if top in sys.stdlib_module_names or top == _OURS:
+            return True
+        loader = getattr(module, "__loader__", None)
+        if type(loader).__module__.startswith("_pytest."):
+            return False  # its asserts were rewritten, and are to tell what they compared in a rank, too
+        file = getattr(module, "__file__", None)
+        package = getattr(sys.modules.get(top), "__file__", None)
+        if any(isinstance(one, str) and any(part in one for part in _LIBRARY) for one in (file, package)):
+            return True
+        parent = name.rpartition(".")[0]
+        path: Sequence[str] | None = None
+        if parent:
+            if not self(parent):
+                return False
+            path = list(getattr(sys.modules.get(parent), "__path__", ()))
+        spec = _spec(name, path)
+        if spec is None:
+            return False
+        if isinstance(file, str) and spec.has_location and spec.origin is not None:
+            return _same(file, spec.origin)
+        return True
+
+
+def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Find a module as a fresh interpreter does, without the finders of a test runner or an import
+    hook."""
+    for finder in sys.meta_path:
+        kind = finder if isinstance(finder, type) else type(finder)
+        # Editable installs have finders from `.pth` files.
+        of_site = kind.__module__.startswith("_") and not kind.__module__.startswith("_pytest")
+        if of_site or kind in (BuiltinImporter, FrozenImporter, PathFinder):
+            try:
+                spec = finder.find_spec(name, path)
+            except (ImportError, AttributeError, ValueError, TypeError):  # a finder that looks at a half imported parent
+                continue
+            if spec is not None:
+                return spec
+    return None
+
+
+def _same(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        bare = importlib.machinery.BYTECODE_SUFFIXES[0]
+        return one.removesuffix(bare) == other.removesuffix(bare)

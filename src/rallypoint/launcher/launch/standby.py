@@ -1,0 +1,242 @@
+"""The agent of a program that calls `launch`: a process of its own that keeps guard and template
+warm from call to call.
+
+It is the caller's only trace: a child with one socket. It carries out one call at a time, with the
+same loop as `rallypoint run` (`agent.py`), and ends when the caller does, whichever way: it watches
+the caller's pidfd and its end of the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import select
+import sys
+from collections.abc import Iterable
+
+import msgspec
+
+from rallypoint.diagnosis import render
+from rallypoint.diagnosis.report import Report
+from rallypoint.errors import RallypointError
+from rallypoint.host import devices, processes
+from rallypoint.launcher import exception_capture, plan, preload_parts, protocol, torch_version
+from rallypoint.launcher.agent import guard, helper_processes
+from rallypoint.launcher.agent.agent import Agent
+from rallypoint.launcher.agent.helper_processes import HelperProcesses
+from rallypoint.launcher.agent.launch_request import CallerGone, LaunchRequest
+from rallypoint.launcher.launch.standby_main import Terms
+from rallypoint.launcher.plan import Machine, Options, Plan
+from rallypoint.launcher.program import Program
+from rallypoint.launcher.protocol import Call, Finished, Message, Ready, Verdict
+from rallypoint.record import run_folder
+from rallypoint.record.disk_writer import DiskWriter
+from rallypoint.record.run_folder import default_root
+
+# Seconds in which the folder of a call that went well is to be gone. It is some small files, and a busy disk needs tenths.
+DISCARD_TIMEOUT = 5.0
+
+
+def serve(terms: Terms) -> None:
+    """Carry out calls until the caller or the guard ends."""
+    standby = _Standby(terms, _make_helpers(terms))
+    try:
+        while standby.wait():
+            pass
+    except CallerGone:
+        pass
+    finally:
+        standby.close()
+
+
+def _make_helpers(terms: Terms) -> HelperProcesses:
+    """Start the guard, and take over the template, which ends with this process and has no
+    children."""
+    ours = HelperProcesses(guard.start(f"RALLYPOINT_JOB={terms.job}".encode()))
+    ours.use(helper_processes.take_over(*terms.template, imports=True, files_limit=terms.files_limit, guard=ours.guard))
+    return ours
+
+
+class _Standby:
+    def __init__(self, terms: Terms, helpers: HelperProcesses) -> None:
+        self._terms = terms
+        self._line = terms.line
+        self._caller = terms.caller
+        self._helpers = helpers
+        self._calls = 0
+        self._parts: tuple[str, ...] = ()  # of torch, that all ranks of a call have imported: the template does, for the next
+        self._spoilt: set[str] = set()  # those that it shall not (any more)
+
+    def close(self) -> None:
+        """End the template and the guard. The ranks have ended before."""
+        self._helpers.end()
+
+    def wait(self) -> bool:
+        """Wait for a call and carry it out; False when the caller or the guard has ended."""
+        helpers = self._helpers
+        poll = select.poll()
+        for fd in (self._line.fileno(), self._caller, helpers.guard.pidfd):
+            poll.register(fd, select.POLLIN)
+        if helpers.template is not None:
+            poll.register(helpers.template.socket, select.POLLIN)
+            poll.register(helpers.template.pidfd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        if self._caller in ready or helpers.guard.pidfd in ready:
+            return False
+        if helpers.template is not None:
+            if helpers.template.socket.fileno() in ready:
+                self._between_calls(protocol.receive(helpers.template.socket)[0])
+                return True
+            if helpers.template.pidfd in ready:
+                self._between_calls(None)
+                return True
+        message, fds = protocol.receive(self._line)
+        if isinstance(message, Call):
+            return self._carry_out(message, fds)
+        return message is not None  # an Interrupt that came after the end
+
+    def _between_calls(self, message: Message | None) -> None:
+        if isinstance(message, Ready) and message.unclean:
+            self._forget({message.module})
+        elif message is None and not self._helpers.ready:  # it has crashed as it imported them, or did not come to an end
+            self._forget(self._parts)
+        self._helpers.between_jobs(message)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        self._spoilt.update(names)
+        self._parts = tuple(name for name in self._parts if name not in self._spoilt)
+
+    def _learn(self, agent: Agent) -> None:
+        """Let the template import the parts of torch that all ranks have imported, for the next
+        call.
+
+        The caller has its results. A call that comes meanwhile waits, at most as long as its ranks
+        would have taken each.
+        """
+        if not agent.parts.spoilt.keys().isdisjoint(agent.parts.early):  # the template has them
+            self._helpers.dismiss_template()
+        self._forget(agent.parts.spoilt)
+        new = tuple(name for name in agent.learnt if name not in (*self._parts, *self._spoilt))
+        if new:
+            self._parts += new
+            self._helpers.import_parts(new)
+
+    def _carry_out(self, call: Call, fds: list[int]) -> bool:
+        try:  # where a new template begins
+            os.chdir(call.task.folder)
+        except OSError:  # it was removed; MKL ends a process that stands nowhere
+            os.chdir("/")
+        changed = self._helpers.changed_file()
+        if changed:
+            with contextlib.suppress(OSError):  # the caller has just ended
+                os.write(
+                    fds[1],
+                    f"rallypoint: {exception_capture.sayable(changed)} was changed since it was preloaded: it is imported anew\n".encode(),
+                )
+            self._helpers.dismiss_template()
+        self._set_up_template(call)
+        request = LaunchRequest(call, fds, line=self._line, caller=self._caller, helpers=self._helpers, files_limit=self._terms.files_limit)
+        with contextlib.closing(request):  # whoever reads the pipes must see their end before it hears that the call is over
+            agent = None
+            try:
+                made = self._plan(call)
+                agent = Agent(made, request)
+            except RallypointError as problem:
+                report = _for_python(render.report_of(problem))
+                verdict = Verdict(report.exit_status, False, False, (report,), str(problem), (), "")
+            else:
+                try:
+                    status = agent.run()
+                finally:
+                    agent.close()
+                verdict = _verdict(agent, made, status)
+                lost = agent.job.lost.name if agent.job.lost is not None else ""
+                if agent.job.problem is not None or lost == "template":
+                    self._helpers.dismiss_template()  # it may be about to end: the next call gets a new one
+        if verdict.status == 0 and not call.run_dir:
+            with contextlib.suppress(TimeoutError):  # the caller waits, and the disk may have died meanwhile
+                DiskWriter().ask(lambda: run_folder.discard(verdict.run_dir), DISCARD_TIMEOUT)
+        self._send(verdict)
+        if agent is not None:
+            self._learn(agent)
+        return verdict.usable
+
+    def _set_up_template(self, call: Call) -> None:
+        """Have the template import what the call preloads; the first call says what that is."""
+        template = self._helpers.template
+        if template is not None and not template.is_set_up:
+            paths = call.task.paths
+            template.set_up(
+                helper_processes.setup(Program("function", ""), _modules(call), os.environ, imports=True, hooks=True, paths=paths)
+            )
+
+    def _plan(self, call: Call) -> Plan:
+        self._calls += 1
+        environ = {**os.environ, **call.environment}
+        for name in call.task.without:
+            environ.pop(name, None)
+        options = Options(
+            program=Program("function", call.task.name),
+            nproc=call.nproc,
+            backend=call.task.backend,
+            preload=call.preload,
+            max_restarts=call.max_restarts,
+            on_failure=call.on_failure,
+            run_dir=call.run_dir,
+            port_range=call.port_range,
+            quiet=True,
+        )
+        if call.grace is not None:
+            options = msgspec.structs.replace(options, grace=call.grace)
+        facts = Machine(
+            cpus=len(os.sched_getaffinity(0)),
+            gpus=devices.look(),
+            build=devices.torch_build() if call.task.backend else None,
+            names=(),
+            python=sys.executable,
+            torch=torch_version.torch_version(),
+            now=datetime.datetime.fromtimestamp(self._terms.began),
+            suffix=self._terms.suffix,
+            cwd=call.task.folder,
+            runs=default_root(environ),
+        )
+        made = plan.make(options, environ, facts)
+        run_dir = made.run_dir if call.run_dir else f"{made.run_dir}-{self._calls}"
+        return msgspec.structs.replace(
+            made,
+            run_dir=run_dir,
+            task=call.task,
+            parts=self._parts,
+            rank_environment=tuple({**call.environment, **own} for own in made.rank_environment),
+        )
+
+    def _send(self, verdict: Verdict) -> None:
+        fd = processes.memory_file("rallypoint-verdict")
+        try:
+            os.write(fd, protocol.exact(verdict))
+            protocol.send(self._line, Finished(), [fd])
+        except OSError:
+            raise CallerGone from None
+        finally:
+            os.close(fd)
+
+
+def _modules(call: Call) -> tuple[str, ...]:
+    return tuple(name for name in call.preload if name != preload_parts.NONE)
+
+
+def _for_python(report: Report) -> Report:
+    """Rewrite a report's help as arguments of `launch`."""
+    argument = {"--run-dir DIR": 'rallypoint.launch(..., run_dir="DIR")'}
+    help = tuple(msgspec.structs.replace(one, command=argument.get(one.command, one.command)) for one in report.help)
+    return msgspec.structs.replace(report, help=help)
+
+
+def _verdict(agent: Agent, made: Plan, status: int) -> Verdict:
+    reports = tuple(agent.reports)
+    overdue = any(report.code == "launch-timeout" for report in reports)
+    ends = tuple((rank.ended.code, rank.ended.signal) if rank.ended is not None else None for rank in agent.ranks)
+    text = render.text(reports, color=False) if reports else ""
+    usable = agent.job.lost is None or agent.job.lost.name != "guard"
+    return Verdict(status, bool(agent.signalled_by), overdue, reports, text, ends, made.run_dir, usable)

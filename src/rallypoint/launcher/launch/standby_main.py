@@ -1,0 +1,72 @@
+"""Start of a standby (`standby.py`): its template is started before anything else is imported.
+
+The first call of `launch` waits for the template's import of torch; all else is done meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from types import FrameType
+from typing import NamedTuple
+
+from rallypoint.clock import Clock
+from rallypoint.host import processes, system_calls
+from rallypoint.launcher import spawn
+
+
+class Terms(NamedTuple):
+    """Belongings with which a standby begins."""
+
+    line: socket.socket  # to the caller
+    caller: int  # its pidfd
+    began: float  # wall clock
+    suffix: str  # a few random characters; with `began` they make the job's id
+    job: str
+    files_limit: tuple[int, int]  # for the ranks
+    template: tuple[int, socket.socket]  # the pid of one that imports torch, and the line to it
+
+
+def main(line_fd: int, caller_pid: int) -> None:
+    """The life of a standby. `line_fd`: a socket to the caller."""
+    processes.open_standard_descriptors()
+    line = socket.socket(fileno=line_fd)
+    os.set_inheritable(line_fd, False)
+    processes.close_others({0, 1, 2, line_fd})
+    try:
+        caller = system_calls.pidfd_open(caller_pid)
+    except ProcessLookupError:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # sent to this process alone: whoever did that means it, and the guard cleans up
+    _outlive_notices()
+    processes.continue_at_end_of_parent()
+    files_limit = processes.prepare_to_supervise()
+    try:
+        os.getcwd()
+    except OSError:  # the caller's folder was removed; MKL ends a process that stands nowhere
+        os.chdir("/")
+    clock = Clock()
+    suffix = os.urandom(8).hex()
+    job = f"{clock.date('%Y%m%d-%H%M%S')}-{suffix}"
+    template = spawn.start_template({**os.environ, "RALLYPOINT_JOB": job}, imports=True)
+    from rallypoint.launcher.launch import standby  # while the template imports torch
+
+    standby.serve(Terms(line, caller, clock.started, suffix, job, files_limit, template))
+
+
+def _outlive_notices() -> None:
+    """Survive SIGUSR1 and SIGUSR2, which a batch system may send to every process of a job.
+
+    They get a handler, and are not ignored or blocked: ranks would inherit that. A signal that the
+    caller ignores stays ignored. (Slurm's `--signal` sends them.)
+    """
+    for number in spawn.NOTICES:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _do_nothing)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, spawn.NOTICES)  # blocked by who started us, until now
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """The handler of a notice: only the ranks have something to do then."""

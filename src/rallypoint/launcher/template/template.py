@@ -1,0 +1,377 @@
+"""The clean, preloaded process that workers are forked from.
+
+It imports torch (unless it is a starter of fresh interpreters) and the preload modules, and then does what the agent orders:
+fork a worker, fork a c10d host, reap. It holds no state of the job. `serve` returns only in its children, so that they run the
+program from the top level of the interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from rallypoint.clock import Clock
+from rallypoint.host import devices, processes, system_calls
+from rallypoint.launcher import exception_capture, late_variables, nested_launch, preload_parts, protocol, spawn
+from rallypoint.launcher.protocol import (  # fmt: skip
+    Exited,
+    Finish,
+    Forked,
+    ImportFailed,
+    ImportParts,
+    Message,
+    NotExecuted,
+    NotForked,
+    Ready,
+    Reap,
+    Reaped,
+    Setup,
+    StartHost,
+    StartWorker,
+)
+from rallypoint.launcher.worker import run_program, teardown, worker
+from rallypoint.launcher.worker.worker import Descriptors
+
+KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see error_exit.py
+
+# Device files whose being open means that an accelerator's driver has state which does not survive a fork.
+_DEVICE_FILES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/habanalabs", "/dev/davinci")
+
+
+def serve(orders_fd: int, spent: float, failed: BaseException | None) -> Callable[[], None]:
+    """The template's whole life. Returns in a child what it is to run; in the template itself it does not return. `spent`: seconds that
+    torch's import took; `failed`: what that has raised, if it has."""
+    orders = socket.socket(fileno=orders_fd)
+    setup, _ = protocol.receive(orders)
+    if not isinstance(setup, Setup):  # the agent is gone
+        os._exit(1)
+    if not _prepare(setup, orders, spent, failed):
+        os._exit(1)
+    return _Template(setup, orders).loop()
+
+
+def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseException | None) -> bool:
+    """Import all that is to be shared, and say how it went; False when nobody can be forked from this process."""
+    if not setup.imports:
+        protocol.send(orders, Ready(0.0))
+        return True
+    clock = Clock()
+    version = ""
+    former: set[str] = set()
+    for name in ("torch", "torch.distributed", *setup.preload):
+        if name in setup.preload:
+            if not former:
+                former = set(sys.modules)
+                gc.freeze()
+                gc.enable()  # what these do when they are imported nobody knows
+            _place_folders(setup)  # only now: a user's `re.py` must not get between torch and its own imports
+            nested_launch.importing = f"{name}, to be preloaded"
+        try:
+            if failed is not None:
+                raise failed
+            __import__(name)
+        except BaseException as error:  # SystemExit, too: a script without its `if __name__ == "__main__"` may be asked for
+            exception_capture.strip(error)
+            protocol.send(orders, ImportFailed(name, exception_capture.raised(error)))
+            return False
+        version = version or str(getattr(sys.modules[name], "__version__", ""))
+        if name == "torch.distributed" and setup.hooks:
+            from rallypoint.launcher.worker import torch_hooks
+
+            torch_hooks.install()  # before any preload module: `from torch.distributed import init_process_group` copies the name
+        why = unclean()
+        if not why and name == "torch.distributed":
+            name, why = _import_parts(setup.parts)  # without the program's folder: they are torch's
+        if why:
+            protocol.send(orders, Ready(spent + clock.elapsed(), version, why, name))
+            return False
+    if setup.preload:
+        nested_launch.importing = ""
+        gc.collect()
+    read_from = _sources(former)
+    paths = {path for path, _, _ in read_from}
+    teardown.prepare({name for name, module in sys.modules.items() if getattr(module, "__file__", None) in paths})
+    gc.freeze()  # the collector never touches what is shared, so its pages stay shared
+    gc.enable()
+    protocol.send(orders, Ready(spent + clock.elapsed(), version, files=read_from))
+    return True
+
+
+def _import_parts(names: Sequence[str]) -> tuple[str, str]:
+    """Import parts of torch that nobody has asked for: the one that made this process unfit, or cannot be imported, and why; "" and "" when
+    all is well. One that hangs or crashes ends this process by a signal, which the agent sees."""
+    if not names:
+        return "", ""
+    given = dict(os.environ)
+    handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.alarm(preload_parts.DEADLINE)
+    try:
+        for name in names:
+            late_variables.parts_are_loaded = True
+            try:
+                __import__(name)
+            except BaseException as error:  # of another release of torch, maybe, or removed from it
+                return name, f"{type(error).__name__}: {error}"
+            why = unclean()
+            if why:
+                return name, why
+        return "", ""
+    finally:
+        signal.alarm(0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        signal.signal(signal.SIGALRM, handler)
+        # torch._dynamo puts TORCHINDUCTOR_CACHE_DIR there: a program that then sets it only where it is missing would set nothing.
+        for variable in os.environ.keys() - given.keys():
+            del os.environ[variable]
+        os.environ.update(given)
+
+
+def _place_folders(setup: Setup) -> None:
+    if setup.paths is None:
+        run_program.place_folder(setup.program)
+    else:
+        sys.path[:] = setup.paths
+
+
+def _sources(former: set[str]) -> tuple[tuple[str, int, int], ...]:
+    """The files of the modules that came with the preload modules and are no installed packages: a person may be editing them."""
+    found = []
+    for name in sys.modules.keys() - former:
+        path = getattr(sys.modules[name], "__file__", None) or ""
+        if former and path.endswith(".py") and "-packages" + os.sep not in path:
+            try:
+                status = os.stat(path)
+            except OSError:  # it was imported from a file that is gone: nobody edits that
+                continue
+            found.append((path, status.st_mtime_ns, status.st_size))
+    return tuple(sorted(found))
+
+
+def unclean() -> str:
+    """Why this process must not be forked, "" when it may: CUDA initialised, another thread, an accelerator's file open."""
+    cuda = sys.modules.get("torch.cuda")
+    if (cuda is not None and cuda.is_initialized()) or devices.cuda_is_up():
+        return "CUDA is initialised"
+    count = processes.threads()
+    if count != 1:
+        return f"{count} threads"
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:  # the listing's own descriptor
+            continue
+        if target.startswith(_DEVICE_FILES):
+            return f"{target} is open"
+    return ""
+
+
+class _Template:
+    def __init__(self, setup: Setup, orders: socket.socket) -> None:
+        self._setup = setup
+        self._orders = orders
+        self._children: dict[int, int] = {}  # pidfd -> pid
+        self._epoll = select.epoll()
+        self._epoll.register(orders, select.EPOLLIN)
+        self._unsent: deque[Message] = deque()
+        # What a rank started and left without a parent becomes this process's child, and nobody else's does: that is how it is told
+        # from what the launcher's own process had started before it became the launcher.
+        processes.become_subreaper()
+        processes.continue_at_end_of_parent()  # not SIGKILL: `_leave` ends all of that first
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        self._orphans = system_calls.signalfd(signal.SIGCHLD)
+        self._epoll.register(self._orphans, select.EPOLLIN)
+
+    def _tell(self, message: Message) -> None:
+        """Tell the agent, without waiting: it may itself be waiting for us to read an order."""
+        self._unsent.append(message)
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        try:
+            while self._unsent:
+                protocol.send(self._orders, self._unsent[0], flags=socket.MSG_DONTWAIT)
+                self._unsent.popleft()
+        except BlockingIOError:  # the rest when it has read some
+            self._epoll.modify(self._orders, select.EPOLLIN | select.EPOLLOUT)
+            return
+        except OSError:  # the agent is gone
+            self._leave()
+        self._epoll.modify(self._orders, select.EPOLLIN)
+
+    def loop(self) -> Callable[[], None]:
+        while True:
+            for fd, events in self._epoll.poll():
+                if fd == self._orphans:
+                    self._reap_orphans()
+                    continue
+                if fd != self._orders.fileno():
+                    self._ended(fd)
+                    continue
+                if events & select.EPOLLOUT:
+                    self._send_unsent()
+                if not events & ~select.EPOLLOUT:
+                    continue
+                run = self._order()
+                if run is not None:
+                    return run
+
+    def _leave(self) -> NoReturn:
+        """The agent has ended without a word: end what the ranks have left here, and this process. The guard does so, too, if it lives."""
+        processes.kill_family(b"", (), deadline=KILL_DEADLINE, ancestor=os.getpid())
+        os._exit(0)
+
+    def _reap_orphans(self) -> None:
+        """Reap what the ranks have left here and has ended. The ranks themselves wait for the agent's word."""
+        os.read(self._orphans, 128)
+        for pid in set(processes.children()).difference(self._children.values()):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+
+    def _order(self) -> Callable[[], None] | None:
+        message, fds = protocol.receive(self._orders)
+        match message:
+            case StartWorker():
+                return self._start(message.rank, fds, lambda parent: self._worker(message, fds, parent))
+            case StartHost():
+                return self._start(-1, fds, lambda parent: self._host(message, fds, parent))
+            case ImportParts(names):
+                self._import(names)
+            case Reap(pid):
+                self._reap(pid)
+            case Finish():
+                os._exit(0)
+            case None:
+                self._leave()
+        return None
+
+    def _start(self, rank: int, fds: list[int], become: Callable[[int], Callable[[], None]]) -> Callable[[], None] | None:
+        try:
+            why = unclean() if self._setup.imports else ""
+        except OSError as error:  # no descriptor is left to look with
+            _close(fds)
+            self._tell(NotForked(rank, error.errno or 0))
+            return None
+        if why:
+            _close(fds)
+            self._tell(NotForked(rank, 0, why))
+            return None
+        began, parent, pid = time.monotonic(), os.getpid(), -1
+        try:
+            pid = os.fork()
+            pidfd = system_calls.pidfd_open(pid) if pid else -1
+        except OSError as error:
+            if pid > 0:  # no descriptor left to watch it with; it waits for its `Go` and has run nothing
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            _close(fds)
+            self._tell(NotForked(rank, error.errno or 0))
+            return None
+        if pid == 0:
+            self._forget()
+            return become(parent)
+        took = time.monotonic() - began
+        _close(fds)
+        self._children[pidfd] = pid
+        self._tell(Forked(rank, pid, took))
+        self._epoll.register(pidfd, select.EPOLLIN)
+        return None
+
+    def _import(self, names: tuple[str, ...]) -> None:
+        """Between two jobs."""
+        clock = Clock()
+        gc.disable()
+        name, why = _import_parts(names)
+        teardown.leave_operators_registered()
+        gc.freeze()
+        gc.enable()
+        self._tell(Ready(clock.elapsed(), unclean=why, module=name))
+
+    def _forget(self) -> None:
+        """In the child: nothing of the template's stays open."""
+        self._epoll.close()
+        self._orders.close()
+        os.close(self._orphans)
+        _close(self._children)
+        self._children = {}
+
+    def _worker(self, order: StartWorker, fds: list[int], parent: int) -> Callable[[], None]:
+        descriptors = Descriptors(fds, has_secret=bool(order.store), parcel=order.task.parcel if order.task else 0)
+        if self._setup.imports:
+            return worker.forked(self._setup, order, descriptors, parent)
+        worker.become_rank(order, descriptors, parent)
+        self._execute(order, descriptors)
+
+    def _execute(self, order: StartWorker, fds: Descriptors) -> NoReturn:
+        setup = self._setup
+        os.environ.pop("OPENBLAS_NUM_THREADS", None)
+        if setup.openblas_threads is not None:
+            os.environ["OPENBLAS_NUM_THREADS"] = setup.openblas_threads
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them for itself; a program expects the default
+            signal.signal(number, signal.SIG_DFL)
+        control = socket.socket(fileno=fds.control)
+        if setup.program.kind == "command":
+            answer, _ = protocol.receive(control)
+            if answer is None:
+                os._exit(1)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # one that waits is the program's, not this interpreter's
+            signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
+            arguments = [setup.program.target, *setup.program.for_rank(order.local_rank).args]
+        else:
+            passed = [_memory(setup), _memory(order), fds.control, fds.evidence, fds.secret, fds.terminal]
+            for fd in (*passed, *fds.parcel):
+                if fd >= 0:
+                    os.set_inheritable(fd, True)
+            arguments = [sys.executable, "-u", "-c", spawn.FRESH % (*passed, tuple(fds.parcel))]
+        try:
+            os.execvp(arguments[0], arguments)
+        except OSError as error:
+            protocol.send(control, NotExecuted(error.errno or 0))
+            os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+    def _host(self, order: StartHost, fds: list[int], parent: int) -> Callable[[], None]:
+        from rallypoint.launcher.template import c10d_host
+
+        listener, ready = fds[:2]
+        if self._setup.imports:
+            return lambda: c10d_host.forked(order.host, order.port, listener, ready, parent)
+        os.setsid()
+        for fd in (listener, ready):
+            os.set_inheritable(fd, True)
+        os.execv(sys.executable, [sys.executable, "-c", spawn.HOST, order.host, str(order.port), str(listener), str(ready), str(parent)])
+
+    def _ended(self, pidfd: int) -> None:
+        self._epoll.unregister(pidfd)
+        info = os.waitid(system_calls.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        if info is not None:
+            self._tell(Exited(self._children[pidfd], *processes.ended(info)))
+
+    def _reap(self, pid: int) -> None:
+        for pidfd, child in self._children.items():
+            if child == pid:
+                del self._children[pidfd]
+                os.close(pidfd)
+                _, _, usage = os.wait4(pid, 0)
+                self._tell(Reaped(pid, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024))
+                return
+
+
+def _memory(value: msgspec.Struct) -> int:
+    fd = processes.memory_file("rallypoint")
+    os.write(fd, protocol.exact(value))
+    return fd
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

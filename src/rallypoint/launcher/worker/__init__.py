@@ -1,0 +1,1 @@
+"""Code that runs in a rank, around the user's program."""

@@ -1,0 +1,127 @@
+"""Processes that a rank's program starts with `multiprocessing`: those that failed, and nothing in it has looked."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from rallypoint.launcher import exception_capture
+from rallypoint.launcher.protocol import Child
+
+TOLD_MOST = 100  # of one rank: a program that starts processes for ever must not fill the agent
+# multiprocessing calls finalizers below 0 when it has joined the children that the program left to it, in order; this one after all others.
+_LAST = -100
+_LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("multiprocessing", "concurrent", "torch"))
+
+_Tell = Callable[[Sequence[Child], int], object]
+
+_started: dict[int, Child] = {}  # by pid, until their end is seen
+_failed: dict[int, Child] = {}  # by pid, until the program asks for their exit code
+_beyond = [0]  # how many failed beyond TOLD_MOST
+_unguarded: dict[str, bool] = {}  # by line: whether an import of the program would start processes there again
+_registered: list[int] = []  # the process that has: multiprocessing's child begins without its parent's finalizers
+
+
+def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
+    """From now on it is seen how the children end, as far as multiprocessing itself looks, here and in forks of this process. `tell` is
+    called when the program has ended: with those that failed, and how many more did; `starts_interpreter` before a child is started that
+    is no fork."""
+    from multiprocessing import process
+
+    kind: Any = process.BaseProcess
+    start, look = kind.start, kind.exitcode.fget
+    if hasattr(start, "_rallypoint"):
+        return
+
+    @functools.wraps(start)
+    def start_and_remember(self: Any) -> None:
+        from multiprocessing import get_start_method  # here: this module is wrapped while that one is imported
+
+        if (getattr(self, "_start_method", None) or get_start_method()) != "fork":
+            starts_interpreter()
+        start(self)
+        _remember(self, sys._getframe(1), tell)
+
+    start_and_remember._rallypoint = True  # type: ignore[attr-defined]
+    kind.start = start_and_remember
+
+    def exitcode(self: Any) -> int | None:
+        code: int | None = look(self)
+        if code:
+            _failed.pop(self.pid, None)
+        return code
+
+    kind.exitcode = property(exitcode, doc=kind.exitcode.__doc__)
+    kind.terminate, kind.kill = _ends(kind.terminate), _ends(kind.kill)
+
+
+def _ends(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`terminate`, `kill`: however the process ends after it, the program wanted that."""
+
+    @functools.wraps(original)
+    def end(self: Any) -> None:
+        _started.pop(self.pid, None)
+        original(self)
+
+    return end
+
+
+def _remember(process: Any, frame: FrameType | None, tell: _Tell) -> None:
+    popen = process._popen
+    if not hasattr(popen, "poll"):  # another start method than multiprocessing's own
+        return
+    _see_ends_of(type(popen))
+    while frame is not None and (
+        exception_capture.is_ours(frame.f_code.co_filename) or any(one in frame.f_code.co_filename for one in _LIBRARIES)
+    ):
+        frame = frame.f_back
+    line = exception_capture.line_of(frame)
+    imports = getattr(popen, "method", "fork") != "fork"  # the child is a new interpreter, which imports the program
+    if imports and line not in _unguarded:  # its source is read once
+        _unguarded[line] = bool(exception_capture.unguarded_line(frame))
+    _failed.pop(process.pid, None)  # an earlier one of that number
+    _started[process.pid] = Child(exception_capture.sayable(process.name), process.pid, line=line, unguarded=imports and _unguarded[line])
+    if _registered != [os.getpid()]:
+        from multiprocessing import util
+
+        _registered[:] = [os.getpid()]
+        util.Finalize(None, _tell, args=(tell,), exitpriority=_LAST)
+
+
+def _see_ends_of(popen: type) -> None:
+    owner: Any = next((one for one in popen.__mro__ if "poll" in vars(one)), None)
+    if owner is None or hasattr(owner.poll, "_rallypoint"):
+        return
+    original = owner.poll
+
+    @functools.wraps(original)
+    def poll(self: Any, *args: Any, **kwargs: Any) -> int | None:
+        code: int | None = original(self, *args, **kwargs)
+        if code is not None:
+            _ended(self.pid, code)
+        return code
+
+    poll._rallypoint = True  # type: ignore[attr-defined]
+    owner.poll = poll
+
+
+def _ended(pid: int, code: int) -> None:
+    """multiprocessing has seen this end; `code` as it has it: below 0 a signal. Who was told to end by SIGTERM has not failed."""
+    import signal
+
+    child = _started.pop(pid, None)
+    if child is None or code in (0, -signal.SIGTERM):
+        return
+    if len(_failed) < TOLD_MOST:
+        _failed[pid] = Child(child.name, pid, max(code, 0), max(-code, 0), child.line, child.unguarded)
+    else:
+        _beyond[0] += 1
+
+
+def _tell(tell: _Tell) -> None:
+    if _failed:
+        tell(tuple(sorted(_failed.values(), key=lambda child: child.pid)), _beyond[0])  # as they were started: they end as they may

@@ -1,0 +1,128 @@
+"""A function of the caller's, run in a rank: what `launch` has instead of a program."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import linecache
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any, Literal, NoReturn
+
+from rallypoint.errors import UsageError
+from rallypoint.launcher import exception_capture, exits, nested_launch
+from rallypoint.launcher.launch.marshalling import payload
+from rallypoint.launcher.program import Task
+from rallypoint.launcher.protocol import AtPhase, Outcome
+from rallypoint.launcher.worker import run_program
+from rallypoint.launcher.worker.worker_hooks import Hooks
+
+
+def run(task: Task, rank: int, fds: list[int], hooks: Hooks, *, signal_mask: Iterable[int]) -> NoReturn:
+    """Run it, send what it returned or raised, and leave. `fds`: the parcel's, which are taken over.
+
+    A rank leaves as a child of multiprocessing does, without the interpreter's own finalisation, which takes longer than many a
+    function: threads that are no daemons are joined, atexit handlers run, the standard streams are flushed.
+    """
+    code = 0
+    try:
+        _enter(task, signal_mask)
+        hooks.tell(AtPhase("importing"))
+        _send(hooks, rank, "value", payload.pack_result(_called(task, rank, fds, hooks)))
+        hooks.stop()
+        hooks.tell(AtPhase("finishing"))
+    except payload.Unsendable as problem:
+        code = _failed(hooks, rank, _unsendable(task.name, problem))
+    except SystemExit as leaving:
+        code = run_program.exit_code(leaving)
+        run_program.tell_exit(hooks, leaving)
+        if code == 0:
+            _send(hooks, rank, "value", payload.pack_result(None))
+        elif not isinstance(leaving.code, int):
+            print(leaving.code, file=sys.stderr)  # as the interpreter does
+    except BaseException as error:
+        try:
+            code = _failed(hooks, rank, error)
+        except BaseException as later:  # of a signal's handler: now it is this that ends the function
+            code = _failed(hooks, rank, later)
+    _leave(code)
+
+
+def _enter(task: Task, signal_mask: Iterable[int]) -> None:
+    """Where the caller is: its folder, its sys.path, its arguments. `__main__` is empty: the caller's script is not run again."""
+    try:
+        os.chdir(task.folder)
+    except OSError:  # it was removed; the caller itself still stands in it
+        here = os.readlink("/proc/self/cwd")  # which may be gone, too
+        gone, now = exception_capture.sayable(task.folder), exception_capture.sayable(here)
+        print(f"rallypoint: the caller's folder {gone} is gone; this rank is in {now}", file=sys.stderr)
+    sys.path[:] = task.paths
+    sys.argv[:] = task.argv
+    main = ModuleType("__main__")
+    run_program.keep_first_main()
+    sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:
+        sys.modules["__mp_main__"] = main
+    for name, text in task.sources:
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+
+
+def _called(task: Task, rank: int, fds: list[int], hooks: Hooks) -> Any:
+    nested_launch.importing = f"a module that {task.name} needs, in a rank"
+    function, args, kwargs = payload.unpack_call(fds)
+    nested_launch.importing = ""
+    hooks.tell(AtPhase("running"))
+    if task.pass_rank:
+        args = (rank, *args)
+    if not task.backend:
+        return function(*args, **kwargs)
+    from rallypoint.launcher.worker import process_group
+
+    with process_group.opened(task.backend, task.backend_timeout, task.line, hooks):
+        return function(*args, **kwargs)
+
+
+def _unsendable(name: str, problem: payload.Unsendable) -> UsageError:
+    how = ("return what can be copied: numbers, text, containers, tensors, arrays", "return model.state_dict()")
+    if problem.type_name == "generator":
+        how = ("let the rank run through it", "return list(...)")
+    return UsageError("result-unsupported", f"what {name} returned cannot be sent back: {problem}", help=(how,))
+
+
+def _failed(hooks: Hooks, rank: int, error: BaseException) -> int:
+    """Tell the caller, which gets the exception itself, and the agent, which judges; the exit status."""
+    exception_capture.strip(error)
+    hooks.stop()
+    _send(hooks, rank, "error", payload.pack_error(error))
+    if not run_program.tell_uncaught(hooks, error, printed=False):
+        sys.excepthook(type(error), error, error.__traceback__)
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else exits.RAISED
+
+
+def _send(hooks: Hooks, rank: int, kind: Literal["value", "error"], packed: payload.Packed) -> None:
+    with packed:
+        if not hooks.tell(Outcome(rank, kind), packed.fds) and hooks.is_rank():
+            with contextlib.suppress(OSError, ValueError):  # that one is closed, too, maybe
+                print(f"rallypoint: rank {rank} cannot tell its {kind}: its function closed descriptors of others", file=sys.stderr)
+            os._exit(exits.RAISED)
+
+
+def _leave(code: int) -> NoReturn:
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are no daemons, as the interpreter does
+        atexit._run_exitfuncs()  # multiprocessing's children, the store's session, what the user registered
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = code or exits.RAISED
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError, AttributeError):  # closed by the function, or nobody reads it any more
+                continue
+        os._exit(code)

@@ -1,0 +1,1 @@
+"""Weighted means of tensors over the ranks of a job."""

@@ -1,0 +1,299 @@
+"""A run that was kept, read back: what was planned, what happened, and what there is of it.
+
+The folder may be one that is being written, one whose launcher was killed, one that was damaged or
+written by another version. What cannot be read is said in `damage`, and the rest is there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from rallypoint.errors import UsageError
+from rallypoint.record.events import Event
+from rallypoint.record.run_folder import CUT, PastRun, is_running, past_runs, reason_of
+from rallypoint.world import ranks_phrase
+
+TAIL_BYTES = 65536
+"""Bytes of the end of a log that are read for its last lines: hundreds of them, and nothing beside
+a log of gigabytes."""
+
+UNWRITABLE = "it could not be written any more, as when a disk is full"
+
+_STAMP = re.compile(r"(\d{8}-\d{6})(?:-|$)")
+_LOG = re.compile(r"rank(\d+)\.log")
+
+
+class _Program(msgspec.Struct, frozen=True):
+    kind: str = "script"
+    target: str = ""
+    args: tuple[str, ...] = ()
+
+
+class _World(msgspec.Struct, frozen=True):
+    local_size: int = 1
+
+
+class _Task(msgspec.Struct, frozen=True):
+    name: str = ""
+    line: str = ""
+
+
+class KeptPlan(msgspec.Struct, frozen=True):
+    """Part of a `plan.json` that is shown. A plan that was written before the job was planned has
+    nothing but `job`."""
+
+    job: str = ""
+    program: _Program = _Program()
+    world: _World = _World()
+    start: str = "template"
+    preload: tuple[str, ...] = ()
+    max_restarts: int = 0
+    on_failure: str = "stop"
+    plain: bool = False
+    master_port: int = 0
+    port_range: tuple[int, int] | None = None
+    stall: float | None = None
+    torch: str | None = ""
+    task: _Task | None = None
+    cwd: str = ""
+    run_dir: str = ""
+    run_dir_asked: bool = False
+
+
+class Log(NamedTuple):
+    """Log of one rank."""
+
+    rank: int
+    path: str
+    size: int  # bytes
+    cut: bool = False  # its last words could not be written
+
+
+class KeptRun(msgspec.Struct, frozen=True):
+    """One run. `status` None: it has not ended, or its launcher was killed before it could say
+    how."""
+
+    path: str
+    plan: KeptPlan
+    began: float  # seconds since 1970
+    running: bool
+    events: tuple[Event, ...] = ()
+    report: bytes = b""  # report.json as it stands there; the layers above know what is in it
+    logs: tuple[Log, ...] = ()
+    damage: tuple[str, ...] = ()
+    events_cut: bool = False  # the last of them could not be written
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    @property
+    def status(self) -> int | None:
+        """Return the exit status that the launcher left with."""
+        ends = [event.details.get("status") for event in self.events if event.what == "job-ended"]
+        return ends[-1] if ends and isinstance(ends[-1], int) else None
+
+    @property
+    def reported(self) -> str:
+        """Return the headline of the first cause, as the events have it; "" when they have none."""
+        told = (event.details.get("headline") for event in self.events if event.what == "report")
+        return next((headline for headline in told if isinstance(headline, str)), "")
+
+    @property
+    def took(self) -> float:
+        """Return seconds from the start to the last thing that was written down."""
+        return max((event.at for event in self.events), default=0.0)
+
+
+def find(root: str, word: str = "", command: str = "show") -> str:
+    """Return the folder of the run that `word` names: a path, a run's name or a part of it that
+    only one has; "" and "latest" are the newest.
+
+    Raises `UsageError` when there is none, or more than one; its help is for `rallypoint COMMAND`.
+    """
+    if word and (os.sep in word or os.path.isdir(word)):
+        return _folder(word)
+    runs = past_runs(root)
+    if os.path.isdir(os.path.join(root, word)) and word not in ("", ".", "..", "latest"):
+        return os.path.join(root, word)
+    if not runs:
+        helps = (("start one", "rallypoint run -n 4 train.py"), ("or name the folder that --run-dir named", f"rallypoint {command} DIR"))
+        raise UsageError("usage", f"no run is kept in {root}", help=helps)
+    if word in ("", "latest"):
+        return runs[0].path
+    fitting = [run for run in runs if word in run.job]
+    if len(fitting) == 1:
+        return fitting[0].path
+    if fitting:
+        raise UsageError("usage", f"{len(fitting)} runs have {word} in their names", help=_choices(fitting, command))
+    raise UsageError("usage", f"no run is called {word}, nor has it in its name", help=(("see what is kept", "rallypoint show --list"),))
+
+
+def _choices(runs: Sequence[PastRun], command: str, most: int = 3) -> tuple[tuple[str, str], ...]:
+    return tuple(("the newest is" if i == 0 else "or", f"rallypoint {command} {run.job}") for i, run in enumerate(runs[:most]))
+
+
+def _folder(path: str) -> str:
+    path = os.path.abspath(path)
+    if not os.path.isdir(path):
+        raise UsageError("usage", f"{path} is no folder", help=(("see what is kept", "rallypoint show --list"),))
+    return path
+
+
+def read(path: str) -> KeptRun:
+    """Return all that is kept in a run folder. Raises `UsageError` for one that no run of ours has
+    written, or that may not be read."""
+    damage: list[str] = []
+    planned = os.path.join(path, "plan.json")
+    see = (("see what is kept", "rallypoint show --list"),)
+    try:
+        written = os.stat(planned).st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError("usage", f"{path} is no run folder: there is no plan.json in it", help=see) from None
+    except OSError as error:
+        raise UsageError("usage", f"{path} cannot be read: {reason_of(error)}", help=see) from error
+    plan = KeptPlan()
+    try:
+        plan = msgspec.json.decode(_content(planned), type=KeptPlan)
+    except (OSError, msgspec.DecodeError) as error:
+        damage.append(f"plan.json cannot be read: {_reason(error)}")
+    log = os.path.join(path, "events.jsonl")
+    run = KeptRun(
+        path=path,
+        plan=plan,
+        began=_began(plan, written),
+        running=is_running(path),
+        events=_events(log, damage),
+        report=_report(os.path.join(path, "report.json"), damage),
+        logs=_logs(path, damage),
+        events_cut=_is_cut(log),
+    )
+    return msgspec.structs.replace(run, damage=(*damage, *_missing(run)))
+
+
+def _missing(run: KeptRun) -> Iterator[str]:
+    """Yield what belongs to a run like this one, and is not there: its disk was full, or somebody
+    removed it."""
+    if run.events_cut:
+        yield f"events.jsonl ends early: {UNWRITABLE}"
+    over = not run.running
+    if over and not os.path.exists(os.path.join(run.path, "report.json")) and (run.status or run.reported):
+        yield "there is no report.json: it could not be written (a full disk?), or was removed; it was shown when the job ended"
+    missing = [rank for rank in range(run.plan.world.local_size) if rank not in {log.rank for log in run.logs}]
+    if over and run.logs and missing:
+        yield f"there is no log of {ranks_phrase(missing)}: it could not be written (a full disk?), or was removed"
+
+
+def _is_cut(path: str) -> bool:
+    """Tell whether it was given up by its writer; see `run_folder.CUT`."""
+    try:
+        return stat.S_IMODE(os.stat(path).st_mode) == CUT
+    except OSError:
+        return False
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _reason(error: OSError | msgspec.DecodeError) -> str:
+    return reason_of(error) if isinstance(error, OSError) else str(error)
+
+
+def _began(plan: KeptPlan, written: float) -> float:
+    """Return the moment that stands in the job's name, which is older than any file of it; else
+    when the plan was written."""
+    stamp = _STAMP.match(plan.job)
+    if stamp:
+        try:
+            return datetime.datetime.strptime(stamp.group(1), "%Y%m%d-%H%M%S").timestamp()
+        except ValueError:  # digits that are no date: a name that somebody gave
+            pass
+    return written
+
+
+def _events(path: str, damage: list[str]) -> tuple[Event, ...]:
+    """Return what can be read of them. A last line without an end is being written, or was cut off
+    by a kill: no damage worth a word."""
+    decoder, found, lost = msgspec.json.Decoder(Event), [], 0
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                try:
+                    found.append(decoder.decode(line))
+                except msgspec.DecodeError:
+                    lost += line.endswith(b"\n")
+    except FileNotFoundError:
+        damage.append("there is no events.jsonl: nothing that happened was written down")
+    except OSError as error:
+        damage.append(f"events.jsonl cannot be read: {reason_of(error)}")
+    if lost:
+        damage.append(f"{lost} line{'s' * (lost > 1)} of events.jsonl cannot be read: damaged, or written by another version")
+    return tuple(found)
+
+
+def _report(path: str, damage: list[str]) -> bytes:
+    try:
+        return _content(path)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        damage.append(f"report.json cannot be read: {reason_of(error)}")
+        return b""
+
+
+def _logs(path: str, damage: list[str]) -> tuple[Log, ...]:
+    try:
+        entries = [(found, entry) for entry in os.scandir(path) if (found := _LOG.fullmatch(entry.name))]
+        return tuple(sorted(Log(int(found[1]), entry.path, entry.stat().st_size, _is_cut(entry.path)) for found, entry in entries))
+    except OSError as error:
+        damage.append(f"the logs cannot be listed: {reason_of(error)}")
+        return ()
+
+
+def tail(path: str, most: int) -> tuple[str, ...]:
+    """Return the last lines of a log, at most so many; () when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ()
+    lines = text.split("\n")[1 if size > TAIL_BYTES else 0 :]
+    return tuple(lines[:-1] if lines and not lines[-1] else lines)[-most:]
+
+
+def command(plan: KeptPlan) -> str:
+    """Return the line that starts the same job again; for a function that was launched, which and
+    where. "" when nothing was planned yet."""
+    if plan.task is not None:
+        return f"rallypoint.launch({plan.task.name}, nproc={plan.world.local_size}) at {plan.task.line}"
+    if not plan.program.target:
+        return ""
+    words = ["rallypoint", "run", "-n", str(plan.world.local_size)]
+    words += ["--preload", ",".join(plan.preload)] if plan.preload else []
+    words += ["--fresh"] if plan.start == "fresh" else []
+    words += ["--plain"] if plan.plain else []
+    words += ["--max-restarts", str(plan.max_restarts)] if plan.max_restarts else []
+    words += ["--on-failure", plan.on_failure] if plan.on_failure != "stop" else []
+    words += ["--master-port", str(plan.master_port)] if plan.master_port else []
+    words += ["--port-range", "{}-{}".format(*plan.port_range)] if plan.port_range else []
+    words += ["--stall", f"{plan.stall:g}"] if plan.stall is not None else []
+    words += ["--run-dir", _from(plan.run_dir, plan.cwd)] if plan.run_dir_asked else []
+    words += {"module": ["-m"], "command": ["--no-python"]}.get(plan.program.kind, [])
+    return shlex.join([*words, plan.program.target, *plan.program.args])
+
+
+def _from(path: str, folder: str) -> str:
+    """Return a path as one types it in a folder."""
+    return os.path.relpath(path, folder) if folder and path.startswith(os.path.join(folder, "")) else path

@@ -1,0 +1,1 @@
+"""The coordination store's client, in the process that uses it."""

@@ -1,0 +1,279 @@
+"""One attempt to open a conversation: find the addresses, connect, prove; and if not, say which of them failed and how.
+
+All addresses of a name are tried within one deadline, IPv6 and IPv4 by turns. The next one starts `STAGGER` seconds after the one
+before, or as soon as that has failed, and the first conversation that opens is taken (RFC 8305, "Happy Eyeballs", without its
+memory of past results). The resolver is asked in a thread of its own: getaddrinfo cannot be interrupted, by a signal or a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from rallypoint.clock import Clock
+from rallypoint.host import probe
+from rallypoint.host.probe import Place
+from rallypoint.host.unix_sockets import listener_of, uid_of, way_of
+from rallypoint.store.address import Address, is_forwarded
+from rallypoint.store.client.failures import of_a_handler
+from rallypoint.wire.frames import HEADER, HEADER_BYTES, Cutter, FrameError, header
+from rallypoint.wire.handshake import HandshakeFailed, Joining
+from rallypoint.wire.messages import HELLO_BYTES, Refusal, Welcome
+
+STAGGER = 0.25
+"""Seconds after which the next address is tried beside the one that has not answered: RFC 8305's recommendation. Less when there is
+not time enough: all are tried in the first half of it."""
+
+Reason = Literal[
+    "refused", "unresolved", "unreachable", "foreign", "silent", "closed", "wrong-secret", "version-skew", "wrong-job", "store-relayed",
+    "session-lost", "store-full", "store-closed",
+]  # fmt: skip
+
+TELLING: tuple[Reason, ...] = (
+    "session-lost", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "store-full", "store-closed", "foreign",
+    "silent", "closed", "refused", "unreachable", "unresolved",
+)  # fmt: skip
+"""Which failure is reported when several addresses failed differently: the one that got furthest first."""
+
+OpenSocket = Callable[[socket.AddressFamily, tuple[object, ...]], socket.socket]
+
+
+class Failure(NamedTuple):
+    """Why one address did not work."""
+
+    reason: Reason
+    where: str  # "127.0.0.1:29500", "[::1]:29500", "/run/.../store.sock", or the name that was not resolved
+    text: str  # "Connection refused", "no answer within 3.0 s", ...
+    first: bytes = b""  # what a foreign service said first
+    refusal: Refusal | None = None
+    listener: int = 0  # pid of who listens there, when it can be seen
+
+
+class DialFailed(Exception):
+    """No address worked. `failures` is never empty; `told` is the most telling of them."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        self.failures = failures
+        self.told = min(failures, key=lambda failure: TELLING.index(failure.reason))
+        super().__init__("; ".join(f"{failure.where}: {failure.text}" for failure in failures))
+
+
+class Opened(NamedTuple):
+    """A conversation that is open. `cutter` may hold what the server sent right behind its Welcome."""
+
+    sock: socket.socket
+    cutter: Cutter
+    welcome: Welcome
+    where: str
+
+
+def dial(address: Address, greet: Callable[[], Joining], deadline: float, clock: Clock, open_socket: OpenSocket | None = None) -> Opened:
+    """Open a conversation before `deadline` (of `clock.monotonic`). `greet` makes the client's side, anew for each connection.
+
+    Raises DialFailed. Everything that was opened and is not returned is closed, also when a signal handler raises.
+    """
+    open_socket = open_socket or probe.connecting
+    failures: list[Failure] = []
+    if address.path:
+        waiting: list[Place] = [(socket.AF_UNIX, (address.path,))]
+    else:
+        waiting = probe.by_turns(_resolve(address.host, address.port, deadline, clock))
+    racing: dict[int, _Runner] = {}
+    poll = select.poll()
+    next_start = clock.monotonic()
+    stagger = min(STAGGER, max(0.0, deadline - next_start) / (2 * len(waiting)))
+    try:
+        while waiting or racing:
+            now = clock.monotonic()
+            if now >= deadline:
+                break
+            if waiting and (now >= next_start or not racing):
+                family, sockaddr = waiting.pop(0)
+                next_start = now + stagger
+                try:
+                    runner = _Runner(open_socket, family, sockaddr, greet, is_forwarded(address))
+                except OSError as error:
+                    if of_a_handler(error):
+                        raise
+                    failures.append(_failure(error, probe.described(family, sockaddr)))
+                else:
+                    racing[runner.sock.fileno()] = runner
+                    poll.register(runner.sock, runner.events)
+                continue
+            until = min(deadline, next_start) if waiting else deadline
+            for fd, _ in poll.poll(max(0.0, until - now) * 1000):
+                runner = racing[fd]
+                try:
+                    opened = runner.step()
+                except _Lost as lost:
+                    failures.append(lost.failure)
+                    poll.unregister(fd)
+                    racing.pop(fd).sock.close()
+                    next_start = now
+                    continue
+                if opened is not None:
+                    del racing[fd]
+                    return opened
+                poll.modify(fd, runner.events)
+        failures.extend(runner.too_late() for runner in racing.values())
+        if not failures:
+            failures.extend(Failure("unreachable", probe.described(*where), "not tried: the time was up") for where in waiting)
+    finally:
+        for runner in racing.values():
+            runner.sock.close()
+    raise DialFailed(failures)
+
+
+class _Lost(Exception):
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+
+
+class _Runner:
+    """One address on its way: connecting → greeting → open."""
+
+    def __init__(
+        self,
+        open_socket: OpenSocket,
+        family: socket.AddressFamily,
+        sockaddr: tuple[object, ...],
+        greet: Callable[[], Joining],
+        forwarded: bool,
+    ) -> None:
+        self.where = probe.described(family, sockaddr)
+        self._joining = greet()
+        self._cutter = Cutter(HELLO_BYTES, 0)
+        self._out = b""
+        self._first = b""  # what was said, as long as that is no frame
+        self._connected = False
+        self._forwarded = forwarded or (family != socket.AF_UNIX and is_forwarded(Address(str(sockaddr[0]), int(str(sockaddr[1])))))
+        self.events = select.POLLOUT
+        self.sock = open_socket(family, sockaddr)
+
+    def step(self) -> Opened | None:
+        """Go on as far as it goes without waiting. Raises _Lost."""
+        try:
+            if not self._connected:
+                probe.arrived(self.sock)
+                self._connected = True
+                self._send(self._joining.start(self._way()))
+            elif self._out:
+                self._flush()
+            else:
+                return self._receive()
+        except OSError as error:
+            if of_a_handler(error):
+                raise
+            raise _Lost(self._foreign() or _failure(error, self.where, connected=self._connected)) from error
+        return None
+
+    def _way(self) -> str:
+        """What this connection leads to, for the server to compare. Raises _Lost for a Unix socket of another user: the server of
+        a store would not have us there, so it is somebody who waits at a path that a store has, or had."""
+        family = self.sock.family
+        if family == socket.AF_UNIX and (uid := uid_of(self.sock)) != os.geteuid():
+            raise _Lost(Failure("foreign", self.where, f"the socket is another user's (uid {uid})"))
+        way = way_of(family, self.sock.getpeername())
+        return way.partition(" ")[0] if self._forwarded else way
+
+    def too_late(self) -> Failure:
+        """What is known when the deadline has passed."""
+        if self._connected:
+            return self._foreign() or Failure(
+                "silent", self.where, "it accepted the connection and said nothing", listener=listener_of(self.sock)
+            )
+        if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # it came while this process had no turn
+            return _failure(OSError(error, os.strerror(error)), self.where)
+        return Failure("unreachable", self.where, "no answer at all: packets to it are dropped, or it is off")
+
+    def _foreign(self) -> Failure | None:
+        """No more will come: was there something with which no frame begins? A frame of ours may be cut off anywhere by the network."""
+        length, body = HEADER.unpack(self._first[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"))
+        if len(self._first) < HEADER_BYTES and (length > HELLO_BYTES or body):
+            return Failure("foreign", self.where, "it does not speak rallypoint's protocol", self._first)
+        return None
+
+    def _send(self, message: bytes) -> None:
+        self._out = header(len(message)) + message
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            sent = self.sock.send(self._out, socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError):
+            self._receive()  # it has closed the connection, and may have said why
+            raise
+        self._out = self._out[sent:]
+        self.events = select.POLLOUT if self._out else select.POLLIN
+
+    def _receive(self) -> Opened | None:
+        try:
+            data = self.sock.recv(HELLO_BYTES)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise _Lost(self._foreign() or Failure("closed", self.where, "it closed the connection without an answer"))
+        if len(self._first) < HEADER_BYTES:
+            self._first += data
+        self._cutter.feed(data)
+        try:
+            while (frame := self._cutter.next()) is not None:
+                answer = self._joining.receive(frame.message)
+                if isinstance(answer, Welcome):
+                    return Opened(self.sock, self._cutter, answer, self.where)
+                self._send(answer)
+        except FrameError as error:
+            raise _Lost(Failure("foreign", self.where, "it does not speak rallypoint's protocol", error.first)) from error
+        except HandshakeFailed as error:
+            raise _Lost(Failure(error.reason, self.where, str(error), data if error.reason == "foreign" else b"", error.refusal)) from error
+        return None
+
+
+def _failure(error: OSError, where: str, *, connected: bool = False) -> Failure:
+    if connected:
+        return Failure("closed", where, f"it closed the connection without an answer ({error.strerror})")
+    reason, text = probe.told(error)
+    return Failure(reason, where, text)
+
+
+class _Question:
+    """A name that the resolver was asked for, in a thread of its own that may outlive whoever asked."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.answered = threading.Event()
+        self.found: list[Place] = []
+        self.error = ""
+        threading.Thread(target=self._ask, args=(host, port), name=f"rallypoint: resolve {host}", daemon=True).start()
+
+    def _ask(self, host: str, port: int) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's, which they must wake
+        try:
+            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            self.found = [(entry[0], entry[4]) for entry in entries]
+        except (OSError, UnicodeError) as error:
+            self.error = str(getattr(error, "strerror", None) or error)
+        self.answered.set()
+
+
+_asked: dict[tuple[int, str, int], _Question] = {}
+"""Questions without an answer yet, by process too (a thread is not forked): a hanging resolver is not asked again by every attempt."""
+
+
+def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Place]:
+    """Raises DialFailed ("unresolved")."""
+    if place := probe.numeric(host, port):
+        return place
+    key = (os.getpid(), host, port)
+    question = _asked.setdefault(key, _Question(host, port)) if key not in _asked else _asked[key]
+    answered = question.answered.wait(max(0.0, deadline - clock.monotonic()))
+    if not answered:
+        raise DialFailed([Failure("unresolved", host, "the resolver gave no answer")])
+    _asked.pop(key, None)
+    if not question.found:
+        raise DialFailed([Failure("unresolved", host, question.error or "it has no address")])
+    return question.found

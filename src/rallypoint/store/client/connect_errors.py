@@ -1,0 +1,127 @@
+"""Why no conversation came about, from the failures of all attempts: one error, told apart by its code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rallypoint.errors import StoreUnreachable
+from rallypoint.host import probe
+from rallypoint.store.address import Address
+from rallypoint.store.client.connect import TELLING, Failure, Reason
+
+CODES: dict[Reason, str] = {
+    "refused": "port-refused",
+    "unresolved": "address-unresolved",
+    "unreachable": "address-unreachable",
+    "foreign": "store-foreign",
+    "silent": "store-silent",
+    "closed": "store-silent",
+    "wrong-secret": "wrong-secret",
+    "version-skew": "version-skew",
+    "wrong-job": "wrong-job",
+    "store-relayed": "store-relayed",
+    "session-lost": "session-lost",
+    "store-full": "store-full",
+    "store-closed": "store-closed",
+}
+
+HELP: dict[str, tuple[tuple[str, str], ...]] = {
+    "port-refused": (
+        ("is the server running, and is this its port? it prints its address when it starts", "rallypoint serve --port 29500"),
+    ),
+    "address-unresolved": (
+        ("ask this machine's resolver", "getent hosts {host}"),
+        ("or give the address instead of the name", ""),
+    ),
+    "address-unreachable": (("see which way packets to it go, and whether a firewall drops them", "ip route get {host}"),),
+    "store-foreign": (("give the port of the store: rallypoint serve prints it", ""),),
+    "store-silent": (("is it a store, and is it running? a stopped process still has its port", "ss -ltnp 'sport = :{port}'"),),
+    "wrong-secret": (("give the secret of this server: server.secret, or the file", 'rallypoint.connect(address, secret_file="...")'),),
+    "version-skew": (("install the same version of rallypoint on both sides", "python -m pip install -U rallypoint"),),
+    "wrong-job": (("give the address of this job's own store, or leave job= out", ""),),
+    "store-relayed": (
+        ("give the address of the store itself: rallypoint serve prints it", ""),
+        ("or, if that is a tunnel, a published port or NAT of your own, say so", "export RALLYPOINT_FORWARDED={address}"),
+    ),
+    "store-full": (("close stores that are no longer used, or start the server with a larger limit", ""),),
+}
+
+
+WORTH_TELLING = 0.1
+"""Seconds of trying: what is less was no waiting."""
+
+
+def unreachable(address: Address, failures: Sequence[Failure], since: float, now: float, *, look: bool = True) -> StoreUnreachable:
+    """The error for `failures` (in the order they came) of the attempts between `since` and `now`, in seconds. `look`: name who has the
+    port, when that can be seen; it takes a moment."""
+    if not failures:
+        return StoreUnreachable("store-silent", f"the store at {address} gave no answer", help=_help("store-silent", address))
+    last = failures[-1]
+    told = min(reversed(failures), key=lambda failure: TELLING.index(failure.reason))
+    if last.reason != told.reason and TELLING.index(told.reason) > TELLING.index("foreign"):
+        told = last  # what it is like now counts, unless an earlier answer says more than that nobody answers
+    code = CODES[told.reason]
+    why = [_folded(failures, since, now)] if len(failures) > 1 else []
+    if told.first:
+        why.insert(0, f"it said first: {probe.shown(told.first)}")
+    help, listener = _help(code, address), told.listener
+    if (
+        look
+        and told.reason in ("foreign", "silent", "closed")
+        and (holder := None if address.path else probe.listener(address.host, address.port)) is not None
+    ):
+        why.insert(0, f"on this machine {holder.line()}")
+        listener = holder.pid
+    if listener and is_stopped(listener):
+        stopped, help = stopped_server(listener)
+        why.insert(0, stopped)
+    return StoreUnreachable(code, _headline(address, told), why=tuple(why), help=help)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the server's process, which is on this host, stands still."""
+    from rallypoint.host import processes  # here: it loads ctypes, and servers rarely are
+
+    return processes.is_stopped(pid)
+
+
+def stopped_server(pid: int) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Why a server that is stopped gives no answer, and what to do."""
+    return f"the server (pid {pid}) is stopped (state T)", (("let it go on", f"kill -CONT {pid}"),)
+
+
+def _headline(address: Address, told: Failure) -> str:
+    where = f" ({told.where})" if told.where not in str(address) else ""
+    if told.reason == "refused":
+        return f"no store at {address}: {told.text}{where}"
+    if told.reason == "unresolved":
+        return f"no store at {address}: the host name {address.host} has no address here ({told.text})"
+    if told.reason == "unreachable":
+        return f"no store at {address}: {told.text}{where}"
+    if told.reason in ("foreign", "silent", "closed"):
+        return f"no store at {address}: {told.text}{where}"
+    if told.reason == "wrong-secret":
+        return f"the store at {address} has another secret than this client was given"
+    return f"the store at {address} refused this client: {told.text}"
+
+
+def _folded(failures: Sequence[Failure], since: float, now: float) -> str:
+    """'14 attempts in 9.9 s: 12 x nothing listens there (127.0.0.1:29500), 2 x ...'"""
+    counts: dict[str, int] = {}
+    for failure in failures:
+        line = f"{failure.text} ({failure.where})"
+        counts[line] = counts.get(line, 0) + 1
+    most = sorted(counts.items(), key=lambda entry: -entry[1])
+    parts = [f"{count} x {line}" for line, count in most[:4]]
+    if len(most) > 4:
+        parts.append(f"and {len(most) - 4} more kinds")
+    took = f" in {now - since:.1f} s" if now - since >= WORTH_TELLING else ""
+    return f"{len(failures)} attempts{took}: {', '.join(parts)}"
+
+
+def _help(code: str, address: Address) -> tuple[tuple[str, str], ...]:
+    if address.path and code in ("port-refused", "store-silent"):
+        return (("is its server running? the socket's folder goes with it", f"ls -l {address.path}"),)
+    return tuple(
+        (text, line.format(host=address.host or address.path, port=address.port, address=address)) for text, line in HELP.get(code, ())
+    )

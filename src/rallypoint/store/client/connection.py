@@ -1,0 +1,457 @@
+"""One connection to a server, seen from the client: a request out, its reply in, large values beside them.
+
+One thread uses a connection at a time, and nothing here knows sessions or the numbers of requests: `Session` does. A connection
+that failed in any way, or in which an exception struck, is closed: what was half sent or half read cannot be told.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from rallypoint.clock import Clock
+from rallypoint.host import memory
+from rallypoint.host.unix_sockets import CLOEXEC, NOSIGNAL, TRUNCATED
+from rallypoint.store.client.connect import Opened
+from rallypoint.store.client.failures import of_a_handler
+from rallypoint.wire.frames import HEADER_BYTES, HEADS, FrameError, header
+from rallypoint.wire.messages import (
+    MESSAGE_BYTES,
+    UNDECODABLE,
+    AnyReply,
+    Closing,
+    Done,
+    Failed,
+    Freed,
+    Ping,
+    Release,
+    Request,
+    Value,
+    decode_reply,
+    encode,
+)
+from rallypoint.wire.values import Parts, alloc
+
+READ_BYTES = 64 * 1024
+
+FIRST_BYTES = 448
+"""Size of the first read for a reply, which is small as a rule. For so few bytes Python has room of its own at hand; a large buffer is
+fetched from libc each time, and most of it given back."""
+
+BUFFERS = 512
+"""Buffers of one sendmsg: half of Linux's IOV_MAX."""
+
+CHUNK_BYTES = 64 * 1024 * 1024
+"""Bytes of shared memory that are copied between two looks at pending signals: some 5 ms."""
+
+FREE_SEGMENTS = 8
+"""Free segments that are kept for the next large value. Two are enough for one key written over and over; state dicts use several sizes."""
+
+FREE_BYTES = 256 * 1024 * 1024
+"""The same in bytes, except that the last one is kept whatever its size: the next value is most often as large."""
+
+FREE_ROUNDS = 3
+"""Rounds of the keep-alive, a lease's length together, after which a free segment that nobody used is given back to the machine."""
+
+LENT_SEGMENTS = 64
+"""Segments in use by the server that are kept for later. Beyond these (large values under many keys) a segment is used once: each
+costs this process a descriptor."""
+
+DESCRIPTORS = 16
+"""Descriptors that one read may deliver; the server sends one per frame."""
+
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTORS)
+
+
+def framed(message: Request) -> bytes:
+    """A small message as it is sent."""
+    data = encode(message)
+    return header(len(data)) + data
+
+
+_PING = framed(Ping(0, 0))
+
+
+class ConnectionBroken(Exception):
+    """A connection is of no use any more: the server closed it, or it failed."""
+
+
+class TooLate(Exception):
+    """A deadline passed while something was sent or waited for."""
+
+
+class ServerCloses(Exception):
+    """The server says that it stops, and will answer nothing more."""
+
+
+Received = tuple[AnyReply, memoryview | None]
+
+
+class Connection:
+    """See the module. `interrupt` may be called from any thread."""
+
+    __slots__ = (
+        "_closing", "_cutter", "_descriptors", "_free", "_lent", "_now", "_numbered", "_on_sign", "_pings", "_poll", "_ready", "_recv",
+        "_recvmsg", "_round", "_send", "closed", "heard", "local", "moved", "received_bytes", "sent_bytes", "shared", "sock", "where",
+    )  # fmt: skip
+
+    def __init__(self, opened: Opened, clock: Clock, *, shared_memory: bool, on_sign: Callable[[float], None]) -> None:
+        """`shared_memory`: large values go by descriptor, over a Unix socket. `on_sign`: called with the time at which a sign of life
+        was sent that the server has answered."""
+        self.sock = opened.sock
+        self.where = opened.where
+        self.local = opened.sock.family == socket.AF_UNIX
+        self.shared = shared_memory and self.local
+        self.heard = self.moved = clock.monotonic()  # when bytes came last, or a request was sent; and when bytes moved last
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.closed = False
+        self._closing = threading.RLock()  # a descriptor's number may be another file's once it is closed
+        self._now = clock.monotonic
+        self._on_sign = on_sign
+        self._pings: deque[float] = deque()  # when those were sent that have no answer yet
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        self._poll = poll.poll
+        self._send = self.sock.send
+        self._recv = self.sock.recv
+        self._recvmsg = self.sock.recvmsg
+        self._cutter = opened.cutter
+        self._cutter.message_bytes = MESSAGE_BYTES
+        self._cutter.body_bytes = 1 << 62  # the server has proved itself; a value that it has is one that somebody could store
+        self._ready: deque[Received] = deque()
+        self._descriptors: deque[int] = deque()  # that have arrived and belong to no reply yet; -1: this process had no room for it
+        self._lent: dict[int, memory.Segment] = {}  # in use by the server, by number
+        self._free: list[tuple[int, memory.Segment, int]] = []  # number, segment, and the round in which it came back
+        self._numbered = 0
+        self._round = 0
+
+    def __repr__(self) -> str:
+        return f"<Connection to {self.where}{', shared memory' if self.shared else ''}{': closed' if self.closed else ''}>"
+
+    # --- the end ---
+
+    def interrupt(self) -> None:
+        """Wake the thread that waits for this connection: its call ends in ConnectionBroken."""
+        with self._closing:
+            if not self.closed:
+                with contextlib.suppress(OSError):  # the server was quicker
+                    self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the conversation. Called by the thread that has the connection."""
+        self.interrupt()
+        self._dispose()
+
+    def after_fork(self) -> None:
+        """Close what a forked child has inherited. The parent's conversation goes on."""
+        self._closing = threading.RLock()
+        self._dispose()
+
+    def _dispose(self) -> None:
+        with self._closing:
+            self.closed = True
+            self.sock.close()
+        while self._descriptors:
+            fd = self._descriptors.popleft()
+            if fd >= 0:
+                os.close(fd)
+        for segment in (*self._lent.values(), *(segment for _, segment, _ in self._free)):
+            segment.close()
+        self._lent.clear()
+        self._free.clear()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_closing"):  # an exception may strike in the middle of `__init__`
+            self._dispose()
+
+    # --- out ---
+
+    def send(self, frames: bytes, deadline: float) -> None:
+        """Send small frames. Raises ConnectionBroken or TooLate; then the last of them was not sent to its end."""
+        try:
+            sent = self._send(frames, NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise self._unsendable(error) from error
+        self.sent_bytes += sent
+        if sent < len(frames):
+            self._send_all(deque([memoryview(frames)[sent:]]), deadline, 0.0)
+
+    def send_value(self, before: bytes, message: bytes, value: Parts, deadline: float, patience: float) -> None:
+        """Send a message with a large value behind it. The deadline moves on while bytes do: it passes `patience` seconds after any went."""
+        front = memoryview(before + header(len(message), value.size) + message)
+        self._send_all(deque([front, *(memoryview(buffer) for buffer in value.buffers)]), deadline, patience)
+
+    def send_shared(self, before: bytes, message: bytes, number: int, segment: memory.Segment, deadline: float) -> None:
+        """Send a message that announces a segment from `fill`, which is the server's until that says otherwise."""
+        if before:
+            self.send(before, deadline)
+        if number:
+            self._lent[number] = segment
+        frame = memoryview(header(len(message)) + message)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fileno()]))]
+        while True:
+            try:
+                sent = self.sock.sendmsg([frame], rights, NOSIGNAL)
+                break
+            except BlockingIOError:
+                self._wait_for_room(deadline)
+            except OSError as error:
+                raise self._unsendable(error) from error
+        self.sent_bytes += sent
+        if sent < len(frame):
+            self._send_all(deque([frame[sent:]]), deadline, 0.0)
+
+    def _send_all(self, pieces: deque[memoryview], deadline: float, patience: float) -> None:
+        self.moved = self._now()
+        while pieces:
+            try:
+                sent = self.sock.sendmsg([pieces[index] for index in range(min(len(pieces), BUFFERS))], (), NOSIGNAL)
+            except BlockingIOError:
+                self._wait_for_room(max(deadline, self.moved + patience))
+                continue
+            except OSError as error:
+                raise self._unsendable(error) from error
+            self.sent_bytes += sent
+            self.moved = self._now()
+            while pieces and sent >= len(pieces[0]):
+                sent -= len(pieces.popleft())
+            if sent:
+                pieces[0] = pieces[0][sent:]
+
+    def _wait_for_room(self, deadline: float) -> None:
+        ready = select.poll()
+        ready.register(self.sock, select.POLLOUT)
+        if not ready.poll(max(0.0, deadline - self._now()) * 1000.0):
+            raise TooLate
+
+    # --- shared memory of ours ---
+
+    def fill(self, value: Parts) -> tuple[int, memory.Segment]:
+        """Put a value into a segment, a free one or a new one: its number, 0 for one that is used only once. Raises OSError when there
+        is no memory or no descriptor left."""
+        number, segment = self._segment(value.size)
+        at = 0
+        for buffer in value.buffers:
+            for start in range(0, len(buffer), CHUNK_BYTES):
+                chunk = buffer[start : start + CHUNK_BYTES]
+                segment.write(chunk, at)
+                at += len(chunk)
+        return number, segment
+
+    def _segment(self, size: int) -> tuple[int, memory.Segment]:
+        fitting = [entry for entry in self._free if size <= entry[1].capacity <= 2 * size + (1 << 20)]
+        if fitting:
+            entry = min(fitting, key=lambda entry: entry[1].capacity)
+            self._free.remove(entry)
+            return entry[0], entry[1]
+        capacity = memory.capacity_for(size)
+        segment = memory.Segment(memory.create(capacity), size, capacity)
+        if len(self._lent) >= LENT_SEGMENTS:
+            return 0, segment
+        self._numbered += 1
+        return self._numbered, segment
+
+    def _freed(self, numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            segment = self._lent.pop(number, None)
+            if segment is not None:
+                self._free.append((number, segment, self._round))
+        free = self._free
+        while len(free) > FREE_SEGMENTS or (len(free) > 1 and sum(segment.capacity for _, segment, _ in free) > FREE_BYTES):
+            del free[0]
+
+    def trim(self) -> None:
+        """Give back segments that were not used for a while. Called by the keep-alive."""
+        self._round += 1
+        self._free = [entry for entry in self._free if entry[2] > self._round - FREE_ROUNDS]
+
+    # --- in ---
+
+    def receive(self, seq: int, deadline: float, patience: float, interval: float, silence: float, *, lends: bool) -> Received:
+        """The reply to request `seq`. Raises TooLate, ConnectionBroken, ServerCloses.
+
+        While it waits it gives a sign of life every `interval` seconds, and takes the connection for broken after `silence` seconds in
+        which nothing came. `lends`: the reply may come with a descriptor, which takes a read of twice the work.
+        """
+        now = self.heard = self._now()
+        size = FIRST_BYTES
+        while True:
+            while self._ready:
+                reply, body = self._ready.popleft()
+                if reply.seq == seq:
+                    return reply, body
+                self._notice(reply)
+            if not self._poll(max(0.0, min(deadline - now, interval)) * 1000.0):
+                now = self._sign_of_life(deadline, silence)
+                continue
+            data = self._read(size, lends=lends)
+            if len(data) < size and self._is_whole(data):
+                reply = _decoded(data[HEADER_BYTES:])
+                if reply.seq == seq and not (type(reply) is Value and reply.shared):
+                    return reply, None
+            self._cutter.feed(data)
+            self._cut(deadline, patience, silence)
+            size = READ_BYTES
+            now = self.heard
+
+    def look(self) -> None:
+        """Take in notices that have arrived while nobody used the connection. Raises ConnectionBroken, ServerCloses."""
+        while self._poll(0):
+            data = self._read(READ_BYTES, lends=False)
+            if data:
+                self._cutter.feed(data)
+                self._cut(self._now(), 0.0, 0.0)
+            while self._ready:
+                self._notice(self._ready.popleft()[0])
+
+    def _sign_of_life(self, deadline: float, silence: float) -> float:
+        """Nothing has arrived so far: give up, or say that we live; returns the time."""
+        now = self._now()
+        if now >= deadline:
+            raise TooLate
+        if now - self.heard >= silence:
+            raise ConnectionBroken(f"no sign of life from the server for {now - self.heard:.1f} s")
+        self._pings.append(now)
+        try:
+            self.send(_PING, now)
+        except TooLate:
+            raise ConnectionBroken("the server did not take what was sent to it") from None
+        return now
+
+    def _read(self, size: int, *, lends: bool) -> bytes:
+        """Some bytes, none if there are none after all. Raises ConnectionBroken."""
+        try:
+            if lends and self.local:
+                data, ancillary, flags, _ = self._recvmsg(size, _ANCILLARY_BYTES, CLOEXEC)
+                if ancillary or flags & TRUNCATED:
+                    self._take_descriptors(ancillary, flags)
+            else:
+                data = self._recv(size)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise self._broken(error) from error
+        if not data:
+            raise ConnectionBroken("the server closed the connection")
+        self.heard = self._now()
+        self.received_bytes += len(data)
+        return data
+
+    def _is_whole(self, data: bytes) -> bool:
+        """Whether this is one small frame and nothing else, as it is nearly always: the cutter needs four times as long to say so."""
+        return len(data) - HEADER_BYTES < len(HEADS) and self._cutter.empty and data.startswith(HEADS[len(data) - HEADER_BYTES])
+
+    def _cut(self, deadline: float, patience: float, silence: float) -> None:
+        """Take apart what has arrived; the rest of a large value is read here."""
+        try:
+            while (frame := self._cutter.next()) is not None:
+                reply = _decoded(frame.message)
+                body: memoryview | None = None
+                if frame.body or frame.missing:
+                    if type(reply) is not Value:
+                        raise ConnectionBroken(f"the server sent a {type(reply).__name__} with a body")
+                    body = self._read_body(frame.body, frame.missing, deadline, patience, silence)
+                elif type(reply) is Value and reply.shared:
+                    body = self._read_shared(reply.shared)
+                    self.send(framed(Release(0, 0, (reply.seq,))), max(deadline, self._now() + patience))
+                self._ready.append((reply, body))
+        except FrameError as error:
+            raise ConnectionBroken(f"the server sent {error}") from error
+
+    def _notice(self, reply: AnyReply) -> None:
+        if type(reply) is Freed:
+            self._freed(reply.numbers)
+        elif type(reply) is Done and reply.seq == 0:
+            if self._pings:
+                self._on_sign(self._pings.popleft())
+        elif type(reply) is Closing:
+            raise ServerCloses(reply.text)
+        elif type(reply) is Failed and reply.seq == 0:
+            raise ConnectionBroken(f"the server ended the conversation: {reply.text}")
+
+    def _read_body(self, begun: bytes, missing: int, deadline: float, patience: float, silence: float) -> memoryview:
+        """A large value, of which `begun` is there. The deadline moves on while bytes do."""
+        view = _room(len(begun) + missing)
+        view[: len(begun)] = begun
+        while missing:
+            try:
+                count = self.sock.recv_into(view[len(view) - missing :])
+            except BlockingIOError:
+                until = max(deadline, self.heard + patience)
+                if not self._poll(max(0.0, min(until - self._now(), silence)) * 1000.0):
+                    self._sign_of_life(until, silence)
+                continue
+            except OSError as error:
+                raise self._broken(error) from error
+            if not count:
+                raise ConnectionBroken("the server closed the connection in the middle of a value")
+            self.heard = self._now()
+            self.received_bytes += count
+            missing -= count
+        return view
+
+    def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
+        for level, kind, raw in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+                self._descriptors.extend(fds)
+        if flags & TRUNCATED:
+            self._descriptors.append(-1)
+
+    def _read_shared(self, size: int) -> memoryview:
+        """The bytes of a value that came as a descriptor."""
+        if not self._descriptors:
+            raise ConnectionBroken("the server announced shared memory and sent none")
+        fd = self._descriptors.popleft()
+        if fd < 0:
+            raise OSError(errno.EMFILE, "this process has no descriptor left for a value in shared memory (ulimit -n)")
+        try:
+            view = _room(size)
+            done = 0
+            while done < size:
+                count = os.preadv(fd, [view[done : done + CHUNK_BYTES]], done)
+                if not count:
+                    raise ConnectionBroken("the server sent less shared memory than it announced")
+                done += count
+        finally:
+            os.close(fd)
+        return view
+
+    def _unsendable(self, error: OSError) -> ConnectionBroken:
+        """The same for sending: if the server has closed the connection, what it said last may still be there."""
+        broken = self._broken(error)
+        with contextlib.suppress(ConnectionBroken):
+            self.look()
+        return broken
+
+    def _broken(self, error: OSError) -> ConnectionBroken:
+        """What to raise for an error of the socket. What a signal handler raised goes on as it is."""
+        if of_a_handler(error):
+            raise
+        return ConnectionBroken(error.strerror or str(error))
+
+
+def _decoded(message: bytes) -> AnyReply:
+    try:
+        reply: AnyReply = decode_reply(message)
+    except UNDECODABLE as error:
+        raise ConnectionBroken(f"the server sent a message that is not rallypoint's: {error}") from error
+    return reply
+
+
+def _room(size: int) -> memoryview:
+    try:
+        return alloc(size)
+    except (MemoryError, OSError, ValueError, OverflowError) as error:  # of numpy, or of a mapping
+        raise MemoryError(f"there is no memory here for a value of {size} bytes") from error

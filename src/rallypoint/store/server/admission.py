@@ -1,0 +1,154 @@
+"""Who comes in: strangers are bounded in number, bytes and time until they have proved themselves, and turned away in few words."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rallypoint.store.logger import logger
+from rallypoint.wire.frames import Cutter, FrameError, header
+from rallypoint.wire.handshake import NONCE_BYTES, Accepting, HandshakeFailed
+from rallypoint.wire.messages import HELLO_BYTES, Hello, Proof, Refusal, encode
+
+if TYPE_CHECKING:
+    from rallypoint.store.server.connection import Peer
+
+STRANGERS = 4096
+"""Connections without proof at a time; a further one costs the oldest its place. So many ranks may start at once on a crowded machine,
+each between its hello and its proof; each takes a descriptor and some 2 kB."""
+
+GREETING = 5.0
+"""Seconds from the connection to its proof: two round trips. A machine that needs longer is not going to keep its session either."""
+
+QUIET = 60.0
+"""Seconds during which the same source is not complained about again: a scanner or a health check comes every few seconds."""
+
+LINES = 10
+"""Complaints in `QUIET` seconds, of all sources; the next line says how many were left out."""
+
+SOURCES = 1024
+"""Sources that are remembered for that; the longest known is forgotten."""
+
+NOT_HTTP = b"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\nthis is a rallypoint store, not a web server\n"
+"""Said to an HTTP request: somebody typed the address into a browser, and should learn what it is."""
+
+HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI")
+
+log = logger()
+
+
+class TurnedAway(Exception):
+    """This stranger does not come in. `answer` is the last that is sent to it, b"" for nothing; the text is for the log."""
+
+    def __init__(self, text: str, answer: bytes = b"") -> None:
+        super().__init__(text)
+        self.answer = answer
+
+
+class Greeting:
+    """The handshake of one connection, fed with what arrives."""
+
+    __slots__ = ("_accepting", "cutter", "deadline")
+
+    def __init__(self, secret: bytes, job: str, software: str, deadline: float, way: str) -> None:
+        """`way`: where the connection arrived (`host.sockets.way_of`)."""
+        self.deadline = deadline
+        self.cutter = Cutter(HELLO_BYTES, 0)
+        self._accepting = Accepting(secret, job, software, os.urandom(NONCE_BYTES), way)
+
+    def receive(self, data: bytes) -> bytes | tuple[Hello, Proof]:
+        """What is to be sent now (b"" for nothing yet), or both messages of one who has proved itself. `cutter` may hold what was sent
+        right behind the proof. Raises TurnedAway."""
+        answers = []
+        try:
+            self.cutter.feed(data)
+            while (frame := self.cutter.next()) is not None:
+                said = self._accepting.receive(frame.message)
+                if isinstance(said, Proof):
+                    assert self._accepting.hello is not None
+                    return self._accepting.hello, said
+                message = encode(said)
+                answers.append(header(len(message)) + message)
+        except FrameError as error:
+            if error.first.startswith(HTTP_METHODS):
+                raise TurnedAway("an HTTP request", NOT_HTTP) from error
+            raise TurnedAway(f"not rallypoint's protocol: it began with {printable(error.first)}") from error
+        except HandshakeFailed as error:
+            raise TurnedAway(str(error), refusal(error.refusal) if error.refusal else b"") from error
+        except (msgspec.MsgspecError, ValueError) as error:  # text that is not UTF-8 is a ValueError
+            raise TurnedAway("a message that is not rallypoint's") from error
+        return b"".join(answers)
+
+
+def refusal(refusal: Refusal) -> bytes:
+    """As it is sent."""
+    message = encode(refusal)
+    return header(len(message)) + message
+
+
+def printable(data: bytes, most: int = 32) -> str:
+    """A stranger's bytes, fit for a log."""
+    return repr(data[:most]) + ("..." if len(data) > most else "")
+
+
+class Gate:
+    """All strangers, the one that came first in front; and the log, which they cannot fill."""
+
+    def __init__(self) -> None:
+        self.strangers: dict[Peer, Greeting] = {}
+        self._told: OrderedDict[str, float] = OrderedDict()  # source: until when nothing is said about it
+        self._lines = 0
+        self._left_out = 0
+        self._period = -QUIET  # when the count of lines began
+
+    def __len__(self) -> int:
+        return len(self.strangers)
+
+    def admit(self, peer: Peer, greeting: Greeting) -> Peer | None:
+        """One more; the peer that has to go for it, if there are too many."""
+        self.strangers[peer] = greeting
+        return next(iter(self.strangers)) if len(self.strangers) > STRANGERS else None
+
+    def leave(self, peer: Peer) -> None:
+        """It has proved itself, or has gone."""
+        self.strangers.pop(peer, None)
+
+    def oldest(self) -> Peer | None:
+        return next(iter(self.strangers), None)
+
+    def due(self) -> float:
+        """When the oldest one's time is up; infinity when there is none."""
+        for greeting in self.strangers.values():
+            return greeting.deadline
+        return float("inf")
+
+    def overdue(self, now: float) -> list[Peer]:
+        """Whose time is up."""
+        late = []
+        for peer, greeting in self.strangers.items():
+            if greeting.deadline > now:
+                break
+            late.append(peer)
+        return late
+
+    def complain(self, source: str, text: str, now: float, what: str = "turned away") -> None:
+        """Write one line into the log, unless this source had its line lately or there were too many lines."""
+        if self._told.get(source, 0.0) > now:
+            return
+        self._told[source] = now + QUIET
+        self._told.move_to_end(source)
+        if len(self._told) > SOURCES:
+            self._told.popitem(last=False)
+        if now - self._period >= QUIET:
+            if self._left_out:
+                log.warning("the store left out %d more lines like these in the last minute", self._left_out)
+            self._period, self._lines, self._left_out = now, 0, 0
+        if self._lines >= LINES:
+            self._left_out += 1
+            return
+        self._lines += 1
+        line = f"the store {what} {source}: {text}"
+        log.warning("%s", "".join(character if character.isprintable() else "?" for character in line))  # a client chose some of it

@@ -1,0 +1,1 @@
+"""The coordination store's state and its rules. Pure: no socket, no clock, no thread."""

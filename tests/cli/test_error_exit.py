@@ -1,0 +1,65 @@
+"""Exceptions to messages and exit statuses."""
+
+from __future__ import annotations
+
+import errno
+import sys
+
+import pytest
+
+from rallypoint.cli.error_exit import guarded
+from rallypoint.errors import EnvironmentProblem
+
+
+def test_a_problem_of_the_machine_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise EnvironmentProblem("port-in-use", "port 29500 is taken", why=("by pid 7",), help=(("choose another", "--master-port 0"),))
+
+    assert guarded(command) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error[port-in-use]: port 29500 is taken\n")
+    assert "by pid 7" in err
+    assert "--master-port 0" in err
+
+
+def test_no_descriptor_left_is_no_fault_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise OSError(errno.EMFILE, "Too many open files", "/proc/7/stat")
+
+    assert guarded(command) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error[files-exhausted]: rallypoint has as many files open as it may have: [Errno 24] Too many open files:")
+    assert "ulimit -n 65536" in err
+
+
+def test_a_fault_of_ours_is_70_and_says_what_to_report(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        return len(None)  # type: ignore[arg-type]
+
+    assert guarded(command) == 70
+    err = capsys.readouterr().err
+    assert err.startswith("error[internal-error]: rallypoint itself failed: TypeError: object of type 'NoneType' has no len()\n")
+    assert f"Python {sys.version.split()[0]}, torch " in err
+    assert "in command" in err  # the traceback
+    assert "please report it" in err
+
+
+def test_a_fault_in_showing_a_fault_is_70_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise ZeroDivisionError("the first fault")
+
+    def broken() -> str:
+        raise LookupError("the second fault")
+
+    assert guarded(command, broken) == 70
+    err = capsys.readouterr().err
+    assert "the first fault" in err
+    assert "the second fault" in err
+
+
+def test_ctrl_c_is_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise KeyboardInterrupt
+
+    assert guarded(command) == 130
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,111 @@
+"""Lines that are refused, and the line to type instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.cli import args, run_options
+from rallypoint.errors import UsageError
+
+
+def refused(line: str | list[str], **environ: str) -> UsageError:
+    argv = line.split() if isinstance(line, str) else line
+    with pytest.raises(UsageError) as refusal:
+        run_options.read(args.take_apart(argv, environ))
+    return refusal.value
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("--nprocs-per-node", "--nproc-per-node"),
+        ("--n_proc_per_node", "--nproc-per-node"),
+        ("--prelaod", "--preload"),
+        ("--dryrun", "--dry-run"),
+        ("--no_pyhton", "--no-python"),
+        ("--nprocs", "--nproc-per-node"),
+        ("--nporc", "--nproc-per-node"),  # an abbreviation that torchrun takes, mistyped
+        ("--num_processes", "--nproc-per-node"),
+        ("--zzz", ""),
+    ],
+)
+def test_unknown_option_names_the_nearest(word: str, near: str) -> None:
+    error = refused([word, "train.py"])
+    assert error.code == "option-unknown"
+    assert error.headline == f"rallypoint run has no option {word}" + (f"; the nearest is {near}" if near else "")
+
+
+def test_unknown_option_shows_the_command_mended() -> None:
+    error = refused(["--fresh", "--nproc-per-nod3=4", "train.py", "a b"])
+    assert error.help[0] == ("use --nproc-per-node", "rallypoint run --fresh --nproc-per-node=4 train.py 'a b'")
+    assert error.help[1][1] == "rallypoint run train.py --nproc-per-nod3=4"
+
+
+@pytest.mark.parametrize(
+    ("line", "mended"),
+    [
+        ("-np 4 train.py x", "rallypoint run -n 4 train.py x"),
+        ("-np4 train.py", "rallypoint run -n 4 train.py"),
+        ("--fresh -np=4 train.py", "rallypoint run --fresh -n 4 train.py"),
+        ("-ppn 4 train.py", "rallypoint run --nproc-per-node 4 train.py"),
+        ("-npernode 4 train.py", "rallypoint run --nproc-per-node 4 train.py"),
+        ("-nproc_per_node=4 train.py", "rallypoint run --nproc-per-node=4 train.py"),
+        ("--no-python -np 4 python train.py", "rallypoint run --no-python -n 4 python train.py"),
+        ("-n train.py --lr 1", "rallypoint run -n 4 train.py --lr 1"),
+        ("--fresh --max-restarts train.py", "rallypoint run --fresh --max-restarts 3 train.py"),
+        ("-n 2", "rallypoint run -n 2 train.py"),
+        ("-n 2 -m", "rallypoint run -n 2 train.py"),
+        ("-n 2 --no-python", "rallypoint run -n 2 --no-python ./program"),
+        ("\u2013n 4 train.py", "rallypoint run -n 4 train.py"),
+        ("-n 4 \u2014nproc\u2011per\u2011node=2 train.py --lr 1", "rallypoint run -n 4 --nproc-per-node=2 train.py --lr 1"),
+        ("\u2013\u2013fresh train.py", "rallypoint run --fresh train.py"),
+        ("--debug 1 train.py", "rallypoint run --debug-rank 1 train.py"),
+        ("--ranks 4 train.py", "rallypoint run --nproc-per-node 4 train.py"),
+    ],
+)
+def test_habits_from_elsewhere_get_the_whole_line(line: str, mended: str) -> None:
+    error = refused(line.split())
+    assert error.help[0][1] == mended
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("--hostfile hosts train.py", "it starts the ranks of this machine alone"),
+        ("--use_env train.py", "LOCAL_RANK is always in the environment"),
+        ("--mca btl tcp train.py", "there is no MPI in it"),
+        ("-x LR=0.1 train.py", "every rank has the environment of this shell"),
+        ("-u train.py", "that is an option of Python's"),
+    ],
+)
+def test_an_option_of_another_launcher_says_why_it_is_not_here(line: str, reason: str) -> None:
+    error = refused(line)
+    assert error.headline == f"rallypoint run has no option {line.split()[0]}: {reason}"
+    assert error.help == (("leave it out", ""),)
+
+
+def test_an_option_that_is_not_ours_may_be_the_programs() -> None:
+    help = ("put the program's own options after its name", "rallypoint run train.py --epochs")
+    assert refused("-n 2 --epochs 3 train.py a").help == (help,)
+
+
+def test_a_name_is_not_near_for_its_dashes() -> None:
+    assert "; the nearest is" not in refused(["--hosts-file", "x", "train.py"]).headline
+
+
+def test_a_flag_is_not_the_nearest_of_its_opposite() -> None:
+    error = refused(["--no-quiet", "train.py"])
+    assert error.headline == "rallypoint run has no option --no-quiet: --quiet is off unless it is given"
+    assert error.help == (("leave it out", ""),)
+
+
+def test_an_option_and_its_value_in_one_word() -> None:
+    error = refused(["--fresh", "--nproc-per-node 4", "train.py", "x y"])
+    assert error.headline == "--nproc-per-node 4 is one word with a blank in it, and no option"
+    assert error.help == (("give each word of it by itself", "rallypoint run --fresh --nproc-per-node 4 train.py 'x y'"),)
+    assert run_options.read(args.take_apart(["-- 4.py"], {})).program.target == "-- 4.py"
+
+
+def test_a_program_may_begin_with_a_dash_of_any_kind_behind_two_hyphens() -> None:
+    assert run_options.read(args.take_apart(["--", "\u2013n.py"], {})).program.target == "\u2013n.py"
+    assert run_options.read(args.take_apart(["train.py", "\u2013n"], {})).program.args == ("\u2013n",)

@@ -1,0 +1,151 @@
+"""Processes that a rank's program starts itself, and that fail: nobody may take the rank's exit code 0 for all of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..real.job import DEADLINE, run_job
+
+FAILING = """\
+import multiprocessing, os, signal
+
+def work(how):
+    if how == "interrupted":
+        raise KeyboardInterrupt
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=work, args=(how,)) for how in ("interrupted", "killed", "well")]
+    for one in started:
+        one.start()
+    for one in started[:2]:
+        one.join()  # the third one is left to the interpreter
+    print("end")
+"""
+
+UNGUARDED = """\
+import multiprocessing
+
+def work():
+    print("never comes here")
+
+one = multiprocessing.get_context("spawn").Process(target=work)
+one.start()
+one.join()
+"""
+
+# A failure that the program asks for, ends that it wants, a pool, and one that fails when the program has left it to the interpreter.
+LOOKED_AT = """\
+import concurrent.futures, multiprocessing, sys, time
+
+def work(value):
+    return value
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    seen = context.Process(target=sys.exit, args=(3,))
+    seen.start()
+    seen.join()
+    assert seen.exitcode == 3
+    for end in ("terminate", "kill"):
+        unwanted = context.Process(target=time.sleep, args=(1000,))
+        unwanted.start()
+        getattr(unwanted, end)()
+        unwanted.join()
+    context.Process(target=time.sleep, args=(1000,), daemon=True).start()
+    with context.Pool(2) as pool:
+        assert pool.map(work, [1, 2]) == [1, 2]
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+        assert list(pool.map(work, [1, 2])) == [1, 2]
+    if "late" in sys.argv:
+        context.Process(target=sys.exit, args=(4,), name="late").start()
+"""
+
+
+def _script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "work.py"
+    path.write_text(text)
+    return str(path)
+
+
+def _told(err: str) -> str:
+    """What is said of processes, without what differs from run to run."""
+    found = re.search(r"^rallypoint: (?:a|\d+) process.*", err, re.MULTILINE | re.DOTALL)
+    return re.sub(r"started at \S+/", "started at ", re.sub(r"pid \d+", "pid N", found[0])) if found else ""
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("start", [[], ["--fresh"]], ids=["forked", "fresh"])
+def test_processes_that_failed_unseen_are_named_in_the_last_lines(tmp_path: Path, start: list[str]) -> None:
+    result = run_job(["-n", "1", *start, _script(tmp_path, FAILING)], state=tmp_path)
+    assert (result.rc, result.report) == (0, ""), result.everything
+    assert _told(result.err).splitlines() == [
+        "rallypoint: 2 processes that rank 0 had started failed, and its program never looked at the exit code:",
+        "  ForkProcess-1, pid N, started at work.py:13: exited with code 1",
+        "  ForkProcess-2, pid N, started at work.py:13: died: SIGKILL",
+    ], result.everything
+    assert [len(event["details"]["pids"]) for event in result.events if event["what"] == "children-failed"] == [2]
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_those_of_several_ranks_are_told_together(tmp_path: Path) -> None:
+    result = run_job(["-n", "4", _script(tmp_path, FAILING)], state=tmp_path)
+    assert result.rc == 0, result.everything
+    told = _told(result.err).splitlines()
+    assert told[0] == "rallypoint: 8 processes that ranks 0-3 had started failed, and their program never looked at the exit code:"
+    assert told[1] == "  ForkProcess-1 of rank 0, pid N, started at work.py:13: exited with code 1"
+    assert told[7:] == ["  and 2 more"]
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_process_that_was_spawned_from_an_unguarded_line(tmp_path: Path) -> None:
+    result = run_job(["-n", "1", _script(tmp_path, UNGUARDED)], state=tmp_path)
+    assert result.rc == 0, result.everything
+    assert _told(result.err).splitlines() == [
+        "rallypoint: a process that rank 0 had started failed, and its program never looked at the exit code:",
+        "  SpawnProcess-1, pid N, started at work.py:7: exited with code 1",
+        f"  {tmp_path}/work.py:7 runs again in every new process: rallypoint explain main-unguarded",
+    ], result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("argument", ["", "late"])
+def test_who_was_looked_at_or_stopped_by_the_program_has_not_failed_unseen(tmp_path: Path, argument: str) -> None:
+    result = run_job(["-n", "1", _script(tmp_path, LOOKED_AT), argument], state=tmp_path)
+    assert result.rc == 0, result.everything
+    expected = ["  late, pid N, started at work.py:23: exited with code 4"] if argument else []
+    assert _told(result.err).splitlines()[1:] == expected, result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_of_a_rank_that_was_stopped_nothing_is_said(tmp_path: Path) -> None:
+    program = FAILING.replace('print("end")', 'import sys, time; sys.exit(7) if os.environ["RANK"] == "1" else time.sleep(1000)')
+    result = run_job(["-n", "2", _script(tmp_path, program)], state=tmp_path)
+    assert result.rc == 7, result.everything
+    assert "2 processes that rank 1 had started failed" in result.err, result.everything
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_those_of_a_function_are_told_on_the_callers_stderr(tmp_path: Path) -> None:
+    program = tmp_path / "work.py"
+    program.write_text(
+        "import multiprocessing, os\nimport rallypoint\n\n"
+        "def work():\n"
+        "    one = multiprocessing.get_context('fork').Process(target=os._exit, args=(3,))\n"
+        "    one.start()\n    one.join()\n    return 'well'\n\n"
+        "print(rallypoint.launch(work, nproc=2))\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=DEADLINE, check=True)
+    assert done.stdout == "['well', 'well']\n", done.stderr
+    assert _told(done.stderr).splitlines() == [
+        "rallypoint: 2 processes that ranks 0-1 had started failed, and their program never looked at the exit code:",
+        "  ForkProcess-1 of rank 0, pid N, started at work.py:6: exited with code 3",
+        "  ForkProcess-1 of rank 1, pid N, started at work.py:6: exited with code 3",
+    ], done.stderr

@@ -1,0 +1,167 @@
+"""Which exception of a chain began it, as a report names it; and which one is on its way while the program clears up."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rallypoint.launcher import exception_capture
+
+
+def _close() -> None:
+    raise AssertionError("Process group cannot be None")
+
+
+def hidden_by_finally() -> None:
+    try:
+        raise KeyError("lr")
+    finally:
+        _close()
+
+
+def hidden_by_clearing_up() -> None:
+    try:
+        raise RuntimeError("no backend")
+    except Exception:
+        _close()
+
+
+def the_other_way_failed() -> None:
+    try:
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+    except ImportError:
+        raise ValueError("shapes do not match")  # noqa: B904 (what people write)
+
+
+def the_other_way_failed_and_was_closed() -> None:
+    try:
+        the_other_way_failed()
+    finally:
+        _close()
+
+
+def wrapped_on_purpose() -> None:
+    try:
+        raise KeyError("lr")
+    except Exception as error:
+        raise RuntimeError("the configuration is incomplete") from error
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [
+        (hidden_by_finally, KeyError),
+        (hidden_by_clearing_up, RuntimeError),
+        (the_other_way_failed, ValueError),
+        (the_other_way_failed_and_was_closed, ValueError),
+        (wrapped_on_purpose, RuntimeError),
+    ],
+)
+def test_the_first_of_a_chain(program: Callable[[], None], kind: type[Exception]) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (which one comes out is what is asked)
+        program()
+    assert type(exception_capture.first_of_chain(caught.value)) is kind
+
+
+def _closing(seen: list[Exception | None]) -> None:
+    seen.append(exception_capture.on_its_way(sys._getframe(1)))
+
+
+def in_a_finally(seen: list[Exception | None]) -> None:
+    try:
+        raise ValueError("bad batch")
+    finally:
+        _closing(seen)
+
+
+def in_a_function_that_a_finally_calls(seen: list[Exception | None]) -> None:
+    def clear_up() -> None:
+        _closing(seen)
+
+    try:
+        int("bad batch")
+    finally:
+        clear_up()
+
+
+def in_an_except_clause(seen: list[Exception | None]) -> None:
+    try:
+        raise ValueError("bad batch")
+    except Exception:
+        _closing(seen)
+        raise
+
+
+def in_a_with(seen: list[Exception | None]) -> None:
+    @contextlib.contextmanager
+    def group() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            _closing(seen)
+
+    with group():
+        raise ValueError("bad batch")
+
+
+def when_all_is_well(seen: list[Exception | None]) -> None:
+    try:
+        pass
+    finally:
+        _closing(seen)
+
+
+def long_after_another_way_was_taken(seen: list[Exception | None]) -> None:
+    try:
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+    except ImportError:
+        when_all_is_well(seen)
+
+
+def after_it_was_handled(seen: list[Exception | None]) -> None:
+    with contextlib.suppress(ValueError):
+        raise ValueError("bad batch")
+    _closing(seen)
+
+
+def by_sys_exit(seen: list[Exception | None]) -> None:
+    try:
+        sys.exit(3)
+    finally:
+        _closing(seen)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (in_a_finally, True),
+        (in_a_function_that_a_finally_calls, True),
+        (in_an_except_clause, True),
+        (in_a_with, True),
+        (when_all_is_well, False),
+        (long_after_another_way_was_taken, False),
+        (after_it_was_handled, False),
+        (by_sys_exit, False),
+    ],
+)
+def test_what_is_on_its_way(program: Callable[[list[Exception | None]], None], expected: bool) -> None:
+    seen: list[Exception | None] = []
+    with contextlib.suppress(ValueError, SystemExit):
+        program(seen)
+    assert [type(one) for one in seen] == [ValueError if expected else type(None)]
+
+
+def test_a_function_that_was_typed_behind_c_is_the_programs() -> None:
+    """`python -c "... rallypoint.launch(f)"`; our own processes begin with a line of `-c`."""
+    scope: dict[str, Callable[[], None]] = {}
+    exec("def f():\n    raise ValueError('x')", scope)  # its code says that it stands in <string>, as that of `python -c` does
+    with pytest.raises(ValueError, match="x") as caught:
+        scope["f"]()
+    told = exception_capture.raised(caught.value)
+    assert [(frame.file, frame.line, frame.function) for frame in told.frames][-1] == ("<string>", 2, "f")
+    assert 'File "<string>", line 2, in f' in told.traceback
+    assert exception_capture.is_ours("<string>")
+    assert exception_capture.is_ours("<string>", "__init__")

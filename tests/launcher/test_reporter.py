@@ -1,0 +1,119 @@
+"""What the launcher says of its own, beside the ranks' words."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rallypoint.clock import Clock
+from rallypoint.diagnosis.evidence import Ended, Raised
+from rallypoint.launcher.agent import console, evidence_gatherer
+from rallypoint.launcher.agent.console import Console
+from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
+from rallypoint.launcher.agent.process_handles import RankHandle
+from rallypoint.launcher.agent.reporter import Reporter
+from rallypoint.launcher.protocol import ImportFailed, Ready
+from rallypoint.record.disk_writer import DiskWriter
+
+from .test_plan import plan
+
+
+class Writes(io.StringIO):
+    """A stream that remembers what it was given at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.given.append(text)
+        return len(text)
+
+
+def test_a_line_is_written_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its newline came by itself, and the report in JSON got in between: a program could not read it."""
+    stream = Writes()
+    monkeypatch.setattr(sys, "stderr", stream)
+    console.say_directly("rallypoint: cannot write report.json")
+    assert stream.given == ["rallypoint: cannot write report.json\n"]
+    monkeypatch.setattr(sys, "stderr", None)
+    console.say_directly("nobody hears it")
+
+
+@pytest.mark.parametrize("columns", ["45", "70"])
+def test_a_report_is_as_wide_as_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads a report of `run` got lines of 92 columns, whatever the terminal had."""
+    monkeypatch.setenv("COLUMNS", columns)
+    said: list[str] = []
+    pump: Any = SimpleNamespace(say=said.append)
+    told = object.__new__(Console)
+    monkeypatch.setattr(told, "pump", pump, raising=False)
+    monkeypatch.setattr(told, "_errors_fd", 2, raising=False)
+    told.say_unclean(Ready(0, unclean="2 threads", module="ops"), "ops.py:3")
+    headline, *rest = said[0].splitlines()
+    assert headline.startswith("warning[cuda-in-template]: ")
+    assert int(columns) - 15 < max(map(len, rest)) <= int(columns)
+
+
+DUMP = b"""\
+Current thread 0x00007f0000000000 (most recent call first):
+  File "/home/ada/train.py", line 7 in load
+  File "/home/ada/train.py", line 31 in <module>
+"""
+
+
+def test_where_a_rank_was_when_somebody_asked_is_not_where_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --on-failure continue nobody is asked for a report: the others stood in it where `rallypoint stacks` had seen them once."""
+    pump: Any = SimpleNamespace(log_position=lambda rank: ("", 0), tail=lambda rank: ())
+    told = EvidenceGatherer(plan(nproc=1), Clock(), "", DiskWriter(), cast(Console, SimpleNamespace(pump=pump)))
+    handle = RankHandle(0, 0)
+    os.write(handle.evidence, DUMP)
+    places = [told._rank(handle, asked=asked, waits=False).stack for asked in (True, False)]
+    assert [[frame.line for frame in stack] for stack in places] == [[31, 7], []]
+    assert told._rank(handle, asked=False, waits=False).stack_text == ""
+    handle.ended = Ended(signal=11)
+    assert told._rank(handle, asked=False, waits=False).stack != ()  # of one that crashed it is what it wrote then
+    handle.close()
+
+
+def test_a_disk_that_answers_slowly_has_one_deadline_for_all_error_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had its own: with 64 ranks, and a disk that took 0.4 s for each file, the report came after 25 s."""
+    comes_back = threading.Event()
+    asked: list[str] = []
+
+    def read(path: str) -> str:
+        asked.append(path)
+        comes_back.wait(30.0)
+        return path
+
+    monkeypatch.setattr(evidence_gatherer, "_read_error_file", read)
+    writer = DiskWriter()
+    told = EvidenceGatherer(plan(nproc=1), Clock(), "", writer, cast(Console, None))
+    ranks: list[Any] = [SimpleNamespace(error_file=path) for path in ("first", "", "second")]
+    monkeypatch.setattr(evidence_gatherer, "ERROR_FILES_TIMEOUT", 0.01)
+    assert told._error_files(ranks) == ["", "", ""]
+    comes_back.set()
+    assert writer.finish(30.0)
+    assert told._error_files(ranks) == ["", "", ""]  # nobody asks that disk again
+    assert asked == ["first", "second"]
+    told._disk_is_silent = False
+    monkeypatch.setattr(evidence_gatherer, "ERROR_FILES_TIMEOUT", 30.0)
+    assert told._error_files(ranks) == ["first", "", "second"]
+
+
+@pytest.mark.parametrize(("lines", "quoted"), [((), False), (('  File "ops.py", line 3, in <module>', "    import nothing"), True)])
+def test_a_module_to_preload_that_is_not_there_is_said_once(lines: tuple[str, ...], quoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its traceback is one line, which stood under `why` already."""
+    told = object.__new__(Reporter)
+    monkeypatch.setattr(told, "_plan", plan(preload=("nothing",)), raising=False)
+    last = "ModuleNotFoundError: No module named 'nothing'"
+    raised = Raised(type="ModuleNotFoundError", message="No module named 'nothing'", frames=(), traceback="\n".join((*lines, last)))
+    report = told.import_failed(ImportFailed("nothing", raised))
+    assert report.why == f"--preload asks for it: {last}"
+    assert bool(report.said) == quoted
