@@ -1,4 +1,6 @@
-"""When something dies: how long until the cause is said, whether it is the right one, and what is left."""
+"""When something dies: how long until the cause is said, whether it is the right one, and what is
+left.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from bench.samples import Sample, Value
 
 RANKS = 4
 CULPRIT = 2
-START_TIMEOUT = 60.0  # seconds for four ranks to come up under the slower launcher, several times over
-END_TIMEOUT = 60.0  # seconds for a launcher to end after the death. torchrun gives its ranks 30 s before it kills them
+START_TIMEOUT = (
+    60.0  # seconds for four ranks to come up under the slower launcher, several times over
+)
+# seconds for a launcher to end after the death. torchrun gives its ranks 30 s before it kills them
+END_TIMEOUT = 60.0
 LEFT_AFTER = 2.0  # seconds after a launcher's own death: what lives then is left
 
 _REPORT = {
@@ -27,17 +32,37 @@ _REPORT = {
 def launchers(script: str) -> dict[str, list[str]]:
     """The command of each for four ranks."""
     return {
-        "rallypoint": [*rallypoint(), "run", "-n", str(RANKS), "--run-dir", "run", str(JOBS / script)],
-        "torchrun": [*torchrun(), "--standalone", "--nproc-per-node", str(RANKS), str(JOBS / script)],
+        "rallypoint": [
+            *rallypoint(),
+            "run",
+            "-n",
+            str(RANKS),
+            "--run-dir",
+            "run",
+            str(JOBS / script),
+        ],
+        "torchrun": [
+            *torchrun(),
+            "--standalone",
+            "--nproc-per-node",
+            str(RANKS),
+            str(JOBS / script),
+        ],
     }
 
 
 def blamed(who: str, output: str) -> str:
-    """What a launcher's report says the cause was, in a form that both can be compared in: `rank 2: rank-killed`, "" without one."""
+    """What a launcher's report says the cause was, in a form that both can be compared in: `rank 2:
+    rank-killed`, "" without one.
+    """
     if who == "rallypoint":
         found = re.search(r"^error\[([a-z-]+)\]: .*?\brank (\d+)\b", output, re.MULTILINE)
         return f"rank {found[2]}: {found[1]}" if found else ""
-    found = re.search(r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", output, re.DOTALL)
+    found = re.search(
+        r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)",
+        output,
+        re.DOTALL,
+    )
     return f"rank {found[1]}: exit code {found[2]}" if found else ""
 
 
@@ -83,12 +108,19 @@ def _outcome(who: str, turn: int, run: Run, died: float) -> Sample:
         "cause": cause,
         "right": cause.startswith(f"rank {CULPRIT}:"),
     }
-    say(f"  turn {turn}  {who:<12} " + "  ".join(f"{name} {_shown(value)}" for name, value in values.items()))
-    return Sample(who, turn, values, "" if status is not None else f"it had not ended after {END_TIMEOUT:g} s")
+    say(
+        f"  turn {turn}  {who:<12} "
+        + "  ".join(f"{name} {_shown(value)}" for name, value in values.items())
+    )
+    return Sample(
+        who, turn, values, "" if status is not None else f"it had not ended after {END_TIMEOUT:g} s"
+    )
 
 
 def launcher_killed(turns: int) -> Iterator[Sample]:
-    """The launcher is SIGKILLed; each rank has two children, one of them in a session of its own, and a DataLoader worker."""
+    """The launcher is SIGKILLed; each rank has two children, one of them in a session of its own,
+    and a DataLoader worker.
+    """
     for turn in range(turns):
         for who, command in launchers("family.py").items():
             with Run(command) as run:
@@ -98,20 +130,31 @@ def launcher_killed(turns: int) -> Iterator[Sample]:
                 before = len(run.living())
                 harness.send(run.pid, signal.SIGKILL)
                 took, left = run.wait_until_gone(LEFT_AFTER)
-                values: dict[str, Value] = {"before": before, "left": len(left), "gone_seconds": None if left else took}
-            say(f"  turn {turn}  {who:<12} " + "  ".join(f"{name} {_shown(value)}" for name, value in values.items()))
+                values: dict[str, Value] = {
+                    "before": before,
+                    "left": len(left),
+                    "gone_seconds": None if left else took,
+                }
+            say(
+                f"  turn {turn}  {who:<12} "
+                + "  ".join(f"{name} {_shown(value)}" for name, value in values.items())
+            )
             yield Sample(who, turn, values)
 
 
 def interrupted(turns: int) -> Iterator[Sample]:
-    """Ctrl-C (SIGINT to the launcher's process group, as a terminal sends it) while three ranks wait in C for the fourth."""
+    """Ctrl-C (SIGINT to the launcher's process group, as a terminal sends it) while three ranks
+    wait in C for the fourth.
+    """
     for turn in range(turns):
         for who, command in launchers("absent.py").items():
             with Run(command) as run:
                 if len(run.wait_for_marks("here", RANKS, START_TIMEOUT)) < RANKS:
                     yield _failed_to_start(who, turn, run)
                     continue
-                time.sleep(1.0)  # not for anything to happen: so that the three stand in the call for certain
+                time.sleep(
+                    1.0
+                )  # not for anything to happen: so that the three stand in the call for certain
                 asked = time.monotonic()
                 os.killpg(run.pid, signal.SIGINT)
                 status = run.wait(END_TIMEOUT)
@@ -123,8 +166,16 @@ def interrupted(turns: int) -> Iterator[Sample]:
                     "status": status,
                     "lines": len(output.strip("\n").splitlines()),
                 }
-            say(f"  turn {turn}  {who:<12} " + "  ".join(f"{name} {_shown(value)}" for name, value in values.items()))
-            yield Sample(who, turn, values, "" if status is not None else f"it had not ended after {END_TIMEOUT:g} s")
+            say(
+                f"  turn {turn}  {who:<12} "
+                + "  ".join(f"{name} {_shown(value)}" for name, value in values.items())
+            )
+            yield Sample(
+                who,
+                turn,
+                values,
+                "" if status is not None else f"it had not ended after {END_TIMEOUT:g} s",
+            )
 
 
 def _failed_to_start(who: str, turn: int, run: Run) -> Sample:

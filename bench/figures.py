@@ -1,4 +1,5 @@
-"""Samples to tables: what was measured, what it must be (the design's targets), whether it is met, and the command that reproduces it.
+"""Samples to tables: what was measured, what it must be (the design's targets), whether it is met,
+and the command that reproduces it.
 
 Pure: data in, text out.
 """
@@ -7,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bench import launch_figures, log_corpus_figures, primitives_figures, store_figures, verdict_figures
+from bench import (
+    launch_figures,
+    log_corpus_figures,
+    primitives_figures,
+    store_figures,
+    verdict_figures,
+)
 from bench.samples import Case
 from bench.tables import Bound, Row, Table, seconds, text, times
 
@@ -42,13 +49,21 @@ def _start(cases: Mapping[str, Case]) -> Table:
         case = cases.get(f"start-{ranks}")
         if case is None:
             continue
-        faster, imports = case.ratio("torchrun", "rallypoint", "seconds"), case.ratio("rallypoint", "import torch", "seconds")
+        faster, imports = (
+            case.ratio("torchrun", "rallypoint", "seconds"),
+            case.ratio("rallypoint", "import torch", "seconds"),
+        )
         bounds = {
-            16: (Bound("<= 1.5 x one import", imports, 1.5), Bound(">= 8 x faster than torchrun", faster, 8, at_least=True)),
+            16: (
+                Bound("<= 1.5 x one import", imports, 1.5),
+                Bound(">= 8 x faster than torchrun", faster, 8, at_least=True),
+            ),
             64: (Bound(">= 20 x faster than torchrun", faster, 20, at_least=True),),
             128: (Bound("<= 5 s", case.median("rallypoint", "seconds"), 5),),
         }
-        peers = [seconds(case, who) for who in ("import torch", "torchrun", "mp.spawn", "forkserver")]
+        peers = [
+            seconds(case, who) for who in ("import torch", "torchrun", "mp.spawn", "forkserver")
+        ]
         cells = (
             str(ranks),
             seconds(case, "rallypoint"),
@@ -85,7 +100,10 @@ def _memory(cases: Mapping[str, Case]) -> Table:
     for name, case in cases.items():
         if not name.startswith("memory-"):
             continue
-        for point, words in (("imported", "has imported torch, idle"), ("met", "after init_process_group and one all_reduce")):
+        for point, words in (
+            ("imported", "has imported torch, idle"),
+            ("met", "after init_process_group and one all_reduce"),
+        ):
             pss = case.median("rallypoint", f"{point}_pss")
             bounds = (
                 (Bound("<= 12 MB PSS at 16 ranks", pss / MB if pss is not None else None, 12),)
@@ -93,16 +111,23 @@ def _memory(cases: Mapping[str, Case]) -> Table:
                 else ()
             )
             mine, theirs = (
-                f"{_size(case, who, f'{point}_pss')}, {_size(case, who, f'{point}_private')}" for who in ("rallypoint", "torchrun")
+                f"{_size(case, who, f'{point}_pss')}, {_size(case, who, f'{point}_private')}"
+                for who in ("rallypoint", "torchrun")
             )
             ratio = case.ratio("torchrun", "rallypoint", f"{point}_pss")
-            rows.append(Row((name.removeprefix("memory-"), words, mine, theirs, times(ratio)), bounds, case))
+            rows.append(
+                Row((name.removeprefix("memory-"), words, mine, theirs, times(ratio)), bounds, case)
+            )
     for ranks in (16, 64):
         found = cases.get(f"start-{ranks}")
         fork = found.median("rallypoint", "fork") if found else None
         if found and fork is not None:
             rows.append(
-                Row((str(ranks), "time of one fork", f"{fork * 1000:.1f} ms", "-", "-"), (Bound("<= 10 ms", fork * 1000, 10),), found)
+                Row(
+                    (str(ranks), "time of one fork", f"{fork * 1000:.1f} ms", "-", "-"),
+                    (Bound("<= 10 ms", fork * 1000, 10),),
+                    found,
+                )
             )
     return Table(
         "What a rank costs",
@@ -142,11 +167,24 @@ def _commands(cases: Mapping[str, Case]) -> Table:
     rows = []
     for who in case.who() if case else []:
         assert case is not None
-        bounds = (Bound("<= 0.12 s", case.median(who, "seconds"), 0.12),) if who.startswith("rallypoint") else ()
+        bounds = (
+            (Bound("<= 0.12 s", case.median(who, "seconds"), 0.12),)
+            if who.startswith("rallypoint")
+            else ()
+        )
         numbers = case.numbers(who, "seconds")
-        shown = f"{case.median(who, 'seconds'):.3f} s ({min(numbers):.3f}-{max(numbers):.3f})" if numbers else "; ".join(case.notes(who))
+        shown = (
+            f"{case.median(who, 'seconds'):.3f} s ({min(numbers):.3f}-{max(numbers):.3f})"
+            if numbers
+            else "; ".join(case.notes(who))
+        )
         rows.append(Row((f"`{who}`", shown), bounds, case))
-    return Table("Commands that start nothing", "Seconds from command to exit.", ("command", "time"), tuple(rows))
+    return Table(
+        "Commands that start nothing",
+        "Seconds from command to exit.",
+        ("command", "time"),
+        tuple(rows),
+    )
 
 
 def _restart(cases: Mapping[str, Case]) -> Table:
@@ -157,13 +195,22 @@ def _restart(cases: Mapping[str, Case]) -> Table:
         for who in case.who():
             yes, asked = case.count(who, "recovered")
             bounds = (
-                (Bound("every run recovers", float(asked - yes), 0), Bound("<= 1 s", case.median(who, "seconds"), 1))
+                (
+                    Bound("every run recovers", float(asked - yes), 0),
+                    Bound("<= 1 s", case.median(who, "seconds"), 1),
+                )
                 if who == "rallypoint"
                 else ()
             )
             rows.append(
                 Row(
-                    (name.removeprefix("restart-"), who, f"{yes} of {asked}", seconds(case, who), "; ".join(case.notes(who)) or "-"),
+                    (
+                        name.removeprefix("restart-"),
+                        who,
+                        f"{yes} of {asked}",
+                        seconds(case, who),
+                        "; ".join(case.notes(who)) or "-",
+                    ),
                     bounds,
                     case,
                 )
@@ -180,7 +227,10 @@ def _restart(cases: Mapping[str, Case]) -> Table:
 
 def _death(cases: Mapping[str, Case]) -> Table:
     rows = []
-    for name, words in (("killed", "rank 2 of 4 is SIGKILLed"), ("raised", "rank 2 of 4 raises ValueError")):
+    for name, words in (
+        ("killed", "rank 2 of 4 is SIGKILLed"),
+        ("raised", "rank 2 of 4 raises ValueError"),
+    ):
         case = cases.get(name)
         for who in case.who() if case else []:
             assert case is not None
@@ -193,8 +243,21 @@ def _death(cases: Mapping[str, Case]) -> Table:
                     Bound("the right cause, always", float(asked - yes), 0),
                     *((Bound("<= 25 lines", max(lines) if lines else None, 25),) if name == "raised" else ()),
                 )  # fmt: skip
-            shown = f"{int(min(lines))}-{int(max(lines))}" if lines and min(lines) != max(lines) else f"{int(lines[0])}" if lines else "-"
-            cells = (words, who, seconds(case, who, "report_seconds"), seconds(case, who, "exit_seconds"), f"{yes} of {asked}", shown)
+            shown = (
+                f"{int(min(lines))}-{int(max(lines))}"
+                if lines and min(lines) != max(lines)
+                else f"{int(lines[0])}"
+                if lines
+                else "-"
+            )
+            cells = (
+                words,
+                who,
+                seconds(case, who, "report_seconds"),
+                seconds(case, who, "exit_seconds"),
+                f"{yes} of {asked}",
+                shown,
+            )
             rows.append(Row(cells, bounds, case))
     return Table(
         "One rank dies",
@@ -212,8 +275,15 @@ def _left(cases: Mapping[str, Case]) -> Table:
     for who in case.who() if case else []:
         assert case is not None
         left, before = case.numbers(who, "left"), case.numbers(who, "before")
-        bounds = (Bound("none left", max(left) if left else None, 0),) if who == "rallypoint" else ()
-        cells = (who, str(int(max(before))) if before else "-", str(int(max(left))) if left else "-", seconds(case, who, "gone_seconds"))
+        bounds = (
+            (Bound("none left", max(left) if left else None, 0),) if who == "rallypoint" else ()
+        )
+        cells = (
+            who,
+            str(int(max(before))) if before else "-",
+            str(int(max(left))) if left else "-",
+            seconds(case, who, "gone_seconds"),
+        )
         rows.append(Row(cells, bounds, case))
     return Table(
         "The launcher is SIGKILLed",
@@ -230,8 +300,18 @@ def _ctrl_c(cases: Mapping[str, Case]) -> Table:
     rows = []
     for who in case.who() if case else []:
         assert case is not None
-        bounds = (Bound("report <= 0.5 s", case.median(who, "report_seconds"), 0.5),) if who == "rallypoint" else ()
-        rows.append(Row((who, seconds(case, who, "report_seconds"), seconds(case, who, "exit_seconds")), bounds, case))
+        bounds = (
+            (Bound("report <= 0.5 s", case.median(who, "report_seconds"), 0.5),)
+            if who == "rallypoint"
+            else ()
+        )
+        rows.append(
+            Row(
+                (who, seconds(case, who, "report_seconds"), seconds(case, who, "exit_seconds")),
+                bounds,
+                case,
+            )
+        )
     return Table(
         "Ctrl-C while ranks are blocked in C",
         "Three of four ranks wait in `init_process_group` for the fourth, which never comes. Seconds from "
@@ -275,5 +355,8 @@ def _machines(cases: Mapping[str, Case]) -> list[tuple[str, list[str]]]:
 
 def _dates(cases: Mapping[str, Case]) -> str:
     lines = ["| case | taken | load average before, after |", "|---|---|---|"]
-    lines += [f"| `{case.name}` | {case.taken} | {case.load[0]}, {case.load[1]} |" for case in cases.values()]
+    lines += [
+        f"| `{case.name}` | {case.taken} | {case.load[0]}, {case.load[1]} |"
+        for case in cases.values()
+    ]
     return "\n".join(lines) + "\n"

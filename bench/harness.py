@@ -1,7 +1,7 @@
 """Start a launcher, watch it from outside, clean up after it. Shared by the bench and the soak.
 
-Times are CLOCK_MONOTONIC, which all processes of a machine share: a rank writes down when it came to a point (`jobs/marks.py`), and
-the harness, which knows when the command was started, subtracts.
+Times are CLOCK_MONOTONIC, which all processes of a machine share: a rank writes down when it came
+to a point (`jobs/marks.py`), and the harness, which knows when the command was started, subtracts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,22 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT / "bench" / "jobs"
 
-MARK = "BENCH_RUN"  # in the environment of every process of a run, of any launcher: how what is left of it is found
-LOOK = 0.005  # seconds between two looks at a file: no measured time hangs on it, and looking costs the ranks a hundredth of a processor
+# in the environment of every process of a run, of any launcher: how what is left of it is found
+MARK = "BENCH_RUN"
+# seconds between two looks at a file: no measured time hangs on it, and looking costs the ranks a
+# hundredth of a processor
+LOOK = 0.005
 
 
 def take_signals_as_usual() -> None:
-    """Started in the background, or with nohup, this process ignores SIGINT and SIGHUP, and so would the launchers that it signals."""
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal.SIG_DFL)):
+    """Started in the background, or with nohup, this process ignores SIGINT and SIGHUP, and so
+    would the launchers that it signals.
+    """
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
 
@@ -54,11 +63,26 @@ def _script(name: str, module: str) -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """What a launcher starts with: the caller's, without anything that a launcher around us has set."""
-    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RALLYPOINT_JOB", MARK)
-    kept = {name: value for name, value in os.environ.items() if name not in left_out and not name.startswith(("PET_", "TORCHELASTIC_"))}
+    """What a launcher starts with: the caller's, without anything that a launcher around us has
+    set.
+    """
+    left_out = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RALLYPOINT_JOB",
+        MARK,
+    )
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in left_out and not name.startswith(("PET_", "TORCHELASTIC_"))
+    }
     path = [str(ROOT / "src"), *filter(None, [kept.get("PYTHONPATH")])]
-    # One thread per rank, as torchrun and rallypoint choose by themselves: the bare peers must not lose by what they leave unsaid.
+    # One thread per rank, as torchrun and rallypoint choose by themselves: the bare peers must not
+    # lose by what they leave unsaid.
     return {**kept, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **extra}
 
 
@@ -73,7 +97,9 @@ class Marked(NamedTuple):
 
 
 class Run:
-    """One command in a session of its own, its output read and timed as it comes. Use it in `with`: it leaves no process behind."""
+    """One command in a session of its own, its output read and timed as it comes. Use it in `with`:
+    it leaves no process behind.
+    """
 
     def __init__(self, command: Sequence[str], *, folder: Path | None = None, **extra: str) -> None:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="rallypoint-bench-"))
@@ -83,7 +109,14 @@ class Run:
         self.id = uuid.uuid4().hex
         self._marks = self.folder / "marks"
         self._chunks: list[tuple[float, bytes]] = []
-        variables = environment(**{MARK: self.id, "BENCH_MARKS": str(self._marks), "BENCH_FOLDER": str(self.folder), **extra})
+        variables = environment(
+            **{
+                MARK: self.id,
+                "BENCH_MARKS": str(self._marks),
+                "BENCH_FOLDER": str(self.folder),
+                **extra,
+            }
+        )
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=variables, cwd=self.folder,
@@ -122,11 +155,17 @@ class Run:
         for line in text.splitlines():
             fields = line.split()
             if len(fields) == 5 and fields[0] == name and attempt in (None, int(fields[2])):
-                found.append(Marked(name, int(fields[1]), int(fields[2]), int(fields[3]), float(fields[4])))
+                found.append(
+                    Marked(name, int(fields[1]), int(fields[2]), int(fields[3]), float(fields[4]))
+                )
         return found
 
-    def wait_for_marks(self, name: str, count: int, timeout: float, attempt: int | None = None) -> list[Marked]:
-        """Until `count` processes have come to the point; fewer when the launcher ended or the time is up."""
+    def wait_for_marks(
+        self, name: str, count: int, timeout: float, attempt: int | None = None
+    ) -> list[Marked]:
+        """Until `count` processes have come to the point; fewer when the launcher ended or the time
+        is up.
+        """
         until = time.monotonic() + timeout
         while True:
             ended = self.process.poll() is not None
@@ -136,7 +175,9 @@ class Run:
             time.sleep(LOOK)
 
     def wait(self, timeout: float) -> int | None:
-        """The launcher's exit status (negative: its signal), None when it has not ended in time. Notes when it ended."""
+        """The launcher's exit status (negative: its signal), None when it has not ended in time.
+        Notes when it ended.
+        """
         if self.ended is None:
             poll = select.poll()  # not Popen.wait(timeout): it looks every 50 ms
             poll.register(self._pidfd, select.POLLIN)
@@ -146,13 +187,17 @@ class Run:
         return self.process.wait()
 
     def output(self, settle: float = 1.0) -> str:
-        """All that was printed. Waits up to `settle` seconds for the end of it once the launcher has ended."""
+        """All that was printed. Waits up to `settle` seconds for the end of it once the launcher
+        has ended.
+        """
         if self.process.poll() is not None:
             self._reader.join(settle)
         return b"".join(data for _, data in self._chunks).decode("utf-8", "replace")
 
     def printed_at(self, pattern: str) -> float | None:
-        """When what was printed first matched a regular expression (searched over lines, `.` without line ends)."""
+        """When what was printed first matched a regular expression (searched over lines, `.`
+        without line ends).
+        """
         looked_for, seen = re.compile(pattern.encode(), re.MULTILINE), b""
         for at, data in list(self._chunks):
             seen += data
@@ -176,10 +221,14 @@ class Run:
         return processes_with(f"{MARK}={self.id}")
 
     def wait_until_gone(self, timeout: float) -> tuple[float, list[int]]:
-        """(seconds until no process was left, the launcher included, those that were left at the end)."""
+        """(seconds until no process was left, the launcher included, those that were left at the
+        end).
+        """
         began = time.monotonic()
         while True:
-            ended = self.process.poll() is not None  # one that is just ending has no environment any more, and is none of the living
+            ended = (
+                self.process.poll() is not None
+            )  # one that is just ending has no environment any more, and is none of the living
             left = self.living()
             took = time.monotonic() - began
             if (ended and not left) or took > timeout:
@@ -187,7 +236,9 @@ class Run:
             time.sleep(0.01)
 
     def children(self) -> dict[str, int]:
-        """The launcher's helpers by name, those that are there: `template`, `guard`. Only of rallypoint's run."""
+        """The launcher's helpers by name, those that are there: `template`, `guard`. Only of
+        rallypoint's run.
+        """
         found = {}
         for pid in children(self.pid):
             line = command_line(pid)
@@ -229,7 +280,9 @@ def send(pid: int, number: int) -> bool:
 
 
 def processes_with(entry: str) -> list[int]:
-    """Living processes that have `NAME=value` in the environment they were started with. Zombies are not alive."""
+    """Living processes that have `NAME=value` in the environment they were started with. Zombies
+    are not alive.
+    """
     looked_for, found = entry.encode(), []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -249,20 +302,30 @@ def processes_with(entry: str) -> list[int]:
 def command_line(pid: int) -> str:
     """With spaces between; "" when the process is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode("utf-8", "replace")
+            .strip()
+        )
     except OSError:
         return ""
 
 
 def children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Bytes of a process from smaps_rollup: `pss` (shared pages divided among their users) and `private`."""
+    """Bytes of a process from smaps_rollup: `pss` (shared pages divided among their users) and
+    `private`.
+    """
     sizes: dict[str, int] = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -273,8 +336,13 @@ def memory(pid: int) -> dict[str, int]:
 
 def machine() -> dict[str, str | int | float]:
     """What the figures were taken on."""
-    model = next((v.strip() for k, _, v in _lines("/proc/cpuinfo") if k.strip() == "model name"), platform.processor())
-    total = next((int(v.split()[0]) * 1024 for k, _, v in _lines("/proc/meminfo") if k == "MemTotal"), 0)
+    model = next(
+        (v.strip() for k, _, v in _lines("/proc/cpuinfo") if k.strip() == "model name"),
+        platform.processor(),
+    )
+    total = next(
+        (int(v.split()[0]) * 1024 for k, _, v in _lines("/proc/meminfo") if k == "MemTotal"), 0
+    )
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": model,
@@ -305,7 +373,9 @@ def now() -> str:
 
 
 def load() -> float:
-    """Processes that wanted a processor over the last minute: more than our own share of it, and a figure is not to be trusted."""
+    """Processes that wanted a processor over the last minute: more than our own share of it, and a
+    figure is not to be trusted.
+    """
     return round(os.getloadavg()[0], 2)
 
 

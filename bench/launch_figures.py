@@ -21,7 +21,10 @@ def tables(cases: Mapping[str, Case]) -> list[Table]:
         ranks = int(name.removeprefix("launch-"))
         imports = case.ratio(OURS, IMPORT, "first")
         bounds = (
-            (Bound("first <= 1.3 x one import", imports, 1.3), Bound("second <= 0.4 s", case.median(OURS, "again"), 0.4))
+            (
+                Bound("first <= 1.3 x one import", imports, 1.3),
+                Bound("second <= 0.4 s", case.median(OURS, "again"), 0.4),
+            )
             if ranks == TARGET_RANKS
             else ()
         )

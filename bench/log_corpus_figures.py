@@ -1,4 +1,6 @@
-"""The corpus of logs as tables: how often the cause was named, and how fast long logs are read. Pure."""
+"""The corpus of logs as tables: how often the cause was named, and how fast long logs are read.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def _corpus(cases: Mapping[str, Case]) -> Table:
         if not mine:
             continue
         counted = count(mine)
-        said = [f"{s.values['log']}: {s.values['code']}" for s in mine if s.values.get("grade") != RIGHT]
+        said = [
+            f"{s.values['log']}: {s.values['code']}" for s in mine if s.values.get("grade") != RIGHT
+        ]
         bounds = (Bound("0 wrong", counted[WRONG], 0),) if half == "held_out" else ()
         grades = [str(counted[grade]) for grade in (RIGHT, NOT_KNOWN, WRONG)]
         rows.append(Row((words, str(len(mine)), *grades, ", ".join(said) or "-"), bounds, case))
@@ -41,7 +45,17 @@ def _corpus(cases: Mapping[str, Case]) -> Table:
         if sample.who == "first reading":
             assert case is not None
             numbers = [str(sample.values[name]) for name in ("logs", "right", "not_known", "wrong")]
-            rows.append(Row((f"first reading: {sample.values['what']}", *numbers, str(sample.values["said"])), (), case))
+            rows.append(
+                Row(
+                    (
+                        f"first reading: {sample.values['what']}",
+                        *numbers,
+                        str(sample.values["said"]),
+                    ),
+                    (),
+                    case,
+                )
+            )
     return Table(
         "Does `explain` name the cause in somebody else's log",
         "Logs from public issues (messages verbatim, the rest shortened and renamed) and made here with torchrun, "
@@ -67,8 +81,18 @@ def _speed(cases: Mapping[str, Case]) -> Table:
         if not size or not seconds or not wall or not peak:
             continue
         pace = size / seconds * 60 / 2**30
-        cells = (who, f"{size / 2**20:.0f} MiB", f"{wall:.1f} s", f"{seconds:.1f} s", f"{pace:.1f} GiB", f"{peak / 2**20:.0f} MiB")
-        bounds = (Bound(">= 1 GiB a minute", pace, GIB_A_MINUTE, at_least=True), Bound("<= 64 MiB", peak / 2**20, 64))
+        cells = (
+            who,
+            f"{size / 2**20:.0f} MiB",
+            f"{wall:.1f} s",
+            f"{seconds:.1f} s",
+            f"{pace:.1f} GiB",
+            f"{peak / 2**20:.0f} MiB",
+        )
+        bounds = (
+            Bound(">= 1 GiB a minute", pace, GIB_A_MINUTE, at_least=True),
+            Bound("<= 64 MiB", peak / 2**20, 64),
+        )
         rows.append(Row(cells, bounds, case))
     return Table(
         "How fast `explain` reads",

@@ -10,7 +10,9 @@ from pathlib import Path
 
 @dataclass
 class Outcome:
-    """`wrong` is empty when it went well; `what` counts kinds; `times` are seconds, by name; `counts` are added up over all repetitions."""
+    """`wrong` is empty when it went well; `what` counts kinds; `times` are seconds, by name;
+    `counts` are added up over all repetitions.
+    """
 
     what: str
     wrong: list[str] = field(default_factory=list)
@@ -20,4 +22,6 @@ class Outcome:
 
 
 Mode = Callable[[random.Random, int, Path], Outcome]
-"""Chooses with the first, is the so-manieth of the repetitions, and leaves its output in the folder."""
+"""Chooses with the first, is the so-manieth of the repetitions, and leaves its output in the
+folder.
+"""

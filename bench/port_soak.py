@@ -1,4 +1,6 @@
-"""`scripts/soak ports`: many processes hold ports beside a squatter. None may be handed out twice, none lost."""
+"""`scripts/soak ports`: many processes hold ports beside a squatter. None may be handed out twice,
+none lost.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,18 @@ RANGE = 300  # ports that the processes and the squatter share: few, so that the
 LIMIT = 120.0  # seconds for all; on an idle machine it takes three
 
 
-def ports(chance: random.Random, number: int, folder: Path, *, count: int = 1000, processes: int = 20, limit: float = LIMIT) -> Outcome:
-    """`count` ports held in all, by so many processes at a time, half of them from a range of 300."""
+def ports(
+    chance: random.Random,
+    number: int,
+    folder: Path,
+    *,
+    count: int = 1000,
+    processes: int = 20,
+    limit: float = LIMIT,
+) -> Outcome:
+    """`count` ports held in all, by so many processes at a time, half of them from a range
+    of 300.
+    """
     marks = folder / "held"
     marks.mkdir(parents=True)
     low = _free_range(chance)
@@ -30,9 +42,18 @@ def ports(chance: random.Random, number: int, folder: Path, *, count: int = 1000
         holders = []
         for index in range(processes):
             share = count // processes + (index < count % processes)
-            command = [sys.executable, str(JOBS / "port_holder.py"), str(share), str(chance.random()), str(low), str(low + RANGE - 1)]
+            command = [
+                sys.executable,
+                str(JOBS / "port_holder.py"),
+                str(share),
+                str(chance.random()),
+                str(low),
+                str(low + RANGE - 1),
+            ]
             log = stack.enter_context((folder / f"holder{index}").open("w"))
-            holder = subprocess.Popen([*command, str(marks)], stdout=log, stderr=subprocess.STDOUT, env=environment())
+            holder = subprocess.Popen(
+                [*command, str(marks)], stdout=log, stderr=subprocess.STDOUT, env=environment()
+            )
             stack.callback(holder.kill)
             holders.append(holder)
         for holder in holders:
@@ -45,19 +66,32 @@ def ports(chance: random.Random, number: int, folder: Path, *, count: int = 1000
             if holder.returncode:
                 outcome.wrong.append(f"process {holder.pid} ended with status {holder.returncode}")
     outcome.times["all"] = time.monotonic() - began
-    told = [line for index in range(processes) for line in (folder / f"holder{index}").read_text().splitlines()]
+    told = [
+        line
+        for index in range(processes)
+        for line in (folder / f"holder{index}").read_text().splitlines()
+    ]
     found = [json.loads(line) for line in told if line.startswith("{")]
     wrong = Counter(one["wrong"] for one in found if one["wrong"])
     outcome.wrong += [f"{times} times: {what}" for what, times in wrong.items()]
     if len(found) != count:
         outcome.wrong.append(f"{len(found)} of {count} ports were told of")
-    outcome.counts = {"ports held": len(found) - sum(wrong.values()), "numbers used": len({one["port"] for one in found})}
+    outcome.counts = {
+        "ports held": len(found) - sum(wrong.values()),
+        "numbers used": len({one["port"] for one in found}),
+    }
     return outcome
 
 
 def _free_range(chance: random.Random) -> int:
-    """The first of RANGE neighbouring ports below the kernel's own, of which the first and the last are free."""
+    """The first of RANGE neighbouring ports below the kernel's own, of which the first and the last
+    are free.
+    """
     while True:
         low = chance.randrange(15000, 32000 - RANGE)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", low)), socket.create_server(("127.0.0.1", low + RANGE - 1)):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", low)),
+            socket.create_server(("127.0.0.1", low + RANGE - 1)),
+        ):
             return low

@@ -31,18 +31,31 @@ def _barrier(cases: Mapping[str, Case]) -> Table:
             assert case is not None
             slower, faster = case.ratio(who, PEER, "seconds"), case.ratio(GLOO, who, "seconds")
             bounds = (
-                (Bound("<= 1.2 x TCPStore.barrier", slower, 1.2), Bound(">= 5 x faster than gloo", faster, 5, at_least=True))
+                (
+                    Bound("<= 1.2 x TCPStore.barrier", slower, 1.2),
+                    Bound(">= 5 x faster than gloo", faster, 5, at_least=True),
+                )
                 if members == TARGET_MEMBERS
                 else ()
             )
             shown = [quantity(case, one, "seconds", "ms", 1e3) for one in (who, PEER, GLOO)]
-            rows.append(Row((str(members), WAYS[who], *shown, times(slower), times(faster)), bounds, case))
+            rows.append(
+                Row((str(members), WAYS[who], *shown, times(slower), times(faster)), bounds, case)
+            )
     return Table(
         "A barrier",
         "So many processes pass one barrier right after the other: time per barrier. `TCPStore.barrier` and gloo's `dist.barrier` have the "
         f"same processes; gloo has at most 64. {PAIRED} What many members on few processors cost is what each touches when its turn comes: "
         "see 'A small request' in [decisions.md](decisions.md), which counts it.",
-        ("members", "rallypoint by", "rallypoint", "TCPStore.barrier", "gloo dist.barrier", "rallypoint / TCPStore", "gloo / rallypoint"),
+        (
+            "members",
+            "rallypoint by",
+            "rallypoint",
+            "TCPStore.barrier",
+            "gloo dist.barrier",
+            "rallypoint / TCPStore",
+            "gloo / rallypoint",
+        ),
         tuple(rows),
     )
 
@@ -55,7 +68,14 @@ def _lock(cases: Mapping[str, Case]) -> Table:
         for who in (OURS, TCP, SPINNING, PAUSING):
             ours = who in WAYS
             trips, fairness = case.median(who, "handover_trips"), case.median(who, "fairness")
-            bounds = (Bound("hand-over <= 2 round trips", trips, 2), Bound("most / least <= 1.2", fairness, 1.2)) if ours else ()
+            bounds = (
+                (
+                    Bound("hand-over <= 2 round trips", trips, 2),
+                    Bound("most / least <= 1.2", fairness, 1.2),
+                )
+                if ours
+                else ()
+            )
             most, least = case.median(who, "most"), case.median(who, "least")
             cells = (
                 name.removeprefix("lock-"),
@@ -64,7 +84,9 @@ def _lock(cases: Mapping[str, Case]) -> Table:
                 quantity(case, who, "handover_p99"),
                 quantity(case, who, "trip"),
                 "-" if trips is None else f"{trips:.2g}",
-                quantity(case, who, "rate", "/s") if case.numbers(who, "rate") else missing(case, who),
+                quantity(case, who, "rate", "/s")
+                if case.numbers(who, "rate")
+                else missing(case, who),
                 "-" if most is None or least is None else f"{most:.0f} / {least:.0f}",
             )
             rows.append(Row(cells, bounds, case))
@@ -88,7 +110,11 @@ def _average(cases: Mapping[str, Case]) -> Table:
         ranks, _, megabytes = name.removeprefix("average-").partition("x")
         faster = case.ratio(GLOO, OURS, "seconds")
         limit = AVERAGE_TARGETS.get(int(ranks))
-        bounds = (Bound(f">= {limit:g} x faster than gloo", faster, limit, at_least=True),) if limit is not None else ()
+        bounds = (
+            (Bound(f">= {limit:g} x faster than gloo", faster, limit, at_least=True),)
+            if limit is not None
+            else ()
+        )
         shown = [quantity(case, who, "seconds", "ms", 1e3) for who in (OURS, GLOO)]
         rows.append(Row((ranks, f"{megabytes} MB", *shown, times(faster)), bounds, case))
     return Table(
@@ -110,7 +136,9 @@ def _shared(cases: Mapping[str, Case]) -> Table:
             value = f"rate_{size}"
             shown = [quantity(case, who, value, "k/s", 1e-3) for who in (WHOLE, BLOCK, STANDARD)]
             ratios = [times(case.ratio(who, STANDARD, value)) for who in (WHOLE, BLOCK)]
-            rows.append(Row((name.removeprefix("shared-"), size_of(size), *shown, *ratios), (), case))
+            rows.append(
+                Row((name.removeprefix("shared-"), size_of(size), *shown, *ratios), (), case)
+            )
     return Table(
         "A shared tensor",
         "So many processes add a tensor of ones to one in shared memory, in turn by its lock: additions per second of all together. "

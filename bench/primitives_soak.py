@@ -1,7 +1,9 @@
-"""The soaks of locks, barriers, queues and `once`: their users are killed, frozen and cut off, and nobody may be told what is not so.
+"""The soaks of locks, barriers, queues and `once`: their users are killed, frozen and cut off, and
+nobody may be told what is not so.
 
-`histories` has no processes: a simulation decided by a seed (`tests/primitives/simulation.py`), very often. `kills` has real ones: each
-writes down what it asked and was told, and the same checker (`tests/primitives/histories.py`) looks at all of it together.
+`histories` has no processes: a simulation decided by a seed (`tests/primitives/simulation.py`),
+very often. `kills` has real ones: each writes down what it asked and was told, and the same checker
+(`tests/primitives/histories.py`) looks at all of it together.
 """
 
 from __future__ import annotations
@@ -27,13 +29,19 @@ from bench.store_soak import START_SECONDS, ServerProcess, until, written
 Spec = dict[str, Any]
 
 ANSWER_SECONDS = 30.0
-"""For a call that nothing holds up, on a busy machine. A member that has not answered by then is stuck, which is wrong."""
+"""For a call that nothing holds up, on a busy machine. A member that has not answered by then is
+stuck, which is wrong.
+"""
 
 PASSED_ON = 0.050
-"""Seconds from SIGKILL of a process on this host until the next one has what it held: the promise of the design."""
+"""Seconds from SIGKILL of a process on this host until the next one has what it held: the promise
+of the design.
+"""
 
 LATE = 0.10
-"""Of its lease: so much later than that the next one may have what was held by a process that was stopped."""
+"""Of its lease: so much later than that the next one may have what was held by a process that was
+stopped.
+"""
 
 
 # --- histories
@@ -48,7 +56,9 @@ def histories(chance: random.Random, number: int, folder: Path, *, count: int = 
         variables = environment()
         variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), variables["PYTHONPATH"]])
         command = [sys.executable, "-m", "tests.primitives.simulation", str(first), str(count)]
-        done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=folder, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=variables, cwd=folder, check=False
+        )
         outcome.times[f"{count} histories"] = time.monotonic() - began
         if done.returncode not in (0, 1) or not done.stdout:
             outcome.wrong.append(f"exit status {done.returncode}: {done.stderr[-1000:]}")
@@ -65,9 +75,21 @@ def histories(chance: random.Random, number: int, folder: Path, *, count: int = 
 
 
 class MemberProcess:
-    """A user of the primitives, in a process of its own: `jobs/primitives_member.py`. Use it in `with`."""
+    """A user of the primitives, in a process of its own: `jobs/primitives_member.py`. Use it in
+    `with`.
+    """
 
-    def __init__(self, folder: Path, who: str, address: str, secret: str, *, same_host: bool, ttl: float, **more: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        who: str,
+        address: str,
+        secret: str,
+        *,
+        same_host: bool,
+        ttl: float,
+        **more: Any,
+    ) -> None:
         self.who = who
         self.history = folder / f"history-{who}"
         spec = {
@@ -167,7 +189,9 @@ class Scene:
         self._numbers: dict[str, int] = {}
         self._stack = stack
         self.server = stack.enter_context(ServerProcess(folder))
-        self.new_proxy: Callable[[], ChaosProxy] = lambda: stack.enter_context(ChaosProxy(self.server.address, seed=chance.getrandbits(32)))
+        self.new_proxy: Callable[[], ChaosProxy] = lambda: stack.enter_context(
+            ChaosProxy(self.server.address, seed=chance.getrandbits(32))
+        )
         self.proxy = self.new_proxy()
         self.observer = stack.enter_context(self.server.connect())
         self._since = self.observer.watch("data/").revision
@@ -177,7 +201,9 @@ class Scene:
         who = f"m{len(self.members)}"
         proxy = proxy or (self.proxy if self.tcp else None)
         address = proxy.address if proxy is not None else self.server.address
-        member = MemberProcess(self.folder, who, address, self.server.secret, same_host=proxy is None, ttl=ttl, **more)
+        member = MemberProcess(
+            self.folder, who, address, self.server.secret, same_host=proxy is None, ttl=ttl, **more
+        )
         self.members.append(self._stack.enter_context(member))
         if member.line(START_SECONDS) != "connected":
             raise RuntimeError(f"member {who} did not connect")
@@ -186,7 +212,9 @@ class Scene:
     def waits(self, member: MemberProcess, count: int) -> None:
         """Return when so many requests wait at the server, the last of them this member's."""
         if not until(lambda: self.observer.status()["waiting"] == count, ANSWER_SECONDS):
-            raise RuntimeError(f"{self.observer.status()['waiting']} requests wait instead of {count}")
+            raise RuntimeError(
+                f"{self.observer.status()['waiting']} requests wait instead of {count}"
+            )
         self.in_line[member.who] = time.monotonic()
 
     def events(self) -> list[Any]:
@@ -241,7 +269,17 @@ class Scene:
             except rallypoint.StoreTimeout:
                 return found
             found.append(
-                Event("observer", "observer", "take", name, start, time.monotonic(), "value", token=self._number(value), value=value)
+                Event(
+                    "observer",
+                    "observer",
+                    "take",
+                    name,
+                    start,
+                    time.monotonic(),
+                    "value",
+                    token=self._number(value),
+                    value=value,
+                )
             )
 
     def judge(self, outcome: Outcome, events: Sequence[Any]) -> None:
@@ -266,11 +304,15 @@ def expect(outcome: Outcome, what: str, told: str, *right: str) -> None:
 def _bounded(outcome: Outcome, what: str, seconds: float, limit: float) -> None:
     outcome.times[what] = seconds
     if seconds > limit:
-        outcome.wrong.append(f"{what}: {seconds:.3f} s instead of {limit:.3f}, at a load average of {os.getloadavg()[0]:.1f}")
+        outcome.wrong.append(
+            f"{what}: {seconds:.3f} s instead of {limit:.3f}, at a load average of {os.getloadavg()[0]:.1f}"
+        )
 
 
 def _late(outcome: Outcome, what: str, seconds: float, lease: float, slack: float) -> None:
-    """What a lease decides may come a little later than that; a sign of life was given a little before, too."""
+    """What a lease decides may come a little later than that; a sign of life was given a little
+    before, too.
+    """
     _bounded(outcome, f"{what}, less the lease", seconds - lease, LATE * lease + slack)
 
 
@@ -300,7 +342,9 @@ def killed_holder(scene: Scene, outcome: Outcome, *, slack: float) -> None:
 
 
 def stopped_holder(scene: Scene, outcome: Outcome, *, slack: float) -> None:
-    """The holder of a lock is SIGSTOPped for longer than its lease, goes on, and writes with its old token."""
+    """The holder of a lock is SIGSTOPped for longer than its lease, goes on, and writes with its
+    old token.
+    """
     lease = scene.chance.uniform(0.3, 0.8)
     holder, waiting = _line(scene, outcome, lease)
     struck = time.monotonic()
@@ -329,7 +373,9 @@ def cut_holder(scene: Scene, outcome: Outcome, *, slack: float) -> None:
 
 
 def reset_holder(scene: Scene, outcome: Outcome, *, slack: float) -> None:
-    """The holder's connection is reset again and again, for less than its lease each time: it keeps the lock."""
+    """The holder's connection is reset again and again, for less than its lease each time: it keeps
+    the lock.
+    """
     proxy = scene.new_proxy()
     holder, waiting = _line(scene, outcome, 5.0, proxy)
     resets = proxy.reset_every(0.05)
@@ -341,8 +387,12 @@ def reset_holder(scene: Scene, outcome: Outcome, *, slack: float) -> None:
     _rest(scene, outcome, waiting)
 
 
-def _line(scene: Scene, outcome: Outcome, lease: float, proxy: Any = None) -> tuple[MemberProcess, list[MemberProcess]]:
-    """One that holds the lock and has written, and three that stand in line one behind the other."""
+def _line(
+    scene: Scene, outcome: Outcome, lease: float, proxy: Any = None
+) -> tuple[MemberProcess, list[MemberProcess]]:
+    """One that holds the lock and has written, and three that stand in line one behind the
+    other.
+    """
     ttl = scene.chance.choice((lease, 10.0))  # of the session: the lock's own lease may be shorter
     outcome.notes.append(f"lease {lease:.3f} s, session {ttl:.3f} s")
     holder, *waiting = [scene.join(ttl=ttl, proxy=proxy), *(scene.join() for _ in range(3))]
@@ -356,15 +406,24 @@ def _line(scene: Scene, outcome: Outcome, lease: float, proxy: Any = None) -> tu
     return holder, waiting
 
 
-def _comes_back(scene: Scene, outcome: Outcome, holder: MemberProcess, wake: Callable[[], None]) -> None:
+def _comes_back(
+    scene: Scene, outcome: Outcome, holder: MemberProcess, wake: Callable[[], None]
+) -> None:
     """The former holder goes on as if nothing had been: it must not be able to write."""
     wake()
     if scene.chance.random() < 0.5:
-        expect(outcome, "the former holder", holder.call("lost", name="a", timeout=ANSWER_SECONDS), "lost")
+        expect(
+            outcome,
+            "the former holder",
+            holder.call("lost", name="a", timeout=ANSWER_SECONDS),
+            "lost",
+        )
     told = holder.call("write", name="a")
     expect(outcome, "the former holder's write", told, "refused", "not done")
     if told == "not done":  # the session was lost, which is said once
-        expect(outcome, "the former holder's second write", holder.call("write", name="a"), "refused")
+        expect(
+            outcome, "the former holder's second write", holder.call("write", name="a"), "refused"
+        )
     expect(outcome, "the former holder's release", holder.call("unlock", name="a"), "unknown")
 
 
@@ -378,7 +437,9 @@ def _rest(scene: Scene, outcome: Outcome, waiting: list[MemberProcess]) -> None:
 
 
 def killed_at_barrier(scene: Scene, outcome: Outcome, *, slack: float) -> None:
-    """One of three that wait for a fourth is killed: the others learn it, the fourth is told when it comes, and the next round is one."""
+    """One of three that wait for a fourth is killed: the others learn it, the fourth is told when
+    it comes, and the next round is one.
+    """
     lease = scene.chance.uniform(0.3, 0.8) if scene.tcp else 10.0
     members = [scene.join(ttl=lease) for _ in range(4)]
     for _ in range(2):
@@ -398,7 +459,12 @@ def killed_at_barrier(scene: Scene, outcome: Outcome, *, slack: float) -> None:
             _late(outcome, "SIGKILL to the broken barrier, TCP", seconds, lease, slack)
         else:
             _bounded(outcome, "SIGKILL to the broken barrier", seconds, PASSED_ON + slack)
-    expect(outcome, "the late comer", members[3].call("arrive", name="b", size=4, timeout=ANSWER_SECONDS), "broken")
+    expect(
+        outcome,
+        "the late comer",
+        members[3].call("arrive", name="b", size=4, timeout=ANSWER_SECONDS),
+        "broken",
+    )
     scene.in_line.clear()  # they make another call now
     again = [members[0], members[2], members[3], scene.join()]
     for member in again:
@@ -408,7 +474,9 @@ def killed_at_barrier(scene: Scene, outcome: Outcome, *, slack: float) -> None:
 
 
 def killed_taker(scene: Scene, outcome: Outcome, *, slack: float) -> None:
-    """Who has taken an item dies, and whoever waits gets it. The first of the two is only stopped, and accepts it too late."""
+    """Who has taken an item dies, and whoever waits gets it. The first of the two is only stopped,
+    and accepts it too late.
+    """
     lease = scene.chance.uniform(0.3, 0.8)
     taker, waiting = scene.join(ttl=lease), scene.join(ttl=10.0)
     other = scene.join(ttl=lease if scene.tcp else 10.0)
@@ -433,11 +501,15 @@ def killed_taker(scene: Scene, outcome: Outcome, *, slack: float) -> None:
         _late(outcome, "SIGKILL to the next taker, TCP", seconds, lease, slack)
     else:
         _bounded(outcome, "SIGKILL to the next taker", seconds, PASSED_ON + slack)
-    expect(outcome, "the last taker's end", waiting.call("settle", name="items", accept=True), "done")
+    expect(
+        outcome, "the last taker's end", waiting.call("settle", name="items", accept=True), "done"
+    )
 
 
 def killed_computer(scene: Scene, outcome: Outcome, *, slack: float) -> None:
-    """Who computes a value for all is killed: the next one in line computes it, and the last one gets what that made."""
+    """Who computes a value for all is killed: the next one in line computes it, and the last one
+    gets what that made.
+    """
     lease = scene.chance.uniform(0.3, 0.8) if scene.tcp else 10.0
     members = [scene.join(ttl=lease), scene.join(), scene.join()]
     members[0].begin("once", name="value", seconds=600.0, timeout=None)
@@ -459,11 +531,20 @@ SESSION = 0.6
 
 
 def crowd(scene: Scene, outcome: Outcome, *, seconds: float = 3.0, members: int = 4) -> None:
-    """Processes with two threads each do what chance tells them, while they are killed, stopped and cut off."""
+    """Processes with two threads each do what chance tells them, while they are killed, stopped and
+    cut off.
+    """
     chance = scene.chance
 
     def newcomer() -> MemberProcess:
-        member = scene.join(ttl=SESSION, timeout=2.0, lease=LEASE, seconds=seconds, threads=2, seed=chance.getrandbits(32))
+        member = scene.join(
+            ttl=SESSION,
+            timeout=2.0,
+            lease=LEASE,
+            seconds=seconds,
+            threads=2,
+            seed=chance.getrandbits(32),
+        )
         member.tell("go")
         return member
 
@@ -480,7 +561,9 @@ def crowd(scene: Scene, outcome: Outcome, *, seconds: float = 3.0, members: int 
         if hole is not None and until_healed <= now:
             hole.heal()
             hole = None
-        what = chance.choice(("kill", "stop", "stop", "reset", "hole") if scene.tcp else ("kill", "stop", "stop"))
+        what = chance.choice(
+            ("kill", "stop", "stop", "reset", "hole") if scene.tcp else ("kill", "stop", "stop")
+        )
         if what == "kill":
             member = living.pop(chance.randrange(len(living)))
             stopped.pop(member, None)
@@ -510,7 +593,9 @@ def crowd(scene: Scene, outcome: Outcome, *, seconds: float = 3.0, members: int 
     for member in living:
         status = member.wait(max(0.0, deadline - time.monotonic()))
         if status is None:
-            outcome.wrong.append(f"member {member.who} is not done {2 * ANSWER_SECONDS:g} s after the end")
+            outcome.wrong.append(
+                f"member {member.who} is not done {2 * ANSWER_SECONDS:g} s after the end"
+            )
         elif status != 0:
             outcome.wrong.append(f"member {member.who} ended with status {status}")
 
@@ -540,9 +625,11 @@ KINDS: tuple[tuple[str, Scenario, bool], ...] = (
 )
 
 
-def kills(chance: random.Random, number: int, folder: Path, *, slack: float = 0.0, seconds: float = 3.0) -> Outcome:
-    """One scene with processes that are killed, stopped or cut off. `slack`: seconds that a promise may be missed by, on a busy machine;
-    `seconds`: of a crowd."""
+def kills(
+    chance: random.Random, number: int, folder: Path, *, slack: float = 0.0, seconds: float = 3.0
+) -> Outcome:
+    """One scene with processes that are killed, stopped or cut off. `slack`: seconds that a promise
+    may be missed by, on a busy machine; `seconds`: of a crowd."""
     name, scenario, tcp = KINDS[number % len(KINDS)]
     outcome = Outcome(name)
     with written(outcome, folder), _scene(chance, folder, tcp=tcp) as scene:
@@ -557,7 +644,11 @@ def kills(chance: random.Random, number: int, folder: Path, *, slack: float = 0.
             outcome.wrong.append(f"sessions of dead processes are left: {scene.observer.status()}")
         events = scene.events() + scene.drain("items")
         for event in events:
-            if event.kind in ("lock", "take", "arrive") and event.who.split(".")[0] in scene.in_line and event.told in WAITED:
+            if (
+                event.kind in ("lock", "take", "arrive")
+                and event.who.split(".")[0] in scene.in_line
+                and event.told in WAITED
+            ):
                 since = scene.in_line[event.who.split(".")[0]]
                 event.queued = since if event.start < since < event.end else event.queued
         scene.judge(outcome, events)

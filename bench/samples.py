@@ -1,4 +1,6 @@
-"""What was measured, as data: samples of one case, kept raw, and the arithmetic over them. Nothing here starts anything."""
+"""What was measured, as data: samples of one case, kept raw, and the arithmetic over them. Nothing
+here starts anything.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Value = float | int | bool | str | None
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement. Samples of one `turn` were taken one right after the other: their ratio is the ratio of a pair."""
+    """One measurement. Samples of one `turn` were taken one right after the other: their ratio is
+    the ratio of a pair.
+    """
 
     who: str  # "rallypoint", "torchrun", ...
     turn: int
@@ -39,7 +43,11 @@ class Case:
 
     def numbers(self, who: str, name: str) -> list[float]:
         """Every number of that name, in order; what could not be measured is left out."""
-        return [number for sample in self.samples if sample.who == who and (number := _number(sample, name)) is not None]
+        return [
+            number
+            for sample in self.samples
+            if sample.who == who and (number := _number(sample, name)) is not None
+        ]
 
     def median(self, who: str, name: str) -> float | None:
         """None when nothing was measured."""
@@ -47,7 +55,9 @@ class Case:
         return statistics.median(numbers) if numbers else None
 
     def ratio(self, one: str, other: str, name: str, other_name: str = "") -> float | None:
-        """The median, over the turns in which both were measured, of one / other. None when there is no such turn."""
+        """The median, over the turns in which both were measured, of one / other. None when there
+        is no such turn.
+        """
         ratios = []
         for turn in dict.fromkeys(sample.turn for sample in self.samples):
             first, second = self._at(one, turn, name), self._at(other, turn, other_name or name)
@@ -57,15 +67,30 @@ class Case:
 
     def count(self, who: str, name: str) -> tuple[int, int]:
         """(how often a yes-or-no value was yes, how often it was asked)."""
-        values = [sample.values.get(name) for sample in self.samples if sample.who == who and sample.values.get(name) is not None]
+        values = [
+            sample.values.get(name)
+            for sample in self.samples
+            if sample.who == who and sample.values.get(name) is not None
+        ]
         return sum(value is True for value in values), len(values)
 
     def notes(self, who: str) -> list[str]:
         """Why values of it are missing, each reason once."""
-        return list(dict.fromkeys(sample.note for sample in self.samples if sample.who == who and sample.note))
+        return list(
+            dict.fromkeys(
+                sample.note for sample in self.samples if sample.who == who and sample.note
+            )
+        )
 
     def _at(self, who: str, turn: int, name: str) -> float | None:
-        return next((_number(sample, name) for sample in self.samples if (sample.who, sample.turn) == (who, turn)), None)
+        return next(
+            (
+                _number(sample, name)
+                for sample in self.samples
+                if (sample.who, sample.turn) == (who, turn)
+            ),
+            None,
+        )
 
 
 def _number(sample: Sample, name: str) -> float | None:
@@ -83,11 +108,19 @@ def read(path: Path) -> dict[str, Case]:
 
 def _case(found: dict[str, Any]) -> Case:
     first, last = found["load"]
-    return Case(**{**found, "load": (first, last), "samples": [Sample(**sample) for sample in found["samples"]]})
+    return Case(
+        **{
+            **found,
+            "load": (first, last),
+            "samples": [Sample(**sample) for sample in found["samples"]],
+        }
+    )
 
 
 def write(path: Path, cases: Iterable[Case]) -> None:
-    """Put cases into a file of results, each in the place of an older one of its name; the others stay, with their own date."""
+    """Put cases into a file of results, each in the place of an older one of its name; the others
+    stay, with their own date.
+    """
     kept = {**read(path), **{case.name: case for case in cases}}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({name: asdict(kept[name]) for name in sorted(kept, key=_order)}, indent=1)

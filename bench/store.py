@@ -1,8 +1,10 @@
-"""The coordination store beside torch's TCPStore (libuv): the same calls, in the same turn, one party right after the other.
+"""The coordination store beside torch's TCPStore (libuv): the same calls, in the same turn, one
+party right after the other.
 
-Each turn of each party is one run of `jobs/store_crowd.py`: a server in a process of its own, clients in processes of theirs, all warm
-before anything is counted. Who begins changes from turn to turn. "rallypoint" is what a user gets on the server's host (a Unix socket,
-and shared memory for large values), "rallypoint, TCP" what one gets from another host, here over loopback.
+Each turn of each party is one run of `jobs/store_crowd.py`: a server in a process of its own,
+clients in processes of theirs, all warm before anything is counted. Who begins changes from turn to
+turn. "rallypoint" is what a user gets on the server's host (a Unix socket, and shared memory for
+large values), "rallypoint, TCP" what one gets from another host, here over loopback.
 """
 
 from __future__ import annotations
@@ -31,28 +33,39 @@ PEER_BULK_BYTES = 7 * 10**6
 """What the uploaders of a TCPStore write: their 64 MiB would be refused."""
 
 LIMIT = 120.0
-"""Seconds for one turn of one party, unless a case says otherwise; beyond them it counts as not measured."""
+"""Seconds for one turn of one party, unless a case says otherwise; beyond them it counts as not
+measured.
+"""
 
 Outcome = dict[str, Any]
 Read = Callable[[Outcome], dict[str, Value]]
 
 
-def take_turns(turns: int, parties: Sequence[str], one: Callable[[str, int], Sample]) -> Iterator[Sample]:
+def take_turns(
+    turns: int, parties: Sequence[str], one: Callable[[str, int], Sample]
+) -> Iterator[Sample]:
     """Every party in every turn; the one that began is the last in the next turn."""
     for turn in range(turns):
         first = turn % len(parties)
         for party in (*parties[first:], *parties[:first]):
             sample = one(party, turn)
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in sample.values.items() if isinstance(value, int | float))
+            shown = "  ".join(
+                f"{name} {value:.4g}"
+                for name, value in sample.values.items()
+                if isinstance(value, int | float)
+            )
             say(f"  turn {turn}  {party:<16} {shown}  {sample.note[-300:]}")
             yield sample
 
 
-def crowd(party: str, task: str, clients: int, limit: float = LIMIT, *, dns: str = "refused", **spec: Any) -> Outcome:
+def crowd(
+    party: str, task: str, clients: int, limit: float = LIMIT, *, dns: str = "refused", **spec: Any
+) -> Outcome:
     """One run of the crowd: its `results` and `phases`, or an `error`.
 
-    TCPStore looks up the names of addresses when it connects. So that this is measured where it is the question (`dns="silent"`), and
-    nowhere else, there is no DNS that could be slow: in a network namespace, if we may have one.
+    TCPStore looks up the names of addresses when it connects. So that this is measured where it is
+    the question (`dns="silent"`), and nowhere else, there is no DNS that could be slow: in a
+    network namespace, if we may have one.
     """
     asked = json.dumps({"party": party, "task": task, "clients": clients, **spec})
     command = [sys.executable, str(JOBS / "store_crowd.py"), asked]
@@ -81,8 +94,8 @@ def sampled(party: str, turn: int, outcome: Outcome, read: Read, note: str = "")
 def latency(turns: int, *, count: int = 10_000) -> Iterator[Sample]:
     """Microseconds per call of one client, and processor time per call at both ends.
 
-    Twice: server and client on a processor each, and both on one. Left to itself the kernel does now this, now that, and the figures of
-    a store change by a factor of two or three with it.
+    Twice: server and client on a processor each, and both on one. Left to itself the kernel does
+    now this, now that, and the figures of a store change by a factor of two or three with it.
     """
 
     def one(party: str, turn: int) -> Sample:
@@ -114,13 +127,17 @@ def throughput(clients: int, turns: int, *, seconds: float = 2.0) -> Iterator[Sa
     """Operations per second of so many clients, a process each."""
 
     def one(party: str, turn: int) -> Sample:
-        return sampled(party, turn, crowd(party, "throughput", clients, warm=200, seconds=seconds), rates)
+        return sampled(
+            party, turn, crowd(party, "throughput", clients, warm=200, seconds=seconds), rates
+        )
 
     yield from take_turns(turns, (OURS, TCP, PEER), one)
 
 
 def rates(outcome: Outcome) -> dict[str, Value]:
-    """From the first client's beginning to the last one's end; and microseconds of processor time per operation at both ends."""
+    """From the first client's beginning to the last one's end; and microseconds of processor time
+    per operation at both ends.
+    """
     values: dict[str, Value] = {}
     phases = iter(outcome["phases"])
     for name in ("get", "add"):
@@ -138,11 +155,21 @@ def rates(outcome: Outcome) -> dict[str, Value]:
 
 
 def values(turns: int, *, sizes: Sequence[int] = SIZES, seconds: float = 0.5) -> Iterator[Sample]:
-    """Bytes per second of writing one key over and over, and of reading it; the first write; and copying as much from here to there."""
+    """Bytes per second of writing one key over and over, and of reading it; the first write; and
+    copying as much from here to there.
+    """
 
     def one(party: str, turn: int) -> Sample:
         possible = [size for size in sizes if party != PEER or size <= PEER_BYTES]
-        outcome = crowd(party, "values", 1, limit=LIMIT + 60 * seconds, sizes=possible, seconds=seconds, most=2000)
+        outcome = crowd(
+            party,
+            "values",
+            1,
+            limit=LIMIT + 60 * seconds,
+            sizes=possible,
+            seconds=seconds,
+            most=2000,
+        )
         return sampled(party, turn, outcome, bytes_per_second)
 
     yield from take_turns(turns, (OURS, TCP, PEER), one)
@@ -158,7 +185,9 @@ def bytes_per_second(outcome: Outcome) -> dict[str, Value]:
 
 
 def mixed(turns: int, *, seconds: float = 3.0) -> Iterator[Sample]:
-    """Microseconds of a small get beside 0, 1 and 2 clients that write large values without a pause."""
+    """Microseconds of a small get beside 0, 1 and 2 clients that write large values without a
+    pause.
+    """
 
     def one(party: str, turn: int) -> Sample:
         size = PEER_BULK_BYTES if party == PEER else BULK_BYTES
@@ -183,14 +212,22 @@ def beside(outcome: Outcome) -> dict[str, Value]:
 
 
 def connect(clients: int, turns: int, peer_turns: int, *, limit: float = 300.0) -> Iterator[Sample]:
-    """Seconds until so many processes have connected and passed one barrier, where no name server answers.
+    """Seconds until so many processes have connected and passed one barrier, where no name server
+    answers.
 
-    The peer looks up names, and takes minutes: it takes part in `peer_turns` turns, and is given up after `limit`.
+    The peer looks up names, and takes minutes: it takes part in `peer_turns` turns, and is given up
+    after `limit`.
     """
-    note = "" if can_be_isolated() else "with this machine's own name server: a network namespace needs root"
+    note = (
+        ""
+        if can_be_isolated()
+        else "with this machine's own name server: a network namespace needs root"
+    )
 
     def one(party: str, turn: int) -> Sample:
-        return sampled(party, turn, crowd(party, "join", clients, limit=limit, dns="silent"), joined, note)
+        return sampled(
+            party, turn, crowd(party, "join", clients, limit=limit, dns="silent"), joined, note
+        )
 
     for turn in range(turns):
         parties = (OURS, TCP, PEER) if turn < peer_turns else (OURS, TCP)
@@ -213,15 +250,26 @@ def can_be_isolated() -> bool:
     if os.geteuid() != 0:
         return False
     return (
-        subprocess.run([sys.executable, str(JOBS / "without_dns.py"), "refused", "true"], capture_output=True, check=False).returncode == 0
+        subprocess.run(
+            [sys.executable, str(JOBS / "without_dns.py"), "refused", "true"],
+            capture_output=True,
+            check=False,
+        ).returncode
+        == 0
     )
 
 
-def sessions(count: int, turns: int, *, processes: int = 8, limit: float = 180.0) -> Iterator[Sample]:
-    """Seconds until so many sessions of eight processes have joined, and passed one barrier; and what each costs the server."""
+def sessions(
+    count: int, turns: int, *, processes: int = 8, limit: float = 180.0
+) -> Iterator[Sample]:
+    """Seconds until so many sessions of eight processes have joined, and passed one barrier; and
+    what each costs the server.
+    """
 
     def one(party: str, turn: int) -> Sample:
-        return sampled(party, turn, crowd(party, "sessions", processes, limit=limit, sessions=count), read)
+        return sampled(
+            party, turn, crowd(party, "sessions", processes, limit=limit, sessions=count), read
+        )
 
     def read(outcome: Outcome) -> dict[str, Value]:
         results, phases = outcome["results"], outcome["phases"]
@@ -238,10 +286,14 @@ def sessions(count: int, turns: int, *, processes: int = 8, limit: float = 180.0
 
 
 def storm(clients: int, turns: int, *, rounds: int = 5, limit: float = 180.0) -> Iterator[Sample]:
-    """Seconds until the last of so many processes that connect at the same moment is connected, several times in a row."""
+    """Seconds until the last of so many processes that connect at the same moment is connected,
+    several times in a row.
+    """
 
     def one(party: str, turn: int) -> Sample:
-        return sampled(party, turn, crowd(party, "storm", clients, limit=limit, count=rounds), connected)
+        return sampled(
+            party, turn, crowd(party, "storm", clients, limit=limit, count=rounds), connected
+        )
 
     yield from take_turns(turns, (OURS, TCP, PEER), one)
 
@@ -252,4 +304,8 @@ def connected(outcome: Outcome) -> dict[str, Value]:
     for rounds in zip(*(result["rounds"] for result in outcome["results"]), strict=True):
         seconds.append(max(one["ended"] for one in rounds) - min(one["began"] for one in rounds))
         failures += sum(bool(one["failure"]) for one in rounds)
-    return {"seconds": statistics.median(seconds), "worst_seconds": max(seconds), "failures": failures}
+    return {
+        "seconds": statistics.median(seconds),
+        "worst_seconds": max(seconds),
+        "failures": failures,
+    }

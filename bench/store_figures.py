@@ -1,4 +1,6 @@
-"""The tables of the coordination store: samples of `bench/store.py` beside what they must be. Pure."""
+"""The tables of the coordination store: samples of `bench/store.py` beside what they must
+be. Pure.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,19 @@ def tables(cases: Mapping[str, Case]) -> list[Table]:
 
 
 def quantity(case: Case, who: str, name: str, unit: str = "us", scale: float = 1.0) -> str:
-    """`24.5 us (23.0-33.1)`: the median, and least and most when there are several; or why there is none."""
+    """`24.5 us (23.0-33.1)`: the median, and least and most when there are several; or why there is
+    none.
+    """
     numbers = [number * scale for number in case.numbers(who, name)]
     if not numbers:
         return missing(case, who)
     middle = (case.median(who, name) or 0.0) * scale
     least, most = spread(numbers)
-    return f"{_short(middle)} {unit} ({_short(least)}-{_short(most)})" if len(numbers) > 1 else f"{_short(middle)} {unit}"
+    return (
+        f"{_short(middle)} {unit} ({_short(least)}-{_short(most)})"
+        if len(numbers) > 1
+        else f"{_short(middle)} {unit}"
+    )
 
 
 def _short(number: float) -> str:
@@ -73,7 +81,9 @@ def _latency(cases: Mapping[str, Case]) -> Table:
                     _processor(case, PEER, operation, suffix),
                     times(ratio) if limit is not None else "-",
                 )
-                bounds = (Bound(f"<= {limit} x TCPStore", ratio, limit),) if limit is not None else ()
+                bounds = (
+                    (Bound(f"<= {limit} x TCPStore", ratio, limit),) if limit is not None else ()
+                )
                 rows.append(Row(cells, bounds, case))
     return Table(
         "One client, small operations",
@@ -91,7 +101,11 @@ def _latency(cases: Mapping[str, Case]) -> Table:
 
 def _processor(case: Case, who: str, operation: str, suffix: str) -> str:
     ends = [case.median(who, f"{operation}_{end}_cpu{suffix}") for end in ("client", "server")]
-    return " + ".join(f"{end:.0f}" for end in ends if end is not None) + " us" if None not in ends else "-"
+    return (
+        " + ".join(f"{end:.0f}" for end in ends if end is not None) + " us"
+        if None not in ends
+        else "-"
+    )
 
 
 def _throughput(cases: Mapping[str, Case]) -> Table:
@@ -103,8 +117,15 @@ def _throughput(cases: Mapping[str, Case]) -> Table:
             for who in (OURS, TCP):
                 name = f"{operation}_rate"
                 ratio = case.ratio(who, PEER, name)
-                bounds = (Bound(f">= {limit} x TCPStore", ratio, limit, at_least=True),) if clients == 8 else ()
-                mine, theirs = quantity(case, who, name, "k/s", 1e-3), quantity(case, PEER, name, "k/s", 1e-3)
+                bounds = (
+                    (Bound(f">= {limit} x TCPStore", ratio, limit, at_least=True),)
+                    if clients == 8
+                    else ()
+                )
+                mine, theirs = (
+                    quantity(case, who, name, "k/s", 1e-3),
+                    quantity(case, PEER, name, "k/s", 1e-3),
+                )
                 cells = (
                     str(clients), operation, WAYS[who], mine, _processor(case, who, operation, ""), theirs,
                     _processor(case, PEER, operation, ""), times(ratio),
@@ -145,8 +166,15 @@ def _values(cases: Mapping[str, Case]) -> Table:
         refused = size > PEER_BYTES
         cells = [
             size_of(size),
-            *(rate(case.median(who, f"{name}_{size}")) for who in (OURS, TCP) for name in ("set", "get", "first")),
-            *("over its limit" if refused else rate(case.median(PEER, f"{name}_{size}")) for name in ("set", "get")),
+            *(
+                rate(case.median(who, f"{name}_{size}"))
+                for who in (OURS, TCP)
+                for name in ("set", "get", "first")
+            ),
+            *(
+                "over its limit" if refused else rate(case.median(PEER, f"{name}_{size}"))
+                for name in ("set", "get")
+            ),
             rate(case.median(OURS, f"memcpy_{size}")),
         ]
         rows.append(Row(tuple(cells), bounds, case))
@@ -172,7 +200,11 @@ def _mixed(cases: Mapping[str, Case]) -> Table:
         assert case is not None
         for uploaders in range(3):
             name = f"p50_{uploaders}"
-            bounds = (Bound("p50 <= 300 us", case.median(who, name), 300),) if uploaders == 2 and who != PEER else ()
+            bounds = (
+                (Bound("p50 <= 300 us", case.median(who, name), 300),)
+                if uploaders == 2 and who != PEER
+                else ()
+            )
             cells = (
                 WAYS.get(who, who),
                 f"{uploaders} of {size_of(PEER_BULK_BYTES if who == PEER else BULK_BYTES)}",
@@ -204,14 +236,22 @@ def _many(cases: Mapping[str, Case]) -> Table:
             elif kind == "sessions":
                 words = f"{count} sessions of 8 processes join and pass a barrier"
                 memory = case.median(who, "server_bytes")
-                extra = f"{memory / 1000:.1f} kB of the server's memory each" if memory is not None else "-"
+                extra = (
+                    f"{memory / 1000:.1f} kB of the server's memory each"
+                    if memory is not None
+                    else "-"
+                )
                 bounds = (
                     Bound("<= 2 x TCPStore", ratio, 2), Bound("<= 40 kB a session", memory / 1000 if memory is not None else None, 40)
                 )  # fmt: skip
             else:
                 words = f"{count} processes connect at the same moment, 5 times in a row: the median time"
                 failures = case.numbers(who, "failures")
-                extra = f"worst {quantity(case, who, 'worst_seconds', 's')}; {sum(failures):.0f} failures" if failures else "-"
+                extra = (
+                    f"worst {quantity(case, who, 'worst_seconds', 's')}; {sum(failures):.0f} failures"
+                    if failures
+                    else "-"
+                )
                 bounds = (Bound("no failure", sum(failures) if failures else None, 0),)
             rows.append(Row((words, WAYS[who], mine, theirs, times(ratio), extra), bounds, case))
     return Table(

@@ -1,4 +1,6 @@
-"""The soaks of the coordination store: faults, thousands of times, and nothing lost, doubled, left behind or late."""
+"""The soaks of the coordination store: faults, thousands of times, and nothing lost, doubled, left
+behind or late.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ class ServerProcess:
 
     def open(self) -> dict[str, int]:
         """Its descriptors and threads."""
-        return {"descriptors": len(os.listdir(f"/proc/{self.pid}/fd")), "threads": len(os.listdir(f"/proc/{self.pid}/task"))}
+        return {
+            "descriptors": len(os.listdir(f"/proc/{self.pid}/fd")),
+            "threads": len(os.listdir(f"/proc/{self.pid}/task")),
+        }
 
     def connect(self, **options: Any) -> Any:
         """A client of it here, without any fault in between."""
@@ -114,7 +119,9 @@ def answer(process: subprocess.Popen[str], timeout: float, outcome: Outcome) -> 
         outcome.wrong.append(f"a client was not done after {timeout:.0f} s more")
         return None
     if process.returncode != 0:
-        outcome.wrong.append(f"a client ended with status {process.returncode}: {complained[-1000:]}")
+        outcome.wrong.append(
+            f"a client ended with status {process.returncode}: {complained[-1000:]}"
+        )
         return None
     found: Spec = json.loads(said.splitlines()[-1])
     return found
@@ -122,7 +129,9 @@ def answer(process: subprocess.Popen[str], timeout: float, outcome: Outcome) -> 
 
 @contextmanager
 def written(outcome: Outcome, folder: Path) -> Iterator[None]:
-    """At the end, what there is to say about a repetition lies in its folder; an exception is a wrong outcome."""
+    """At the end, what there is to say about a repetition lies in its folder; an exception is a
+    wrong outcome.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
@@ -146,26 +155,50 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def adds(
-    chance: random.Random, number: int, folder: Path, *, clients: int = 8, each: int = 10_000, hole: float = 30.0, limit: float = 600.0
+    chance: random.Random,
+    number: int,
+    folder: Path,
+    *,
+    clients: int = 8,
+    each: int = 10_000,
+    hole: float = 30.0,
+    limit: float = 600.0,
 ) -> Outcome:
-    """Client processes add 1, through a proxy that resets all connections every 50 ms, is a black hole once, and resets one side twice.
+    """Client processes add 1, through a proxy that resets all connections every 50 ms, is a black
+    hole once, and resets one side twice.
 
     Every sum must have been returned to exactly one of them: nothing lost, nothing done twice.
     """
     from rallypoint.testing import ChaosProxy
 
     outcome, total = Outcome("adds"), clients * each
-    with written(outcome, folder), ServerProcess(folder) as server, ChaosProxy(server.address, seed=chance.getrandbits(32)) as proxy:
+    with (
+        written(outcome, folder),
+        ServerProcess(folder) as server,
+        ChaosProxy(server.address, seed=chance.getrandbits(32)) as proxy,
+    ):
         watching = server.connect()
         began = time.monotonic()
-        spec = {"address": proxy.address, "secret": server.secret, "count": each, "timeout": 2 * hole + 60, "ttl": 2 * hole + 60}
+        spec = {
+            "address": proxy.address,
+            "secret": server.secret,
+            "count": each,
+            "timeout": 2 * hole + 60,
+            "ttl": 2 * hole + 60,
+        }
         processes = [client("adds", spec) for _ in range(clients)]
 
         def done(share: float) -> bool:
-            return bool(watching.get("sum", 0) >= share * total) or all(process.poll() is not None for process in processes)
+            return bool(watching.get("sum", 0) >= share * total) or all(
+                process.poll() is not None for process in processes
+            )
 
         resets = proxy.reset_every(0.05)
-        for share, fault in ((0.25, "reset of the server's side"), (0.4, "reset of the client's side"), (0.5, "black hole")):
+        for share, fault in (
+            (0.25, "reset of the server's side"),
+            (0.4, "reset of the client's side"),
+            (0.5, "black hole"),
+        ):
             if not until(lambda share=share: done(share), limit):  # type: ignore[misc]
                 outcome.wrong.append(f"no {fault}: after {limit:g} s not even {share:.0%} was done")
                 break
@@ -176,18 +209,26 @@ def adds(
                 resets = proxy.reset_every(0.05)
             else:
                 proxy.reset(to="server" if "server" in fault else "client")
-        found = [answer(process, began + limit - time.monotonic(), outcome) for process in processes]
+        found = [
+            answer(process, began + limit - time.monotonic(), outcome) for process in processes
+        ]
         outcome.times["all adds"] = time.monotonic() - began
         proxy.heal()
         seen = proxy.statistics()
-        outcome.notes.append(f"{seen.connections} connections, {seen.resets} resets, hole of {hole:g} s")
+        outcome.notes.append(
+            f"{seen.connections} connections, {seen.resets} resets, hole of {hole:g} s"
+        )
         sums = [one for result in found if result is not None for one in result["sums"]]
         if seen.resets < clients:
             outcome.wrong.append(f"only {seen.resets} resets: nothing was tested")
-        if sum(result["sessions"] for result in found if result) > len([result for result in found if result]):
+        if sum(result["sessions"] for result in found if result) > len(
+            [result for result in found if result]
+        ):
             outcome.wrong.append("a session was lost")
         if sorted(sums) != list(range(1, total + 1)):
-            outcome.wrong.append(f"{len(sums)} adds returned {len(set(sums))} different sums of {total}")
+            outcome.wrong.append(
+                f"{len(sums)} adds returned {len(set(sums))} different sums of {total}"
+            )
         if watching.get("sum") != total:
             outcome.wrong.append(f"the sum is {watching.get('sum')} and not {total}")
         outcome.what = f"{total} adds by {clients} processes, {seen.resets} resets"
@@ -199,14 +240,18 @@ def adds(
 
 
 def histories(chance: random.Random, number: int, folder: Path, *, count: int = 40) -> Outcome:
-    """Two processes with two threads each ask for a few keys while something happens to their connections, or to the server: there must
-    be one order that explains every answer."""
+    """Two processes with two threads each ask for a few keys while something happens to their
+    connections, or to the server: there must be one order that explains every answer."""
     from rallypoint.testing import ChaosProxy
 
     fault = FAULTS[number % len(FAULTS)]
     shared = chance.random() < 0.5
     outcome = Outcome(f"{fault}{', a store for two threads' if shared else ''}")
-    with written(outcome, folder), ServerProcess(folder) as server, ChaosProxy(server.address, seed=chance.getrandbits(32)) as proxy:
+    with (
+        written(outcome, folder),
+        ServerProcess(folder) as server,
+        ChaosProxy(server.address, seed=chance.getrandbits(32)) as proxy,
+    ):
         spec = {
             "address": proxy.address, "secret": server.secret, "seed": chance.getrandbits(32), "threads": 2, "count": count,
             "shared": shared, "timeout": chance.choice((0.3, 20.0)), "ttl": 5.0, "pause": 0.02,
@@ -222,7 +267,12 @@ def histories(chance: random.Random, number: int, folder: Path, *, count: int = 
         found = [answer(process, 120.0, outcome) for process in processes]
         over.set()
         making.join()
-        operations = [operation for result in found if result is not None for operation in result["operations"]]
+        operations = [
+            operation
+            for result in found
+            if result is not None
+            for operation in result["operations"]
+        ]
         judge(operations, outcome)
         outcome.notes.append(f"{spec}")
         if outcome.wrong:
@@ -230,10 +280,19 @@ def histories(chance: random.Random, number: int, folder: Path, *, count: int = 
     return outcome
 
 
-FAULTS = ("resets", "resets of one side", "jitter", "black holes", "a frozen network", "a stopped server")
+FAULTS = (
+    "resets",
+    "resets of one side",
+    "jitter",
+    "black holes",
+    "a frozen network",
+    "a stopped server",
+)
 
 
-def make_faults(fault: str, chance: random.Random, proxy: Any, server: ServerProcess, over: threading.Event) -> None:
+def make_faults(
+    fault: str, chance: random.Random, proxy: Any, server: ServerProcess, over: threading.Event
+) -> None:
     """Of one kind, at random moments, until it is over."""
     if fault == "jitter":
         proxy.latency(0.002, 0.002)
@@ -263,13 +322,23 @@ def judge(operations: list[list[Any]], outcome: Outcome) -> None:
 
     # "Happened" is of no more use than "unknown" here: the answer is lost.
     history = [
-        Operation(client, kind, key, tuple(arguments), result, start, end if told == "answered" else math.inf)
+        Operation(
+            client,
+            kind,
+            key,
+            tuple(arguments),
+            result,
+            start,
+            end if told == "answered" else math.inf,
+        )
         for client, kind, key, arguments, result, start, end, told, _ in operations
         if told != "did not happen"
     ]
     unknown = sum(operation.end == math.inf for operation in history)
     not_done = len(operations) - len(history)
-    outcome.notes.append(f"{len(history)} operations, {unknown} of them with an unknown outcome; and {not_done} that did not happen")
+    outcome.notes.append(
+        f"{len(history)} operations, {unknown} of them with an unknown outcome; and {not_done} that did not happen"
+    )
     outcome.what += ", some outcomes unknown" if unknown else ""
     verdict = check(history)
     if verdict.outcome == "unknown":
@@ -282,7 +351,9 @@ def judge(operations: list[list[Any]], outcome: Outcome) -> None:
 
 
 def reconnects(chance: random.Random, number: int, folder: Path, *, count: int = 100) -> Outcome:
-    """A client loses its connection so many times, by TCP or by the Unix socket with shared memory. Nothing is left on either side."""
+    """A client loses its connection so many times, by TCP or by the Unix socket with shared memory.
+    Nothing is left on either side.
+    """
     from rallypoint.testing import ChaosProxy
 
     local = bool(number % 2)
@@ -290,11 +361,21 @@ def reconnects(chance: random.Random, number: int, folder: Path, *, count: int =
     with written(outcome, folder), ServerProcess(folder) as server:
         with server.connect() as here:
             path = here._session.where if local else ""
-        target, listen = (f"unix://{path}", f"unix://{folder.resolve()}/proxy") if local else (server.address, "tcp://127.0.0.1:0")
+        target, listen = (
+            (f"unix://{path}", f"unix://{folder.resolve()}/proxy")
+            if local
+            else (server.address, "tcp://127.0.0.1:0")
+        )
         at_first = at_rest(server)
         with ChaosProxy(target, seed=chance.getrandbits(32), listen=listen) as proxy:
             size = 2 * 2**20 if local else 1000
-            spec = {"address": proxy.address, "secret": server.secret, "count": count, "size": size, "same_host": local}
+            spec = {
+                "address": proxy.address,
+                "secret": server.secret,
+                "count": count,
+                "size": size,
+                "same_host": local,
+            }
             process = client("reconnects", {**spec, "timeout": 60.0})
             if heard(process, "ready"):
                 tell(process, "begin")
@@ -310,7 +391,9 @@ def reconnects(chance: random.Random, number: int, folder: Path, *, count: int =
             outcome.notes.append(json.dumps(found))
             for what, before in found["before"].items():
                 if found["after"][what] > before + (SPARE_SEGMENTS if what == "segments" else 0):
-                    outcome.wrong.append(f"the client has {found['after'][what]} {what}, and had {before}")
+                    outcome.wrong.append(
+                        f"the client has {found['after'][what]} {what}, and had {before}"
+                    )
             if found["sessions"] != 1:
                 outcome.wrong.append(f"{found['sessions']} sessions instead of one")
         if not until(lambda: server.open() == at_first, 10.0):
@@ -319,8 +402,9 @@ def reconnects(chance: random.Random, number: int, folder: Path, *, count: int =
 
 
 SPARE_SEGMENTS = 2
-"""Segments of shared memory that a client may have more than before: whether the server has said in time that one is free, or another
-had to be made, is a matter of luck. More than these would be growth."""
+"""Segments of shared memory that a client may have more than before: whether the server has said in
+time that one is free, or another had to be made, is a matter of luck. More than these would be
+growth."""
 
 
 def at_rest(server: ServerProcess) -> dict[str, int]:
@@ -338,22 +422,41 @@ def at_rest(server: ServerProcess) -> dict[str, int]:
 
 
 def strangers(
-    chance: random.Random, number: int, folder: Path, *, count: int = 10_000, seconds: float = 20.0, worst: float = 1.0
+    chance: random.Random,
+    number: int,
+    folder: Path,
+    *,
+    count: int = 10_000,
+    seconds: float = 20.0,
+    worst: float = 1.0,
 ) -> Outcome:
-    """So many connections that prove nothing, while a client measures its latency and new ones come in.
+    """So many connections that prove nothing, while a client measures its latency and new ones come
+    in.
 
     No call may fail or take `worst` seconds, and afterwards the server has forgotten the strangers.
     """
     from rallypoint.store.address import parse
 
     outcome = Outcome(f"{count} strangers")
-    with written(outcome, folder), ServerProcess(folder) as server, server.connect(timeout=10.0) as store:
+    with (
+        written(outcome, folder),
+        ServerProcess(folder) as server,
+        server.connect(timeout=10.0) as store,
+    ):
         store["key"] = b"v" * 32
         at_first = at_rest(server)
         alone = measured(store, min(1.0, seconds))
         where = parse(server.address)
-        command = [sys.executable, str(JOBS / "store_strangers.py"), where.host, str(where.port), str(count)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()) as crowd:
+        command = [
+            sys.executable,
+            str(JOBS / "store_strangers.py"),
+            where.host,
+            str(where.port),
+            str(count),
+        ]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        ) as crowd:
             assert crowd.stdout is not None
             assert crowd.stdin is not None
             arriving = measured(store, min(2.0, seconds))
@@ -371,13 +474,17 @@ def strangers(
             "get alone, p50": statistics.median(alone), "get beside them, p50": statistics.median(beside),
             "get beside them, slowest": max(beside), "a new client": max(joined),
         }  # fmt: skip
-        outcome.notes.append(f"{len(beside)} gets beside them; the server had {held} descriptors, and wrote {len(server.log())} bytes")
+        outcome.notes.append(
+            f"{len(beside)} gets beside them; the server had {held} descriptors, and wrote {len(server.log())} bytes"
+        )
         if max(beside) >= worst:
             outcome.wrong.append(f"a get took {max(beside):.2f} s")
         if len(server.log()) > 20_000:
             outcome.wrong.append(f"the server wrote {len(server.log())} bytes about strangers")
         if not until(lambda: server.open()["descriptors"] <= at_first["descriptors"], 15.0):
-            outcome.wrong.append(f"the server has {server.open()} when they are gone, and had {at_first}")
+            outcome.wrong.append(
+                f"the server has {server.open()} when they are gone, and had {at_first}"
+            )
     return outcome
 
 
@@ -395,18 +502,30 @@ def measured(store: Any, seconds: float) -> list[float]:
 
 DEADLINE = 2.0  # seconds of every call; a tenth of it is what a busy machine may add
 LARGE = 32 * 2**20
-KERNEL = 0.4  # seconds for which the kernel goes on taking bytes for one who has stopped, as late acknowledgements let it grow its buffers
+# seconds for which the kernel goes on taking bytes for one who has stopped, as late
+# acknowledgements let it grow its buffers
+KERNEL = 0.4
 
 
-def deadlines(chance: random.Random, number: int, folder: Path, *, deadline: float = DEADLINE, slack: float = 0.0) -> Outcome:
-    """The server is stopped or killed at a random moment, in whatever call: that and the following ones end at their deadline, or a
-    tenth later. `slack`: seconds beyond that, for a machine that is busy with a test suite."""
+def deadlines(
+    chance: random.Random,
+    number: int,
+    folder: Path,
+    *,
+    deadline: float = DEADLINE,
+    slack: float = 0.0,
+) -> Outcome:
+    """The server is stopped or killed at a random moment, in whatever call: that and the following
+    ones end at their deadline, or a tenth later. `slack`: seconds beyond that, for a machine that
+    is busy with a test suite."""
     import rallypoint
 
     killed, same_host = bool(number % 2), chance.random() < 0.5
     allowed = 1.1 * deadline + slack
     kind = chance.choice(("get", "add", "set large", "get large", "get many", "wait"))
-    outcome = Outcome(f"{'killed' if killed else 'frozen'}, {kind}, {'Unix socket' if same_host else 'TCP'}")
+    outcome = Outcome(
+        f"{'killed' if killed else 'frozen'}, {kind}, {'Unix socket' if same_host else 'TCP'}"
+    )
     with written(outcome, folder), ServerProcess(folder) as server:
         store = server.connect(timeout=deadline, ttl=30.0, same_host=same_host)
         value = bytes(LARGE) if "large" in kind else b""
@@ -423,17 +542,25 @@ def deadlines(chance: random.Random, number: int, folder: Path, *, deadline: flo
         while failed < 2:
             before, began = strike.at is not None, time.monotonic()
             took, error = timed(acts[kind])
-            moving = 0.0  # seconds of the call in which bytes could move: its deadline is for a standstill
+            # seconds of the call in which bytes could move: its deadline is for a standstill
+            moving = 0.0
             if error is not None:
                 failed += 1
-                outcome.times["until the error" if before else "until the error, struck in the call"] = took
+                outcome.times[
+                    "until the error" if before else "until the error, struck in the call"
+                ] = took
                 outcome.notes.append(f"{took:.3f} s: {type(error).__name__}: {error}")
-                if not isinstance(error, rallypoint.StoreTimeout | rallypoint.SessionLost | rallypoint.StoreUnreachable):
+                if not isinstance(
+                    error,
+                    rallypoint.StoreTimeout | rallypoint.SessionLost | rallypoint.StoreUnreachable,
+                ):
                     outcome.wrong.append(f"{type(error).__name__}: {error}")
                 if not before and ("large" in kind or kind == "get many"):
                     moving = max(0.0, (strike.at or began) - began) + KERNEL
             if took > allowed + moving:
-                outcome.wrong.append(f"{kind} took {took:.3f} s instead of {deadline:g}, and was struck {moving:.3f} s after it began")
+                outcome.wrong.append(
+                    f"{kind} took {took:.3f} s instead of {deadline:g}, and was struck {moving:.3f} s after it began"
+                )
         strike.join()
         took, error = timed(lambda: server.connect(timeout=deadline))
         if error is None or took > allowed:
@@ -447,7 +574,9 @@ def deadlines(chance: random.Random, number: int, folder: Path, *, deadline: flo
 
 
 class Strike(threading.Thread):
-    """Does something to the server once, `delay` seconds from now; `at` is when that was, None until then."""
+    """Does something to the server once, `delay` seconds from now; `at` is when that was, None
+    until then.
+    """
 
     def __init__(self, delay: float, act: Callable[[], None]) -> None:
         super().__init__(daemon=True)

@@ -9,7 +9,9 @@ from bench.samples import Case, spread
 
 @dataclass(frozen=True)
 class Bound:
-    """A target: `number` must be at most (or, with `at_least`, at least) `limit`. None: it was not measured."""
+    """A target: `number` must be at most (or, with `at_least`, at least) `limit`. None: it was not
+    measured.
+    """
 
     says: str
     number: float | None
@@ -44,7 +46,9 @@ class Table:
 
 
 def seconds(case: Case, who: str, name: str = "seconds") -> str:
-    """`1.31 s (1.28-1.40)`: the median, and least and most when there are several; `-` and the reason when there is none."""
+    """`1.31 s (1.28-1.40)`: the median, and least and most when there are several; `-` and the
+    reason when there is none.
+    """
     numbers = case.numbers(who, name)
     if not numbers:
         return "not measured" if who in case.who() else "-"

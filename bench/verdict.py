@@ -1,7 +1,8 @@
-"""`scripts/bench verdict`: a fault is put into a job, and the report must name it. The fault is the truth, the first cause is judged.
+"""`scripts/bench verdict`: a fault is put into a job, and the report must name it. The fault is the
+truth, the first cause is judged.
 
-A cell is a fault (`verdict_faults.py`), a phase of the job and a seed, which chooses the rank, the moment and the form. The folder of every
-cell that was not right is kept, with all that was printed.
+A cell is a fault (`verdict_faults.py`), a phase of the job and a seed, which chooses the rank, the
+moment and the form. The folder of every cell that was not right is kept, with all that was printed.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ from bench.verdict_faults import BROKEN, LONGEST_DELAY, RANKS, Fault, Phase, gra
 
 SEEDS = 10
 JOBS_AT_ONCE = 2
-# Seconds for one job of four ranks on a busy machine; most take two, those that wait for a time-out of torch's a few more.
+# Seconds for one job of four ranks on a busy machine; most take two, those that wait for a time-out
+# of torch's a few more.
 RUN_TIMEOUT = 60.0
-# Seconds over which the moment is spread at which a process of the launcher's own is ended while the job starts: one import of torch.
+# Seconds over which the moment is spread at which a process of the launcher's own is ended while
+# the job starts: one import of torch.
 STARTING = 0.8
-# Bytes of the file system that is to be full: room for plan.json and the first events, so that the run folder can be made.
+# Bytes of the file system that is to be full: room for plan.json and the first events, so that the
+# run folder can be made.
 FULL_DISK_BYTES = 16384
 
 SOURCES = {BROKEN: "def f(:\n    pass\n", "verdict_endless.py": "import time\n\ntime.sleep(600)\n"}
-"""What the jobs import, and what stands among the jobs neither for a linter nor for a test that imports them all."""
+"""What the jobs import, and what stands among the jobs neither for a linter nor for a test that
+imports them all.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,9 @@ class Cell:
 
 @dataclass
 class Beside:
-    """What is there while a job runs: values for its VERDICT, a command that starts it, where its run folder is."""
+    """What is there while a job runs: values for its VERDICT, a command that starts it, where its
+    run folder is.
+    """
 
     job: dict[str, Any] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()
@@ -75,7 +83,9 @@ class Beside:
 
 @contextmanager
 def _free_port(folder: Path) -> Iterator[Beside]:
-    """Nobody listens there, and nobody else gets it: it is bound, in a way that lets a rank bind it, too."""
+    """Nobody listens there, and nobody else gets it: it is bound, in a way that lets a rank bind
+    it, too.
+    """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -106,7 +116,9 @@ def _answer(server: socket.socket) -> None:
             client.settimeout(5.0)
             try:
                 client.recv(4096)
-                client.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: nginx\r\nContent-Length: 0\r\n\r\n")
+                client.sendall(
+                    b"HTTP/1.1 400 Bad Request\r\nServer: nginx\r\nContent-Length: 0\r\n\r\n"
+                )
             except OSError:  # a client that has gone
                 continue
 
@@ -155,7 +167,9 @@ def _to_the_launcher(number: signal.Signals, who: str = "") -> Callable[[Run, Ce
             run.wait_for_marks("met", RANKS, RUN_TIMEOUT)
             time.sleep(cell.chance.uniform(0, LONGEST_DELAY["run"]))
         else:
-            run.wait_until(lambda: "template" in run.children() or run.process.poll() is not None, RUN_TIMEOUT)
+            run.wait_until(
+                lambda: "template" in run.children() or run.process.poll() is not None, RUN_TIMEOUT
+            )
             time.sleep(cell.chance.uniform(0, STARTING))
         pid = _processes(run).get(who)
         return pid is not None and run.process.poll() is None and harness.send(pid, number)
@@ -192,7 +206,9 @@ ACTS: Mapping[str, Callable[[Run, Cell], bool]] = {
 
 
 def judge(cell: Cell, folder: Path) -> Sample:
-    """Run the job with its fault; the grade and what was said. The folder stays when the first cause is not right."""
+    """Run the job with its fault; the grade and what was said. The folder stays when the first
+    cause is not right.
+    """
     fault, chance = cell.fault, cell.chance
     rank, other = chance.sample(range(RANKS), 2)
     asked = {
@@ -206,7 +222,16 @@ def judge(cell: Cell, folder: Path) -> Sample:
     script = folder / BROKEN if fault.script == BROKEN else JOBS / fault.script
     with BESIDE[fault.beside](folder) as beside:
         options = [option.format(**beside.job) for option in fault.options]
-        command = [*beside.prefix, *rallypoint(), "run", "-n", str(RANKS), "--error-format", "json", *options]
+        command = [
+            *beside.prefix,
+            *rallypoint(),
+            "run",
+            "-n",
+            str(RANKS),
+            "--error-format",
+            "json",
+            *options,
+        ]
         command += ["--run-dir", beside.run_dir, str(script)]
         with Run(command, folder=folder, VERDICT=json.dumps({**asked, **beside.job})) as run:
             done = ACTS[fault.act](run, cell)
@@ -214,21 +239,41 @@ def judge(cell: Cell, folder: Path) -> Sample:
             output, seconds = run.output(), (run.ended or time.monotonic()) - run.began
     reports = printed(output)
     if not done:
-        (folder / "output").write_text(f"{cell}: nothing was done to it; exit status {status}\n\n{output}")
-        return Sample(fault.name, cell.seed, {"phase": cell.phase}, "it ended before anything was done to it")
+        (folder / "output").write_text(
+            f"{cell}: nothing was done to it; exit status {status}\n\n{output}"
+        )
+        return Sample(
+            fault.name, cell.seed, {"phase": cell.phase}, "it ended before anything was done to it"
+        )
     given, wrong = grade(fault, rank, other, reports, status)
     if given == "right":
         shutil.rmtree(folder)
     else:
-        told = [f"{cell}: {given}: {wrong}", f"VERDICT {asked}", f"$ {' '.join(command)}", f"exit status {status}", "", output, ""]
+        told = [
+            f"{cell}: {given}: {wrong}",
+            f"VERDICT {asked}",
+            f"$ {' '.join(command)}",
+            f"exit status {status}",
+            "",
+            output,
+            "",
+        ]
         (folder / "output").write_text("\n".join([*told, *shown(reports)]))
     first = reports[0] if reports else {}
-    values = {"phase": cell.phase, "grade": given, "code": first.get("code"), "confidence": first.get("confidence"), "seconds": seconds}
+    values = {
+        "phase": cell.phase,
+        "grade": given,
+        "code": first.get("code"),
+        "confidence": first.get("confidence"),
+        "seconds": seconds,
+    }
     return Sample(fault.name, cell.seed, values, wrong)
 
 
 def printed(output: str) -> list[dict[str, Any]]:
-    """The reports of the first failure, as `--error-format json` prints them: one object on a line of its own."""
+    """The reports of the first failure, as `--error-format json` prints them: one object on a line
+    of its own.
+    """
     for line in output.splitlines():
         if line.startswith('{"exit_status"'):
             found: list[dict[str, Any]] = json.loads(line)["reports"]
@@ -251,15 +296,24 @@ def shown(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def cells(faults: Sequence[Fault], seeds: int) -> list[Cell]:
     """Every fault in every phase of it, with seeds from 0 up."""
-    return [Cell(fault, phase, seed) for fault in faults for phase in fault.phases for seed in range(seeds)]
+    return [
+        Cell(fault, phase, seed)
+        for fault in faults
+        for phase in fault.phases
+        for seed in range(seeds)
+    ]
 
 
 def measure(faults: Sequence[Fault], seeds: int, *, jobs: int, keep: Path) -> Iterator[Sample]:
-    """Samples in the order of the faults, `jobs` cells at a time. Says what was not right, and where its output is."""
+    """Samples in the order of the faults, `jobs` cells at a time. Says what was not right, and
+    where its output is.
+    """
     wanted = [cell for cell in cells(faults, seeds) if _possible(cell.fault)]
     right = 0
     with ThreadPoolExecutor(jobs) as pool:
-        for number, (cell, sample) in enumerate(zip(wanted, pool.map(lambda one: judge(one, keep / one.folder), wanted), strict=True), 1):
+        for number, (cell, sample) in enumerate(
+            zip(wanted, pool.map(lambda one: judge(one, keep / one.folder), wanted), strict=True), 1
+        ):
             right += sample.values.get("grade") == "right"
             if sample.note:
                 given = sample.values.get("grade", "not done")

@@ -1,4 +1,6 @@
-"""The verdict matrix as a table: how often the first cause of a report was the fault that had been put into the job. Pure."""
+"""The verdict matrix as a table: how often the first cause of a report was the fault that had been
+put into the job. Pure.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,17 @@ def _fault(case: Case, who: str) -> Row:
     mine = [sample for sample in case.samples if sample.who == who]
     counted = count(mine)
     phases = ", ".join(dict.fromkeys(str(sample.values["phase"]) for sample in mine))
-    others = [str(sample.values.get("code") or "nothing") for sample in mine if sample.values.get("grade") in (NOT_KNOWN, WRONG)]
+    others = [
+        str(sample.values.get("code") or "nothing")
+        for sample in mine
+        if sample.values.get("grade") in (NOT_KNOWN, WRONG)
+    ]
     said = ", ".join(f"{code} {others.count(code)} x" for code in dict.fromkeys(others))
-    return Row((who, phases, str(sum(counted.values())), *map(str, counted.values()), said or "-"), (), case)
+    return Row(
+        (who, phases, str(sum(counted.values())), *map(str, counted.values()), said or "-"),
+        (),
+        case,
+    )
 
 
 def _sum(measured: list[Case]) -> Row:
@@ -57,4 +67,8 @@ def _sum(measured: list[Case]) -> Row:
         Bound("0 % wrong", share[WRONG], 0),
     )
     words = [f"{number} ({share[name]:.1f} %)" for name, number in counted.items()]
-    return Row(("**all**", "", str(cells), *words, ""), bounds, replace(measured[-1], command="scripts/bench verdict"))
+    return Row(
+        ("**all**", "", str(cells), *words, ""),
+        bounds,
+        replace(measured[-1], command="scripts/bench verdict"),
+    )

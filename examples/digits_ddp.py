@@ -1,10 +1,11 @@
-"""Learn to read handwritten digits on several processes at once: an ordinary DDP script on real data.
+"""Learn to read handwritten digits on several processes at once: an ordinary DDP script on real
+data.
 
     rallypoint run -n 4 examples/digits_ddp.py
     torchrun --nproc-per-node 4 examples/digits_ddp.py
 
-The data are the 1797 digits of 8 x 8 pixels that ship inside scikit-learn. Each rank trains on its own share; DDP
-averages the gradients, so that all ranks hold the same model after every step.
+The data are the 1797 digits of 8 x 8 pixels that ship inside scikit-learn. Each rank trains on its
+own share; DDP averages the gradients, so that all ranks hold the same model after every step.
 """
 
 import argparse
@@ -19,12 +20,17 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 
 def load_data(seed: int) -> tuple[Dataset, Dataset]:
-    """Training and test digits: (1, 8, 8) float images in 0..1 and their labels, split alike on every rank."""
+    """Training and test digits: (1, 8, 8) float images in 0..1 and their labels, split alike on
+    every rank.
+    """
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     labels = torch.from_numpy(digits.target).long()
-    # The generator has a seed of its own: ranks that split differently would test on what another rank trained on.
-    return tuple(random_split(TensorDataset(images, labels), [0.8, 0.2], torch.Generator().manual_seed(seed)))
+    # The generator has a seed of its own: ranks that split differently would test on what another
+    # rank trained on.
+    return tuple(
+        random_split(TensorDataset(images, labels), [0.8, 0.2], torch.Generator().manual_seed(seed))
+    )
 
 
 def build_model() -> nn.Module:
@@ -51,14 +57,17 @@ def accuracy(model: nn.Module, data: Dataset, device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="train a digit reader with DistributedDataParallel")
+    parser = argparse.ArgumentParser(
+        description="train a digit reader with DistributedDataParallel"
+    )
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=16, help="digits per rank and step")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    # The launcher says who we are. NCCL wants a GPU for each rank; where there are fewer, all ranks use the CPU.
+    # The launcher says who we are. NCCL wants a GPU for each rank; where there are fewer, all ranks
+    # use the CPU.
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     use_gpu = torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
@@ -66,19 +75,24 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if use_gpu else "gloo")
     train_and_test(args, device)
-    # After the model is gone, which still uses the group. Not in a `finally`: after an error on one rank the others are still
-    # waiting for it in a collective, and tidying up here would wait with them, or hide the error behind one of its own.
+    # After the model is gone, which still uses the group. Not in a `finally`: after an error on one
+    # rank the others are still waiting for it in a collective, and tidying up here would wait with
+    # them, or hide the error behind one of its own.
     dist.destroy_process_group()
 
 
 def train_and_test(args: argparse.Namespace, device: torch.device) -> None:
-    """Each rank trains on its share of the digits; at the end all have the same model, and each tests it."""
+    """Each rank trains on its share of the digits; at the end all have the same model, and each
+    tests it.
+    """
     rank = dist.get_rank()
     torch.manual_seed(args.seed)
     train, test = load_data(args.seed)
     sampler = DistributedSampler(train, shuffle=True, seed=args.seed)
     loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler)
-    model = DistributedDataParallel(build_model().to(device), device_ids=[device] if device.type == "cuda" else None)
+    model = DistributedDataParallel(
+        build_model().to(device), device_ids=[device] if device.type == "cuda" else None
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     loss_of = nn.CrossEntropyLoss()
 
@@ -99,8 +113,9 @@ def train_and_test(args: argparse.Namespace, device: torch.device) -> None:
         if (epoch + 1) % 5 == 0 and rank == 0:
             print(f"epoch {epoch + 1}: loss {total.item() / len(loader):.4f} on rank 0", flush=True)
 
-    # All ranks hold the same model, and 360 digits are read in a moment: each rank reads them all and gets the same
-    # answer. A DistributedSampler would not do here: to make the ranks' shares equally long it counts some digits twice.
+    # All ranks hold the same model, and 360 digits are read in a moment: each rank reads them all
+    # and gets the same answer. A DistributedSampler would not do here: to make the ranks' shares
+    # equally long it counts some digits twice.
     result = accuracy(model.module, test, device)
     if rank == 0:
         print(f"test accuracy {result:.4f}", flush=True)

@@ -3,9 +3,10 @@
     rallypoint run -n 4 examples/local_sgd.py
     rallypoint run -n 4 --on-failure continue examples/local_sgd.py --quorum 3
 
-Each rank trains a model of its own on its share of the 1797 digits that ship inside scikit-learn, and every H steps all ranks
-go on from the mean of their models. That is H times less traffic than DDP, which averages every gradient, and needs no process
-group: with `--quorum` the others train on when a rank is lost.
+Each rank trains a model of its own on its share of the 1797 digits that ship inside scikit-learn,
+and every H steps all ranks go on from the mean of their models. That is H times less traffic than
+DDP, which averages every gradient, and needs no process group: with `--quorum` the others train on
+when a rank is lost.
 """
 
 import argparse
@@ -20,11 +21,15 @@ import rallypoint
 
 
 def load_data(seed: int) -> tuple[Dataset, Dataset]:
-    """Training and test digits: (1, 8, 8) float images in 0..1 and their labels, split alike on every rank."""
+    """Training and test digits: (1, 8, 8) float images in 0..1 and their labels, split alike on
+    every rank.
+    """
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     labels = torch.from_numpy(digits.target).long()
-    return tuple(random_split(TensorDataset(images, labels), [0.8, 0.2], torch.Generator().manual_seed(seed)))
+    return tuple(
+        random_split(TensorDataset(images, labels), [0.8, 0.2], torch.Generator().manual_seed(seed))
+    )
 
 
 def build_model() -> nn.Module:
@@ -56,7 +61,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=8, metavar="H", help="steps between two means")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quorum", type=int, default=None, help="go on with this many ranks when others are lost")
+    parser.add_argument(
+        "--quorum", type=int, default=None, help="go on with this many ranks when others are lost"
+    )
     args = parser.parse_args()
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -86,8 +93,12 @@ def main() -> None:
     print(f"rank {rank}: test accuracy {accuracy(model, test):.4f}", flush=True)
 
 
-def average(store: rallypoint.Store, model: nn.Module, size: int, quorum: int | None, step: int) -> None:
-    """From here on the model is the mean of all models; the optimizer's state stays each rank's own."""
+def average(
+    store: rallypoint.Store, model: nn.Module, size: int, quorum: int | None, step: int
+) -> None:
+    """From here on the model is the mean of all models; the optimizer's state stays each rank's
+    own.
+    """
     state = model.state_dict()
     got = store.average("model", state, size, quorum=quorum, out=state, details=True)
     if step <= 8 or len(got.present) < size:

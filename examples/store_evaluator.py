@@ -2,8 +2,9 @@
 
     rallypoint run -n 2 examples/store_evaluator.py
 
-The trainer writes its whole `state_dict()` into the store after each round and goes on at once; the tester is told of each
-version, in order, and loads it. Neither waits for the other, which no collective could do.
+The trainer writes its whole `state_dict()` into the store after each round and goes on at once; the
+tester is told of each version, in order, and loads it. Neither waits for the other, which no
+collective could do.
 """
 
 import os
@@ -20,7 +21,9 @@ ROUNDS = 5
 def load_data() -> tuple[torch.Tensor, torch.Tensor]:
     """The 1797 digits of scikit-learn: (1797, 64) floats in 0..1, and their labels."""
     digits = load_digits()
-    return torch.from_numpy(digits.images).float().flatten(1) / 16, torch.from_numpy(digits.target).long()
+    return torch.from_numpy(digits.images).float().flatten(1) / 16, torch.from_numpy(
+        digits.target
+    ).long()
 
 
 def build_model() -> nn.Module:
@@ -44,7 +47,9 @@ def train(store: rallypoint.Store) -> None:
 def test(store: rallypoint.Store) -> None:
     images, labels = load_data()
     model = build_model()
-    for change in store.watch("model", since=0):  # from the beginning: also the versions that were written before we looked
+    for change in store.watch(
+        "model", since=0
+    ):  # from the beginning: also the versions that were written before we looked
         model.load_state_dict(change.value["state"])
         right = (model(images[1400:]).argmax(dim=1) == labels[1400:]).float().mean().item()
         print(f"round {change.value['round']}: test accuracy {right:.4f}", flush=True)

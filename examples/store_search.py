@@ -2,8 +2,8 @@
 
     rallypoint run -n 4 examples/store_search.py
 
-No process group, no collective: the ranks meet in the store alone. `add` counts exactly once, so each setting is tried by one rank, and
-a rank that is quicker tries more of them.
+No process group, no collective: the ranks meet in the store alone. `add` counts exactly once, so
+each setting is tried by one rank, and a rank that is quicker tries more of them.
 """
 
 import os
@@ -18,7 +18,9 @@ RATES = [10.0**exponent for exponent in (-4, -3.5, -3, -2.5, -2, -1.5, -1, -0.5,
 
 
 def accuracy_with(rate: float) -> float:
-    """Train a linear reader of handwritten digits with this learning rate; the share that it reads correctly of those it never saw."""
+    """Train a linear reader of handwritten digits with this learning rate; the share that it reads
+    correctly of those it never saw.
+    """
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().flatten(1) / 16
     labels = torch.from_numpy(digits.target).long()

@@ -101,7 +101,14 @@ class Environment:
             if there is None:
                 with self._step("rallypoint, from this folder"):
                     # No index: what building it needs was installed with the requirements.
-                    self._pip(*INSTALL, "--no-deps", "--no-index", "--no-build-isolation", "--editable", str(self.root))
+                    self._pip(
+                        *INSTALL,
+                        "--no-deps",
+                        "--no-index",
+                        "--no-build-isolation",
+                        "--editable",
+                        str(self.root),
+                    )
             self._write_stamp(sorted({*wanted, *(there or ())}))
 
     # taking turns
@@ -136,7 +143,9 @@ class Environment:
             return None
         parts = [(self.root / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
         parts += [version.encode(), os.fsencode(self.root)]
-        return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+        return hashlib.sha256(
+            b"\0".join(hashlib.sha256(part).digest() for part in parts)
+        ).hexdigest()
 
     def _stamped_extras(self) -> set[str] | None:
         """The extras that a stamp says are there; None when there is no stamp, or for something else."""
@@ -163,7 +172,9 @@ class Environment:
             self.stamp.unlink(missing_ok=True)
             self._line(f".venv kept, Python {self._version_of_venv()}", began)
             return
-        name = f".venv for Python {'.'.join(map(str, sys.version_info[:3]))}" + (f" ({why_not}: made anew)" if why_not else "")
+        name = f".venv for Python {'.'.join(map(str, sys.version_info[:3]))}" + (
+            f" ({why_not}: made anew)" if why_not else ""
+        )
         with self._step(name):
             if self.folder.is_symlink() or self.folder.is_file():
                 self.folder.unlink()
@@ -179,7 +190,12 @@ class Environment:
         wanted = own or next(line for line in self._constraints() if re.match(r"torch\s*==", line))
         with self._step(wanted):
             # With the user's choice of torch goes that torch's choice of what it needs.
-            self._pip(*INSTALL, *(() if own else ("--constraint", str(self.root / "constraints.txt"))), "--", wanted)
+            self._pip(
+                *INSTALL,
+                *(() if own else ("--constraint", str(self.root / "constraints.txt"))),
+                "--",
+                wanted,
+            )
 
     def _install_requirements(self, extras: Sequence[str], project: bool) -> None:
         settings = tomllib.loads((self.root / "pyproject.toml").read_text("utf-8"))
@@ -189,16 +205,25 @@ class Environment:
         wanted = [requirement for extra in extras for requirement in optional[extra]]
         if project:
             wanted += settings["project"]["dependencies"] + settings["build-system"]["requires"]
-        with self._step(f"{len(wanted)} requirements of {', '.join((['rallypoint'] if project else []) + list(extras))}"):
+        with self._step(
+            f"{len(wanted)} requirements of {', '.join((['rallypoint'] if project else []) + list(extras))}"
+        ):
             # All pins but torch's: a requirement that needs torch would bring that version in the place of the one that is there.
             pins = self.folder / "rallypoint-constraints.txt"
-            pins.write_text("".join(f"{line}\n" for line in self._constraints() if not re.match(r"torch\s*==", line)))
+            pins.write_text(
+                "".join(
+                    f"{line}\n" for line in self._constraints() if not re.match(r"torch\s*==", line)
+                )
+            )
             self._pip(*INSTALL, "--constraint", str(pins), "--", *wanted)
 
     # what is there
 
     def _constraints(self) -> list[str]:
-        lines = (line.partition("#")[0].strip() for line in (self.root / "constraints.txt").read_text("utf-8").splitlines())
+        lines = (
+            line.partition("#")[0].strip()
+            for line in (self.root / "constraints.txt").read_text("utf-8").splitlines()
+        )
         return [line for line in lines if line]
 
     def _version_of_venv(self) -> str:
@@ -206,7 +231,10 @@ class Environment:
 
     def _is_other_version(self) -> bool:
         mine = "{}.{}".format(*sys.version_info[:2])
-        return self._requested and self._ask("import sys; print('%d.%d' % sys.version_info[:2])") != mine
+        return (
+            self._requested
+            and self._ask("import sys; print('%d.%d' % sys.version_info[:2])") != mine
+        )
 
     def why_not_usable(self) -> str | None:
         """Why .venv cannot be built upon, "" when there is none, None when it can."""
@@ -216,9 +244,16 @@ class Environment:
             return "its Python does not start or is too old"
         if self._is_other_version():
             return f"it had Python {self._version_of_venv()}"
-        if self._ask("import runpy, sys; sys.argv = ['pip', '--version']; runpy.run_module('pip', run_name='__main__')") is None:
+        if (
+            self._ask(
+                "import runpy, sys; sys.argv = ['pip', '--version']; runpy.run_module('pip', run_name='__main__')"
+            )
+            is None
+        ):
             return "its pip does not start"
-        if any(info.name.startswith("pip-") and not is_complete(info) for info in self._installed()):
+        if any(
+            info.name.startswith("pip-") and not is_complete(info) for info in self._installed()
+        ):
             return "its pip is not whole"
         return None
 
@@ -236,7 +271,8 @@ class Environment:
         half = [
             info
             for info in self._installed()
-            if not is_complete(info) and not (info.name.startswith("torch-") and info.stat().st_mtime < since)
+            if not is_complete(info)
+            and not (info.name.startswith("torch-") and info.stat().st_mtime < since)
         ]
         for info in half:
             shutil.rmtree(info)
@@ -248,7 +284,13 @@ class Environment:
     def _ask(self, code: str) -> str | None:
         """What .venv's Python prints for `code`; None when it fails or cannot start."""
         try:
-            done = subprocess.run([self.python, "-I", "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [self.python, "-I", "-c", code],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         except OSError:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -262,7 +304,12 @@ class Environment:
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=self.root, pass_fds=(self._lock,)
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.root,
+                pass_fds=(self._lock,),
             )
             try:
                 status = process.wait()
@@ -271,7 +318,14 @@ class Environment:
                 raise
         if status:
             tail = self.log.read_text("utf-8", "replace").splitlines()[-LOG_TAIL:]
-            raise Failed("\n".join([*(f"  | {line}" for line in tail), f"exit status {status}; the whole log is {self.log}"]))
+            raise Failed(
+                "\n".join(
+                    [
+                        *(f"  | {line}" for line in tail),
+                        f"exit status {status}; the whole log is {self.log}",
+                    ]
+                )
+            )
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[None]:
@@ -293,7 +347,11 @@ def is_complete(info: Path) -> bool:
     """
     try:
         with (info / "RECORD").open(newline="", encoding="utf-8") as record:
-            return all((info.parent / name).stat().st_size == int(size) for name, _, size in csv.reader(record) if size)
+            return all(
+                (info.parent / name).stat().st_size == int(size)
+                for name, _, size in csv.reader(record)
+                if size
+            )
     except (OSError, ValueError):
         return False
 
@@ -318,7 +376,9 @@ def main() -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, _interrupted)
     environment = Environment(
-        Path(__file__).resolve().parent.parent, requested=os.environ.get("PYTHON", ""), say=lambda line: print(line, flush=True)
+        Path(__file__).resolve().parent.parent,
+        requested=os.environ.get("PYTHON", ""),
+        say=lambda line: print(line, flush=True),
     )
     try:
         environment.prepare(sys.argv[1:])

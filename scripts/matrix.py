@@ -38,7 +38,11 @@ def ddp(python: str, say: Callable[[list[str]], int]) -> str:
     """A plain DDP script, with 1 and 2 ranks, by template and in fresh interpreters."""
     run = [str(Path(python).with_name("rallypoint")), "run"]
     script = ["examples/digits_ddp.py", "--epochs", "2"]
-    ways = {f"{way or 'template'} -n {count}": [*run, *way.split(), "-n", count, *script] for way in ("", "--fresh") for count in "12"}
+    ways = {
+        f"{way or 'template'} -n {count}": [*run, *way.split(), "-n", count, *script]
+        for way in ("", "--fresh")
+        for count in "12"
+    }
     failed = [name for name, command in ways.items() if say(command)]
     return f"{', '.join(failed)} failed" if failed else "ok"
 
@@ -59,28 +63,51 @@ def tests(folder: str) -> Callable[[str, Callable[[list[str]], int]], str]:
     return run
 
 
-PARTS = {"ddp": ddp, "demo": demo, "questions": tests("tests/questions"), "real": tests("tests/real")}
+PARTS = {
+    "ddp": ddp,
+    "demo": demo,
+    "questions": tests("tests/questions"),
+    "real": tests("tests/real"),
+}
 
 
 def read_table(page: str) -> Table:
     """The results that the page has."""
     rows = re.findall(r"^\| (\d[\w.+]*) \| (\d[\d.]*) \| (.*) \|$", page, re.MULTILINE)
-    return {(torch, python): dict(zip(PARTS, cells.split(" | "), strict=True)) for torch, python, cells in rows}
+    return {
+        (torch, python): dict(zip(PARTS, cells.split(" | "), strict=True))
+        for torch, python, cells in rows
+    }
 
 
 def write_table(page: str, table: Table) -> str:
     """The page with these results; pairs of versions that nobody has tried are in it, too."""
     pairs = {(torch, python) for torch in TORCH for python in PYTHON} | table.keys()
     lines = [f"| torch | Python | {' | '.join(PARTS)} |", "|---" * (2 + len(PARTS)) + "|"]
-    for pair in sorted(pairs, key=lambda pair: [[int(number) for number in re.findall(r"\d+", version)] for version in pair]):
+    for pair in sorted(
+        pairs,
+        key=lambda pair: [
+            [int(number) for number in re.findall(r"\d+", version)] for version in pair
+        ],
+    ):
         cells = table.get(pair, {})
         lines.append(f"| {' | '.join((*pair, *(cells.get(part, NOT_TRIED) for part in PARTS)))} |")
-    return re.sub(r"^\| torch \|.*?\|$(?!\n\|)", lambda _: "\n".join(lines), page, count=1, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        r"^\| torch \|.*?\|$(?!\n\|)",
+        lambda _: "\n".join(lines),
+        page,
+        count=1,
+        flags=re.MULTILINE | re.DOTALL,
+    )
 
 
 def summary(output: str) -> str:
     """pytest's own count: "2 failed, 40 passed"; "" when it got to none."""
-    counts = re.findall(r"^(?:=+ )?((?:\d+ (?:failed|passed|skipped|errors?)(?:, )?)+).* in [\d.]+s", output, re.MULTILINE)
+    counts = re.findall(
+        r"^(?:=+ )?((?:\d+ (?:failed|passed|skipped|errors?)(?:, )?)+).* in [\d.]+s",
+        output,
+        re.MULTILINE,
+    )
     return counts[-1].rstrip(", ") if counts else ""
 
 
@@ -88,13 +115,21 @@ def find(version: str) -> str | None:
     """The Python of this version, "3.12", on PATH or among pyenv's; None when there is none."""
     ours = os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv"))
     installed = sorted(
-        Path(ours, "versions").glob(f"{version}.*/bin/python"), key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))]
+        Path(ours, "versions").glob(f"{version}.*/bin/python"),
+        key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))],
     )
     candidates = [f"python{version}", *map(str, reversed(installed))]
     for candidate in candidates:
-        command = [candidate, "-I", "-c", "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"]
+        command = [
+            candidate,
+            "-I",
+            "-c",
+            "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])",
+        ]
         try:
-            answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+            answer = subprocess.run(
+                command, capture_output=True, text=True, check=False
+            ).stdout.strip()
         except OSError:
             continue
         if answer == version:
@@ -104,7 +139,13 @@ def find(version: str) -> str | None:
 
 def copy_tracked(into: Path) -> None:
     """The files of this checkout as they are now, those that git would not keep left out."""
-    names = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for name in filter(None, names.stdout.split("\0")):
         if (ROOT / name).is_file():
             (into / name).parent.mkdir(parents=True, exist_ok=True)
@@ -121,8 +162,16 @@ def attempt(torch: str, python: str, parts: Sequence[str], logs: Path) -> dict[s
     with tempfile.TemporaryDirectory(prefix=f"rallypoint-torch-{torch}-python-{python}-") as folder:
         checkout = Path(folder) / "checkout"
         copy_tracked(checkout)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("RALLYPOINT", "PYTHON"))}
-        environment |= {"PYTHON": found, "RALLYPOINT_TORCH": f"torch=={torch}", "XDG_STATE_HOME": str(Path(folder) / "state")}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RALLYPOINT", "PYTHON"))
+        }
+        environment |= {
+            "PYTHON": found,
+            "RALLYPOINT_TORCH": f"torch=={torch}",
+            "XDG_STATE_HOME": str(Path(folder) / "state"),
+        }
 
         def say(command: list[str]) -> int:
             with log.open("ab") as file:
@@ -155,11 +204,35 @@ def attempt(torch: str, python: str, parts: Sequence[str], logs: Path) -> dict[s
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="scripts/matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch", action="append", metavar="VERSION", help=f"may be given again; default: {', '.join(TORCH)}")
-    parser.add_argument("--python", action="append", metavar="X.Y", help=f"may be given again; default: {', '.join(PYTHON)}")
-    parser.add_argument("--only", default=",".join(PARTS), metavar="PARTS", help="of %(default)s, which is the default")
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()), help="the folder for the output of each part")
+    parser = argparse.ArgumentParser(
+        prog="scripts/matrix",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--torch",
+        action="append",
+        metavar="VERSION",
+        help=f"may be given again; default: {', '.join(TORCH)}",
+    )
+    parser.add_argument(
+        "--python",
+        action="append",
+        metavar="X.Y",
+        help=f"may be given again; default: {', '.join(PYTHON)}",
+    )
+    parser.add_argument(
+        "--only",
+        default=",".join(PARTS),
+        metavar="PARTS",
+        help="of %(default)s, which is the default",
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="the folder for the output of each part",
+    )
     options = parser.parse_args(arguments)
     parts = options.only.split(",")
     if unknown := set(parts) - PARTS.keys():
@@ -169,7 +242,9 @@ def main(arguments: Sequence[str]) -> int:
     for torch in options.torch or TORCH:
         for python in options.python or PYTHON:
             results = attempt(torch, python, parts, options.logs.resolve())
-            good &= bool(results) and not any(re.search(r"failed|error|cannot", result) for result in results.values())
+            good &= bool(results) and not any(
+                re.search(r"failed|error|cannot", result) for result in results.values()
+            )
             page = PAGE.read_text("utf-8")
             table = read_table(page)
             table.setdefault((torch, python), {}).update(results)

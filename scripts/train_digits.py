@@ -29,7 +29,17 @@ RUN = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".demo"
 
 # What the example imports beside torch; imported once, in the template.
 PRELOAD = "sklearn.datasets"
-COMMAND = ("rallypoint", "run", "-n", str(RANKS), "--preload", PRELOAD, "--run-dir", str(RUN), str(ROOT / "examples" / "digits_ddp.py"))
+COMMAND = (
+    "rallypoint",
+    "run",
+    "-n",
+    str(RANKS),
+    "--preload",
+    PRELOAD,
+    "--run-dir",
+    str(RUN),
+    str(ROOT / "examples" / "digits_ddp.py"),
+)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -45,16 +55,25 @@ def launcher_began(run: Path, events: list[dict[str, Any]]) -> float:
     return (run / "plan.json").stat().st_mtime - float(events[0]["at"])
 
 
-def timeline(events: list[dict[str, Any]], shift: float, first_steps: list[float]) -> list[tuple[float, str]]:
+def timeline(
+    events: list[dict[str, Any]], shift: float, first_steps: list[float]
+) -> list[tuple[float, str]]:
     """What happened until the first step was done, as (seconds since the command, sentence), in order."""
 
     def last(what: str, phase: str = "") -> list[float]:
-        found = [e["at"] for e in events if e["what"] == what and (not phase or e.get("details", {}).get("phase") == phase)]
+        found = [
+            e["at"]
+            for e in events
+            if e["what"] == what and (not phase or e.get("details", {}).get("phase") == phase)
+        ]
         return [max(found) + shift] if found else []
 
     moments = [
         (last("template-started"), "the template is started"),
-        (last("template-ready"), f"it has imported torch, {PRELOAD.replace(',', ', ')}: once for all ranks"),
+        (
+            last("template-ready"),
+            f"it has imported torch, {PRELOAD.replace(',', ', ')}: once for all ranks",
+        ),
         (last("c10d-ready"), "the store for init_process_group answers"),
         (last("worker-started"), f"all {RANKS} workers are forked from the template"),
         (last("phase", "running"), "all ranks have left init_process_group"),
@@ -70,7 +89,9 @@ def main() -> int:
 
     program = Path(sys.executable).with_name(COMMAND[0])
     began, began_wall = time.monotonic(), time.time()
-    process = subprocess.Popen([program, *COMMAND[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [program, *COMMAND[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
     # Ctrl-C reaches the launcher as well, and it says where each rank was: wait for that.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGALRM, lambda number, frame: process.terminate())
@@ -98,12 +119,17 @@ def main() -> int:
     for at, sentence in timeline(events, shift, list(first_steps.values())):
         print(f"  {at:6.2f}  {sentence}")
     if len(first_steps) < RANKS:
-        print(f"failed: {len(first_steps)} of {RANKS} ranks said that they did a first step", file=sys.stderr)
+        print(
+            f"failed: {len(first_steps)} of {RANKS} ranks said that they did a first step",
+            file=sys.stderr,
+        )
         return 1
     if accuracy < ENOUGH:
         print(f"failed: accuracy {accuracy:.2f}, less than {ENOUGH}", file=sys.stderr)
         return 1
-    print(f"ok: accuracy {accuracy:.2f}, {RANKS} ranks, first step after {max(first_steps.values()):.1f} s")
+    print(
+        f"ok: accuracy {accuracy:.2f}, {RANKS} ranks, first step after {max(first_steps.values()):.1f} s"
+    )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""What every test gets: a place of its own for run folders, and a skip with its reason where the machine lacks something."""
+"""What every test gets: a place of its own for run folders, and a skip with its reason where the
+machine lacks something.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,19 @@ from hypothesis import HealthCheck, settings
 
 from rallypoint.host import devices
 
-# An example that takes long, or examples that are slowly found, tell of the machine, not of us. What fails prints how to try it again.
-# The suite tries the same examples each time; `--hypothesis-profile search` has pytest look for others.
-settings.register_profile("search", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-settings.register_profile("rallypoint", settings.get_profile("search"), derandomize=True, database=None)
+# An example that takes long, or examples that are slowly found, tell of the machine, not of us.
+# What fails prints how to try it again. The suite tries the same examples each time;
+# `--hypothesis-profile search` has pytest look for others.
+settings.register_profile(
+    "search",
+    deadline=None,
+    derandomize=False,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.register_profile(
+    "rallypoint", settings.get_profile("search"), derandomize=True, database=None
+)
 settings.load_profile("rallypoint")
 
 
@@ -29,12 +40,18 @@ def _no_compiler() -> str:
     if shutil.which(command[0]) is None:
         return f"no C compiler: {command[0]} was not found"
     done = subprocess.run([*command, "--version"], capture_output=True, check=False)
-    return "" if done.returncode == 0 else f"no C compiler: {shlex.join(command)} --version ends with status {done.returncode}"
+    return (
+        ""
+        if done.returncode == 0
+        else f"no C compiler: {shlex.join(command)} --version ends with status {done.returncode}"
+    )
 
 
 @cache
 def _no_gpu() -> str:
-    return devices.missing(devices.find(os.environ))  # by files, and by what the installed torch was built for
+    return devices.missing(
+        devices.find(os.environ)
+    )  # by files, and by what the installed torch was built for
 
 
 @cache
@@ -53,17 +70,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _signals_as_usual() -> None:
-    """A suite started in the background, or with nohup, ignores SIGINT and SIGHUP, and so would the launchers that its tests signal."""
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal.SIG_DFL)):
+    """A suite started in the background, or with nohup, ignores SIGINT and SIGHUP, and so would the
+    launchers that its tests signal.
+    """
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run folders of the jobs that tests start go here, not among the user's own. A variable that hides faults is taken away."""
+    """Run folders of the jobs that tests start go here, not among the user's own. A variable that
+    hides faults is taken away.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTHONUNBUFFERED", raising=False)  # of containers: with it output is never lost, nor written twice
+        patch.delenv(
+            "PYTHONUNBUFFERED", raising=False
+        )  # of containers: with it output is never lost, nor written twice
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 

@@ -47,7 +47,14 @@ COMMAND_LINE = (
 )
 
 # Where torch may be imported, and there only inside functions.
-TORCH = ("wire/values.py", "primitives/", "store/c10d.py", "host/devices.py", "diagnosis/doctor/", "launcher/")
+TORCH = (
+    "wire/values.py",
+    "primitives/",
+    "store/c10d.py",
+    "host/devices.py",
+    "diagnosis/doctor/",
+    "launcher/",
+)
 
 PURE = (
     "world.py", "wire/", "store/state/", "store/client/backoff.py", "record/timeline.py",
@@ -58,22 +65,59 @@ PURE = (
     "diagnosis/rank_snapshot.py", "diagnosis/hang_detector.py", "launcher/program.py", "launcher/sizes.py", "launcher/plan.py",
     "launcher/agent/supervisor.py", "launcher/exits.py",
 )  # fmt: skip
-IMPURE = {"asyncio", "random", "select", "selectors", "socket", "subprocess", "threading", "time", "multiprocessing", "psutil"}
+IMPURE = {
+    "asyncio",
+    "random",
+    "select",
+    "selectors",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+    "multiprocessing",
+    "psutil",
+}
 
-# Who reads a clock. Beside clock.py only what waits for the kernel until a deadline, or measures how long something took,
-# in a process that has no clock of the agent's; and gloo.py, which sleeps.
-CLOCKS = ("clock.py", "host/processes.py", "launcher/worker/gloo.py", "launcher/worker/import_times.py", "launcher/template/template.py")
+# Who reads a clock. Beside clock.py only what waits for the kernel until a deadline, or measures
+# how long something took, in a process that has no clock of the agent's; and gloo.py, which sleeps.
+CLOCKS = (
+    "clock.py",
+    "host/processes.py",
+    "launcher/worker/gloo.py",
+    "launcher/worker/import_times.py",
+    "launcher/template/template.py",
+)
 
-FORBIDDEN_NAMES = {"base", "common", "core", "helper", "helpers", "misc", "shared", "tools", "util", "utils"}
+FORBIDDEN_NAMES = {
+    "base",
+    "common",
+    "core",
+    "helper",
+    "helpers",
+    "misc",
+    "shared",
+    "tools",
+    "util",
+    "utils",
+}
 
 
-VARIABLES = re.findall(r"^\| `([A-Z_]+\*?)` \|", (ROOT / "docs" / "reference" / "environment.md").read_text(), re.MULTILINE)
-"""Environment variables that the reference page lists; a name that ends with `*` stands for a family."""
+VARIABLES = re.findall(
+    r"^\| `([A-Z_]+\*?)` \|",
+    (ROOT / "docs" / "reference" / "environment.md").read_text(),
+    re.MULTILINE,
+)
+"""Environment variables that the reference page lists; a name that ends with `*` stands for a
+family.
+"""
 
 
 def is_documented(variable: str) -> bool:
     """Tell whether the page of environment variables has a row for this one."""
-    return any(variable == name or (name.endswith("*") and variable.startswith(name[:-1])) for name in VARIABLES)
+    return any(
+        variable == name or (name.endswith("*") and variable.startswith(name[:-1]))
+        for name in VARIABLES
+    )
 
 
 def name_of(path: Path) -> str:
@@ -81,21 +125,32 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """(line, what is imported by full name, whether it is inside a function, or for types only), `import a` and `from a import b` alike."""
+    """(line, what is imported by full name, whether it is inside a function, or for types only),
+    `import a` and `from a import b` alike.
+    """
     tree = ast.parse(path.read_text("utf-8"))
     inside = {
         id(node)
         for block in ast.walk(tree)
         if isinstance(block, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        or (isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING")
+        or (
+            isinstance(block, ast.If)
+            and isinstance(block.test, ast.Name)
+            and block.test.id == "TYPE_CHECKING"
+        )
         for node in ast.walk(block)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, id(node) in inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are written in full: from rallypoint.host import ports"
-            yield from ((node.lineno, f"{node.module}.{alias.name}", id(node) in inside) for alias in node.names)
+            assert node.level == 0, (
+                f"{path}:{node.lineno}: imports are written in full: from rallypoint.host import ports"
+            )
+            yield from (
+                (node.lineno, f"{node.module}.{alias.name}", id(node) in inside)
+                for alias in node.names
+            )
 
 
 def test_imports_only_go_down() -> None:
@@ -139,14 +194,23 @@ def test_what_runs_in_different_processes_is_apart(here: str, there: str) -> Non
     files = [path for path in MODULES if name_of(path).startswith(here + "/")]
     assert files
     forbidden = "rallypoint." + there.replace("/", ".")
-    wrong = [f"{path}:{line}: {target}" for path in files for line, target, _ in imports(path) if f"{target}.".startswith(f"{forbidden}.")]
+    wrong = [
+        f"{path}:{line}: {target}"
+        for path in files
+        for line, target, _ in imports(path)
+        if f"{target}.".startswith(f"{forbidden}.")
+    ]
     wrong = [one for one in wrong if not one.rpartition(" ")[2].startswith(ON_BOTH_SIDES)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_imports_only_go_down_in_the_command_line_too() -> None:
     height = {name: -row for row, names in enumerate(COMMAND_LINE) for name in names}
-    files = {path.stem: path for path in MODULES if path.parent == SRC / "cli" and path.stem != "__init__"}
+    files = {
+        path.stem: path
+        for path in MODULES
+        if path.parent == SRC / "cli" and path.stem != "__init__"
+    }
     assert files.keys() == height.keys()
     wrong = [
         f"{path}:{line}: {here} imports {target}"
@@ -173,13 +237,18 @@ def test_pure_modules_touch_no_clock_socket_thread_or_process() -> None:
         for path in MODULES
         if name_of(path).startswith(PURE)
         for line, target, _ in imports(path)
-        if target.partition(".")[0] in IMPURE or (target.partition(".")[0] == "os" and not target.startswith("os.path"))
+        if target.partition(".")[0] in IMPURE
+        or (target.partition(".")[0] == "os" and not target.startswith("os.path"))
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    mute = [str(path) for path in MODULES if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
+    mute = [
+        str(path)
+        for path in MODULES
+        if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    ]
     assert not mute
 
 
@@ -219,13 +288,18 @@ def test_every_variable_that_is_read_or_set_by_name_is_in_the_table() -> None:
 
 
 def _names_of_variables(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """The literals in environ["X"], environ.get("X") and getenv("X"), whatever `environ` is an attribute of."""
+    """The literals in environ["X"], environ.get("X") and getenv("X"), whatever `environ` is an
+    attribute of.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and _is_environment(node.value):
             found = node.slice
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             method = node.func
-            if not (method.attr == "getenv" or (method.attr in {"get", "pop", "setdefault"} and _is_environment(method.value))):
+            if not (
+                method.attr == "getenv"
+                or (method.attr in {"get", "pop", "setdefault"} and _is_environment(method.value))
+            ):
                 continue
             found = node.args[0]
         else:
@@ -235,7 +309,13 @@ def _names_of_variables(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _is_environment(node: ast.AST) -> bool:
-    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    name = (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
     return name in {"environ", "environment"}
 
 
@@ -249,8 +329,9 @@ def test_the_public_names_are_there_and_no_others() -> None:
 
 
 def test_no_network_path_can_unpickle() -> None:
-    """A client and a server that have exchanged values of every plain kind have not even loaded pickle; neither have torch's or numpy's
-    names been looked up. Where the source names it, it is behind allow_pickle=True."""
+    """A client and a server that have exchanged values of every plain kind have not even loaded
+    pickle; neither have torch's or numpy's names been looked up. Where the source names it, it is
+    behind allow_pickle=True."""
     program = """
 import sys
 import rallypoint
@@ -261,7 +342,9 @@ with rallypoint.serve() as server, rallypoint.connect(server.address, secret=ser
     assert len(store.get_many(["x", "y"])[0]) == 200_000
 print(*sorted({"pickle", "_pickle", "cloudpickle", "marshal", "shelve", "torch", "numpy", "multiprocessing"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     assert set(done.stdout.split()) <= {"marshal"}  # the interpreter's own, for .pyc files
     named = [
         name_of(path)
@@ -274,10 +357,23 @@ print(*sorted({"pickle", "_pickle", "cloudpickle", "marshal", "shelve", "torch",
 
 
 @pytest.mark.parametrize(
-    "arguments", [["-c", "import rallypoint"], *(["-m", "rallypoint", *words, "--help"] for words in ([], ["run"], ["explain"], ["serve"]))]
+    "arguments",
+    [
+        ["-c", "import rallypoint"],
+        *(
+            ["-m", "rallypoint", *words, "--help"]
+            for words in ([], ["run"], ["explain"], ["serve"])
+        ),
+    ],
 )
 def test_import_and_help_load_neither_torch_nor_what_is_slow(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, check=True)
-    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, check=True
+    )
+    loaded = {
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "rallypoint" in loaded
     assert not loaded & {"torch", "numpy", "rich", "psutil", "asyncio", "cloudpickle"}

@@ -1,7 +1,9 @@
-"""No regular expression of the package needs quadratic time for any text that a program or a log may contain.
+"""No regular expression of the package needs quadratic time for any text that a program or a log
+may contain.
 
-Version 0.1 had forty that did: one exception message of 48 KB of brackets stopped the launcher's loop for 36 s, and with it
-the job's store, so that healthy ranks lost their sessions; `rallypoint explain` needed 30 s for three lines.
+Version 0.1 had forty that did: one exception message of 48 KB of brackets stopped the launcher's
+loop for 36 s, and with it the job's store, so that healthy ranks lost their sessions; `rallypoint
+explain` needed 30 s for three lines.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ EXEMPT = {
 """Parts whose patterns never meet text of a program or of a log, and what they meet instead."""
 
 SHORT, LONG = 8_000, 32_000
-"""Characters of the two inputs whose times are compared: linear is 4 times as long, quadratic 16 times."""
+"""Characters of the two inputs whose times are compared: linear is 4 times as long, quadratic 16
+times.
+"""
 
-QUICK = 0.002  # seconds of processor time for the short input: 1 MB would take a quarter of a second
+QUICK = (
+    0.002  # seconds of processor time for the short input: 1 MB would take a quarter of a second
+)
 GROWTH = 9.0  # of the time between the two
 LONGEST = 1.5  # seconds for 1 MB; 0.1 s is wanted, and this machine may be busy
 
@@ -78,27 +84,41 @@ def _only_matched() -> set[str]:
 
 
 def _of_modules() -> Iterator[tuple[str, str, Pattern]]:
-    """Patterns that stand in a module, in a table of it, or in one of its classes: file, name, pattern."""
+    """Patterns that stand in a module, in a table of it, or in one of its classes: file, name,
+    pattern.
+    """
     for module in pkgutil.walk_packages(rallypoint.__path__, "rallypoint."):
         if module.name.endswith("__main__"):
             continue
         loaded = importlib.import_module(module.name)
         path = str(Path(loaded.__file__ or "").relative_to(SOURCE))
         for name, value in vars(loaded).items():
-            inside = vars(value).items() if isinstance(value, type) and value.__module__ == module.name else ((name, value),)
+            inside = (
+                vars(value).items()
+                if isinstance(value, type) and value.__module__ == module.name
+                else ((name, value),)
+            )
             for inner, one in inside:
                 for pattern in _compiled(one):
                     yield path, inner, pattern
 
 
 def _of_calls() -> Iterator[tuple[str, str, Pattern]]:
-    """Patterns that are given to a function of `re` where they are used, `re.search(r"...", text)`: file, function, pattern."""
+    """Patterns that are given to a function of `re` where they are used, `re.search(r"...", text)`:
+    file, function, pattern.
+    """
     for file in SOURCE.rglob("*.py"):
         path = str(file.relative_to(SOURCE))
         for node in ast.walk(ast.parse(file.read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+            if not (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+            ):
                 continue
-            if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "re" and isinstance(node.args[0], ast.Constant)):
+            if not (
+                isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "re"
+                and isinstance(node.args[0], ast.Constant)
+            ):
                 continue
             if not isinstance(node.args[0].value, str | bytes):
                 continue
@@ -115,24 +135,38 @@ def _patterns() -> list[tuple[str, Pattern]]:
     matched = _only_matched()
     for path, name, pattern in _of_modules():
         if not f"{path}:{name}".startswith(tuple(EXEMPT)):
-            found.setdefault(pattern, (path, _at_the_start(pattern) if f"{path}:{name}" in matched else pattern))
+            found.setdefault(
+                pattern, (path, _at_the_start(pattern) if f"{path}:{name}" in matched else pattern)
+            )
     seen = {pattern for _, _, pattern in _of_modules()}
     for path, call, pattern in _of_calls():
         if pattern not in seen and not path.startswith(tuple(EXEMPT)):
-            found.setdefault(pattern, (path, _at_the_start(pattern) if call in ("match", "fullmatch") else pattern))
+            found.setdefault(
+                pattern,
+                (path, _at_the_start(pattern) if call in ("match", "fullmatch") else pattern),
+            )
     return list(found.values())
 
 
 def _literals(pattern: str) -> list[str]:
-    """What a text must hold to get anywhere in the pattern: its runs of plain characters, as they are written in it."""
-    bare = re.sub(r"\\([.\[\](){}|+*?^$/])", r"\1", re.sub(r"\(\?(?:P<\w+>|[:=!]|<[=!])", "(", pattern))
+    """What a text must hold to get anywhere in the pattern: its runs of plain characters, as they
+    are written in it.
+    """
+    bare = re.sub(
+        r"\\([.\[\](){}|+*?^$/])", r"\1", re.sub(r"\(\?(?:P<\w+>|[:=!]|<[=!])", "(", pattern)
+    )
     return list(dict.fromkeys(re.findall(r"[A-Za-z/\[\]().:'\" -]{3,}", bare)))[:12]
 
 
 def _inputs(pattern: str) -> Iterator[tuple[str, str]]:
     """What is repeated, and what stands before it."""
     literals = _literals(pattern)
-    for unit in (*_UNITS, *literals, *(f"{one} " for one in literals[:4]), *(f"{one}1" for one in literals[:4])):
+    for unit in (
+        *_UNITS,
+        *literals,
+        *(f"{one} " for one in literals[:4]),
+        *(f"{one}1" for one in literals[:4]),
+    ):
         yield "", unit
     for head in literals[:6]:
         for unit in ("a", "0", " ", "[", ".", "a ", "a.", "1, ", *literals[:2]):
@@ -164,10 +198,16 @@ def _grows(pattern: Pattern, head: str, unit: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("path", "pattern"), [pytest.param(path, pattern, id=f"{path}-{i}") for i, (path, pattern) in enumerate(_patterns())]
+    ("path", "pattern"),
+    [
+        pytest.param(path, pattern, id=f"{path}-{i}")
+        for i, (path, pattern) in enumerate(_patterns())
+    ],
 )
 def test_time_grows_with_the_length_of_the_text_alone(path: str, pattern: re.Pattern[str]) -> None:
-    source = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
+    source = (
+        pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
+    )
     slow = list(itertools.islice((one for one in _inputs(source) if _grows(pattern, *one)), 4))
     assert not slow, f"{path}: {source!r} needs more than linear time for {slow!r}"
 

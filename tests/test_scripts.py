@@ -1,4 +1,6 @@
-"""scripts/: finding a Python, the stamp, taking turns, and mending, with a pip that only writes down what it is asked for."""
+"""scripts/: finding a Python, the stamp, taking turns, and mending, with a pip that only writes
+down what it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,14 @@ class Checkout:
             '[project.optional-dependencies]\ndemo = ["scikit-learn"]\ndev = ["pytest"]\n'
         )
         (root / "constraints.txt").write_text("# pins\ntorch==2.13.0\nlightning==2.6.6\n")
-        subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", root / ".venv"], check=True)
+        subprocess.run(
+            [sys.executable, "-I", "-m", "venv", "--without-pip", root / ".venv"], check=True
+        )
         (self.site / "pip").mkdir()
         (self.site / "pip" / "__init__.py").touch()
-        (self.site / "pip" / "__main__.py").write_text(FAKE_PIP.format(calls=str(self._calls), gate=str(self.gate)))
+        (self.site / "pip" / "__main__.py").write_text(
+            FAKE_PIP.format(calls=str(self._calls), gate=str(self.gate))
+        )
 
     @property
     def site(self) -> Path:
@@ -83,7 +89,11 @@ class Checkout:
         return text.splitlines()
 
     def start(self, *extras: str, **variables: str) -> subprocess.Popen[str]:
-        environment = {name: value for name, value in os.environ.items() if name not in {"PYTHON", "RALLYPOINT_TORCH"}}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in {"PYTHON", "RALLYPOINT_TORCH"}
+        }
         return subprocess.Popen(
             [sys.executable, "-I", "-B", self.root / "scripts" / "environment.py", *extras],
             env=environment | variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -186,11 +196,15 @@ def test_one_line_says_what_was_found_and_what_to_install(commands: Path) -> Non
     )
 
 
-def test_a_python_that_is_asked_for_and_not_there_is_not_replaced_by_another(commands: Path) -> None:
+def test_a_python_that_is_asked_for_and_not_there_is_not_replaced_by_another(
+    commands: Path,
+) -> None:
     answering(commands / "python3", "3.12.4", 0)
     status, said = find_python(commands, PYTHON="/no/python")
     assert status != 0
-    assert said.startswith("no Python 3.11 or later that can make a virtual environment: /no/python was not found;")
+    assert said.startswith(
+        "no Python 3.11 or later that can make a virtual environment: /no/python was not found;"
+    )
 
 
 # the stamp
@@ -209,7 +223,9 @@ def test_first_everything_then_nothing(checkout: Checkout) -> None:
 
 
 def test_the_torch_that_was_chosen_stays(checkout: Checkout) -> None:
-    """torch 2.15.0 was chosen and installed, and 2.13.0 in its place at once: lightning needs torch, and the pins said which."""
+    """torch 2.15.0 was chosen and installed, and 2.13.0 in its place at once: lightning needs
+    torch, and the pins said which.
+    """
     checkout.prepare("demo", RALLYPOINT_TORCH="torch==2.15.0")
     torch, requirements, _ = checkout.calls()
     assert torch.endswith("-- torch==2.15.0")
@@ -269,14 +285,19 @@ def test_the_users_choice_of_torch_is_not_held_to_our_pins(checkout: Checkout) -
 def test_the_end_of_pips_output_is_shown_when_it_fails(checkout: Checkout) -> None:
     said = checkout.prepare("demo", status=1, FAKE_PIP_FAILS="1").splitlines()
     failed = said.index("torch==2.13.0 failed:")
-    assert said[failed + 1 :] == [*(f"  | line {n}" for n in range(31, 41)), f"exit status 3; the whole log is {checkout.root}/.venv.log"]
+    assert said[failed + 1 :] == [
+        *(f"  | line {n}" for n in range(31, 41)),
+        f"exit status 3; the whole log is {checkout.root}/.venv.log",
+    ]
     assert not checkout.stamp.exists()
     checkout.prepare("demo")
     assert checkout.stamp.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_install_that_was_interrupted_is_mended(checkout: Checkout, number: signal.Signals) -> None:
+def test_an_install_that_was_interrupted_is_mended(
+    checkout: Checkout, number: signal.Signals
+) -> None:
     checkout.close_gate()
     process = checkout.start("demo")
     checkout.wait_inside()
@@ -286,7 +307,9 @@ def test_an_install_that_was_interrupted_is_mended(checkout: Checkout, number: s
         process.communicate(timeout=SOON)
         behind = checkout.start("demo")
         assert behind.stdout is not None
-        assert behind.stdout.readline() == f"waiting for process {process.pid}, which is installing\n"
+        assert (
+            behind.stdout.readline() == f"waiting for process {process.pid}, which is installing\n"
+        )
         checkout.open_gate()
         said = behind.communicate(timeout=SOON)[0]
         assert behind.returncode == 0, said
@@ -302,27 +325,40 @@ def test_an_install_that_was_interrupted_is_mended(checkout: Checkout, number: s
     assert not (checkout.root / ".venv" / "rallypoint-unfinished").exists()
 
 
-def test_what_was_half_installed_is_forgotten_and_a_torch_of_the_users_is_not(checkout: Checkout) -> None:
+def test_what_was_half_installed_is_forgotten_and_a_torch_of_the_users_is_not(
+    checkout: Checkout,
+) -> None:
     for name, age in (("torch-2.9.0", 3600), ("half-1.0", 0), ("whole-1.0", 0)):
         info = checkout.site / f"{name}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.partition('-')[0]}\nVersion: 1.0\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name.partition('-')[0]}\nVersion: 1.0\n"
+        )
         if name.startswith("whole"):
-            (info / "RECORD").write_text(f"{info.name}/METADATA,sha256=x,{(info / 'METADATA').stat().st_size}\n{info.name}/RECORD,,\n")
+            (info / "RECORD").write_text(
+                f"{info.name}/METADATA,sha256=x,{(info / 'METADATA').stat().st_size}\n{info.name}/RECORD,,\n"
+            )
         os.utime(info, (time.time() - age,) * 2)
     marker = checkout.root / ".venv" / "rallypoint-unfinished"
     marker.touch()
     os.utime(marker, (time.time() - 60,) * 2)
     assert "an interrupted install is mended: half " in checkout.prepare("demo")
-    assert [info.name for info in sorted(checkout.site.glob("*.dist-info"))] == ["torch-2.9.0.dist-info", "whole-1.0.dist-info"]
+    assert [info.name for info in sorted(checkout.site.glob("*.dist-info"))] == [
+        "torch-2.9.0.dist-info",
+        "whole-1.0.dist-info",
+    ]
 
 
-def test_a_distribution_is_complete_when_every_file_has_its_size(environment: ModuleType, tmp_path: Path) -> None:
+def test_a_distribution_is_complete_when_every_file_has_its_size(
+    environment: ModuleType, tmp_path: Path
+) -> None:
     info = tmp_path / "thing-1.0.dist-info"
     info.mkdir()
     assert not environment.is_complete(info)
     (tmp_path / "thing.py").write_text("x = 1\n")
-    (info / "RECORD").write_text("thing.py,sha256=x,6\n__pycache__/thing.pyc,,\nthing-1.0.dist-info/RECORD,,\n")
+    (info / "RECORD").write_text(
+        "thing.py,sha256=x,6\n__pycache__/thing.pyc,,\nthing-1.0.dist-info/RECORD,,\n"
+    )
     assert environment.is_complete(info)
     (tmp_path / "thing.py").write_text("x =")
     assert not environment.is_complete(info)
@@ -371,7 +407,9 @@ def test_a_venv_that_does_not_work_is_known(
 
 
 @pytest.mark.parametrize("damage", [break_python, make_it_a_file])
-def test_a_venv_that_does_not_work_is_made_anew(checkout: Checkout, damage: Callable[[Path], None]) -> None:
+def test_a_venv_that_does_not_work_is_made_anew(
+    checkout: Checkout, damage: Callable[[Path], None]
+) -> None:
     checkout.prepare("demo")
     venv = checkout.root / ".venv"
     damage(venv)
@@ -410,21 +448,31 @@ def has(*packages: str) -> bool:
     return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
-needs_packages = pytest.mark.skipif(not has("torch", "sklearn"), reason="torch and scikit-learn are not both installed")
+needs_packages = pytest.mark.skipif(
+    not has("torch", "sklearn"), reason="torch and scikit-learn are not both installed"
+)
 
 
 @needs_packages
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.skipif(
-    not Path(sys.executable).with_name("rallypoint").exists(), reason="the command rallypoint is not beside this Python: not installed"
+    not Path(sys.executable).with_name("rallypoint").exists(),
+    reason="the command rallypoint is not beside this Python: not installed",
 )
 def test_the_demo_learns_and_says_how_it_started(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "train_digits.py", tmp_path / "run"], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, SCRIPTS / "train_digits.py", tmp_path / "run"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    said = re.search(r"^ok: accuracy (\d\.\d\d), 4 ranks, first step after \d+\.\d s$", done.stdout.splitlines()[-1])
+    said = re.search(
+        r"^ok: accuracy (\d\.\d\d), 4 ranks, first step after \d+\.\d s$",
+        done.stdout.splitlines()[-1],
+    )
     assert said is not None, done.stdout
     assert float(said[1]) >= 0.95
     assert [line.split(maxsplit=1)[1] for line in done.stdout.splitlines()[-5:-1]] == [
@@ -440,7 +488,9 @@ def test_the_demo_learns_and_says_how_it_started(tmp_path: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("run", range(4))
 def test_the_demo_script_ends_well_every_time(run: int, tmp_path: Path) -> None:
-    """A collective on a tensor of Python's as a rank's last act races with its exit, and aborted half of the jobs."""
+    """A collective on a tensor of Python's as a rank's last act races with its exit, and aborted
+    half of the jobs.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "rallypoint", "run", "-n", "4", "--preload", "sklearn.datasets,torch._dynamo",
          "--run-dir", tmp_path / "run", ROOT / "examples" / "digits_ddp.py", "--epochs", "1"],
@@ -466,9 +516,16 @@ def matrix() -> ModuleType:
 def test_the_table_keeps_what_was_tried_before(matrix: ModuleType) -> None:
     page = (ROOT / "docs" / "reference" / "versions.md").read_text("utf-8")
     assert matrix.write_table(page, matrix.read_table(page)) == page
-    written = matrix.write_table(page, matrix.read_table(page) | {("2.10.0", "3.14"): {"demo": "ok, 2026-11-23"}})
-    assert f"| 2.10.0 | 3.14 | {matrix.NOT_TRIED} | ok, 2026-11-23 | {matrix.NOT_TRIED} | {matrix.NOT_TRIED} |" in written
-    numbers = [tuple(int(number) for number in torch.split(".")) for torch, _ in matrix.read_table(written)]
+    written = matrix.write_table(
+        page, matrix.read_table(page) | {("2.10.0", "3.14"): {"demo": "ok, 2026-11-23"}}
+    )
+    assert (
+        f"| 2.10.0 | 3.14 | {matrix.NOT_TRIED} | ok, 2026-11-23 | {matrix.NOT_TRIED} | {matrix.NOT_TRIED} |"
+        in written
+    )
+    numbers = [
+        tuple(int(number) for number in torch.split(".")) for torch, _ in matrix.read_table(written)
+    ]
     assert numbers == sorted(numbers)
     assert set(matrix.read_table(written)) == {*matrix.read_table(page), ("2.10.0", "3.14")}
 

@@ -1,5 +1,5 @@
-"""Ranks that average one tensor. Argument: `party`, `megabytes`, `ranks` and `calls`, as JSON; what each took goes to `result.json`
-in BENCH_FOLDER. The parties are those of `bench/average.py`."""
+"""Ranks that average one tensor. Argument: `party`, `megabytes`, `ranks` and `calls`, as JSON; what
+each took goes to `result.json` in BENCH_FOLDER. The parties are those of `bench/average.py`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,21 @@ def serve(ready: Any) -> None:
     server.serve_forever()
 
 
-def call_of(spec: dict[str, Any], rank: int, address: str) -> tuple[Callable[[torch.Tensor], object], Callable[[], object]]:
+def call_of(
+    spec: dict[str, Any], rank: int, address: str
+) -> tuple[Callable[[torch.Tensor], object], Callable[[], object]]:
     """What is timed, and what brings all ranks together before it."""
     size = spec["ranks"]
     if spec["party"] == "gloo":
         store = dist.FileStore(os.path.join(os.environ["BENCH_FOLDER"], "gloo"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
         return dist.all_reduce, dist.barrier
     mine = rallypoint.connect(address, secret=SECRET)
-    return lambda tensor: mine.average("w", tensor, size, out=tensor), lambda: mine.barrier("ready", size)
+    return lambda tensor: mine.average("w", tensor, size, out=tensor), lambda: mine.barrier(
+        "ready", size
+    )
 
 
 def work(spec: dict[str, Any], rank: int, address: str, results: Any) -> None:
@@ -72,7 +78,10 @@ def main() -> None:
     server.start()
     address = here.recv()
     results = CONTEXT.Queue()
-    ranks = [CONTEXT.Process(target=work, args=(spec, rank, address, results)) for rank in range(spec["ranks"])]
+    ranks = [
+        CONTEXT.Process(target=work, args=(spec, rank, address, results))
+        for rank in range(spec["ranks"])
+    ]
     for process in ranks:
         process.start()
     found = [results.get(timeout=150.0) for _ in ranks]

@@ -1,4 +1,6 @@
-"""In the first attempt one rank ends at a chosen moment, in a chosen way; in the second all meet, reduce and end well."""
+"""In the first attempt one rank ends at a chosen moment, in a chosen way; in the second all meet,
+reduce and end well.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Ranks with families: each has two children, one in a session of its own, and a DataLoader worker that is slow.
+"""Ranks with families: each has two children, one in a session of its own, and a DataLoader worker
+that is slow.
 
-With SOAK_STUBBORN they take no SIGTERM, as a rank that is writing a checkpoint, and work on by themselves.
+With SOAK_STUBBORN they take no SIGTERM, as a rank that is writing a checkpoint, and work on by
+themselves.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ class Slow(Dataset[int]):
 stubborn = bool(os.environ.get("SOAK_STUBBORN"))
 if stubborn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-children = [subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"], start_new_session=True)]
+children = [
+    subprocess.Popen(["sleep", "600"]),
+    subprocess.Popen(["sleep", "600"], start_new_session=True),
+]
 mark("parent")
 dist.init_process_group("gloo")
 for number, _ in enumerate(DataLoader(Slow(), num_workers=1)):
     dist.all_reduce(torch.ones(1000))
     if number == 1:
         mark("looping")
-        while stubborn:  # in Python, not in a call of torch's: there is no telling that it would not see a signal
+        # in Python, not in a call of torch's: there is no telling that it would not see a signal
+        while stubborn:
             time.sleep(0.1)

@@ -1,4 +1,6 @@
-"""One program that launches very often, and what it holds after each time. Argument: {"count": 500, "ranks": 2}. Writes result.json."""
+"""One program that launches very often, and what it holds after each time. Argument: {"count": 500,
+"ranks": 2}. Writes result.json.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,18 @@ from pathlib import Path
 import rallypoint
 
 SETTLED = 10.0
-"""Seconds for the agent to put away what the last launch left: it answers its caller first. What leaks is there after them, too."""
+"""Seconds for the agent to put away what the last launch left: it answers its caller first. What
+leaks is there after them, too.
+"""
 
 BEFORE = 5
 """Launches before anything is counted: what is made once is made then."""
 
 
 def held() -> dict[str, float]:
-    """Of this process: descriptors, threads, children, resident bytes that are its own; and files in /dev/shm."""
+    """Of this process: descriptors, threads, children, resident bytes that are its own; and files
+    in /dev/shm.
+    """
     gc.collect()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
@@ -35,7 +41,9 @@ def held() -> dict[str, float]:
 
 
 def settled(before: dict[str, float]) -> dict[str, float]:
-    """What is held when the agent has no more descriptors than before, or after `SETTLED` seconds."""
+    """What is held when the agent has no more descriptors than before, or after `SETTLED`
+    seconds.
+    """
     until = time.monotonic() + SETTLED
     while True:
         now = held()
@@ -45,7 +53,10 @@ def settled(before: dict[str, float]) -> dict[str, float]:
 
 
 def _own(pid: str) -> int:
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    status = dict(
+        line.split(":", 1)
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    )
     return sum(int(status[name].split()[0]) * 1024 for name in ("Private_Clean", "Private_Dirty"))
 
 
@@ -79,7 +90,9 @@ def main() -> None:
             else:
                 raise AssertionError("it did not fail")
     result = Path(os.environ["BENCH_FOLDER"], "result.json")
-    result.with_suffix(".new").write_text(json.dumps({"before": before, "after": settled(before), "seconds": seconds[BEFORE:]}))
+    result.with_suffix(".new").write_text(
+        json.dumps({"before": before, "after": settled(before), "seconds": seconds[BEFORE:]})
+    )
     result.with_suffix(".new").rename(result)
 
 

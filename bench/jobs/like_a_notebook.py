@@ -1,7 +1,8 @@
-"""A program like a notebook's kernel: threads, an event loop in one of them, torch imported. It calls a function in several processes.
+"""A program like a notebook's kernel: threads, an event loop in one of them, torch imported. It
+calls a function in several processes.
 
-Argument: {"party": "rallypoint" | "torchrunx" | "mp.spawn", "ranks": 8, "again": 5}. Writes result.json: seconds of the first call and of
-each of the further ones.
+Argument: {"party": "rallypoint" | "torchrunx" | "mp.spawn", "ranks": 8, "again": 5}. Writes
+result.json: seconds of the first call and of each of the further ones.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def torchrunx_party(ranks: int) -> Callable[[], list[Any]]:
     import torchrunx
 
     def call() -> list[Any]:
-        launcher = torchrunx.Launcher(hostnames=["localhost"], workers_per_host=ranks, backend="gloo")
+        launcher = torchrunx.Launcher(
+            hostnames=["localhost"], workers_per_host=ranks, backend="gloo"
+        )
         with contextlib.redirect_stdout(io.StringIO()):
             results = launcher.run(work)
         return [results.rank(rank) for rank in range(ranks)]
@@ -49,7 +52,9 @@ def torchrunx_party(ranks: int) -> Callable[[], list[Any]]:
 
 
 def spawned(rank: int, ranks: int, port: int, answers: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+    )
     answers.put((rank, work()))
     dist.destroy_process_group()
 
@@ -73,7 +78,9 @@ PARTIES = {"rallypoint": rallypoint_party, "torchrunx": torchrunx_party, "mp.spa
 
 
 def alive() -> None:
-    """What a kernel has beside the cell: threads that wait, and a loop with something to do now and then."""
+    """What a kernel has beside the cell: threads that wait, and a loop with something to do now and
+    then.
+    """
 
     async def beat() -> None:
         while True:

@@ -1,4 +1,6 @@
-"""All ranks reduce for ever, without a word. With BENCH_RAISES, that rank raises once the harness has made the file `now`."""
+"""All ranks reduce for ever, without a word. With BENCH_RAISES, that rank raises once the harness
+has made the file `now`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Rank 2 dies of SIGKILL at a chosen moment; its peers answer the lost connection in a chosen way.
 
-SOAK_MOMENT: before-init, during-init, loop or finalisation. SOAK_DELAY: seconds after the moment began. SOAK_KILLER: `self`, or
-`outside`: then the harness does it, after the mark. SOAK_ANSWER: raise, abort or exit, what peers do when a call of torch's fails.
+SOAK_MOMENT: before-init, during-init, loop or finalisation. SOAK_DELAY: seconds after the moment
+began. SOAK_KILLER: `self`, or `outside`: then the harness does it, after the mark. SOAK_ANSWER:
+raise, abort or exit, what peers do when a call of torch's fails.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ try:
 except RuntimeError:
     answer()
 moment("finalisation")
-if os.environ["SOAK_MOMENT"] == "finalisation" and os.environ["SOAK_KILLER"] == "self" and rank == 2:
+if (
+    os.environ["SOAK_MOMENT"] == "finalisation"
+    and os.environ["SOAK_KILLER"] == "self"
+    and rank == 2
+):
     atexit.register(end)  # the thread may not run any more while the interpreter is taken down
 dist.destroy_process_group()

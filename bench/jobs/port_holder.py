@@ -1,7 +1,8 @@
 """Holds ports, checks each, and gives it back: one of many processes that do so beside a squatter.
 
-Arguments: how many, a seed, the first and the last port of the range, and a folder. Each port that it has is a file there, made so that two
-cannot make it: whoever was handed the same port finds it. For every port a line of JSON goes to stdout: {"port": ..., "wrong": "" or what}.
+Arguments: how many, a seed, the first and the last port of the range, and a folder. Each port that
+it has is a file there, made so that two cannot make it: whoever was handed the same port finds it.
+For every port a line of JSON goes to stdout: {"port": ..., "wrong": "" or what}.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host.ports import hold_port
 
-CONNECT_SECONDS = 30.0  # to a socket of this very process: only a machine that stands still needs more than one
+CONNECT_SECONDS = (
+    30.0  # to a socket of this very process: only a machine that stands still needs more than one
+)
 
 
 def held_and_checked(chance: random.Random, low: int, high: int, folder: Path) -> dict[str, object]:
@@ -35,7 +38,9 @@ def held_and_checked(chance: random.Random, low: int, high: int, folder: Path) -
     with socket.create_connection((held.host, held.port), timeout=CONNECT_SECONDS) as client:
         client.sendall(nonce)
         time.sleep(chance.uniform(0.0, 0.02))  # while the squatter looks for what falls free
-        with socket.socket(fileno=held.detach()) as listener:  # as it is handed over to whoever serves on it
+        with socket.socket(
+            fileno=held.detach()
+        ) as listener:  # as it is handed over to whoever serves on it
             listener.settimeout(CONNECT_SECONDS)
             try:
                 accepted, _ = listener.accept()

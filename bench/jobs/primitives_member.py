@@ -1,8 +1,10 @@
-"""A process that uses the primitives of a store and writes down what it asked and what it was told. Argument: how, as JSON.
+"""A process that uses the primitives of a store and writes down what it asked and what it was told.
+Argument: how, as JSON.
 
-It does what it is told on stdin, one line of JSON per call (`Member.obey`), and says "done" and what came of it; or, with `seconds`, what
-chance tells its threads. Every call is a line in its history when it begins, and again when it has ended: a process that is killed has
-written what it was about to do. What the fields are is with `tests/primitives/histories.py`.
+It does what it is told on stdin, one line of JSON per call (`Member.obey`), and says "done" and
+what came of it; or, with `seconds`, what chance tells its threads. Every call is a line in its
+history when it begins, and again when it has ended: a process that is killed has written what it
+was about to do. What the fields are is with `tests/primitives/histories.py`.
 """
 
 from __future__ import annotations
@@ -48,9 +50,17 @@ class History:
         self._count = itertools.count(1)
 
     def begin(self, kind: str, name: str, **more: Any) -> Event:
-        """`session`: of what belongs together, a lock and its release: the real session may have changed in between."""
+        """`session`: of what belongs together, a lock and its release: the real session may have
+        changed in between.
+        """
         number = next(self._count)
-        event = {"id": number, "who": f"{self._who}.{threading.current_thread().name}", "kind": kind, "name": name, **more}
+        event = {
+            "id": number,
+            "who": f"{self._who}.{threading.current_thread().name}",
+            "kind": kind,
+            "name": name,
+            **more,
+        }
         event.setdefault("session", f"{self._who}-{number}")
         event["start"] = time.monotonic()
         self._write(event)
@@ -66,7 +76,9 @@ class History:
     def failed(self, event: Event, error: RallypointError) -> str:
         """Nothing came back but this."""
         sure = getattr(error, "outcome", "did not happen") == "did not happen"
-        return self.end(event, "not done" if sure else "unknown", error=f"{type(error).__name__}: {error}"[:300])
+        return self.end(
+            event, "not done" if sure else "unknown", error=f"{type(error).__name__}: {error}"[:300]
+        )
 
     def _write(self, event: Event) -> None:
         os.write(self._fd, json.dumps(event).encode() + b"\n")
@@ -79,7 +91,9 @@ class Member:
         self.store = store
         self.history = history
         self.spec = spec
-        self.locks: dict[str, tuple[Any, Any, str]] = {}  # the Lock, its Grant, and what the history calls it
+        self.locks: dict[
+            str, tuple[Any, Any, str]
+        ] = {}  # the Lock, its Grant, and what the history calls it
         self.taken: list[tuple[Any, Any, str]] = []
 
     def obey(self, do: str, **fields: Any) -> str:
@@ -91,7 +105,9 @@ class Member:
 
     def do_lock(self, name: str, ttl: float = 10.0, timeout: float | None = None) -> str:
         history = self.history
-        event = history.begin("lock", name, leased=True)  # its lease may be over before the session is
+        event = history.begin(
+            "lock", name, leased=True
+        )  # its lease may be over before the session is
         lock = self.store.lock(name, ttl=ttl, timeout=timeout)
         try:
             grant = lock.acquire()
@@ -143,7 +159,11 @@ class Member:
         except BarrierMismatch:
             return history.end(event, "mismatch")
         except BarrierBroken as error:
-            return history.end(event, "missed" if error.code == "barrier-missed" else "broken", error=str(error)[:500])
+            return history.end(
+                event,
+                "missed" if error.code == "barrier-missed" else "broken",
+                error=str(error)[:500],
+            )
         except RallypointError as error:
             return history.failed(event, error)
         return history.end(event, "passed", token=generation, revision=generation)
@@ -173,11 +193,15 @@ class Member:
         except RallypointError as error:
             return history.failed(event, error)
         self.taken.append((taken, value, event["session"]))
-        return history.end(event, "value", value=value, token=value)  # no two items are equal: that is as good as its number
+        return history.end(
+            event, "value", value=value, token=value
+        )  # no two items are equal: that is as good as its number
 
     def do_settle(self, accept: bool, name: str) -> str:
         taken, value, session = self.taken.pop()
-        event = self.history.begin("accept" if accept else "return", name, session=session, token=value)
+        event = self.history.begin(
+            "accept" if accept else "return", name, session=session, token=value
+        )
         problem = None if accept else RuntimeError("it is given back")
         try:
             taken.__exit__(type(problem) if problem else None, problem, None)
@@ -187,7 +211,9 @@ class Member:
             return self.history.end(event, told, session=f"{session}, lost", error=str(error)[:300])
         except RallypointError as error:
             return self.history.failed(event, error)
-        return self.history.end(event, "done" if accept else "unknown")  # whether it was still ours to give back, it does not say
+        return self.history.end(
+            event, "done" if accept else "unknown"
+        )  # whether it was still ours to give back, it does not say
 
     # --- once
 
@@ -240,9 +266,14 @@ class Member:
             ttl = self.spec["lease"] * chance.choice((1.0, 2.0))
             return self.do_lock(chance.choice(("a", "b")), ttl, chance.choice((0.0, 0.3, 2.0)))
         if what < 0.5:
-            return self.do_arrive("three", 3 + (chance.random() < 0.03), chance.choice((0.0, 0.2, 1.0)))
+            return self.do_arrive(
+                "three", 3 + (chance.random() < 0.03), chance.choice((0.0, 0.2, 1.0))
+            )
         if what < 0.7:
-            return self.do_put("items", f"{self.spec['who']} {threading.current_thread().name} {time.monotonic_ns()}")
+            return self.do_put(
+                "items",
+                f"{self.spec['who']} {threading.current_thread().name} {time.monotonic_ns()}",
+            )
         if what < 0.9:
             return self.do_take("items", chance.choice((0.0, 0.2)))
         return self.do_once(f"value {chance.randrange(4)}", chance.choice((0.0, 0.1)), 2.0)
@@ -266,7 +297,9 @@ def main() -> None:
         for number in range(spec["threads"]):
             member = Member(store, history, spec)
             chance = random.Random(f"{spec['seed']} {number}")
-            threads.append(threading.Thread(target=member.at_random, args=(chance, until), name=str(number)))
+            threads.append(
+                threading.Thread(target=member.at_random, args=(chance, until), name=str(number))
+            )
             threads[-1].start()
         for thread in threads:
             thread.join()

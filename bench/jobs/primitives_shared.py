@@ -1,6 +1,8 @@
-"""Processes that add to one tensor in shared memory. Argument: `party`, `processes`, `sizes` and `seconds`, as JSON.
+"""Processes that add to one tensor in shared memory. Argument: `party`, `processes`, `sizes` and
+`seconds`, as JSON.
 
-What they did per second, by size, goes to `result.json` in BENCH_FOLDER. The parties are those of `bench/primitives.py`.
+What they did per second, by size, goes to `result.json` in BENCH_FOLDER. The parties are those of
+`bench/primitives.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def adders(party: str, size: int) -> tuple[Callable[[torch.Tensor], object], tor
     return add_in_block, shared.tensor
 
 
-def work(add: Callable[[torch.Tensor], object], size: int, seconds: float, start: Any, results: Any) -> None:
+def work(
+    add: Callable[[torch.Tensor], object], size: int, seconds: float, start: Any, results: Any
+) -> None:
     torch.set_num_threads(1)
     one = torch.ones(size // 4)
     for _ in range(20):
@@ -60,7 +64,10 @@ def work(add: Callable[[torch.Tensor], object], size: int, seconds: float, start
 def rate(spec: dict[str, Any], size: int) -> float:
     add, tensor = adders(spec["party"], size)
     start, results = CONTEXT.Barrier(spec["processes"]), CONTEXT.Queue()
-    processes = [CONTEXT.Process(target=work, args=(add, size, spec["seconds"], start, results)) for _ in range(spec["processes"])]
+    processes = [
+        CONTEXT.Process(target=work, args=(add, size, spec["seconds"], start, results))
+        for _ in range(spec["processes"])
+    ]
     for process in processes:
         process.start()
     found = [results.get(timeout=spec["seconds"] + 30.0) for _ in processes]
@@ -69,8 +76,12 @@ def rate(spec: dict[str, Any], size: int) -> float:
     count = sum(one for _, _, one in found)
     expected = count + 20 * spec["processes"]
     if not (tensor == expected).all():
-        raise SystemExit(f"{spec['party']}: {expected} were added, and the sums are {tensor.min().item():g} to {tensor.max().item():g}")
-    return float(count / (max(ended for _, ended, _ in found) - min(began for began, _, _ in found)))
+        raise SystemExit(
+            f"{spec['party']}: {expected} were added, and the sums are {tensor.min().item():g} to {tensor.max().item():g}"
+        )
+    return float(
+        count / (max(ended for _, ended, _ in found) - min(began for began, _, _ in found))
+    )
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """All ranks reduce, one of them slowly, until they are asked to stop; then every one saves.
 
-SAVES_HOW: how it hears of that, `flag` (a handler of SIGTERM sets one, and the ranks agree on it in all_reduce) or `interrupt` (`except
-KeyboardInterrupt`). SAVES_CALL: `sync`, `async`, or `ddp`, where the ranks wait in backward, too.
+SAVES_HOW: how it hears of that, `flag` (a handler of SIGTERM sets one, and the ranks agree on it in
+all_reduce) or `interrupt` (`except KeyboardInterrupt`). SAVES_CALL: `sync`, `async`, or `ddp`,
+where the ranks wait in backward, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import torch
 import torch.distributed as dist
 from marks import mark
 
-how, call, step_time = os.environ["SAVES_HOW"], os.environ["SAVES_CALL"], float(os.environ["SAVES_STEP"])
+how, call, step_time = (
+    os.environ["SAVES_HOW"],
+    os.environ["SAVES_CALL"],
+    float(os.environ["SAVES_STEP"]),
+)
 asked = False
 
 
@@ -45,7 +50,11 @@ if how == "flag":
     signal.signal(signal.SIGTERM, ask)
 dist.init_process_group("gloo")
 rank, stop = dist.get_rank(), torch.zeros(1)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)) if call == "ddp" else torch.nn.Linear(4, 4)
+model = (
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    if call == "ddp"
+    else torch.nn.Linear(4, 4)
+)
 step = 0
 try:
     while not stop.item():

@@ -1,4 +1,6 @@
-"""A package that is slow to import, as large ones are: it keeps a processor busy, so that ranks on few cores wait for each other."""
+"""A package that is slow to import, as large ones are: it keeps a processor busy, so that ranks on
+few cores wait for each other.
+"""
 
 from __future__ import annotations
 

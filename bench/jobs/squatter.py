@@ -1,6 +1,8 @@
-"""Takes every loopback port that falls free: it watches who listens, and binds and listens itself as soon as one does not any more.
+"""Takes every loopback port that falls free: it watches who listens, and binds and listens itself
+as soon as one does not any more.
 
-Writes the number of ports it has taken to the file in its argument, on every change. Runs until killed.
+Writes the number of ports it has taken to the file in its argument, on every change. Runs until
+killed.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import socket
 import sys
 import time
 
-KEPT = 400  # ports held at a time; the oldest are given back, or a long run would take every port there is
+# ports held at a time; the oldest are given back, or a long run would take every port there is
+KEPT = 400
 
 _LISTEN = "0A"
 
@@ -18,12 +21,18 @@ _LISTEN = "0A"
 def listening() -> set[int]:
     with open("/proc/net/tcp") as file:
         next(file)
-        return {int(fields[1].rpartition(":")[2], 16) for line in file if (fields := line.split())[3] == _LISTEN}
+        return {
+            int(fields[1].rpartition(":")[2], 16)
+            for line in file
+            if (fields := line.split())[3] == _LISTEN
+        }
 
 
 def take(port: int) -> socket.socket | None:
     sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT do not keep it out
+    sock.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+    )  # connections in TIME_WAIT do not keep it out
     try:
         sock.bind(("127.0.0.1", port))
         sock.listen()

@@ -1,4 +1,6 @@
-"""What a bench asks of a store's client, in the words of each party. Imported late: connecting is part of what is measured."""
+"""What a bench asks of a store's client, in the words of each party. Imported late: connecting is
+part of what is measured.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,21 @@ class Rallypoint:
     def __init__(self, where: dict[str, Any], *, same_host: bool) -> None:
         import rallypoint
 
-        self.store = rallypoint.connect(where["address"], secret=bytes.fromhex(where["secret"]), same_host=same_host, timeout=TIMEOUT)
+        self.store = rallypoint.connect(
+            where["address"],
+            secret=bytes.fromhex(where["secret"]),
+            same_host=same_host,
+            timeout=TIMEOUT,
+        )
 
     def operation(self, name: str, key: str) -> Callable[[], object]:
         """One call, as a user writes it."""
         store = self.store
-        return {"get": lambda: store.get(key), "set": lambda: store.set(key, SMALL), "add": lambda: store.add(key, 1)}[name]
+        return {
+            "get": lambda: store.get(key),
+            "set": lambda: store.set(key, SMALL),
+            "add": lambda: store.add(key, 1),
+        }[name]
 
     @staticmethod
     def value(size: int) -> Any:
@@ -62,12 +73,21 @@ class TCPStore:
 
         self.pause = pause
         self.store = distributed.TCPStore(
-            "127.0.0.1", where["port"], None, False, timeout=timedelta(seconds=TIMEOUT), wait_for_workers=False
+            "127.0.0.1",
+            where["port"],
+            None,
+            False,
+            timeout=timedelta(seconds=TIMEOUT),
+            wait_for_workers=False,
         )
 
     def operation(self, name: str, key: str) -> Callable[[], object]:
         store = self.store
-        return {"get": lambda: store.get(key), "set": lambda: store.set(key, SMALL), "add": lambda: store.add(key, 1)}[name]
+        return {
+            "get": lambda: store.get(key),
+            "set": lambda: store.set(key, SMALL),
+            "add": lambda: store.add(key, 1),
+        }[name]
 
     @staticmethod
     def value(size: int) -> bytes:
@@ -89,7 +109,9 @@ class TCPStore:
         self.store.barrier(f"{name}-{number}", size, timedelta(seconds=TIMEOUT))
 
     def lock(self, name: str, number: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        """What can be built on it: whoever tries at the right moment has it. To give it back is a `set`, which nothing is waited for."""
+        """What can be built on it: whoever tries at the right moment has it. To give it back is a
+        `set`, which nothing is waited for.
+        """
         store, pause, me = self.store, self.pause, f"client {number}"
 
         def acquire() -> None:
@@ -110,8 +132,17 @@ class Gloo:
         from torch import distributed
 
         self.distributed = distributed
-        store = distributed.TCPStore("127.0.0.1", where["port"], None, False, timeout=timedelta(seconds=TIMEOUT), wait_for_workers=False)
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+        store = distributed.TCPStore(
+            "127.0.0.1",
+            where["port"],
+            None,
+            False,
+            timeout=timedelta(seconds=TIMEOUT),
+            wait_for_workers=False,
+        )
+        distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+        )
 
     def barrier(self, name: str, size: int, number: int) -> None:
         self.distributed.barrier()
@@ -129,8 +160,9 @@ def connect(party: str, where: dict[str, Any], rank: int = 0, size: int = 1) -> 
 def barrier_of_many(clients: Sequence[Any], name: str, size: int) -> None:
     """All these clients, of one thread, pass one barrier of `size` members.
 
-    Ours all arrive before the first is waited for. The public face does not send and wait in two steps, so this uses the session's own:
-    a thread for each client would measure thread starts. TCPStore's `barrier` blocks, so its clients add and wait, the quickest they have.
+    Ours all arrive before the first is waited for. The public face does not send and wait in two
+    steps, so this uses the session's own: a thread for each client would measure thread starts.
+    TCPStore's `barrier` blocks, so its clients add and wait, the quickest they have.
     """
     if isinstance(clients[0], TCPStore):
         for client in clients:
@@ -151,13 +183,19 @@ def barrier_of_many(clients: Sequence[Any], name: str, size: int) -> None:
         connection.send(call.message, call.deadline)
         under_way.append((session, slot, connection, call))
     for session, slot, connection, call in under_way:
-        reply, _ = connection.receive(call.seq, call.deadline, 0.0, session.keep_alive.interval, session.ttl, lends=False)
+        reply, _ = connection.receive(
+            call.seq, call.deadline, 0.0, session.keep_alive.interval, session.ttl, lends=False
+        )
         assert isinstance(reply, Integer), reply
         session._put_back(slot)
 
 
-def repeat(act: Callable[[], object], seconds: float, least: int = 3, most: int = 1_000_000) -> list[float]:
-    """How long each call took, in seconds; calls for `seconds`, but at least and at most so many times."""
+def repeat(
+    act: Callable[[], object], seconds: float, least: int = 3, most: int = 1_000_000
+) -> list[float]:
+    """How long each call took, in seconds; calls for `seconds`, but at least and at most so many
+    times.
+    """
     clock = time.perf_counter
     times: list[float] = []
     until = clock() + seconds

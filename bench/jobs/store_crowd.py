@@ -1,8 +1,9 @@
-"""One turn of one party: a server in a process of its own, and clients in processes of theirs, forked from this one, which has torch.
+"""One turn of one party: a server in a process of its own, and clients in processes of theirs,
+forked from this one, which has torch.
 
-Argument: what to do, as JSON: `party`, `task`, `clients`, and what the task takes. The outcome goes to `result.json` in BENCH_FOLDER:
-`results` (one per client), `phases` (at every moment when all clients had come to a point: the time, and the server's CPU time and
-memory), or `error`.
+Argument: what to do, as JSON: `party`, `task`, `clients`, and what the task takes. The outcome goes
+to `result.json` in BENCH_FOLDER: `results` (one per client), `phases` (at every moment when all
+clients had come to a point: the time, and the server's CPU time and memory), or `error`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,12 @@ def latency(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]:
         times = repeat(act, 0, least=spec["count"])
         cpu = time.thread_time() - cpu
         line.ready()
-        found[name] = {"p50": statistics.median(times), "p99": percentile(times, 0.99), "cpu": cpu / len(times), "count": len(times)}
+        found[name] = {
+            "p50": statistics.median(times),
+            "p99": percentile(times, 0.99),
+            "cpu": cpu / len(times),
+            "count": len(times),
+        }
     return found
 
 
@@ -75,7 +81,12 @@ def throughput(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, An
         line.ready()
         began, cpu = time.monotonic(), time.thread_time()
         count = len(repeat(act, spec["seconds"]))
-        found[name] = {"began": began, "ended": time.monotonic(), "count": count, "cpu": time.thread_time() - cpu}
+        found[name] = {
+            "began": began,
+            "ended": time.monotonic(),
+            "count": count,
+            "cpu": time.thread_time() - cpu,
+        }
         line.ready()
     return found
 
@@ -106,7 +117,9 @@ def values(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]:
 
 
 def mixed(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]:
-    """Client 0 reads something small; the others, 0, 1, ... of them at a time, write large values."""
+    """Client 0 reads something small; the others, 0, 1, ... of them at a time, write large
+    values.
+    """
     client, found = connect(spec["party"], where), {}
     small, value = client.operation("get", "key"), client.value(spec["size"]) if number else None
     client.operation("set", "key")()
@@ -116,10 +129,16 @@ def mixed(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]:
         line.ready()
         if number == 0:
             times = repeat(small, spec["seconds"])[10:]
-            found[str(uploaders)] = {"p50": statistics.median(times), "p99": percentile(times, 0.99), "count": len(times)}
+            found[str(uploaders)] = {
+                "p50": statistics.median(times),
+                "p99": percentile(times, 0.99),
+                "count": len(times),
+            }
         elif number <= uploaders:
             began = time.perf_counter()
-            count = len(repeat(lambda: client.put(f"bulk-{number}", value), spec["seconds"], least=1))
+            count = len(
+                repeat(lambda: client.put(f"bulk-{number}", value), spec["seconds"], least=1)
+            )
             found[str(uploaders)] = {"rate": count * spec["size"] / (time.perf_counter() - began)}
     line.ready()
     return found
@@ -140,7 +159,9 @@ def barrier(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]:
 
 
 def lock(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]:
-    """First each asks for something small now and then, as one who has slept; then all want the lock, again and again."""
+    """First each asks for something small now and then, as one who has slept; then all want the
+    lock, again and again.
+    """
     client = connect(spec["party"], where)
     client.operation("set", "key")()
     acquire, release = client.lock("lock", number)
@@ -206,11 +227,18 @@ def sessions(spec: Spec, where: Spec, number: int, line: Line) -> dict[str, Any]
     barrier_of_many(clients, "all", share * spec["clients"])
     passed = time.monotonic()
     line.ready()
-    return {"began": began, "connected": connected, "passing": passing, "passed": passed, "sessions": share}
+    return {
+        "began": began,
+        "connected": connected,
+        "passing": passing,
+        "passed": passed,
+        "sessions": share,
+    }
 
 
 TASKS: dict[str, Callable[[Spec, Spec, int, Line], dict[str, Any]]] = {
-    task.__name__: task for task in (latency, throughput, values, mixed, barrier, lock, join, storm, sessions)
+    task.__name__: task
+    for task in (latency, throughput, values, mixed, barrier, lock, join, storm, sessions)
 }
 
 
@@ -240,7 +268,11 @@ def client_process(spec: Spec, where: Spec, number: int, sock: socket.socket) ->
     except BaseException:
         result = {"error": traceback.format_exc()}
     line.done(result)
-    os._exit(0)  # 512 interpreters that finalise take minutes on two processors, and are none of what is measured
+    os._exit(
+        0
+        # 512 interpreters that finalise take minutes on two processors, and are none of what is
+        # measured
+    )
 
 
 def fork_clients(spec: Spec, where: Spec) -> dict[int, tuple[int, socket.socket]]:
@@ -260,7 +292,9 @@ def fork_clients(spec: Spec, where: Spec) -> dict[int, tuple[int, socket.socket]
 
 
 def place(server: int, placed: str) -> None:
-    """Where server and clients run: `one processor`, `two processors` (the server has one for itself), or as the kernel likes."""
+    """Where server and clients run: `one processor`, `two processors` (the server has one for
+    itself), or as the kernel likes.
+    """
     processors = sorted(os.sched_getaffinity(0))
     if not placed or len(processors) < 2:
         return
@@ -273,7 +307,9 @@ class Failed(Exception):
     """A client did not do what it should."""
 
 
-def conduct(lines: dict[int, socket.socket], server: int) -> tuple[list[Any], list[dict[str, float]]]:
+def conduct(
+    lines: dict[int, socket.socket], server: int
+) -> tuple[list[Any], list[dict[str, float]]]:
     """Let the clients go on whenever all have come to a point, until each has told its result."""
     phases: list[dict[str, float]] = []
     said: dict[int, bytes] = {}
@@ -311,7 +347,9 @@ def usage(pid: int) -> dict[str, float]:
     cpu = 0
     for thread in os.listdir(f"/proc/{pid}/task"):
         try:
-            cpu += int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_bytes().split()[0])  # nanoseconds; `stat` counts hundredths
+            cpu += int(
+                Path(f"/proc/{pid}/task/{thread}/schedstat").read_bytes().split()[0]
+            )  # nanoseconds; `stat` counts hundredths
         except FileNotFoundError:  # it has just ended; so little it has done
             continue
     resident = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -335,7 +373,9 @@ def main() -> int:
     gc.freeze()
     clients = fork_clients(spec, where)
     try:
-        results, phases = conduct({number: sock for number, (_, sock) in clients.items()}, server.pid)
+        results, phases = conduct(
+            {number: sock for number, (_, sock) in clients.items()}, server.pid
+        )
         outcome: dict[str, Any] = {"results": results, "phases": phases}
     except Failed as failed:
         outcome = {"error": str(failed)}

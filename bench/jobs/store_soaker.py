@@ -1,4 +1,6 @@
-"""A client process of a soak of the store. Arguments: what to do, and how, as JSON. Its outcome is one line of JSON on stdout."""
+"""A client process of a soak of the store. Arguments: what to do, and how, as JSON. Its outcome is
+one line of JSON on stdout.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,23 @@ def adds(spec: Spec) -> Spec:
     """Every sum that was returned: all processes together must have got each number once."""
     store = connect(spec)
     sums = [store.add("sum", 1) for _ in range(spec["count"])]
-    return {"sums": sums, "reconnects": store.statistics()["reconnects"], "sessions": store.statistics()["sessions"]}
+    return {
+        "sums": sums,
+        "reconnects": store.statistics()["reconnects"],
+        "sessions": store.statistics()["sessions"],
+    }
 
 
 def history(spec: Spec) -> Spec:
-    """What its threads asked of a few keys, and what they were told: [client, kind, key, arguments, result, start, end,
-    "answered" or what the error says about the outcome, the error]."""
+    """What its threads asked of a few keys, and what they were told: [client, kind, key, arguments,
+    result, start, end, "answered" or what the error says about the outcome, the error]."""
     operations: list[Any] = []
     stores = [connect(spec)] if spec["shared"] else [connect(spec) for _ in range(spec["threads"])]
     print("connected", flush=True)
     sys.stdin.readline()  # the others are, too, and the faults begin
     threads = [
-        threading.Thread(target=_ask, args=(stores[index % len(stores)], spec, index, operations)) for index in range(spec["threads"])
+        threading.Thread(target=_ask, args=(stores[index % len(stores)], spec, index, operations))
+        for index in range(spec["threads"])
     ]
     for thread in threads:
         thread.start()
@@ -59,7 +66,11 @@ def _ask(store: rallypoint.Store, spec: Spec, index: int, operations: list[Any])
         fresh = client * 10_000 + number  # every value is written once
         kind = chance.choice(("get", "set", "add", "add", "cas", "delete"))
         key = "sum" if kind == "add" else chance.choice("xy")
-        arguments: list[Any] = {"set": [fresh], "add": [chance.randint(1, 9)], "cas": [seen.get(key), fresh]}.get(kind, [])
+        arguments: list[Any] = {
+            "set": [fresh],
+            "add": [chance.randint(1, 9)],
+            "cas": [seen.get(key), fresh],
+        }.get(kind, [])
         act = {
             "get": lambda key=key: store.get(key),
             "set": lambda key=key, arguments=arguments: store.set(key, arguments[0]) and None,
@@ -78,13 +89,17 @@ def _ask(store: rallypoint.Store, spec: Spec, index: int, operations: list[Any])
         except RallypointError as raised:
             result, error = None, f"{type(raised).__name__}: {raised}"
             outcome = getattr(raised, "outcome", "did not happen")
-        operations.append([client, kind, key, arguments, result, start, time.monotonic(), outcome, error])
+        operations.append(
+            [client, kind, key, arguments, result, start, time.monotonic(), outcome, error]
+        )
         if kind == "get":
             seen[key] = result
 
 
 def reconnects(spec: Spec) -> Spec:
-    """Ask until so many connections were lost; then what is open and what runs, beside what was at the beginning."""
+    """Ask until so many connections were lost; then what is open and what runs, beside what was at
+    the beginning.
+    """
     store = connect(spec)
     value = b"x" * spec["size"]
     number = 0
@@ -100,7 +115,8 @@ def reconnects(spec: Spec) -> Spec:
         turn()
     before = _open()
     print("ready", flush=True)
-    sys.stdin.readline()  # the resets have begun: a connection that is lost takes its segments with it
+    # the resets have begun: a connection that is lost takes its segments with it
+    sys.stdin.readline()
     while store.statistics()["reconnects"] < spec["count"]:
         turn()
     print("enough", flush=True)
@@ -111,7 +127,13 @@ def reconnects(spec: Spec) -> Spec:
     found = store.statistics()
     store.delete("value")  # in shared memory it is a descriptor of the server's
     store.close()
-    return {"before": before, "after": after, "reconnects": found["reconnects"], "sessions": found["sessions"], "turns": number}
+    return {
+        "before": before,
+        "after": after,
+        "reconnects": found["reconnects"],
+        "sessions": found["sessions"],
+        "turns": number,
+    }
 
 
 def _is_segment(fd: str) -> bool:
@@ -122,18 +144,26 @@ def _is_segment(fd: str) -> bool:
 
 
 def _open() -> Spec:
-    """After a moment in which what is being closed gets closed: a thread that reconnects, a descriptor in a finalizer."""
+    """After a moment in which what is being closed gets closed: a thread that reconnects, a
+    descriptor in a finalizer.
+    """
     least = {"descriptors": 10**9, "segments": 10**9, "threads": 10**9}
     for _ in range(50):
         segments = [fd for fd in os.listdir("/proc/self/fd") if _is_segment(fd)]
         others = len(os.listdir("/proc/self/fd")) - len(segments)
-        now = {"descriptors": others, "segments": len(segments), "threads": len(os.listdir("/proc/self/task"))}
+        now = {
+            "descriptors": others,
+            "segments": len(segments),
+            "threads": len(os.listdir("/proc/self/task")),
+        }
         least = {name: min(least[name], count) for name, count in now.items()}
         time.sleep(0.01)
     return least
 
 
-DEEDS: dict[str, Callable[[Spec], Spec]] = {deed.__name__: deed for deed in (adds, history, reconnects)}
+DEEDS: dict[str, Callable[[Spec], Spec]] = {
+    deed.__name__: deed for deed in (adds, history, reconnects)
+}
 
 if __name__ == "__main__":
     print(json.dumps(DEEDS[sys.argv[1]](json.loads(sys.argv[2]))), flush=True)

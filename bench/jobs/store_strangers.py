@@ -1,7 +1,9 @@
-"""Strangers at a store's door, until standard input ends. Arguments: host, port, how many connections to hold open.
+"""Strangers at a store's door, until standard input ends. Arguments: host, port, how many
+connections to hold open.
 
-They say nothing (half of them), say a byte every now and then (slow loris), or ask for a web page and come back. What was closed by
-the server is opened again. Says "here" when all have been there once.
+They say nothing (half of them), say a byte every now and then (slow loris), or ask for a web page
+and come back. What was closed by the server is opened again. Says "here" when all have been there
+once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import sys
 import threading
 import time
 
-HELLO = b"\x20\x00\x00\x00" + bytes(8) + b"\x97\x01\xaarallypoint"  # how a client begins: the loris knows that much
+HELLO = (
+    b"\x20\x00\x00\x00" + bytes(8) + b"\x97\x01\xaarallypoint"
+)  # how a client begins: the loris knows that much
 
 
 def dialled(host: str, port: int) -> socket.socket | None:

@@ -1,4 +1,6 @@
-"""Four ranks that end well, each job in a way that looks like a fault from afar, as VERDICT says (see verdict_program.py)."""
+"""Four ranks that end well, each job in a way that looks like a fault from afar, as VERDICT says
+(see verdict_program.py).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from marks import mark
 
 PATIENCE = timedelta(seconds=60)
 LATE = 1.0  # seconds: many times what meeting takes
-SLOW, STEP = 4.0, 0.05  # seconds: what the others wait, and how soon the rank for which they wait does something else
+SLOW, STEP = (
+    4.0,
+    0.05,
+)  # seconds: what the others wait, and how soon the rank for which they wait does something else
 
 
 def meet() -> None:
@@ -45,7 +50,9 @@ def one_leaves_the_group_open() -> None:
 def an_error_is_mended() -> None:
     """Tried with a method that there is not, then with the usual one."""
     try:
-        dist.init_process_group("gloo", init_method="etcd://nowhere", rank=rank, world_size=4, timeout=PATIENCE)
+        dist.init_process_group(
+            "gloo", init_method="etcd://nowhere", rank=rank, world_size=4, timeout=PATIENCE
+        )
     except (ValueError, RuntimeError) as error:
         print(f"falling back: {error}")
     meet()
@@ -63,7 +70,9 @@ def two_jobs_of_two() -> None:
     """Each pair has a meeting point, ranks and a world size of its own."""
     pair = rank // 2
     method = f"file://{os.environ['BENCH_FOLDER']}/pair{pair}"
-    dist.init_process_group("gloo", init_method=method, rank=rank % 2, world_size=2, timeout=PATIENCE)
+    dist.init_process_group(
+        "gloo", init_method=method, rank=rank % 2, world_size=2, timeout=PATIENCE
+    )
     dist.all_reduce(torch.ones(1000))
     dist.destroy_process_group()
 
@@ -81,7 +90,9 @@ def groups_in_turn() -> None:
 
 
 def one_computes_for_long() -> None:
-    """The others wait for it, and it moves all the time: from one thing to the next, each shorter than --stall."""
+    """The others wait for it, and it moves all the time: from one thing to the next, each shorter
+    than --stall.
+    """
     meet()
     began = time.monotonic()
     while it and time.monotonic() - began < SLOW:

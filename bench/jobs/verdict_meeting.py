@@ -1,4 +1,6 @@
-"""Four ranks are to meet, and something about the meeting is wrong, as VERDICT says (see verdict_program.py): what, and for which rank."""
+"""Four ranks are to meet, and something about the meeting is wrong, as VERDICT says (see
+verdict_program.py): what, and for which rank.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def forgets_an_address() -> None:
 
 
 def invents_a_method() -> None:
-    method = ("file://tmp/meeting", "tcp://127.0.0.1:99999", "http://127.0.0.1:29500")[asked["variant"] % 3]
+    method = ("file://tmp/meeting", "tcp://127.0.0.1:99999", "http://127.0.0.1:29500")[
+        asked["variant"] % 3
+    ]
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=4, timeout=patience)
 
 

@@ -1,8 +1,10 @@
-"""Four ranks meet, reduce and part; at the start, in the run or at the end one of them fails, in the way that VERDICT names.
+"""Four ranks meet, reduce and part; at the start, in the run or at the end one of them fails, in
+the way that VERDICT names.
 
-VERDICT is JSON: `rank`, which one; `other`, a second one; `does`, a name of `FAULTS`; `phase`: start, run or end; `delay`: seconds after
-the phase began; `variant`: a number that chooses among forms of the same fault; `answer`: what the others do when a call of torch's fails:
-raise, abort or exit; `timeout`: seconds that torch waits for the others.
+VERDICT is JSON: `rank`, which one; `other`, a second one; `does`, a name of `FAULTS`; `phase`:
+start, run or end; `delay`: seconds after the phase began; `variant`: a number that chooses among
+forms of the same fault; `answer`: what the others do when a call of torch's fails: raise, abort or
+exit; `timeout`: seconds that torch waits for the others.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ import torch.distributed as dist
 from marks import mark
 from torch.utils.data import DataLoader, Dataset
 
-KILLED_WITHIN = 60.0  # seconds; whoever waits for a signal from outside gets it a fraction of one later
+KILLED_WITHIN = (
+    60.0  # seconds; whoever waits for a signal from outside gets it a fraction of one later
+)
 FEW, MANY = 20, 1_000_000  # turns of the loop: enough to be in the run, and until something fails
 
 
@@ -143,7 +147,9 @@ def is_signalled() -> None:
 
 def asks_torchs_store() -> None:
     """Until the harness has stopped it, and then for ever: torch knows no deadline for this."""
-    store = dist.distributed_c10d._get_default_store()  # torch's own name: what programs use, for want of a public one
+    store = (
+        dist.distributed_c10d._get_default_store()
+    )  # torch's own name: what programs use, for want of a public one
     while True:
         store.add("asked", 1)
 
@@ -207,7 +213,9 @@ def moment(phase: str) -> None:
 
 def loop() -> None:
     due, began = fault() if asked["phase"] == "run" else None, time.monotonic()
-    endless = asked["phase"] == "run" or asked["does"] == "nothing"  # then it is the harness that ends it
+    endless = (
+        asked["phase"] == "run" or asked["does"] == "nothing"
+    )  # then it is the harness that ends it
     for _ in range(MANY if endless else FEW):
         dist.all_reduce(torch.ones(1000))
         if due is not None and time.monotonic() - began > asked["delay"]:

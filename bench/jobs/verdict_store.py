@@ -1,4 +1,6 @@
-"""Four ranks share the job's store, and one of them fails while the others wait in it, as VERDICT says (see verdict_program.py)."""
+"""Four ranks share the job's store, and one of them fails while the others wait in it, as VERDICT
+says (see verdict_program.py).
+"""
 
 from __future__ import annotations
 

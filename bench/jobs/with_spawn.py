@@ -16,7 +16,9 @@ def free_port() -> int:
 
 
 def work(rank: int, size: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     from first_all_reduce import main
 
     main()

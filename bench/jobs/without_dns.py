@@ -1,7 +1,9 @@
-"""Run a command in a network of its own, where there is no DNS. Needs root. Arguments: `refused` or `silent`, and the command.
+"""Run a command in a network of its own, where there is no DNS. Needs root. Arguments: `refused` or
+`silent`, and the command.
 
-`refused`: whoever asks a name server is refused at once; looking up the name of an address costs nothing. `silent`: the name server
-takes the question and says nothing, as in a cluster whose addresses have no names: every look-up costs the resolver's patience.
+`refused`: whoever asks a name server is refused at once; looking up the name of an address costs
+nothing. `silent`: the name server takes the question and says nothing, as in a cluster whose
+addresses have no names: every look-up costs the resolver's patience.
 """
 
 from __future__ import annotations
@@ -30,12 +32,18 @@ def checked(result: int) -> None:
 checked(libc.unshare(CLONE_NEWNET | CLONE_NEWNS))
 checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-    flags = struct.unpack_from("16sh", fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16sh14x", b"lo", 0)))[1]
+    flags = struct.unpack_from(
+        "16sh", fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16sh14x", b"lo", 0))
+    )[1]
     fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | IFF_UP))
 with tempfile.NamedTemporaryFile("w", suffix="-resolv.conf") as file:
     file.write(f"nameserver {NAME_SERVER}\n")
     file.flush()
-    checked(libc.mount(file.name.encode(), os.path.realpath("/etc/resolv.conf").encode(), None, MS_BIND, None))
+    checked(
+        libc.mount(
+            file.name.encode(), os.path.realpath("/etc/resolv.conf").encode(), None, MS_BIND, None
+        )
+    )
 if sys.argv[1] == "silent":
     silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     silent.bind((NAME_SERVER, 53))

@@ -1,10 +1,12 @@
-"""Four processes add 10,000 times each to one tensor in shared memory, and one of them is killed while it holds the lock.
+"""Four processes add 10,000 times each to one tensor in shared memory, and one of them is killed
+while it holds the lock.
 
     python examples/questions/A1_four_processes_add_to_one_tensor.py
 
-The usual answer is `tensor.share_memory_()`, and `tensor += 1` in each process. It runs, and comes out short: two processes that read
-the same number write the same number. With a `multiprocessing.Lock` around it the sum is right, until somebody is killed while he holds
-that lock: nobody ever gets it again, and the program hangs without a word.
+The usual answer is `tensor.share_memory_()`, and `tensor += 1` in each process. It runs, and comes
+out short: two processes that read the same number write the same number. With a
+`multiprocessing.Lock` around it the sum is right, until somebody is killed while he holds that
+lock: nobody ever gets it again, and the program hangs without a word.
 """
 
 import os
@@ -26,10 +28,14 @@ def work(shared: rallypoint.SharedTensor, worker: int, dies_at: int) -> None:
                 if tensor[worker] == TIMES:
                     return
                 tensor[worker] += 1
-                if tensor[worker] == dies_at:  # the worst moment: this element is changed, and the total is not
+                if (
+                    tensor[worker] == dies_at
+                ):  # the worst moment: this element is changed, and the total is not
                     os.kill(os.getpid(), signal.SIGKILL)
                 tensor[TOTAL] += 1
-        except rallypoint.LockAbandoned as error:  # one of the others is told, once, and the lock is free
+        except (
+            rallypoint.LockAbandoned
+        ) as error:  # one of the others is told, once, and the lock is free
             print(error)
             with shared.locked() as tensor:
                 tensor[TOTAL] = tensor[:WORKERS].sum()
@@ -37,7 +43,10 @@ def work(shared: rallypoint.SharedTensor, worker: int, dies_at: int) -> None:
 
 def main() -> None:
     shared = rallypoint.SharedTensor(WORKERS + 1, torch.int64)
-    workers = [mp.Process(target=work, args=(shared, number, 5_000 if number == 0 else -1)) for number in range(WORKERS)]
+    workers = [
+        mp.Process(target=work, args=(shared, number, 5_000 if number == 0 else -1))
+        for number in range(WORKERS)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -2,9 +2,10 @@
 
     python examples/questions/A2_a_lock_for_ten_processes.py
 
-The usual mistake is a `threading.Lock`. Each process has a copy of it, so it excludes nobody: on a quiet machine the count is right by
-luck, on a busy one it is short, and neither says why. A SharedTensor brings its lock along. It excludes processes and threads, and is
-freed when its holder dies.
+The usual mistake is a `threading.Lock`. Each process has a copy of it, so it excludes nobody: on a
+quiet machine the count is right by luck, on a busy one it is short, and neither says why. A
+SharedTensor brings its lock along. It excludes processes and threads, and is freed when its holder
+dies.
 """
 
 import threading
@@ -29,7 +30,11 @@ def work(shared: rallypoint.SharedTensor) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    shared.add_(1000)  # a single change needs no block: this takes the lock itself, and is done as a whole or not at all
+    shared.add_(
+        1000
+        # a single change needs no block: this takes the lock itself, and is done as a whole or not
+        # at all
+    )
 
 
 def main() -> None:

@@ -2,10 +2,11 @@
 
     python examples/questions/A3_spawn_without_address.py
 
-`mp.spawn(fn, nprocs=2)` and `init_process_group("gloo")` in the function end in "ValueError: ... environment variable RANK expected, but
-not set", and with a rank and a size given in the same for MASTER_ADDR: spawn says nothing about where to meet. With address and port set
-by hand it runs, until the port is taken; it wants `if __name__ == "__main__"`; and it has no results. `launch` has none of that to get
-wrong. The group is closed at the end, also when the function raises.
+`mp.spawn(fn, nprocs=2)` and `init_process_group("gloo")` in the function end in "ValueError: ...
+environment variable RANK expected, but not set", and with a rank and a size given in the same for
+MASTER_ADDR: spawn says nothing about where to meet. With address and port set by hand it runs,
+until the port is taken; it wants `if __name__ == "__main__"`; and it has no results. `launch` has
+none of that to get wrong. The group is closed at the end, also when the function raises.
 """
 
 import torch
@@ -36,11 +37,18 @@ def main() -> None:
     try:
         rallypoint.launch(fails, nproc=3, backend="gloo")
     except rallypoint.WorkerError as error:
-        causes = [(rank, type(cause)) for rank, cause in zip(error.ranks, error.exceptions, strict=True)]
+        causes = [
+            (rank, type(cause)) for rank, cause in zip(error.ranks, error.exceptions, strict=True)
+        ]
     assert causes == [(1, ValueError)]  # not the others, which lost their peer
 
-    assert rallypoint.launch(train, (1.0,), nproc=2, backend="gloo") == [1.0, 1.0]  # and the next one meets as if nothing had been
-    print("3 ranks met without address and port, each returned 1.5; of a failure rank 1 is named, and the next 2 met again")
+    assert rallypoint.launch(train, (1.0,), nproc=2, backend="gloo") == [
+        1.0,
+        1.0,
+    ]  # and the next one meets as if nothing had been
+    print(
+        "3 ranks met without address and port, each returned 1.5; of a failure rank 1 is named, and the next 2 met again"
+    )
 
 
 main()

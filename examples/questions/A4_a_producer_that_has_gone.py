@@ -2,9 +2,10 @@
 
     python examples/questions/A4_a_producer_that_has_gone.py
 
-`queue.get()` then raises "ConnectionRefusedError: [Errno 111] Connection refused", and no network is involved: torch.multiprocessing sends
-a note where the tensor's memory is, and the process that has it must be there when it is taken. Here the report says so; and what goes
-through the job's store, or is returned by a function of `launch`, needs no producer.
+`queue.get()` then raises "ConnectionRefusedError: [Errno 111] Connection refused", and no network
+is involved: torch.multiprocessing sends a note where the tensor's memory is, and the process that
+has it must be there when it is taken. Here the report says so; and what goes through the job's
+store, or is returned by a function of `launch`, needs no producer.
 """
 
 import contextlib
@@ -55,7 +56,9 @@ def main() -> None:
             assert torch.equal(store["numbers"], torch.arange(8))
 
     assert torch.equal(rallypoint.launch(torch.arange, (8,), nproc=1)[0], torch.arange(8))
-    print(f"{report.headline}; through a store, and as a result, it came after its producer had gone")
+    print(
+        f"{report.headline}; through a store, and as a result, it came after its producer had gone"
+    )
 
 
 if __name__ == "__main__":

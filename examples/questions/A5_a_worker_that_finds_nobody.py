@@ -1,9 +1,11 @@
-"""A worker connects to the wrong place: nobody listens there, the name is wrong, another service has the port, packets are dropped.
+"""A worker connects to the wrong place: nobody listens there, the name is wrong, another service
+has the port, packets are dropped.
 
     python examples/questions/A5_a_worker_that_finds_nobody.py
 
-torch says the same of nearly all of it: "The client socket has timed out after 1000ms while trying to connect to (host, port)", and waits
-for a web server for ever. Each has its own code here, with what was seen at the address.
+torch says the same of nearly all of it: "The client socket has timed out after 1000ms while trying
+to connect to (host, port)", and waits for a web server for ever. Each has its own code here, with
+what was seen at the address.
 """
 
 import contextlib
@@ -23,13 +25,19 @@ import rallypoint
 def meet(place: str) -> None:
     """In a rank: the others are looked for at a place where they are not."""
     dist.init_process_group(
-        "gloo", init_method=f"tcp://{place}", rank=int(os.environ["RANK"]) + 1, world_size=3, timeout=timedelta(seconds=1)
+        "gloo",
+        init_method=f"tcp://{place}",
+        rank=int(os.environ["RANK"]) + 1,
+        world_size=3,
+        timeout=timedelta(seconds=1),
     )
 
 
 def failure(place: str) -> rallypoint.WorkerError:
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # torch's own words on it, forty lines for each attempt
+        with contextlib.redirect_stderr(
+            io.StringIO()
+        ):  # torch's own words on it, forty lines for each attempt
             rallypoint.launch(meet, (place,), nproc=2)
     except rallypoint.WorkerError as error:
         return error

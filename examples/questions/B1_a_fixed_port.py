@@ -2,8 +2,9 @@
 
     python examples/questions/B1_a_fixed_port.py
 
-With torchrun the second job ends in EADDRINUSE, or joins the first one's ranks. Without any port in the command or the script each job
-holds a free one from the start. Where it has to be a certain one, it is bound before any rank exists, or the error says who has it.
+With torchrun the second job ends in EADDRINUSE, or joins the first one's ranks. Without any port in
+the command or the script each job holds a free one from the start. Where it has to be a certain
+one, it is bound before any rank exists, or the error says who has it.
 """
 
 import os
@@ -32,18 +33,26 @@ def start(*options: str) -> subprocess.Popen[str]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as somebody:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0)) as somebody,
+    ):
         port = somebody.getsockname()[1]
         jobs = [start(f"--run-dir={folder}/one"), start(f"--run-dir={folder}/two")]
         refused = start(f"--run-dir={folder}/three", f"--master-port={port}")
         _, said = refused.communicate()
         assert refused.returncode == 1, said
         headline = said.strip().splitlines()[0]
-        assert re.match(rf"error\[port-in-use\]: port {port} on 127\.0\.0\.1 is taken: .*\(pid {os.getpid()}, user ", headline), said
+        assert re.match(
+            rf"error\[port-in-use\]: port {port} on 127\.0\.0\.1 is taken: .*\(pid {os.getpid()}, user ",
+            headline,
+        ), said
         for job in jobs:
             _, said = job.communicate()
             assert (job.returncode, said) == (0, "")
-    print("two jobs at once met without a port; the one that wanted a taken port was told by whom it is taken")
+    print(
+        "two jobs at once met without a port; the one that wanted a taken port was told by whom it is taken"
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python examples/questions/B4_a_range_of_ports.py
 
-`--port-range A-B` keeps everything that rallypoint listens on in that range, `hold_port(port_range=...)` and `serve(port_range=...)` do
-the same for programs of one's own, and when none is left the error says who has how many. What gloo and NCCL listen on in every rank is
+`--port-range A-B` keeps everything that rallypoint listens on in that range,
+`hold_port(port_range=...)` and `serve(port_range=...)` do the same for programs of one's own, and
+when none is left the error says who has how many. What gloo and NCCL listen on in every rank is
 chosen by the kernel; `rallypoint run --dry-run --port-range A-B` says how to move that.
 """
 
@@ -30,10 +31,26 @@ def a_free_range() -> tuple[int, int]:
 
 def main() -> None:
     low, high = a_free_range()
-    with rallypoint.hold_port(port_range=(low, high)) as first, rallypoint.serve(port_range=(low, high)) as server:
-        last = ({*range(low, high + 1)} - {first.port, int(server.address.rpartition(":")[2])}).pop()
+    with (
+        rallypoint.hold_port(port_range=(low, high)) as first,
+        rallypoint.serve(port_range=(low, high)) as server,
+    ):
+        last = (
+            {*range(low, high + 1)} - {first.port, int(server.address.rpartition(":")[2])}
+        ).pop()
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "rallypoint", "run", "--fresh", "--run-dir", folder, "--port-range", f"{low}-{high}", __file__]
+            command = [
+                sys.executable,
+                "-m",
+                "rallypoint",
+                "run",
+                "--fresh",
+                "--run-dir",
+                folder,
+                "--port-range",
+                f"{low}-{high}",
+                __file__,
+            ]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert said == f"the job meets at port {last}\n", said
 
@@ -48,7 +65,9 @@ def main() -> None:
         assert f"(pid {os.getpid()}, user " in exhausted.why[0]
         assert exhausted.why[0].endswith(f") holds {SIZE}")
     said = str(exhausted).replace(f"{low}-{high}", "A-B")
-    print(f"a socket, a store and a job took the {SIZE} ports of the range; {said}: one process holds {SIZE}")
+    print(
+        f"a socket, a store and a job took the {SIZE} ports of the range; {said}: one process holds {SIZE}"
+    )
 
 
 if __name__ == "__main__":

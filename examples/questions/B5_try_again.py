@@ -2,9 +2,10 @@
 
     python examples/questions/B5_try_again.py
 
-`time.sleep(5)` in a loop makes every process that failed together try again together, has no end, and forgets why the others failed.
-`retry` waits a random while from a range that doubles (full jitter, as the store's own client), has one deadline for all attempts, and
-says in the error what each kind of attempt ended in.
+`time.sleep(5)` in a loop makes every process that failed together try again together, has no end,
+and forgets why the others failed. `retry` waits a random while from a range that doubles (full
+jitter, as the store's own client), has one deadline for all attempts, and says in the error what
+each kind of attempt ended in.
 """
 
 import itertools
@@ -35,7 +36,9 @@ def main() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         try:
-            rallypoint.retry(lambda: socket.create_connection(nobody.getsockname(), timeout=5), timeout=0.5)
+            rallypoint.retry(
+                lambda: socket.create_connection(nobody.getsockname(), timeout=5), timeout=0.5
+            )
         except ConnectionRefusedError as error:
             failure = error
     assert failure is not None  # the last attempt's own

@@ -2,8 +2,9 @@
 
     python examples/questions/B6_an_address_of_the_scripts_own.py
 
-Under torchrun every rank then waits for a store that nobody serves: all are clients of an empty port. Here it is as in plain torch, rank 0
-listens there, and a line says that the port which rallypoint holds is not used. Ranks that each choose another port are told at once.
+Under torchrun every rank then waits for a store that nobody serves: all are clients of an empty
+port. Here it is as in plain torch, rank 0 listens there, and a line says that the port which
+rallypoint holds is not used. Ranks that each choose another port are told at once.
 """
 
 import os
@@ -35,7 +36,12 @@ def run(folder: Path, text: str) -> tuple[int, str]:
     script.write_text(text)
     command = [sys.executable, "-m", "rallypoint", "run", "-n", "2", "train.py"]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "XDG_STATE_HOME": str(folder)}
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "XDG_STATE_HOME": str(folder)},
     )
     return done.returncode, done.stderr
 
@@ -43,16 +49,24 @@ def run(folder: Path, text: str) -> tuple[int, str]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         with rallypoint.hold_port() as held:
-            port = held.port  # free again in a moment: a tutorial's 29500 may be taken on this machine
+            port = (
+                held.port
+            )  # free again in a moment: a tutorial's 29500 may be taken on this machine
         status, said = run(Path(name), SCRIPT.replace("@", str(port)))
         assert (status, len(said.splitlines())) == (0, 1), said
-        assert said.startswith(f"rallypoint: train.py:6 sets MASTER_PORT={port}; the held port "), said
+        assert said.startswith(f"rallypoint: train.py:6 sets MASTER_PORT={port}; the held port "), (
+            said
+        )
 
         each_its_own = SCRIPT.replace("@", f'{port} + int(os.environ["RANK"])')
         status, said = run(Path(name), each_its_own)
         assert status == 1, said
-        assert "\nerror[address-differs]: the ranks were told 2 different meeting points: " in said, said
-    print("2 ranks met at the script's own port; with a port for each rank they were told at once that they cannot")
+        assert (
+            "\nerror[address-differs]: the ranks were told 2 different meeting points: " in said
+        ), said
+    print(
+        "2 ranks met at the script's own port; with a port for each rank they were told at once that they cannot"
+    )
 
 
 if __name__ == "__main__":

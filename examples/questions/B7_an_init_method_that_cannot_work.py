@@ -1,8 +1,10 @@
-"""An `init_method` that cannot work as it is written: two slashes for three, http for tcp, a file that an earlier run left.
+"""An `init_method` that cannot work as it is written: two slashes for three, http for tcp, a file
+that an earlier run left.
 
     python examples/questions/B7_an_init_method_that_cannot_work.py
 
-torch waits five minutes for some of it, and meets the processes of an earlier run by another. Here the corrected text is in the message.
+torch waits five minutes for some of it, and meets the processes of an earlier run by another. Here
+the corrected text is in the message.
 """
 
 import os
@@ -46,7 +48,9 @@ def main() -> None:
         report = failure(f"file://{left}").report
         assert report.code == "store-file-stale", report
         assert report.help[0].command == f"rm {left}", report
-    print(f"{len(WRONG)} methods were corrected, and a file of an earlier run was refused: {report.code}")
+    print(
+        f"{len(WRONG)} methods were corrected, and a file of an earlier run was refused: {report.code}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python examples/questions/B8_a_clean_up_that_hides_the_error.py
 
-The clean-up fails as well, since there is no group, and its "AssertionError: Process group cannot be None" is what Python shows last. The
-cause is the first exception of the chain.
+The clean-up fails as well, since there is no group, and its "AssertionError: Process group cannot
+be None" is what Python shows last. The cause is the first exception of the chain.
 """
 
 import contextlib
@@ -20,7 +20,11 @@ import rallypoint
 def train(place: str) -> None:
     try:
         dist.init_process_group(
-            "gloo", init_method=f"tcp://{place}", rank=int(os.environ["RANK"]) + 1, world_size=3, timeout=timedelta(seconds=1)
+            "gloo",
+            init_method=f"tcp://{place}",
+            rank=int(os.environ["RANK"]) + 1,
+            world_size=3,
+            timeout=timedelta(seconds=1),
         )
     finally:
         dist.destroy_process_group()
@@ -32,7 +36,9 @@ def main() -> None:
         bound.bind(("127.0.0.1", 0))  # nobody listens there
         place = f"127.0.0.1:{bound.getsockname()[1]}"
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # torch's own words on it, forty lines for each attempt
+            with contextlib.redirect_stderr(
+                io.StringIO()
+            ):  # torch's own words on it, forty lines for each attempt
                 rallypoint.launch(train, (place,), nproc=2)
         except rallypoint.WorkerError as error:
             report = error.report

@@ -2,9 +2,10 @@
 
     python examples/questions/C1_cuda_in_the_caller.py
 
-Forked from that program (`mp.Process` on Linux, a notebook's launcher), a worker cannot: "Cannot re-initialize CUDA in forked subprocess".
-Here the ranks come from a process of their own that has imported torch and has never touched CUDA. Without a GPU the same goes for what
-else does not survive a fork: a thread that holds a lock.
+Forked from that program (`mp.Process` on Linux, a notebook's launcher), a worker cannot: "Cannot
+re-initialize CUDA in forked subprocess". Here the ranks come from a process of their own that has
+imported torch and has never touched CUDA. Without a GPU the same goes for what else does not
+survive a fork: a thread that holds a lock.
 """
 
 import os

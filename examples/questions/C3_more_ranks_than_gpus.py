@@ -2,9 +2,10 @@
 
     python examples/questions/C3_more_ranks_than_gpus.py
 
-By itself torch says `invalid device ordinal` in one rank, `module 'torch._C' has no attribute '_cuda_setDevice'` with a build for the CPU,
-and the other ranks wait. Here it is refused before anything starts, with what was found: torch's build, the driver, the GPUs, and
-CUDA_VISIBLE_DEVICES as it was given and as CUDA reads it.
+By itself torch says `invalid device ordinal` in one rank, `module 'torch._C' has no attribute
+'_cuda_setDevice'` with a build for the CPU, and the other ranks wait. Here it is refused before
+anything starts, with what was found: torch's build, the driver, the GPUs, and CUDA_VISIBLE_DEVICES
+as it was given and as CUDA reads it.
 """
 
 import torch

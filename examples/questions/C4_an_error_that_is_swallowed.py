@@ -2,8 +2,9 @@
 
     python examples/questions/C4_an_error_that_is_swallowed.py
 
-With torchrun they wait until the timeout of the process group, ten or thirty minutes, and the job may even end with status 0. Here the job
-ends as soon as that rank has left, and the error is the one that it had caught.
+With torchrun they wait until the timeout of the process group, ten or thirty minutes, and the job
+may even end with status 0. Here the job ends as soon as that rank has left, and the error is the
+one that it had caught.
 """
 
 import contextlib

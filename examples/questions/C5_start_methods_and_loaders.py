@@ -2,8 +2,9 @@
 
     python examples/questions/C5_start_methods_and_loaders.py
 
-In a process that was started by multiprocessing the call fails: "context has already been set". A rank's is not set. A loader's workers
-cannot use CUDA when they are forked from a rank that has used it (`error[cuda-before-fork]` names both lines); started anew they can.
+In a process that was started by multiprocessing the call fails: "context has already been set". A
+rank's is not set. A loader's workers cannot use CUDA when they are forked from a rank that has used
+it (`error[cuda-before-fork]` names both lines); started anew they can.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     python examples/questions/D1_a_tensor_and_a_counter.py
 
-With torch's TCPStore none of these lines exists: a value there is bytes, `store["x"]` is a TypeError, the store cannot be an argument
-of a process, and it has no `close`.
+With torch's TCPStore none of these lines exists: a value there is bytes, `store["x"]` is a
+TypeError, the store cannot be an argument of a process, and it has no `close`.
 """
 
 import torch
@@ -26,12 +26,20 @@ def work(store: rallypoint.Store) -> None:
     assert torch.equal(store["my_tensor"], torch.arange(10.0))
     store["my_tensor"] = store["my_tensor"] * 2
     store["counter"] += 1
-    store["config"] = {"lr": 1e-3, "betas": (0.9, 0.999), "shape": torch.Size([2, 3]), "dtype": torch.float16}
+    store["config"] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "shape": torch.Size([2, 3]),
+        "dtype": torch.float16,
+    }
     store.close()
 
 
 def main() -> None:
-    with rallypoint.serve() as server, rallypoint.connect(server.address, secret=server.secret) as store:
+    with (
+        rallypoint.serve() as server,
+        rallypoint.connect(server.address, secret=server.secret) as store,
+    ):
         store["my_tensor"] = torch.arange(10.0)
         store["counter"] = 41
         process = mp.Process(target=work, args=(store,))
@@ -40,7 +48,12 @@ def main() -> None:
         assert process.exitcode == 0
         assert torch.equal(store["my_tensor"], torch.arange(10.0) * 2)
         assert store["counter"] == 42
-        assert store["config"] == {"lr": 1e-3, "betas": (0.9, 0.999), "shape": torch.Size([2, 3]), "dtype": torch.float16}
+        assert store["config"] == {
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "shape": torch.Size([2, 3]),
+            "dtype": torch.float16,
+        }
 
         for name, tensor in TENSORS.items():
             store[name] = tensor
@@ -53,7 +66,9 @@ def main() -> None:
             assert store.get("on the gpu", device="cuda").device.type == "cuda"
 
         assert "nothing" not in store
-        assert store.get("nothing", default=None) is None  # at once: TCPStore's get waits for the key
+        assert (
+            store.get("nothing", default=None) is None
+        )  # at once: TCPStore's get waits for the key
         del store["counter"]
         assert "counter" not in store
         store.close()
@@ -63,7 +78,9 @@ def main() -> None:
             pass
         else:
             raise AssertionError("a closed store answered")
-    print(f"a tensor, a counter and {len(TENSORS)} odd tensors went through the store and came back equal")
+    print(
+        f"a tensor, a counter and {len(TENSORS)} odd tensors went through the store and came back equal"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Eight processes count together while their network is cut in the middle, and a server that is frozen holds nobody up.
+"""Eight processes count together while their network is cut in the middle, and a server that is
+frozen holds nobody up.
 
     python examples/questions/D3_network_interruption.py [--cut SECONDS]
 
-A TCPStore client whose connection breaks is dead for ever, and what it had set last is lost without a word. Here the client connects again
-by itself, repeats what has no answer yet, and the server knows what it has carried out: each `add` counts once.
+A TCPStore client whose connection breaks is dead for ever, and what it had set last is lost without
+a word. Here the client connects again by itself, repeats what has no answer yet, and the server
+knows what it has carried out: each `add` counts once.
 """
 
 import argparse
@@ -34,7 +36,9 @@ def serve(told: Connection) -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--cut", type=float, default=2.0, help="seconds for which the network is away")
+    arguments.add_argument(
+        "--cut", type=float, default=2.0, help="seconds for which the network is away"
+    )
     cut = arguments.parse_args().cut
 
     told, telling = mp.Pipe()
@@ -43,10 +47,13 @@ def main() -> None:
     assert server.pid is not None
     address, secret = told.recv()
 
-    # `ttl` is how long a session outlives silence, `timeout` how long a call waits for its answer: both longer than the cut.
+    # `ttl` is how long a session outlives silence, `timeout` how long a call waits for its answer:
+    # both longer than the cut.
     with (
         ChaosProxy(address) as network,
-        rallypoint.connect(network.address, secret=secret, same_host=False, timeout=cut + 60, ttl=cut + 60) as store,
+        rallypoint.connect(
+            network.address, secret=secret, same_host=False, timeout=cut + 60, ttl=cut + 60
+        ) as store,
     ):
         workers = [mp.Process(target=count, args=(store,), daemon=True) for _ in range(CLIENTS)]
         for worker in workers:
@@ -77,7 +84,9 @@ def main() -> None:
         assert store["k"] == 1, "and then it goes on"
     server.kill()
     server.join()
-    print(f"{CLIENTS} x {ADDS} adds around a cut of {cut:g} s: {CLIENTS * ADDS}; a frozen server cost no more than the timeout")
+    print(
+        f"{CLIENTS} x {ADDS} adds around a cut of {cut:g} s: {CLIENTS * ADDS}; a frozen server cost no more than the timeout"
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python examples/questions/D4_lock_between_processes.py
 
-A `threading.Lock` guards nothing here: each process has one of its own. A lock of the store is one for all. It is passed on when
-its holder dies; and who was only stopped, and still believes to hold it, can no longer write with its token.
+A `threading.Lock` guards nothing here: each process has one of its own. A lock of the store is one
+for all. It is passed on when its holder dies; and who was only stopped, and still believes to hold
+it, can no longer write with its token.
 """
 
 import multiprocessing as mp
@@ -31,7 +32,9 @@ def die(store: rallypoint.Store) -> None:
 def sleep(store: rallypoint.Store) -> None:
     try:
         with store.lock("w", ttl=TTL) as grant:
-            os.kill(os.getpid(), signal.SIGSTOP)  # a laptop is closed; somebody else gets the lock; it is opened again
+            os.kill(
+                os.getpid(), signal.SIGSTOP
+            )  # a laptop is closed; somebody else gets the lock; it is opened again
             try:
                 store.set("w", "too late", fence=grant.token)
             except rallypoint.FenceStale:
@@ -41,7 +44,10 @@ def sleep(store: rallypoint.Store) -> None:
 
 
 def main() -> None:
-    with rallypoint.serve() as server, rallypoint.connect(server.address, secret=server.secret) as store:
+    with (
+        rallypoint.serve() as server,
+        rallypoint.connect(server.address, secret=server.secret) as store,
+    ):
         store["w"] = 0
         processes = [mp.Process(target=add, args=(store,)) for _ in range(PROCESSES)]
         for process in processes:
@@ -71,7 +77,9 @@ def main() -> None:
             assert store["w"] == "by its holder"
         assert store["refused"]
         assert store["told"]
-    print(f"{PROCESSES} x {TIMES} additions under the lock are {PROCESSES * TIMES}; it outlived a killed holder; a stopped one was refused")
+    print(
+        f"{PROCESSES} x {TIMES} additions under the lock are {PROCESSES * TIMES}; it outlived a killed holder; a stopped one was refused"
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python examples/questions/D5_size_of_the_store.py
 
-TCPStore takes no size; what people give it in that place is the world size, or the port. One value has at most 8 MiB there, and one
-byte more ends in "Connection reset by peer" and a client that is dead from then on. Here the store as a whole has a limit that
-you choose, and who asks for too much is told so, with the numbers.
+TCPStore takes no size; what people give it in that place is the world size, or the port. One value
+has at most 8 MiB there, and one byte more ends in "Connection reset by peer" and a client that is
+dead from then on. Here the store as a whole has a limit that you choose, and who asks for too much
+is told so, with the numbers.
 """
 
 import torch
@@ -24,7 +25,10 @@ def refused(store: rallypoint.Store, key: str, size: int) -> rallypoint.LimitExc
 
 
 def main() -> None:
-    with rallypoint.serve(max_bytes="64MiB") as server, rallypoint.connect(server.address, secret=server.secret) as store:
+    with (
+        rallypoint.serve(max_bytes="64MiB") as server,
+        rallypoint.connect(server.address, secret=server.secret) as store,
+    ):
         before = torch.randn(5 * MIB)  # float32: 20 MiB
         store["weights"] = before
 

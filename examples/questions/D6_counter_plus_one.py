@@ -2,8 +2,8 @@
 
     python examples/questions/D6_counter_plus_one.py
 
-That line reads and then writes: two requests, and what another process writes between them is lost. `add` and `update` are one. The
-plain form is not forbidden; when it has lost something, it says so.
+That line reads and then writes: two requests, and what another process writes between them is lost.
+`add` and `update` are one. The plain form is not forbidden; when it has lost something, it says so.
 """
 
 import multiprocessing as mp
@@ -28,7 +28,10 @@ def work(store: rallypoint.Store) -> None:
 
 
 def main() -> None:
-    with rallypoint.serve() as server, rallypoint.connect(server.address, secret=server.secret) as store:
+    with (
+        rallypoint.serve() as server,
+        rallypoint.connect(server.address, secret=server.secret) as store,
+    ):
         store["plain"] = 0
         processes = [mp.Process(target=work, args=(store,)) for _ in range(2)]
         for process in processes:
@@ -50,7 +53,9 @@ def main() -> None:
             [warning] = told
             assert warning.category is rallypoint.UpdateLostWarning
             assert "use add() or update()" in str(warning.message)
-        print(f"add {2 * TIMES}, update {2 * TIMES}, plain += {plain}, and {lost} lost updates were noticed")
+        print(
+            f"add {2 * TIMES}, update {2 * TIMES}, plain += {plain}, and {lost} lost updates were noticed"
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python examples/questions/D7_state_dict.py
 
-The other process takes up training where this one stopped: what comes out is equal to what went in, and of the same type, so that
-`load_state_dict` takes it, and the next step is the same step to the last bit.
+The other process takes up training where this one stopped: what comes out is equal to what went in,
+and of the same type, so that `load_state_dict` takes it, and the next step is the same step to the
+last bit.
 """
 
 import torch
@@ -51,11 +52,16 @@ def same(a: object, b: object) -> bool:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # the process that is forked from this one could not use the threads of a pool
+    torch.set_num_threads(
+        1
+    )  # the process that is forked from this one could not use the threads of a pool
     model, optimizer = build()
     for number in range(3):
         step(model, optimizer, number)
-    with rallypoint.serve() as server, rallypoint.connect(server.address, secret=server.secret) as store:
+    with (
+        rallypoint.serve() as server,
+        rallypoint.connect(server.address, secret=server.secret) as store,
+    ):
         store["model"] = model.state_dict()
         store["optimizer"] = optimizer.state_dict()
         assert same(store["model"], model.state_dict())
@@ -66,7 +72,9 @@ def main() -> None:
         assert process.exitcode == 0
         here = [step(model, optimizer, number) for number in range(3, 6)]
         assert store["losses there"] == here, (store["losses there"], here)
-    print(f"{len(model.state_dict())} tensors and an optimizer's state went over; the next losses are equal: {here[-1]:.6f}")
+    print(
+        f"{len(model.state_dict())} tensors and an optimizer's state went over; the next losses are equal: {here[-1]:.6f}"
+    )
 
 
 if __name__ == "__main__":

@@ -125,7 +125,8 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> object:
-    # Loaded when first used: `rallypoint --help` and a program that only catches our errors need none of it.
+    # Loaded when first used: `rallypoint --help` and a program that only catches our errors need
+    # none of it.
     if name not in _WHERE:
         raise AttributeError(f"module 'rallypoint' has no attribute {name!r}")
     import importlib

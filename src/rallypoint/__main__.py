@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-# First of all, before anything else is imported: until the agent writes signals down itself, Ctrl-C ends this process as it ends any other
-# program. Python's KeyboardInterrupt in the middle of somebody's import is a traceback, an ignored exception or, inside an
-# extension module's initialisation, a crash. `_signal` is the interpreter's own module and is there already.
+# First of all, before anything else is imported: until the agent writes signals down itself, Ctrl-C
+# ends this process as it ends any other program. Python's KeyboardInterrupt in the middle of
+# somebody's import is a traceback, an ignored exception or, inside an extension module's
+# initialisation, a crash. `_signal` is the interpreter's own module and is there already.
 import _signal  # type: ignore[import-not-found]
 import sys
 

@@ -1,6 +1,7 @@
 """Time as an argument.
 
-The only module that reads a clock. Whoever needs the time takes a `Clock`, so that a test can move it.
+The only module that reads a clock. Whoever needs the time takes a `Clock`, so that a test can move
+it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from collections.abc import Callable
 
 
 class Clock:
-    """The real clock. `elapsed()` counts from when this object was made, which is when the job started."""
+    """The real clock. `elapsed()` counts from when this object was made, which is when the job
+    started.
+    """
 
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
-    """Seconds on a clock that is never set back; only differences mean anything. (No method: the store asks it for every message.)"""
+    """Seconds on a clock that is never set back; only differences mean anything. (No method: the
+    store asks it for every message.)
+    """
 
     def __init__(self) -> None:
         self._start = self.monotonic()

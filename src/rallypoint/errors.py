@@ -1,8 +1,9 @@
 """Every exception, one tree: whose fault it was.
 
-`UsageError`: rallypoint was called wrongly. `EnvironmentProblem`: this machine, or the way to another (a port, an address, a file,
-a connection). `InternalError`: us; it asks for a report. Each carries the code under which `rallypoint explain` has a page, and
-where a user would catch a builtin (`TimeoutError`, `ConnectionError`, `MemoryError`, `TypeError`) it is one.
+`UsageError`: rallypoint was called wrongly. `EnvironmentProblem`: this machine, or the way to
+another (a port, an address, a file, a connection). `InternalError`: us; it asks for a report. Each
+carries the code under which `rallypoint explain` has a page, and where a user would catch a builtin
+(`TimeoutError`, `ConnectionError`, `MemoryError`, `TypeError`) it is one.
 """
 
 from __future__ import annotations
@@ -18,20 +19,38 @@ Outcome = Literal["happened", "did not happen", "unknown"]
 class RallypointError(Exception):
     """The root of the tree.
 
-    `code` is the kebab-case name of the situation, `help` what to do about it: (sentence, command or "") pairs.
+    `code` is the kebab-case name of the situation, `help` what to do about it: (sentence, command
+    or "") pairs.
     """
 
-    def __init__(self, code: str, headline: str, *, why: tuple[str, ...] = (), help: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(
+        self,
+        code: str,
+        headline: str,
+        *,
+        why: tuple[str, ...] = (),
+        help: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         super().__init__(headline)
         self.code = code
         self.headline = headline
         self.why = why
         self.help = help
-        # What Python prints below the headline in a traceback. `str()` stays the headline alone: it stands in logs and chat messages.
-        self.add_note("\n".join((*(f"  why    {line}" for line in why), *map(_help, help), f"  more   rallypoint explain {code}")))
+        # What Python prints below the headline in a traceback. `str()` stays the headline alone: it
+        # stands in logs and chat messages.
+        self.add_note(
+            "\n".join(
+                (
+                    *(f"  why    {line}" for line in why),
+                    *map(_help, help),
+                    f"  more   rallypoint explain {code}",
+                )
+            )
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions are rebuilt from `args`, which holds the headline alone: an error that crosses a process must keep the rest.
+        # Exceptions are rebuilt from `args`, which holds the headline alone: an error that crosses
+        # a process must keep the rest.
         return _rebuilt, (type(self), self.args, self.__dict__)
 
 
@@ -43,7 +62,9 @@ def _help(help: tuple[str, str]) -> str:
     return "\n".join((f"  help   {sentence}:", *(f"             {line}" for line in lines)))
 
 
-def _rebuilt(kind: type[RallypointError], args: tuple[object, ...], attributes: dict[str, object]) -> RallypointError:
+def _rebuilt(
+    kind: type[RallypointError], args: tuple[object, ...], attributes: dict[str, object]
+) -> RallypointError:
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(attributes)
@@ -63,13 +84,15 @@ class InternalError(RallypointError):
 
 
 class StoreUnreachable(EnvironmentProblem, ConnectionError):
-    """No conversation with a store came about: `port-refused`, `address-unresolved`, `address-unreachable`, `store-foreign`,
-    `store-silent`, `wrong-secret`, `version-skew`, `wrong-job`. Nothing happened."""
+    """No conversation with a store came about: `port-refused`, `address-unresolved`,
+    `address-unreachable`, `store-foreign`, `store-silent`, `wrong-secret`, `version-skew`,
+    `wrong-job`. Nothing happened."""
 
 
 class StoreTimeout(EnvironmentProblem, TimeoutError):
-    """A deadline passed: `wait-timeout` (the server answered that what was waited for did not come; nothing was changed) or
-    `store-timeout` (no answer came; `outcome` says what is known about the request)."""
+    """A deadline passed: `wait-timeout` (the server answered that what was waited for did not come;
+    nothing was changed) or `store-timeout` (no answer came; `outcome` says what is known about the
+    request)."""
 
     def __init__(
         self,
@@ -85,13 +108,16 @@ class StoreTimeout(EnvironmentProblem, TimeoutError):
 
 
 class QueueEmpty(StoreTimeout, Empty):
-    """`wait-timeout`: no item came into a queue in time. Also what the standard library's queues raise."""
+    """`wait-timeout`: no item came into a queue in time. Also what the standard library's queues
+    raise.
+    """
 
 
 class SessionLost(EnvironmentProblem, ConnectionError):
-    """`session-lost`: the server ended this client's session, and what it held (locks, seats, ephemeral keys, taken items) was
-    released. `outcome` says whether the request that was under way happened; `same_server` that the store and its keys are still
-    there (False: it is another server, or that is not known). The next call begins a new session."""
+    """`session-lost`: the server ended this client's session, and what it held (locks, seats,
+    ephemeral keys, taken items) was released. `outcome` says whether the request that was under way
+    happened; `same_server` that the store and its keys are still there (False: it is another
+    server, or that is not known). The next call begins a new session."""
 
     def __init__(
         self,
@@ -109,30 +135,45 @@ class SessionLost(EnvironmentProblem, ConnectionError):
 
 
 class StoreClosed(EnvironmentProblem, ConnectionError):
-    """`store-closed`: the server stopped in an orderly way, or this store object was closed. `outcome` as in `StoreTimeout`."""
+    """`store-closed`: the server stopped in an orderly way, or this store object was closed.
+    `outcome` as in `StoreTimeout`.
+    """
 
     def __init__(
-        self, code: str, headline: str, *, outcome: Outcome = "unknown", why: tuple[str, ...] = (), help: tuple[tuple[str, str], ...] = ()
+        self,
+        code: str,
+        headline: str,
+        *,
+        outcome: Outcome = "unknown",
+        why: tuple[str, ...] = (),
+        help: tuple[tuple[str, str], ...] = (),
     ) -> None:
         super().__init__(code, headline, why=why, help=help)
         self.outcome = outcome
 
 
 class LimitExceeded(EnvironmentProblem, MemoryError):
-    """The store refused to grow: `value-too-large`, `store-full`, `key-too-long`, `too-many-keys`, `too-many-waiting`. It names the
-    limit, the size asked for and the option that raises it; nothing was changed, and the connection goes on."""
+    """The store refused to grow: `value-too-large`, `store-full`, `key-too-long`, `too-many-keys`,
+    `too-many-waiting`. It names the limit, the size asked for and the option that raises it;
+    nothing was changed, and the connection goes on."""
 
 
 class ValueUnsupported(UsageError, TypeError):
-    """`value-unsupported`: something in the value, named by its path, is not of the closed set; or `value-malformed`."""
+    """`value-unsupported`: something in the value, named by its path, is not of the closed set; or
+    `value-malformed`.
+    """
 
 
 class StorePickled(UsageError, TypeError):
-    """`store-pickled`: a store was to be pickled, and not on its way into a new process. It carries its secret."""
+    """`store-pickled`: a store was to be pickled, and not on its way into a new process. It carries
+    its secret.
+    """
 
 
 class WrongType(UsageError, TypeError):
-    """`wrong-type`, `integer-overflow`: the key holds something that this operation cannot be applied to. Nothing was changed."""
+    """`wrong-type`, `integer-overflow`: the key holds something that this operation cannot be
+    applied to. Nothing was changed.
+    """
 
 
 class FenceStale(EnvironmentProblem):
@@ -140,11 +181,15 @@ class FenceStale(EnvironmentProblem):
 
 
 class Compacted(EnvironmentProblem, LookupError):
-    """`compacted`: changes between the revision asked for and now are no longer known. Read again and watch from there."""
+    """`compacted`: changes between the revision asked for and now are no longer known. Read again
+    and watch from there.
+    """
 
 
 class UpdateLost(EnvironmentProblem):
-    """`update-lost`, with `strict=True`: somebody else changed the key between this client's read and its write."""
+    """`update-lost`, with `strict=True`: somebody else changed the key between this client's read
+    and its write.
+    """
 
 
 class UpdateLostWarning(UserWarning):
@@ -152,8 +197,8 @@ class UpdateLostWarning(UserWarning):
 
 
 class LockTimeout(StoreTimeout):
-    """`lock-timeout`: the lock could not be acquired in time; this caller left its queue. `holder`: who has it, as text;
-    `held_for`: seconds; `queue`: who waits in front, as texts."""
+    """`lock-timeout`: the lock could not be acquired in time; this caller left its queue. `holder`:
+    who has it, as text; `held_for`: seconds; `queue`: who waits in front, as texts."""
 
     def __init__(
         self,
@@ -173,23 +218,25 @@ class LockTimeout(StoreTimeout):
 
 
 class WouldDeadlock(UsageError, RuntimeError):
-    """`lock-twice`: this thread holds the lock already. `lock-cycle`: the holder waits, over others perhaps, for a lock that this caller
-    holds. Nobody would ever go on; this caller does not wait, and holds what it held."""
+    """`lock-twice`: this thread holds the lock already. `lock-cycle`: the holder waits, over others
+    perhaps, for a lock that this caller holds. Nobody would ever go on; this caller does not wait,
+    and holds what it held."""
 
 
 class LeaseLost(EnvironmentProblem):
-    """`lock-lost`: the lock was passed on while this process believed to hold it. What was written with its token as a fence before
-    that stands; what was written without may have met somebody else's."""
+    """`lock-lost`: the lock was passed on while this process believed to hold it. What was written
+    with its token as a fence before that stands; what was written without may have met somebody
+    else's."""
 
 
 class LockAbandoned(EnvironmentProblem):
-    """`lock-abandoned`: the last holder died while it held the lock, so what the lock guards may be half changed. Raised once, to the
-    next holder; the lock is free after it."""
+    """`lock-abandoned`: the last holder died while it held the lock, so what the lock guards may be
+    half changed. Raised once, to the next holder; the lock is free after it."""
 
 
 class BarrierTimeout(StoreTimeout):
-    """`barrier-timeout`: not everybody came in time. `present` and `absent`: who did and who did not, as texts. All others who waited get
-    BarrierBroken at the same moment."""
+    """`barrier-timeout`: not everybody came in time. `present` and `absent`: who did and who did
+    not, as texts. All others who waited get BarrierBroken at the same moment."""
 
     def __init__(
         self,
@@ -207,8 +254,9 @@ class BarrierTimeout(StoreTimeout):
 
 
 class BarrierBroken(EnvironmentProblem, RuntimeError):
-    """`barrier-broken`: somebody else at the barrier gave up or died. `barrier-missed`: this caller came too late for a round that was
-    complete without it. `present` and `absent` as in `BarrierTimeout`. The next call is the next round."""
+    """`barrier-broken`: somebody else at the barrier gave up or died. `barrier-missed`: this caller
+    came too late for a round that was complete without it. `present` and `absent` as in
+    `BarrierTimeout`. The next call is the next round."""
 
     def __init__(
         self,
@@ -226,13 +274,14 @@ class BarrierBroken(EnvironmentProblem, RuntimeError):
 
 
 class BarrierMismatch(UsageError):
-    """`barrier-size`, `average-mismatch`: those who met want different things (another size, shape or dtype). All of them get it, and it
-    says who wants what."""
+    """`barrier-size`, `average-mismatch`: those who met want different things (another size, shape
+    or dtype). All of them get it, and it says who wants what."""
 
 
 class OnceFailed(RallypointError):
-    """`once-failed`: the function that `once` ran in another process raised. `remote_type` is the name of the exception's class,
-    `remote_traceback` its traceback there, as text; the headline has its message."""
+    """`once-failed`: the function that `once` ran in another process raised. `remote_type` is the
+    name of the exception's class, `remote_traceback` its traceback there, as text; the headline has
+    its message."""
 
     def __init__(
         self, code: str, headline: str, *, remote_type: str = "", remote_traceback: str = "", why: tuple[str, ...] = (),
@@ -244,26 +293,35 @@ class OnceFailed(RallypointError):
 
 
 class RankKilled(EnvironmentProblem):
-    """`rank-killed`, `rank-out-of-memory`: a rank of `launch` was ended by a signal. `rank`; `signal`: its number."""
+    """`rank-killed`, `rank-out-of-memory`: a rank of `launch` was ended by a signal. `rank`;
+    `signal`: its number.
+    """
 
-    def __init__(self, code: str, headline: str, *, rank: int, signal: int, why: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, code: str, headline: str, *, rank: int, signal: int, why: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(code, headline, why=why)
         self.rank = rank
         self.signal = signal
 
 
 class RankExited(RallypointError):
-    """`rank-exited`: a rank of `launch` left with `sys.exit` or `os._exit` instead of returning; `rank-left-early`: it returned, and others
-    still needed it. `rank`; `exit_code`, 0 for one that returned."""
+    """`rank-exited`: a rank of `launch` left with `sys.exit` or `os._exit` instead of returning;
+    `rank-left-early`: it returned, and others still needed it. `rank`; `exit_code`, 0 for one that
+    returned."""
 
-    def __init__(self, code: str, headline: str, *, rank: int, exit_code: int, why: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, code: str, headline: str, *, rank: int, exit_code: int, why: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(code, headline, why=why)
         self.rank = rank
         self.exit_code = exit_code
 
 
 class RemoteTraceback(Exception):
-    """The `__cause__` of an exception that came from another process: its traceback there, as text."""
+    """The `__cause__` of an exception that came from another process: its traceback there,
+    as text.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -274,7 +332,9 @@ class RemoteTraceback(Exception):
 
 
 class RemoteError(Exception):
-    """Stands for an exception of another process whose own class cannot be had here. `type_name` is that class's full name."""
+    """Stands for an exception of another process whose own class cannot be had here. `type_name` is
+    that class's full name.
+    """
 
     def __init__(self, type_name: str, message: str) -> None:
         super().__init__(type_name, message)
@@ -286,11 +346,19 @@ class RemoteError(Exception):
 
 
 class LaunchTimeout(EnvironmentProblem, TimeoutError):
-    """`launch-timeout`: the function had not returned in all ranks within `timeout`; they were stopped. The text says where each was.
-    `results`: what ranks had returned by then, by rank; `report`: the diagnosis."""
+    """`launch-timeout`: the function had not returned in all ranks within `timeout`; they were
+    stopped. The text says where each was. `results`: what ranks had returned by then, by rank;
+    `report`: the diagnosis."""
 
     def __init__(
-        self, code: str, headline: str, *, results: dict[int, object], report: object = None, text: str = "", why: tuple[str, ...] = ()
+        self,
+        code: str,
+        headline: str,
+        *,
+        results: dict[int, object],
+        report: object = None,
+        text: str = "",
+        why: tuple[str, ...] = (),
     ) -> None:
         super().__init__(code, headline, why=why)
         self.results = results
@@ -304,10 +372,12 @@ class LaunchTimeout(EnvironmentProblem, TimeoutError):
 
 
 class WorkerError(ExceptionGroup):
-    """Ranks of `launch` failed. The members are the exceptions of the ranks that are the cause, each with its traceback there as
-    `__cause__`; or `RankKilled` and `RankExited` for a rank that had none. `str()` is the report.
+    """Ranks of `launch` failed. The members are the exceptions of the ranks that are the cause,
+    each with its traceback there as `__cause__`; or `RankKilled` and `RankExited` for a rank that
+    had none. `str()` is the report.
 
-    `results`: what other ranks had returned, by rank. `report`: the diagnosis, for programs. `ranks`: the rank of each member.
+    `results`: what other ranks had returned, by rank. `report`: the diagnosis, for programs.
+    `ranks`: the rank of each member.
     """
 
     results: dict[int, object]
@@ -330,17 +400,35 @@ class WorkerError(ExceptionGroup):
         super().__init__(headline, members)
 
     def derive(self, excs: Sequence[Exception]) -> WorkerError:  # type: ignore[override]
-        kept = tuple(rank for rank, member in zip(self.ranks, self.exceptions, strict=False) if member in excs)
-        return WorkerError(self.message, excs, ranks=kept, results=self.results, report=self.report, text=self.text)
+        kept = tuple(
+            rank
+            for rank, member in zip(self.ranks, self.exceptions, strict=False)
+            if member in excs
+        )
+        return WorkerError(
+            self.message, excs, ranks=kept, results=self.results, report=self.report, text=self.text
+        )
 
     def __str__(self) -> str:
         return self.text or super().__str__()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _worker_error, (self.message, self.exceptions, self.ranks, self.results, self.report, self.text)
+        return _worker_error, (
+            self.message,
+            self.exceptions,
+            self.ranks,
+            self.results,
+            self.report,
+            self.text,
+        )
 
 
 def _worker_error(
-    headline: str, members: Sequence[Exception], ranks: tuple[int, ...], results: dict[int, object], report: object, text: str
+    headline: str,
+    members: Sequence[Exception],
+    ranks: tuple[int, ...],
+    results: dict[int, object],
+    report: object,
+    text: str,
 ) -> WorkerError:
     return WorkerError(headline, members, ranks=ranks, results=results, report=report, text=text)

@@ -16,7 +16,9 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 class World(msgspec.Struct, frozen=True):
-    """The shape of a job: how many nodes, and how many ranks on each (equal on all nodes for now)."""
+    """The shape of a job: how many nodes, and how many ranks on each (equal on all nodes
+    for now).
+    """
 
     local_size: int
     nodes: int = 1

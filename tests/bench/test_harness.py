@@ -86,7 +86,11 @@ def test_what_a_launcher_has_set_is_not_passed_on(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("who", "output", "cause"),
     [
-        ("rallypoint", "[1] a line\n\nerror[rank-killed]: rank 2 was killed by SIGKILL\n", "rank 2: rank-killed"),
+        (
+            "rallypoint",
+            "[1] a line\n\nerror[rank-killed]: rank 2 was killed by SIGKILL\n",
+            "rank 2: rank-killed",
+        ),
         ("rallypoint", "error[rank-raised]: ranks 0-1 raised\n", ""),
         ("rallypoint", "Traceback (most recent call last):\n", ""),
         (

@@ -26,8 +26,18 @@ def test_a_port_that_somebody_has_already_is_wrong(tmp_path: Path) -> None:
     low = port_soak._free_range(random.Random(2))
     for port in range(low, low + port_soak.RANGE):
         (tmp_path / str(port)).touch()
-    command = [sys.executable, str(JOBS / "port_holder.py"), "20", "7", str(low), str(low + port_soak.RANGE - 1), str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE, check=True, env=environment())
+    command = [
+        sys.executable,
+        str(JOBS / "port_holder.py"),
+        "20",
+        "7",
+        str(low),
+        str(low + port_soak.RANGE - 1),
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE, check=True, env=environment()
+    )
     told = [json.loads(line) for line in done.stdout.splitlines()]
     in_range = [one for one in told if low <= one["port"] < low + port_soak.RANGE]
     assert in_range

@@ -1,4 +1,6 @@
-"""One tiny turn of each case of the primitives' bench, in real processes; and what is made of the figures."""
+"""One tiny turn of each case of the primitives' bench, in real processes; and what is made of the
+figures.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from bench.tables import text
 
 from bench import figures, primitives, store
 
-MACHINE = {"cores": 2, "cpu": "a cpu", "memory_gib": 4.0, "kernel": "6.1", "python": "3.11.9", "torch": "2.13.0", "rallypoint": "0.1.0"}
+MACHINE = {
+    "cores": 2,
+    "cpu": "a cpu",
+    "memory_gib": 4.0,
+    "kernel": "6.1",
+    "python": "3.11.9",
+    "torch": "2.13.0",
+    "rallypoint": "0.1.0",
+}
 
 
 def has_torch() -> bool:
@@ -31,7 +41,11 @@ def case(name: str, *taken: Sample) -> Case:
 
 
 def lines(found: Case) -> list[str]:
-    return [line for table in figures.tables({found.name: found}) for line in text(table).splitlines()[2:]]
+    return [
+        line
+        for table in figures.tables({found.name: found})
+        for line in text(table).splitlines()[2:]
+    ]
 
 
 # --- in real processes
@@ -70,7 +84,11 @@ def test_a_lock_is_handed_over(party: str) -> None:
 @with_torch
 def test_no_addition_to_a_shared_tensor_is_lost() -> None:
     samples = list(primitives.shared(2, 1, seconds=0.1))
-    assert [(sample.who, sample.note) for sample in samples] == [(WHOLE, ""), (BLOCK, ""), (STANDARD, "")]
+    assert [(sample.who, sample.note) for sample in samples] == [
+        (WHOLE, ""),
+        (BLOCK, ""),
+        (STANDARD, ""),
+    ]
     assert all(set(sample.values) == {f"rate_{size}" for size in SIZES} for sample in samples)
 
 
@@ -83,7 +101,9 @@ def one(*had: float) -> dict[str, object]:
 
 def test_a_hand_over_is_between_two_and_counts_while_all_want_it() -> None:
     phases = [{"cpu": 1.0}, {"cpu": 1.0}, {"cpu": 3.0}, {"cpu": 9.0}]
-    found = primitives.handed_over({"results": [one(1.0, 2.0, 4.0), one(2.5, 4.5, 11.0)], "phases": phases})
+    found = primitives.handed_over(
+        {"results": [one(1.0, 2.0, 4.0), one(2.5, 4.5, 11.0)], "phases": phases}
+    )
     assert found["handover_p50"] == 500_000  # 2 to 2.5, 2.5 to 4, 4 to 4.5; not 1 to 2
     assert found["handover_trips"] == 2.0
     assert (found["most"], found["least"], found["fairness"], found["rate"]) == (3, 2, 1.5, 0.5)
@@ -91,7 +111,9 @@ def test_a_hand_over_is_between_two_and_counts_while_all_want_it() -> None:
 
 
 def test_who_never_has_the_lock_is_no_fairness() -> None:
-    found = primitives.handed_over({"results": [one(1.0, 2.0), one()], "phases": [{"cpu": 0.0}] * 4})
+    found = primitives.handed_over(
+        {"results": [one(1.0, 2.0), one()], "phases": [{"cpu": 0.0}] * 4}
+    )
     assert found["fairness"] is None
     assert "handover_p50" not in found
 
@@ -116,9 +138,16 @@ def test_a_lock_has_targets_for_ours_only() -> None:
     }
     unfair: dict[str, Value] = {**values, "handover_trips": 2.5, "fairness": 6.0, "least": 2}
     ours, tcp, spinning, pausing = lines(
-        case("lock-64", Sample(OURS, 0, {**values, "fairness": 1.2}), Sample(TCP, 0, unfair), Sample(SPINNING, 0, unfair))
+        case(
+            "lock-64",
+            Sample(OURS, 0, {**values, "fairness": 1.2}),
+            Sample(TCP, 0, unfair),
+            Sample(SPINNING, 0, unfair),
+        )
     )
-    assert ours.startswith("| 64 | rallypoint, Unix socket | 90 us | 300 us | 50 us | 1.8 | 9000 /s | 12 / 10 |")
+    assert ours.startswith(
+        "| 64 | rallypoint, Unix socket | 90 us | 300 us | 50 us | 1.8 | 9000 /s | 12 / 10 |"
+    )
     assert "| yes; yes |" in ours
     assert "| **no**; **no** |" in tcp
     assert "must be" not in spinning
@@ -129,9 +158,13 @@ def test_an_average_and_a_shared_tensor() -> None:
     samples = [Sample(OURS, 0, {"seconds": 0.010}), Sample(GLOO, 0, {"seconds": 0.030})]
     [line] = lines(case("average-2x25", *samples))
     assert line.startswith("| 2 | 25 MB | 10 ms | 30 ms | 3.00 x | >= 3 x faster than gloo | yes |")
-    [line] = lines(case("average-4x25", *(Sample(sample.who, 0, {"seconds": 0.01}) for sample in samples)))
+    [line] = lines(
+        case("average-4x25", *(Sample(sample.who, 0, {"seconds": 0.01}) for sample in samples))
+    )
     assert ">= 2.5 x faster than gloo | **no** |" in line
     rates: dict[str, Value] = {f"rate_{size}": 40_000.0 for size in SIZES}
-    small, large = lines(case("shared-2", *(Sample(who, 0, rates) for who in (WHOLE, BLOCK, STANDARD))))
+    small, large = lines(
+        case("shared-2", *(Sample(who, 0, rates) for who in (WHOLE, BLOCK, STANDARD)))
+    )
     assert small.startswith("| 2 | 4 KiB | 40 k/s | 40 k/s | 40 k/s | 1.00 x | 1.00 x |")
     assert large.startswith("| 2 | 1 MiB |")

@@ -11,7 +11,11 @@ from bench import soak
 
 
 def test_summary_counts_what_went_wrong_by_kind() -> None:
-    outcomes = [Outcome("a", times={"exit": 1.0}), Outcome("b", wrong=["it hung"], times={"exit": 3.0}), Outcome("b", wrong=["x", "y"])]
+    outcomes = [
+        Outcome("a", times={"exit": 1.0}),
+        Outcome("b", wrong=["it hung"], times={"exit": 3.0}),
+        Outcome("b", wrong=["x", "y"]),
+    ]
     assert soak.summary("kills", outcomes).splitlines() == [
         "kills: 1 of 3 right",
         "  exit: median 2.000 s, most 3.000 s (2 times)",
@@ -26,7 +30,11 @@ def test_every_mode_can_be_asked_for() -> None:
 
 def test_a_watched_run_that_does_not_end_is_wrong_and_its_output_is_kept(tmp_path: Path) -> None:
     outcome = Outcome("hang")
-    with soak._watched(outcome, [sys.executable, "-c", "import time; print('still here', flush=True); time.sleep(600)"], tmp_path) as run:
+    with soak._watched(
+        outcome,
+        [sys.executable, "-c", "import time; print('still here', flush=True); time.sleep(600)"],
+        tmp_path,
+    ) as run:
         assert run.wait_until(lambda: run.printed_at("still here") is not None, 30)
     assert [wrong for wrong in outcome.wrong if "had not ended" in wrong]
     assert "still here" in (tmp_path / "output").read_text()
@@ -41,7 +49,10 @@ def test_a_watched_run_that_leaves_a_process_is_wrong(tmp_path: Path) -> None:
 
 
 def test_the_squatter_takes_a_port_that_falls_free(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, Run([sys.executable, str(JOBS / "squatter.py"), str(tmp_path / "count")]) as run:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        Run([sys.executable, str(JOBS / "squatter.py"), str(tmp_path / "count")]) as run,
+    ):
         port = server.getsockname()[1]
         assert run.wait_until(lambda: run.printed_at("watching") is not None, 30)
         server.close()

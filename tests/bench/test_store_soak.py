@@ -12,7 +12,9 @@ from bench import store_soak
 
 
 def test_adds_through_resets_of_one_side_and_a_black_hole(tmp_path: Path) -> None:
-    outcome = store_soak.adds(random.Random(1), 0, tmp_path, clients=3, each=1000, hole=1.0, limit=90.0)
+    outcome = store_soak.adds(
+        random.Random(1), 0, tmp_path, clients=3, each=1000, hole=1.0, limit=90.0
+    )
     assert outcome.wrong == []
     assert "all adds" in outcome.times
 
@@ -31,14 +33,18 @@ def test_reconnects_leave_nothing(tmp_path: Path, number: int) -> None:
 
 
 def test_strangers_do_not_keep_a_client_waiting(tmp_path: Path) -> None:
-    outcome = store_soak.strangers(random.Random(1), 0, tmp_path, count=200, seconds=0.5, worst=10.0)
+    outcome = store_soak.strangers(
+        random.Random(1), 0, tmp_path, count=200, seconds=0.5, worst=10.0
+    )
     assert outcome.wrong == []
     assert outcome.times["get beside them, slowest"] > 0
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_calls_end_at_their_deadline(tmp_path: Path, number: int) -> None:
-    outcome = store_soak.deadlines(random.Random(number), number, tmp_path, deadline=2.0, slack=10.0)
+    outcome = store_soak.deadlines(
+        random.Random(number), number, tmp_path, deadline=2.0, slack=10.0
+    )
     assert outcome.wrong == []
 
 
@@ -46,7 +52,10 @@ def test_calls_end_at_their_deadline(tmp_path: Path, number: int) -> None:
 
 
 def operations(*results: int) -> list[list[object]]:
-    return [[0, "add", "sum", [1], result, float(at), at + 0.5, "answered", ""] for at, result in enumerate(results)]
+    return [
+        [0, "add", "sum", [1], result, float(at), at + 0.5, "answered", ""]
+        for at, result in enumerate(results)
+    ]
 
 
 def test_a_history_without_an_order_is_wrong() -> None:
@@ -64,13 +73,18 @@ def test_an_add_that_is_said_not_to_have_happened_and_did_is_wrong() -> None:
     store_soak.judge(history, outcome)
     assert outcome.wrong != []
     unknown = Outcome("h")
-    store_soak.judge([*operations(1, 3), [1, "add", "sum", [1], None, 0.0, 0.2, "unknown", "StoreTimeout"]], unknown)
+    store_soak.judge(
+        [*operations(1, 3), [1, "add", "sum", [1], None, 0.0, 0.2, "unknown", "StoreTimeout"]],
+        unknown,
+    )
     assert unknown.wrong == []
 
 
 def test_a_client_that_fails_is_wrong_and_says_why() -> None:
     outcome = Outcome("adds")
-    process = store_soak.client("adds", {"address": "tcp://127.0.0.1:1", "secret": "00" * 16, "timeout": 0.1, "count": 1})
+    process = store_soak.client(
+        "adds", {"address": "tcp://127.0.0.1:1", "secret": "00" * 16, "timeout": 0.1, "count": 1}
+    )
     assert store_soak.answer(process, 60.0, outcome) is None
     assert ["nobody listens" in wrong or "refused" in wrong for wrong in outcome.wrong] == [True]
 
@@ -83,7 +97,9 @@ def test_an_exception_is_a_wrong_outcome_and_the_output_is_kept(tmp_path: Path) 
     assert "WRONG: RuntimeError: it broke" in (tmp_path / "0" / "output").read_text()
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_soak, "JOBS", tmp_path)
     (tmp_path / "store_server.py").write_text("raise SystemExit('no server today')\n")
     with pytest.raises(RuntimeError, match="no server today"):

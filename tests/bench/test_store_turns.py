@@ -19,7 +19,11 @@ def has_torch() -> bool:
         return False
 
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.skipif(not has_torch(), reason="torch is not installed")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_torch(), reason="torch is not installed"),
+]
 
 
 def one(party: str, task: str, clients: int, **spec: Any) -> store.Outcome:
@@ -40,7 +44,9 @@ def test_latency() -> None:
 
 def test_values_come_back_as_they_were() -> None:
     found = store.bytes_per_second(one(OURS, "values", 1, sizes=[32, 2**21], seconds=0.01, most=10))
-    assert {f"{name}_{size}" for name in ("first", "set", "get", "memcpy") for size in (32, 2**21)} == set(found)
+    assert {
+        f"{name}_{size}" for name in ("first", "set", "get", "memcpy") for size in (32, 2**21)
+    } == set(found)
 
 
 def test_mixed_counts_what_was_uploaded() -> None:

@@ -16,14 +16,22 @@ def has_torch() -> bool:
         return False
 
 
-pytestmark = [pytest.mark.torch, pytest.mark.skipif(not has_torch(), reason="torch is not installed")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not has_torch(), reason="torch is not installed"),
+]
 
 
 def test_two_ranks_are_measured_beside_one_import() -> None:
     alone, mine = start.first_all_reduce(2, 1, {})
     assert (alone.who, mine.who, mine.note) == ("import torch", "rallypoint", "")
     assert mine.values["status"] == 0
-    times = [alone.values["seconds"], mine.values["seconds"], mine.values["exit_seconds"], mine.values["fork"]]
+    times = [
+        alone.values["seconds"],
+        mine.values["seconds"],
+        mine.values["exit_seconds"],
+        mine.values["fork"],
+    ]
     assert all(isinstance(seconds, float) and seconds > 0 for seconds in times)
 
 

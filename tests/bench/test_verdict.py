@@ -21,7 +21,12 @@ from .test_tiny_run import has_torch
 needs_torch = pytest.mark.skipif(not has_torch(), reason="torch is not installed")
 
 IT = Fault("one", "raises", ("rank-raised",), says="ValueError")
-RIGHT = {"code": "rank-raised", "ranks": [2], "headline": "rank 2 raised ValueError: x", "confidence": "certain"}
+RIGHT = {
+    "code": "rank-raised",
+    "ranks": [2],
+    "headline": "rank 2 raised ValueError: x",
+    "confidence": "certain",
+}
 
 
 @pytest.mark.parametrize(
@@ -47,9 +52,12 @@ def test_what_is_right(changed: dict[str, Any], status: int | None, expected: st
 
 
 @pytest.mark.parametrize(
-    ("reports", "status", "expected"), [([], 0, "right"), ([RIGHT], 0, "wrong"), ([], 1, "wrong"), ([], None, "wrong")]
+    ("reports", "status", "expected"),
+    [([], 0, "right"), ([RIGHT], 0, "wrong"), ([], 1, "wrong"), ([], None, "wrong")],
 )
-def test_where_nothing_is_wrong_a_report_is(reports: list[dict[str, Any]], status: int | None, expected: str) -> None:
+def test_where_nothing_is_wrong_a_report_is(
+    reports: list[dict[str, Any]], status: int | None, expected: str
+) -> None:
     assert grade(Fault("none", "is well", ()), 2, 3, reports, status)[0] == expected
 
 
@@ -70,15 +78,29 @@ def test_a_job_that_says_nothing_is_wrong() -> None:
     ],
 )
 def test_whom_it_names(blames: Any, ranks: list[int], expected: str) -> None:
-    assert grade(Fault("one", "raises", ("rank-raised",), blames=blames), 2, 3, [{**RIGHT, "ranks": ranks}], 1)[0] == expected
+    assert (
+        grade(
+            Fault("one", "raises", ("rank-raised",), blames=blames),
+            2,
+            3,
+            [{**RIGHT, "ranks": ranks}],
+            1,
+        )[0]
+        == expected
+    )
 
 
 def test_every_fault_expects_a_code_that_there_is_and_runs_a_script_that_there_is() -> None:
     faults = [named(name) for name in NAMES]
     assert len({*NAMES}) == len(NAMES) > 50
-    unknown = {fault.name: [code for code in fault.codes if code not in CATALOGUE] for fault in faults}
+    unknown = {
+        fault.name: [code for code in fault.codes if code not in CATALOGUE] for fault in faults
+    }
     assert {name: codes for name, codes in unknown.items() if codes} == {}
-    assert all((JOBS / fault.script).exists() or fault.script == BROKEN or fault.codes == ("start-failed",) for fault in faults)
+    assert all(
+        (JOBS / fault.script).exists() or fault.script == BROKEN or fault.codes == ("start-failed",)
+        for fault in faults
+    )
     assert all(fault.act in verdict.ACTS and fault.beside in verdict.BESIDE for fault in faults)
     assert not any("," in name for name in NAMES)  # --only takes them with commas between
 
@@ -91,7 +113,9 @@ def test_each_case_has_a_name_of_its_own() -> None:
 
 def test_a_seed_chooses_the_same_again_and_another_one_something_else() -> None:
     [first, second] = verdict.cells([IT], 2)[:2]
-    assert first.chance.random() == verdict.cells([IT], 1)[0].chance.random() != second.chance.random()
+    assert (
+        first.chance.random() == verdict.cells([IT], 1)[0].chance.random() != second.chance.random()
+    )
     ranks = {tuple(cell.chance.sample(range(RANKS), 2)) for cell in verdict.cells([IT], 10)}
     assert {rank for rank, _ in ranks} == {*range(RANKS)}
     folders = [cell.folder for name in NAMES for cell in verdict.cells([named(name)], 10)]
@@ -105,12 +129,26 @@ def test_the_table_has_the_sum_and_what_was_said_instead() -> None:
         ("wrong", "rank-killed", "run"),
         ("not known", None, "run"),
     ]
-    samples = [Sample("exception", i, {"grade": given, "code": code, "phase": phase}) for i, (given, code, phase) in enumerate(grades)]
-    samples.append(Sample("exception", 9, {"phase": "run"}, "it ended before anything was done to it"))
-    case = Case("verdict-program", "scripts/bench verdict --only verdict-program", "", {}, (0.0, 0.0), samples)
+    samples = [
+        Sample("exception", i, {"grade": given, "code": code, "phase": phase})
+        for i, (given, code, phase) in enumerate(grades)
+    ]
+    samples.append(
+        Sample("exception", 9, {"phase": "run"}, "it ended before anything was done to it")
+    )
+    case = Case(
+        "verdict-program",
+        "scripts/bench verdict --only verdict-program",
+        "",
+        {},
+        (0.0, 0.0),
+        samples,
+    )
     [table] = verdict_figures.tables({case.name: case})
     [_, _, one, total] = text(table).splitlines()
-    assert one.startswith("| exception | start, run | 4 | 2 | 1 | 1 | rank-killed 1 x, nothing 1 x |")
+    assert one.startswith(
+        "| exception | start, run | 4 | 2 | 1 | 1 | rank-killed 1 x, nothing 1 x |"
+    )
     assert total.startswith("| **all** |  | 4 | 2 (50.0 %) | 1 (25.0 %) | 1 (25.0 %) |")
     assert "| >= 98 % right; 0 % wrong | **no**; **no** |" in total
     assert [one.title for one in figures.tables({case.name: case})] == [table.title]
@@ -119,17 +157,35 @@ def test_the_table_has_the_sum_and_what_was_said_instead() -> None:
 @pytest.mark.torch
 @needs_torch
 def test_some_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One fault of each kind that is done in another way: by the rank, from outside, beside the job, to the launcher."""
-    asked = [("exception", "run"), ("SIGKILL from outside", "start"), ("addresses differ", "start"), ("template killed", "run")]
-    samples = [verdict.judge(verdict.Cell(named(name), phase, 1), tmp_path / name) for name, phase in asked]  # type: ignore[arg-type]
-    assert [(sample.values["grade"], sample.note) for sample in samples] == [("right", "")] * len(asked)
-    assert [sample.values["code"] for sample in samples] == ["rank-raised", "rank-killed", "address-differs", "launcher-died"]
+    """One fault of each kind that is done in another way: by the rank, from outside, beside the
+    job, to the launcher.
+    """
+    asked = [
+        ("exception", "run"),
+        ("SIGKILL from outside", "start"),
+        ("addresses differ", "start"),
+        ("template killed", "run"),
+    ]
+    samples = [
+        verdict.judge(verdict.Cell(named(name), phase, 1), tmp_path / name) for name, phase in asked
+    ]  # type: ignore[arg-type]
+    assert [(sample.values["grade"], sample.note) for sample in samples] == [("right", "")] * len(
+        asked
+    )
+    assert [sample.values["code"] for sample in samples] == [
+        "rank-raised",
+        "rank-killed",
+        "address-differs",
+        "launcher-died",
+    ]
     assert list(tmp_path.iterdir()) == []  # nothing is kept of what was right
 
 
 @pytest.mark.torch
 @needs_torch
-def test_a_cell_that_is_not_right_keeps_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_that_is_not_right_keeps_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mistaken = Fault("exception", "raises", ("rank-killed",), phases=("start",))
     [sample] = verdict.measure([mistaken], 1, jobs=1, keep=tmp_path)
     assert sample.values["grade"] == "wrong"

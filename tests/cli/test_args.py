@@ -43,12 +43,22 @@ def test_words_after_the_program_are_untouched(before: list[str], rest: list[str
     assert not wanted.dry_run
 
 
-@given(st.lists(st.text(max_size=6) | st.sampled_from(["--", "-n", "--help", "--fresh", "-m", "--nproc=3", "-x"])))
+@given(
+    st.lists(
+        st.text(max_size=6)
+        | st.sampled_from(["--", "-n", "--help", "--fresh", "-m", "--nproc=3", "-x"])
+    )
+)
 def test_any_words_after_the_program_are_untouched(rest: list[str]) -> None:
     assert list(parse(["-n", "3", "train.py", *rest]).program.args) == rest
 
 
-@given(st.lists(st.text(max_size=8) | st.sampled_from([*options.BY_SPELLING, "4", "train.py", "--", "0:1"]), max_size=5))
+@given(
+    st.lists(
+        st.text(max_size=8) | st.sampled_from([*options.BY_SPELLING, "4", "train.py", "--", "0:1"]),
+        max_size=5,
+    )
+)
 def test_any_command_line_is_read_or_refused(argv: list[str]) -> None:
     line = args.take_apart(argv, {})
     try:

@@ -1,4 +1,6 @@
-"""The reference pages say what the tables say. `UPDATE_DOCS=1 pytest tests/cli/test_docs.py` writes them anew."""
+"""The reference pages say what the tables say. `UPDATE_DOCS=1 pytest tests/cli/test_docs.py` writes
+them anew.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ def test_reference_page_has_the_table(page: str, section: str, made: Callable[[]
 
 
 def test_every_variable_of_an_option_is_documented() -> None:
-    variables = [name for option in options.RUN for name in (option.variable, option.fallback) if name]
+    variables = [
+        name for option in options.RUN for name in (option.variable, option.fallback) if name
+    ]
     assert variables
     page = (REFERENCE / "environment.md").read_text()
-    missing = [name for name in variables if f"| `{name}` |" not in page and not name.startswith("PET_")]
+    missing = [
+        name for name in variables if f"| `{name}` |" not in page and not name.startswith("PET_")
+    ]
     assert missing == []

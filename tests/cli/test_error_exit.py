@@ -13,7 +13,12 @@ from rallypoint.errors import EnvironmentProblem
 
 def test_a_problem_of_the_machine_is_1(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> int:
-        raise EnvironmentProblem("port-in-use", "port 29500 is taken", why=("by pid 7",), help=(("choose another", "--master-port 0"),))
+        raise EnvironmentProblem(
+            "port-in-use",
+            "port 29500 is taken",
+            why=("by pid 7",),
+            help=(("choose another", "--master-port 0"),),
+        )
 
     assert guarded(command) == 1
     err = capsys.readouterr().err
@@ -28,7 +33,9 @@ def test_no_descriptor_left_is_no_fault_of_ours(capsys: pytest.CaptureFixture[st
 
     assert guarded(command) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error[files-exhausted]: rallypoint has as many files open as it may have: [Errno 24] Too many open files:")
+    assert err.startswith(
+        "error[files-exhausted]: rallypoint has as many files open as it may have: [Errno 24] Too many open files:"
+    )
     assert "ulimit -n 65536" in err
 
 
@@ -38,7 +45,9 @@ def test_a_fault_of_ours_is_70_and_says_what_to_report(capsys: pytest.CaptureFix
 
     assert guarded(command) == 70
     err = capsys.readouterr().err
-    assert err.startswith("error[internal-error]: rallypoint itself failed: TypeError: object of type 'NoneType' has no len()\n")
+    assert err.startswith(
+        "error[internal-error]: rallypoint itself failed: TypeError: object of type 'NoneType' has no len()\n"
+    )
     assert f"Python {sys.version.split()[0]}, torch " in err
     assert "in command" in err  # the traceback
     assert "please report it" in err

@@ -24,7 +24,9 @@ def _run(*arguments: str, stdin: bytes | None = None) -> tuple[int, str, str]:
         [sys.executable, "-m", "rallypoint", "explain", *arguments],
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
-        env=dict(os.environ),  # or else with COLUMNS from readline, which sets it behind Python's back
+        env=dict(
+            os.environ
+        ),  # or else with COLUMNS from readline, which sets it behind Python's back
         capture_output=True,
         timeout=60,
         check=False,
@@ -42,7 +44,14 @@ def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["error[rank-killed]:", "error[rank-killed]: rank 2 was killed by SIGKILL", "rank_killed", "rank killed", "RANK-KILLED"]
+    "word",
+    [
+        "error[rank-killed]:",
+        "error[rank-killed]: rank 2 was killed by SIGKILL",
+        "rank_killed",
+        "rank killed",
+        "RANK-KILLED",
+    ],
 )
 def test_a_code_as_it_was_copied(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main([word]) == 0
@@ -58,8 +67,13 @@ def test_without_anything_all_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_no_text_is_refused_from_stdin_too() -> None:
-    """`rallypoint explain < /bin/ls` answered that nothing in these lines says that something failed."""
-    for content in (pathlib.Path(sys.executable).resolve().read_bytes()[:100_000], b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\x01\x02"):
+    """`rallypoint explain < /bin/ls` answered that nothing in these lines says that something
+    failed.
+    """
+    for content in (
+        pathlib.Path(sys.executable).resolve().read_bytes()[:100_000],
+        b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\x01\x02",
+    ):
         status, out, err = _run(stdin=content)
         assert (status, out) == (2, "")
         assert err.startswith("error[usage]: what came from stdin is no text, so it is no log\n")
@@ -78,16 +92,33 @@ def test_all_codes_and_a_page_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("message", "headline"),
     [
-        ("Address already in use", "error[port-in-use]: the program could not listen on an address: it is in use"),
-        ("EADDRINUSE", "error[port-in-use]: the program could not listen on an address: it is in use"),
-        ("bind: Permission denied", "error[port-forbidden]: the program may not listen on an address"),
-        ("Too many open files", "error[files-exhausted]: the program has as many files open as it may have: Too many open files"),
+        (
+            "Address already in use",
+            "error[port-in-use]: the program could not listen on an address: it is in use",
+        ),
+        (
+            "EADDRINUSE",
+            "error[port-in-use]: the program could not listen on an address: it is in use",
+        ),
+        (
+            "bind: Permission denied",
+            "error[port-forbidden]: the program may not listen on an address",
+        ),
+        (
+            "Too many open files",
+            "error[files-exhausted]: the program has as many files open as it may have: Too many open files",
+        ),
         ("Killed", "error[rank-killed]: the program was killed by SIGKILL"),
-        ("Connection refused", "error[cause-unknown]: nobody listens at the address that was connected to"),
+        (
+            "Connection refused",
+            "error[cause-unknown]: nobody listens at the address that was connected to",
+        ),
         ("hello world", "error[cause-unknown]: nothing in this line says why"),
     ],
 )
-def test_words_without_the_type_of_an_exception(message: str, headline: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_without_the_type_of_an_exception(
+    message: str, headline: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What a person copies out of a line, or remembers of it."""
     explain.main([message])
     out, err = capsys.readouterr()
@@ -105,15 +136,29 @@ def test_an_unknown_code_offers_the_nearest(capsys: pytest.CaptureFixture[str]) 
 
 def test_an_unknown_option_is_no_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["--jsn"]) == 2
-    assert capsys.readouterr().err.startswith("error[option-unknown]: rallypoint explain has no option --jsn\n")
+    assert capsys.readouterr().err.startswith(
+        "error[option-unknown]: rallypoint explain has no option --jsn\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "headline", "line"),
     [
-        (["--error-fromat", "json", "x"], "no option --error-fromat; the nearest is --error-format", "--error-format json x"),
-        (["x", "--error_fromat=json"], "no option --error_fromat; the nearest is --error-format", "x --error-format=json"),
-        (["x", "y", "--json"], "no option --json; the nearest is --error-format=json", "x y --error-format=json"),
+        (
+            ["--error-fromat", "json", "x"],
+            "no option --error-fromat; the nearest is --error-format",
+            "--error-format json x",
+        ),
+        (
+            ["x", "--error_fromat=json"],
+            "no option --error_fromat; the nearest is --error-format",
+            "x --error-format=json",
+        ),
+        (
+            ["x", "y", "--json"],
+            "no option --json; the nearest is --error-format=json",
+            "x y --error-format=json",
+        ),
         (["-x", "y"], "no option -x\n", "--help"),
         (["--verbose", "rank-killed"], "no option --verbose\n", "--help"),
         (["300"], "there is no code and no file 300\n", ""),
@@ -121,7 +166,9 @@ def test_an_unknown_option_is_no_code(capsys: pytest.CaptureFixture[str]) -> Non
         ([" ", ""], "the message is empty\n", ""),
     ],
 )
-def test_what_is_nearly_right(argv: list[str], headline: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_nearly_right(
+    argv: list[str], headline: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert explain.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -129,7 +176,13 @@ def test_what_is_nearly_right(argv: list[str], headline: str, line: str, capsys:
     assert f"rallypoint explain {line}".rstrip() in [said.strip() for said in err.splitlines()]
 
 
-@pytest.mark.parametrize("message", [["---", "Logging", "error", "---"], ["error:", "unrecognized", "arguments:", "--local-rank=0"]])
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["---", "Logging", "error", "---"],
+        ["error:", "unrecognized", "arguments:", "--local-rank=0"],
+    ],
+)
 def test_a_message_may_have_dashes(message: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     explain.main(message)
     assert "option-unknown" not in capsys.readouterr().err
@@ -143,7 +196,10 @@ def test_underscores_are_hyphens(capsys: pytest.CaptureFixture[str]) -> None:
 def test_two_codes_are_two_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(["rank-killed", "port-in-use"]) == 0
     out = capsys.readouterr().out
-    assert [line for line in out.splitlines() if line.startswith("# ")] == ["# rank-killed", "# port-in-use"]
+    assert [line for line in out.splitlines() if line.startswith("# ")] == [
+        "# rank-killed",
+        "# port-in-use",
+    ]
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "NO_COLOR"])
@@ -177,8 +233,12 @@ def test_a_log(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
-def test_several_logs_are_of_one_job(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rank0.log").write_text("RuntimeError: [x/pair.cc:5] Connection closed by peer [127.0.0.1]:5\n")
+def test_several_logs_are_of_one_job(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank0.log").write_text(
+        "RuntimeError: [x/pair.cc:5] Connection closed by peer [127.0.0.1]:5\n"
+    )
     (tmp_path / "rank1.log").write_text(TRACEBACK)
     assert explain.main([str(tmp_path / "rank0.log"), str(tmp_path / "rank1.log")]) == 0
     out = capsys.readouterr().out
@@ -188,18 +248,28 @@ def test_several_logs_are_of_one_job(tmp_path: pathlib.Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     "words",
-    [["RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"], ["RuntimeError:", "CUDA", "out", "of", "memory.", "Tried", "to"]],
+    [
+        ["RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"],
+        ["RuntimeError:", "CUDA", "out", "of", "memory.", "Tried", "to"],
+    ],
 )
 def test_a_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main(words) == 0
-    assert capsys.readouterr().out.startswith("error[rank-out-of-memory]: the program ran out of GPU memory")
+    assert capsys.readouterr().out.startswith(
+        "error[rank-out-of-memory]: the program ran out of GPU memory"
+    )
 
 
-def test_a_log_that_names_no_cause(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_names_no_cause(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "train.log"
     log.write_text("step 1\nstep 2\n")
     assert explain.main([str(log)]) == 1
-    assert "error[cause-unknown]: nothing in these 2 lines says that something failed" in capsys.readouterr().out
+    assert (
+        "error[cause-unknown]: nothing in these 2 lines says that something failed"
+        in capsys.readouterr().out
+    )
 
 
 def test_stdin_and_json() -> None:
@@ -221,7 +291,9 @@ def test_what_cannot_be_read(tmp_path: pathlib.Path, format: str) -> None:
         (["/dev/null"], "is empty"),
         (["--error-format", "xml"], "is text or json"),
     ):
-        status, out, err = _run(*words, *([] if "xml" in words else ["--error-format", format]), stdin=b"")
+        status, out, err = _run(
+            *words, *([] if "xml" in words else ["--error-format", format]), stdin=b""
+        )
         assert (status, out) == (2, ""), words
         assert told in err
         if format == "json" and "xml" not in words:
@@ -240,26 +312,40 @@ def test_nothing_heavy_is_imported() -> None:
         "heavy = {'torch', 'numpy', 'rich', 'psutil', 'asyncio', 'subprocess', 'multiprocessing', 'rallypoint.diagnosis.logs'}; "
         "print(sorted(heavy & {*sys.modules}), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stderr.strip() == "[]"
 
 
 def test_a_file_of_random_bytes_is_refused() -> None:
-    """Random bytes have few enough control characters that they were taken for a text, and 50 MB were read for a minute."""
+    """Random bytes have few enough control characters that they were taken for a text, and 50 MB
+    were read for a minute.
+    """
     for seed in range(5):
         status, _, err = _run(stdin=random.Random(seed).randbytes(1_000_000))
-        assert (status, err.splitlines()[0]) == (2, "error[usage]: what came from stdin is no text, so it is no log")
+        assert (status, err.splitlines()[0]) == (
+            2,
+            "error[usage]: what came from stdin is no text, so it is no log",
+        )
 
 
 def test_ctrl_c_on_a_pipe_tells_what_came_by_then() -> None:
-    """Whoever piped a job that hangs into `explain`, and pressed Ctrl-C, was told nothing of what had been read."""
+    """Whoever piped a job that hangs into `explain`, and pressed Ctrl-C, was told nothing of what
+    had been read.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "rallypoint", "explain"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "rallypoint", "explain"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdin is not None
     assert process.stderr is not None
     with process:
-        assert b"reading a log from stdin" in process.stderr.readline()  # nothing has come: it waits
+        assert (
+            b"reading a log from stdin" in process.stderr.readline()
+        )  # nothing has come: it waits
         process.stdin.write(TRACEBACK.encode())
         process.stdin.flush()
         process.send_signal(signal.SIGINT)
@@ -287,7 +373,9 @@ CLASSICS = (
 
 @pytest.mark.parametrize("line", CLASSICS)
 def test_a_classic_line_alone_is_told_its_few_causes(line: str) -> None:
-    """Whoever pasted the one line that they had was told that its cause is not known, and to look at other logs."""
+    """Whoever pasted the one line that they had was told that its cause is not known, and to look
+    at other logs.
+    """
     status, out, _ = _run("--error-format", "json", line)
     report = json.loads(out)["reports"][0]
     assert (status, report["code"]) == (1, "cause-unknown")
@@ -300,7 +388,10 @@ def test_a_classic_line_alone_is_told_its_few_causes(line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        ("Timed out after 16 seconds waiting for clients. 2/1048576 clients joined.", "world-size-differs"),
+        (
+            "Timed out after 16 seconds waiting for clients. 2/1048576 clients joined.",
+            "world-size-differs",
+        ),
         ("rank parameter missing", "init-method-invalid"),
         (
             "torch.distributed.DistNetworkError: The IPv4 network addresses of (node01, 29400) "
@@ -318,7 +409,10 @@ def test_a_line_that_names_its_cause_is_told_what_to_do(line: str, code: str) ->
     assert report["help"][0]["command"]
 
 
-@pytest.mark.parametrize(("module", "command"), [("sklearn.svm", "-m pip install scikit-learn"), ("cv2", "-m pip install opencv-python")])
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [("sklearn.svm", "-m pip install scikit-learn"), ("cv2", "-m pip install opencv-python")],
+)
 def test_a_module_is_installed_by_the_name_of_its_package(module: str, command: str) -> None:
     """`pip install sklearn` was advised: a decoy, whose installation fails on purpose."""
     _, out, _ = _run("--error-format", "json", f"ModuleNotFoundError: No module named '{module}'")
@@ -327,7 +421,9 @@ def test_a_module_is_installed_by_the_name_of_its_package(module: str, command: 
 
 def test_no_package_is_guessed_from_the_name_of_an_import() -> None:
     _, out, _ = _run("--error-format", "json", "ModuleNotFoundError: No module named 'mylib'")
-    assert not any("pip install" in help["command"] for help in json.loads(out)["reports"][0]["help"])
+    assert not any(
+        "pip install" in help["command"] for help in json.loads(out)["reports"][0]["help"]
+    )
 
 
 @pytest.mark.parametrize("word", ["137", "-9", "143", "139", "134", "SIGBUS", "sigsegv", "3"])

@@ -32,12 +32,17 @@ def refused(line: str | list[str], **environ: str) -> UsageError:
 def test_unknown_option_names_the_nearest(word: str, near: str) -> None:
     error = refused([word, "train.py"])
     assert error.code == "option-unknown"
-    assert error.headline == f"rallypoint run has no option {word}" + (f"; the nearest is {near}" if near else "")
+    assert error.headline == f"rallypoint run has no option {word}" + (
+        f"; the nearest is {near}" if near else ""
+    )
 
 
 def test_unknown_option_shows_the_command_mended() -> None:
     error = refused(["--fresh", "--nproc-per-nod3=4", "train.py", "a b"])
-    assert error.help[0] == ("use --nproc-per-node", "rallypoint run --fresh --nproc-per-node=4 train.py 'a b'")
+    assert error.help[0] == (
+        "use --nproc-per-node",
+        "rallypoint run --fresh --nproc-per-node=4 train.py 'a b'",
+    )
     assert error.help[1][1] == "rallypoint run train.py --nproc-per-nod3=4"
 
 
@@ -57,7 +62,10 @@ def test_unknown_option_shows_the_command_mended() -> None:
         ("-n 2 -m", "rallypoint run -n 2 train.py"),
         ("-n 2 --no-python", "rallypoint run -n 2 --no-python ./program"),
         ("\u2013n 4 train.py", "rallypoint run -n 4 train.py"),
-        ("-n 4 \u2014nproc\u2011per\u2011node=2 train.py --lr 1", "rallypoint run -n 4 --nproc-per-node=2 train.py --lr 1"),
+        (
+            "-n 4 \u2014nproc\u2011per\u2011node=2 train.py --lr 1",
+            "rallypoint run -n 4 --nproc-per-node=2 train.py --lr 1",
+        ),
         ("\u2013\u2013fresh train.py", "rallypoint run --fresh train.py"),
         ("--debug 1 train.py", "rallypoint run --debug-rank 1 train.py"),
         ("--ranks 4 train.py", "rallypoint run --nproc-per-node 4 train.py"),
@@ -95,17 +103,29 @@ def test_a_name_is_not_near_for_its_dashes() -> None:
 
 def test_a_flag_is_not_the_nearest_of_its_opposite() -> None:
     error = refused(["--no-quiet", "train.py"])
-    assert error.headline == "rallypoint run has no option --no-quiet: --quiet is off unless it is given"
+    assert (
+        error.headline
+        == "rallypoint run has no option --no-quiet: --quiet is off unless it is given"
+    )
     assert error.help == (("leave it out", ""),)
 
 
 def test_an_option_and_its_value_in_one_word() -> None:
     error = refused(["--fresh", "--nproc-per-node 4", "train.py", "x y"])
     assert error.headline == "--nproc-per-node 4 is one word with a blank in it, and no option"
-    assert error.help == (("give each word of it by itself", "rallypoint run --fresh --nproc-per-node 4 train.py 'x y'"),)
+    assert error.help == (
+        (
+            "give each word of it by itself",
+            "rallypoint run --fresh --nproc-per-node 4 train.py 'x y'",
+        ),
+    )
     assert run_options.read(args.take_apart(["-- 4.py"], {})).program.target == "-- 4.py"
 
 
 def test_a_program_may_begin_with_a_dash_of_any_kind_behind_two_hyphens() -> None:
-    assert run_options.read(args.take_apart(["--", "\u2013n.py"], {})).program.target == "\u2013n.py"
-    assert run_options.read(args.take_apart(["train.py", "\u2013n"], {})).program.args == ("\u2013n",)
+    assert (
+        run_options.read(args.take_apart(["--", "\u2013n.py"], {})).program.target == "\u2013n.py"
+    )
+    assert run_options.read(args.take_apart(["train.py", "\u2013n"], {})).program.args == (
+        "\u2013n",
+    )

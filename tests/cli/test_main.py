@@ -31,7 +31,8 @@ def rallypoint(*argv: str, code: str = "") -> subprocess.CompletedProcess[str]:
 
 def modules_after(*argv: str) -> set[str]:
     ended = rallypoint(
-        *argv, code="import sys; from rallypoint.cli.main import main; main(); print(*sys.modules, file=sys.stderr, flush=True)"
+        *argv,
+        code="import sys; from rallypoint.cli.main import main; main(); print(*sys.modules, file=sys.stderr, flush=True)",
     )
     return set(ended.stderr.split())
 
@@ -65,17 +66,41 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "headline", "command"),
     [
-        (["rnu", "train.py"], "error[usage]: rallypoint has no command rnu; the nearest is run", "rallypoint run train.py"),
-        (["train.py", "--lr", "1"], "error[usage]: rallypoint train.py: no command is given", "rallypoint run train.py --lr 1"),
-        (["-n", "4", "train.py"], "error[usage]: rallypoint -n: no command is given", "rallypoint run -n 4 train.py"),
-        (["--verison"], "error[option-unknown]: rallypoint has no option --verison; the nearest is --version", "rallypoint --version"),
-        (["./a b"], "error[usage]: rallypoint ./a b: no command is given", "rallypoint run './a b'"),
+        (
+            ["rnu", "train.py"],
+            "error[usage]: rallypoint has no command rnu; the nearest is run",
+            "rallypoint run train.py",
+        ),
+        (
+            ["train.py", "--lr", "1"],
+            "error[usage]: rallypoint train.py: no command is given",
+            "rallypoint run train.py --lr 1",
+        ),
+        (
+            ["-n", "4", "train.py"],
+            "error[usage]: rallypoint -n: no command is given",
+            "rallypoint run -n 4 train.py",
+        ),
+        (
+            ["--verison"],
+            "error[option-unknown]: rallypoint has no option --verison; the nearest is --version",
+            "rallypoint --version",
+        ),
+        (
+            ["./a b"],
+            "error[usage]: rallypoint ./a b: no command is given",
+            "rallypoint run './a b'",
+        ),
         (
             ["torchrun", "-n", "2", "train.py"],
             "error[usage]: rallypoint has no command torchrun; the nearest is run",
             "rallypoint run -n 2 train.py",
         ),
-        (["accelerate", "t.py"], "error[usage]: rallypoint has no command accelerate; the nearest is run", "rallypoint run t.py"),
+        (
+            ["accelerate", "t.py"],
+            "error[usage]: rallypoint has no command accelerate; the nearest is run",
+            "rallypoint run t.py",
+        ),
         (
             ["mpirun", "-np", "2", "python", "t.py"],
             "error[usage]: rallypoint has no command mpirun; the nearest is run",
@@ -86,11 +111,31 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "error[usage]: rallypoint has no command accelerate; the nearest is run",
             "rallypoint run launch t.py",
         ),
-        (["ps"], "error[usage]: rallypoint has no command ps; the nearest is show --list", "rallypoint show --list"),
-        (["status"], "error[usage]: rallypoint has no command status; the nearest is show --list", "rallypoint show --list"),
-        (["status"], "error[usage]: rallypoint has no command status; the nearest is show --list", "rallypoint stacks"),
-        (["ps", "-a"], "error[usage]: rallypoint has no command ps; the nearest is show --list", "rallypoint show --list -a"),
-        (["logs", "ab12"], "error[usage]: rallypoint has no command logs; the nearest is show", "rallypoint show ab12"),
+        (
+            ["ps"],
+            "error[usage]: rallypoint has no command ps; the nearest is show --list",
+            "rallypoint show --list",
+        ),
+        (
+            ["status"],
+            "error[usage]: rallypoint has no command status; the nearest is show --list",
+            "rallypoint show --list",
+        ),
+        (
+            ["status"],
+            "error[usage]: rallypoint has no command status; the nearest is show --list",
+            "rallypoint stacks",
+        ),
+        (
+            ["ps", "-a"],
+            "error[usage]: rallypoint has no command ps; the nearest is show --list",
+            "rallypoint show --list -a",
+        ),
+        (
+            ["logs", "ab12"],
+            "error[usage]: rallypoint has no command logs; the nearest is show",
+            "rallypoint show ab12",
+        ),
         (
             ["RUN", "--nproc", "2", "t.py"],
             "error[usage]: rallypoint has no command RUN; the nearest is run",
@@ -106,9 +151,21 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "error[usage]: rallypoint has no command python; the nearest is run",
             "rallypoint run -m torch.distributed.run --nproc_per_node 2 t.py",
         ),
-        (["rank-killed"], "error[usage]: rallypoint has no command rank-killed; the nearest is explain", "rallypoint explain rank-killed"),
-        (["train.log"], "error[usage]: rallypoint has no command train.log; the nearest is explain", "rallypoint explain train.log"),
-        (["-v"], "error[option-unknown]: rallypoint has no option -v; the nearest is --version", "rallypoint --version"),
+        (
+            ["rank-killed"],
+            "error[usage]: rallypoint has no command rank-killed; the nearest is explain",
+            "rallypoint explain rank-killed",
+        ),
+        (
+            ["train.log"],
+            "error[usage]: rallypoint has no command train.log; the nearest is explain",
+            "rallypoint explain train.log",
+        ),
+        (
+            ["-v"],
+            "error[option-unknown]: rallypoint has no option -v; the nearest is --version",
+            "rallypoint --version",
+        ),
         (["--json"], "error[usage]: rallypoint has no command --json", "rallypoint --help"),
         ([""], "error[usage]: rallypoint has no command ''", "rallypoint --help"),
         (["help", "run"], "error[usage]: rallypoint has no command help", "rallypoint run --help"),
@@ -118,7 +175,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "error[usage]: --port 29500 is one word with a blank in it, and no option",
             "rallypoint serve --port 29500",
         ),
-        (["doctor", "shm"], "error[usage]: rallypoint doctor takes options only, and got shm", "rallypoint doctor --only shm"),
+        (
+            ["doctor", "shm"],
+            "error[usage]: rallypoint doctor takes options only, and got shm",
+            "rallypoint doctor --only shm",
+        ),
         (
             ["doctor", "ports", "shm"],
             "error[usage]: rallypoint doctor takes options only, and got ports",
@@ -129,7 +190,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "error[usage]: rallypoint doctor takes options only, and got listen",
             "rallypoint doctor --listen 29500",
         ),
-        (["serve", "29500"], "error[usage]: rallypoint serve takes options only, and got 29500", "rallypoint serve --help"),
+        (
+            ["serve", "29500"],
+            "error[usage]: rallypoint serve takes options only, and got 29500",
+            "rallypoint serve --help",
+        ),
         (
             ["explain", "--json", "x"],
             "error[option-unknown]: rallypoint explain has no option --json; the nearest is --error-format=json",
@@ -144,7 +209,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "-n", "0", "x.py"], "error[usage]: -n 0 starts no rank", "-n 4"),
     ],
 )
-def test_wrong_usage(argv: list[str], headline: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(
+    argv: list[str], headline: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -154,7 +221,13 @@ def test_wrong_usage(argv: list[str], headline: str, command: str, capsys: pytes
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("argv", [["--error-format", "json", "-n", "0", "x.py"], ["--error-format=json", "--nprocs", "2", "x.py"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--error-format", "json", "-n", "0", "x.py"],
+        ["--error-format=json", "--nprocs", "2", "x.py"],
+    ],
+)
 def test_wrong_usage_as_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     import json
 
@@ -166,9 +239,15 @@ def test_wrong_usage_as_json(argv: list[str], capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("environ", "colored"), [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)]
+    ("environ", "colored"),
+    [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)],
 )
-def test_colour(environ: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_colour(
+    environ: dict[str, str],
+    colored: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
@@ -190,17 +269,30 @@ PRINTS = [
 
 
 def in_a_shell(argv: list[str], redirection: str) -> tuple[int, str, str]:
-    """`rallypoint argv` with a redirection or a pipe behind it, in bash: its own exit status, stdout, stderr."""
+    """`rallypoint argv` with a redirection or a pipe behind it, in bash: its own exit status,
+    stdout, stderr.
+    """
     command = shlex.join([sys.executable, "-m", "rallypoint", *argv])
     environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
     script = f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"
-    ended = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    ended = subprocess.run(
+        ["bash", "-c", script],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
     return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize("argv", PRINTS, ids=" ".join)
 def test_a_standard_output_that_is_full(argv: list[str]) -> None:
-    assert in_a_shell(argv, "> /dev/full") == (1, "", "rallypoint: cannot write to stdout: No space left on device\n")
+    assert in_a_shell(argv, "> /dev/full") == (
+        1,
+        "",
+        "rallypoint: cannot write to stdout: No space left on device\n",
+    )
 
 
 @pytest.mark.parametrize("argv", PRINTS, ids=" ".join)
@@ -210,7 +302,9 @@ def test_a_standard_output_that_is_closed(argv: list[str]) -> None:
 
 @pytest.mark.parametrize("argv", PRINTS, ids=" ".join)
 def test_a_reader_that_goes_away_makes_no_noise(argv: list[str]) -> None:
-    """A shell's status for SIGPIPE, when the reader is gone for certain before anything is written."""
+    """A shell's status for SIGPIPE, when the reader is gone for certain before anything is
+    written.
+    """
     ended = rallypoint(
         *argv,
         code="import os, sys; from rallypoint.cli.main import main; r, w = os.pipe(); os.close(r); os.dup2(w, 1); sys.exit(main())",
@@ -238,7 +332,16 @@ def test_closed_streams_make_no_traceback() -> None:
     assert ended.stderr.startswith("error[usage]: -n 0 starts no rank")
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["--version"], ["run", "-n", "0", "x.py"], ["run", "--dry-run", __file__]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["--version"],
+        ["run", "-n", "0", "x.py"],
+        ["run", "--dry-run", __file__],
+    ],
+)
 def test_nothing_heavy_is_imported(argv: list[str]) -> None:
     loaded = modules_after(*argv)
     assert "rallypoint.cli.main" in loaded
@@ -246,4 +349,6 @@ def test_nothing_heavy_is_imported(argv: list[str]) -> None:
 
 
 def test_help_imports_little() -> None:
-    assert modules_after("--help").isdisjoint({"msgspec", "argparse", "subprocess", "rallypoint.cli.run", "rallypoint.launcher.plan"})
+    assert modules_after("--help").isdisjoint(
+        {"msgspec", "argparse", "subprocess", "rallypoint.cli.run", "rallypoint.launcher.plan"}
+    )

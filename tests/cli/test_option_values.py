@@ -30,8 +30,19 @@ def test_ours() -> None:
         " --run-dir out --plain --quiet --error-format json --dry-run train.py"
     )
     assert wanted.preload == ("a", "b.c", "d")
-    assert (wanted.port_range, wanted.grace, wanted.on_failure, wanted.debug_rank) == ((20000, 20100), 1.5, "continue", 1)
-    assert (wanted.run_dir, wanted.plain, wanted.quiet, wanted.error_format, wanted.dry_run) == ("out", True, True, "json", True)
+    assert (wanted.port_range, wanted.grace, wanted.on_failure, wanted.debug_rank) == (
+        (20000, 20100),
+        1.5,
+        "continue",
+        1,
+    )
+    assert (wanted.run_dir, wanted.plain, wanted.quiet, wanted.error_format, wanted.dry_run) == (
+        "out",
+        True,
+        True,
+        "json",
+        True,
+    )
 
 
 def test_grace_has_three_names() -> None:
@@ -55,29 +66,53 @@ def test_stream_maps_of_any_rank() -> None:
         ("-n two x.py", "-n two is not a number of ranks, nor auto, cpu or gpu"),
         ("-n 2.5 x.py", "-n 2.5 is not a number of ranks, nor auto, cpu or gpu"),
         ("-n 100000 x.py", "-n 100000 is more than one node can have: at most 4096"),
-        ("--nproc_per_node two x.py", "--nproc_per_node two is not a number of ranks, nor auto, cpu or gpu"),
+        (
+            "--nproc_per_node two x.py",
+            "--nproc_per_node two is not a number of ranks, nor auto, cpu or gpu",
+        ),
         ("-n xpu x.py", "-n xpu cannot be counted without torch: give their number"),
         ("--max-restarts -1 x.py", "--max-restarts -1 is less than 0"),
         ("--max-restarts 1.5 x.py", "--max-restarts 1.5 is not a whole number"),
         ("--port-range 5-1 x.py", "--port-range 5-1 ends before it starts"),
-        ("--port-range 1-70000 x.py", "--port-range 1-70000 is not a range of ports: they go from 1 to 65535"),
+        (
+            "--port-range 1-70000 x.py",
+            "--port-range 1-70000 is not a range of ports: they go from 1 to 65535",
+        ),
         ("--port-range 20000 x.py", "--port-range 20000 is one port, and a range has two ends"),
-        ("--master-port 70000 x.py", "--master-port 70000 is not a port: they go from 1 to 65535, and 0 means any free one"),
+        (
+            "--master-port 70000 x.py",
+            "--master-port 70000 is not a port: they go from 1 to 65535, and 0 means any free one",
+        ),
         ("--master-port http x.py", "--master-port http is not a port number"),
         (
             "--rdzv-endpoint localhost:99999 x.py",
             "--rdzv-endpoint localhost:99999 is not a port: they go from 1 to 65535, and 0 means any free one",
         ),
-        ("--master-addr a:1 x.py", "--master-addr a:1 is an address with a port, and the port is given with --master-port"),
-        ("--master-addr [::1]:1 x.py", "--master-addr [::1]:1 is an address with a port, and the port is given with --master-port"),
+        (
+            "--master-addr a:1 x.py",
+            "--master-addr a:1 is an address with a port, and the port is given with --master-port",
+        ),
+        (
+            "--master-addr [::1]:1 x.py",
+            "--master-addr [::1]:1 is an address with a port, and the port is given with --master-port",
+        ),
         ("--rdzv-endpoint a:b:c x.py", "--rdzv-endpoint a:b:c is not HOST or HOST:PORT"),
         ("--rdzv-endpoint :29500 x.py", "--rdzv-endpoint :29500 is not HOST or HOST:PORT"),
-        ("-r 4 x.py", "-r 4 is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such a choice for each local rank"),
-        ("-t 0:1,1 x.py", "-t 0:1,1 is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such a choice for each local rank"),
+        (
+            "-r 4 x.py",
+            "-r 4 is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such a choice for each local rank",
+        ),
+        (
+            "-t 0:1,1 x.py",
+            "-t 0:1,1 is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such a choice for each local rank",
+        ),
         ("--local-ranks-filter a x.py", "--local-ranks-filter a is not a list of local ranks"),
         ("--local-ranks-filter 0,-1 x.py", "--local-ranks-filter 0,-1 names a rank below 0"),
         ("--rdzv-backend= x.py", "--rdzv-backend '' names no way to meet"),
-        ("--signals-to-handle SIGKILL x.py", "--signals-to-handle SIGKILL names SIGKILL, which no launcher can take for this"),
+        (
+            "--signals-to-handle SIGKILL x.py",
+            "--signals-to-handle SIGKILL names SIGKILL, which no launcher can take for this",
+        ),
         ("--grace -1 x.py", "--grace -1 is not a number of seconds from 0 up"),
         ("--grace nan x.py", "--grace nan is not a number of seconds from 0 up"),
         ("--grace soon x.py", "--grace soon is not a number of seconds"),
@@ -113,11 +148,23 @@ def test_bad_values(line: str, headline: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "headline"),
     [
-        ("PET_NPROC_PER_NODE", "two", "PET_NPROC_PER_NODE=two is not a number of ranks, nor auto, cpu or gpu"),
-        ("PET_NPROC_PER_NODE", "", "PET_NPROC_PER_NODE '' is not a number of ranks, nor auto, cpu or gpu"),
+        (
+            "PET_NPROC_PER_NODE",
+            "two",
+            "PET_NPROC_PER_NODE=two is not a number of ranks, nor auto, cpu or gpu",
+        ),
+        (
+            "PET_NPROC_PER_NODE",
+            "",
+            "PET_NPROC_PER_NODE '' is not a number of ranks, nor auto, cpu or gpu",
+        ),
         ("PET_STANDALONE", "yes", "PET_STANDALONE=yes is neither 0 nor 1"),
         ("PET_STANDALONE", "", "PET_STANDALONE= is neither 0 nor 1"),
-        ("PET_MASTER_PORT", "70000", "PET_MASTER_PORT=70000 is not a port: they go from 1 to 65535, and 0 means any free one"),
+        (
+            "PET_MASTER_PORT",
+            "70000",
+            "PET_MASTER_PORT=70000 is not a port: they go from 1 to 65535, and 0 means any free one",
+        ),
     ],
 )
 def test_bad_variables_are_named(variable: str, text: str, headline: str) -> None:
@@ -129,14 +176,19 @@ def test_the_command_line_wins_over_a_bad_variable() -> None:
 
 
 def test_the_module_help_shows_the_command() -> None:
-    assert refused(["-m", "pkg/train.py", "--lr", "1"]).help[0][1] == "rallypoint run -m pkg.train --lr 1"
+    assert (
+        refused(["-m", "pkg/train.py", "--lr", "1"]).help[0][1]
+        == "rallypoint run -m pkg.train --lr 1"
+    )
 
 
 def test_a_stall_takes_longer_than_a_breath() -> None:
     assert parse("--stall 2.5 train.py").stall == 2.5
     assert parse("train.py").stall is None
     assert parse("--stall 0 train.py").stall == 0
-    assert refused("--stall 0.5 train.py").headline.startswith("--stall 0.5 is less than a second, and every rank stands still that long")
+    assert refused("--stall 0.5 train.py").headline.startswith(
+        "--stall 0.5 is less than a second, and every rank stands still that long"
+    )
 
 
 def test_a_value_that_is_too_long_is_shown_in_part() -> None:

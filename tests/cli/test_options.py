@@ -23,7 +23,11 @@ def test_every_row_says_enough() -> None:
         assert option.sentence, option.names
         assert (option.fate == "accepted") == bool(option.why), option.names
         if option.metavar and option.read is not str:
-            assert option.example or not option.metavar[0].isalpha() or option.key.startswith("duplicate"), option.names
+            assert (
+                option.example
+                or not option.metavar[0].isalpha()
+                or option.key.startswith("duplicate")
+            ), option.names
 
 
 def test_every_example_is_a_good_one() -> None:
@@ -32,7 +36,9 @@ def test_every_example_is_a_good_one() -> None:
             parse([*option.example.split(), "train.py"])
 
 
-@pytest.mark.parametrize("option", [o for o in options.RUN if any("-" in n[2:] for n in o.names)], ids=lambda o: o.key)
+@pytest.mark.parametrize(
+    "option", [o for o in options.RUN if any("-" in n[2:] for n in o.names)], ids=lambda o: o.key
+)
 def test_underscores_are_hyphens(option: options.Option) -> None:
     hyphened = next(name for name in option.names if "-" in name[2:])
     underscored = "--" + hyphened[2:].replace("-", "_")
@@ -41,4 +47,8 @@ def test_underscores_are_hyphens(option: options.Option) -> None:
         assert option.key in taken.given
     elif option.example:
         text = option.example.split()[1]
-        assert parse([underscored, text, "x.py"]) == parse([hyphened, text, "x.py"]) == parse([f"{underscored}={text}", "x.py"])
+        assert (
+            parse([underscored, text, "x.py"])
+            == parse([hyphened, text, "x.py"])
+            == parse([f"{underscored}={text}", "x.py"])
+        )

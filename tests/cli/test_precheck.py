@@ -38,7 +38,8 @@ def commands(report: Report) -> list[str]:
     return [help.command for help in report.help]
 
 
-# --- scripts ---------------------------------------------------------------------------------------------------------
+# --- scripts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_good_script(folder: Path) -> None:
@@ -60,23 +61,35 @@ def test_a_missing_script_in_another_folder(folder: Path) -> None:
     (folder / "src" / "train.py").touch()
     assert commands(trouble("src/trane.py")) == ["rallypoint run src/train.py"]
     assert commands(trouble("./src/trane.py")) == ["rallypoint run ./src/train.py"]
-    assert commands(trouble(str(folder / "src" / "trane.py"))) == [f"rallypoint run {folder}/src/train.py"]
+    assert commands(trouble(str(folder / "src" / "trane.py"))) == [
+        f"rallypoint run {folder}/src/train.py"
+    ]
     report = trouble("nowhere/train.py")
     assert report.help[0].sentence.startswith("the folder nowhere is not there either")
 
 
 def test_a_module_that_is_not_there(folder: Path) -> None:
-    """It was found out by the rank, after torch had been imported, and the exit status was 1 where that of a missing script is 2."""
+    """It was found out by the rank, after torch had been imported, and the exit status was 1 where
+    that of a missing script is 2.
+    """
     (folder / "train.py").touch()
     report = trouble("trian", "--lr", "1", kind="module")
     assert (report.headline, report.exit_status) == ("the module trian is not found", 2)
     assert commands(report)[0] == "rallypoint run -m train --lr 1"
-    assert commands(trouble("nothing.like.it", kind="module")) == [f"{sys.executable} -m pip install -e ."]
+    assert commands(trouble("nothing.like.it", kind="module")) == [
+        f"{sys.executable} -m pip install -e ."
+    ]
 
 
-@pytest.mark.parametrize("name", ["train", "spaces.train", "json.tool", "json.not_there", "sys", "elsewhere"])
-def test_a_module_that_may_be_there(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package without __init__.py is one, what is inside a package is the rank's to find, and `sys.path` counts."""
+@pytest.mark.parametrize(
+    "name", ["train", "spaces.train", "json.tool", "json.not_there", "sys", "elsewhere"]
+)
+def test_a_module_that_may_be_there(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package without __init__.py is one, what is inside a package is the rank's to find, and
+    `sys.path` counts.
+    """
     for path in ("train.py", "spaces/train.py", "other/elsewhere.py"):
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).touch()
@@ -100,7 +113,9 @@ def test_a_module_given_as_a_script(folder: Path) -> None:
 
 
 def test_python_given_as_a_script() -> None:
-    assert commands(trouble("python3", "train.py", "--lr", "1")) == ["rallypoint run train.py --lr 1"]
+    assert commands(trouble("python3", "train.py", "--lr", "1")) == [
+        "rallypoint run train.py --lr 1"
+    ]
 
 
 def test_nothing_near_says_where_we_are(folder: Path) -> None:
@@ -111,10 +126,18 @@ def test_nothing_near_says_where_we_are(folder: Path) -> None:
 
 def test_the_command_to_type_keeps_the_options(folder: Path) -> None:
     (folder / "train.py").touch()
-    report = precheck.look_at(Program(kind="script", target="trian.py", args=("--lr", "1")), os.environ, ("-n", "2", "--fresh"))
+    report = precheck.look_at(
+        Program(kind="script", target="trian.py", args=("--lr", "1")),
+        os.environ,
+        ("-n", "2", "--fresh"),
+    )
     assert report is not None
     assert commands(report) == ["rallypoint run -n 2 --fresh train.py --lr 1"]
-    report = precheck.look_at(Program(kind="command", target="./train.py", args=("x",)), os.environ, ("-n", "2", "--no-python"))
+    report = precheck.look_at(
+        Program(kind="command", target="./train.py", args=("x",)),
+        os.environ,
+        ("-n", "2", "--no-python"),
+    )
     assert report is not None
     assert commands(report) == ["chmod +x ./train.py", "rallypoint run -n 2 ./train.py x"]
 
@@ -124,14 +147,21 @@ def test_the_command_to_type_keeps_the_options(folder: Path) -> None:
     [
         (("python3", "train.py"), "rallypoint run --fresh train.py"),
         (("4", "train.py", "x"), "rallypoint run --fresh -n 4 train.py x"),
-        (("torchrun", "--nproc-per-node", "2", "train.py"), "rallypoint run --fresh --nproc-per-node 2 train.py"),
+        (
+            ("torchrun", "--nproc-per-node", "2", "train.py"),
+            "rallypoint run --fresh --nproc-per-node 2 train.py",
+        ),
         (("accelerate", "train.py"), "rallypoint run --fresh train.py"),
         (("--dry-run", "train.py"), "rallypoint run --fresh --dry-run train.py"),
         (("bash", "job.sh"), "rallypoint run --fresh --no-python bash job.sh"),
     ],
 )
-def test_habits_from_elsewhere_where_the_script_stands(words: tuple[str, ...], command: str) -> None:
-    report = precheck.look_at(Program(kind="script", target=words[0], args=words[1:]), os.environ, ("--fresh",))
+def test_habits_from_elsewhere_where_the_script_stands(
+    words: tuple[str, ...], command: str
+) -> None:
+    report = precheck.look_at(
+        Program(kind="script", target=words[0], args=words[1:]), os.environ, ("--fresh",)
+    )
     assert report is not None
     assert commands(report) == [command]
 
@@ -157,7 +187,9 @@ def test_a_pipe(folder: Path) -> None:
 
 def test_an_unreadable_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "train.py").touch()
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK)  # root may read everything
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: mode != os.R_OK
+    )  # root may read everything
     report = trouble("train.py")
     assert report.headline == "train.py may not be read by this user"
     assert commands(report) == ["chmod u+r train.py"]
@@ -177,13 +209,20 @@ def test_a_name_that_is_too_long() -> None:
             "IndentationError: expected an indented block after function definition on line 1",
             "return 1",
         ),
-        (b"if x:\n\ty\n        z\n", "bad.py:3", "TabError: inconsistent use of tabs and spaces in indentation", ""),
+        (
+            b"if x:\n\ty\n        z\n",
+            "bad.py:3",
+            "TabError: inconsistent use of tabs and spaces in indentation",
+            "",
+        ),
         ("x = 'café'".encode("latin-1"), "bad.py:1", "SyntaxError: (unicode error)", ""),
         (b"# coding: nonsense\n", "bad.py", "SyntaxError: ", ""),
         (b"return 3\n", "bad.py:1", "SyntaxError: 'return' outside function", "return 3"),
     ],
 )
-def test_a_script_that_does_not_compile(source: bytes, where: str, headline: str, said: str, folder: Path) -> None:
+def test_a_script_that_does_not_compile(
+    source: bytes, where: str, headline: str, said: str, folder: Path
+) -> None:
     (folder / "bad.py").write_bytes(source)
     report = trouble("bad.py")
     assert report.exit_status == 1
@@ -202,7 +241,9 @@ def test_a_script_that_does_not_compile(source: bytes, where: str, headline: str
         b"x=1\r\ny=2\r\n",
     ],
 )
-def test_scripts_that_python_takes(source: bytes, folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_scripts_that_python_takes(
+    source: bytes, folder: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     (folder / "good.py").write_bytes(source)
     assert look("good.py") is None
     assert not recwarn.list  # the ranks give the warnings
@@ -232,7 +273,8 @@ def test_a_script_nested_too_deep_is_left_to_the_rank(folder: Path) -> None:
     assert look("deep.py") is None
 
 
-# --- programs of any kind --------------------------------------------------------------------------------------------
+# --- programs of any kind
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_command_along_path() -> None:
@@ -244,8 +286,13 @@ def test_a_command_along_path() -> None:
 def test_a_command_of_this_folder(folder: Path) -> None:
     program = folder / "tool.py"
     program.write_text("#!/bin/sh\n")
-    assert commands(trouble("tool.py", "x", kind="command")) == ["rallypoint run --no-python ./tool.py x"]
-    assert commands(trouble("./tool.py", "x", kind="command")) == ["chmod +x ./tool.py", "rallypoint run ./tool.py x"]
+    assert commands(trouble("tool.py", "x", kind="command")) == [
+        "rallypoint run --no-python ./tool.py x"
+    ]
+    assert commands(trouble("./tool.py", "x", kind="command")) == [
+        "chmod +x ./tool.py",
+        "rallypoint run ./tool.py x",
+    ]
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     assert look("./tool.py", kind="command") is None
     assert commands(trouble("./tol.py", kind="command")) == ["rallypoint run --no-python ./tool.py"]

@@ -20,7 +20,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# --- facts -----------------------------------------------------------------------------------------------------------
+# --- facts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_this_machine() -> None:
@@ -29,8 +30,13 @@ def test_this_machine() -> None:
     assert 1 <= machine.cpus <= (os.cpu_count() or 1)
     assert machine.runs == "/state/rallypoint/runs"
     assert machine.cwd == os.getcwd()
-    assert len(machine.suffix) == 16  # 64 bits: the id marks the processes that are ended with the job
-    assert run.this_machine(wanted, {"XDG_STATE_HOME": "relative", "HOME": "/home/ada"}).runs == "/home/ada/.local/state/rallypoint/runs"
+    assert (
+        len(machine.suffix) == 16
+    )  # 64 bits: the id marks the processes that are ended with the job
+    assert (
+        run.this_machine(wanted, {"XDG_STATE_HOME": "relative", "HOME": "/home/ada"}).runs
+        == "/home/ada/.local/state/rallypoint/runs"
+    )
 
 
 def test_own_addresses_are_known_without_a_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,21 +50,39 @@ def test_own_addresses_are_known_without_a_resolver(monkeypatch: pytest.MonkeyPa
         assert socket.gethostname() in run._own_names(name)
 
 
-@pytest.mark.parametrize(("found", "ours"), [(("127.0.0.7",), True), (("192.0.2.1",), False), ((), False)])
-def test_a_name_is_this_machines_by_what_it_stands_for(monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...], ours: bool) -> None:
-    """`--master-addr` with another name of this machine than its host name was refused as one of another node."""
-    monkeypatch.setattr(resolver, "ask", lambda names, timeout: {name: resolver.Answer(name, "name", found) for name in names})
+@pytest.mark.parametrize(
+    ("found", "ours"), [(("127.0.0.7",), True), (("192.0.2.1",), False), ((), False)]
+)
+def test_a_name_is_this_machines_by_what_it_stands_for(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...], ours: bool
+) -> None:
+    """`--master-addr` with another name of this machine than its host name was refused as one of
+    another node.
+    """
+    monkeypatch.setattr(
+        resolver,
+        "ask",
+        lambda names, timeout: {name: resolver.Answer(name, "name", found) for name in names},
+    )
     assert ("head-node" in run._own_names("head-node")) == ours
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command
+# --------------------------------------------------------------------------------------------------
 
 
-def test_dry_run_starts_and_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_starts_and_writes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "train.py").write_text("raise SystemExit('started')\n")
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
-    assert run.main(["-n", "2", "--fresh", "--dry-run", "--numa-binding", "node", "train.py", "--dry-run"]) == 0
+    assert (
+        run.main(
+            ["-n", "2", "--fresh", "--dry-run", "--numa-binding", "node", "train.py", "--dry-run"]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert "program     train.py --dry-run\n" in out
     assert "  WORLD_SIZE=2\n" in out
@@ -68,14 +92,21 @@ def test_dry_run_starts_and_writes_nothing(folder: Path, monkeypatch: pytest.Mon
     assert sorted(path.name for path in folder.iterdir()) == ["train.py"]
 
 
-def test_a_plan_does_not_hand_control_sequences_to_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_does_not_hand_control_sequences_to_the_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An argument of the program with a terminal's title in it set that title."""
     (folder / "train.py").write_text("")
-    assert run.main(["-n", "2", "--fresh", "--dry-run", "train.py", "\x1b]0;title\x07", "a\x1b[2Jb"]) == 0
+    assert (
+        run.main(["-n", "2", "--fresh", "--dry-run", "train.py", "\x1b]0;title\x07", "a\x1b[2Jb"])
+        == 0
+    )
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_trouble_is_shown_instead_of_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trouble_is_shown_instead_of_the_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "bad.py").write_text("print('hi'\n")
     assert run.main(["-n", "4", "--fresh", "--dry-run", "bad.py"]) == 1
     out, err = capsys.readouterr()
@@ -84,7 +115,9 @@ def test_trouble_is_shown_instead_of_the_plan(folder: Path, capsys: pytest.Captu
     assert err.startswith("error[start-failed]: bad.py does not compile")
 
 
-def test_without_torch_the_line_to_type_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_torch_the_line_to_type_is_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "count words.py").touch()
     monkeypatch.setattr("rallypoint.launcher.torch_version.torch_version", lambda: "")
     assert run.main(["-n", "3", "--quiet", "count words.py", "--lr", "1"]) == 2

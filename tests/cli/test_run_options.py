@@ -29,7 +29,15 @@ def test_several_nodes_are_refused(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--nnodes 1", "--nnodes=1:1", "--node-rank 0", "--rdzv-backend static", "--rdzv-backend c10d", "--standalone"]
+    "line",
+    [
+        "--nnodes 1",
+        "--nnodes=1:1",
+        "--node-rank 0",
+        "--rdzv-backend static",
+        "--rdzv-backend c10d",
+        "--standalone",
+    ],
 )
 def test_one_node_is_fine(line: str) -> None:
     wanted = parse(f"{line} train.py")
@@ -47,13 +55,22 @@ def test_one_node_is_fine(line: str) -> None:
         ("--rdzv-endpoint ::1", "::1", 0, 0),
         ("--rdzv-backend c10d --rdzv-endpoint node07:0 --master-port 29500", "node07", 0, 1),
         ("--rdzv-backend c10d --master-port 29500 --master-addr x", "", 0, 2),
-        ("--standalone --rdzv-backend etcd --rdzv-endpoint far:1 --rdzv-id 3 --master-addr far --master-port 29500", "", 0, 5),
+        (
+            "--standalone --rdzv-backend etcd --rdzv-endpoint far:1 --rdzv-id 3 --master-addr far --master-port 29500",
+            "",
+            0,
+            5,
+        ),
     ],
 )
 def test_meeting_point(line: str, address: str, port: int, ignored: int) -> None:
     wanted = parse(f"{line} train.py")
     assert (wanted.master_addr, wanted.master_port) == (address, port)
-    assert len([note for note in wanted.notes if "is ignored with" in note]) == ignored == len(wanted.notes)
+    assert (
+        len([note for note in wanted.notes if "is ignored with" in note])
+        == ignored
+        == len(wanted.notes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,13 +85,19 @@ def test_meeting_point(line: str, address: str, port: int, ignored: int) -> None
 )
 def test_a_place_on_a_shared_file_system(line: str, place: str) -> None:
     wanted = parse(f"{line} train.py")
-    assert (wanted.rendezvous, wanted.master_addr) == (place, "localhost" if "localhost" in line else "")
+    assert (wanted.rendezvous, wanted.master_addr) == (
+        place,
+        "localhost" if "localhost" in line else "",
+    )
 
 
 @pytest.mark.parametrize(
     ("url", "wrong"),
     [
-        ("file://tmp/job", "takes 'tmp' for a host: a whole path has three slashes, file:///tmp/job"),
+        (
+            "file://tmp/job",
+            "takes 'tmp' for a host: a whole path has three slashes, file:///tmp/job",
+        ),
         ("file://./job", "takes '.' for a host: a whole path has three slashes, file:///./job"),
         ("file:///", "names no place"),
         ("file://", "takes '' for a host: a whole path has three slashes, file:///"),
@@ -91,7 +114,9 @@ def test_standalone_ignores_the_id() -> None:
     assert wanted.notes == ("--rdzv-id 7 is ignored with --standalone, as torchrun does",)
 
 
-@pytest.mark.parametrize("option", [o for o in options.RUN if o.fate == "accepted"], ids=lambda o: o.key)
+@pytest.mark.parametrize(
+    "option", [o for o in options.RUN if o.fate == "accepted"], ids=lambda o: o.key
+)
 def test_accepted_options_say_so_once(option: options.Option) -> None:
     text = option.example.split()[1] if option.example else "x"
     wanted = parse([option.names[0], text, "train.py"])
@@ -103,21 +128,30 @@ def test_accepted_options_say_so_once(option: options.Option) -> None:
 def test_a_variable_that_makes_the_program_a_module_is_named() -> None:
     with pytest.raises(UsageError) as refusal:
         parse("train.py", PET_MODULE="1")
-    assert refusal.value.headline == "train.py is not a module's name, and PET_MODULE=1 says that the program is one"
+    assert (
+        refusal.value.headline
+        == "train.py is not a module's name, and PET_MODULE=1 says that the program is one"
+    )
     assert refusal.value.help == (("leave that to -m", "unset PET_MODULE"),)
 
 
 @pytest.mark.parametrize(
     ("text", "known", "wrong"),
     [
-        ("SIGTERM,SIGTREM", ("SIGTERM",), "'SIGTREM', which is not a signal; the nearest is SIGTERM"),
+        (
+            "SIGTERM,SIGTREM",
+            ("SIGTERM",),
+            "'SIGTREM', which is not a signal; the nearest is SIGTERM",
+        ),
         ("usr1", (), "'usr1', which is not a signal; the nearest is SIGUSR1"),
         ("15,SIGUSR1", ("SIGUSR1",), "'15', which is not a signal; the nearest is SIGTERM"),
         ("99", (), "'99', which is not a signal"),
         ("SIGTERM,", ("SIGTERM",), "'', which is not a signal"),
     ],
 )
-def test_an_unknown_signal_is_left_out_with_a_line(text: str, known: tuple[str, ...], wrong: str) -> None:
+def test_an_unknown_signal_is_left_out_with_a_line(
+    text: str, known: tuple[str, ...], wrong: str
+) -> None:
     """torchrun warns of it and runs; it was refused here."""
     wanted = parse(f"--signals-to-handle {text} train.py")
     assert wanted.signals == known

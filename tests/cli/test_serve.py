@@ -29,7 +29,9 @@ DEADLINE = 30.0  # seconds; each of these takes a tenth of one
 def served(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     environ = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "error", **variables}
     command = [sys.executable, "-m", "rallypoint", "serve", *argv]
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
@@ -52,7 +54,10 @@ def test_two_lines_say_how_to_connect_and_sigterm_ends_it(tmp_path: Path) -> Non
     with served(XDG_RUNTIME_DIR=str(tmp_path)) as process:
         said, variables = announced(process)
         address, path = variables["RALLYPOINT_STORE"], variables["RALLYPOINT_SECRET_FILE"]
-        assert re.fullmatch(r"the store is at tcp://127\.0\.0\.1:\d+, for at most .* GiB; .*rallypoint\.connect\(\) after\n", said)
+        assert re.fullmatch(
+            r"the store is at tcp://127\.0\.0\.1:\d+, for at most .* GiB; .*rallypoint\.connect\(\) after\n",
+            said,
+        )
         assert address in said
         assert os.stat(path).st_mode & 0o777 == 0o600
         assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
@@ -96,14 +101,26 @@ def test_a_secret_and_a_port_file_of_the_users_own(tmp_path: Path) -> None:
     ("argv", "headline"),
     [
         (["--max-bytes", "3Q"], "error[usage]: --max-bytes 3Q is not a size in bytes"),
-        (["--max-bytes", "2"], "error[usage]: a store of 2 bytes holds nothing: the least is 1048576"),
-        (["--prot", "1"], "error[option-unknown]: rallypoint serve has no option --prot; the nearest is --port"),
+        (
+            ["--max-bytes", "2"],
+            "error[usage]: a store of 2 bytes holds nothing: the least is 1048576",
+        ),
+        (
+            ["--prot", "1"],
+            "error[option-unknown]: rallypoint serve has no option --prot; the nearest is --port",
+        ),
         (["--port"], "error[usage]: --port lacks its value, P"),
-        (["--port", "70000"], "error[usage]: --port 70000 is not a port: they go from 1 to 65535, and 0 means any free one"),
+        (
+            ["--port", "70000"],
+            "error[usage]: --port 70000 is not a port: they go from 1 to 65535, and 0 means any free one",
+        ),
         (["train.py"], "error[usage]: rallypoint serve takes options only, and got train.py"),
         (["--host", ""], "error[usage]: --host '' is not an address to listen on"),
         (["--host", "a b"], "error[usage]: --host a b is not an address to listen on"),
-        (["--host", "node07:29500"], "error[usage]: --host node07:29500 is an address with a port, and the port is given with --port"),
+        (
+            ["--host", "node07:29500"],
+            "error[usage]: --host node07:29500 is an address with a port, and the port is given with --port",
+        ),
         (
             ["--host", "a..b"],
             "error[usage]: --host a..b names no host: a label between its dots is empty, longer than 63 letters, or no text",
@@ -120,7 +137,9 @@ def test_wrong_usage(argv: list[str], headline: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("host", ["\udcff", "a" * 64, f"{'a' * 64}.example", "a..b"])
-def test_a_host_that_no_resolver_can_be_asked_for_is_no_fault_of_ours(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_no_resolver_can_be_asked_for_is_no_fault_of_ours(
+    host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["serve", "--host", host]) == 2
     assert "names no host" in capsys.readouterr().err
     assert cli.main(["doctor", "--peer", f"{host}:29500"]) == 2
@@ -138,16 +157,22 @@ def test_a_host_that_no_resolver_can_be_asked_for_is_no_fault_of_ours(host: str,
         (["--port", "29500", "29501"], "--help"),
     ],
 )
-def test_an_address_without_its_options(argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_without_its_options(
+    argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["serve", *argv]) == 2
-    assert f"rallypoint serve {meant}" in [line.strip() for line in capsys.readouterr().err.splitlines()]
+    assert f"rallypoint serve {meant}" in [
+        line.strip() for line in capsys.readouterr().err.splitlines()
+    ]
 
 
 def test_problems_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     secret = tmp_path / "secret"
     assert cli.main(["serve", "--secret-file", str(secret)]) == 1
     err = capsys.readouterr().err
-    assert err.startswith(f"error[secret-unreadable]: the secret in {secret} cannot be used: No such file")
+    assert err.startswith(
+        f"error[secret-unreadable]: the secret in {secret} cannot be used: No such file"
+    )
     assert f"(umask 077 && head -c 32 /dev/urandom | base64 > {secret})" in err
     assert cli.main(["serve", "--port", "29500", "--port-range", "20000-20001"]) == 2
     assert "leave --port out" in capsys.readouterr().err
@@ -158,7 +183,12 @@ def test_problems_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
     secret.chmod(0o600)
     assert cli.main(["serve", "--max-bytes", "2"]) == 2
     assert "give the unit: --max-bytes 2GiB" in " ".join(capsys.readouterr().err.split())
-    assert cli.main(["serve", "--secret-file", str(secret), "--port-file", str(tmp_path / "no" / "port")]) == 2
+    assert (
+        cli.main(
+            ["serve", "--secret-file", str(secret), "--port-file", str(tmp_path / "no" / "port")]
+        )
+        == 2
+    )
     assert "No such file or directory" in capsys.readouterr().err
     with served() as process:
         _, variables = announced(process)
@@ -169,7 +199,9 @@ def test_problems_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert "--port 0" in err
         assert cli.main(["serve", "--port-range", f"{port}-{port}"]) == 1
         err = capsys.readouterr().err
-        assert err.startswith(f"error[ports-exhausted]: port {port}, the only one of the range, is not free on 127.0.0.1\n")
+        assert err.startswith(
+            f"error[ports-exhausted]: port {port}, the only one of the range, is not free on 127.0.0.1\n"
+        )
         assert f"(pid {process.pid}, user " in " ".join(err.split())
     with served("--port-range", "16000-16999") as process:
         _, variables = announced(process)
@@ -182,7 +214,9 @@ def started(port: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("content", ["precious", "29500\n29501\n", "123456\n", "", "29500 \n"])
-def test_a_file_that_is_not_a_port_s_is_left_alone(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_port_s_is_left_alone(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(content)
     assert cli.main(started(path)) == 2
@@ -192,7 +226,9 @@ def test_a_file_that_is_not_a_port_s_is_left_alone(content: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "device"])
-def test_nothing_but_a_regular_file_is_replaced_by_a_port(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_but_a_regular_file_is_replaced_by_a_port(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, other = tmp_path / "port", tmp_path / "other"
     if kind == "link":
         other.write_text("29500\n")
@@ -253,8 +289,19 @@ def test_a_standard_output_that_is_full(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(SOURCE), "XDG_RUNTIME_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "rallypoint", "serve"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=DEADLINE, check=False)
-    assert (done.returncode, done.stderr) == (1, "rallypoint: cannot write to stdout: No space left on device\n")
+        done = subprocess.run(
+            command,
+            env=environ,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "rallypoint: cannot write to stdout: No space left on device\n",
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -267,5 +314,18 @@ def test_help_has_every_option_and_loads_nothing(capsys: pytest.CaptureFixture[s
     environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
     command = [sys.executable, "-X", "importtime", "-m", "rallypoint", "serve", "--help"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert not loaded & {"torch", "numpy", "rich", "psutil", "asyncio", "logging", "socket", "subprocess"}
+    loaded = {
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
+    assert not loaded & {
+        "torch",
+        "numpy",
+        "rich",
+        "psutil",
+        "asyncio",
+        "logging",
+        "socket",
+        "subprocess",
+    }

@@ -1,4 +1,6 @@
-"""`rallypoint show`: what a run folder holds, as a person reads it; folders that are damaged, foreign, or still being written."""
+"""`rallypoint show`: what a run folder holds, as a person reads it; folders that are damaged,
+foreign, or still being written.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ REPORT = Report(
     code="rank-raised",
     headline="rank 1 raised ValueError: the learning rate is NaN",
     where="train.py:9 in <module>, pid 24316",
-    said=(Said("rank 1", ("Traceback (most recent call last):", "ValueError: the learning rate is NaN")),),
+    said=(
+        Said(
+            "rank 1", ("Traceback (most recent call last):", "ValueError: the learning rate is NaN")
+        ),
+    ),
     help=(Help("look at the data"),),
     ranks=(1,),
 )
@@ -36,8 +42,15 @@ RAISED = (
     Event(1.21, "worker-started", rank=1),
     Event(1.30, "phase", rank=0, details={"phase": "joining"}),
     Event(1.31, "phase", rank=1, details={"phase": "joining"}),
-    Event(1.90, "raised", rank=1, details={"type": "ValueError", "message": "the learning rate is NaN"}),
-    Event(1.95, "stop-sent", rank=0, because="rank 1 raised ValueError", details={"signal": "SIGTERM"}),
+    Event(
+        1.90,
+        "raised",
+        rank=1,
+        details={"type": "ValueError", "message": "the learning rate is NaN"},
+    ),
+    Event(
+        1.95, "stop-sent", rank=0, because="rank 1 raised ValueError", details={"signal": "SIGTERM"}
+    ),
     Event(2.00, "ended", rank=0, details={"signal": "SIGTERM"}),
     Event(2.01, "ended", rank=1, details={"code": 1}),
     Event(2.10, "job-ended", details={"status": 1}),
@@ -62,12 +75,19 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def begin(name: str, **plan: Any) -> RunFolder:
     """A run that has begun, its folder made as the launcher makes it."""
-    folder = open_run_folder(os.path.join(default_root(os.environ), name), name, pytest.fail, asked_for=False)
+    folder = open_run_folder(
+        os.path.join(default_root(os.environ), name), name, pytest.fail, asked_for=False
+    )
     folder.write_plan({"job": name, **PLAN, **plan})
     return folder
 
 
-def keep(name: str, events: Iterable[Event] = RAISED, reports: tuple[Report, ...] = (REPORT,), **plan: Any) -> Path:
+def keep(
+    name: str,
+    events: Iterable[Event] = RAISED,
+    reports: tuple[Report, ...] = (REPORT,),
+    **plan: Any,
+) -> Path:
     """A run that is over."""
     folder = begin(name, **plan)
     log = EventLog(folder)
@@ -133,21 +153,31 @@ def test_all_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_ways_to_name_a_run(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     keep("20260102-030405-ab12")
     path = keep("20260102-030406-cd34")
-    os.utime(path / "plan.json", (2**31, 2**31))  # the newest by far, whatever the clock's resolution
+    os.utime(
+        path / "plan.json", (2**31, 2**31)
+    )  # the newest by far, whatever the clock's resolution
     words = [str(path) + word[4:]] if word.startswith("path") else [word] if word else []
     assert shown(capsys, *words).startswith("  run      20260102-030406-cd34\n")
 
 
 def test_options_may_stand_on_either_side(capsys: pytest.CaptureFixture[str]) -> None:
     keep("20260102-030405-ab12")
-    before, after = shown(capsys, "--error-format", "json", "ab12"), shown(capsys, "ab12", "--error-format=json")
+    before, after = (
+        shown(capsys, "--error-format", "json", "ab12"),
+        shown(capsys, "ab12", "--error-format=json"),
+    )
     assert before == after
 
 
 def test_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     path = keep("20260102-030405-ab12")
     told = json.loads(shown(capsys, "--error-format", "json"))
-    assert (told["state"], told["exit_status"], told["code"], told["ranks"]) == ("ended", 1, "rank-raised", 2)
+    assert (told["state"], told["exit_status"], told["code"], told["ranks"]) == (
+        "ended",
+        1,
+        "rank-raised",
+        2,
+    )
     assert told["timeline"][2] == {"at": 1.3, "who": "ranks 0-1", "what": "joining"}
     assert msgspec.convert(told["reports"], tuple[Report, ...]) == (REPORT,)
     assert told["logs"][1] == {"rank": 1, "path": str(path / "rank1.log"), "size": 16, "cut": False}
@@ -165,11 +195,19 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         os.utime(keep(name, events, reports) / "plan.json", (at, at))
     running = begin("20260102-030409-77aa")
-    header, newest, *others = [re.split(r"  +", line) for line in shown(capsys, "--list").splitlines()]
+    header, newest, *others = [
+        re.split(r"  +", line) for line in shown(capsys, "--list").splitlines()
+    ]
     running.close()
     command = "-n 2 --max-restarts 3 train.py --lr 'a b'"
     assert header == ["run", "began", "took", "ranks", "ended", "command"]
-    assert newest[:2] + newest[3:] == ["20260102-030409-77aa", "2026-01-02 03:04:09", "2", "still running", command]
+    assert newest[:2] + newest[3:] == [
+        "20260102-030409-77aa",
+        "2026-01-02 03:04:09",
+        "2",
+        "still running",
+        command,
+    ]
     assert others == [
         ["20260102-030408-0a9b", "2026-01-02 03:04:08", "1 h 6 min", "2", "0", command],
         ["20260102-030407-ef56", "2026-01-02 03:04:07", "2.0 s", "2", "launcher killed", command],
@@ -177,7 +215,9 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_the_list_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep("20260102-030405-ab12")
     monkeypatch.setenv("COLUMNS", "110")
     head = "20260102-030405-ab12  2026-01-02 03:04:05  2.1 s  2      1 rank-raised  "
@@ -198,13 +238,17 @@ def test_the_list_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monke
     )
 
 
-def test_a_run_that_is_removed_while_it_is_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_removed_while_it_is_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep("20260102-030405-ab12")
     path = keep("20260102-030407-ef56")
     found = past_runs(default_root(os.environ))
     shutil.rmtree(path)
     monkeypatch.setattr(show, "past_runs", lambda root: found)
-    assert re.findall(r"^\d{8}\S+", shown(capsys, "--list"), re.MULTILINE) == ["20260102-030405-ab12"]
+    assert re.findall(r"^\d{8}\S+", shown(capsys, "--list"), re.MULTILINE) == [
+        "20260102-030405-ab12"
+    ]
 
 
 def test_a_run_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +257,9 @@ def test_a_run_that_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     log.write(RAISED[0])
     told = shown(capsys)
     assert re.search(
-        r"^  ended    not yet: .* running for \d+ d \d+ h; where its ranks are: rallypoint stacks 20260102-030405-ab12$", told, re.MULTILINE
+        r"^  ended    not yet: .* running for \d+ d \d+ h; where its ranks are: rallypoint stacks 20260102-030405-ab12$",
+        told,
+        re.MULTILINE,
     )
     assert "+0.010s  launcher  started train.py\n" in told
     log.close()
@@ -225,13 +271,21 @@ def test_a_launcher_that_was_killed(capsys: pytest.CaptureFixture[str]) -> None:
     path = keep("20260102-030405-ab12", RAISED[:-1], ())
     (path / "running").touch()
     told = shown(capsys)
-    assert "  ended    the launcher was killed, or the machine went down; last heard of 2.0 s after the start\n" in told
+    assert (
+        "  ended    the launcher was killed, or the machine went down; last heard of 2.0 s after the start\n"
+        in told
+    )
     assert json.loads(shown(capsys, "--error-format", "json"))["state"] == "killed"
 
 
-def test_a_launcher_that_was_killed_before_it_had_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launcher_that_was_killed_before_it_had_a_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     open_run_folder(
-        os.path.join(default_root(os.environ), "20260102-030405-ab12"), "20260102-030405-ab12", pytest.fail, asked_for=False
+        os.path.join(default_root(os.environ), "20260102-030405-ab12"),
+        "20260102-030405-ab12",
+        pytest.fail,
+        asked_for=False,
     ).close()
     told = shown(capsys)
     assert "  command  not known: plan.json does not tell\n" in told
@@ -250,7 +304,9 @@ def test_a_launcher_that_was_killed_before_it_had_a_plan(capsys: pytest.CaptureF
         ("events.jsonl", b'{"at": 1.0, "what": "of a later version"}\n' * 2, "  2 lines of events.jsonl cannot be read: "),
     ],
 )  # fmt: skip
-def test_what_is_damaged_is_said_and_the_rest_is_shown(name: str, content: bytes, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_damaged_is_said_and_the_rest_is_shown(
+    name: str, content: bytes, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = keep("20260102-030405-ab12")
     (path / name).write_bytes(content)
     told = shown(capsys, str(path))
@@ -260,34 +316,59 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(name: str, content: bytes
 
 
 def test_a_full_disk_is_told_later_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """Afterwards `show` said that the rank whose log could not be written had printed nothing, and gave no cause."""
-    path = keep("20260102-030405-ab12", (*RAISED[:6], Event(1.92, "report", details={"headline": REPORT.headline}), *RAISED[6:]), ())
+    """Afterwards `show` said that the rank whose log could not be written had printed nothing, and
+    gave no cause.
+    """
+    path = keep(
+        "20260102-030405-ab12",
+        (*RAISED[:6], Event(1.92, "report", details={"headline": REPORT.headline}), *RAISED[6:]),
+        (),
+    )
     (path / "rank0.log").chmod(CUT)
     told = shown(capsys)
-    assert "  logs     rank0.log  0 bytes, cut: it could not be written any more, as when a disk is full\n" in told
+    assert (
+        "  logs     rank0.log  0 bytes, cut: it could not be written any more, as when a disk is full\n"
+        in told
+    )
     assert "printed nothing" not in told
     assert "exit status 1: rank 1 raised ValueError: the learning rate is NaN\n" in told
-    assert "  there is no report.json: it could not be written (a full disk?), or was removed; " in told
+    assert (
+        "  there is no report.json: it could not be written (a full disk?), or was removed; "
+        in told
+    )
     assert json.loads(shown(capsys, "--error-format", "json"))["logs"][0]["cut"]
     (path / "rank0.log").unlink()
     assert "  there is no log of rank 0: it could not be written" in shown(capsys)
 
 
-def test_events_that_end_early_are_no_launcher_that_was_killed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_that_end_early_are_no_launcher_that_was_killed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = keep("20260102-030405-ab12", RAISED[:5], ())
     (path / "events.jsonl").chmod(CUT)
     told = shown(capsys)
-    assert "  ended    not known: events.jsonl ends early; last heard of 1.3 s after the start\n" in told
-    assert "  events.jsonl ends early: it could not be written any more, as when a disk is full\n" in told
+    assert (
+        "  ended    not known: events.jsonl ends early; last heard of 1.3 s after the start\n"
+        in told
+    )
+    assert (
+        "  events.jsonl ends early: it could not be written any more, as when a disk is full\n"
+        in told
+    )
     assert json.loads(shown(capsys, "--error-format", "json"))["state"] == "unknown"
     assert " not known " in shown(capsys, "--list")
 
 
 def test_where_it_was_started(capsys: pytest.CaptureFixture[str]) -> None:
     """The command alone, typed in another folder, starts another train.py."""
-    keep("20260102-030405-ab12", cwd="/srv/work", run_dir="/srv/work/runs/today", run_dir_asked=True)
+    keep(
+        "20260102-030405-ab12", cwd="/srv/work", run_dir="/srv/work/runs/today", run_dir_asked=True
+    )
     told = shown(capsys)
-    assert "  command  rallypoint run -n 2 --max-restarts 3 --run-dir runs/today train.py --lr 'a b'\n  in       /srv/work\n" in told
+    assert (
+        "  command  rallypoint run -n 2 --max-restarts 3 --run-dir runs/today train.py --lr 'a b'\n  in       /srv/work\n"
+        in told
+    )
     assert json.loads(shown(capsys, "--error-format", "json"))["folder"] == "/srv/work"
 
 
@@ -304,21 +385,30 @@ def test_a_folder_where_a_file_should_be(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_ranks_wrote_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    path = keep("20260102-030405-ab12", program={"kind": "script", "target": "a\x1b[2Jb.py", "args": []})
+    path = keep(
+        "20260102-030405-ab12", program={"kind": "script", "target": "a\x1b[2Jb.py", "args": []}
+    )
     (path / "rank1.log").write_bytes(b"before\rafter \x1b]0;title\x07 \xff\n")
     assert "\x1b" not in shown(capsys)
     assert "\x1b" not in shown(capsys, "--list")
 
 
 def test_a_long_timeline_keeps_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    keep("20260102-030405-ab12", [Event(float(n), "attempt-started", details={"attempt": n}) for n in range(500)])
-    lines = [line for line in shown(capsys).splitlines() if "attempt" in line or "in between" in line]
+    keep(
+        "20260102-030405-ab12",
+        [Event(float(n), "attempt-started", details={"attempt": n}) for n in range(500)],
+    )
+    lines = [
+        line for line in shown(capsys).splitlines() if "attempt" in line or "in between" in line
+    ]
     assert len(lines) == 61
     assert lines[30] == "  ... 440 lines in between are in events.jsonl"
     assert lines[-1] == "  +499.000s  launcher  started attempt 499"
 
 
-def test_the_logs_of_the_ranks_at_fault_come_before_larger_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_logs_of_the_ranks_at_fault_come_before_larger_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = keep("20260102-030405-ab12", world={"local_size": 64})
     for rank in range(2, 64):
         (path / f"rank{rank}.log").write_bytes(b"x" * 5000)
@@ -332,20 +422,54 @@ def test_the_logs_of_the_ranks_at_fault_come_before_larger_ones(capsys: pytest.C
 @pytest.mark.parametrize(
     ("argv", "headline", "command"),
     [
-        (["nothing"], "error[usage]: no run is called nothing, nor has it in its name", "rallypoint show --list"),
-        (["2026"], "error[usage]: 2 runs have 2026 in their names", "rallypoint show 20260102-0304"),
+        (
+            ["nothing"],
+            "error[usage]: no run is called nothing, nor has it in its name",
+            "rallypoint show --list",
+        ),
+        (
+            ["2026"],
+            "error[usage]: 2 runs have 2026 in their names",
+            "rallypoint show 20260102-0304",
+        ),
         (["./nowhere"], "nowhere is no folder", "rallypoint show --list"),
-        ([os.sep], "error[usage]: / is no run folder: there is no plan.json in it", "rallypoint show --list"),
+        (
+            [os.sep],
+            "error[usage]: / is no run folder: there is no plan.json in it",
+            "rallypoint show --list",
+        ),
         (["a", "b"], "error[usage]: show takes one run, and got 2", "rallypoint show --list"),
-        (["--list", "cd34"], "error[usage]: --list names no run, and got cd34", "rallypoint show cd34"),
-        (["--lst"], "error[option-unknown]: rallypoint show has no option --lst; the nearest is --list", "rallypoint show --list"),
-        (["-l"], "error[option-unknown]: rallypoint show has no option -l; the nearest is --list", "rallypoint show --list"),
+        (
+            ["--list", "cd34"],
+            "error[usage]: --list names no run, and got cd34",
+            "rallypoint show cd34",
+        ),
+        (
+            ["--lst"],
+            "error[option-unknown]: rallypoint show has no option --lst; the nearest is --list",
+            "rallypoint show --list",
+        ),
+        (
+            ["-l"],
+            "error[option-unknown]: rallypoint show has no option -l; the nearest is --list",
+            "rallypoint show --list",
+        ),
         (["cd34", "--json"], "error[option-unknown]", "rallypoint show cd34 --error-format=json"),
-        (["--error-format", "text", "cd34", "--json"], "error[option-unknown]", "show --error-format text cd34 --error-format=json"),
-        (["\u2013list"], "error[option-unknown]: \u2013list begins with a dash (U+2013)", "rallypoint show --list"),
+        (
+            ["--error-format", "text", "cd34", "--json"],
+            "error[option-unknown]",
+            "show --error-format text cd34 --error-format=json",
+        ),
+        (
+            ["\u2013list"],
+            "error[option-unknown]: \u2013list begins with a dash (U+2013)",
+            "rallypoint show --list",
+        ),
     ],
 )
-def test_wrong_usage(argv: list[str], headline: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(
+    argv: list[str], headline: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     keep("20260102-030405-ab12")
     keep("20260102-030406-cd34")
     told = refused(capsys, *argv)
@@ -364,7 +488,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "run-name" not in told
 
 
-def test_a_copy_of_a_run_elsewhere_is_as_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_of_a_run_elsewhere_is_as_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(keep("20260102-030405-ab12"), tmp_path / "attached to the issue")
     told = shown(capsys, str(tmp_path / "attached to the issue"))
     assert "  run      attached to the issue\n" in told
@@ -377,5 +503,7 @@ def test_nothing_heavy_is_imported() -> None:
         "import sys; from rallypoint.cli.main import main; main(['show']); "
         "print(sorted({'torch', 'numpy', 'rich', 'psutil', 'asyncio', 'subprocess', 'multiprocessing'} & {*sys.modules}), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stderr.strip() == "[]"

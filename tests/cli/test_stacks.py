@@ -85,7 +85,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["--error-format", "xml"], "error[usage]: --error-format xml is not one of text, json"),
     ],
 )
-def test_wrong_usage(state: Path, words: list[str], headline: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(
+    state: Path, words: list[str], headline: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["stacks", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -97,7 +99,9 @@ def test_errors_as_json(state: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [one["code"] for one in json.loads(capsys.readouterr().err)["reports"]] == ["usage"]
 
 
-def test_the_newest_that_runs_is_asked_and_the_others_are_named(state: Path, launchers: Launchers) -> None:
+def test_the_newest_that_runs_is_asked_and_the_others_are_named(
+    state: Path, launchers: Launchers
+) -> None:
     for name in ("a-job-1", "a-job-2", "a-job-3"):
         launchers.hold(state / name)
         os.utime(state / name / "plan.json", (1.0, 1.0 + int(name[-1])))
@@ -106,17 +110,25 @@ def test_the_newest_that_runs_is_asked_and_the_others_are_named(state: Path, lau
     assert stacks.chosen(("a-job-1",)) == (str(state / "a-job-1"), ())
 
 
-def test_a_job_with_a_folder_of_its_own_is_found_without_its_name(state: Path, launchers: Launchers, tmp_path: Path) -> None:
+def test_a_job_with_a_folder_of_its_own_is_found_without_its_name(
+    state: Path, launchers: Launchers, tmp_path: Path
+) -> None:
     launchers.hold(state / "a-job-1")
     launchers.hold(tmp_path / "mine", "elsewhere")
     launchers.hold(tmp_path / "killed", "elsewhere")
-    for path, started in ((state / "a-job-1", 1.0), (tmp_path / "mine", 2.0), (tmp_path / "killed", 3.0)):
+    for path, started in (
+        (state / "a-job-1", 1.0),
+        (tmp_path / "mine", 2.0),
+        (tmp_path / "killed", 3.0),
+    ):
         os.utime(path / "plan.json", (started, started))
     assert stacks.chosen(()) == (str(tmp_path / "killed"), (str(tmp_path / "mine"), "a-job-1"))
     launchers.processes[2].kill()
     launchers.processes[2].communicate()
     assert stacks.chosen(()) == (str(tmp_path / "mine"), ("a-job-1",))
-    assert [os.readlink(link) for link in (state.parent / "elsewhere").iterdir()] == [str(tmp_path / "mine")]
+    assert [os.readlink(link) for link in (state.parent / "elsewhere").iterdir()] == [
+        str(tmp_path / "mine")
+    ]
     assert stacks.chosen((str(tmp_path / "mine"),)) == (str(tmp_path / "mine"), ())
 
 
@@ -133,12 +145,25 @@ def test_a_job_with_a_folder_of_its_own_leaves_no_link(state: Path, tmp_path: Pa
     ("door", "words", "command"),
     [
         ((), "has no door at which it could be asked", "tail "),
-        (("/no/such/door.sock", "node07", "1"), "runs on node07, and this is ", "ssh node07 rallypoint stacks a-job-1"),
-        (("/no/such/door.sock", os.uname().nodename, "1"), "(pid 1) runs, and its socket is not here", "rallypoint stacks a-job-1"),
+        (
+            ("/no/such/door.sock", "node07", "1"),
+            "runs on node07, and this is ",
+            "ssh node07 rallypoint stacks a-job-1",
+        ),
+        (
+            ("/no/such/door.sock", os.uname().nodename, "1"),
+            "(pid 1) runs, and its socket is not here",
+            "rallypoint stacks a-job-1",
+        ),
     ],
 )
 def test_a_launcher_that_cannot_be_asked_from_here(
-    state: Path, launchers: Launchers, door: tuple[str, ...], words: str, command: str, monkeypatch: pytest.MonkeyPatch
+    state: Path,
+    launchers: Launchers,
+    door: tuple[str, ...],
+    words: str,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stacks, "ENDS_WITHIN", 0.0)
     launchers.hold(state / "a-job-1", *door)
@@ -149,8 +174,12 @@ def test_a_launcher_that_cannot_be_asked_from_here(
     assert problem.value.help[0][1].startswith(command)
 
 
-def test_a_launcher_that_closes_its_door_because_it_ends(state: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock outlives its door by a moment, in which the socket was said to be another user's or another container's."""
+def test_a_launcher_that_closes_its_door_because_it_ends(
+    state: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock outlives its door by a moment, in which the socket was said to be another user's or
+    another container's.
+    """
     launchers.hold(state / "a-job-1", "/no/such/door.sock", os.uname().nodename, "0")
 
     def ask(path: str) -> Standing:
@@ -166,25 +195,35 @@ def test_a_launcher_that_closes_its_door_because_it_ends(state: Path, launchers:
         stacks.ask(str(state / "a-job-1"))
 
 
-def test_a_launcher_that_has_no_room_for_a_visitor(state: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_has_no_room_for_a_visitor(
+    state: Path, launchers: Launchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stacks, "ENDS_WITHIN", 0.0)
     door = query_socket.QuerySocket()
     try:
         launchers.hold(state / "a-job-1", door.path, os.uname().nodename, "1")
         monkeypatch.setattr(resource, "getrlimit", lambda _: (0, 0))
-        threading.Thread(target=lambda: (select.select([door], [], []), door.accept_visitor()), daemon=True).start()
-        with pytest.raises(EnvironmentProblem, match=r"\(pid 1\) took the question and closed the connection"):
+        threading.Thread(
+            target=lambda: (select.select([door], [], []), door.accept_visitor()), daemon=True
+        ).start()
+        with pytest.raises(
+            EnvironmentProblem, match=r"\(pid 1\) took the question and closed the connection"
+        ):
             stacks.ask(str(state / "a-job-1"))
     finally:
         door.close()
 
 
-def test_what_a_killed_launcher_left_does_not_mislead_the_next(state: Path, launchers: Launchers) -> None:
+def test_what_a_killed_launcher_left_does_not_mislead_the_next(
+    state: Path, launchers: Launchers
+) -> None:
     launchers.hold(state / "a-job-1", "/of/the/first/door.sock", "node07", "1")
     launchers.processes[0].kill()
     launchers.processes[0].communicate()
     assert run_folder.running_runs(str(state)) == []
-    assert run_folder.door_of(str(state / "a-job-1")) == LauncherAddress("/of/the/first/door.sock", "node07", 1)
+    assert run_folder.door_of(str(state / "a-job-1")) == LauncherAddress(
+        "/of/the/first/door.sock", "node07", 1
+    )
     launchers.hold(state / "a-job-1")
     assert run_folder.door_of(str(state / "a-job-1")) is None
 
@@ -193,16 +232,27 @@ def test_the_launcher_itself_does_not_lose_its_lock_by_looking(state: Path) -> N
     folder = run_folder.open_run_folder(str(state / "a-job-1"), "a-job-1", print, asked_for=False)
     folder.announce(LauncherAddress("/x", "node07", 1))
     assert run_folder.door_of(folder.path) is None
-    looked = f"from rallypoint.record.run_folder import is_running; print(is_running({folder.path!r}))"
-    assert subprocess.run([sys.executable, "-c", looked], capture_output=True, text=True, check=True).stdout == "True\n"
+    looked = (
+        f"from rallypoint.record.run_folder import is_running; print(is_running({folder.path!r}))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", looked], capture_output=True, text=True, check=True
+        ).stdout
+        == "True\n"
+    )
     folder.close()
 
 
 def test_text_has_the_programs_lines_and_json_has_everything(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(1000)\n")
     frames = (Frame(str(tmp_path / "train.py"), 2, "<module>"),)
-    found = Standing("a-job-1", "train.py", 1, (RankStanding(0, 4000, "running", state="S", frames=frames),), 3.0)
-    assert "    train.py:2 in <module>: time.sleep(1000)\n" in stacks.as_text(found, ("another-job",))
+    found = Standing(
+        "a-job-1", "train.py", 1, (RankStanding(0, 4000, "running", state="S", frames=frames),), 3.0
+    )
+    assert "    train.py:2 in <module>: time.sleep(1000)\n" in stacks.as_text(
+        found, ("another-job",)
+    )
     assert "also running: another-job\n" in stacks.as_text(found, ("another-job",))
     data = json.loads(stacks.as_json(found))
     assert data["sentence"] == "rank 0 is at train.py:2 in <module>"

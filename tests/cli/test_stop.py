@@ -47,7 +47,12 @@ class Job:
 
     def __init__(self, *words: str) -> None:
         self.process = subprocess.Popen(
-            [*RUN, "-n", "2", *words], env=os.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*RUN, "-n", "2", *words],
+            env=os.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self.said = ""
         assert self.process.stdout is not None
@@ -72,16 +77,24 @@ def jobs() -> Iterator[list[Job]]:
 
 
 @pytest.mark.parametrize(
-    ("words", "headline"), [([], "no job of this user is running here"), (["a", "b"], "stop takes one run, and got 2")]
+    ("words", "headline"),
+    [([], "no job of this user is running here"), (["a", "b"], "stop takes one run, and got 2")],
 )
-def test_there_is_nothing_to_stop(state: Path, words: list[str], headline: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_is_nothing_to_stop(
+    state: Path, words: list[str], headline: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["stop", *words]) == 2
     assert f"error[usage]: {headline}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["newest", "name", "part", "folder elsewhere", "name elsewhere"])
 def test_a_job_is_stopped_in_good_order(
-    state: Path, program: Path, jobs: list[Job], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    state: Path,
+    program: Path,
+    jobs: list[Job],
+    where: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The handlers run, and when the command returns the job is over."""
     elsewhere = ["--run-dir", str(tmp_path / "own")] if "elsewhere" in where else []
@@ -89,7 +102,9 @@ def test_a_job_is_stopped_in_good_order(
     name = "" if elsewhere else os.readlink(state / "latest")
     if where == "name elsewhere":
         name = json.loads((tmp_path / "own" / "plan.json").read_bytes())["job"]
-    words = {"newest": [], "part": [name[-4:]], "folder elsewhere": [str(tmp_path / "own")]}.get(where, [name])
+    words = {"newest": [], "part": [name[-4:]], "folder elsewhere": [str(tmp_path / "own")]}.get(
+        where, [name]
+    )
     assert cli.main(["stop", *words]) == 0
     said = capsys.readouterr().out
     assert "SIGTERM to ranks 0-1, which may take up to 60 s" in said
@@ -102,7 +117,9 @@ def test_a_job_is_stopped_in_good_order(
         assert "is over" in capsys.readouterr().err
 
 
-def test_a_second_one_kills(state: Path, program: Path, jobs: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_one_kills(
+    state: Path, program: Path, jobs: list[Job], capfd: pytest.CaptureFixture[str]
+) -> None:
     jobs.append(Job("--grace", "300", str(program), "deaf"))
     name = os.readlink(state / "latest")
     with subprocess.Popen([*RUN[:-1], "stop", name], stdout=subprocess.PIPE, text=True) as first:
@@ -114,17 +131,23 @@ def test_a_second_one_kills(state: Path, program: Path, jobs: list[Job], capfd: 
     assert first.returncode == 0
     assert jobs[0].end() == 143
     assert "did not end and were killed" in jobs[0].said
-    assert f"job {name} was being stopped, and what is left of it is killed" in capfd.readouterr().out
+    assert (
+        f"job {name} was being stopped, and what is left of it is killed" in capfd.readouterr().out
+    )
 
 
 def test_the_holder_of_a_port_is_ended_as_the_error_says(
     state: Path, program: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said `kill PID`, of the process that serves torch's store, which ignores SIGTERM: the port stayed taken, and the job ran on."""
+    """It said `kill PID`, of the process that serves torch's store, which ignores SIGTERM: the port
+    stayed taken, and the job ran on.
+    """
     port = ports.hold_port(0, "127.0.0.1", None)
     number = port.port
     port.release()
-    program.write_text(f"import torch.distributed as dist\ndist.init_process_group('gloo')\n{SAVES}")
+    program.write_text(
+        f"import torch.distributed as dist\ndist.init_process_group('gloo')\n{SAVES}"
+    )
     jobs.append(Job("--master-port", str(number), str(program)))
     assert cli.main(["run", "-n", "2", "--master-port", str(number), str(program)]) == 1
     said = capsys.readouterr().err

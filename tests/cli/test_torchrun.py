@@ -1,4 +1,6 @@
-"""The same command lines to torchrun's own parser and to ours. The one module here that imports torch."""
+"""The same command lines to torchrun's own parser and to ours. The one module here that imports
+torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ torchrun = pytest.importorskip("torch.distributed.run", reason="torch is not ins
 multiprocessing = pytest.importorskip("torch.distributed.elastic.multiprocessing")
 
 MACHINE = plan.Machine(
-    cpus=4, gpus=Look(), names=("here",), python="python", torch="2.13.0", now=datetime(2026, 1, 1), suffix="a1b2", cwd="/", runs="/runs"
+    cpus=4,
+    gpus=Look(),
+    names=("here",),
+    python="python",
+    torch="2.13.0",
+    now=datetime(2026, 1, 1),
+    suffix="a1b2",
+    cwd="/",
+    runs="/runs",
 )
 
 
@@ -31,7 +41,9 @@ def ours(argv: list[str], environ: dict[str, str] | None = None) -> plan.Options
     return run_options.read(parser.take_apart(argv, environ or {}))
 
 
-def theirs(argv: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, str] | None = None) -> argparse.Namespace:
+def theirs(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, str] | None = None
+) -> argparse.Namespace:
     for name, value in (environ or {}).items():
         monkeypatch.setenv(name, value)
     parsed: argparse.Namespace = torchrun.parse_args(argv)
@@ -39,7 +51,10 @@ def theirs(argv: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, 
 
 
 def streams(text: str, size: int) -> tuple[int, ...]:
-    return tuple(int(v) for _, v in sorted(multiprocessing.to_map(multiprocessing.Std.from_str(text), size).items()))
+    return tuple(
+        int(v)
+        for _, v in sorted(multiprocessing.to_map(multiprocessing.Std.from_str(text), size).items())
+    )
 
 
 def program_kind(args: argparse.Namespace) -> str:
@@ -48,11 +63,17 @@ def program_kind(args: argparse.Namespace) -> str:
     return "command" if args.no_python else "module" if args.module else "script"
 
 
-def compare(argv: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, str] | None = None) -> None:
+def compare(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str, str] | None = None
+) -> None:
     args = theirs(argv, monkeypatch, environ)
     wanted = ours(argv, environ)
     made = plan.make(wanted, environ or {}, MACHINE)
-    size = torchrun.determine_local_world_size(args.nproc_per_node) if args.nproc_per_node.isdigit() else made.world.size
+    size = (
+        torchrun.determine_local_world_size(args.nproc_per_node)
+        if args.nproc_per_node.isdigit()
+        else made.world.size
+    )
     assert made.world.size == size
     assert (made.program.kind, made.program.target, list(made.program.args)) == (
         program_kind(args),
@@ -63,13 +84,19 @@ def compare(argv: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str,
     assert made.environment["ROLE_NAME"] == args.role
     assert made.logs.redirects == streams(args.redirects, size)
     assert made.logs.tee == streams(args.tee, size)
-    chosen = {int(part) for part in args.local_ranks_filter.split(",")} if args.local_ranks_filter else set(range(size))
+    chosen = (
+        {int(part) for part in args.local_ranks_filter.split(",")}
+        if args.local_ranks_filter
+        else set(range(size))
+    )
     assert set(made.logs.console) == chosen & set(range(size))
     assert list(made.logs.stdout_filters) == args.duplicate_stdout_filters
     assert list(made.logs.stderr_filters) == args.duplicate_stderr_filters
     assert made.environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] == args.signals_to_handle
     assert made.grace == (30 if args.shutdown_timeout is None else args.shutdown_timeout)
-    assert made.rank_environment[-1]["LOCAL_RANK"] == ("0" if args.virtual_local_rank else str(size - 1))
+    assert made.rank_environment[-1]["LOCAL_RANK"] == (
+        "0" if args.virtual_local_rank else str(size - 1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +139,11 @@ def compare(argv: list[str], monkeypatch: pytest.MonkeyPatch, environ: dict[str,
 )
 def test_same_meaning(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if line.endswith("-- "):
-        line = line[:-3]  # argparse of some Python versions swallows a `--` right after the script; ours is tested below
+        line = line[
+            :-3
+            # argparse of some Python versions swallows a `--` right after the script; ours is
+            # tested below
+        ]
     compare(line.split(), monkeypatch)
 
 
@@ -132,12 +163,25 @@ def test_same_meaning(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"PET_VIRTUAL_LOCAL_RANK": "0"}, "--virtual-local-rank --nproc-per-node 2 train.py"),
         ({"PET_SHUTDOWN_TIMEOUT": "7"}, "train.py"),
         ({"PET_SIGNALS_TO_HANDLE": "SIGTERM"}, "train.py"),
-        ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "29500"}, "train.py"),
+        (
+            {
+                "PET_NNODES": "1",
+                "PET_NODE_RANK": "0",
+                "PET_MASTER_ADDR": "localhost",
+                "PET_MASTER_PORT": "29500",
+            },
+            "train.py",
+        ),
         ({"PET_DUPLICATE_STDOUT_FILTERS": "a,b"}, "train.py"),
-        ({"PET_NUMA_BINDING": "nonsense", "PET_LOGS_SPECS": "nonsense"}, "train.py"),  # torchrun has no variables for these
+        (
+            {"PET_NUMA_BINDING": "nonsense", "PET_LOGS_SPECS": "nonsense"},
+            "train.py",
+        ),  # torchrun has no variables for these
     ],
 )
-def test_same_meaning_of_variables(environ: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_meaning_of_variables(
+    environ: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compare(line.split(), monkeypatch, environ)
 
 
@@ -155,7 +199,9 @@ def test_same_meaning_of_variables(environ: dict[str, str], line: str, monkeypat
         "--monitor-interval soon train.py",
     ],
 )
-def test_both_refuse(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_refuse(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as refusal:
         theirs(line.split(), monkeypatch)
     assert refusal.value.code == 2
@@ -168,7 +214,12 @@ def actions() -> list[Any]:
 
 
 def test_every_flag_of_torchrun_is_in_the_table() -> None:
-    missing = [spelling for action in actions() for spelling in action.option_strings if spelling not in options.BY_SPELLING]
+    missing = [
+        spelling
+        for action in actions()
+        for spelling in action.option_strings
+        if spelling not in options.BY_SPELLING
+    ]
     assert missing == []
 
 
@@ -183,7 +234,9 @@ def test_variables_are_those_of_torchrun() -> None:
 
 def test_flags_are_flags_and_values_values() -> None:
     for action in actions():
-        assert bool(options.BY_SPELLING[action.option_strings[0]].metavar) == (action.nargs != 0), action.dest
+        assert bool(options.BY_SPELLING[action.option_strings[0]].metavar) == (action.nargs != 0), (
+            action.dest
+        )
 
 
 def test_defaults_are_those_of_torchrun() -> None:
@@ -205,18 +258,32 @@ def test_abbreviations_that_torchrun_takes(line: str) -> None:
         "--nproc": "--nproc-per-node", "--nproc_per": "--nproc_per_node", "--redirect": "--redirects", "--max-restart": "--max-restarts",
         "--standalo": "--standalone", "--rdzv-b": "--rdzv-backend", "--max_restart": "--max_restarts", "--no-p": "--no-python",
     }  # fmt: skip
-    words = [f"{whole.get(name, name)}{equals}{value}" for name, equals, value in (word.partition("=") for word in line.split())]
+    words = [
+        f"{whole.get(name, name)}{equals}{value}"
+        for name, equals, value in (word.partition("=") for word in line.split())
+    ]
     assert ours(line.split()) == ours(words)
 
 
 @pytest.mark.parametrize(
-    ("abbreviated", "near"), [("--master", "--master-addr"), ("--log", "--log-dir"), ("--gra", "--grace"), ("--run", "--run-dir")]
+    ("abbreviated", "near"),
+    [
+        ("--master", "--master-addr"),
+        ("--log", "--log-dir"),
+        ("--gra", "--grace"),
+        ("--run", "--run-dir"),
+    ],
 )
-def test_an_abbreviation_of_two_options_or_of_ours_is_answered_with_a_whole_name(abbreviated: str, near: str) -> None:
+def test_an_abbreviation_of_two_options_or_of_ours_is_answered_with_a_whole_name(
+    abbreviated: str, near: str
+) -> None:
     with pytest.raises(UsageError) as refusal:
         ours([abbreviated, "2", "train.py"])
     assert refusal.value.code == "option-unknown"
-    assert refusal.value.headline == f"rallypoint run has no option {abbreviated}; the nearest is {near}"
+    assert (
+        refusal.value.headline
+        == f"rallypoint run has no option {abbreviated}; the nearest is {near}"
+    )
 
 
 @pytest.mark.parametrize("line", ["--nproc", "--max-restart=x t.py"])
@@ -228,17 +295,48 @@ def test_an_abbreviation_is_named_as_it_was_typed(line: str) -> None:
 def test_a_worker_of_torchrun_finds_the_same_variables(tmp_path: Path) -> None:
     """torchrun for real, once: which variables it sets, and to what."""
     script = tmp_path / "dump.py"
-    script.write_text("import json, os\nif os.environ['RANK'] == '1': json.dump(dict(os.environ), open('found.json', 'w'))\n")
-    environ = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
-    torchruns = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--role", "trainer", str(script)]
-    subprocess.run([sys.executable, *torchruns], cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=120)
-    found = {name: value for name, value in json.loads((tmp_path / "found.json").read_text()).items() if environ.get(name) != value}
+    script.write_text(
+        "import json, os\nif os.environ['RANK'] == '1': json.dump(dict(os.environ), open('found.json', 'w'))\n"
+    )
+    environ = {
+        name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ
+    }
+    torchruns = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--role",
+        "trainer",
+        str(script),
+    ]
+    subprocess.run(
+        [sys.executable, *torchruns],
+        cwd=tmp_path,
+        env=environ,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    found = {
+        name: value
+        for name, value in json.loads((tmp_path / "found.json").read_text()).items()
+        if environ.get(name) != value
+    }
 
     made = plan.make(ours(torchruns[2:]), environ, MACHINE)
     planned = made.environment | made.rank_environment[1]
-    by_attempt = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"}
+    by_attempt = {
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_ERROR_FILE",
+    }
     python_own = {"LC_CTYPE"}  # PEP 538
     assert found.keys() - by_attempt - python_own == planned.keys() - {"RALLYPOINT_JOB"}
     different = {name for name in found.keys() & planned.keys() if found[name] != planned[name]}
-    # A random one, there as here; and torchrun says 1 where ours says how many processors a rank has.
+    # A random one, there as here; and torchrun says 1 where ours says how many processors a rank
+    # has.
     assert different == {"TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"}

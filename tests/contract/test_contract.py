@@ -1,4 +1,5 @@
-"""The same command lines and programs under torchrun and under `rallypoint run`: what a user sees of them is compared.
+"""The same command lines and programs under torchrun and under `rallypoint run`: what a user sees
+of them is compared.
 
 They are what torch's own tests of its launcher, its elastic agent and its store look at, as far as
 a user sees it. Whatever differs must stand in the table of docs/guides/from-torchrun.md, and what
@@ -6,7 +7,8 @@ stands there must differ.
 
 `torchrun.json` records what torchrun did, for the torch and the Python that it names.
 `UPDATE_TORCHRUN=1 pytest tests/contract` records it anew. With another torch or Python, torchrun
-runs beside every case. With the recorded ones it runs beside one case, and must do what is recorded.
+runs beside every case. With the recorded ones it runs beside one case, and must do what is
+recorded.
 """
 
 from __future__ import annotations
@@ -39,12 +41,17 @@ RECORD = HERE / "torchrun.json"
 UPDATE = bool(os.environ.get("UPDATE_TORCHRUN"))
 GUIDE = HERE.parents[1] / "docs" / "guides" / "from-torchrun.md"
 DEADLINE = 300.0  # seconds for one job: a quiet machine takes a hundredth
-SAID = re.compile(r"(|\[.*?\]:? ?|<.*?> )(say: .*)")  # what a program has said, with what the launcher puts in front
+SAID = re.compile(
+    r"(|\[.*?\]:? ?|<.*?> )(say: .*)"
+)  # what a program has said, with what the launcher puts in front
 
 # What the launchers choose, and tell the ranks; MASTER_ADDR and others have a row.
-CHOSEN = re.compile(r"MASTER_PORT|TORCHELASTIC_ERROR_FILE|XDG_STATE_HOME|TEST_OF_A_JOB|PWD|OLDPWD|SHLVL|_|OMP_NUM_THREADS|RALLYPOINT_.*")
+CHOSEN = re.compile(
+    r"MASTER_PORT|TORCHELASTIC_ERROR_FILE|XDG_STATE_HOME|TEST_OF_A_JOB|PWD|OLDPWD|SHLVL|_|OMP_NUM_THREADS|RALLYPOINT_.*"
+)
 
-# torch complains that it cannot serve at the launcher's port, and then goes on as a client; under ours it does not try.
+# torch complains that it cannot serve at the launcher's port, and then goes on as a client; under
+# ours it does not try.
 TORCHS_OWN = re.compile(r"^\[[EW]\d{4} .*TCPStore.cpp.*\n", re.MULTILINE)
 
 
@@ -56,27 +63,46 @@ class Seen(NamedTuple):
     out: Path  # what --log-dir named
 
     def text(self, name: str) -> str:
-        """A file that the program has left, without the names of the folder and of the interpreter."""
+        """A file that the program has left, without the names of the folder and of the
+        interpreter.
+        """
         return _anywhere((self.folder / name).read_text(), self.folder)
 
     def said(self) -> list[str]:
         """The lines of the programs, sorted, without what the launcher put in front."""
-        return sorted(match[2] for match in map(SAID.fullmatch, (self.result.out + self.result.err).splitlines()) if match)
+        return sorted(
+            match[2]
+            for match in map(SAID.fullmatch, (self.result.out + self.result.err).splitlines())
+            if match
+        )
 
     def in_front(self) -> list[str]:
         """What stood in front of them."""
-        return sorted({match[1] for match in map(SAID.fullmatch, (self.result.out + self.result.err).splitlines()) if match})
+        return sorted(
+            {
+                match[1]
+                for match in map(SAID.fullmatch, (self.result.out + self.result.err).splitlines())
+                if match
+            }
+        )
 
     def logs(self) -> dict[str, str]:
         """The files of --log-dir and what is in them; that of an error is compared by itself."""
         runs = list(self.out.iterdir()) if self.out.is_dir() else []
         paths = [(run, path) for run in runs for path in sorted(run.rglob("*")) if path.is_file()]
-        return {str(path.relative_to(run)): _told(_anywhere(path.read_text(), self.folder), path.name) for run, path in paths}
+        return {
+            str(path.relative_to(run)): _told(_anywhere(path.read_text(), self.folder), path.name)
+            for run, path in paths
+        }
 
 
 def _anywhere(text: str, folder: Path) -> str:
     """The text without what differs from machine to machine."""
-    return text.replace(str(folder), "FOLDER").replace(sys.executable, "PYTHON").replace(sysconfig.get_path("purelib"), "PACKAGES")
+    return (
+        text.replace(str(folder), "FOLDER")
+        .replace(sys.executable, "PYTHON")
+        .replace(sysconfig.get_path("purelib"), "PACKAGES")
+    )
 
 
 def _told(text: str, name: str) -> str:
@@ -95,13 +121,19 @@ class Case(NamedTuple):
     arguments: Sequence[str]  # OUT stands for the folder of the logs
     facts: Callable[[Seen], Facts]
     environment: Mapping[str, str] = {}
-    ours: Sequence[str] = ("--fresh",)  # of ours alone: an interpreter of its own starts sooner than a template
+    ours: Sequence[str] = (
+        "--fresh",
+    )  # of ours alone: an interpreter of its own starts sooner than a template
     stdin: str | None = None
     act: Callable[[subprocess.Popen[bytes]], None] | None = None
 
 
 def of_everything(seen: Seen) -> Facts:
-    ranks = [json.loads(seen.text(f"facts{rank}.json")) for rank in range(3) if (seen.folder / f"facts{rank}.json").exists()]
+    ranks = [
+        json.loads(seen.text(f"facts{rank}.json"))
+        for rank in range(3)
+        if (seen.folder / f"facts{rank}.json").exists()
+    ]
     found: dict[str, object] = {
         "exit status": seen.result.rc,
         "lines": seen.said(),
@@ -110,7 +142,9 @@ def of_everything(seen: Seen) -> Facts:
         "stores": [rank["stores"] for rank in ranks],
         "stdin of the ranks after the first": [rank["stdin"] for rank in ranks[1:]],
         "stdin of the first": ranks[0]["stdin"],
-        "its error file": [bool(rank["environment"].get("TORCHELASTIC_ERROR_FILE")) for rank in ranks],
+        "its error file": [
+            bool(rank["environment"].get("TORCHELASTIC_ERROR_FILE")) for rank in ranks
+        ],
     }
     for name in ("argv", "orig_argv", "path", "main", "cwd", "terminals"):
         found[name] = [rank[name] for rank in ranks]
@@ -119,11 +153,17 @@ def of_everything(seen: Seen) -> Facts:
     names -= {"TORCHELASTIC_RUN_ID"} if alone else set()  # these jobs have no --rdzv-id
     given = environment(seen.out, "")
     for name in sorted(names):
-        row = "`TORCHELASTIC_USE_AGENT_STORE` with one rank" if alone and name == "TORCHELASTIC_USE_AGENT_STORE" else f"`{name}`"
+        row = (
+            "`TORCHELASTIC_USE_AGENT_STORE` with one rank"
+            if alone and name == "TORCHELASTIC_USE_AGENT_STORE"
+            else f"`{name}`"
+        )
         values = [rank["environment"].get(name) for rank in ranks]
         if values != [given.get(name)] * len(ranks):
             found[row] = values
-    found["variables that were taken away"] = sorted(name for name in given.keys() - names if not CHOSEN.fullmatch(name))
+    found["variables that were taken away"] = sorted(
+        name for name in given.keys() - names if not CHOSEN.fullmatch(name)
+    )
     return found
 
 
@@ -132,10 +172,16 @@ def of_failure(seen: Seen) -> Facts:
     return {
         "exit status after an exception": seen.result.rc,
         "lines": seen.said(),
-        "files": {name: text for name, text in seen.logs().items() if not name.endswith("stderr.log")},
+        "files": {
+            name: text for name, text in seen.logs().items() if not name.endswith("stderr.log")
+        },
         "tracebacks": [name for name, text in seen.logs().items() if "ValueError" in text],
         "who had its SIGTERM": sorted(path.name for path in seen.folder.glob("tidied*")),
-        "the launcher's error file": (mine["message"], mine["errorCode"], mine["extraInfo"]["py_callstack"]),
+        "the launcher's error file": (
+            mine["message"],
+            mine["errorCode"],
+            mine["extraInfo"]["py_callstack"],
+        ),
     }
 
 
@@ -144,7 +190,9 @@ def of_tracebacks(seen: Seen) -> Facts:
         "it fails": seen.result.rc != 0,
         "copies": [seen.text(f"copy{rank}") for rank in range(2)],
         "files": seen.logs(),
-        "tracebacks on the terminal, of ranks that raise": len(re.findall(r'File ".*raises.py"', seen.result.err)),
+        "tracebacks on the terminal, of ranks that raise": len(
+            re.findall(r'File ".*raises.py"', seen.result.err)
+        ),
     }
 
 
@@ -153,7 +201,9 @@ def of_plain(seen: Seen) -> Facts:
         "exit status of a job that fails": seen.result.rc,
         "it fails": seen.result.rc != 0,
         "lines": seen.said(),
-        "what stands in front of a line of several ranks": [text for text in seen.in_front() if text],
+        "what stands in front of a line of several ranks": [
+            text for text in seen.in_front() if text
+        ],
     }
 
 
@@ -163,12 +213,22 @@ def of_program(seen: Seen) -> Facts:
         "`TORCHELASTIC_ERROR_FILE` with `--log-dir /dev/null`": r"error=\w*",
         "`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`": r"share=\w*",
     }
-    found: dict[str, object] = {name: [re.findall(text, line) for line in said] for name, text in rows.items()}
-    return {**found, "exit status": seen.result.rc, "lines": [re.sub("|".join(rows.values()), "", line) for line in said]}
+    found: dict[str, object] = {
+        name: [re.findall(text, line) for line in said] for name, text in rows.items()
+    }
+    return {
+        **found,
+        "exit status": seen.result.rc,
+        "lines": [re.sub("|".join(rows.values()), "", line) for line in said],
+    }
 
 
 def of_signal(seen: Seen) -> Facts:
-    return {"exit status after a signal to the launcher": seen.result.rc, "it fails": seen.result.rc != 0, "lines": seen.said()}
+    return {
+        "exit status after a signal to the launcher": seen.result.rc,
+        "it fails": seen.result.rc != 0,
+        "lines": seen.said(),
+    }
 
 
 def when_ready(process: subprocess.Popen[bytes]) -> None:
@@ -213,8 +273,8 @@ CASES: dict[str, Case] = {
 
 
 def see(case: Case, launcher: Sequence[str], again: int = 2) -> Seen:
-    """Run it in a folder of its own. The programs are there under the names that the command line has. `again`: how often a job of
-    torchrun's that ends in torch's own abort is run anew."""
+    """Run it in a folder of its own. The programs are there under the names that the command line
+    has. `again`: how often a job of torchrun's that ends in torch's own abort is run anew."""
     folder = Path(tempfile.mkdtemp(prefix="contract-", dir=_places()))
     shutil.copytree(HERE / "scripts", folder / "job")
     out = folder / "logs"
@@ -223,7 +283,9 @@ def see(case: Case, launcher: Sequence[str], again: int = 2) -> Seen:
         arguments, state=folder / "state", launcher=launcher, env=case.environment, stdin=case.stdin, cwd=folder / "job",
         timeout=DEADLINE, act=case.act,
     )  # fmt: skip
-    if launcher == TORCHRUN and result.rc != 0 and "SIGABRT" in result.err and again:  # gloo's threads, at the end of a rank
+    if (
+        launcher == TORCHRUN and result.rc != 0 and "SIGABRT" in result.err and again
+    ):  # gloo's threads, at the end of a rank
         return see(case, launcher, again - 1)
     return Seen(result, folder / "job", out)
 
@@ -266,7 +328,9 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a record holds for: the CPU and CUDA builds of a torch have the same launcher."""
+    """The versions that a record holds for: the CPU and CUDA builds of a torch have the same
+    launcher.
+    """
     return {
         "torch": importlib.metadata.version("torch").partition("+")[0],
         "python": platform.python_version().rpartition(".")[0],
@@ -278,7 +342,11 @@ def differences(name: str) -> dict[str, tuple[Any, Any]]:
     found = facts(name, (*RALLYPOINT, *CASES[name].ours))
     expected = recorded().get(name) or facts(name, TORCHRUN)
     names = (*expected, *(one for one in found if one not in expected))
-    return {one: (expected.get(one), found.get(one)) for one in names if expected.get(one) != found.get(one)}
+    return {
+        one: (expected.get(one), found.get(one))
+        for one in names
+        if expected.get(one) != found.get(one)
+    }
 
 
 def rows() -> set[str]:
@@ -304,6 +372,8 @@ def test_what_torchrun_does() -> None:
 
 
 def test_the_record_is_what_torchrun_does() -> None:
-    """The case that needs least: arguments, variables and exit status of a program that is not Python."""
+    """The case that needs least: arguments, variables and exit status of a program that is not
+    Python.
+    """
     name = "a program"
     assert not recorded() or recorded()[name] == facts(name, TORCHRUN)

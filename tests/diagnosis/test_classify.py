@@ -39,7 +39,9 @@ def test_the_first_of_a_chain_is_the_one() -> None:
 
 
 def test_the_prefix_that_torch_puts_before_each_line() -> None:
-    assert tracebacks.exception_in([f"[rank2]: {line}" for line in TWO]) == tracebacks.exception_in(TWO)
+    assert tracebacks.exception_in([f"[rank2]: {line}" for line in TWO]) == tracebacks.exception_in(
+        TWO
+    )
 
 
 def test_a_raise_from_means_what_it_says() -> None:
@@ -52,18 +54,30 @@ def test_a_raise_from_means_what_it_says() -> None:
 
 
 def test_a_traceback_that_was_printed_long_before_the_end_is_no_end() -> None:
-    assert tracebacks.exception_in([*TWO, *(f"epoch {i}" for i in range(tracebacks.AFTER_END + 1))]) is None
+    assert (
+        tracebacks.exception_in([*TWO, *(f"epoch {i}" for i in range(tracebacks.AFTER_END + 1))])
+        is None
+    )
     assert tracebacks.exception_in(["all is well"]) is None
     assert tracebacks.exception_in(TWO[:3]) is None
 
 
 def test_an_error_of_the_store_brings_its_code() -> None:
     """Python prints the notes of an exception below it, and the last of them names the page."""
-    error = StoreTimeout("wait-timeout", "no w after 5 s", why=("it has 3 keys",), help=(("wait longer", 'store.wait("w", timeout=60)'),))
+    error = StoreTimeout(
+        "wait-timeout",
+        "no w after 5 s",
+        why=("it has 3 keys",),
+        help=(("wait longer", 'store.wait("w", timeout=60)'),),
+    )
     printed = "".join(traceback.format_exception(error)).splitlines()
     found = tracebacks.exception_in(["Traceback (most recent call last):", *printed])
     assert found is not None
-    assert (found.type, found.message, found.code) == ("rallypoint.errors.StoreTimeout", "no w after 5 s", "wait-timeout")
+    assert (found.type, found.message, found.code) == (
+        "rallypoint.errors.StoreTimeout",
+        "no w after 5 s",
+        "wait-timeout",
+    )
     others = tracebacks.exception_in([*TWO, "  more   rallypoint explain wait-timeout"])
     assert others is not None
     assert others.code == ""
@@ -72,11 +86,26 @@ def test_an_error_of_the_store_brings_its_code() -> None:
 @pytest.mark.parametrize(
     ("message", "came"),
     [
-        ('the barrier "b" of 4 timed out after 3.0 s: 2 arrived (ranks 0-1), missing: rank 2 (pid 7 on vm, running for 3 s)', {0, 1}),
-        ('the barrier "b" of 9 timed out after 3.0 s: 5 arrived (ranks 0-2, 4 and 6), 4 are missing', {0, 1, 2, 4, 6}),
-        ('the barrier "b" of 2 is broken: rank 1 (pid 8 on vm) died; 1 arrived (rank 0 (pid 7 on vm))', {0}),
-        ('the barrier "b" of 3 timed out after 3.0 s: 2 arrived (rank 0 (pid 7 on vm), 2 in rank 1 (pid 8 on vm)), 1 is missing', {0, 1}),
-        ('the barrier "b" of 2 timed out after 3.0 s: 1 arrived (pid 7 on vm), 1 is missing', set()),
+        (
+            'the barrier "b" of 4 timed out after 3.0 s: 2 arrived (ranks 0-1), missing: rank 2 (pid 7 on vm, running for 3 s)',
+            {0, 1},
+        ),
+        (
+            'the barrier "b" of 9 timed out after 3.0 s: 5 arrived (ranks 0-2, 4 and 6), 4 are missing',
+            {0, 1, 2, 4, 6},
+        ),
+        (
+            'the barrier "b" of 2 is broken: rank 1 (pid 8 on vm) died; 1 arrived (rank 0 (pid 7 on vm))',
+            {0},
+        ),
+        (
+            'the barrier "b" of 3 timed out after 3.0 s: 2 arrived (rank 0 (pid 7 on vm), 2 in rank 1 (pid 8 on vm)), 1 is missing',
+            {0, 1},
+        ),
+        (
+            'the barrier "b" of 2 timed out after 3.0 s: 1 arrived (pid 7 on vm), 1 is missing',
+            set(),
+        ),
         ('the barrier "b" is broken', set()),
     ],
 )
@@ -86,7 +115,9 @@ def test_who_came_to_a_barrier(message: str, came: set[int]) -> None:
 
 def test_the_file_that_record_writes() -> None:
     extra = {"py_callstack": "\n".join(TWO), "timestamp": "1"}
-    full = tracebacks.error_file(json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}}))
+    full = tracebacks.error_file(
+        json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}})
+    )
     assert full is not None
     assert (full.type, full.message, full.frames[0].line) == ("ValueError", "x", 7)
     short = tracebacks.error_file('{"message": "something else"}')
@@ -99,16 +130,37 @@ def test_the_file_that_record_writes() -> None:
 
 def test_ports_and_memory() -> None:
     assert classify.port_named("port: 33451, useIpv6: false, code: -98, name: EADDRINUSE") == 33451
-    assert classify.port_named("[Errno 98] Address already in use (while attempting to bind on address ('127.0.0.1', 46073))") == 46073
+    assert (
+        classify.port_named(
+            "[Errno 98] Address already in use (while attempting to bind on address ('127.0.0.1', 46073))"
+        )
+        == 46073
+    )
     assert classify.port_named("cannot bind 0.0.0.0:6006: address already in use") == 6006
     assert classify.port_named("[Errno 98] Address already in use") == 0
-    assert classify.memory_of(Raised("torch.OutOfMemoryError", "CUDA out of memory", (), "")) == "GPU"
+    assert (
+        classify.memory_of(Raised("torch.OutOfMemoryError", "CUDA out of memory", (), "")) == "GPU"
+    )
     assert classify.memory_of(Raised("MemoryError", "", (), "")) == "host"
     assert (
-        classify.memory_of(Raised("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ...", (), ""))
+        classify.memory_of(
+            Raised(
+                "RuntimeError",
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ...",
+                (),
+                "",
+            )
+        )
         == "host"
     )
-    assert classify.memory_of(Raised("RuntimeError", "unable to allocate shared memory(shm) for file </torch_1>", (), "")) == "shared"
+    assert (
+        classify.memory_of(
+            Raised(
+                "RuntimeError", "unable to allocate shared memory(shm) for file </torch_1>", (), ""
+            )
+        )
+        == "shared"
+    )
     assert classify.memory_of(Raised("ValueError", "x", (), "")) == ""
 
 
@@ -147,39 +199,60 @@ STARTING = "/usr/lib/python3.11/multiprocessing/popen_spawn_posix.py"
 
 def test_the_keys_of_torchs_store_as_the_program_called_them() -> None:
     told = "wait timeout after 1000ms, keys: {}"
-    assert classify.keys_of_program(told.format("/a, /my key")) == ("a", "my key"), "of a TCPStore of its own"
-    assert classify.keys_of_program(told.format("/default_pg/0//data") + "\nException raised from doWait") == ("data",)
+    assert classify.keys_of_program(told.format("/a, /my key")) == ("a", "my key"), (
+        "of a TCPStore of its own"
+    )
+    assert classify.keys_of_program(
+        told.format("/default_pg/0//data") + "\nException raised from doWait"
+    ) == ("data",)
     assert classify.keys_of_program(told.format("/default_pg/0//cpu//0/1")) == ()
     assert classify.not_met(told.format("/default_pg/0//cpu//0/1")) == 1
 
 
 def test_a_refusal_is_a_producer_only_where_a_tensor_is_fetched() -> None:
     refused = "[Errno 111] Connection refused"
-    assert classify.fits("producer-gone", fetched("ConnectionRefusedError", refused, REDUCTIONS, SHARER))
-    assert classify.fits("producer-gone", fetched("FileNotFoundError", "[Errno 2] No such file or directory", SHARER))
+    assert classify.fits(
+        "producer-gone", fetched("ConnectionRefusedError", refused, REDUCTIONS, SHARER)
+    )
+    assert classify.fits(
+        "producer-gone", fetched("FileNotFoundError", "[Errno 2] No such file or directory", SHARER)
+    )
     assert classify.fits("producer-gone", fetched("EOFError", "", REDUCTIONS))
     gone = "unable to open shared memory object </torch_812_3_0> in read-write mode: No such file or directory (2)"
     assert classify.fits("producer-gone", fetched("RuntimeError", gone, REDUCTIONS))
-    assert not classify.fits("producer-gone", fetched("ConnectionRefusedError", refused, "/usr/lib/python3.11/socket.py"))
+    assert not classify.fits(
+        "producer-gone", fetched("ConnectionRefusedError", refused, "/usr/lib/python3.11/socket.py")
+    )
     assert not classify.fits("producer-gone", fetched("ValueError", "x", REDUCTIONS))
 
 
 def test_what_cannot_be_pickled_is_an_argument_only_where_a_process_starts() -> None:
-    for message in ("Can't pickle local object 'main.<locals>.<lambda>'", "cannot pickle '_thread.lock' object"):
+    for message in (
+        "Can't pickle local object 'main.<locals>.<lambda>'",
+        "cannot pickle '_thread.lock' object",
+    ):
         assert classify.fits("not-pickled", fetched("AttributeError", message, STARTING))
         assert not classify.fits("not-pickled", fetched("AttributeError", message))
 
 
 def test_a_process_without_descriptors() -> None:
-    for message in ("received 0 items of ancdata", "[Errno 24] Too many open files: 'x'", "Too many open files. Communication with ..."):
+    for message in (
+        "received 0 items of ancdata",
+        "[Errno 24] Too many open files: 'x'",
+        "Too many open files. Communication with ...",
+    ):
         assert classify.fits("files-exhausted", fetched("RuntimeError", message))
-    assert classify.fits("files-exhausted", msgspec.structs.replace(fetched("OSError", "x"), errno=errno.EMFILE))
+    assert classify.fits(
+        "files-exhausted", msgspec.structs.replace(fetched("OSError", "x"), errno=errno.EMFILE)
+    )
     assert not classify.fits("files-exhausted", fetched("OSError", "[Errno 2] No such file"))
 
 
 def test_a_spawned_process_is_read_out_of_its_launchers_message() -> None:
     message = "\n\n-- Process 5 terminated with the following error:\n" + "\n".join(TWO[1:]) + "\n"
-    found = tracebacks.in_process(fetched("torch.multiprocessing.spawn.ProcessRaisedException", message))
+    found = tracebacks.in_process(
+        fetched("torch.multiprocessing.spawn.ProcessRaisedException", message)
+    )
     assert found is not None
     number, error = found
     assert (number, error.type, error.message) == ("5", "ValueError", "first")
@@ -199,11 +272,16 @@ def meets(method: str, address: str) -> Meeting:
 
 
 def test_where_torch_did_not_come_to() -> None:
-    refused = "The client socket has timed out after 3000ms while trying to connect to (node07, 29500)."
+    refused = (
+        "The client socket has timed out after 3000ms while trying to connect to (node07, 29500)."
+    )
     failed = "The client socket has failed to connect to any network address of (10.0.0.5, 29500)."
     assert reachability.where(fetched("DistNetworkError", refused), None) == ("node07", 29500)
     assert reachability.where(fetched("DistNetworkError", failed), None) == ("10.0.0.5", 29500)
-    ping = fetched("DistNetworkError", "Ping failed, invalid value returned from server. Expected: 30464, Got: 1347703880")
+    ping = fetched(
+        "DistNetworkError",
+        "Ping failed, invalid value returned from server. Expected: 30464, Got: 1347703880",
+    )
     assert reachability.where(ping, meets("env://", "[::1]:29500")) == ("::1", 29500)
     assert reachability.where(ping, None) is None
     assert reachability.where(fetched("ValueError", "x"), meets("env://", "127.0.0.1:1")) is None

@@ -1,4 +1,6 @@
-"""The doctor's judgement of made-up machines; and that a check that hangs, crashes or raises is a line and not the end."""
+"""The doctor's judgement of made-up machines; and that a check that hangs, crashes or raises is a
+line and not the end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ import msgspec
 import pytest
 
 from rallypoint.diagnosis.catalogue import CATALOGUE
-from rallypoint.diagnosis.doctor import checks, doctor, gpu_check, network_checks, peer_findings, storage_checks, trial_job
+from rallypoint.diagnosis.doctor import (
+    checks,
+    doctor,
+    gpu_check,
+    network_checks,
+    peer_findings,
+    storage_checks,
+    trial_job,
+)
 from rallypoint.diagnosis.doctor.checks import ProcessLimits
 from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size
 from rallypoint.diagnosis.doctor.peer_findings import PeerContact, Side
@@ -39,7 +49,8 @@ def shown(finding: Finding) -> tuple[str, str, str]:
     return finding.mark, finding.code, finding.fact
 
 
-# --- this machine ----------------------------------------------------------------------------------------------------
+# --- this machine
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -49,8 +60,22 @@ def shown(finding: Finding) -> tuple[str, str, str]:
         ((1, 1), ("ok", "", "1 processor")),
         ((16, 4), ("ok", "", "16 processors, bound to 4 of them")),
         ((16, 16, 16.0), ("ok", "", "16 processors")),
-        ((16, 16, 0.5), ("note", "container-limit", "the container may use the time of 0.5 processors, and nproc says 16")),
-        ((16, 2, 1.5), ("note", "container-limit", "the container may use the time of 1.5 processors, and nproc says 2")),
+        (
+            (16, 16, 0.5),
+            (
+                "note",
+                "container-limit",
+                "the container may use the time of 0.5 processors, and nproc says 16",
+            ),
+        ),
+        (
+            (16, 2, 1.5),
+            (
+                "note",
+                "container-limit",
+                "the container may use the time of 1.5 processors, and nproc says 2",
+            ),
+        ),
     ],
 )
 def test_processors(counts: tuple[int, int], expected: tuple[str, str, str]) -> None:
@@ -65,19 +90,38 @@ def test_a_quota_below_one_processor_leaves_a_rank_one_thread() -> None:
 @pytest.mark.parametrize(
     ("group", "files", "quota"),
     [
-        ("0::/job/rank\n", {"sys/fs/cgroup/job/cpu.max": "50000 100000\n", "sys/fs/cgroup/job/rank/cpu.max": "max 100000\n"}, 0.5),
+        (
+            "0::/job/rank\n",
+            {
+                "sys/fs/cgroup/job/cpu.max": "50000 100000\n",
+                "sys/fs/cgroup/job/rank/cpu.max": "max 100000\n",
+            },
+            0.5,
+        ),
         ("0::/\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, 0.0),
         ("0::/../outside\n", {"sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
         (
             "4:cpu,cpuacct:/docker/x\n0::/\n",
-            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
             1.5,
         ),
-        ("4:cpu:/\n", {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 0.0),
+        (
+            "4:cpu:/\n",
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            0.0,
+        ),
         ("", {}, 0.0),
     ],
 )
-def test_a_quota_is_found_in_this_group_and_those_above(group: str, files: dict[str, str], quota: float, tmp_path: Path) -> None:
+def test_a_quota_is_found_in_this_group_and_those_above(
+    group: str, files: dict[str, str], quota: float, tmp_path: Path
+) -> None:
     put(tmp_path, {"proc/self/cgroup": group, **files})
     assert checks.processor_quota(str(tmp_path)) == quota
 
@@ -96,8 +140,15 @@ def test_memory() -> None:
     assert shown(found) == (
         "note", "host-memory-low", "424.0 MiB of memory is free, of the 2.0 GiB that this container may use (the machine has 64.0 GiB)",
     )  # fmt: skip
-    assert [help.command for help in found.help] == ["ps -eo pid,user,rss,args --sort=-rss | head", "docker run --memory=64g"]
-    killed = only(checks.judge_memory(msgspec.structs.replace(machine, oom_kills=2, path="/sys/fs/cgroup/memory.events")))
+    assert [help.command for help in found.help] == [
+        "ps -eo pid,user,rss,args --sort=-rss | head",
+        "docker run --memory=64g",
+    ]
+    killed = only(
+        checks.judge_memory(
+            msgspec.structs.replace(machine, oom_kills=2, path="/sys/fs/cgroup/memory.events")
+        )
+    )
     assert killed.code == "rank-out-of-memory"
     assert killed.fact.startswith("the kernel has killed 2 processes of this control group")
     assert only(checks.judge_memory(MemoryCounters())).mark == "unknown"
@@ -120,17 +171,35 @@ def test_a_limit_of_memory_does_not_count_what_the_kernel_can_drop(tmp_path: Pat
     assert killed.fact.startswith("the kernel has killed 3 processes")
     assert killed.why == (f"oom_kill in {tmp_path / 'sys/fs/cgroup/job/memory.events'}",)
     (tmp_path / "sys/fs/cgroup/job/memory.events").write_text("oom_kill 0\n")
-    assert only(checks.memory(str(tmp_path))).fact.startswith("1.0 GiB free of the 2.0 GiB that this container may use")
+    assert only(checks.memory(str(tmp_path))).fact.startswith(
+        "1.0 GiB free of the 2.0 GiB that this container may use"
+    )
 
 
 @pytest.mark.parametrize(
     ("facts", "mark", "fact"),
     [
-        (storage_checks.Shm("", 8 * GIB, 7 * GIB), "ok", "/dev/shm has 8.0 GiB, 7.0 GiB of it free"),
-        (storage_checks.Shm("", 64 * MIB, 64 * MIB), "note", "/dev/shm has 64.0 MiB, 64.0 MiB of it free"),
-        (storage_checks.Shm("", 4 * MIB, 4 * MIB), "fault", "/dev/shm has 4.0 MiB, 4.0 MiB of it free"),
+        (
+            storage_checks.Shm("", 8 * GIB, 7 * GIB),
+            "ok",
+            "/dev/shm has 8.0 GiB, 7.0 GiB of it free",
+        ),
+        (
+            storage_checks.Shm("", 64 * MIB, 64 * MIB),
+            "note",
+            "/dev/shm has 64.0 MiB, 64.0 MiB of it free",
+        ),
+        (
+            storage_checks.Shm("", 4 * MIB, 4 * MIB),
+            "fault",
+            "/dev/shm has 4.0 MiB, 4.0 MiB of it free",
+        ),
         (storage_checks.Shm("", 8 * GIB, MIB), "fault", "/dev/shm has 8.0 GiB, 1.0 MiB of it free"),
-        (storage_checks.Shm("Read-only file system"), "fault", "/dev/shm cannot be used: Read-only file system"),
+        (
+            storage_checks.Shm("Read-only file system"),
+            "fault",
+            "/dev/shm cannot be used: Read-only file system",
+        ),
     ],
 )
 def test_shared_memory(facts: storage_checks.Shm, mark: str, fact: str) -> None:
@@ -145,7 +214,9 @@ def test_what_dead_processes_have_left_in_shared_memory_is_looked_at(tmp_path: P
     (tmp_path / "other_999999999_1").write_bytes(bytes(8192))
     facts = storage_checks.look_at_shm(str(tmp_path))
     assert (facts.left, facts.left_bytes) == (1, 8192)
-    assert storage_checks.look_at_shm(str(tmp_path / "missing")).problem == "No such file or directory"
+    assert (
+        storage_checks.look_at_shm(str(tmp_path / "missing")).problem == "No such file or directory"
+    )
     found = storage_checks.judge_shm(facts._replace(total=64 * MIB, free=8 * MIB))
     assert "1 segments of torch's, 8.0 KiB" in found.why[0]
     assert found.help[0].command == "ls -l /dev/shm/torch_*"
@@ -182,7 +253,14 @@ def test_limits(facts: ProcessLimits, mark: str, fact: str, command: str) -> Non
 
 
 def test_the_limits_that_are_looked_at_are_this_process_s(tmp_path: Path) -> None:
-    put(tmp_path, {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/pids.max": "100", "sys/fs/cgroup/a/pids.current": "7"})
+    put(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/pids.max": "100",
+            "sys/fs/cgroup/a/pids.current": "7",
+        },
+    )
     facts = checks.look_at_limits(str(tmp_path))
     assert facts.files == resource.getrlimit(resource.RLIMIT_NOFILE)
     assert (facts.group_processes, facts.group_used, facts.infiniband) == (100, 7, False)
@@ -191,10 +269,18 @@ def test_the_limits_that_are_looked_at_are_this_process_s(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("seen", "mark", "words"),
     [
-        ((1e8, "2033-05-18", True, True, 0.004), "ok", "2033-05-18; a time service keeps it within 0.004 s"),
+        (
+            (1e8, "2033-05-18", True, True, 0.004),
+            "ok",
+            "2033-05-18; a time service keeps it within 0.004 s",
+        ),
         ((1e8, "2033-05-18", True, False), "ok", "no time service keeps it"),
         ((1e8, "2033-05-18"), "ok", "not known"),
-        ((-1e9, "1970-01-01"), "fault", "the clock says 1970-01-01, which is before rallypoint was installed"),
+        (
+            (-1e9, "1970-01-01"),
+            "fault",
+            "the clock says 1970-01-01, which is before rallypoint was installed",
+        ),
         ((1e8, "2033-05-18", False), "fault", "the monotonic clock was seen to go back"),
     ],
 )
@@ -206,20 +292,31 @@ def test_clocks(seen: tuple[float, str], mark: str, words: str) -> None:
 
 
 def test_the_loopback() -> None:
-    assert only(network_checks.loopback()).mark == "ok"  # of this machine: the suite would not run without
-    down = network_checks.judge_loopback("nobody can listen on 127.0.0.1: Cannot assign requested address", up=False)
+    assert (
+        only(network_checks.loopback()).mark == "ok"
+    )  # of this machine: the suite would not run without
+    down = network_checks.judge_loopback(
+        "nobody can listen on 127.0.0.1: Cannot assign requested address", up=False
+    )
     assert shown(down) == (
         "fault", "loopback-down", "nobody can listen on 127.0.0.1: Cannot assign requested address; the interface lo is switched off",
     )  # fmt: skip
     assert down.help[0].command == "ip link set lo up"
-    lost = network_checks.judge_loopback("nobody can connect to 127.0.0.1: no answer within 1 s", up=True)
+    lost = network_checks.judge_loopback(
+        "nobody can connect to 127.0.0.1: no answer within 1 s", up=True
+    )
     assert lost.why == ("the interface lo is switched on",)
 
 
 @pytest.mark.parametrize(
     ("counts", "mark", "code", "words"),
     [
-        ((32768, 60999, 0, 12, 3), "ok", "", "the kernel gives out 32768-60999: 12 in use, 3 connections in TIME_WAIT"),
+        (
+            (32768, 60999, 0, 12, 3),
+            "ok",
+            "",
+            "the kernel gives out 32768-60999: 12 in use, 3 connections in TIME_WAIT",
+        ),
         ((32768, 60999, 0, None), "unknown", "", "not known"),
         ((1024, 60999), "ok", "", "29500, torchrun's port, is one of them"),
         ((40000, 41000, 0, 10), "note", "ports-exhausted", "991 ports are free"),
@@ -233,8 +330,16 @@ def test_ports(counts: tuple[int, int], mark: str, code: str, words: str) -> Non
 
 
 def test_the_usual_port_is_taken() -> None:
-    found = only(network_checks.judge_ports(network_checks.PortCounts(32768, 60999), ("python a.py (pid 7) is listening",)))
-    assert shown(found) == ("note", "port-in-use", "port 29500 is taken: python a.py (pid 7) is listening")
+    found = only(
+        network_checks.judge_ports(
+            network_checks.PortCounts(32768, 60999), ("python a.py (pid 7) is listening",)
+        )
+    )
+    assert shown(found) == (
+        "note",
+        "port-in-use",
+        "port 29500 is taken: python a.py (pid 7) is listening",
+    )
 
 
 def test_ports_are_counted_by_state_and_range(tmp_path: Path) -> None:
@@ -248,12 +353,20 @@ def test_ports_are_counted_by_state_and_range(tmp_path: Path) -> None:
             "proc/self/net/tcp": head
             + "".join(
                 f"   {i}: 0100007F:{port:04X} 0100007F:0016 {state} 0:0 0:0\n"
-                for i, (port, state) in enumerate([(40000, "0A"), (40001, "01"), (40001, "01"), (40002, "06"), (22, "0A")])
+                for i, (port, state) in enumerate(
+                    [(40000, "0A"), (40001, "01"), (40001, "01"), (40002, "06"), (22, "0A")]
+                )
             ),
         },
     )
     facts = network_checks.count_ports(str(tmp_path))
-    assert (facts.low, facts.high, facts.reserved, facts.used, facts.waiting) == (40000, 40010, 4, 2, 1)
+    assert (facts.low, facts.high, facts.reserved, facts.used, facts.waiting) == (
+        40000,
+        40010,
+        4,
+        2,
+        1,
+    )
 
 
 TORCH = Build("2.9.1", "12.8")
@@ -273,7 +386,9 @@ TORCH = Build("2.9.1", "12.8")
         (TORCH, (checks.Package("nvidia-nccl-cu12", "2.27.5", "2.27.5"),), "ok", "", "NCCL 2.27.5"),
     ],
 )  # fmt: skip
-def test_versions(torch: Build | None, packages: tuple[checks.Package, ...], mark: str, code: str, words: str) -> None:
+def test_versions(
+    torch: Build | None, packages: tuple[checks.Package, ...], mark: str, code: str, words: str
+) -> None:
     here = "rallypoint 0.1, Python 3.12.4, Linux 6.8.0"
     found = checks.judge_versions(here, "/usr/bin/python3", torch, list(packages), "570.1", (2, 8))
     assert (found.mark, found.code) == (mark, code)
@@ -285,16 +400,34 @@ def test_versions(torch: Build | None, packages: tuple[checks.Package, ...], mar
 H100 = Device("GPU-0", "NVIDIA H100", 80 * GIB, 1 * GIB)
 
 
-def gpus(*used: Device, visible: tuple[int, ...] | None = None, build: Build | None = TORCH, **more: str) -> Found:
+def gpus(
+    *used: Device, visible: tuple[int, ...] | None = None, build: Build | None = TORCH, **more: str
+) -> Found:
     look = Look(tuple(used), "570.1", more.pop("cuda", "12.8"), source="nvml", **more)  # type: ignore[arg-type]
-    return Found(look, Visible(None if visible is None else "0", tuple(range(len(used))) if visible is None else visible), build)
+    return Found(
+        look,
+        Visible(
+            None if visible is None else "0",
+            tuple(range(len(used))) if visible is None else visible,
+        ),
+        build,
+    )
 
 
 def test_devices() -> None:
-    assert gpu_check.judge_devices(Found(Look(), Visible(None, ()))).fact == "no NVIDIA GPU and no driver: ranks compute on the processors"
+    assert (
+        gpu_check.judge_devices(Found(Look(), Visible(None, ()))).fact
+        == "no NVIDIA GPU and no driver: ranks compute on the processors"
+    )
     well = gpu_check.judge_devices(gpus(H100, H100))
-    assert shown(well) == ("ok", "", "2 GPUs (NVIDIA H100), driver 570.1; nobody holds a tenth of a visible one's memory")
-    taken = msgspec.structs.replace(H100, used=70 * GIB, processes=(Process(5112, 69 * GIB, "python other.py"),))
+    assert shown(well) == (
+        "ok",
+        "",
+        "2 GPUs (NVIDIA H100), driver 570.1; nobody holds a tenth of a visible one's memory",
+    )
+    taken = msgspec.structs.replace(
+        H100, used=70 * GIB, processes=(Process(5112, 69 * GIB, "python other.py"),)
+    )
     busy = gpu_check.judge_devices(gpus(H100, taken))
     assert shown(busy) == ("note", "device-busy", "GPU 1: 70.0 GiB of 80.0 GiB in use")
     assert "GPU 1: pid 5112 (python other.py) holds 69.0 GiB of its 80.0 GiB" in busy.why
@@ -302,7 +435,10 @@ def test_devices() -> None:
     old = gpu_check.judge_devices(gpus(H100, cuda="11.4"))
     assert shown(old)[:2] == ("fault", "device-missing")
     assert "torch 2.9.1 was built for CUDA 12.8" in old.fact
-    assert shown(gpu_check.judge_devices(gpus(H100, build=Build("2.13.0+cpu"))))[:2] == ("note", "device-missing")
+    assert shown(gpu_check.judge_devices(gpus(H100, build=Build("2.13.0+cpu"))))[:2] == (
+        "note",
+        "device-missing",
+    )
     silent = gpu_check.judge_devices(gpus(H100, problem="the driver gave no answer within 5 s"))
     assert shown(silent)[:2] == ("note", "check-overrun")
 
@@ -310,56 +446,111 @@ def test_devices() -> None:
 def test_folders(tmp_path: Path) -> None:
     well = storage_checks.Folder("temporary files", "/tmp", "", 10 * GIB, 100_000)
     judge = storage_checks.judge_folders
-    assert only(judge([well], sockets="/tmp")).fact == "temporary files in /tmp (10.0 GiB free); sockets in /tmp"
+    assert (
+        only(judge([well], sockets="/tmp")).fact
+        == "temporary files in /tmp (10.0 GiB free); sockets in /tmp"
+    )
     for folder, mark, code, words in [
-        (well._replace(problem="Read-only file system"), "fault", "folder-unusable", "cannot be written, /tmp: Read-only file system"),
-        (well._replace(problem="No space left on device"), "fault", "folder-unusable", "cannot be written, /tmp: No space left"),
-        (well._replace(free=3 * MIB), "note", "folder-unusable", "temporary files in /tmp: 3.0 MiB are free"),
-        (well._replace(inodes=4), "note", "folder-unusable", "temporary files in /tmp: 4 more files can be made"),
-        (well._replace(use="run folders", problem="Permission denied"), "note", "run-folder-unwritable", "Permission denied"),
+        (
+            well._replace(problem="Read-only file system"),
+            "fault",
+            "folder-unusable",
+            "cannot be written, /tmp: Read-only file system",
+        ),
+        (
+            well._replace(problem="No space left on device"),
+            "fault",
+            "folder-unusable",
+            "cannot be written, /tmp: No space left",
+        ),
+        (
+            well._replace(free=3 * MIB),
+            "note",
+            "folder-unusable",
+            "temporary files in /tmp: 3.0 MiB are free",
+        ),
+        (
+            well._replace(inodes=4),
+            "note",
+            "folder-unusable",
+            "temporary files in /tmp: 4 more files can be made",
+        ),
+        (
+            well._replace(use="run folders", problem="Permission denied"),
+            "note",
+            "run-folder-unwritable",
+            "Permission denied",
+        ),
     ]:
         found = only(judge([folder]))
         assert (found.mark, found.code) == (mark, code)
         assert words in found.fact
     asked = storage_checks.Folder("TMPDIR", "/nope", "No such file or directory")
     passed = only(judge([well], [asked]))
-    assert shown(passed) == ("note", "folder-unusable", "TMPDIR=/nope cannot be used and is passed over: No such file or directory")
+    assert shown(passed) == (
+        "note",
+        "folder-unusable",
+        "TMPDIR=/nope cannot be used and is passed over: No such file or directory",
+    )
     full = asked._replace(path=str(tmp_path), problem="No space left on device")
     assert only(judge([well], [full])).help[0].command.startswith(f"df -h {tmp_path};")
     readonly = full._replace(problem="Read-only file system")
     assert only(judge([well], [readonly])).help[0].command == "export TMPDIR=DIR"
     none = only(judge([well], no_sockets=("/tmp: Permission denied",)))
-    assert (none.mark, none.code, none.why) == ("fault", "socket-unavailable", ("/tmp: Permission denied",))
+    assert (none.mark, none.code, none.why) == (
+        "fault",
+        "socket-unavailable",
+        ("/tmp: Permission denied",),
+    )
 
 
-def test_a_run_folder_that_is_not_there_yet_is_looked_for_above_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_not_there_yet_is_looked_for_above_and_nothing_is_left(
+    tmp_path: Path,
+) -> None:
     environ = {"XDG_STATE_HOME": str(tmp_path / "state"), "TMPDIR": str(tmp_path / "none")}
     (run, _), passed_over = storage_checks.look_at_folders(environ)
     assert (run.path, run.problem) == (str(tmp_path / "state/rallypoint/runs"), "")
-    assert passed_over == [storage_checks.Folder("TMPDIR", str(tmp_path / "none"), "No such file or directory")]
+    assert passed_over == [
+        storage_checks.Folder("TMPDIR", str(tmp_path / "none"), "No such file or directory")
+    ]
     assert run.free > 0
     assert list(tmp_path.iterdir()) == []
     deep = tmp_path / ("d" * 90)
     deep.mkdir()
-    _, (long,) = storage_checks.look_at_folders({"XDG_STATE_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(deep)})
+    _, (long,) = storage_checks.look_at_folders(
+        {"XDG_STATE_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(deep)}
+    )
     assert (long.use, "at most 107 are possible" in long.problem) == ("XDG_RUNTIME_DIR", True)
 
 
-# --- the network -----------------------------------------------------------------------------------------------------
+# --- the network
+# --------------------------------------------------------------------------------------------------
 
-LO = Interface("lo", "loopback", True, True, (InterfaceAddress("127.0.0.1", "host"), InterfaceAddress("::1", "host")))
+LO = Interface(
+    "lo",
+    "loopback",
+    True,
+    True,
+    (InterfaceAddress("127.0.0.1", "host"), InterfaceAddress("::1", "host")),
+)
 ETH = Interface("eth0", "ethernet", True, True, (InterfaceAddress("10.0.4.8", "global"),))
 
 
 def host(*stands_for: str, **answers: Answer) -> Host:
-    own = Answer("node08", "name", stands_for, "" if stands_for else "Name or service not known", 0.012)
+    own = Answer(
+        "node08", "name", stands_for, "" if stands_for else "Name or service not known", 0.012
+    )
     return Host("node08", (LO, ETH), source={4: "10.0.4.8"}, answers={"node08": own, **answers})
 
 
 def test_addresses_that_are_well_are_three_lines() -> None:
     well = host("10.0.4.8", **{"10.0.4.8": Answer("10.0.4.8", "address", ("node08",), took=0.020)})
     found = network_checks.judge_addresses(well, well.problems())
-    assert [(one.check, one.mark) for one in found] == [("addresses", "ok"), ("names", "ok"), ("ipv6", "ok")]
+    assert [(one.check, one.mark) for one in found] == [
+        ("addresses", "ok"),
+        ("names", "ok"),
+        ("ipv6", "ok"),
+    ]
     assert found[0].fact == "node08 is 10.0.4.8; others may reach it at 10.0.4.8 (eth0, ethernet)"
     assert found[1].fact == "10.0.4.8 is node08; the resolver answered within 0.020 s"
 
@@ -377,7 +568,9 @@ def test_each_problem_of_addresses_has_its_line() -> None:
 
 
 def test_firewalls() -> None:
-    unread = network_checks.judge_firewall(Firewall(unread=("only root may read the firewall's rules",)), (29500,), ("eth0",))
+    unread = network_checks.judge_firewall(
+        Firewall(unread=("only root may read the firewall's rules",)), (29500,), ("eth0",)
+    )
     assert shown(only(unread)) == (
         "unknown",
         "",
@@ -385,30 +578,49 @@ def test_firewalls() -> None:
         "between two",
     )
     text = (Path(__file__).parents[1] / "host/nft/filter.json").read_text()
-    outside = only(network_checks.judge_firewall(Firewall(tuple(nft_chains(text)), ("nft",)), (29500,), ("eth0",)))
+    outside = only(
+        network_checks.judge_firewall(
+            Firewall(tuple(nft_chains(text)), ("nft",)), (29500,), ("eth0",)
+        )
+    )
     assert shown(outside)[:2] == ("note", "firewall-blocks")
     assert outside.fact.startswith(
         "from another machine, a connection to port 29500 over eth0: the firewall drops it (nft: inet filter input"
     )
-    rules = "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -m tcp --dport 40000:50000 -j DROP\nCOMMIT\n"
-    inside = only(network_checks.judge_firewall(Firewall(tuple(iptables_chains(rules)), ("iptables-save",)), (22, 45000), ()))
+    rules = (
+        "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -m tcp --dport 40000:50000 -j DROP\nCOMMIT\n"
+    )
+    inside = only(
+        network_checks.judge_firewall(
+            Firewall(tuple(iptables_chains(rules)), ("iptables-save",)), (22, 45000), ()
+        )
+    )
     assert shown(inside)[:2] == ("fault", "firewall-blocks")
     assert "between processes of this machine, a connection to 127.0.0.1 port 45000" in inside.fact
     assert inside.help[0].command == "iptables -I INPUT -i lo -j ACCEPT"
     raw = "*raw\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -o lo -p tcp -m tcp --dport 29500 -j DROP\nCOMMIT\n"
-    six = only(network_checks.judge_firewall(Firewall(tuple(iptables_chains(raw, "ip6tables-save")), ("x",)), (29500,), ("eth0",)))
+    six = only(
+        network_checks.judge_firewall(
+            Firewall(tuple(iptables_chains(raw, "ip6tables-save")), ("x",)), (29500,), ("eth0",)
+        )
+    )
     assert shown(six)[:2] == ("note", "firewall-blocks")
     assert "a connection to ::1 port 29500" in six.fact
     assert six.help[0].command == "ip6tables -t raw -I OUTPUT -o lo -j ACCEPT"
     ufw = "*filter\n:OUTPUT ACCEPT [0:0]\n:ufw-before-output - [0:0]\n"
     ufw += "-A OUTPUT -j ufw-before-output\n-A ufw-before-output -p tcp -j DROP\nCOMMIT\n"
-    below = only(network_checks.judge_firewall(Firewall(tuple(iptables_chains(ufw)), ("iptables-save",)), (29500,), ()))
+    below = only(
+        network_checks.judge_firewall(
+            Firewall(tuple(iptables_chains(ufw)), ("iptables-save",)), (29500,), ()
+        )
+    )
     assert below.help[0].command == "iptables -I ufw-before-output -o lo -j ACCEPT"
     well = network_checks.judge_firewall(Firewall(read=("nft",)), (22, 29500), ("eth0",))
     assert only(well).fact == "no rule of nft keeps connections from ports 22, 29500"
 
 
-# --- the trial job ---------------------------------------------------------------------------------------------------
+# --- the trial job
+# --------------------------------------------------------------------------------------------------
 
 
 def measured(rank: int, right: bool = True) -> trial_job.Measured:
@@ -417,8 +629,15 @@ def measured(rank: int, right: bool = True) -> trial_job.Measured:
 
 def test_the_trial_job() -> None:
     well = trial_job.judge_trial("gloo", trial_job.TrialOutcome(3.2, (measured(0), measured(1))))
-    assert well.fact == "2 ranks over gloo: all_reduce of one number takes 120 us, of 16.0 MiB 8.0 ms (2.1 GB/s); the job took 3.2 s"
-    assert shown(trial_job.judge_trial("gloo", trial_job.TrialOutcome(3.2, (measured(0), measured(1, right=False)))))[:2] == (
+    assert (
+        well.fact
+        == "2 ranks over gloo: all_reduce of one number takes 120 us, of 16.0 MiB 8.0 ms (2.1 GB/s); the job took 3.2 s"
+    )
+    assert shown(
+        trial_job.judge_trial(
+            "gloo", trial_job.TrialOutcome(3.2, (measured(0), measured(1, right=False)))
+        )
+    )[:2] == (
         "fault",
         "cause-unknown",
     )
@@ -427,11 +646,21 @@ def test_the_trial_job() -> None:
     assert (failed.mark, failed.code, failed.reports) == ("fault", "rank-killed", (report,))
     hung = trial_job.judge_trial(
         "gloo",
-        trial_job.TrialOutcome(60.0, reports=(Report(code="launch-timeout", headline="not done", help=(Help("give it more time"),)),)),
+        trial_job.TrialOutcome(
+            60.0,
+            reports=(
+                Report(
+                    code="launch-timeout", headline="not done", help=(Help("give it more time"),)
+                ),
+            ),
+        ),
     )
     assert "TORCH_CPP_LOG_LEVEL" in hung.reports[0].help[0].command
     refused = trial_job.judge_trial(
-        "gloo", trial_job.TrialOutcome(0.1, problem="no", code="torch-too-old", why=("it is old",), help=(("install", "pip"),))
+        "gloo",
+        trial_job.TrialOutcome(
+            0.1, problem="no", code="torch-too-old", why=("it is old",), help=(("install", "pip"),)
+        ),
     )
     assert refused.why == ("it is old",)
     assert shown(refused) == ("fault", "torch-too-old", "2 ranks over gloo did not start: no")
@@ -442,7 +671,11 @@ def test_nccl_is_tried_with_two_gpus_and_after_gloo_alone() -> None:
 
     def start(backend: trial_job.Backend, ranks: int, timeout: float) -> trial_job.TrialOutcome:
         asked.append(backend)
-        return trial_job.TrialOutcome(1.0, (measured(0), measured(1))) if works else trial_job.TrialOutcome(1.0, problem="no", code="usage")
+        return (
+            trial_job.TrialOutcome(1.0, (measured(0), measured(1)))
+            if works
+            else trial_job.TrialOutcome(1.0, problem="no", code="usage")
+        )
 
     works = True
     assert [one.mark for one in trial_job.run_trial(start, True, lambda: 2)] == ["ok", "ok"]
@@ -450,25 +683,38 @@ def test_nccl_is_tried_with_two_gpus_and_after_gloo_alone() -> None:
     assert asked == ["gloo", "nccl", "gloo"]
     works = False
     assert len(trial_job.run_trial(start, True, lambda: 8)) == 1
-    assert shown(only(trial_job.run_trial(start, False, lambda: 8)))[:2] == ("note", "torch-missing")
+    assert shown(only(trial_job.run_trial(start, False, lambda: 8)))[:2] == (
+        "note",
+        "torch-missing",
+    )
 
 
 @pytest.mark.parametrize(
     ("outcome", "seen"),
     [
         (
-            trial_job.TrialOutcome(1.0, problem="rallypoint's template was ended by SIGKILL", code="launcher-died"),
+            trial_job.TrialOutcome(
+                1.0, problem="rallypoint's template was ended by SIGKILL", code="launcher-died"
+            ),
             "template was ended by SIGKILL",
         ),
         (
-            trial_job.TrialOutcome(1.0, reports=(Report(code="rank-killed", headline="rank 1 was killed by SIGKILL"),)),
+            trial_job.TrialOutcome(
+                1.0, reports=(Report(code="rank-killed", headline="rank 1 was killed by SIGKILL"),)
+            ),
             "rank 1 was killed by SIGKILL",
         ),
     ],
 )
-def test_a_trial_job_for_which_memory_did_not_suffice(monkeypatch: pytest.MonkeyPatch, outcome: trial_job.TrialOutcome, seen: str) -> None:
+def test_a_trial_job_for_which_memory_did_not_suffice(
+    monkeypatch: pytest.MonkeyPatch, outcome: trial_job.TrialOutcome, seen: str
+) -> None:
     counts = iter([2, 4, 4, 4])
-    monkeypatch.setattr(trial_job, "memory_counters", lambda: MemoryCounters(next(counts), 64 * MIB, path="/sys/fs/cgroup/memory.events"))
+    monkeypatch.setattr(
+        trial_job,
+        "memory_counters",
+        lambda: MemoryCounters(next(counts), 64 * MIB, path="/sys/fs/cgroup/memory.events"),
+    )
     finding = only(trial_job.run_trial(lambda *asked: outcome, True, lambda: 0))
     assert shown(finding) == (
         "fault",
@@ -476,10 +722,13 @@ def test_a_trial_job_for_which_memory_did_not_suffice(monkeypatch: pytest.Monkey
         "2 ranks over gloo failed: memory ran out, and the kernel killed 2 processes of this control group, which may use 64.0 MiB",
     )
     assert seen in finding.why[-1]
-    assert only(trial_job.run_trial(lambda *asked: outcome, True, lambda: 0)).code == (outcome.code or "rank-killed")  # nothing killed now
+    assert only(trial_job.run_trial(lambda *asked: outcome, True, lambda: 0)).code == (
+        outcome.code or "rank-killed"
+    )  # nothing killed now
 
 
-# --- two machines ----------------------------------------------------------------------------------------------------
+# --- two machines
+# --------------------------------------------------------------------------------------------------
 
 US, OTHER = Side("node07", "0.1.0", "3.12.4", "2.9.1"), Side("node08", "0.1.0", "3.12.4", "2.9.1")
 
@@ -489,7 +738,17 @@ def met(**changed: object) -> PeerContact:
         "packet": 1448, "round_trip": 0.00021, "ahead": 0.0004, "there_port": 40001, "there": "", "back_port": 40002, "back": "",
         "bulk_bytes": 1 << 18, "bulk": "", "bulk_seconds": 0.003, "name_here": ("10.0.4.8",),
     }  # fmt: skip
-    return PeerContact(**{"us": US, "other": OTHER, "address": "10.0.4.8", "mine": "10.0.4.7", "seen": "10.0.4.7", **well, **changed})  # type: ignore[arg-type]
+    return PeerContact(
+        **{
+            "us": US,
+            "other": OTHER,
+            "address": "10.0.4.8",
+            "mine": "10.0.4.7",
+            "seen": "10.0.4.7",
+            **well,
+            **changed,
+        }
+    )  # type: ignore[arg-type]
 
 
 def test_two_machines_that_reach_each_other() -> None:
@@ -523,51 +782,83 @@ def test_two_machines_that_do_not(changed: dict[str, object], code: str, fact: s
 
 
 def test_both_directions_closed_are_two_lines_and_nat_is_named() -> None:
-    there, back = peer_findings.judge_peer("n:1", met(there="no answer", back="no answer", seen="203.0.113.7"))
+    there, back = peer_findings.judge_peer(
+        "n:1", met(there="no answer", back="no answer", seen="203.0.113.7")
+    )
     assert "node07 does not reach node08" in there.fact
     assert "at 203.0.113.7:40002" in back.fact
-    assert back.why[0] == "node08 sees this machine as 203.0.113.7, which has 10.0.4.7: addresses are translated on the way"
+    assert (
+        back.why[0]
+        == "node08 sees this machine as 203.0.113.7, which has 10.0.4.7: addresses are translated on the way"
+    )
 
 
 def test_what_differs_between_two_machines_is_noted() -> None:
     other = msgspec.structs.replace(OTHER, torch="2.8.0")
-    first, *notes = peer_findings.judge_peer("node08:29500", met(other=other, ahead=-37.25, name_here=()))
+    first, *notes = peer_findings.judge_peer(
+        "node08:29500", met(other=other, ahead=-37.25, name_here=())
+    )
     assert first.mark == "ok"
     assert [(one.code, one.fact) for one in notes] == [
         ("clock-wrong", "the clock of node08 is 37.2 s behind that of this machine"),
         ("versions-differ", "node08 has other versions: torch 2.9.1 here and 2.8.0 there"),
-        ("address-unresolved", "the name node08, by which that machine knows itself, has no address here"),
+        (
+            "address-unresolved",
+            "the name node08, by which that machine knows itself, has no address here",
+        ),
     ]
 
 
 @pytest.mark.parametrize(
     ("failures", "code", "words"),
     [
-        ([("10.0.4.8", ConnectionRefusedError(errno.ECONNREFUSED, ""))], "port-refused", "nothing listens there"),
-        ([("10.0.4.8", TimeoutError("timed out"))], "address-unreachable", "no answer at all: packets to it are dropped, or it is off"),
-        ([("10.0.4.8", OSError(errno.EHOSTUNREACH, ""))], "address-unreachable", "No route to host"),
         (
-            [("::1", OSError(errno.ENETUNREACH, "")), ("10.0.4.8", ConnectionRefusedError(errno.ECONNREFUSED, ""))],
+            [("10.0.4.8", ConnectionRefusedError(errno.ECONNREFUSED, ""))],
+            "port-refused",
+            "nothing listens there",
+        ),
+        (
+            [("10.0.4.8", TimeoutError("timed out"))],
+            "address-unreachable",
+            "no answer at all: packets to it are dropped, or it is off",
+        ),
+        (
+            [("10.0.4.8", OSError(errno.EHOSTUNREACH, ""))],
+            "address-unreachable",
+            "No route to host",
+        ),
+        (
+            [
+                ("::1", OSError(errno.ENETUNREACH, "")),
+                ("10.0.4.8", ConnectionRefusedError(errno.ECONNREFUSED, "")),
+            ],
             "port-refused",
             "nothing",
         ),
     ],
 )
-def test_connections_that_do_not_come_about_are_told_apart(failures: list[tuple[str, OSError]], code: str, words: str) -> None:
+def test_connections_that_do_not_come_about_are_told_apart(
+    failures: list[tuple[str, OSError]], code: str, words: str
+) -> None:
     found = peer_findings.unconnected("node08:29500", 29500, failures)
     assert (found.mark, found.code) == ("fault", code)
     assert words in found.fact
-    assert [line.partition(": ")[0] for line in found.why][: len(failures)] == [address for address, _ in failures]
+    assert [line.partition(": ")[0] for line in found.why][: len(failures)] == [
+        address for address, _ in failures
+    ]
     assert ("::1 is this machine itself, and no other" in found.why) == (failures[0][0] == "::1")
 
 
 def test_strangers_are_quoted_safely() -> None:
-    found = peer_findings.no_doctor("node08:29500", "it speaks another protocol", b"HTTP/1.1 400\r\n\x1b[31m\xff")
+    found = peer_findings.no_doctor(
+        "node08:29500", "it speaks another protocol", b"HTTP/1.1 400\r\n\x1b[31m\xff"
+    )
     assert found.why == (r"it said first: 'HTTP/1.1 400\r\n\x1b[31m\\xff'",)
     assert "\x1b" not in doctor.text(msgspec.structs.replace(found, fact="\x1b[2Jgone"))
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------
+# --- the engine
+# --------------------------------------------------------------------------------------------------
 
 _PROGRAM = """
 import os, signal, time
@@ -580,8 +871,16 @@ for finding in doctor.run([{checks}], wanted={wanted}):
 
 
 def run(body: str, *checks: str, wanted: str = "('a', 'b')") -> list[dict[str, object]]:
-    program = _PROGRAM.format(body=body, checks=", ".join(f"doctor.Check({check})" for check in checks), wanted=wanted)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=True)
+    program = _PROGRAM.format(
+        body=body, checks=", ".join(f"doctor.Check({check})" for check in checks), wanted=wanted
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=True,
+    )
     assert done.stderr == ""
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -600,7 +899,12 @@ def noisy():
     return [ok("well")]
 """
     found = run(
-        body, "('a',), 0.3, hang", "('a',), 5.0, crash", "('a',), 5.0, fail", "('a',), 5.0, lambda: os._exit(0)", "('b',), 5.0, noisy"
+        body,
+        "('a',), 0.3, hang",
+        "('a',), 5.0, crash",
+        "('a',), 5.0, fail",
+        "('a',), 5.0, lambda: os._exit(0)",
+        "('b',), 5.0, noisy",
     )
     assert [(one["check"], one["mark"], one["code"], one["fact"]) for one in found] == [
         ("a", "fault", "check-overrun", "no answer within 0.3 s"),
@@ -634,25 +938,37 @@ def killed():
 
 
 def test_only_what_is_wanted_runs_and_what_needs_a_broken_one_is_left_out() -> None:
-    body = (
-        "def broken():\n    return [fault('limit-low', 'broken'), ok('fine', 'c')]\ndef never():\n    os.kill(os.getppid(), signal.SIGKILL)"
-    )
+    body = "def broken():\n    return [fault('limit-low', 'broken'), ok('fine', 'c')]\ndef never():\n    os.kill(os.getppid(), signal.SIGKILL)"
     found = run(body, "('a', 'c'), 5.0, broken", "('d',), 5.0, never", "('b',), 5.0, never, ('a',)")
-    assert [(one["check"], one["mark"], one["code"]) for one in found] == [("a", "fault", "limit-low"), ("b", "note", "limit-low")]
+    assert [(one["check"], one["mark"], one["code"]) for one in found] == [
+        ("a", "fault", "limit-low"),
+        ("b", "note", "limit-low"),
+    ]
 
 
 def test_a_large_answer_is_read_whole_and_an_endless_one_is_not() -> None:
-    found = run("", "('a',), 20.0, lambda: [ok('x' * 500000)]", "('b',), 20.0, lambda: [ok('x' * 5000000)]")
-    assert [(one["mark"], one["code"]) for one in found] == [("ok", ""), ("fault", "internal-error")]
+    found = run(
+        "", "('a',), 20.0, lambda: [ok('x' * 500000)]", "('b',), 20.0, lambda: [ok('x' * 5000000)]"
+    )
+    assert [(one["mark"], one["code"]) for one in found] == [
+        ("ok", ""),
+        ("fault", "internal-error"),
+    ]
     assert found[0]["fact"] == "x" * 500000
 
 
-# --- as people and programs see it -----------------------------------------------------------------------------------
+# --- as people and programs see it
+# -----------------------------------------------------------------------------------
 
 
 def test_a_finding_as_text() -> None:
     finding = msgspec.structs.replace(
-        note("limit-low", "a process may have 256 files open", ("raise it for this shell", "ulimit -n 65536"), why=("a fact",)),
+        note(
+            "limit-low",
+            "a process may have 256 files open",
+            ("raise it for this shell", "ulimit -n 65536"),
+            why=("a fact",),
+        ),
         check="limits",
     )
     assert doctor.text(finding) == (
@@ -668,7 +984,11 @@ def test_a_finding_as_text() -> None:
 
 def test_the_report_of_a_failed_job_stands_below_its_line() -> None:
     report = Report(code="rank-killed", headline="rank 1 was killed")
-    finding = msgspec.structs.replace(fault("rank-killed", "2 ranks over gloo failed: rank 1 was killed"), check="job", reports=(report,))
+    finding = msgspec.structs.replace(
+        fault("rank-killed", "2 ranks over gloo failed: rank 1 was killed"),
+        check="job",
+        reports=(report,),
+    )
     lines = doctor.text(finding).splitlines()
     assert lines[0] == "[x]  job         2 ranks over gloo failed: rank 1 was killed"
     assert "     error[rank-killed]: rank 1 was killed" in lines
@@ -679,13 +999,20 @@ def test_the_last_line() -> None:
     findings = [ok("a"), note("limit-low", "b"), fault("limit-low", "c"), fault("limit-low", "d")]
     assert doctor.summary(findings) == "2 faults, 1 note, 1 ok"
     assert doctor.summary([ok("a")]) == "1 ok"
-    assert json.loads(doctor.json_summary(findings, 1)) == {"exit_status": 1, "findings": {"ok": 1, "unknown": 0, "note": 1, "fault": 2}}
+    assert json.loads(doctor.json_summary(findings, 1)) == {
+        "exit_status": 1,
+        "findings": {"ok": 1, "unknown": 0, "note": 1, "fault": 2},
+    }
 
 
 def test_every_code_of_a_check_is_in_the_catalogue_and_every_check_on_its_page() -> None:
     folder = Path(doctor.__file__).parent
     sources = folder.glob("*.py")
-    codes = {code for path in sources for code in re.findall(r'(?:fault|note|make)\(\s*"([a-z-]+)"', path.read_text())}
+    codes = {
+        code
+        for path in sources
+        for code in re.findall(r'(?:fault|note|make)\(\s*"([a-z-]+)"', path.read_text())
+    }
     assert len(codes) > 15
     assert codes - set(CATALOGUE) == set()
     page = (Path(__file__).parents[2] / "docs/reference/doctor.md").read_text()
@@ -693,7 +1020,9 @@ def test_every_code_of_a_check_is_in_the_catalogue_and_every_check_on_its_page()
     checks = doctor.standard((2, 7), lambda backend, ranks, timeout: trial_job.TrialOutcome(0.0))
     assert tuple(name for check in checks for name in check.names) == doctor.NAMES
     for check in checks:
-        assert re.search(rf"^\| `{check.names[0]}` \|.*\| {check.deadline:g} s \|$", page, re.MULTILINE), check.names
+        assert re.search(
+            rf"^\| `{check.names[0]}` \|.*\| {check.deadline:g} s \|$", page, re.MULTILINE
+        ), check.names
 
 
 def test_sizes() -> None:
@@ -709,4 +1038,7 @@ def test_sizes() -> None:
 def test_the_line_for_the_other_machine_can_be_typed_in_any_shell() -> None:
     """zsh takes [...] for a pattern, and refuses one that fits no file."""
     said = peer_findings.waiting("node07", ("10.0.0.7", "fd00::2"), 38089, 600.0)
-    assert [one.command for one in said.help] == ["rallypoint doctor --peer 10.0.0.7:38089", "rallypoint doctor --peer '[fd00::2]:38089'"]
+    assert [one.command for one in said.help] == [
+        "rallypoint doctor --peer 10.0.0.7:38089",
+        "rallypoint doctor --peer '[fd00::2]:38089'",
+    ]

@@ -7,7 +7,12 @@ import pathlib
 
 import pytest
 
-from rallypoint.diagnosis.evidence import MemoryCounters, difference, kernel_oom_kills, memory_counters
+from rallypoint.diagnosis.evidence import (
+    MemoryCounters,
+    difference,
+    kernel_oom_kills,
+    memory_counters,
+)
 
 
 def write(root: pathlib.Path, files: dict[str, str]) -> str:

@@ -30,7 +30,9 @@ def test_a_log_of_the_corpus(one: Expected) -> None:
     reports = diagnose(Reader(one.path.name).read([one.path.read_bytes()]))
     report = reports[0]
     code = report.code if report.code in one.also else one.code
-    assert (report.code, report.ranks if one.ranks else ()) == (code, one.ranks), render.text(reports)
+    assert (report.code, report.ranks if one.ranks else ()) == (code, one.ranks), render.text(
+        reports
+    )
     assert report.code in CATALOGUE
     assert report.exit_status == (report.code == "cause-unknown")
     if one.line:
@@ -44,7 +46,10 @@ def test_however_the_bytes_are_cut(size: int) -> None:
     for name in ("torchrun-peers-lost", "torchrun-bars", "spawn-raise", "kubernetes-sigterm"):
         data = next(one.path for one in expected() if one.name == name).read_bytes()
         whole = diagnose(Reader("x").read([data]))
-        assert diagnose(Reader("x").read([data[i : i + size] for i in range(0, len(data), size)])) == whole
+        assert (
+            diagnose(Reader("x").read([data[i : i + size] for i in range(0, len(data), size)]))
+            == whole
+        )
         windows = data.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
         assert diagnose(Reader("x").read([windows]))[0].headline == whole[0].headline
 
@@ -69,7 +74,10 @@ def test_memory_does_not_grow_with_what_is_read() -> None:
     assert findings.sightings == ()
     endless = Reader("x").read([b"x" * (1 << 20)] * 16 + [b"\nValueError: x\n"])
     assert [sighting.place.line for sighting in endless.sightings] == [2]
-    words = ["".join(chr(97 + (i >> shift) % 16) for shift in (0, 4, 8, 12)) for i in range(MOST_SIGHTINGS + 500)]
+    words = [
+        "".join(chr(97 + (i >> shift) % 16) for shift in (0, 4, 8, 12))
+        for i in range(MOST_SIGHTINGS + 500)
+    ]
     many = Reader("x").read(f"ValueError: {word} is bad\n".encode() for word in words)
     assert len(many.sightings) == MOST_SIGHTINGS
     assert many.left_out == 500
@@ -78,7 +86,9 @@ def test_memory_does_not_grow_with_what_is_read() -> None:
 def test_lines_are_counted_and_dull_ones_passed() -> None:
     sifter = Sifter()
     seen = []
-    for line in sifter.feed(b"".join(b"step %d: signal ok\nnothing\n" % i for i in range(100)) + b"an Error\n"):
+    for line in sifter.feed(
+        b"".join(b"step %d: signal ok\nnothing\n" % i for i in range(100)) + b"an Error\n"
+    ):
         seen.append((line.number, line.text))
         if "signal" in line.text:
             sifter.call_dull()
@@ -135,7 +145,9 @@ def test_a_consequence_before_its_cause_stays_one() -> None:
 
 
 def test_a_bare_consequence_names_no_cause() -> None:
-    report = _told("[rank2]: RuntimeError: [x/pair.cc:5] Connection closed by peer [10.0.0.1]:4\n")[0]
+    report = _told("[rank2]: RuntimeError: [x/pair.cc:5] Connection closed by peer [10.0.0.1]:4\n")[
+        0
+    ]
     assert report.code == "cause-unknown"
     assert report.ranks == ()
     assert report.exit_status == 1
@@ -151,12 +163,21 @@ def test_gloo_names_the_rank_that_never_came_by_the_key_of_its_address() -> None
         "torch.distributed.DistStoreError: wait timeout after 4000ms, keys: /default_pg/0//cpu//0/3\n"
     )
     report = _told(joining)[0]
-    assert report.headline == "the program waited in init_process_group until the timeout; rank 3 never came"
+    assert (
+        report.headline
+        == "the program waited in init_process_group until the timeout; rank 3 never came"
+    )
     assert (report.code, report.ranks, report.confidence) == ("ranks-missing", (3,), "likely")
-    two = "".join(f"[rank{i}]: {line}\n" for i in (0, 2) for line in joining.replace("/0/3", f"/0/{3 - i}").splitlines())
+    two = "".join(
+        f"[rank{i}]: {line}\n"
+        for i in (0, 2)
+        for line in joining.replace("/0/3", f"/0/{3 - i}").splitlines()
+    )
     assert (report := _told(two)[0]).ranks == (1, 3)
     assert "/default_pg/0//cpu//0/1, is where rank 1 leaves" in report.why
-    others = "".join(f"[rank{i}]: {line}\n" for i in (0, 3) for line in joining.splitlines())  # rank 3 came, and waited, too
+    others = "".join(
+        f"[rank{i}]: {line}\n" for i in (0, 3) for line in joining.splitlines()
+    )  # rank 3 came, and waited, too
     assert _told(others)[0].code != "ranks-missing"
 
 
@@ -169,11 +190,15 @@ def test_a_key_of_the_programs_that_nobody_set_is_named() -> None:
     report = _told(waiting)[0]
     assert (report.code, report.ranks, report.confidence) == ("rank-raised", (0, 1), "likely")
     assert report.why == 'nobody set "data" in time, and no rank shows who was to'
-    assert _told(waiting + "[rank2]: ValueError: bad\n")[0].headline == "rank 2 raised ValueError: bad"
+    assert (
+        _told(waiting + "[rank2]: ValueError: bad\n")[0].headline == "rank 2 raised ValueError: bad"
+    )
 
 
 def test_words_of_torch_that_nobody_here_knows_are_no_certain_cause() -> None:
-    head = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\n'
+    head = (
+        'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\n'
+    )
     (strange,) = _told(head + "RuntimeError: the NCCL flux of process group 0 is inverted\n")
     (plain,) = _told(head + "RuntimeError: the loss went to infinity\n")
     assert (strange.code, strange.confidence) == ("rank-raised", "likely")
@@ -196,27 +221,38 @@ def test_two_errors_at_once_are_both_told_and_neither_is_certain_to_be_first() -
 
 
 def test_the_logs_of_all_ranks_together() -> None:
-    one = Reader("rank0.log", prefixes.of_file("logs/rank0.log")).read([b"RuntimeError: [x/pair.cc:5] Connection closed by peer\n"])
+    one = Reader("rank0.log", prefixes.of_file("logs/rank0.log")).read(
+        [b"RuntimeError: [x/pair.cc:5] Connection closed by peer\n"]
+    )
     two = Reader("rank1.log", prefixes.of_file("logs/rank1.log")).read(
-        [b'step 1\nTraceback (most recent call last):\n  File "t.py", line 9, in main\nKeyError: 3\n']
+        [
+            b'step 1\nTraceback (most recent call last):\n  File "t.py", line 9, in main\nKeyError: 3\n'
+        ]
     )
     report = diagnose(together([one, two]))[0]
     assert (report.ranks, report.logs) == ((1,), ("rank1.log:2",))
 
 
 def test_our_own_report_in_a_log() -> None:
-    report = _told("[0] step 3\nerror[rank-killed]: rank 2 was killed by SIGKILL\n\n  why    who sent SIGKILL is not known\n")[0]
+    report = _told(
+        "[0] step 3\nerror[rank-killed]: rank 2 was killed by SIGKILL\n\n  why    who sent SIGKILL is not known\n"
+    )[0]
     assert (report.code, report.headline) == ("rank-killed", "rank 2 was killed by SIGKILL")
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_the_lines_are_there_is_a_report(seed: int) -> None:
-    """Lines of all logs in any order, some with broken bytes: what a terminal shared by many ranks may look like at worst."""
+    """Lines of all logs in any order, some with broken bytes: what a terminal shared by many ranks
+    may look like at worst.
+    """
     chosen = random.Random(seed)
     lines = [line for one in expected() for line in one.path.read_bytes().split(b"\n")]
     for _ in range(25):
         start = [chosen.randrange(len(lines)) for _ in range(chosen.randint(1, 12))]
-        data = bytearray(b"\n".join(line for at in start for line in lines[at : at + chosen.randint(1, 8)]) or b"x")
+        data = bytearray(
+            b"\n".join(line for at in start for line in lines[at : at + chosen.randint(1, 8)])
+            or b"x"
+        )
         for _ in range(chosen.choice((0, 10))):
             data[chosen.randrange(len(data))] = chosen.randrange(256)
         reports = _told(bytes(data))
@@ -230,7 +266,12 @@ def test_files_that_are_no_logs(tmp_path: pathlib.Path) -> None:
     binary.write_bytes(bytes(range(256)) * 16)
     empty.touch()
     (tmp_path / "rank0.log").write_text("x")
-    for path, words in ((binary, "no text"), (empty, "is empty"), (tmp_path, "is a folder"), (tmp_path / "none.log", "there is no file")):
+    for path, words in (
+        (binary, "no text"),
+        (empty, "is empty"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "none.log", "there is no file"),
+    ):
         with pytest.raises(UsageError, match=words):
             list(log_files.chunks(str(path)))
     with pytest.raises(UsageError) as caught:
@@ -251,7 +292,9 @@ def test_compressed_files_also_when_they_are_cut_short(tmp_path: pathlib.Path) -
     assert noise.startswith(read)
 
 
-TRACEBACK = 'Traceback (most recent call last):\n  File "t.py", line 4, in <module>\n    main()\n{}\n'
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "t.py", line 4, in <module>\n    main()\n{}\n'
+)
 STEPS = "".join(f"step {i} loss 0.5\n" for i in range(30))
 FAILED = "E1122 10:00:00.000 1 torch/distributed/elastic/api.py:882] failed (exitcode: {}) local_rank: 2 (pid: {}) of binary: py\n"
 AGAIN = "I1122 10:00:01.0 1 api.py:862] [default] Worker group FAILED. 3/3 attempts left; will restart worker group\n"
@@ -262,18 +305,35 @@ AGAIN = "I1122 10:00:01.0 1 api.py:862] [default] Worker group FAILED. 3/3 attem
     [
         # Healthy ones, with words that frighten.
         (
-            STEPS + "Exception ignored in: <function X.__del__ at 0x1>\n" + TRACEBACK.format("TypeError: x"),
+            STEPS
+            + "Exception ignored in: <function X.__del__ at 0x1>\n"
+            + TRACEBACK.format("TypeError: x"),
             "cause-unknown",
             "certain",
             "nothing",
         ),
-        ("cache is damaged:\n" + TRACEBACK.format("OSError: x") + "rebuilding it\ndone\n", "rank-raised", "likely", "OSError"),
-        ("RuntimeError: [Errno 98] Address already in use\ntrying 29501\nstep 1\n", "port-in-use", "likely", "in use"),
+        (
+            "cache is damaged:\n" + TRACEBACK.format("OSError: x") + "rebuilding it\ndone\n",
+            "rank-raised",
+            "likely",
+            "OSError",
+        ),
+        (
+            "RuntimeError: [Errno 98] Address already in use\ntrying 29501\nstep 1\n",
+            "port-in-use",
+            "likely",
+            "in use",
+        ),
         ("sample 3\nKilled\n" + STEPS, "rank-killed", "possible", "SIGKILL"),
         ("Killed  12 monsters\n", "cause-unknown", "certain", "nothing"),
         # What the shell says, as it says it.
         ("step 3\nKilled                  python train.py\n", "rank-killed", "certain", "SIGKILL"),
-        ("./train.sh: line 3:  4312 Killed                  python train.py\n" + STEPS, "rank-killed", "certain", "SIGKILL"),
+        (
+            "./train.sh: line 3:  4312 Killed                  python train.py\n" + STEPS,
+            "rank-killed",
+            "certain",
+            "SIGKILL",
+        ),
         # Several attempts in one log: the last one ended the job.
         (
             TRACEBACK.format("OSError: s3")
@@ -287,7 +347,11 @@ AGAIN = "I1122 10:00:01.0 1 api.py:862] [default] Worker group FAILED. 3/3 attem
             "KeyError",
         ),
         (
-            FAILED.format(-9, 7) + AGAIN + STEPS + TRACEBACK.format("KeyError: 'lr'") + FAILED.format(1, 8),
+            FAILED.format(-9, 7)
+            + AGAIN
+            + STEPS
+            + TRACEBACK.format("KeyError: 'lr'")
+            + FAILED.format(1, 8),
             "rank-raised",
             "certain",
             "KeyError",
@@ -301,7 +365,9 @@ AGAIN = "I1122 10:00:01.0 1 api.py:862] [default] Worker group FAILED. 3/3 attem
             "rank 2",
         ),
         (
-            "*** JOB 4 ON n1 CANCELLED AT 2026-01-01T10:00:00 DUE TO PREEMPTION ***\n" + STEPS + TRACEBACK.format("KeyError: 'x'"),
+            "*** JOB 4 ON n1 CANCELLED AT 2026-01-01T10:00:00 DUE TO PREEMPTION ***\n"
+            + STEPS
+            + TRACEBACK.format("KeyError: 'x'"),
             "interrupted",
             "likely",
             "preemption",
@@ -332,7 +398,9 @@ AGAIN = "I1122 10:00:01.0 1 api.py:862] [default] Worker group FAILED. 3/3 attem
         ),
         # A hub that did not answer is no peer; an import that was tried is no cause.
         (
-            TRACEBACK.format("requests.exceptions.ConnectTimeout: (Caused by ConnectTimeoutError('timed out. (connect timeout=10)'))"),
+            TRACEBACK.format(
+                "requests.exceptions.ConnectTimeout: (Caused by ConnectTimeoutError('timed out. (connect timeout=10)'))"
+            ),
             "rank-raised",
             "certain",
             "ConnectTimeout",
@@ -356,10 +424,18 @@ def test_what_misled(log: str, code: str, confidence: str, words: str) -> None:
 
 
 def test_ranks_that_torch_counts_are_missing_only_when_fewer_came() -> None:
-    """More than there should be are not missing: others, or those of an earlier attempt, were counted as well."""
+    """More than there should be are not missing: others, or those of an earlier attempt, were
+    counted as well.
+    """
     words = "Timed out initializing process group in store based barrier on rank: 0, for key: store_based_barrier_key:1"
-    assert _told(f"RuntimeError: {words} (world_size=4, worker_count=3, timeout=0:01:00)")[0].code == "ranks-missing"
-    assert _told(f"RuntimeError: {words} (world_size=4, worker_count=16, timeout=0:01:00)")[0].code == "cause-unknown"
+    assert (
+        _told(f"RuntimeError: {words} (world_size=4, worker_count=3, timeout=0:01:00)")[0].code
+        == "ranks-missing"
+    )
+    assert (
+        _told(f"RuntimeError: {words} (world_size=4, worker_count=16, timeout=0:01:00)")[0].code
+        == "cause-unknown"
+    )
 
 
 def test_ray_counts_what_it_did_not_kill_too() -> None:
@@ -380,7 +456,16 @@ def test_ranks_that_were_in_different_calls_are_named_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "prefix", ["trainer-2: ", "172.27.221.56: ", "[trainer22|6]:", "web  | ", "10.164.15.249 [0] ", "pod/a-0 trainer: ", "<3>: "]
+    "prefix",
+    [
+        "trainer-2: ",
+        "172.27.221.56: ",
+        "[trainer22|6]:",
+        "web  | ",
+        "10.164.15.249 [0] ",
+        "pod/a-0 trainer: ",
+        "<3>: ",
+    ],
 )
 def test_whatever_stands_before_the_frames_of_a_traceback_is_a_prefix(prefix: str) -> None:
     lines = TRACEBACK.format("KeyError: 'lr'").splitlines()
@@ -409,7 +494,12 @@ def test_a_prefix_with_a_clock_names_nobody() -> None:
 
 def test_a_traceback_behind_other_words_in_its_line() -> None:
     glued = TRACEBACK.format("KeyError: 'lr'").splitlines()
-    own = "die: error: must run as root[rank5]: " + glued[0] + "\n" + "".join(f"[rank5]: {line}\n" for line in glued[1:])
+    own = (
+        "die: error: must run as root[rank5]: "
+        + glued[0]
+        + "\n"
+        + "".join(f"[rank5]: {line}\n" for line in glued[1:])
+    )
     assert (report := _told(own)[0]).headline == "rank 5 raised KeyError: 'lr'"
     assert report.ranks == (5,)
     logger = "Scheduler hit an exception: " + "\n".join(glued)
@@ -420,7 +510,11 @@ def test_a_paste_that_begins_inside_a_traceback() -> None:
     """Its frames say where it was, and the line that names the exception is where it begins."""
     frames = f'  File "/srv/t.py", line 3, in f\n    g()\n  File "{SITE}/distributed_c10d.py", line 9, in barrier\n    work.wait()\n'
     report = _told(frames + "ValueError: x\n")[0]
-    assert (report.code, report.confidence, report.logs) == ("rank-raised", "likely", ("train.log:5",))
+    assert (report.code, report.confidence, report.logs) == (
+        "rank-raised",
+        "likely",
+        ("train.log:5",),
+    )
     assert report.where == "t.py:3 in f (torch barrier)"
     later = "step\n" * 50 + 'see File "/srv/t.py", line 3, in f\n'
     assert _told(later)[0].headline.startswith("nothing in these 51 lines")
@@ -429,12 +523,42 @@ def test_a_paste_that_begins_inside_a_traceback() -> None:
 @pytest.mark.parametrize(
     ("log", "code", "confidence", "headline"),
     [
-        ("Process finished with exit code -1073740791 (0xC0000409)\n", "rank-crashed", "likely", "0xC0000409"),
-        (FAILED.format(3221225477, 7), "rank-crashed", "certain", "local rank 2 crashed with 0xC0000005 (access violation)"),
-        ("Process finished with exit code -1073741510 (0xC000013A: interrupted by Ctrl+C)\n", "interrupted", "certain", "Ctrl-C"),
-        ("=>> PBS: job killed: walltime 3630 exceeded limit 3600\n", "interrupted", "certain", "PBS stopped the job: its time was over"),
-        ("TERM_RUNLIMIT: job killed after reaching LSF run time limit.\n", "interrupted", "certain", "LSF stopped the job"),
-        ("slurmstepd: error: execve(): ./run.sh: Permission denied\n", "start-failed", "certain", "it is not executable"),
+        (
+            "Process finished with exit code -1073740791 (0xC0000409)\n",
+            "rank-crashed",
+            "likely",
+            "0xC0000409",
+        ),
+        (
+            FAILED.format(3221225477, 7),
+            "rank-crashed",
+            "certain",
+            "local rank 2 crashed with 0xC0000005 (access violation)",
+        ),
+        (
+            "Process finished with exit code -1073741510 (0xC000013A: interrupted by Ctrl+C)\n",
+            "interrupted",
+            "certain",
+            "Ctrl-C",
+        ),
+        (
+            "=>> PBS: job killed: walltime 3630 exceeded limit 3600\n",
+            "interrupted",
+            "certain",
+            "PBS stopped the job: its time was over",
+        ),
+        (
+            "TERM_RUNLIMIT: job killed after reaching LSF run time limit.\n",
+            "interrupted",
+            "certain",
+            "LSF stopped the job",
+        ),
+        (
+            "slurmstepd: error: execve(): ./run.sh: Permission denied\n",
+            "start-failed",
+            "certain",
+            "it is not executable",
+        ),
         (
             "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   RANK 3 PID 71 RUNNING AT n4\n=   KILLED BY SIGNAL: 11\n===\n",
             "rank-crashed",
@@ -447,15 +571,30 @@ def test_a_paste_that_begins_inside_a_traceback() -> None:
             "certain",
             "exited with code 7",
         ),
-        ("Stalled ops:\nloss [missing ranks: 1, 5]\n", "ranks-missing", "likely", "ranks 1 and 5 have not come to loss"),
-        ("RuntimeError: No rendezvous handler for http://\n", "init-method-invalid", "certain", "init_method begins with http://"),
+        (
+            "Stalled ops:\nloss [missing ranks: 1, 5]\n",
+            "ranks-missing",
+            "likely",
+            "ranks 1 and 5 have not come to loss",
+        ),
+        (
+            "RuntimeError: No rendezvous handler for http://\n",
+            "init-method-invalid",
+            "certain",
+            "init_method begins with http://",
+        ),
         (
             "RuntimeError: DDP expects same model across all ranks, but Rank 3 has 7 params, while rank 0 has inconsistent 5 params.\n",
             "collective-mismatch",
             "certain",
             "rank 3 gave DDP a model of 7 parameters, rank 0 one of 5",
         ),
-        ("epoch 3\nMemory access fault by GPU node-1 (Agent handle: 0x1) on address (nil).\n", "cuda-kernel-failed", "certain", "node-1"),
+        (
+            "epoch 3\nMemory access fault by GPU node-1 (Agent handle: 0x1) on address (nil).\n",
+            "cuda-kernel-failed",
+            "certain",
+            "node-1",
+        ),
         (
             "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n",
             "rank-out-of-memory",
@@ -469,16 +608,38 @@ def test_a_paste_that_begins_inside_a_traceback() -> None:
             "certain",
             "pythn",
         ),
-        ("MPI_ABORT was invoked on rank 2 in communicator X\nwith errorcode 15.\n", "rank-exited", "certain", "rank 2 exited with code 15"),
-        ("application called MPI_Abort(MPI_COMM_WORLD, 3) - process 2\n", "rank-exited", "certain", "rank 2 exited with code 3"),
         (
-            '{"level":"error","msg":"' + TRACEBACK.format("KeyError: 3").replace('"', '\\"').replace("\n", "\\n") + '"}\n',
+            "MPI_ABORT was invoked on rank 2 in communicator X\nwith errorcode 15.\n",
+            "rank-exited",
+            "certain",
+            "rank 2 exited with code 15",
+        ),
+        (
+            "application called MPI_Abort(MPI_COMM_WORLD, 3) - process 2\n",
+            "rank-exited",
+            "certain",
+            "rank 2 exited with code 3",
+        ),
+        (
+            '{"level":"error","msg":"'
+            + TRACEBACK.format("KeyError: 3").replace('"', '\\"').replace("\n", "\\n")
+            + '"}\n',
             "rank-raised",
             "certain",
             "KeyError: 3",
         ),
-        ("AssertionError: Default process group is not initialized\n", "group-missing", "certain", "init_process_group"),
-        ("n1:7:9 [0] NCCL WARN Mismatched collective detected, please check\n", "collective-mismatch", "certain", "do not match"),
+        (
+            "AssertionError: Default process group is not initialized\n",
+            "group-missing",
+            "certain",
+            "init_process_group",
+        ),
+        (
+            "n1:7:9 [0] NCCL WARN Mismatched collective detected, please check\n",
+            "collective-mismatch",
+            "certain",
+            "do not match",
+        ),
     ],
 )
 def test_phrases_of_systems(log: str, code: str, confidence: str, headline: str) -> None:
@@ -526,28 +687,46 @@ ValueError: bad
         # CUDA's own word for a fork, where a fork is what made the process.
         (WORKER, "cuda-before-fork", "certain", "forked"),
         (CHILD, "cuda-before-fork", "likely", "multiprocessing"),
-        (CHILD.replace("multiprocessing/process", "multiprocessing/spawn"), "cuda-init-failed", "certain", "CUDA could not be started"),
-        (TRACEBACK.format("RuntimeError: CUDA error: initialization error"), "cuda-init-failed", "certain", "CUDA could not be started"),
-        # A library that misses a name: whose version is wrong is told where one of the two is torch.
         (
-            TRACEBACK.format("ImportError: /opt/p/torch/lib/libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent"),
+            CHILD.replace("multiprocessing/process", "multiprocessing/spawn"),
+            "cuda-init-failed",
+            "certain",
+            "CUDA could not be started",
+        ),
+        (
+            TRACEBACK.format("RuntimeError: CUDA error: initialization error"),
+            "cuda-init-failed",
+            "certain",
+            "CUDA could not be started",
+        ),
+        # A library that misses a name: whose version is wrong is told where one of the two is
+        # torch.
+        (
+            TRACEBACK.format(
+                "ImportError: /opt/p/torch/lib/libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent"
+            ),
             "versions-differ",
             "certain",
             "libtorch_cpu.so misses iJIT_NotifyEvent: a library that was loaded",
         ),
         (
-            TRACEBACK.format("ImportError: /opt/p/flash_attn_2_cuda.cpython-311.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"),
+            TRACEBACK.format(
+                "ImportError: /opt/p/flash_attn_2_cuda.cpython-311.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"
+            ),
             "versions-differ",
             "certain",
             "it was built for another torch",
         ),
         (
-            TRACEBACK.format("ImportError: /opt/p/shop.cpython-311.so: undefined symbol: shoes_count"),
+            TRACEBACK.format(
+                "ImportError: /opt/p/shop.cpython-311.so: undefined symbol: shoes_count"
+            ),
             "rank-raised",
             "likely",
             "shoes_count",
         ),
-        # What torch.distributed.checkpoint gathers: those whose error it is, and not all who raise it.
+        # What torch.distributed.checkpoint gathers: those whose error it is, and not all who raise
+        # it.
         (GATHERED, "rank-raised", "certain", "ranks 1 and 3 raised OSError"),
         # ssh's word, and that of who had called it.
         (
@@ -563,7 +742,9 @@ ValueError: bad
             "node9",
         ),
         (
-            TRACEBACK.format("ValueError: Error initializing torch.distributed using tcp:// rendezvous: port number missing"),
+            TRACEBACK.format(
+                "ValueError: Error initializing torch.distributed using tcp:// rendezvous: port number missing"
+            ),
             "init-method-invalid",
             "certain",
             "names no port",
@@ -578,23 +759,37 @@ ValueError: bad
         ),
     ],
 )
-def test_words_with_the_place_that_they_left(log: str, code: str, confidence: str, words: str) -> None:
+def test_words_with_the_place_that_they_left(
+    log: str, code: str, confidence: str, words: str
+) -> None:
     report = _told(log)[0]
     assert (report.code, report.confidence) == (code, confidence), render.text((report,))
     assert words in report.headline
 
 
 def test_members_of_a_group_are_counted() -> None:
-    """As many as the group has, and some twice; two attempts of all are no such thing, and neither are two that are still few."""
+    """As many as the group has, and some twice; two attempts of all are no such thing, and neither
+    are two that are still few.
+    """
     line = "initializing ddp: GLOBAL_RANK: {}, MEMBER: 1/4\n"
     report = _told("step\n" * 60 + "".join(line.format(rank) for rank in (0, 1, 0, 1)))[0]
-    assert (report.code, report.ranks, report.confidence, report.logs) == ("rank-duplicate", (0, 1), "likely", ("train.log:61",))
-    assert _told("".join(line.format(rank) for rank in (0, 1, 2, 3, 0, 1, 2, 3)))[0].code == "cause-unknown"
+    assert (report.code, report.ranks, report.confidence, report.logs) == (
+        "rank-duplicate",
+        (0, 1),
+        "likely",
+        ("train.log:61",),
+    )
+    assert (
+        _told("".join(line.format(rank) for rank in (0, 1, 2, 3, 0, 1, 2, 3)))[0].code
+        == "cause-unknown"
+    )
     assert _told("".join(line.format(rank) for rank in (0, 1, 0)))[0].code == "cause-unknown"
 
 
 def test_a_killed_loader_that_a_library_swallowed_is_one_cause() -> None:
-    """torch's handler of SIGCHLD raised inside an import of torch's own, which logs it, and the rank fails for want of its batch."""
+    """torch's handler of SIGCHLD raised inside an import of torch's own, which logs it, and the
+    rank fails for want of its batch.
+    """
     dataloader, prefix = (
         "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py",
         "[rank1]:W1122 23:55:12.4 26339 profiler.py:772] ",

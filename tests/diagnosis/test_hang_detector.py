@@ -55,7 +55,9 @@ class Job:
     def until(self, end: float) -> Job:
         while self.now + self.watch.interval(self.now) <= end:
             self.now += self.watch.interval(self.now)
-            self.watch.look({rank: life(self.now) for rank, life in enumerate(self.lives)}, self.now)
+            self.watch.look(
+                {rank: life(self.now) for rank, life in enumerate(self.lives)}, self.now
+            )
             self._tell_moved()
             if self.watch.wants_stacks(self.now):
                 self.ask()
@@ -68,7 +70,10 @@ class Job:
         self.asked.append(self.now)
         watch, now = self.watch, self.now
         watch.look({rank: life(now) for rank, life in enumerate(self.lives)}, now)
-        return [watch.stood(rank, self.places[rank], life(now), now, now + 0.25) for rank, life in enumerate(self.lives)]
+        return [
+            watch.stood(rank, self.places[rank], life(now), now, now + 0.25)
+            for rank, life in enumerate(self.lives)
+        ]
 
     def _tell_moved(self) -> None:
         if ranks := self.watch.moved():
@@ -104,7 +109,9 @@ def test_who_is_found_somewhere_else_each_time_is_not_standing() -> None:
         job.until(job.now + 20.0)
     assert job.asked
     assert job.told == []
-    assert min(b - a for a, b in zip(job.asked, job.asked[1:], strict=False)) >= 30.0  # it may be healthy: it is not asked too often
+    assert (
+        min(b - a for a, b in zip(job.asked, job.asked[1:], strict=False)) >= 30.0
+    )  # it may be healthy: it is not asked too often
 
 
 def test_a_rank_in_a_debugger_pauses_it() -> None:
@@ -171,10 +178,18 @@ def test_young_jobs_are_looked_at_more_often() -> None:
 
 
 @given(
-    some.lists(some.tuples(some.floats(0, 5), some.integers(0, 9), some.integers(0, 9), some.booleans()), max_size=60), some.floats(1, 9)
+    some.lists(
+        some.tuples(some.floats(0, 5), some.integers(0, 9), some.integers(0, 9), some.booleans()),
+        max_size=60,
+    ),
+    some.floats(1, 9),
 )
-def test_a_stall_is_never_told_of_a_thread_that_worked_meanwhile(steps: list[tuple[float, int, int, bool]], patience: float) -> None:
-    """Whatever the looks show: between a moment of work and the telling there are at least as many seconds as asked for."""
+def test_a_stall_is_never_told_of_a_thread_that_worked_meanwhile(
+    steps: list[tuple[float, int, int, bool]], patience: float
+) -> None:
+    """Whatever the looks show: between a moment of work and the telling there are at least as many
+    seconds as asked for.
+    """
     watch, now, worked, cpu, waits = Watch(TICKS, patience), 0.0, 0.0, 0, 0
     for passed, used, more, asks in steps:
         now, cpu, waits = now + passed, cpu + used * 20, waits + more * 20
@@ -189,15 +204,26 @@ def test_a_stall_is_never_told_of_a_thread_that_worked_meanwhile(steps: list[tup
 
 
 @pytest.mark.parametrize("patience", [1.0, 2.0, 5.0])
-@pytest.mark.parametrize(("sleeps", "works"), [(0.3, 0.1), (0.3, 0.3), (0.1, 0.3), (0.05, 0.05), (0.9, 0.9)])
-def test_who_works_and_waits_in_one_line_is_not_standing(patience: float, sleeps: float, works: float) -> None:
-    """Each look saw only the one or only the other, and what changed while the answer was on its way was taken for our own doing."""
+@pytest.mark.parametrize(
+    ("sleeps", "works"), [(0.3, 0.1), (0.3, 0.3), (0.1, 0.3), (0.05, 0.05), (0.9, 0.9)]
+)
+def test_who_works_and_waits_in_one_line_is_not_standing(
+    patience: float, sleeps: float, works: float
+) -> None:
+    """Each look saw only the one or only the other, and what changed while the answer was on its
+    way was taken for our own doing.
+    """
     for phase in range(20):
 
         def life(now: float, begun: float = phase * 0.037) -> Activity:
             turns, within = divmod(now + begun, sleeps + works)
             worked = turns * works + max(0.0, within - sleeps)
-            return Activity("S" if within < sleeps else "R", int(worked * TICKS), int(turns) + 1, 2 * int(turns) + 1 + (within > sleeps))
+            return Activity(
+                "S" if within < sleeps else "R",
+                int(worked * TICKS),
+                int(turns) + 1,
+                2 * int(turns) + 1 + (within > sleeps),
+            )
 
         watch, now = Watch(TICKS, patience), 0.0
         while now < 10 * patience:

@@ -1,4 +1,6 @@
-"""A process that a rank started itself, and whose traceback torch puts into the message of another exception: that one is shown."""
+"""A process that a rank started itself, and whose traceback torch puts into the message of another
+exception: that one is shown.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ WORKER = f"""\
     data = fetcher.fetch(index)
 """
 LOST = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:21933: Connection reset by peer. GLHF!"
-IN_LOADER = "Caught {kind} in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n"
+IN_LOADER = (
+    "Caught {kind} in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n"
+)
 
 
 def judged(kind: str, message: str) -> Report:
@@ -29,12 +33,19 @@ def judged(kind: str, message: str) -> Report:
 
 
 def test_what_a_loaders_worker_raised_is_shown_where_it_raised_it() -> None:
-    inner = WORKER + "  File \"/home/ada/data.py\", line 7, in __getitem__\n    return self.rows[name]\nKeyError: 'a.png'\n"
+    inner = (
+        WORKER
+        + "  File \"/home/ada/data.py\", line 7, in __getitem__\n    return self.rows[name]\nKeyError: 'a.png'\n"
+    )
     report = judged("KeyError", IN_LOADER.format(kind="KeyError") + inner)
     assert report.headline == "rank 1 raised KeyError: 'a.png' (in DataLoader worker process 1)"
     assert report.where == "data.py:7 in __getitem__, in a DataLoader worker of pid 4001"
     (said,) = report.said
-    assert said.lines[-3:] == ('  File "/home/ada/data.py", line 7, in __getitem__', "    return self.rows[name]", "KeyError: 'a.png'")
+    assert said.lines[-3:] == (
+        '  File "/home/ada/data.py", line 7, in __getitem__',
+        "    return self.rows[name]",
+        "KeyError: 'a.png'",
+    )
 
 
 def test_what_the_library_raised_in_the_worker_is_placed_at_the_programs_line() -> None:
@@ -61,9 +72,17 @@ def test_a_process_of_mp_spawn_whose_cause_is_not_known_says_its_own_words() -> 
 
 def test_sets_of_ranks_that_met_at_one_port() -> None:
     """`rallypoint run -n 2` of a program that calls mp.spawn."""
-    spawn = Frame(f"{TORCH}/multiprocessing/spawn.py", 211, "join", "raise ProcessRaisedException(msg)")
+    spawn = Frame(
+        f"{TORCH}/multiprocessing/spawn.py", 211, "join", "raise ProcessRaisedException(msg)"
+    )
     message = f"\n\n-- Process 0 terminated with the following error:\nTraceback (most recent call last):\n{WORKER}{LOST}\n"
-    error = Raised("torch.multiprocessing.spawn.ProcessRaisedException", message, (MAIN, spawn), "Traceback", at=2.0)
+    error = Raised(
+        "torch.multiprocessing.spawn.ProcessRaisedException",
+        message,
+        (MAIN, spawn),
+        "Traceback",
+        at=2.0,
+    )
     first = RankEvidence(0, 0, 4000, ended=Ended(1, 0, 2.1), phase="running", raised=error)
     other = RankEvidence(1, 1, 4001, sent=("SIGTERM",), stack=(MAIN, spawn), phase="running")
     (report,) = diagnose(JobEvidence("train.py", 2, (first, other)))
@@ -75,18 +94,30 @@ def test_sets_of_ranks_that_met_at_one_port() -> None:
 
 def test_a_port_that_another_set_of_ranks_had() -> None:
     taken = "The server socket has failed to listen on any local network address. port: 29517, useIpv6: false, code: -98, name: EADDRINUSE"
-    inner = (
-        f'Traceback (most recent call last):\n{WORKER}  File "/home/ada/train.py", line 5, in worker\n    dist.init_process_group("gloo")\n'
-    )
+    inner = f'Traceback (most recent call last):\n{WORKER}  File "/home/ada/train.py", line 5, in worker\n    dist.init_process_group("gloo")\n'
     message = f"\n\n-- Process 0 terminated with the following error:\n{inner}torch.distributed.DistNetworkError: {taken}\n"
-    error = Raised("torch.multiprocessing.spawn.ProcessRaisedException", message, (MAIN, PASSED_ON), "Traceback", at=2.0)
+    error = Raised(
+        "torch.multiprocessing.spawn.ProcessRaisedException",
+        message,
+        (MAIN, PASSED_ON),
+        "Traceback",
+        at=2.0,
+    )
     failed = RankEvidence(0, 0, 4000, ended=Ended(1, 0, 2.1), phase="running", raised=error)
     gone = "a connection that was closed on 127.0.0.1:29517 is still in TIME_WAIT, at most 60 s"
     (report,) = diagnose(
-        JobEvidence("train.py", 2, (failed, RankEvidence(1, 1, 4001, phase="running", sent=("SIGTERM",))), holders=(gone,))
+        JobEvidence(
+            "train.py",
+            2,
+            (failed, RankEvidence(1, 1, 4001, phase="running", sent=("SIGTERM",))),
+            holders=(gone,),
+        )
     )
     assert report.code == "port-in-use"
     assert report.where == "train.py:5 in worker, pid 4000"
     assert report.why == "whoever listened there has gone since"
-    assert report.evidence == ("it was process 0 of those that mp.spawn had started in rank 0", gone)
+    assert report.evidence == (
+        "it was process 0 of those that mp.spawn had started in rank 0",
+        gone,
+    )
     assert report.help[0].command == "rallypoint run -n 1 train.py"

@@ -34,19 +34,38 @@ def _told(log: str) -> Report:
         _error("IndexError", "index 3 is out of bounds", OWN),
         _error("ValueError", "bad record 88 in shard-0003", OWN),
         _error("KeyError", "'lr'"),  # a message alone: the kind is enough
-        _error("ValueError", "shapes (2,3) and (4,5) must match"),  # the same: such words are of the program's own data
+        _error(
+            "ValueError", "shapes (2,3) and (4,5) must match"
+        ),  # the same: such words are of the program's own data
         _error("RuntimeError", "loss is nan at step 3", OWN),
-        _error("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", OWN, _library("torch/nn/functional.py")),
+        _error(
+            "RuntimeError",
+            "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
+            OWN,
+            _library("torch/nn/functional.py"),
+        ),
         _error(
             "RuntimeError",
             "Expected all tensors to be on the same device, but found cuda:0 and cpu",
             OWN,
             _library("torch/nn/functional.py"),
         ),
-        _error("OSError", "[Errno 28] No space left on device: '/ckpt/last.pt'", OWN, _library("torch/serialization.py")),
-        _error("ImportError", "cannot import name 'get_args'", OWN, _library("accelerate/utils/megatron_lm.py")),
+        _error(
+            "OSError",
+            "[Errno 28] No space left on device: '/ckpt/last.pt'",
+            OWN,
+            _library("torch/serialization.py"),
+        ),
+        _error(
+            "ImportError",
+            "cannot import name 'get_args'",
+            OWN,
+            _library("accelerate/utils/megatron_lm.py"),
+        ),
         _error("shop.errors.OutOfStock", "no more shoes", OWN),
-        _error("requests.exceptions.ConnectTimeout", "the hub timed out", OWN),  # of another service than the ranks'
+        _error(
+            "requests.exceptions.ConnectTimeout", "the hub timed out", OWN
+        ),  # of another service than the ranks'
     ],
     ids=lambda error: f"{error.type}: {error.message[:30]}",
 )
@@ -58,14 +77,28 @@ def test_what_is_plainly_the_programs_own_is_certain(error: Raised) -> None:
     ("error", "words"),
     [
         # By the code that it left.
-        (_error("ValueError", "bad", OWN, _library("torch/distributed/distributed_c10d.py")), "raised in torch/distributed/"),
-        (_error("KeyError", "'x'", OWN, _library("deepspeed/runtime/engine.py")), "raised in deepspeed/"),
         (
-            _error("AttributeError", "x", OWN, Frame("/usr/lib/python3.11/multiprocessing/reduction.py", 60, "dump")),
+            _error("ValueError", "bad", OWN, _library("torch/distributed/distributed_c10d.py")),
+            "raised in torch/distributed/",
+        ),
+        (
+            _error("KeyError", "'x'", OWN, _library("deepspeed/runtime/engine.py")),
+            "raised in deepspeed/",
+        ),
+        (
+            _error(
+                "AttributeError",
+                "x",
+                OWN,
+                Frame("/usr/lib/python3.11/multiprocessing/reduction.py", 60, "dump"),
+            ),
             "raised in multiprocessing/",
         ),
         # By its type.
-        (_error("lightning.fabric.utilities.exceptions.MisconfigurationException", "no", OWN), "Misconfiguration"),
+        (
+            _error("lightning.fabric.utilities.exceptions.MisconfigurationException", "no", OWN),
+            "Misconfiguration",
+        ),
         (_error("ray.exceptions.ActorUnavailableError", "no", OWN), "ActorUnavailableError"),
         (_error("socket.gaierror", "[Errno -2] x", OWN), "gaierror"),
         # By what it speaks of.
@@ -76,15 +109,42 @@ def test_what_is_plainly_the_programs_own_is_certain(error: Raised) -> None:
         (_error("AssertionError", "rank 3 has another seed", OWN), "other ranks"),
         (_error("RuntimeError", "the engine was shut down", OWN), "shut down"),
         # A library that could not be loaded is installed; the program only asks for it.
-        (_error("ImportError", "libcudart.so.11.0: cannot open shared object file: No such file or directory", OWN), "a library"),
+        (
+            _error(
+                "ImportError",
+                "libcudart.so.11.0: cannot open shared object file: No such file or directory",
+                OWN,
+            ),
+            "a library",
+        ),
         (_error("OSError", "/usr/lib/libshop.so: undefined symbol: shoes_count", OWN), "a library"),
-        (_error("ImportError", "/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /opt/x.so)", OWN), "a library"),
-        (_error("ImportError", "DLL load failed while importing _ext: The specified module could not be found.", OWN), "a library"),
+        (
+            _error(
+                "ImportError",
+                "/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /opt/x.so)",
+                OWN,
+            ),
+            "a library",
+        ),
+        (
+            _error(
+                "ImportError",
+                "DLL load failed while importing _ext: The specified module could not be found.",
+                OWN,
+            ),
+            "a library",
+        ),
         # By what is not known of it.
         (_error("RuntimeError", "it went wrong"), "no line of the program"),
         (_error("AssertionError", "it went wrong"), "no line of the program"),
-        (_error("ValueError", "no bf16 here", OWN, _library("transformers/training_args.py")), "words of transformers's"),
-        (_error("RuntimeError", "it went wrong", OWN, _library("torch/autograd/graph.py")), "words of torch's that are not known"),
+        (
+            _error("ValueError", "no bf16 here", OWN, _library("transformers/training_args.py")),
+            "words of transformers's",
+        ),
+        (
+            _error("RuntimeError", "it went wrong", OWN, _library("torch/autograd/graph.py")),
+            "words of torch's that are not known",
+        ),
     ],
     ids=lambda one: f"{one.type}: {one.message[:30]}" if isinstance(one, Raised) else None,
 )
@@ -100,12 +160,21 @@ def test_a_failure_in_unknown_words_before_a_cause_makes_it_likely() -> None:
     cause = Place("a.log", 10)
     before = [_spoken(5), _spoken(3)]
     assert confidence.of_place("rank-raised", cause, before) is before[1]
-    assert confidence.of_place("rank-out-of-memory", cause, before) is None  # torch's own words for it
+    assert (
+        confidence.of_place("rank-out-of-memory", cause, before) is None
+    )  # torch's own words for it
     assert confidence.of_place("rank-raised", cause, [_spoken(11)]) is None  # what followed
-    announced = Sighting(Sign.SPOKEN, Place("a.log", 8), text="ERROR [trainer]: Exception during training:")
+    announced = Sighting(
+        Sign.SPOKEN, Place("a.log", 8), text="ERROR [trainer]: Exception during training:"
+    )
     assert confidence.of_place("rank-raised", cause, [announced]) is None
     assert confidence.of_place("rank-raised", cause, [announced, _spoken(9)]) == _spoken(9)
-    assert confidence.of_place("rank-raised", cause, [_spoken(3, went_on=True), _spoken(3, log="b.log")]) is None
+    assert (
+        confidence.of_place(
+            "rank-raised", cause, [_spoken(3, went_on=True), _spoken(3, log="b.log")]
+        )
+        is None
+    )
 
 
 def test_a_stop_after_a_failure_is_an_answer_to_it() -> None:
@@ -127,7 +196,11 @@ def test_the_line_before_is_shown() -> None:
     report = _told("the licence daemon failed on this node\nstep\nstep\nstep\n" + TRACEBACK)
     assert (report.code, report.confidence) == ("rank-raised", "likely")
     assert report.evidence[0] == "line 1: the licence daemon failed on this node"
-    went_on = _told("the licence daemon failed on this node\n" + "".join(f"step {i}\n" for i in range(30)) + TRACEBACK)
+    went_on = _told(
+        "the licence daemon failed on this node\n"
+        + "".join(f"step {i}\n" for i in range(30))
+        + TRACEBACK
+    )
     assert (went_on.code, went_on.confidence) == ("rank-raised", "certain")
 
 
@@ -170,7 +243,10 @@ def test_a_line_that_speaks_of_a_failure_is_shown_though_nobody_knows_it(line: s
     ],
 )
 def test_a_line_that_only_sounds_so_is_not(line: str) -> None:
-    assert _told(f"step 1\n{line}\nstep 2\n").headline == "nothing in these 3 lines says that something failed"
+    assert (
+        _told(f"step 1\n{line}\nstep 2\n").headline
+        == "nothing in these 3 lines says that something failed"
+    )
 
 
 def test_a_line_of_unknown_words_is_shown_beside_consequences() -> None:

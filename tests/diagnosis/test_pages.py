@@ -79,7 +79,9 @@ def test_headings_stand_out() -> None:
 
 @pytest.mark.parametrize("columns", [1, 20, 40, 92])
 def test_every_page_on_any_terminal(columns: int) -> None:
-    """No fence, no note, no second empty line; every word is there, and prose is as wide as it may be."""
+    """No fence, no note, no second empty line; every word is there, and prose is as wide as it may
+    be.
+    """
     for code in CATALOGUE:
         text = pages.shown(page(code), columns)
         assert "```" not in text, code
@@ -87,7 +89,11 @@ def test_every_page_on_any_terminal(columns: int) -> None:
         outside = re.sub(r"^-- \S+\.py --+$.*?^--+$", "", text, flags=re.MULTILINE | re.DOTALL)
         assert not re.search(r"^# .*\n\n\n", outside), code
         kept = re.sub(r"^```.*$", "", pages.without_note(page(code)), flags=re.MULTILINE)
-        assert re.sub(r"^(-- \S+\.py )?--+$", "", text, flags=re.MULTILINE).split() == kept.split(), code
+        assert (
+            re.sub(r"^(-- \S+\.py )?--+$", "", text, flags=re.MULTILINE).split() == kept.split()
+        ), code
         for line in outside.splitlines():
             indented = line.startswith(("    ", "|", "#"))
-            assert indented or len(line) <= max(columns, 20) or len(line.split()) <= 2 or "`" in line, (code, line)
+            assert (
+                indented or len(line) <= max(columns, 20) or len(line.split()) <= 2 or "`" in line
+            ), (code, line)

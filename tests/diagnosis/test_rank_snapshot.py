@@ -1,4 +1,6 @@
-"""What ranks that stand somewhere say together: groups, the sentence, a mismatch, and how it fits on a screen."""
+"""What ranks that stand somewhere say together: groups, the sentence, a mismatch, and how it fits
+on a screen.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ LOAD = (TOP, Frame("/home/ada/exp/train.py", 30, "load"))
 
 
 def in_collective(name: str, line: int = 42) -> tuple[Frame, ...]:
-    return TOP, Frame("/home/ada/exp/train.py", line, "step"), WRAPPER, Frame(f"{SITE}/distributed/distributed_c10d.py", 2936, name)
+    return (
+        TOP,
+        Frame("/home/ada/exp/train.py", line, "step"),
+        WRAPPER,
+        Frame(f"{SITE}/distributed/distributed_c10d.py", 2936, name),
+    )
 
 
 REDUCE = in_collective("all_reduce")
@@ -33,13 +40,23 @@ LOADER = (
 )
 
 
-def at(rank: int, frames: tuple[Frame, ...], *, since: float | None = None, cpu: float = 0.0) -> RankStanding:
-    return RankStanding(rank, 4000 + rank, "running", 33.0, state="S", cpu=cpu, frames=frames, stands_for=since)
+def at(
+    rank: int, frames: tuple[Frame, ...], *, since: float | None = None, cpu: float = 0.0
+) -> RankStanding:
+    return RankStanding(
+        rank, 4000 + rank, "running", 33.0, state="S", cpu=cpu, frames=frames, stands_for=since
+    )
 
 
 def job(*ranks: RankStanding, size: int = 0) -> Standing:
     return Standing(
-        "20260101-120000-ab12", "train.py", size or len(ranks), ranks, 35.0, run_dir="/runs/20260101-120000-ab12", launcher=4711
+        "20260101-120000-ab12",
+        "train.py",
+        size or len(ranks),
+        ranks,
+        35.0,
+        run_dir="/runs/20260101-120000-ab12",
+        launcher=4711,
     )
 
 
@@ -52,22 +69,38 @@ def test_the_sentence_names_who_waits_and_whom_for() -> None:
 
 def test_since_when_is_said_only_where_it_is_known_of_all() -> None:
     found = job(at(0, REDUCE, since=31.0), at(1, REDUCE), at(2, LOAD, since=4.25))
-    assert rank_snapshot.sentence(found) == "ranks 0-1 wait in all_reduce at train.py:42; rank 2 is at train.py:30 in load for 4.2 s"
+    assert (
+        rank_snapshot.sentence(found)
+        == "ranks 0-1 wait in all_reduce at train.py:42; rank 2 is at train.py:30 in load for 4.2 s"
+    )
 
 
 def test_everybody_at_one_place() -> None:
-    assert rank_snapshot.sentence(job(at(0, REDUCE), at(1, REDUCE))) == "both ranks wait in all_reduce at train.py:42"
-    assert rank_snapshot.sentence(job(*(at(r, LOAD) for r in range(3)))) == "all 3 ranks are at train.py:30 in load"
+    assert (
+        rank_snapshot.sentence(job(at(0, REDUCE), at(1, REDUCE)))
+        == "both ranks wait in all_reduce at train.py:42"
+    )
+    assert (
+        rank_snapshot.sentence(job(*(at(r, LOAD) for r in range(3))))
+        == "all 3 ranks are at train.py:30 in load"
+    )
     assert rank_snapshot.sentence(job(at(0, LOAD))) == "rank 0 is at train.py:30 in load"
     assert rank_snapshot.sentence(job(size=4)) == "no rank has been started"
 
 
 def test_one_that_works_in_a_collective_is_not_said_to_wait() -> None:
-    assert rank_snapshot.sentence(job(at(0, REDUCE, cpu=0.9))) == "rank 0 is in all_reduce at train.py:42"
+    assert (
+        rank_snapshot.sentence(job(at(0, REDUCE, cpu=0.9)))
+        == "rank 0 is in all_reduce at train.py:42"
+    )
 
 
 def test_a_wait_that_polls_is_one_place_whatever_the_library_does_inside() -> None:
-    deeper = (*LOADER[:-1], Frame("/usr/lib/python3.11/multiprocessing/connection.py", 440, "_poll"), LOADER[-1])
+    deeper = (
+        *LOADER[:-1],
+        Frame("/usr/lib/python3.11/multiprocessing/connection.py", 440, "_poll"),
+        LOADER[-1],
+    )
     (group,) = rank_snapshot.groups(job(at(0, LOADER), at(1, deeper)))
     assert group.numbers == (0, 1)
     assert group.frames[-1].function == "get"
@@ -94,12 +127,17 @@ def test_a_call_has_the_name_that_the_program_uses(frames: tuple[Frame, ...], na
 
 def test_a_function_of_the_programs_own_is_no_collective() -> None:
     assert stacks.collective((TOP, Frame("/home/ada/exp/comm.py", 3, "all_reduce"))) is None
-    assert stacks.collective((TOP, Frame(f"{SITE}/distributed/distributed_c10d.py", 2500, "recv"))) is None
+    assert (
+        stacks.collective((TOP, Frame(f"{SITE}/distributed/distributed_c10d.py", 2500, "recv")))
+        is None
+    )
 
 
 def test_who_cannot_go_on_by_itself_comes_first() -> None:
     stopped = msgspec.structs.replace(at(2, ()), state="T", missing="stopped")
-    stuck = msgspec.structs.replace(at(3, ()), state="D", missing="kernel", kernel="rpc_wait_bit_killable")
+    stuck = msgspec.structs.replace(
+        at(3, ()), state="D", missing="kernel", kernel="rpc_wait_bit_killable"
+    )
     found = job(at(0, REDUCE), at(1, LOAD), stopped, stuck)
     assert [group.numbers for group in rank_snapshot.groups(found)] == [(2,), (3,), (1,), (0,)]
     shown = rank_snapshot.text(found)
@@ -109,7 +147,9 @@ def test_who_cannot_go_on_by_itself_comes_first() -> None:
 
 
 def test_processor_time_only_orders_what_is_equal() -> None:
-    """NCCL's waits spin: of four that are each somewhere else the idle one comes first, of a crowd and an odd one the odd one does."""
+    """NCCL's waits spin: of four that are each somewhere else the idle one comes first, of a crowd
+    and an odd one the odd one does.
+    """
     other = [(TOP, Frame("/home/ada/exp/train.py", line, "work")) for line in (1, 2, 3)]
     found = job(at(0, other[0], cpu=1.0), at(1, other[1], cpu=0.0), at(2, other[2], cpu=1.0))
     assert rank_snapshot.groups(found)[0].numbers == (1,)
@@ -123,8 +163,14 @@ def test_processor_time_only_orders_what_is_equal() -> None:
         ({"missing": "ended", "detail": "exit code 0"}, "rank 1 has ended with exit code 0"),
         ({"missing": "not started", "pid": 0}, "rank 1 has not been started yet"),
         ({"missing": "starting"}, "rank 1 has not begun the program yet"),
-        ({"missing": "closing"}, "rank 1 has left the program, and is closing down the interpreter"),
-        ({"missing": "other program", "detail": "sleep 1000"}, "rank 1 runs another program, sleep 1000"),
+        (
+            {"missing": "closing"},
+            "rank 1 has left the program, and is closing down the interpreter",
+        ),
+        (
+            {"missing": "other program", "detail": "sleep 1000"},
+            "rank 1 runs another program, sleep 1000",
+        ),
         ({"missing": "no answer", "state": "R"}, "rank 1 does not answer; is on a processor"),
         ({"missing": "held"}, "rank 1 is held by a debugger"),
         ({"missing": "not looked into"}, "rank 1 is asleep (with --plain no rank is asked where)"),
@@ -146,14 +192,20 @@ def test_different_collectives_are_a_mismatch_when_nobody_is_elsewhere() -> None
     assert (wrong.confidence, set(wrong.names)) == ("likely", {"all_reduce", "broadcast"})
     report = rank_snapshot.stalled(found, 60.0)
     assert report.code == "collective-mismatch"
-    assert report.headline.startswith("rank 0 waits in all_reduce at train.py:42; rank 1 waits in broadcast at train.py:50: ")
+    assert report.headline.startswith(
+        "rank 0 waits in all_reduce at train.py:42; rank 1 waits in broadcast at train.py:50: "
+    )
     assert report.ranks == (0, 1)
-    assert "collective-mismatch: the ranks are in different collectives" in rank_snapshot.text(found)
+    assert "collective-mismatch: the ranks are in different collectives" in rank_snapshot.text(
+        found
+    )
     assert rank_snapshot.as_data(found)["code"] == "collective-mismatch"
 
 
 def test_the_same_collective_on_different_lines_is_possible_only() -> None:
-    wrong = rank_snapshot.mismatch(job(at(0, REDUCE, since=800.0), at(1, in_collective("all_reduce", 50), since=800.0)))
+    wrong = rank_snapshot.mismatch(
+        job(at(0, REDUCE, since=800.0), at(1, in_collective("all_reduce", 50), since=800.0))
+    )
     assert wrong is not None
     assert wrong.confidence == "possible"
     assert "on different lines" in str(wrong)
@@ -169,8 +221,14 @@ def test_the_same_collective_on_different_lines_is_possible_only() -> None:
         ),  # it may be rank 2 that all wait for
         (at(0, REDUCE, since=8.0), at(1, in_collective("broadcast"))),  # rank 1 has just come
         (at(0, REDUCE, since=8.0), at(1, REDUCE, since=8.0)),
-        (at(0, REDUCE, since=8.0), msgspec.structs.replace(at(1, ()), missing="stopped", state="T")),
-        (at(0, in_collective("recv"), since=8.0), at(1, in_collective("send"), since=8.0)),  # they meet each other
+        (
+            at(0, REDUCE, since=8.0),
+            msgspec.structs.replace(at(1, ()), missing="stopped", state="T"),
+        ),
+        (
+            at(0, in_collective("recv"), since=8.0),
+            at(1, in_collective("send"), since=8.0),
+        ),  # they meet each other
         (),
     ],
 )
@@ -180,7 +238,12 @@ def test_what_is_no_mismatch(ranks: tuple[RankStanding, ...]) -> None:
 
 def test_who_has_ended_well_does_not_hide_a_mismatch() -> None:
     gone = msgspec.structs.replace(at(2, ()), missing="ended", detail="exit code 0", state="")
-    assert rank_snapshot.mismatch(job(at(0, REDUCE, since=8.0), at(1, in_collective("barrier"), since=8.0), gone)) is not None
+    assert (
+        rank_snapshot.mismatch(
+            job(at(0, REDUCE, since=8.0), at(1, in_collective("barrier"), since=8.0), gone)
+        )
+        is not None
+    )
 
 
 # --- the report
@@ -196,7 +259,10 @@ def test_a_stall_is_told_with_the_odd_rank_and_what_to_type() -> None:
     assert report.why == "ranks 0-2 wait until rank 3 makes the same call"
     assert report.ranks == (3,)
     assert "for 61 s they were found there each of 3 times" in report.evidence
-    assert (report.help[-1].command, report.exit_status) == ("rallypoint stacks 20260101-120000-ab12", 0)
+    assert (report.help[-1].command, report.exit_status) == (
+        "rallypoint stacks 20260101-120000-ab12",
+        0,
+    )
     assert len(render.text(report).splitlines()) <= 20
 
 
@@ -211,26 +277,41 @@ def test_a_stopped_rank_in_a_stall_comes_with_the_line_that_lets_it_go_on() -> N
 
 def test_64_ranks_fit_on_a_screen_however_they_stand() -> None:
     everywhere = [
-        (TOP, *(Frame(f"/home/ada/exp/m{depth}.py", rank, f"f{depth}") for depth in range(30)), *REDUCE[1:]) for rank in range(64)
+        (
+            TOP,
+            *(Frame(f"/home/ada/exp/m{depth}.py", rank, f"f{depth}") for depth in range(30)),
+            *REDUCE[1:],
+        )
+        for rank in range(64)
     ]
     for count in (1, 2, 5, 12, 13, 63, 64):
         found = job(*(at(rank, everywhere[min(rank, count - 1)], since=3.0) for rank in range(64)))
-        lines = rank_snapshot.text(found, source=lambda file, line: "x" * 500, others=["a", "b"]).splitlines()
+        lines = rank_snapshot.text(
+            found, source=lambda file, line: "x" * 500, others=["a", "b"]
+        ).splitlines()
         assert len(lines) <= MOST_LINES, count
         assert max(map(len, lines)) <= rank_snapshot.LINE_CHARACTERS
         assert "all_reduce" in lines[0]
         for group in rank_snapshot.groups(found)[:12]:
-            assert any(line.startswith(f"rank{'s' * (len(group.numbers) > 1)} {group.numbers[0]}") for line in lines)
+            assert any(
+                line.startswith(f"rank{'s' * (len(group.numbers) > 1)} {group.numbers[0]}")
+                for line in lines
+            )
 
 
 def test_what_ranks_say_cannot_move_the_cursor() -> None:
     evil = (TOP, Frame("/tmp/\x1b[2J\r\n.py", 3, "f\x07"))
-    assert not set(rank_snapshot.text(job(at(0, evil))).replace("\n", "")) & set(map(chr, [*range(32), 127]))
+    assert not set(rank_snapshot.text(job(at(0, evil))).replace("\n", "")) & set(
+        map(chr, [*range(32), 127])
+    )
 
 
 FRAMES = some.lists(
     some.builds(
-        Frame, some.sampled_from(("/a.py", f"{SITE}/x.py", "/usr/lib/python3.11/queue.py")), some.integers(0, 9), some.text(max_size=5)
+        Frame,
+        some.sampled_from(("/a.py", f"{SITE}/x.py", "/usr/lib/python3.11/queue.py")),
+        some.integers(0, 9),
+        some.text(max_size=5),
     ),
     max_size=5,
 ).map(tuple)
@@ -246,7 +327,9 @@ RANKS = some.builds(
 def test_whatever_the_ranks_do_it_can_be_said(ranks: list[RankStanding]) -> None:
     found = job(*ranks, size=300)
     assert len(rank_snapshot.text(found).splitlines()) <= MOST_LINES
-    assert sorted(number for group in rank_snapshot.groups(found) for number in group.numbers) == sorted(rank.rank for rank in ranks)
+    assert sorted(
+        number for group in rank_snapshot.groups(found) for number in group.numbers
+    ) == sorted(rank.rank for rank in ranks)
     assert rank_snapshot.sentence(found)
     if any(rank.missing != "ended" for rank in ranks):
         assert rank_snapshot.stalled(found, 5.0).headline
@@ -255,26 +338,50 @@ def test_whatever_the_ranks_do_it_can_be_said(ranks: list[RankStanding]) -> None
 
 
 def _asleep(rank: int, *frames: Frame, cpu: float = 0.0) -> rank_snapshot.RankStanding:
-    return rank_snapshot.RankStanding(rank, 100 + rank, "running", state="S", cpu=cpu, frames=frames, stands_for=60.0)
+    return rank_snapshot.RankStanding(
+        rank, 100 + rank, "running", state="S", cpu=cpu, frames=frames, stands_for=60.0
+    )
 
 
 OWN = Frame("/srv/train.py", 8, "<module>")
-BACKWARD = (OWN, Frame(f"{SITE}/_tensor.py", 581, "backward"), Frame(f"{SITE}/autograd/graph.py", 825, "_engine_run_backward"))
-FORWARD = (Frame("/srv/train.py", 20, "<module>"), Frame(f"{SITE}/nn/parallel/distributed.py", 1643, "forward"))
-BARRIER = (Frame("/srv/train.py", 10, "<module>"), Frame(f"{SITE}/distributed/distributed_c10d.py", 4159, "barrier"))
+BACKWARD = (
+    OWN,
+    Frame(f"{SITE}/_tensor.py", 581, "backward"),
+    Frame(f"{SITE}/autograd/graph.py", 825, "_engine_run_backward"),
+)
+FORWARD = (
+    Frame("/srv/train.py", 20, "<module>"),
+    Frame(f"{SITE}/nn/parallel/distributed.py", 1643, "forward"),
+)
+BARRIER = (
+    Frame("/srv/train.py", 10, "<module>"),
+    Frame(f"{SITE}/distributed/distributed_c10d.py", 4159, "barrier"),
+)
 
 
-@pytest.mark.parametrize(("one", "other"), [(BACKWARD, BARRIER), (FORWARD, BACKWARD), (FORWARD, BARRIER)])
-def test_ranks_that_made_different_numbers_of_steps(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> None:
-    """Rank 0 waits in DDP's backward(), in which no collective is seen: it was said that rank 1 can go on when rank 0 comes."""
+@pytest.mark.parametrize(
+    ("one", "other"), [(BACKWARD, BARRIER), (FORWARD, BACKWARD), (FORWARD, BARRIER)]
+)
+def test_ranks_that_made_different_numbers_of_steps(
+    one: tuple[Frame, ...], other: tuple[Frame, ...]
+) -> None:
+    """Rank 0 waits in DDP's backward(), in which no collective is seen: it was said that rank 1 can
+    go on when rank 0 comes.
+    """
     found = rank_snapshot.Standing("j", "train.py", 2, (_asleep(0, *one), _asleep(1, *other)), 90.0)
     report = rank_snapshot.stalled(found, 60.0)
-    assert (report.code, report.confidence, report.ranks) == ("collective-mismatch", "likely", (0, 1))
+    assert (report.code, report.confidence, report.ranks) == (
+        "collective-mismatch",
+        "likely",
+        (0, 1),
+    )
     assert "different numbers of steps" in report.headline
     assert {help.command for help in report.help} & {"with model.join():", "model.module(batch)"}
 
 
 def test_a_rank_that_computes_its_gradients_waits_for_nobody() -> None:
-    found = rank_snapshot.Standing("j", "train.py", 2, (_asleep(0, *BACKWARD, cpu=0.9), _asleep(1, *BARRIER)), 90.0)
+    found = rank_snapshot.Standing(
+        "j", "train.py", 2, (_asleep(0, *BACKWARD, cpu=0.9), _asleep(1, *BARRIER)), 90.0
+    )
     assert rank_snapshot.mismatch(found) is None
     assert rank_snapshot.stalled(found, 60.0).code == "job-stalled"

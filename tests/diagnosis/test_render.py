@@ -18,7 +18,10 @@ FULL = Report(
     headline="rank 2 on node07 was killed by the kernel for using too much memory",
     where="step 1840, all_reduce #5520, train.py:88 in train_step (pid 24316, gpu 2)",
     why="the cgroup reached its 64.0 GiB limit while 4 ranks held 15.1, 15.2, 18.9 and 14.7 GiB",
-    evidence=("memory.events oom_kill went from 0 to 1", "rank 2 died of SIGKILL and this launcher had sent none"),
+    evidence=(
+        "memory.events oom_kill went from 0 to 1",
+        "rank 2 died of SIGKILL and this launcher had sent none",
+    ),
     confidence="likely",
     then="ranks 0-1 and 3-15 lost their connection to rank 2 and were stopped; they are not at fault",
     timeline=(
@@ -83,7 +86,10 @@ def test_a_warning_and_a_wish_are_called_no_errors() -> None:
 
 def test_what_may_be_copied_is_never_broken() -> None:
     path = "/very" * 60
-    told = render.text(Report("usage", "x" * 300, where=path, help=(Help("type", "run " + path),), logs=(path,)), width=60)
+    told = render.text(
+        Report("usage", "x" * 300, where=path, help=(Help("type", "run " + path),), logs=(path,)),
+        width=60,
+    )
     assert "x" * 300 in told
     assert told.count(path) == 3
 
@@ -94,7 +100,11 @@ def test_json_is_one_object_on_one_line() -> None:
     read = json.loads(told)
     assert read["exit_status"] == 1
     assert [report["code"] for report in read["reports"]] == ["rank-out-of-memory", "usage"]
-    assert read["reports"][0]["timeline"][0] == {"at": 2811.402, "who": "rank 2", "what": "18.9 GiB resident"}
+    assert read["reports"][0]["timeline"][0] == {
+        "at": 2811.402,
+        "who": "rank 2",
+        "what": "18.9 GiB resident",
+    }
 
 
 def test_control_sequences_are_taken_out() -> None:
@@ -106,7 +116,9 @@ def test_control_sequences_are_taken_out() -> None:
 
 
 def test_an_exception_of_ours() -> None:
-    error = UsageError("option-unknown", "no option --foo", why=("a", "b"), help=(("use", "--bar"),))
+    error = UsageError(
+        "option-unknown", "no option --foo", why=("a", "b"), help=(("use", "--bar"),)
+    )
     assert (
         render.error_text(error)
         == """\
@@ -120,7 +132,10 @@ error[option-unknown]: no option --foo
 
   more   rallypoint explain option-unknown"""
     )
-    assert [render.report_of(kind("x", "y")).exit_status for kind in (UsageError, EnvironmentProblem, InternalError)] == [2, 1, 70]
+    assert [
+        render.report_of(kind("x", "y")).exit_status
+        for kind in (UsageError, EnvironmentProblem, InternalError)
+    ] == [2, 1, 70]
 
 
 @pytest.mark.parametrize("width", range(30, 120))
@@ -153,7 +168,9 @@ reports = some.builds(
 @given(reports, some.integers(0, 200))
 def test_no_text_breaks_the_format(report: Report, width: int) -> None:
     told = render.text(report, width=width)
-    assert not any(unicodedata.category(sign) in ("Cc", "Cs") and sign not in "\n\t" for sign in told)
+    assert not any(
+        unicodedata.category(sign) in ("Cc", "Cs") and sign not in "\n\t" for sign in told
+    )
     assert told.encode()
     assert all(not line or line.startswith(("error[", "  ")) for line in told.split("\n"))
     assert json.loads(render.json(report))["reports"][0]["exit_status"] == 1

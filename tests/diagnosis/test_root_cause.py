@@ -1,6 +1,8 @@
-"""Situations with a name, and what must be said of each: code, ranks, confidence, headline, exit status, and the whole text.
+"""Situations with a name, and what must be said of each: code, ranks, confidence, headline, exit
+status, and the whole text.
 
-The texts are tests/stories/reports/<name>.txt; `UPDATE_STORIES=1 pytest` writes them, a person reads them.
+The texts are tests/stories/reports/<name>.txt; `UPDATE_STORIES=1 pytest` writes them, a person
+reads them.
 """
 
 from __future__ import annotations
@@ -60,31 +62,65 @@ BROADCAST = (
 LOADING = (MAIN, Frame("/home/ada/exp/data.py", 12, "build_index", "time.sleep(60)"))
 
 
-def raised(kind: str, message: str, frames: tuple[Frame, ...] = (MAIN, STEP), **more: Any) -> Raised:
+def raised(
+    kind: str, message: str, frames: tuple[Frame, ...] = (MAIN, STEP), **more: Any
+) -> Raised:
     lines = ["Traceback (most recent call last):"]
     for frame in frames:
-        lines += [f'  File "{frame.file}", line {frame.line}, in {frame.function}', f"    {frame.source}"]
+        lines += [
+            f'  File "{frame.file}", line {frame.line}, in {frame.function}',
+            f"    {frame.source}",
+        ]
     lines.append(f"{kind}: {message}" if message else kind)
     return Raised(kind, message, frames, "\n".join(lines) + "\n", **more)
 
 
-def rank(number: int, code: int | None = None, *, sig: int = 0, order: int = 0, at: float = 0.0, **more: Any) -> RankEvidence:
+def rank(
+    number: int,
+    code: int | None = None,
+    *,
+    sig: int = 0,
+    order: int = 0,
+    at: float = 0.0,
+    **more: Any,
+) -> RankEvidence:
     ended = None if code is None and not sig else Ended(code or 0, sig, at, order)
     more.setdefault("phase", "running")
     log = {"log": f"/state/runs/a1/rank{number}.log", "log_line": 40}
     return RankEvidence(number, number, 24314 + number, ended=ended, **{**log, **more})
 
 
-def lost(number: int, code: int = 1, *, order: int = 1, at: float = 1.5, message: str = CLOSED, **more: Any) -> RankEvidence:
+def lost(
+    number: int,
+    code: int = 1,
+    *,
+    order: int = 1,
+    at: float = 1.5,
+    message: str = CLOSED,
+    **more: Any,
+) -> RankEvidence:
     """A rank that a lost connection ended, as an uncaught exception."""
     error = raised("RuntimeError", message, ALL_REDUCE, at=at, call="all_reduce")
     return rank(number, code, order=order, at=at, raised=error, said_traceback=True, **more)
 
 
-def gave_in(number: int, *, code: int = 0, sig: int = 0, order: int = 1, at: float = 1.5, message: str = CLOSED) -> RankEvidence:
+def gave_in(
+    number: int,
+    *,
+    code: int = 0,
+    sig: int = 0,
+    order: int = 1,
+    at: float = 1.5,
+    message: str = CLOSED,
+) -> RankEvidence:
     """A rank that caught the lost connection, and ended itself."""
     error = raised(
-        "RuntimeError", message, ALL_REDUCE, at=at, call="all_reduce", caught_at=Frame("/home/ada/exp/train.py", 90, "train_step")
+        "RuntimeError",
+        message,
+        ALL_REDUCE,
+        at=at,
+        call="all_reduce",
+        caught_at=Frame("/home/ada/exp/train.py", 90, "train_step"),
     )
     return rank(number, code, sig=sig, order=order, at=at, handled=(error,))
 
@@ -93,14 +129,28 @@ def stopped(number: int, stack: tuple[Frame, ...] = ALL_REDUCE, **more: Any) -> 
     return rank(number, sent=("SIGTERM",), stack=stack, **more)
 
 
-def waited(number: int, message: str = "wait timeout after 4000ms, keys: /default_pg/0//cpu//0/0", **more: Any) -> RankEvidence:
+def waited(
+    number: int,
+    message: str = "wait timeout after 4000ms, keys: /default_pg/0//cpu//0/0",
+    **more: Any,
+) -> RankEvidence:
     call = more.pop("call", "init_process_group")
     error = raised("torch.distributed.DistStoreError", message, (MAIN,), at=4.0, call=call)
-    return rank(number, 1, order=1, at=4.0, raised=error, said_traceback=True, **{"phase": "joining", **more})
+    return rank(
+        number,
+        1,
+        order=1,
+        at=4.0,
+        raised=error,
+        said_traceback=True,
+        **{"phase": "joining", **more},
+    )
 
 
 def job(*ranks: RankEvidence, **more: Any) -> JobEvidence:
-    return JobEvidence("train.py", more.pop("world_size", len(ranks)), ranks, run_dir="/state/runs/a1", **more)
+    return JobEvidence(
+        "train.py", more.pop("world_size", len(ranks)), ranks, run_dir="/state/runs/a1", **more
+    )
 
 
 def same(count: int, **more: Any) -> list[RankEvidence]:
@@ -119,9 +169,19 @@ class History(NamedTuple):
 
 
 VALUE = raised("ValueError", "shapes do not match: 512 and 500", at=1.2)
-MEMORY = MemoryEvidence(oom_kills=1, counted=True, limit=64 << 30, killed_pids=(24316,), kernel_log_read=True)
+MEMORY = MemoryEvidence(
+    oom_kills=1, counted=True, limit=64 << 30, killed_pids=(24316,), kernel_log_read=True
+)
 COUNTED = MemoryEvidence(counted=True, kernel_log_read=True)
-STORE = (MAIN, Frame("/venv/lib/python3.11/site-packages/rallypoint/store/client.py", 310, "wait", "return self.ask(...)"))
+STORE = (
+    MAIN,
+    Frame(
+        "/venv/lib/python3.11/site-packages/rallypoint/store/client.py",
+        310,
+        "wait",
+        "return self.ask(...)",
+    ),
+)
 NO_KEY = raised(
     "rallypoint.errors.StoreTimeout",
     '"weights" was not there within 5 s',
@@ -131,7 +191,15 @@ NO_KEY = raised(
     why=("the store at tcp://127.0.0.1:41235 answered; it has 3 keys",),
     help=(("wait longer", 'store.wait("weights", timeout=60)'),),
 )
-AT_BARRIER = (MAIN, Frame("/venv/lib/python3.11/site-packages/rallypoint/primitives/barrier.py", 43, "barrier", "raise _timed_out(...)"))
+AT_BARRIER = (
+    MAIN,
+    Frame(
+        "/venv/lib/python3.11/site-packages/rallypoint/primitives/barrier.py",
+        43,
+        "barrier",
+        "raise _timed_out(...)",
+    ),
+)
 TOO_LATE = raised(
     "rallypoint.errors.BarrierTimeout",
     'the barrier "epoch" of 3 timed out after 5.0 s: 2 arrived (ranks 0-1), missing: rank 2 (pid 24316 on node07, running for 6 s)',
@@ -139,10 +207,27 @@ TOO_LATE = raised(
     at=6.0,
     code="barrier-timeout",
 )
-BROKE = raised("rallypoint.errors.BarrierBroken", 'the barrier "epoch" of 3 is broken', AT_BARRIER, at=5.9, code="barrier-broken")
-NO_KEY_OF_TORCH = raised("torch.distributed.DistStoreError", "wait timeout after 1000ms, keys: /default_pg/0//data", at=6.0)
+BROKE = raised(
+    "rallypoint.errors.BarrierBroken",
+    'the barrier "epoch" of 3 is broken',
+    AT_BARRIER,
+    at=5.9,
+    code="barrier-broken",
+)
+NO_KEY_OF_TORCH = raised(
+    "torch.distributed.DistStoreError",
+    "wait timeout after 1000ms, keys: /default_pg/0//data",
+    at=6.0,
+)
 NOT_BACKWARD = raised("AttributeError", "'NoneType' object has no attribute 'backward'", at=1.4)
-GAVE_UP = raised("RuntimeError", CLOSED, ALL_REDUCE, at=1.3, call="all_reduce", caught_at=Frame("/home/ada/exp/train.py", 91, "train_step"))
+GAVE_UP = raised(
+    "RuntimeError",
+    CLOSED,
+    ALL_REDUCE,
+    at=1.3,
+    call="all_reduce",
+    caught_at=Frame("/home/ada/exp/train.py", 91, "train_step"),
+)
 FROM_LOSS = msgspec.structs.replace(
     raised("TrainError", "step 5 failed", at=1.4),
     traceback=raised("RuntimeError", CLOSED, ALL_REDUCE).traceback
@@ -168,8 +253,12 @@ NCCL = (
     "NCCL version 2.21.5\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. \n"
     "Last error:\n{}"
 )
-NCCL_SHM = NCCL.format("Error while creating shared memory segment /dev/shm/nccl-vzIpS6 (size 9637888)")
-NCCL_REFUSED = NCCL.format("socketStartConnect: Connect to 10.38.10.112<21724> failed : Connection refused")
+NCCL_SHM = NCCL.format(
+    "Error while creating shared memory segment /dev/shm/nccl-vzIpS6 (size 9637888)"
+)
+NCCL_REFUSED = NCCL.format(
+    "socketStartConnect: Connect to 10.38.10.112<21724> failed : Connection refused"
+)
 NCCL_PEER = (
     "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1691, remote process exited or there was a network error, NCCL "
     "version 2.19.3\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
@@ -178,11 +267,16 @@ NCCL_PEER = (
 
 
 def of_nccl(message: str, at: float = 1.5) -> Raised:
-    return raised("torch.distributed.DistBackendError", message, ALL_REDUCE, at=at, call="all_reduce")
+    return raised(
+        "torch.distributed.DistBackendError", message, ALL_REDUCE, at=at, call="all_reduce"
+    )
 
 
 NO_GROUP = raised(
-    "ValueError", "Default process group has not been initialized, please make sure to call init_process_group.", at=1.9, call="all_reduce"
+    "ValueError",
+    "Default process group has not been initialized, please make sure to call init_process_group.",
+    at=1.9,
+    call="all_reduce",
 )
 NO_SUCH_BACKEND = raised(
     "ValueError",
@@ -202,7 +296,9 @@ CUDA_FAILED = raised(
 )
 SEGV = (MAIN, STEP, Frame("/usr/lib/python3.11/ctypes/__init__.py", 519, "string_at"))
 
-REFUSED_TEXT = "The client socket has timed out after 3000ms while trying to connect to (10.0.0.5, 29500)."
+REFUSED_TEXT = (
+    "The client socket has timed out after 3000ms while trying to connect to (10.0.0.5, 29500)."
+)
 AT_NODE = Meeting("tcp://10.0.0.5:29500", "10.0.0.5:29500", 1, 3, "gloo", "train.py:7", timeout=3.0)
 NOT_RESOLVED = (
     "[W1122 07:49:12.0 socket.cpp:764] [c10d] The IPv6 network addresses of (node08, 29500) cannot be retrieved (gai error: -2 - "
@@ -213,30 +309,79 @@ HOLDER = "/usr/sbin/nginx (pid 811, user root, started 9 days ago) is listening 
 
 def seen(outcome: Outcome, number: int = 0, **more: Any) -> Reached:
     """What was at the meeting point."""
-    return Reached("10.0.0.5", 29500, (Tried("10.0.0.5:29500", outcome, number, first=more.pop("first", b"")),), **more)
+    return Reached(
+        "10.0.0.5",
+        29500,
+        (Tried("10.0.0.5:29500", outcome, number, first=more.pop("first", b"")),),
+        **more,
+    )
 
 
 def unmet(number: int, *, host: str = "10.0.0.5", **more: Any) -> RankEvidence:
     """A rank that torch told only that its time was up."""
-    meeting = msgspec.structs.replace(AT_NODE, rank=number + 1, method=f"tcp://{host}:29500", address=f"{host}:29500")
-    error = raised("torch.distributed.DistNetworkError", REFUSED_TEXT.replace("10.0.0.5", host), (MAIN,), at=4.0, call="init_process_group")
-    return rank(number, 1, order=number, at=4.0, raised=error, said_traceback=True, meeting=meeting, phase="joining", **more)
+    meeting = msgspec.structs.replace(
+        AT_NODE, rank=number + 1, method=f"tcp://{host}:29500", address=f"{host}:29500"
+    )
+    error = raised(
+        "torch.distributed.DistNetworkError",
+        REFUSED_TEXT.replace("10.0.0.5", host),
+        (MAIN,),
+        at=4.0,
+        call="init_process_group",
+    )
+    return rank(
+        number,
+        1,
+        order=number,
+        at=4.0,
+        raised=error,
+        said_traceback=True,
+        meeting=meeting,
+        phase="joining",
+        **more,
+    )
 
 
 def waits(number: int) -> RankEvidence:
     """A rank that torch lets wait beyond its time."""
-    return rank(number, meeting=msgspec.structs.replace(AT_NODE, rank=number + 1), phase="joining", stack=(MAIN,))
+    return rank(
+        number,
+        meeting=msgspec.structs.replace(AT_NODE, rank=number + 1),
+        phase="joining",
+        stack=(MAIN,),
+    )
 
 
 FETCHING = (
     MAIN,
-    Frame("/usr/lib/python3.11/multiprocessing/queues.py", 122, "get", "return _ForkingPickler.loads(res)"),
-    Frame("/venv/lib/python3.11/site-packages/torch/multiprocessing/reductions.py", 538, "rebuild_storage_fd", "fd = df.detach()"),
     Frame(
-        "/usr/lib/python3.11/multiprocessing/resource_sharer.py", 57, "detach", "with _resource_sharer.get_connection(self._id) as conn:"
+        "/usr/lib/python3.11/multiprocessing/queues.py",
+        122,
+        "get",
+        "return _ForkingPickler.loads(res)",
+    ),
+    Frame(
+        "/venv/lib/python3.11/site-packages/torch/multiprocessing/reductions.py",
+        538,
+        "rebuild_storage_fd",
+        "fd = df.detach()",
+    ),
+    Frame(
+        "/usr/lib/python3.11/multiprocessing/resource_sharer.py",
+        57,
+        "detach",
+        "with _resource_sharer.get_connection(self._id) as conn:",
     ),
 )
-SPAWNING = (MAIN, Frame("/usr/lib/python3.11/multiprocessing/popen_spawn_posix.py", 47, "_launch", "reduction.dump(process_obj, fp)"))
+SPAWNING = (
+    MAIN,
+    Frame(
+        "/usr/lib/python3.11/multiprocessing/popen_spawn_posix.py",
+        47,
+        "_launch",
+        "reduction.dump(process_obj, fp)",
+    ),
+)
 IN_SPAWNED = """
 
 -- Process 1 terminated with the following error:
@@ -248,7 +393,12 @@ Traceback (most recent call last):
 ValueError: bad batch
 """
 NO_RANK = "Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set"
-STORE_GONE = raised("torch.distributed.DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed.", (MAIN,), at=2.0)
+STORE_GONE = raised(
+    "torch.distributed.DistNetworkError",
+    "Failed to recv, got 0 bytes. Connection was likely closed.",
+    (MAIN,),
+    at=2.0,
+)
 STORE_LOG = (
     "[W1122 06:49:21.2 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=7, addr=[::ffff:10.0.0.6]:51040, "
     "remote=[::ffff:10.0.0.5]:29500): Failed to recv, got 0 bytes.",
@@ -278,7 +428,17 @@ HISTORIES = [
     ),
     History(
         "raises-in-its-handler-after-we-asked",
-        job(rank(0, 3, at=1.0), rank(1, 1, raised=raised("RuntimeError", "told to stop", at=1.2), sent=("SIGTERM",), at=1.3, order=1)),
+        job(
+            rank(0, 3, at=1.0),
+            rank(
+                1,
+                1,
+                raised=raised("RuntimeError", "told to stop", at=1.2),
+                sent=("SIGTERM",),
+                at=1.3,
+                order=1,
+            ),
+        ),
         "rank-exited",
         (0,),
         "rank 0 exited with code 3",
@@ -286,7 +446,13 @@ HISTORIES = [
     ),
     History(
         "killed-peers-raise",
-        job(lost(0), lost(1, message=RESET, order=2, at=1.502), rank(2, sig=9, at=1.498), lost(3, order=3, at=1.503), memory=COUNTED),
+        job(
+            lost(0),
+            lost(1, message=RESET, order=2, at=1.502),
+            rank(2, sig=9, at=1.498),
+            lost(3, order=3, at=1.503),
+            memory=COUNTED,
+        ),
         "rank-killed",
         (2,),
         "rank 2 was killed by SIGKILL",
@@ -294,7 +460,12 @@ HISTORIES = [
     ),
     History(
         "killed-peers-abort-first-in-order",
-        job(gave_in(0, sig=6, order=0), gave_in(1, sig=6, order=1), rank(2, sig=9, order=3, at=1.6), gave_in(3, sig=6, order=2)),
+        job(
+            gave_in(0, sig=6, order=0),
+            gave_in(1, sig=6, order=1),
+            rank(2, sig=9, order=3, at=1.6),
+            gave_in(3, sig=6, order=2),
+        ),
         "rank-killed",
         (2,),
         "rank 2 was killed by SIGKILL",
@@ -302,7 +473,12 @@ HISTORIES = [
     ),
     History(
         "killed-peers-abort-unseen",
-        job(rank(0, sig=6, order=0), rank(1, sig=6, order=1), rank(2, sig=9, order=3), rank(3, sig=6, order=2)),
+        job(
+            rank(0, sig=6, order=0),
+            rank(1, sig=6, order=1),
+            rank(2, sig=9, order=3),
+            rank(3, sig=6, order=2),
+        ),
         "rank-killed",
         (2,),
         "rank 2 was killed by SIGKILL",
@@ -334,7 +510,13 @@ HISTORIES = [
     ),
     History(
         "out-of-memory-in-the-log",
-        job(lost(0), rank(1, resident=15 << 30), rank(2, sig=9, at=1.4, resident=19 << 30), stopped(3), memory=MEMORY),
+        job(
+            lost(0),
+            rank(1, resident=15 << 30),
+            rank(2, sig=9, at=1.4, resident=19 << 30),
+            stopped(3),
+            memory=MEMORY,
+        ),
         "rank-out-of-memory",
         (2,),
         "rank 2 was killed by the kernel for lack of memory",
@@ -342,7 +524,9 @@ HISTORIES = [
     ),
     History(
         "out-of-memory-counted",
-        job(lost(0), rank(1, sig=9), memory=MemoryEvidence(oom_kills=1, counted=True, limit=1 << 30)),
+        job(
+            lost(0), rank(1, sig=9), memory=MemoryEvidence(oom_kills=1, counted=True, limit=1 << 30)
+        ),
         "rank-out-of-memory",
         (1,),
         "rank 1 was killed by the kernel for lack of memory",
@@ -351,7 +535,13 @@ HISTORIES = [
     ),
     History(
         "killed-while-the-kernel-killed-another",
-        job(lost(0), rank(1, sig=9), memory=MemoryEvidence(oom_kills=1, counted=True, killed_pids=(99,), kernel_log_read=True)),
+        job(
+            lost(0),
+            rank(1, sig=9),
+            memory=MemoryEvidence(
+                oom_kills=1, counted=True, killed_pids=(99,), kernel_log_read=True
+            ),
+        ),
         "rank-killed",
         (1,),
         "rank 1 was killed by SIGKILL",
@@ -359,7 +549,15 @@ HISTORIES = [
     ),
     History(
         "a-loaders-worker-is-killed",
-        job(stopped(0), rank(1, 1, raised=raised("RuntimeError", KILLED_WORKER.format("Killed"), ALL_REDUCE, at=1.4)), memory=COUNTED),
+        job(
+            stopped(0),
+            rank(
+                1,
+                1,
+                raised=raised("RuntimeError", KILLED_WORKER.format("Killed"), ALL_REDUCE, at=1.4),
+            ),
+            memory=COUNTED,
+        ),
         "rank-killed",
         (1,),
         "a DataLoader worker of rank 1 was killed by SIGKILL",
@@ -385,8 +583,22 @@ HISTORIES = [
     History(
         "workers-of-two-loaders-are-killed-for-memory",
         job(
-            rank(0, 1, raised=raised("RuntimeError", KILLED_WORKER.replace("24990", "24980").format("Killed"), (MAIN,), at=1.4)),
-            rank(1, 1, raised=raised("RuntimeError", KILLED_WORKER.format("Killed"), ALL_REDUCE, at=1.4), order=1),
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "RuntimeError",
+                    KILLED_WORKER.replace("24990", "24980").format("Killed"),
+                    (MAIN,),
+                    at=1.4,
+                ),
+            ),
+            rank(
+                1,
+                1,
+                raised=raised("RuntimeError", KILLED_WORKER.format("Killed"), ALL_REDUCE, at=1.4),
+                order=1,
+            ),
             memory=msgspec.structs.replace(MEMORY, killed_pids=(24980, 24990)),
         ),
         "rank-out-of-memory",
@@ -396,8 +608,22 @@ HISTORIES = [
     History(
         "workers-of-two-loaders-are-killed-one-for-memory",
         job(
-            rank(0, 1, raised=raised("RuntimeError", KILLED_WORKER.replace("24990", "24980").format("Killed"), (MAIN,), at=1.4)),
-            rank(1, 1, raised=raised("RuntimeError", KILLED_WORKER.format("Killed"), (MAIN,), at=1.4), order=1),
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "RuntimeError",
+                    KILLED_WORKER.replace("24990", "24980").format("Killed"),
+                    (MAIN,),
+                    at=1.4,
+                ),
+            ),
+            rank(
+                1,
+                1,
+                raised=raised("RuntimeError", KILLED_WORKER.format("Killed"), (MAIN,), at=1.4),
+                order=1,
+            ),
             memory=msgspec.structs.replace(MEMORY, killed_pids=(24990,)),
         ),
         "rank-killed",
@@ -407,7 +633,14 @@ HISTORIES = [
     ),
     History(
         "a-loaders-worker-crashes",
-        job(stopped(0), rank(1, 1, raised=raised("RuntimeError", KILLED_WORKER.format("Segmentation fault"), at=1.4))),
+        job(
+            stopped(0),
+            rank(
+                1,
+                1,
+                raised=raised("RuntimeError", KILLED_WORKER.format("Segmentation fault"), at=1.4),
+            ),
+        ),
         "rank-crashed",
         (1,),
         "a DataLoader worker of rank 1 crashed with SIGSEGV",
@@ -439,7 +672,11 @@ HISTORIES = [
     ),
     History(
         "nccl-has-no-shared-memory",
-        job(rank(0, 1, raised=of_nccl(NCCL_SHM)), rank(1, 1, order=1, raised=of_nccl(NCCL_SHM, 1.6)), rank(2, sig=6, order=2)),
+        job(
+            rank(0, 1, raised=of_nccl(NCCL_SHM)),
+            rank(1, 1, order=1, raised=of_nccl(NCCL_SHM, 1.6)),
+            rank(2, sig=6, order=2),
+        ),
         "nccl-failed",
         (0, 1),
         "NCCL failed in ranks 0-1: Error while creating shared memory segment /dev/shm/nccl-vzIpS6 (size 9637888)",
@@ -455,7 +692,11 @@ HISTORIES = [
     ),
     History(
         "nccl-lost-a-rank-that-shows-why",
-        job(rank(0, 1, raised=of_nccl(NCCL_PEER)), rank(1, 1, raised=VALUE, order=1, at=1.6), stopped(2)),
+        job(
+            rank(0, 1, raised=of_nccl(NCCL_PEER)),
+            rank(1, 1, raised=VALUE, order=1, at=1.6),
+            stopped(2),
+        ),
         "rank-raised",
         (1,),
         "rank 1 raised ValueError: shapes do not match: 512 and 500",
@@ -474,7 +715,10 @@ HISTORIES = [
             rank(
                 0,
                 1,
-                raised=raised("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
+                raised=raised(
+                    "torch.OutOfMemoryError",
+                    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...",
+                ),
                 said_traceback=True,
             ),
             stopped(1),
@@ -485,7 +729,11 @@ HISTORIES = [
     ),
     History(
         "an-exception-on-its-way",
-        job(lost(0), rank(1, handled=(msgspec.structs.replace(VALUE, on_its_way=True),), stack=(MAIN,)), lost(2, order=2, at=1.502)),
+        job(
+            lost(0),
+            rank(1, handled=(msgspec.structs.replace(VALUE, on_its_way=True),), stack=(MAIN,)),
+            lost(2, order=2, at=1.502),
+        ),
         "rank-raised",
         (1,),
         "rank 1 raised ValueError: shapes do not match: 512 and 500",
@@ -493,7 +741,11 @@ HISTORIES = [
     ),
     History(
         "an-exception-on-its-way-beside-a-kill",
-        job(rank(0, sig=9), rank(1, handled=(msgspec.structs.replace(VALUE, on_its_way=True),), stack=(MAIN,)), memory=COUNTED),
+        job(
+            rank(0, sig=9),
+            rank(1, handled=(msgspec.structs.replace(VALUE, on_its_way=True),), stack=(MAIN,)),
+            memory=COUNTED,
+        ),
         "rank-killed",
         (0,),
         "rank 0 was killed by SIGKILL",
@@ -501,7 +753,18 @@ HISTORIES = [
     ),
     History(
         "an-exception-that-was-caught-before-it-left",
-        job(lost(0), rank(1, 0, order=0, at=1.3, handled=(msgspec.structs.replace(VALUE, on_its_way=True),), phase="done"), lost(2)),
+        job(
+            lost(0),
+            rank(
+                1,
+                0,
+                order=0,
+                at=1.3,
+                handled=(msgspec.structs.replace(VALUE, on_its_way=True),),
+                phase="done",
+            ),
+            lost(2),
+        ),
         "error-swallowed",
         (1,),
         "rank 1 caught ValueError: shapes do not match: 512 and 500 and left",
@@ -509,7 +772,16 @@ HISTORIES = [
     ),
     History(
         "exit-after-a-loss-that-torch-told-nobody-of",
-        job(rank(0, 1, order=0, at=1.4, handled=(raised("RuntimeError", CLOSED, (MAIN, STEP), at=1.39),)), rank(1, 4, order=1, at=1.4)),
+        job(
+            rank(
+                0,
+                1,
+                order=0,
+                at=1.4,
+                handled=(raised("RuntimeError", CLOSED, (MAIN, STEP), at=1.39),),
+            ),
+            rank(1, 4, order=1, at=1.4),
+        ),
         "rank-exited",
         (1,),
         "rank 1 exited with code 4",
@@ -517,7 +789,9 @@ HISTORIES = [
     ),
     History(
         "a-function-returns-early",
-        msgspec.structs.replace(job(rank(0, 0, at=1.0, phase="done"), lost(1)), program="train", function=True),
+        msgspec.structs.replace(
+            job(rank(0, 0, at=1.0, phase="done"), lost(1)), program="train", function=True
+        ),
         "rank-left-early",
         (0,),
         "rank 0 returned while others still needed it",
@@ -525,7 +799,12 @@ HISTORIES = [
     ),
     History(
         "exit-code-alone",
-        job(lost(0), lost(1), rank(2, 3, at=1.4, left_at="train.py:10 in main", said=("epoch 3", "giving up")), stopped(3)),
+        job(
+            lost(0),
+            lost(1),
+            rank(2, 3, at=1.4, left_at="train.py:10 in main", said=("epoch 3", "giving up")),
+            stopped(3),
+        ),
         "rank-exited",
         (2,),
         "rank 2 exited with code 3",
@@ -557,7 +836,14 @@ HISTORIES = [
     ),
     History(
         "an-argument-that-is-missing",
-        job(*same(2, code=2, left_at="train.py:8 in main", left_saying="the following arguments are required: --lr\n")),
+        job(
+            *same(
+                2,
+                code=2,
+                left_at="train.py:8 in main",
+                left_saying="the following arguments are required: --lr\n",
+            )
+        ),
         "rank-exited",
         (0, 1),
         "both ranks exited with code 2: the following arguments are required: --lr",
@@ -575,7 +861,10 @@ HISTORIES = [
     ),
     History(
         "plain-traceback-in-the-log",
-        job(rank(0, 1, said=tuple(VALUE.traceback.splitlines())), rank(1, 1, order=1, said=("x", f"RuntimeError: {CLOSED}"))),
+        job(
+            rank(0, 1, said=tuple(VALUE.traceback.splitlines())),
+            rank(1, 1, order=1, said=("x", f"RuntimeError: {CLOSED}")),
+        ),
         "rank-raised",
         (0,),
         "rank 0 raised ValueError: shapes do not match: 512 and 500",
@@ -683,7 +972,14 @@ HISTORIES = [
     History(
         "a-loss-long-before-is-no-reason",
         job(
-            rank(0, 1, order=1, at=90.0, raised=raised("KeyError", "'lr'", at=90.0), handled=(GAVE_UP,)),
+            rank(
+                0,
+                1,
+                order=1,
+                at=90.0,
+                raised=raised("KeyError", "'lr'", at=90.0),
+                handled=(GAVE_UP,),
+            ),
             rank(1),
             rank(2, 0, order=0, at=1.1),
         ),
@@ -705,7 +1001,14 @@ HISTORIES = [
             *(
                 msgspec.structs.replace(
                     waited(number, MESH, call="init_process_group"),
-                    meeting=Meeting("tcp://10.77.0.2:29555", "10.77.0.2:29555", number + 1, 3, "gloo", "train.py:4"),
+                    meeting=Meeting(
+                        "tcp://10.77.0.2:29555",
+                        "10.77.0.2:29555",
+                        number + 1,
+                        3,
+                        "gloo",
+                        "train.py:4",
+                    ),
                 )
                 for number in range(2)
             )
@@ -717,7 +1020,11 @@ HISTORIES = [
     ),
     History(
         "a-key-that-nobody-sets-while-the-others-wait",
-        job(rank(0, stack=ALL_REDUCE), rank(1, 1, at=6.1, raised=NO_KEY_OF_TORCH), rank(2, stack=ALL_REDUCE)),
+        job(
+            rank(0, stack=ALL_REDUCE),
+            rank(1, 1, at=6.1, raised=NO_KEY_OF_TORCH),
+            rank(2, stack=ALL_REDUCE),
+        ),
         "rank-raised",
         (1,),
         "rank 1 raised torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /default_pg/0//data",
@@ -727,10 +1034,26 @@ HISTORIES = [
         "monitored-barrier",
         job(
             rank(
-                0, 1, order=1, at=2.2, raised=raised("RuntimeError", "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 2000 ms", at=2.1)
+                0,
+                1,
+                order=1,
+                at=2.2,
+                raised=raised(
+                    "RuntimeError",
+                    "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 2000 ms",
+                    at=2.1,
+                ),
             ),
             rank(
-                1, 1, order=0, at=2.1, raised=raised("RuntimeError", f"Rank 1 successfully reached monitoredBarrier, but {CLOSED}", at=2.0)
+                1,
+                1,
+                order=0,
+                at=2.1,
+                raised=raised(
+                    "RuntimeError",
+                    f"Rank 1 successfully reached monitoredBarrier, but {CLOSED}",
+                    at=2.0,
+                ),
             ),
             rank(2, stack=LOADING),
         ),
@@ -741,7 +1064,9 @@ HISTORIES = [
     ),
     History(
         "exception-at-the-moment-of-an-exit",
-        job(rank(0, 1, order=1, at=1.5, raised=NOT_BACKWARD), rank(1), rank(2, 7, order=0, at=1.401)),
+        job(
+            rank(0, 1, order=1, at=1.5, raised=NOT_BACKWARD), rank(1), rank(2, 7, order=0, at=1.401)
+        ),
         "rank-raised",
         (0,),
         "rank 0 raised AttributeError: 'NoneType' object has no attribute 'backward'",
@@ -749,7 +1074,11 @@ HISTORIES = [
     ),
     History(
         "exception-after-a-loss-that-nobody-else-explains",
-        job(rank(0, 1, order=1, at=1.5, raised=NOT_BACKWARD, handled=(GAVE_UP,)), rank(1), rank(2, stack=LOADING)),
+        job(
+            rank(0, 1, order=1, at=1.5, raised=NOT_BACKWARD, handled=(GAVE_UP,)),
+            rank(1),
+            rank(2, stack=LOADING),
+        ),
         "rank-raised",
         (0,),
         "rank 0 raised AttributeError: 'NoneType' object has no attribute 'backward'",
@@ -764,7 +1093,12 @@ HISTORIES = [
                 1,
                 order=0,
                 at=1.2,
-                said=(*raised("ValueError", "invalid literal for int() with base 10: 'x'").traceback.splitlines(), "fatal: disk quota"),
+                said=(
+                    *raised(
+                        "ValueError", "invalid literal for int() with base 10: 'x'"
+                    ).traceback.splitlines(),
+                    "fatal: disk quota",
+                ),
             ),
         ),
         "rank-raised",
@@ -775,7 +1109,9 @@ HISTORIES = [
     History(
         "no-group-since-init-process-group-failed",
         job(
-            rank(0, 1, order=0, at=2.0, phase="joining", raised=NO_GROUP, handled=(NO_SUCH_BACKEND,)),
+            rank(
+                0, 1, order=0, at=2.0, phase="joining", raised=NO_GROUP, handled=(NO_SUCH_BACKEND,)
+            ),
             rank(1, phase="joining"),
         ),
         "rank-raised",
@@ -801,7 +1137,14 @@ HISTORIES = [
     ),
     History(
         "all-raise-alike",
-        job(*same(4, code=1, raised=raised("ModuleNotFoundError", "No module named 'einops'", (MAIN,)), said_traceback=True)),
+        job(
+            *same(
+                4,
+                code=1,
+                raised=raised("ModuleNotFoundError", "No module named 'einops'", (MAIN,)),
+                said_traceback=True,
+            )
+        ),
         "rank-raised",
         (0, 1, 2, 3),
         "all 4 ranks raised ModuleNotFoundError: No module named 'einops'",
@@ -824,7 +1167,14 @@ HISTORIES = [
     History(
         "database-lost",
         job(
-            lost(0), rank(1, 1, order=2, raised=raised("ConnectionResetError", "[Errno 104] Connection reset by peer"), said_traceback=True)
+            lost(0),
+            rank(
+                1,
+                1,
+                order=2,
+                raised=raised("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+                said_traceback=True,
+            ),
         ),
         "rank-raised",
         (1,),
@@ -834,7 +1184,14 @@ HISTORIES = [
     History(
         "syntax-error",
         job(
-            *same(4, code=1, phase="importing", raised=raised("SyntaxError", "invalid syntax (train.py, line 3)", (), filename="train.py"))
+            *same(
+                4,
+                code=1,
+                phase="importing",
+                raised=raised(
+                    "SyntaxError", "invalid syntax (train.py, line 3)", (), filename="train.py"
+                ),
+            )
         ),
         "start-failed",
         (0, 1, 2, 3),
@@ -865,7 +1222,9 @@ HISTORIES = [
                 meeting=Meeting("env://", "127.0.0.1:29500", 0, 2, "gloo", "train.py:7"),
             ),
             stopped(1, phase="joining"),
-            holders=("python train.py (pid 5112, user ada, started 3 h ago) is listening on 0.0.0.0:29500",),
+            holders=(
+                "python train.py (pid 5112, user ada, started 3 h ago) is listening on 0.0.0.0:29500",
+            ),
         ),
         "port-in-use",
         (0,),
@@ -875,7 +1234,12 @@ HISTORIES = [
         "port-held-by-another-rank",
         job(
             stopped(0),
-            rank(1, 1, raised=raised("OSError", "[Errno 98] Address already in use", errno=98), said_traceback=True),
+            rank(
+                1,
+                1,
+                raised=raised("OSError", "[Errno 98] Address already in use", errno=98),
+                said_traceback=True,
+            ),
             holders=("python train.py (pid 24314, user ada) is listening on 0.0.0.0:6006",),
         ),
         "port-in-use",
@@ -884,7 +1248,12 @@ HISTORIES = [
     ),
     History(
         "error-swallowed",
-        job(rank(0, 0, at=1.0, handled=(CUDA_FAILED,)), rank(1, phase="joining"), rank(2, phase="joining"), rank(3, phase="joining")),
+        job(
+            rank(0, 0, at=1.0, handled=(CUDA_FAILED,)),
+            rank(1, phase="joining"),
+            rank(2, phase="joining"),
+            rank(3, phase="joining"),
+        ),
         "error-swallowed",
         (0,),
         "rank 0 caught an error of set_device and left: RuntimeError: CUDA error: initialization error",
@@ -918,10 +1287,25 @@ HISTORIES = [
             rank(
                 0,
                 0,
-                handled=(raised("RuntimeError", "Distributed package doesn't have NCCL built in", (MAIN,), call="init_process_group"),),
+                handled=(
+                    raised(
+                        "RuntimeError",
+                        "Distributed package doesn't have NCCL built in",
+                        (MAIN,),
+                        call="init_process_group",
+                    ),
+                ),
             ),
             rank(
-                1, handled=(raised("RuntimeError", "Distributed package doesn't have NCCL built in", (MAIN,), call="init_process_group"),)
+                1,
+                handled=(
+                    raised(
+                        "RuntimeError",
+                        "Distributed package doesn't have NCCL built in",
+                        (MAIN,),
+                        call="init_process_group",
+                    ),
+                ),
             ),
         ),
         "rank-left-early",
@@ -939,7 +1323,11 @@ HISTORIES = [
     ),
     History(
         "left-before-joining",
-        job(rank(0, 0, at=0.4, phase="importing"), rank(1, phase="joining"), rank(2, phase="joining")),
+        job(
+            rank(0, 0, at=0.4, phase="importing"),
+            rank(1, phase="joining"),
+            rank(2, phase="joining"),
+        ),
         "rank-left-early",
         (0,),
         "rank 0 ended with exit code 0 while others still needed it",
@@ -956,8 +1344,16 @@ HISTORIES = [
         "addresses-differ",
         job(
             waited(0, meeting=Meeting("env://", "127.0.0.1:29500", 0, 3, "gloo", "train.py:7")),
-            rank(1, phase="joining", meeting=Meeting("env://", "127.0.0.1:29501", 1, 3, "gloo", "train.py:7")),
-            rank(2, phase="joining", meeting=Meeting("env://", "localhost:29500", 2, 3, "gloo", "train.py:7")),
+            rank(
+                1,
+                phase="joining",
+                meeting=Meeting("env://", "127.0.0.1:29501", 1, 3, "gloo", "train.py:7"),
+            ),
+            rank(
+                2,
+                phase="joining",
+                meeting=Meeting("env://", "localhost:29500", 2, 3, "gloo", "train.py:7"),
+            ),
         ),
         "address-differs",
         (0, 1, 2),
@@ -997,7 +1393,10 @@ HISTORIES = [
                     "the rendezvous file /tmp/ddp is left over from an earlier run",
                     (MAIN,),
                     code="store-file-stale",
-                    why=("it was last written 300 s before this attempt began", "given at train.py:7"),
+                    why=(
+                        "it was last written 300 s before this attempt began",
+                        "given at train.py:7",
+                    ),
                     help=(("remove the file", "rm /tmp/ddp"),),
                 ),
             ),
@@ -1037,7 +1436,11 @@ HISTORIES = [
     ),
     History(
         "barrier-without-one",
-        job(rank(0, 1, raised=BROKE, order=0, at=6.1), rank(1, 1, raised=TOO_LATE, order=1, at=6.1), stopped(2)),
+        job(
+            rank(0, 1, raised=BROKE, order=0, at=6.1),
+            rank(1, 1, raised=TOO_LATE, order=1, at=6.1),
+            stopped(2),
+        ),
         "barrier-timeout",
         (1,),
         f"rank 1: {TOO_LATE.message}",
@@ -1045,7 +1448,11 @@ HISTORIES = [
     ),
     History(
         "barrier-without-a-cause",
-        job(rank(0, 1, raised=BROKE, order=0, at=6.1), rank(1, 1, raised=BROKE, order=1, at=6.1), stopped(2)),
+        job(
+            rank(0, 1, raised=BROKE, order=0, at=6.1),
+            rank(1, 1, raised=BROKE, order=1, at=6.1),
+            stopped(2),
+        ),
         "barrier-broken",
         (0, 1),
         'ranks 0-1: the barrier "epoch" of 3 is broken',
@@ -1073,7 +1480,9 @@ HISTORIES = [
         "key-never-set-beside-a-cause",
         job(
             rank(0, 1, raised=NO_KEY, order=0, at=6.1),
-            rank(1, 1, raised=msgspec.structs.replace(NO_KEY, code="store-closed"), order=1, at=6.2),
+            rank(
+                1, 1, raised=msgspec.structs.replace(NO_KEY, code="store-closed"), order=1, at=6.2
+            ),
             rank(2, 1, raised=msgspec.structs.replace(VALUE, at=7.0), order=2, at=7.1),
         ),
         "rank-raised",
@@ -1112,7 +1521,13 @@ HISTORIES = [
     History(
         "one-never-reduces",
         job(
-            waited(0, "Timed out waiting 4000ms for recv operation to complete", call="all_reduce", phase="running"), rank(1, stack=LOADING)
+            waited(
+                0,
+                "Timed out waiting 4000ms for recv operation to complete",
+                call="all_reduce",
+                phase="running",
+            ),
+            rank(1, stack=LOADING),
         ),
         "ranks-missing",
         (1,),
@@ -1128,7 +1543,11 @@ HISTORIES = [
         "possible",
     ),
     History(
-        "nothing-seen", job(*same(2, code=0), stop_reason="asked to"), "cause-unknown", (), "the job was stopped, and no rank shows why"
+        "nothing-seen",
+        job(*same(2, code=0), stop_reason="asked to"),
+        "cause-unknown",
+        (),
+        "the job was stopped, and no rank shows why",
     ),
     History(
         "a-rule-forbids-the-port",
@@ -1159,7 +1578,11 @@ HISTORIES = [
     ),
     History(
         "two-have-closed-their-group-and-work-on",
-        job(rank(0, phase="running", closed_at=1.2, closed_line="train.py:30"), lost(1), stopped(2, closed_at=1.21)),
+        job(
+            rank(0, phase="running", closed_at=1.2, closed_line="train.py:30"),
+            lost(1),
+            stopped(2, closed_at=1.21),
+        ),
         "rank-left-early",
         (0, 2),
         "ranks 0 and 2 closed their process group while others still needed it",
@@ -1192,9 +1615,17 @@ HISTORIES = [
                 phase="joining",
                 phase_at=3.1,
                 said_traceback=True,
-                raised=raised("RuntimeError", f"Gloo connectFullMesh failed with {CLOSED}", (MAIN,), at=3.4, call="init_process_group"),
+                raised=raised(
+                    "RuntimeError",
+                    f"Gloo connectFullMesh failed with {CLOSED}",
+                    (MAIN,),
+                    at=3.4,
+                    call="init_process_group",
+                ),
             ),
-            stopped(1, (MAIN,), phase="joining", phase_at=3.3, closed_at=3.3, closed_line="train.py:5"),
+            stopped(
+                1, (MAIN,), phase="joining", phase_at=3.3, closed_at=3.3, closed_line="train.py:5"
+            ),
             stopped(2, (MAIN,), closed_at=3.31, closed_line="train.py:5"),
         ),
         "rank-left-early",
@@ -1262,7 +1693,9 @@ HISTORIES = [
         "template-killed-for-memory-by-the-log",
         job(
             stopped(0),
-            memory=MemoryEvidence(oom_kills=1, counted=True, limit=64 << 20, killed_pids=(4711,), kernel_log_read=True),
+            memory=MemoryEvidence(
+                oom_kills=1, counted=True, limit=64 << 20, killed_pids=(4711,), kernel_log_read=True
+            ),
             helper=HelperLost("template", 4711, Ended(signal=9, at=2.0)),
         ),
         "launcher-died",
@@ -1272,7 +1705,15 @@ HISTORIES = [
     ),
     History(
         "template-crashed",
-        job(stopped(0), helper=HelperLost("template", 4711, Ended(signal=11, at=2.0), ("Fatal Python error: Segmentation fault",))),
+        job(
+            stopped(0),
+            helper=HelperLost(
+                "template",
+                4711,
+                Ended(signal=11, at=2.0),
+                ("Fatal Python error: Segmentation fault",),
+            ),
+        ),
         "launcher-died",
         (),
         "rallypoint's template was ended by SIGSEGV",
@@ -1296,7 +1737,9 @@ HISTORIES = [
     ),
     History(
         "ctrl-c-on-ranks-in-different-collectives",
-        job(stopped(0), stopped(1, stack=BROADCAST), stopped(2), interrupted_by="SIGINT", now=12.34),
+        job(
+            stopped(0), stopped(1, stack=BROADCAST), stopped(2), interrupted_by="SIGINT", now=12.34
+        ),
         "interrupted",
         (),
         "the job was stopped by Ctrl-C, 12.3 s after its start",
@@ -1312,7 +1755,11 @@ HISTORIES = [
     ),
     History(
         "raised-before-ctrl-c",
-        job(rank(0, 1, raised=VALUE, said_traceback=True), rank(1, sent=("SIGINT",)), interrupted_by="SIGINT"),
+        job(
+            rank(0, 1, raised=VALUE, said_traceback=True),
+            rank(1, sent=("SIGINT",)),
+            interrupted_by="SIGINT",
+        ),
         "rank-raised",
         (0,),
         "rank 0 raised ValueError: shapes do not match: 512 and 500",
@@ -1328,7 +1775,14 @@ HISTORIES = [
         "no-such-device",
         job(
             stopped(0),
-            rank(1, 1, raised=raised("torch.AcceleratorError", "CUDA error: invalid device ordinal", (MAIN,)), said_traceback=True),
+            rank(
+                1,
+                1,
+                raised=raised(
+                    "torch.AcceleratorError", "CUDA error: invalid device ordinal", (MAIN,)
+                ),
+                said_traceback=True,
+            ),
         ),
         "device-missing",
         (1,),
@@ -1350,8 +1804,12 @@ HISTORIES = [
                 "refused",
                 111,
                 here=True,
-                holders=("python train.py (pid 5112, user ada, started 3 h ago) is listening on 10.0.0.5:29500",),
-                rejected=Blocked("reject", "nft: inet filter input", "tcp dport 29500 reject", True),
+                holders=(
+                    "python train.py (pid 5112, user ada, started 3 h ago) is listening on 10.0.0.5:29500",
+                ),
+                rejected=Blocked(
+                    "reject", "nft: inet filter input", "tcp dport 29500 reject", True
+                ),
             ),
         ),
         "firewall-blocks",
@@ -1367,8 +1825,12 @@ HISTORIES = [
                 "refused",
                 111,
                 here=True,
-                holders=("python train.py (pid 5112, user ada, started 3 h ago) is listening on 10.0.0.5:29500",),
-                rejected=Blocked("reject", "nft: inet filter input", "limit rate over 9/second reject", False),
+                holders=(
+                    "python train.py (pid 5112, user ada, started 3 h ago) is listening on 10.0.0.5:29500",
+                ),
+                rejected=Blocked(
+                    "reject", "nft: inet filter input", "limit rate over 9/second reject", False
+                ),
             ),
         ),
         "firewall-blocks",
@@ -1407,7 +1869,11 @@ HISTORIES = [
     ),
     History(
         "a-name-without-an-address",
-        job(unmet(0, host="node08"), unmet(1, host="node08"), reached=Reached("node08", 29500, unresolved="Name or service not known")),
+        job(
+            unmet(0, host="node08"),
+            unmet(1, host="node08"),
+            reached=Reached("node08", 29500, unresolved="Name or service not known"),
+        ),
         "address-unresolved",
         (0, 1),
         "both ranks could not reach node08:29500: node08 has no address here (Name or service not known)",
@@ -1416,7 +1882,12 @@ HISTORIES = [
         "a-resolver-that-answered-torch-alone",
         job(
             unmet(0, host="node08", said=(NOT_RESOLVED,)),
-            reached=Reached("node08", 29500, unresolved="the resolver gave no answer within 0.2 s", unanswered=True),
+            reached=Reached(
+                "node08",
+                29500,
+                unresolved="the resolver gave no answer within 0.2 s",
+                unanswered=True,
+            ),
         ),
         "address-unresolved",
         (0,),
@@ -1426,7 +1897,12 @@ HISTORIES = [
         "a-resolver-that-is-silent",
         job(
             unmet(0, host="node08"),
-            reached=Reached("node08", 29500, unresolved="the resolver gave no answer within 0.2 s", unanswered=True),
+            reached=Reached(
+                "node08",
+                29500,
+                unresolved="the resolver gave no answer within 0.2 s",
+                unanswered=True,
+            ),
         ),
         "address-unresolved",
         (0,),
@@ -1441,7 +1917,13 @@ HISTORIES = [
     ),
     History(
         "a-foreign-service-and-torch-hangs",
-        job(waits(0), waits(1), reached=seen("answered", first=b"<!DOCTYPE HTML>\n<html>", here=True, holders=(HOLDER,))),
+        job(
+            waits(0),
+            waits(1),
+            reached=seen(
+                "answered", first=b"<!DOCTYPE HTML>\n<html>", here=True, holders=(HOLDER,)
+            ),
+        ),
         "store-foreign",
         (0, 1),
         "both ranks met a foreign service at 10.0.0.5:29500: it answered '<!DOCTYPE HTML>'",
@@ -1483,7 +1965,11 @@ HISTORIES = [
     ),
     History(
         "the-meeting-point-is-well-and-a-rank-is-missing",
-        job(rank(0, phase="importing", stack=LOADING), unmet(1), reached=seen("answered", first=ANSWER)),
+        job(
+            rank(0, phase="importing", stack=LOADING),
+            unmet(1),
+            reached=seen("answered", first=ANSWER),
+        ),
         "ranks-missing",
         (0,),
         "rank 1 waited in init_process_group until the timeout; rank 0 never came",
@@ -1491,14 +1977,20 @@ HISTORIES = [
     ),
     History(
         "torchs-store-is-gone",
-        job(rank(0, 1, raised=STORE_GONE, said=STORE_LOG), stopped(1), reached=seen("refused", 111)),
+        job(
+            rank(0, 1, raised=STORE_GONE, said=STORE_LOG), stopped(1), reached=seen("refused", 111)
+        ),
         "store-closed",
         (0,),
         "rank 0 lost torch's store at 10.0.0.5:29500: whoever served it is gone",
     ),
     History(
         "torchs-store-takes-no-more",
-        job(rank(0, 1, raised=STORE_GONE, said=STORE_LOG), stopped(1), reached=seen("answered", first=ANSWER)),
+        job(
+            rank(0, 1, raised=STORE_GONE, said=STORE_LOG),
+            stopped(1),
+            reached=seen("answered", first=ANSWER),
+        ),
         "value-too-large",
         (0,),
         "torch's store at 10.0.0.5:29500 closed the connection of rank 0, and goes on serving others",
@@ -1506,7 +1998,17 @@ HISTORIES = [
     ),
     History(
         "the-producer-is-gone",
-        job(stopped(0), rank(1, 1, raised=raised("ConnectionRefusedError", "[Errno 111] Connection refused", FETCHING, at=1.0), at=1.0)),
+        job(
+            stopped(0),
+            rank(
+                1,
+                1,
+                raised=raised(
+                    "ConnectionRefusedError", "[Errno 111] Connection refused", FETCHING, at=1.0
+                ),
+                at=1.0,
+            ),
+        ),
         "producer-gone",
         (1,),
         "rank 1 took a tensor whose producer is gone: ConnectionRefusedError: [Errno 111] Connection refused",
@@ -1521,7 +2023,14 @@ HISTORIES = [
     ),
     History(
         "the-producer-has-no-descriptor",
-        job(rank(0, 1, raised=raised("EOFError", "", FETCHING), said=("OSError: [Errno 24] Too many open files: '/tmp'",))),
+        job(
+            rank(
+                0,
+                1,
+                raised=raised("EOFError", "", FETCHING),
+                said=("OSError: [Errno 24] Too many open files: '/tmp'",),
+            )
+        ),
         "files-exhausted",
         (0,),
         "rank 0 has as many files open as it may have: EOFError",
@@ -1535,14 +2044,30 @@ HISTORIES = [
     ),
     History(
         "a-lambda-for-a-spawned-process",
-        job(rank(0, 1, raised=raised("AttributeError", "Can't pickle local object 'main.<locals>.<lambda>'", SPAWNING))),
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "AttributeError", "Can't pickle local object 'main.<locals>.<lambda>'", SPAWNING
+                ),
+            )
+        ),
         "launch-argument",
         (0,),
         "rank 0 gave a new process something that cannot be pickled: Can't pickle local object 'main.<locals>.<lambda>'",
     ),
     History(
         "an-error-in-a-spawned-process",
-        job(rank(0, 1, raised=raised("torch.multiprocessing.spawn.ProcessRaisedException", IN_SPAWNED, (MAIN,)))),
+        job(
+            rank(
+                0,
+                1,
+                raised=raised(
+                    "torch.multiprocessing.spawn.ProcessRaisedException", IN_SPAWNED, (MAIN,)
+                ),
+            )
+        ),
         "rank-raised",
         (0,),
         "rank 0 raised ValueError: bad batch",
@@ -1558,7 +2083,9 @@ HISTORIES = [
                     "process 0 terminated with exit code 1",
                     (MAIN,),
                     code="main-unguarded",
-                    why=("train.py:120 runs again in every new process, which imports the program anew",),
+                    why=(
+                        "train.py:120 runs again in every new process, which imports the program anew",
+                    ),
                 ),
             )
         ),
@@ -1568,7 +2095,10 @@ HISTORIES = [
     ),
     History(
         "a-variable-that-was-removed",
-        job(*(rank(i, 1, order=i, raised=raised("ValueError", NO_RANK, (MAIN,))) for i in range(2)), held_address="127.0.0.1:41235"),
+        job(
+            *(rank(i, 1, order=i, raised=raised("ValueError", NO_RANK, (MAIN,))) for i in range(2)),
+            held_address="127.0.0.1:41235",
+        ),
         "env-missing",
         (0, 1),
         "RANK is not set in both ranks, and init_process_group reads it",
@@ -1580,7 +2110,9 @@ HISTORIES = [
                 0,
                 1,
                 raised=raised(
-                    "RuntimeError", "[enforce fail at gloo/device.cc:84] ifa != nullptr. Unable to find address for: ib7", (MAIN,)
+                    "RuntimeError",
+                    "[enforce fail at gloo/device.cc:84] ifa != nullptr. Unable to find address for: ib7",
+                    (MAIN,),
                 ),
             )
         ),
@@ -1617,35 +2149,61 @@ def test_every_story_has_its_history() -> None:
 
 def test_a_line_of_the_loaders_is_not_where_a_rank_noticed() -> None:
     frames = (
-        Frame("/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 1275, "_try_get_data", "data = self._data_queue.get()"),
+        Frame(
+            "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py",
+            1275,
+            "_try_get_data",
+            "data = self._data_queue.get()",
+        ),
     )
-    report = diagnose(job(stopped(0), rank(1, 1, raised=raised("RuntimeError", KILLED_WORKER.format("Killed"), frames))))[0]
+    report = diagnose(
+        job(
+            stopped(0),
+            rank(1, 1, raised=raised("RuntimeError", KILLED_WORKER.format("Killed"), frames)),
+        )
+    )[0]
     assert report.evidence[0] == "rank 1 itself was not killed"
 
 
-FINALIZER = Frame("/venv/lib/python3.11/site-packages/torch/library.py", 665, "_del_library", "captured_impls -= op_impls")
+FINALIZER = Frame(
+    "/venv/lib/python3.11/site-packages/torch/library.py",
+    665,
+    "_del_library",
+    "captured_impls -= op_impls",
+)
 
 
 def test_what_libraries_do_while_the_interpreter_closes_down_is_no_place() -> None:
     left = rank(1, 0, at=1.9, phase="finishing", phase_at=1.1, stack=(FINALIZER,))
     (report,) = diagnose(job(lost(0, at=1.5), left))
     assert report.where == "at the end of train.py, pid 24315"
-    (report,) = diagnose(job(lost(0, at=1.5), msgspec.structs.replace(left, ended=Ended(3, 0, 1.9, 0))))
+    (report,) = diagnose(
+        job(lost(0, at=1.5), msgspec.structs.replace(left, ended=Ended(3, 0, 1.9, 0)))
+    )
     assert report.where == "while the interpreter was closing down, pid 24315"
     (report,) = diagnose(job(stopped(0), rank(1, 3, at=1.9, phase="running", stack=(FINALIZER,))))
-    assert report.where == "/venv/lib/python3.11/site-packages/torch/library.py:665 in _del_library, pid 24315"
+    assert (
+        report.where
+        == "/venv/lib/python3.11/site-packages/torch/library.py:665 in _del_library, pid 24315"
+    )
 
 
 def test_who_left_its_program_before_a_peer_noticed_stands_before_it() -> None:
     """Its sockets are closed while the interpreter closes down, and its end is heard of later."""
     (report,) = diagnose(job(lost(0, at=1.5), rank(1, 0, at=1.9, phase="finishing", phase_at=1.1)))
-    assert [(moment.at, moment.who) for moment in report.timeline] == [(1.1, "rank 1"), (1.5, "rank 0")]
+    assert [(moment.at, moment.who) for moment in report.timeline] == [
+        (1.1, "rank 1"),
+        (1.5, "rank 0"),
+    ]
 
 
 @pytest.mark.parametrize("code", ["rank-out-of-memory", "spawn-inside-run"])
 def test_a_function_is_started_again_by_launch(code: str) -> None:
     refused = raised("MemoryError", "")
-    spawned = raised("torch.multiprocessing.spawn.ProcessRaisedException", IN_SPAWNED.replace('ValueError("bad batch")', "x") + CLOSED)
+    spawned = raised(
+        "torch.multiprocessing.spawn.ProcessRaisedException",
+        IN_SPAWNED.replace('ValueError("bad batch")', "x") + CLOSED,
+    )
     error = refused if code == "rank-out-of-memory" else msgspec.structs.replace(
         spawned, message=IN_SPAWNED.replace("ValueError: bad batch", f"RuntimeError: {CLOSED}"),
         frames=(MAIN, Frame("/venv/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", 296, "start_processes", "")),
@@ -1661,7 +2219,12 @@ def test_a_function_is_started_again_by_launch(code: str) -> None:
     ("number", "function", "why", "command"),
     [
         (0, True, "a rank's standard input is /dev/null", "rallypoint.launch(train, (answer,))"),
-        (1, False, "rank 0 reads what the launcher reads (--debug-rank chooses another), and all others read /dev/null", "dist.broadcast"),
+        (
+            1,
+            False,
+            "rank 0 reads what the launcher reads (--debug-rank chooses another), and all others read /dev/null",
+            "dist.broadcast",
+        ),
         (0, False, "rank 0 reads what the launcher reads, and that was at its end", ""),
     ],
 )
@@ -1675,58 +2238,119 @@ def test_a_rank_that_asks_a_question(number: int, function: bool, why: str, comm
 
 def test_a_batch_that_was_being_taken_when_its_loader_was_killed() -> None:
     reset = raised("ConnectionResetError", "[Errno 104] Connection reset by peer", FETCHING, at=1.2)
-    taking = rank(1, 1, raised=reset, said=("RuntimeError: " + KILLED_WORKER.format("Killed"),), at=1.3)
+    taking = rank(
+        1, 1, raised=reset, said=("RuntimeError: " + KILLED_WORKER.format("Killed"),), at=1.3
+    )
     (report,) = diagnose(job(stopped(0), taking, memory=COUNTED))
-    assert (report.code, report.headline) == ("rank-killed", "a DataLoader worker of rank 1 was killed by SIGKILL")
+    assert (report.code, report.headline) == (
+        "rank-killed",
+        "a DataLoader worker of rank 1 was killed by SIGKILL",
+    )
 
 
-CAUGHT = (  # torch's handler of SIGCHLD raised inside an import of torch's own, which logs whatever goes wrong in it
+# torch's handler of SIGCHLD raised inside an import of torch's own, which logs whatever goes wrong
+# in it
+CAUGHT = (
     "[rank1]:W1122 23:55:12.400000 24315 torch/autograd/profiler.py:772] Unexpected error importing torch.profiler._cupti_monitor",
     "[rank1]:W1122 23:55:12.400000 24315 torch/autograd/profiler.py:772] Traceback (most recent call last):",
-    "[rank1]:W1122 23:55:12.400000 24315 torch/autograd/profiler.py:772] RuntimeError: " + KILLED_WORKER.format("Killed"),
+    "[rank1]:W1122 23:55:12.400000 24315 torch/autograd/profiler.py:772] RuntimeError: "
+    + KILLED_WORKER.format("Killed"),
 )
 
 
 def test_a_killed_loader_of_which_a_library_swallowed_the_news() -> None:
     gone = raised("RuntimeError", "DataLoader worker (pid(s) 24990) exited unexpectedly", at=1.4)
     (report,) = diagnose(job(stopped(0), rank(1, 1, raised=gone, said=CAUGHT), memory=COUNTED))
-    assert (report.code, report.headline) == ("rank-killed", "a DataLoader worker of rank 1 was killed by SIGKILL")
-    assert "num_workers=0" not in " ".join(help.command for help in report.help)  # it would be the rank that is killed
+    assert (report.code, report.headline) == (
+        "rank-killed",
+        "a DataLoader worker of rank 1 was killed by SIGKILL",
+    )
+    assert "num_workers=0" not in " ".join(
+        help.command for help in report.help
+    )  # it would be the rank that is killed
 
 
 def test_a_loader_that_exited_is_not_the_one_that_was_killed_before() -> None:
-    gone = raised("RuntimeError", "DataLoader worker (pid(s) 24991, 24992) exited unexpectedly", at=1.4)
+    gone = raised(
+        "RuntimeError", "DataLoader worker (pid(s) 24991, 24992) exited unexpectedly", at=1.4
+    )
     (report,) = diagnose(job(stopped(0), rank(1, 1, raised=gone, said=CAUGHT), memory=COUNTED))
-    assert (report.code, report.help[0].command) == ("rank-raised", "DataLoader(..., num_workers=0)")
+    assert (report.code, report.help[0].command) == (
+        "rank-raised",
+        "DataLoader(..., num_workers=0)",
+    )
 
 
-@pytest.mark.parametrize(("kind", "confidence"), [("ConnectionResetError", "likely"), ("ConnectionRefusedError", "certain")])
-def test_a_loader_that_died_while_its_batch_was_taken_is_no_queue_of_the_programs(kind: str, confidence: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "confidence"),
+    [("ConnectionResetError", "likely"), ("ConnectionRefusedError", "certain")],
+)
+def test_a_loader_that_died_while_its_batch_was_taken_is_no_queue_of_the_programs(
+    kind: str, confidence: str
+) -> None:
     loader = Frame(
-        "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 1291, "_try_get_data", "data = self._data_queue.get()"
+        "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py",
+        1291,
+        "_try_get_data",
+        "data = self._data_queue.get()",
     )
     error = raised(kind, "[Errno 104] Connection reset by peer", (MAIN, loader, *FETCHING), at=1.2)
     (report,) = diagnose(job(stopped(0), rank(1, 1, raised=error, at=1.3), memory=COUNTED))
     assert (report.code, report.confidence) == ("producer-gone", confidence)
-    assert report.headline.startswith(f"a DataLoader worker of rank 1 did not hand over its batch: {kind}")
+    assert report.headline.startswith(
+        f"a DataLoader worker of rank 1 did not hand over its batch: {kind}"
+    )
     assert report.help[-1].command == "DataLoader(..., num_workers=0)"
-    (killed,) = diagnose(job(stopped(0), rank(1, 1, raised=error, at=1.3), memory=msgspec.structs.replace(MEMORY, killed_pids=(24990,))))
+    (killed,) = diagnose(
+        job(
+            stopped(0),
+            rank(1, 1, raised=error, at=1.3),
+            memory=msgspec.structs.replace(MEMORY, killed_pids=(24990,)),
+        )
+    )
     assert killed.evidence == ("the kernel's log says that it killed pid 24990 for lack of memory",)
 
 
 def test_what_torchs_signal_handler_raised_over_it_says_who_was_killed() -> None:
-    """A single rank has the terminal itself: what it said last is not known, but the traceback of the whole chain is."""
+    """A single rank has the terminal itself: what it said last is not known, but the traceback of
+    the whole chain is.
+    """
     loader = Frame(
-        "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 1291, "_try_get_data", "data = self._data_queue.get()"
+        "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py",
+        1291,
+        "_try_get_data",
+        "data = self._data_queue.get()",
     )
-    error = raised("ConnectionResetError", "[Errno 104] Connection reset by peer", (MAIN, loader, *FETCHING), at=1.2)
-    later = "\nDuring handling of the above exception, another exception occurred:\n\n" + WORKER_GONE.traceback.partition("\nThe above")[0]
-    (report,) = diagnose(job(rank(0, 1, raised=msgspec.structs.replace(error, traceback=error.traceback + later)), memory=COUNTED))
-    assert (report.code, report.headline) == ("rank-killed", "a DataLoader worker of rank 0 was killed by SIGKILL")
+    error = raised(
+        "ConnectionResetError",
+        "[Errno 104] Connection reset by peer",
+        (MAIN, loader, *FETCHING),
+        at=1.2,
+    )
+    later = (
+        "\nDuring handling of the above exception, another exception occurred:\n\n"
+        + WORKER_GONE.traceback.partition("\nThe above")[0]
+    )
+    (report,) = diagnose(
+        job(
+            rank(0, 1, raised=msgspec.structs.replace(error, traceback=error.traceback + later)),
+            memory=COUNTED,
+        )
+    )
+    assert (report.code, report.headline) == (
+        "rank-killed",
+        "a DataLoader worker of rank 0 was killed by SIGKILL",
+    )
 
 
 def test_a_log_that_was_not_kept_is_not_pointed_to() -> None:
-    deep = raised("ValueError", "bad", tuple(Frame("/home/ada/exp/train.py", line, f"level_{line}", "go()") for line in range(1, 12)))
+    deep = raised(
+        "ValueError",
+        "bad",
+        tuple(
+            Frame("/home/ada/exp/train.py", line, f"level_{line}", "go()") for line in range(1, 12)
+        ),
+    )
     (kept,) = diagnose(job(rank(0, 1, raised=deep)))
     (lost_log,) = diagnose(job(rank(0, 1, raised=deep, log="", log_line=0)))
     assert any("more lines in rank0.log:40" in line for line in kept.said[0].lines)
@@ -1737,30 +2361,55 @@ def test_a_log_that_was_not_kept_is_not_pointed_to() -> None:
 @pytest.mark.parametrize(
     ("phase", "other", "where"),
     [
-        ("importing", rank(0, sent=("SIGTERM",), phase="importing"), "while running (since +0.30 s)"),  # nobody joins anything
-        ("importing", rank(0, sent=("SIGTERM",), phase="joining"), "before init_process_group, in the program (since +0.30 s)"),
-        ("importing", lost(0, phase="running"), "before init_process_group, in the program (since +0.30 s)"),
-        ("joining", rank(0, sent=("SIGTERM",), phase="joining"), "in init_process_group (since +0.30 s)"),
+        (
+            "importing",
+            rank(0, sent=("SIGTERM",), phase="importing"),
+            "while running (since +0.30 s)",
+        ),  # nobody joins anything
+        (
+            "importing",
+            rank(0, sent=("SIGTERM",), phase="joining"),
+            "before init_process_group, in the program (since +0.30 s)",
+        ),
+        (
+            "importing",
+            lost(0, phase="running"),
+            "before init_process_group, in the program (since +0.30 s)",
+        ),
+        (
+            "joining",
+            rank(0, sent=("SIGTERM",), phase="joining"),
+            "in init_process_group (since +0.30 s)",
+        ),
         ("started", rank(0, sent=("SIGTERM",), phase="started"), ""),  # --plain
     ],
 )
-def test_where_a_rank_was_that_left_without_a_word(phase: str, other: RankEvidence, where: str) -> None:
+def test_where_a_rank_was_that_left_without_a_word(
+    phase: str, other: RankEvidence, where: str
+) -> None:
     """os._exit: all that is known is its phase, and "importing" lasts until it joins a group."""
     (report,) = diagnose(job(other, rank(1, 3, phase=phase, phase_at=0.3)))
     assert (report.code, report.where) == ("rank-exited", f"{where}, pid 24315".removeprefix(", "))
 
 
 def test_one_raise_is_told_in_22_lines() -> None:
-    deep = tuple(Frame(f"/home/ada/exp/layer{i}.py", i, "forward", "x = self.inner(x)") for i in range(1, 30))
+    deep = tuple(
+        Frame(f"/home/ada/exp/layer{i}.py", i, "forward", "x = self.inner(x)") for i in range(1, 30)
+    )
     long = raised("ValueError", "too deep\n" + "more words\n" * 40, (MAIN, *deep))
     for error in (VALUE, long):
         for shown in (False, True):
-            reports = diagnose(job(stopped(0), lost(1), rank(2, 1, raised=error, said_traceback=shown), stopped(3)))
+            reports = diagnose(
+                job(stopped(0), lost(1), rank(2, 1, raised=error, said_traceback=shown), stopped(3))
+            )
             assert len(render.text(reports).splitlines()) <= 22
 
 
 def test_a_long_traceback_keeps_its_ends() -> None:
-    deep = tuple(Frame(f"/home/ada/exp/layer{i}.py", i, "forward", f"x = self.inner{i}(x)") for i in range(1, 30))
+    deep = tuple(
+        Frame(f"/home/ada/exp/layer{i}.py", i, "forward", f"x = self.inner{i}(x)")
+        for i in range(1, 30)
+    )
     (report,) = diagnose(job(rank(0, 1, raised=raised("ValueError", "too deep", (MAIN, *deep)))))
     (said,) = report.said
     assert said.lines[0] == "Traceback (most recent call last):"
@@ -1771,7 +2420,10 @@ def test_a_long_traceback_keeps_its_ends() -> None:
 
 
 def test_beside_a_help_a_traceback_takes_less_room() -> None:
-    deep = tuple(Frame(f"/home/ada/exp/layer{i}.py", i, "forward", f"x = self.inner{i}(x)") for i in range(1, 30))
+    deep = tuple(
+        Frame(f"/home/ada/exp/layer{i}.py", i, "forward", f"x = self.inner{i}(x)")
+        for i in range(1, 30)
+    )
     error = raised("ModuleNotFoundError", "No module named 'einops'", (MAIN, *deep))
     reports = diagnose(job(stopped(0), rank(1, 1, raised=error), stopped(2), stopped(3)))
     assert reports[0].help
@@ -1788,7 +2440,9 @@ def test_what_is_missing_is_installed_for_the_python_of_the_ranks() -> None:
 
 def test_a_barrier_that_broke_for_two_lines_is_one_cause() -> None:
     elsewhere = msgspec.structs.replace(BROKE, frames=(STEP, *AT_BARRIER[1:]))
-    (report,) = diagnose(job(rank(0, 1, raised=BROKE), rank(1, 1, raised=elsewhere, order=1), stopped(2)))
+    (report,) = diagnose(
+        job(rank(0, 1, raised=BROKE), rank(1, 1, raised=elsewhere, order=1), stopped(2))
+    )
     assert (report.code, report.ranks) == ("barrier-broken", (0, 1))
     assert report.evidence[-2:] == (
         "rank 0: train.py:120 in <module> (rallypoint barrier)",
@@ -1800,18 +2454,32 @@ AVERAGED = 'the average "m" got values that do not match: float32 [4, 4] in rank
 
 
 def test_what_all_who_met_were_told_at_different_lines_is_one_cause() -> None:
-    errors = [raised("rallypoint.errors.BarrierMismatch", AVERAGED, (frame,), at=1.0, code="average-mismatch") for frame in (MAIN, STEP)]
+    errors = [
+        raised(
+            "rallypoint.errors.BarrierMismatch", AVERAGED, (frame,), at=1.0, code="average-mismatch"
+        )
+        for frame in (MAIN, STEP)
+    ]
     (report,) = diagnose(job(rank(0, 1, raised=errors[0]), rank(1, 1, raised=errors[1], order=1)))
     assert (report.ranks, report.headline) == ((0, 1), f"both ranks: {AVERAGED}")
-    assert report.evidence == ("rank 0: train.py:120 in <module>", "rank 1: train.py:88 in train_step")
+    assert report.evidence == (
+        "rank 0: train.py:120 in <module>",
+        "rank 1: train.py:88 in train_step",
+    )
     (report,) = diagnose(job(*same(2, code=1, raised=errors[0])))
     assert report.evidence == ()
 
 
 def test_who_came_to_a_barrier_is_not_said_to_have_been_elsewhere() -> None:
     """Its frames at its own exit are ours, too, and nothing that a user could look at."""
-    closing = (Frame("/venv/lib/python3.11/site-packages/rallypoint/store/client.py", 112, "_end_all"),)
-    ranks = (rank(0, sent=("SIGTERM",), stack=closing), rank(1, 1, raised=TOO_LATE, at=6.1), stopped(2, LOADING))
+    closing = (
+        Frame("/venv/lib/python3.11/site-packages/rallypoint/store/client.py", 112, "_end_all"),
+    )
+    ranks = (
+        rank(0, sent=("SIGTERM",), stack=closing),
+        rank(1, 1, raised=TOO_LATE, at=6.1),
+        stopped(2, LOADING),
+    )
     (report,) = diagnose(job(*ranks))
     assert report.evidence == ("rank 2  data.py:12 in build_index",)
     (report,) = diagnose(job(*ranks[:2], stopped(2, closing)))
@@ -1824,22 +2492,39 @@ def test_who_came_to_a_barrier_is_not_said_to_have_been_elsewhere() -> None:
         ((stopped(1), stopped(2)), "ranks 1-2 were stopped; they are not at fault"),
         ((rank(1, 4, order=1, left_at="train.py:9"), stopped(2)), "rank 2 was stopped"),
         (
-            (rank(1, 4, order=1, left_at="train.py:9"), stopped(2, left_at="train.py:9", phase="finishing")),
+            (
+                rank(1, 4, order=1, left_at="train.py:9"),
+                stopped(2, left_at="train.py:9", phase="finishing"),
+            ),
             "rank 2 was leaving by the same sys.exit, and stopped",
         ),
-        ((stopped(1), stopped(2, left_at="train.py:70")), "ranks 1-2 were stopped; they are not at fault"),  # its handler of our SIGTERM
+        (
+            (stopped(1), stopped(2, left_at="train.py:70")),
+            "ranks 1-2 were stopped; they are not at fault",
+        ),  # its handler of our SIGTERM
     ],
     ids=["one-leaves", "two-leave", "all-leave", "one-is-told-to"],
 )
-def test_who_was_about_to_leave_in_the_same_way_is_not_acquitted(others: tuple[RankEvidence, ...], then: str) -> None:
+def test_who_was_about_to_leave_in_the_same_way_is_not_acquitted(
+    others: tuple[RankEvidence, ...], then: str
+) -> None:
     (report,) = diagnose(job(rank(0, 4, left_at="train.py:9"), *others))
     assert (report.code, report.then) == ("rank-exited", then)
 
 
 def test_of_an_error_caught_near_the_call_only_its_words_are_quoted() -> None:
     """Its traceback, taken while it was on its way, has no line of the program."""
-    inside = (Frame(f"{TORCH}/distributed_c10d.py", 2072, "_new_process_group_helper", "raise AssertionError(...)"),)
-    error = raised("AssertionError", "no such backend", inside, call="init_process_group", caught_at=STEP)
+    inside = (
+        Frame(
+            f"{TORCH}/distributed_c10d.py",
+            2072,
+            "_new_process_group_helper",
+            "raise AssertionError(...)",
+        ),
+    )
+    error = raised(
+        "AssertionError", "no such backend", inside, call="init_process_group", caught_at=STEP
+    )
     (report,) = diagnose(job(rank(0, 0, handled=(error,)), rank(1, phase="joining")))
     assert report.where == "/home/ada/exp/train.py:88 in train_step, pid 24314"
     assert report.said[0].lines == ("AssertionError: no such backend",)
@@ -1850,7 +2535,10 @@ def test_a_rank_that_ends_late_is_still_the_cause_when_everyone_else_speaks_of_a
     """The order of ends is chance: whatever it is, the rank that was killed is named."""
     for order in range(4):
         orders = iter(i for i in range(4) if i != order)
-        ranks = [rank(i, sig=9, order=order) if i == 2 else gave_in(i, sig=6, order=next(orders)) for i in range(4)]
+        ranks = [
+            rank(i, sig=9, order=order) if i == 2 else gave_in(i, sig=6, order=next(orders))
+            for i in range(4)
+        ]
         (report,) = diagnose(job(*ranks))
         assert (report.code, report.ranks) == ("rank-killed", (2,))
 
@@ -1860,47 +2548,73 @@ def test_a_rank_at_its_next_group_is_no_other_meeting_point() -> None:
     second = Meeting("tcp://127.0.0.1:29501", "127.0.0.1:29501", 1, 2, "gloo", turn=1)
     one, *_ = diagnose(job(waited(0, meeting=first), stopped(1, meeting=second)))
     assert one.code != "address-differs"
-    one, *_ = diagnose(job(waited(0, meeting=first), stopped(1, meeting=msgspec.structs.replace(second, turn=0))))
+    one, *_ = diagnose(
+        job(waited(0, meeting=first), stopped(1, meeting=msgspec.structs.replace(second, turn=0)))
+    )
     assert one.code == "address-differs"
 
 
 def test_in_a_job_that_goes_on_who_lost_the_rank_that_was_told_of_is_no_cause() -> None:
-    """Each was reported as "the cause is not known", with "none raised an error of its own", after the cause had been told."""
+    """Each was reported as "the cause is not known", with "none raised an error of its own", after
+    the cause had been told.
+    """
     dead = rank(1, 3, at=1.0)
     going = job(lost(0, order=2), dead, lost(2), rank(3), on_failure="continue")
-    assert news(going, (1,), (1,)) == News((), ("ranks 0 and 2 followed rank 1: all_reduce: Connection closed by peer",))
+    assert news(going, (1,), (1,)) == News(
+        (), ("ranks 0 and 2 followed rank 1: all_reduce: Connection closed by peer",)
+    )
     assert news(going, (0, 1, 2), (1,)) == News()
-    assert news(job(rank(0, sig=6, at=1.5), dead, on_failure="continue"), (1,), (1,)).followed == ("rank 0 followed rank 1: died: SIGABRT",)
+    assert news(job(rank(0, sig=6, at=1.5), dead, on_failure="continue"), (1,), (1,)).followed == (
+        "rank 0 followed rank 1: died: SIGABRT",
+    )
 
 
 def test_in_a_job_that_goes_on_another_failure_is_a_cause_of_its_own() -> None:
     going = job(rank(0, 4, at=9.0), rank(1, 3, at=1.0), lost(2), rank(3), on_failure="continue")
     told = news(going, (1,), (1,))
     assert told.followed == ("rank 2 followed rank 1: all_reduce: Connection closed by peer",)
-    assert [(one.code, one.ranks, one.then) for one in told.reports] == [("rank-exited", (0,), "rank 3 goes on")]
+    assert [(one.code, one.ranks, one.then) for one in told.reports] == [
+        ("rank-exited", (0,), "rank 3 goes on")
+    ]
 
 
 def test_in_a_job_that_goes_on_who_had_lost_a_peer_long_before_has_not_followed() -> None:
-    told = news(job(lost(0, at=1.5), rank(1, 3, at=9.0), rank(2), on_failure="continue"), (1,), (1,))
+    told = news(
+        job(lost(0, at=1.5), rank(1, 3, at=9.0), rank(2), on_failure="continue"), (1,), (1,)
+    )
     assert (told.followed, [one.code for one in told.reports]) == ((), ["cause-unknown"])
 
 
-@pytest.mark.parametrize(("at", "codes"), [(1.0, ["rank-exited", "rank-raised"]), (3.0, ["rank-raised"])])
-def test_in_a_job_that_goes_on_an_exit_before_an_exception_is_no_consequence_of_it(at: float, codes: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("at", "codes"), [(1.0, ["rank-exited", "rank-raised"]), (3.0, ["rank-raised"])]
+)
+def test_in_a_job_that_goes_on_an_exit_before_an_exception_is_no_consequence_of_it(
+    at: float, codes: list[str]
+) -> None:
     other = rank(2, 1, at=2.1, raised=raised("ValueError", "boom", at=2.0))
-    assert [one.code for one in diagnose(job(rank(0), rank(1, 4, at=at), other, on_failure="continue"))] == codes
+    assert [
+        one.code for one in diagnose(job(rank(0), rank(1, 4, at=at), other, on_failure="continue"))
+    ] == codes
     assert [one.code for one in diagnose(job(rank(0), rank(1, 4, at=at), other))] == ["rank-raised"]
     closing = rank(1, 4, at=3.0, left_when=at)  # its interpreter closed down meanwhile
-    assert [one.code for one in diagnose(job(rank(0), closing, other, on_failure="continue"))] == codes
+    assert [
+        one.code for one in diagnose(job(rank(0), closing, other, on_failure="continue"))
+    ] == codes
 
 
 def test_a_cause_that_is_seen_later_comes_first() -> None:
-    unknown, known = diagnose(job(lost(0), rank(1), on_failure="continue")), diagnose(job(rank(1, 3), on_failure="continue"))
+    unknown, known = (
+        diagnose(job(lost(0), rank(1), on_failure="continue")),
+        diagnose(job(rank(1, 3), on_failure="continue")),
+    )
     assert [one.code for one in cause_first((*unknown, *known))] == ["rank-exited", "cause-unknown"]
 
 
 def test_more_than_three_causes_are_not_told_one_by_one() -> None:
-    ranks = [rank(i, 1, order=i, raised=raised("ValueError", "x", (Frame("/a.py", i, "f"),))) for i in range(8)]
+    ranks = [
+        rank(i, 1, order=i, raised=raised("ValueError", "x", (Frame("/a.py", i, "f"),)))
+        for i in range(8)
+    ]
     reports = diagnose(job(*ranks))
     assert [report.ranks for report in reports] == [(0,), (1,), (2,)]
     assert reports[-1].then == "ranks 3-7 failed in other ways still: see their logs"
@@ -1909,16 +2623,25 @@ def test_more_than_three_causes_are_not_told_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("line", "command"),
     [
-        ("mp.spawn(run, args=(2,), nprocs=2)", "rallypoint.launch(run, (2,), nproc=2, pass_rank=True)"),
-        ("torch.multiprocessing.spawn(work, nprocs=size)", "rallypoint.launch(work, nproc=size, pass_rank=True)"),
+        (
+            "mp.spawn(run, args=(2,), nprocs=2)",
+            "rallypoint.launch(run, (2,), nproc=2, pass_rank=True)",
+        ),
+        (
+            "torch.multiprocessing.spawn(work, nprocs=size)",
+            "rallypoint.launch(work, nproc=size, pass_rank=True)",
+        ),
         ("mp.spawn(run,", "rallypoint.launch(work, nproc=2)"),  # the rest stands on other lines
     ],
 )
 def test_an_unguarded_program_is_shown_its_own_call(line: str, command: str) -> None:
-    """`rallypoint.launch(work, nproc=2)` was advised, which fails as it is typed for a function that takes its rank."""
+    """`rallypoint.launch(work, nproc=2)` was advised, which fails as it is typed for a function
+    that takes its rank.
+    """
     frame = Frame("/srv/train.py", 9, "<module>", line)
     error = msgspec.structs.replace(
-        raised("ProcessExitedException", "process 0 terminated with exit code 1", (frame,)), code="main-unguarded"
+        raised("ProcessExitedException", "process 0 terminated with exit code 1", (frame,)),
+        code="main-unguarded",
     )
     (report,) = diagnose(job(rank(0, 1, raised=error)))
     assert command in [help.command for help in report.help]
@@ -1930,7 +2653,11 @@ def test_a_store_that_waits_for_more_processes_than_there_are(number: int, confi
     words = f"Timed out after 16 seconds waiting for clients. 2/{number} clients joined."
     waits = rank(0, 1, raised=raised("torch.distributed.DistStoreError", words, (MAIN,)))
     (report,) = diagnose(job(waits, rank(1, 0)))
-    assert (report.code, report.ranks, report.confidence) == ("world-size-differs", (0,), confidence)
+    assert (report.code, report.ranks, report.confidence) == (
+        "world-size-differs",
+        (0,),
+        confidence,
+    )
     assert str(number) in report.headline
     assert words in report.evidence
 
@@ -1946,25 +2673,85 @@ def test_a_store_that_too_few_have_joined_has_the_right_size() -> None:
     [
         ("RuntimeError", CLOSED, "", True),
         ("RuntimeError", RESET, "all_reduce", True),
-        ("torch.distributed.DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed.", "", True),
+        (
+            "torch.distributed.DistNetworkError",
+            "Failed to recv, got 0 bytes. Connection was likely closed.",
+            "",
+            True,
+        ),
         ("torch.distributed.DistNetworkError", "Broken pipe", "", True),
         ("RuntimeError", "Application timeout caused pair closure", "", True),
         ("RuntimeError", "Socket Timeout", "", True),
-        ("torch.distributed.DistBackendError", "ncclRemoteError: A call failed possibly due to a remote process exiting", "", True),
-        ("RuntimeError", "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation", "", True),
-        ("torch.distributed.DistStoreError", "Timed out after 5 seconds waiting for clients. 3/4 clients joined.", "", True),
-        ("torch.distributed.DistNetworkError", "The client socket has timed out after 2000ms while trying to connect", "", True),
+        (
+            "torch.distributed.DistBackendError",
+            "ncclRemoteError: A call failed possibly due to a remote process exiting",
+            "",
+            True,
+        ),
+        (
+            "RuntimeError",
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv operation",
+            "",
+            True,
+        ),
+        (
+            "torch.distributed.DistStoreError",
+            "Timed out after 5 seconds waiting for clients. 3/4 clients joined.",
+            "",
+            True,
+        ),
+        (
+            "torch.distributed.DistNetworkError",
+            "The client socket has timed out after 2000ms while trying to connect",
+            "",
+            True,
+        ),
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", "", True),
-        ("RuntimeError", "[enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 500 vs 252", "", False),
+        (
+            "RuntimeError",
+            "[enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 500 vs 252",
+            "",
+            False,
+        ),
         ("ValueError", "bad shape", "", False),
         # A hub, a database and a service of the program's own.
-        ("requests.exceptions.ConnectTimeout", "(Caused by ConnectTimeoutError('... timed out. (connect timeout=10)'))", "", False),
+        (
+            "requests.exceptions.ConnectTimeout",
+            "(Caused by ConnectTimeoutError('... timed out. (connect timeout=10)'))",
+            "",
+            False,
+        ),
         ("RuntimeError", "FeatureStore request timed out", "", False),
-        ("RuntimeError", "[gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR: Connection refused", "", True),
-        ("TimeoutError", "the read operation timed out", "", False),  # a download of the program's own
-        ("torch.distributed.DistNetworkError", "name: EADDRINUSE, message: address already in use", "", False),
-        ("torch.distributed.DistBackendError", "NCCL error: unhandled cuda error: Call to CUDA function failed.", "barrier", True),
-        ("ValueError", "trying to initialize the default process group twice!", "init_process_group", False),
+        (
+            "RuntimeError",
+            "[gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR: Connection refused",
+            "",
+            True,
+        ),
+        (
+            "TimeoutError",
+            "the read operation timed out",
+            "",
+            False,
+        ),  # a download of the program's own
+        (
+            "torch.distributed.DistNetworkError",
+            "name: EADDRINUSE, message: address already in use",
+            "",
+            False,
+        ),
+        (
+            "torch.distributed.DistBackendError",
+            "NCCL error: unhandled cuda error: Call to CUDA function failed.",
+            "barrier",
+            True,
+        ),
+        (
+            "ValueError",
+            "trying to initialize the default process group twice!",
+            "init_process_group",
+            False,
+        ),
     ],
 )
 def test_what_is_a_consequence(kind: str, message: str, call: str, expected: bool) -> None:
@@ -1972,25 +2759,53 @@ def test_what_is_a_consequence(kind: str, message: str, call: str, expected: boo
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [("wait-timeout", True), ("store-closed", True), ("value-too-large", False), ("group-twice", False)]
+    ("code", "expected"),
+    [
+        ("wait-timeout", True),
+        ("store-closed", True),
+        ("value-too-large", False),
+        ("group-twice", False),
+    ],
 )
 def test_errors_of_ours_are_read_by_their_code(code: str, expected: bool) -> None:
     """Whatever the words are: `timed out` in a headline of ours is not torch's."""
-    assert is_consequence(Raised("rallypoint.errors.StoreTimeout", "Connection refused", (), "", code=code)) is expected
+    assert (
+        is_consequence(
+            Raised("rallypoint.errors.StoreTimeout", "Connection refused", (), "", code=code)
+        )
+        is expected
+    )
 
 
-# --- any evidence at all -------------------------------------------------------------------------------------------------
+# --- any evidence at all
+# -------------------------------------------------------------------------------------------------
 
 words = some.text(max_size=30) | some.sampled_from(
     [
-        *(CLOSED, RESET, "address already in use port: 5", "Timed out waiting 4ms", "out of memory", "Traceback (most recent call last):"),
+        *(
+            CLOSED,
+            RESET,
+            "address already in use port: 5",
+            "Timed out waiting 4ms",
+            "out of memory",
+            "Traceback (most recent call last):",
+        ),
         *(NCCL_SHM, NCCL_PEER, KILLED_WORKER.format("Killed"), TOO_LARGE.message),
     ]
 )
 frames = some.lists(some.builds(Frame, words, some.integers(0, 9), words), max_size=3).map(tuple)
 errors = some.builds(
     Raised,
-    some.sampled_from(["ValueError", "RuntimeError", "ConnectionResetError", "SyntaxError", "KeyboardInterrupt", "torch.OutOfMemoryError"]),
+    some.sampled_from(
+        [
+            "ValueError",
+            "RuntimeError",
+            "ConnectionResetError",
+            "SyntaxError",
+            "KeyboardInterrupt",
+            "torch.OutOfMemoryError",
+        ]
+    ),
     words,
     frames,
     words,
@@ -2027,16 +2842,29 @@ evidence = some.builds(
     stack=frames,
     said=some.lists(words, max_size=3).map(tuple),
     not_executed=some.sampled_from([0, 0, 0, 2]),
-    error_file=some.sampled_from(["", "{", "[]", '{"message": "ValueError: x"}', '{"message": {"message": "x"}}']),
+    error_file=some.sampled_from(
+        ["", "{", "[]", '{"message": "ValueError: x"}', '{"message": {"message": "x"}}']
+    ),
 )
 jobs = some.builds(
     lambda ranks, **more: JobEvidence(
-        "train.py", len(ranks), tuple(msgspec.structs.replace(one, rank=i, local_rank=i) for i, one in enumerate(ranks)), **more
+        "train.py",
+        len(ranks),
+        tuple(msgspec.structs.replace(one, rank=i, local_rank=i) for i, one in enumerate(ranks)),
+        **more,
     ),
     some.lists(evidence, max_size=5),
     interrupted_by=some.sampled_from(["", "SIGINT", "SIGTERM"]),
-    helper=some.none() | some.builds(HelperLost, some.just("template"), some.integers(1, 9), ends.map(lambda end: end or Ended())),
-    memory=some.builds(MemoryEvidence, some.integers(0, 2), some.booleans(), killed_pids=some.sampled_from([(), (1, 2, 3)])),
+    helper=some.none()
+    | some.builds(
+        HelperLost, some.just("template"), some.integers(1, 9), ends.map(lambda end: end or Ended())
+    ),
+    memory=some.builds(
+        MemoryEvidence,
+        some.integers(0, 2),
+        some.booleans(),
+        killed_pids=some.sampled_from([(), (1, 2, 3)]),
+    ),
     holders=some.lists(words, max_size=2).map(tuple),
     on_failure=some.sampled_from(["stop", "continue"]),
     function=some.booleans(),
@@ -2045,7 +2873,9 @@ jobs = some.builds(
 
 @settings(max_examples=300)
 @given(jobs, some.randoms(use_true_random=False))
-def test_any_evidence_gives_a_report_that_does_not_depend_on_the_order_of_ranks(evidence: JobEvidence, chance: Any) -> None:
+def test_any_evidence_gives_a_report_that_does_not_depend_on_the_order_of_ranks(
+    evidence: JobEvidence, chance: Any
+) -> None:
     reports = diagnose(evidence)
     assert reports
     assert all(report.code in CATALOGUE for report in reports)
@@ -2059,7 +2889,11 @@ def test_any_evidence_gives_a_report_that_does_not_depend_on_the_order_of_ranks(
 def test_a_module_that_is_not_there_is_wrong_usage_as_a_script_is() -> None:
     """`-m package.nothing` ended with 1, and `nothing.py` with 2."""
     missing = raised("ModuleNotFoundError", "No module named train.nothing", ())
-    (report,) = diagnose(msgspec.structs.replace(job(*same(2, code=1, phase="importing", raised=missing)), program="train.nothing"))
+    (report,) = diagnose(
+        msgspec.structs.replace(
+            job(*same(2, code=1, phase="importing", raised=missing)), program="train.nothing"
+        )
+    )
     assert (report.code, report.exit_status) == ("start-failed", 2)
     syntax = raised("SyntaxError", "invalid syntax (train.py, line 3)", (), filename="train.py")
     (report,) = diagnose(job(*same(2, code=1, phase="importing", raised=syntax)))
@@ -2070,11 +2904,18 @@ def test_the_signals_of_the_table_are_this_systems() -> None:
     assert (signal.SIGKILL, signal.SIGABRT) == (9, 6)
 
 
-QUIT = ("Traceback (most recent call last):", '  File "/home/ada/exp/train.py", line 5, in f', "    print(x)", "bdb.BdbQuit")
+QUIT = (
+    "Traceback (most recent call last):",
+    '  File "/home/ada/exp/train.py", line 5, in f',
+    "    print(x)",
+    "bdb.BdbQuit",
+)
 
 
 def test_a_debugger_without_a_terminal_is_told_how_to_get_one() -> None:
-    """With --plain, pdb.set_trace() reads /dev/null and raises bdb.BdbQuit, and nothing was said of it. With our hooks a person left it."""
+    """With --plain, pdb.set_trace() reads /dev/null and raises bdb.BdbQuit, and nothing was said of
+    it. With our hooks a person left it.
+    """
     (plain,) = diagnose(job(rank(0, 1, said=QUIT)))
     assert plain.help[0].command == "breakpoint()"
     assert "--plain" in plain.help[0].sentence

@@ -60,12 +60,28 @@ def test_the_programs_own_frames_are_kept_before_those_of_libraries(most: int) -
 
 
 def test_where_a_library_raised_is_kept_when_there_is_room() -> None:
-    kept = abridged([HEADER, *own(15, "<module>"), *library(*range(20)), "RuntimeError: x"], "RuntimeError", 8)
-    assert kept == [HEADER, *own(15, "<module>"), "... 38 more lines", *library(19), "RuntimeError: x"]
+    kept = abridged(
+        [HEADER, *own(15, "<module>"), *library(*range(20)), "RuntimeError: x"], "RuntimeError", 8
+    )
+    assert kept == [
+        HEADER,
+        *own(15, "<module>"),
+        "... 38 more lines",
+        *library(19),
+        "RuntimeError: x",
+    ]
 
 
 def test_what_was_raised_while_the_cause_was_handled_gives_way() -> None:
-    later = ["", DURING, "", HEADER, *own(30, "close"), *own(31, "close_all"), "AssertionError: no group"]
+    later = [
+        "",
+        DURING,
+        "",
+        HEADER,
+        *own(30, "close"),
+        *own(31, "close_all"),
+        "AssertionError: no group",
+    ]
     kept = abridged([*DEEP, *later], "RuntimeError", 12)
     assert DEEP[-1] in kept
     assert {*own(8, "forward")} <= {*kept}
@@ -74,17 +90,42 @@ def test_what_was_raised_while_the_cause_was_handled_gives_way() -> None:
 
 def test_a_message_of_many_lines_keeps_its_first_ones() -> None:
     mismatch = [f"\tsize mismatch for {name}.weight" for name in "abcdefgh"]
-    lines = [HEADER, *own(9, "main"), *library(1), "RuntimeError: Error(s) in loading state_dict for Model:", *mismatch]
+    lines = [
+        HEADER,
+        *own(9, "main"),
+        *library(1),
+        "RuntimeError: Error(s) in loading state_dict for Model:",
+        *mismatch,
+    ]
     kept = abridged(lines, "RuntimeError", 8)
     assert kept[-3:] == lines[5:8]
-    native = ["Exception raised from wait at store.cpp:1 (most recent call first):", "frame #0: c10::Error", "frame #1: wait"]
+    native = [
+        "Exception raised from wait at store.cpp:1 (most recent call first):",
+        "frame #0: c10::Error",
+        "frame #1: wait",
+    ]
     assert abridged([*lines[:6], *native, "", "again"], "RuntimeError", 7)[-1] == lines[5]
 
 
 def test_a_line_that_introduces_another_does_not_stand_alone() -> None:
-    lines = [HEADER, *own(9, "main"), *library(1, 2, 3), "NcclError: failed", "first", "Last error:", "no memory", "", "bye"]
+    lines = [
+        HEADER,
+        *own(9, "main"),
+        *library(1, 2, 3),
+        "NcclError: failed",
+        "first",
+        "Last error:",
+        "no memory",
+        "",
+        "bye",
+    ]
     assert abridged(lines, "NcclError", 7)[-2:] == ["NcclError: failed", "first"]
-    assert abridged(lines, "NcclError", 8)[-4:] == ["NcclError: failed", "first", "Last error:", "no memory"]
+    assert abridged(lines, "NcclError", 8)[-4:] == [
+        "NcclError: failed",
+        "first",
+        "Last error:",
+        "no memory",
+    ]
 
 
 def test_what_is_short_stays_as_it_is() -> None:
@@ -92,17 +133,37 @@ def test_what_is_short_stays_as_it_is() -> None:
 
 
 def test_of_something_else_than_frames_the_ends_are_kept() -> None:
-    group = ["  + Exception Group Traceback (most recent call last):", *(f"  | line {i}" for i in range(40)), "  +----"]
+    group = [
+        "  + Exception Group Traceback (most recent call last):",
+        *(f"  | line {i}" for i in range(40)),
+        "  +----",
+    ]
     kept = abridged(group, "ExceptionGroup", 8)
     assert (len(kept), kept[0], kept[-1]) == (8, group[0], group[-1])
 
 
 @given(
-    some.lists(some.sampled_from([HEADER, DIRECT, DURING, "", "KeyError: 'x'", "Last error:", *own(4, "load"), *library(3)]), max_size=40),
+    some.lists(
+        some.sampled_from(
+            [
+                HEADER,
+                DIRECT,
+                DURING,
+                "",
+                "KeyError: 'x'",
+                "Last error:",
+                *own(4, "load"),
+                *library(3),
+            ]
+        ),
+        max_size=40,
+    ),
     some.sampled_from(["KeyError", "Nothing"]),
     some.integers(8, 12),
 )
-def test_any_lines_give_so_many_of_their_own_in_their_order(lines: list[str], kind: str, most: int) -> None:
+def test_any_lines_give_so_many_of_their_own_in_their_order(
+    lines: list[str], kind: str, most: int
+) -> None:
     kept = abridged(lines, kind, most)
     assert len(kept) <= most
     rest = iter(lines)

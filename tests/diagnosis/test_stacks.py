@@ -49,11 +49,19 @@ def test_a_stack_in_one_line_names_the_programs_line_and_the_call_it_is_in() -> 
 
 
 def test_a_function_that_was_typed_behind_c_is_a_place() -> None:
-    """`python -c "... rallypoint.launch(f)"`; our own processes begin with a line of `-c`, and dataclasses write functions there, too."""
-    typed = DUMP.replace("/home/ada/exp/train.py", "<string>").replace("line 60 in <module>", "line 3 in __init__")
+    """`python -c "... rallypoint.launch(f)"`; our own processes begin with a line of `-c`, and
+    dataclasses write functions there, too.
+    """
+    typed = DUMP.replace("/home/ada/exp/train.py", "<string>").replace(
+        "line 60 in <module>", "line 3 in __init__"
+    )
     assert stacks.place(stacks.main_frames(typed)) == "<string>:42 in step (torch all_reduce)"
-    made = DUMP.replace('train.py", line 42 in step', 'made.py", line 42 in step').replace("c10d_logger.py", "logger.py")
-    made = made.replace('"/venv/lib/python3.11/site-packages/torch/distributed/logger.py"', '"<string>"')
+    made = DUMP.replace('train.py", line 42 in step', 'made.py", line 42 in step').replace(
+        "c10d_logger.py", "logger.py"
+    )
+    made = made.replace(
+        '"/venv/lib/python3.11/site-packages/torch/distributed/logger.py"', '"<string>"'
+    )
     assert stacks.place(stacks.main_frames(made)).startswith("/home/ada/exp/made.py:42 in step")
 
 
@@ -67,7 +75,10 @@ Current thread 0x00007f41a2246b80 (most recent call first):
   File "/home/ada/exp/train.py", line 42 in step
   File "{package}/launcher/worker.py", line 99 in run
 """
-    assert stacks.place(stacks.main_frames(dump)) == "/home/ada/exp/train.py:42 in step (rallypoint wait)"
+    assert (
+        stacks.place(stacks.main_frames(dump))
+        == "/home/ada/exp/train.py:42 in step (rallypoint wait)"
+    )
 
 
 def test_the_main_thread_is_the_last_one_and_the_crashed_one_is_marked() -> None:
@@ -135,7 +146,12 @@ def test_the_dump_of_a_real_crash() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(program)
         file.flush()
-        done = subprocess.run([sys.executable, "-X", "faulthandler", file.name], stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-X", "faulthandler", file.name],
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
         frames = stacks.current_frames(done.stderr)
         assert stacks.place(frames) == f"{file.name}:3 in fall (ctypes string_at)"
 

@@ -1,6 +1,8 @@
-"""Runs many commands quickly, each in a fork of a process that has imported the command line: JSON on stdin, JSON on stdout.
+"""Runs many commands quickly, each in a fork of a process that has imported the command line: JSON
+on stdin, JSON on stdout.
 
-The input is a list of (arguments, variables); the output is a list of (exit status, stdout, stderr).
+The input is a list of (arguments, variables); the output is a list of (exit status, stdout,
+stderr).
 """
 
 from __future__ import annotations
@@ -41,7 +43,13 @@ main = script.load()
 tasks = json.load(sys.stdin)
 saved = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-sys.argv = ["rallypoint", "run", "--fresh", "--dry-run", __file__]  # what the commands import is imported once
+sys.argv = [
+    "rallypoint",
+    "run",
+    "--fresh",
+    "--dry-run",
+    __file__,
+]  # what the commands import is imported once
 main()
 sys.stdout.flush()
 os.dup2(saved, 1)

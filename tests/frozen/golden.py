@@ -1,4 +1,6 @@
-"""Compares what the package shows today with the files in tests/golden, which say what it promises."""
+"""Compares what the package shows today with the files in tests/golden, which say what it
+promises.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ def promised(name: str) -> list[str]:
 
 
 def compare(name: str, lines: Iterable[str]) -> None:
-    """Fail with the difference if the lines are not those of the file. With UPDATE_GOLDEN=1 write them into it."""
+    """Fail with the difference if the lines are not those of the file. With UPDATE_GOLDEN=1 write
+    them into it.
+    """
     path = GOLDEN / name
     shown = [line.rstrip() for line in lines]
     if os.environ.get("UPDATE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join(shown) + "\n")
         return
-    difference = list(difflib.unified_diff(promised(name), shown, "promised", "now", lineterm="", n=2))
+    difference = list(
+        difflib.unified_diff(promised(name), shown, "promised", "now", lineterm="", n=2)
+    )
     if difference:
         raise AssertionError(
             f"the public face differs from tests/golden/{name}:\n\n"
@@ -56,10 +62,15 @@ def shape(value: object, path: str = "") -> Iterable[str]:
 
 
 def merged_shapes(values: Iterable[object]) -> list[str]:
-    """Give the shape that covers all the documents; a key with several kinds of values has them in one line."""
+    """Give the shape that covers all the documents; a key with several kinds of values has them in
+    one line.
+    """
     kinds: dict[str, set[str]] = {}
     for value in values:
         for line in shape(value):
             path, _, kind = line.rpartition(": ")
             kinds.setdefault(path, set()).add(kind)
-    return [f"{path or '(document)'}: {' or '.join(sorted(found))}" for path, found in sorted(kinds.items())]
+    return [
+        f"{path or '(document)'}: {' or '.join(sorted(found))}"
+        for path, found in sorted(kinds.items())
+    ]

@@ -1,4 +1,6 @@
-"""The public names of the package and their signatures, as text in which no module and no private class of ours is named."""
+"""The public names of the package and their signatures, as text in which no module and no private
+class of ours is named.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ USED_BY_SYNTAX = frozenset(
 """Special methods that the user's own code calls by its syntax; the others are Python's affair."""
 
 BUILT_BY_USERS = frozenset(("ChaosProxy", "ManualClock", "Network", "SharedTensor"))
-"""Classes that users construct. All other objects come from calls, and how they are built may change."""
+"""Classes that users construct. All other objects come from calls, and how they are built may
+change.
+"""
 
 UNDOCUMENTED = {
     "Store": {"ask", "ask_many", "decoded", "encoded", "lease"},
@@ -38,14 +42,18 @@ KNOWN = {
     *vars(builtins), *vars(collections.abc), *vars(datetime), *vars(types), *vars(typing),
     *rallypoint.__all__, *testing.__all__, "PathLike", "Size", "T", "Tensor", "dtype", "socket",
 }  # fmt: skip
-"""Names that a signature shows. A class of ours that users never name is shown as ...: it may be renamed."""
+"""Names that a signature shows. A class of ours that users never name is shown as ...: it may be
+renamed.
+"""
 
 _NAME = re.compile(r"(?<!['\w])(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?!['\w])")
 _MODULE = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])")
 
 
 def describe(module: ModuleType) -> Iterator[str]:
-    """Describe each public name of a module: a line, and below a class a line for each of its members."""
+    """Describe each public name of a module: a line, and below a class a line for each of its
+    members.
+    """
     for name in sorted(module.__all__):
         value = getattr(module, name)
         if inspect.isclass(value):
@@ -60,13 +68,17 @@ def describe(module: ModuleType) -> Iterator[str]:
 def members(cls: type) -> Iterator[str]:
     """Describe what a user may take from an object of the class."""
     ours = [base for base in cls.__mro__ if base.__module__.startswith("rallypoint")]
-    names = {name for base in ours for name in (*vars(base), *vars(base).get("__annotations__", ()))}
+    names = {
+        name for base in ours for name in (*vars(base), *vars(base).get("__annotations__", ()))
+    }
     names -= UNDOCUMENTED.get(cls.__name__, set())
     if cls.__name__ in BUILT_BY_USERS:
         yield f"{cls.__name__}{signature(cls)}"
     if issubclass(cls, BaseException):
         yield from (f".{name}" for name in _attributes(cls))
-    for name in sorted(name for name in names if not name.startswith("_") or name in USED_BY_SYNTAX):
+    for name in sorted(
+        name for name in names if not name.startswith("_") or name in USED_BY_SYNTAX
+    ):
         value = inspect.getattr_static(cls, name, None)
         if isinstance(value, property):
             yield f".{name}{signature(value.fget, bound=True)[2:] if value.fget else ''}"
@@ -88,7 +100,13 @@ def signature(function: Callable[..., object], *, bound: bool = False) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not star:
             parts.append("*")
         star = star or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        stars = (
+            "*"
+            if parameter.kind is parameter.VAR_POSITIONAL
+            else "**"
+            if parameter.kind is parameter.VAR_KEYWORD
+            else ""
+        )
         default = "" if parameter.default is parameter.empty else f" = {_value(parameter.default)}"
         parts.append(f"{stars}{parameter.name}{_annotated(parameter.annotation)}{default}")
     returned = found.return_annotation
@@ -100,7 +118,11 @@ def _annotated(annotation: object) -> str:
 
 
 def _type(annotation: object) -> str:
-    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", repr(annotation))
+    text = (
+        annotation
+        if isinstance(annotation, str)
+        else getattr(annotation, "__name__", repr(annotation))
+    )
     return _NAME.sub(lambda match: match[1] if match[1] in KNOWN else "...", text)
 
 
@@ -112,19 +134,34 @@ def _value(default: object) -> str:
 
 def _bases(cls: type) -> list[str]:
     """Name the public classes that an `except` clause or `isinstance` may rely on."""
-    public = {value for name in rallypoint.__all__ if inspect.isclass(value := getattr(rallypoint, name))}
-    told = (base for base in cls.__mro__[1:] if base in public or not base.__module__.startswith("rallypoint"))
-    return sorted(base.__name__ for base in told if base not in (object, Exception, BaseException, typing.Generic))
+    public = {
+        value for name in rallypoint.__all__ if inspect.isclass(value := getattr(rallypoint, name))
+    }
+    told = (
+        base
+        for base in cls.__mro__[1:]
+        if base in public or not base.__module__.startswith("rallypoint")
+    )
+    return sorted(
+        base.__name__
+        for base in told
+        if base not in (object, Exception, BaseException, typing.Generic)
+    )
 
 
 def _attributes(cls: type[BaseException]) -> list[str]:
     """Name the attributes that an exception of the class has."""
     if issubclass(cls, Warning):
         return ["args"]
-    required = [p for p in inspect.signature(cls).parameters.values() if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
-    examples: tuple[Any, ...] = {"WorkerError": ("failed", [ValueError()]), "RemoteTraceback": ("text",)}.get(
-        cls.__name__, ("code", "headline")
-    )
+    required = [
+        p
+        for p in inspect.signature(cls).parameters.values()
+        if p.default is p.empty and p.kind is p.KEYWORD_ONLY
+    ]
+    examples: tuple[Any, ...] = {
+        "WorkerError": ("failed", [ValueError()]),
+        "RemoteTraceback": ("text",),
+    }.get(cls.__name__, ("code", "headline"))
     error = cls(*examples, **{p.name: {} if p.name == "results" else 0 for p in required})
     return sorted({"args", *(name for name in vars(error) if not name.startswith("_"))})
 

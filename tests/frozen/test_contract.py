@@ -1,7 +1,9 @@
-"""The public face of the package is what the files in tests/golden say: names, options, codes, JSON, files, exit statuses.
+"""The public face of the package is what the files in tests/golden say: names, options, codes,
+JSON, files, exit statuses.
 
-A user's program, script or pipeline may rely on each line of them, so a change of one is seen by a reviewer.
-Everything is reached as a user reaches it: by public names, the command line and the files of a run.
+A user's program, script or pipeline may rely on each line of them, so a change of one is seen by a
+reviewer. Everything is reached as a user reaches it: by public names, the command line and the
+files of a run.
 """
 
 from __future__ import annotations
@@ -71,7 +73,12 @@ VALUES = {
 }
 """For each option of `run` that has a value: one that is not its default."""
 
-REFUSED = {"--master-addr": "192.0.2.1", "--nnodes": "2", "--node-rank": "1", "--rdzv-backend": "etcd"}
+REFUSED = {
+    "--master-addr": "192.0.2.1",
+    "--nnodes": "2",
+    "--node-rank": "1",
+    "--rdzv-backend": "etcd",
+}
 """For options that change nothing: a value that is refused, given by the option's variable."""
 
 VARIABLES = {"--log-line-prefix-template": "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
@@ -100,7 +107,9 @@ class Job(NamedTuple):
         return json.loads((self.folder / name).read_text())
 
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()
+        ]
 
 
 class Jobs(NamedTuple):
@@ -117,7 +126,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with some programs, where all commands run."""
     folder = tmp_path_factory.mktemp("contract")
     (folder / "program.py").write_text("print('hello')\n")
-    (folder / "raises.py").write_text("import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('boom')\ntime.sleep(60)\n")
+    (folder / "raises.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('boom')\ntime.sleep(60)\n"
+    )
     (folder / "waits.py").write_text(
         "import json, os, time\nprint(json.dumps(dict(os.environ)), flush=True)\nwhile True:\n    time.sleep(1)\n"
     )
@@ -133,7 +144,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(place: Path) -> dict[str, str]:
-    """The environment of all commands: nothing of another launcher's in it, and a home folder of its own."""
+    """The environment of all commands: nothing of another launcher's in it, and a home folder of
+    its own.
+    """
     clean = {name: value for name, value in os.environ.items() if not FOREIGN.fullmatch(name)}
     return {**clean, "HOME": str(place), "XDG_STATE_HOME": str(place / "state")}
 
@@ -145,14 +158,28 @@ def jobs(place: Path, environment: dict[str, str]) -> Jobs:
     def job(name: str, *arguments: str) -> Job:
         folder = place / "runs" / name
         command = [*RALLYPOINT, "run", "--run-dir", str(folder), *arguments]
-        done = subprocess.run(command, cwd=place, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            cwd=place,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return Job(done.returncode, done.stdout, done.stderr, folder)
 
     def waiting_job() -> tuple[Job, dict[str, Any], int, list[dict[str, str]]]:
         folder = place / "runs" / "stopped"
         command = [*RALLYPOINT, "run", "--fresh", "-n", "2", "--run-dir", str(folder), "waits.py"]
         with subprocess.Popen(
-            command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=place,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as launcher:
             assert launcher.stdout is not None
             words = dict(launcher.stdout.readline().split(" ", 1) for _ in range(2))
@@ -160,17 +187,29 @@ def jobs(place: Path, environment: dict[str, str]) -> Jobs:
             stopped = _command(place, environment, "stop", str(folder))
             out, err = launcher.communicate()
         ranks = [json.loads(words[f"[{rank}]"]) for rank in range(2)]
-        added = [{name: value for name, value in of.items() if environment.get(name) != value} for of in ranks]
-        return Job(launcher.returncode, out, err, folder), json.loads(stacks.stdout), stopped.returncode, added
+        added = [
+            {name: value for name, value in of.items() if environment.get(name) != value}
+            for of in ranks
+        ]
+        return (
+            Job(launcher.returncode, out, err, folder),
+            json.loads(stacks.stdout),
+            stopped.returncode,
+            added,
+        )
 
     with ThreadPoolExecutor(max_workers=3) as pool:
         waiting = pool.submit(waiting_job)
         others = {
-            "a rank raises": pool.submit(job, "raises", "--fresh", "-n", "2", "--error-format", "json", "raises.py"),
+            "a rank raises": pool.submit(
+                job, "raises", "--fresh", "-n", "2", "--error-format", "json", "raises.py"
+            ),
             "every rank ends with 0": pool.submit(job, "good", "--no-python", "./ends", "0"),
             "a rank exits with 7": pool.submit(job, "exits", "--no-python", "./ends", "7"),
             "a rank is killed by SIGKILL": pool.submit(job, "killed", "--no-python", "./dies"),
-            "the kernel cannot execute the program": pool.submit(job, "unknown", "--no-python", "./unknown"),
+            "the kernel cannot execute the program": pool.submit(
+                job, "unknown", "--no-python", "./unknown"
+            ),
         }
         ended = {name: future.result() for name, future in others.items()}
         stopped_job, stacks, stopped, ranks = waiting.result()
@@ -178,8 +217,17 @@ def jobs(place: Path, environment: dict[str, str]) -> Jobs:
     return Jobs(ended, stacks, stopped, ranks)
 
 
-def _command(place: Path, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RALLYPOINT, *arguments], cwd=place, env=environment, capture_output=True, text=True, check=False)
+def _command(
+    place: Path, environment: dict[str, str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*RALLYPOINT, *arguments],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def _commands(
@@ -199,26 +247,53 @@ def test_python_names_and_signatures() -> None:
         store.queue("q").put(1)
         taken = store.queue("q").take()
         [watched] = [store.identity]
-        lines = ["# rallypoint", *public_names.describe(rallypoint), "", "# rallypoint.testing", *public_names.describe(testing)]
+        lines = [
+            "# rallypoint",
+            *public_names.describe(rallypoint),
+            "",
+            "# rallypoint.testing",
+            *public_names.describe(testing),
+        ]
         lines += ["", "# what Queue.take gives", *public_names.members(type(taken))]
         lines += ["", "# what Store.identity gives", *public_names.members(type(watched))]
-        lines += ["", "# keys of Store.status()", *sorted(store.status()), "", "# keys of Store.statistics()", *sorted(store.statistics())]
-    only_there = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, Exception) and n not in rallypoint.__all__}
+        lines += [
+            "",
+            "# keys of Store.status()",
+            *sorted(store.status()),
+            "",
+            "# keys of Store.statistics()",
+            *sorted(store.statistics()),
+        ]
+    only_there = {
+        n
+        for n, v in vars(errors).items()
+        if isinstance(v, type) and issubclass(v, Exception) and n not in rallypoint.__all__
+    }
     lines += ["", "# rallypoint.errors, besides what rallypoint has", *sorted(only_there)]
-    assert all(getattr(errors, name) is value for name, value in vars(rallypoint).items() if hasattr(errors, name) and name[0] != "_")
+    assert all(
+        getattr(errors, name) is value
+        for name, value in vars(rallypoint).items()
+        if hasattr(errors, name) and name[0] != "_"
+    )
     golden.compare("python_names.txt", lines)
 
 
-def test_pytest_plugin(pytestconfig: pytest.Config, place: Path, environment: dict[str, str]) -> None:
+def test_pytest_plugin(
+    pytestconfig: pytest.Config, place: Path, environment: dict[str, str]
+) -> None:
     markers = [line for line in pytestconfig.getini("markers") if line.startswith("ranks")]
     listed = subprocess.run(
         [sys.executable, "-m", "pytest", "--fixtures", "--color=no", "-p", "rallypoint", "--rootdir", str(place), str(place)],
         cwd=place, env={**environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, text=True, check=False,
     ).stdout  # fmt: skip
-    section = re.search(r"fixtures defined from rallypoint\S* -+\n(.*?)\n(?:-{5,}|={5,})", listed, re.DOTALL)
+    section = re.search(
+        r"fixtures defined from rallypoint\S* -+\n(.*?)\n(?:-{5,}|={5,})", listed, re.DOTALL
+    )
     assert section, listed
     fixtures = re.findall(r"^(\w+(?: \[\w+ scope\])?) -- ", section[1], re.MULTILINE)
-    golden.compare("pytest_plugin.txt", ["# fixtures", *sorted(fixtures), "", "# markers", *markers])
+    golden.compare(
+        "pytest_plugin.txt", ["# fixtures", *sorted(fixtures), "", "# markers", *markers]
+    )
 
 
 def test_help_of_every_command(place: Path, environment: dict[str, str]) -> None:
@@ -227,19 +302,32 @@ def test_help_of_every_command(place: Path, environment: dict[str, str]) -> None
     lines = []
     for task, (status, out, err) in zip(tasks, seen, strict=True):
         assert (status, err) == (0, "")
-        lines += [f"$ rallypoint {' '.join(task)}", *out.replace(rallypoint.__version__, "VERSION").splitlines(), ""]
+        lines += [
+            f"$ rallypoint {' '.join(task)}",
+            *out.replace(rallypoint.__version__, "VERSION").splitlines(),
+            "",
+        ]
     golden.compare("help.txt", lines)
 
 
 def test_every_option_of_run(place: Path, environment: dict[str, str]) -> None:
     """What an option changes in `--dry-run`; and its variable, which must change the same."""
-    tasks: list[tuple[list[str], dict[str, str]]] = [(["run", "--fresh", "--dry-run", "-n", "2", "program.py"], {})]
+    tasks: list[tuple[list[str], dict[str, str]]] = [
+        (["run", "--fresh", "--dry-run", "-n", "2", "program.py"], {})
+    ]
     rows = list(_options(_commands(place, environment, [(["run", "--help"], {})])[0][1]))
     for names, has_value in rows:
         option = names[-1]
         words = [option, VALUES[option]] if has_value else [option]
-        program = {"--module": "json.tool", "--no-python": "./ends", "--help": ""}.get(option, "program.py")
-        tail = ["--fresh", "--dry-run", *(["-n", "2"] if option != "--nproc-per-node" else []), *([program] if program else [])]
+        program = {"--module": "json.tool", "--no-python": "./ends", "--help": ""}.get(
+            option, "program.py"
+        )
+        tail = [
+            "--fresh",
+            "--dry-run",
+            *(["-n", "2"] if option != "--nproc-per-node" else []),
+            *([program] if program else []),
+        ]
         variable = _variable(option)
         underscored = "--" + option[2:].replace("-", "_")
         tasks.append((["run", underscored, *words[1:], *tail], {}))
@@ -247,7 +335,9 @@ def test_every_option_of_run(place: Path, environment: dict[str, str]) -> None:
         if option in REFUSED:
             tasks.append((["run", *tail], {variable: REFUSED[option]}))
         else:
-            tasks.append((["run", option, "", *tail] if has_value else ["run", f"{option}=1", *tail], {}))
+            tasks.append(
+                (["run", option, "", *tail] if has_value else ["run", f"{option}=1", *tail], {})
+            )
     base, *seen = _commands(place, environment, tasks)
     unchanged = _steady(base, place)
     lines = ["$ rallypoint run --fresh --dry-run -n 2 program.py", *unchanged]
@@ -259,7 +349,13 @@ def test_every_option_of_run(place: Path, environment: dict[str, str]) -> None:
             lines.append(f"  the same by {variable}")
         if option != "--help":
             lines += [f"  {line}" for line in given if line not in unchanged]
-        how = f"{variable}={REFUSED[option]}" if option in REFUSED else "empty" if has_value else "with a value"
+        how = (
+            f"{variable}={REFUSED[option]}"
+            if option in REFUSED
+            else "empty"
+            if has_value
+            else "with a value"
+        )
         lines.append(f"  {how}: {_code(wrong)}")
     golden.compare("options_of_run.txt", lines)
 
@@ -269,7 +365,9 @@ def _variable(option: str) -> str:
 
 
 def _options(text: str) -> Iterator[tuple[list[str], bool]]:
-    """Find the options in a command's help: their names, the long one last, and whether they have a value."""
+    """Find the options in a command's help: their names, the long one last, and whether they have a
+    value.
+    """
     for line in text.splitlines():
         if found := re.match(r"  (?:(-\w), )?(--[a-z0-9-]+)( [A-Za-z<]\S*)?(?:  |$)", line):
             yield [name for name in found.group(1, 2) if name], bool(found[3])
@@ -293,7 +391,9 @@ def _code(lines: list[str]) -> str:
 def test_error_codes(place: Path, environment: dict[str, str]) -> None:
     """Every code, and what it means in a line."""
     listed = _command(place, environment, "explain").stdout
-    golden.compare("error_codes.txt", sorted(re.sub(r" +", " ", line) for line in listed.splitlines()))
+    golden.compare(
+        "error_codes.txt", sorted(re.sub(r" +", " ", line) for line in listed.splitlines())
+    )
 
 
 def test_owner_of_each_error_code() -> None:
@@ -302,7 +402,10 @@ def test_owner_of_each_error_code() -> None:
         "program": "Your program", "usage": "How rallypoint was called", "machine": "This machine",
         "person": "Somebody wanted it", "launcher": "rallypoint itself",
     }  # fmt: skip
-    golden.compare("error_owners.txt", sorted(f"{cause.code}: {titles[cause.affair]}" for cause in CATALOGUE.values()))
+    golden.compare(
+        "error_owners.txt",
+        sorted(f"{cause.code}: {titles[cause.affair]}" for cause in CATALOGUE.values()),
+    )
 
 
 def test_json_documents(place: Path, environment: dict[str, str], jobs: Jobs) -> None:
@@ -316,22 +419,42 @@ def test_json_documents(place: Path, environment: dict[str, str], jobs: Jobs) ->
         "explain FILE --error-format json": ["explain", "job.log"],
         "run --error-format json, wrong usage": ["run", "--master-port", "x", "program.py"],
     }
-    made: list[tuple[list[str], dict[str, str]]] = [(["run", "--no-python", "./ends", "0"], {})]  # for the list: a run that is kept
-    seen = _commands(place, environment, [*made, *(([words[0], "--error-format", "json", *words[1:]], {}) for words in commands.values())])[
-        1:
-    ]
+    made: list[tuple[list[str], dict[str, str]]] = [
+        (["run", "--no-python", "./ends", "0"], {})
+    ]  # for the list: a run that is kept
+    seen = _commands(
+        place,
+        environment,
+        [
+            *made,
+            *(
+                ([words[0], "--error-format", "json", *words[1:]], {})
+                for words in commands.values()
+            ),
+        ],
+    )[1:]
     lines: list[str] = []
     for name, (_, out, err) in zip(commands, seen, strict=True):
         documents = [json.loads(line) for line in (out or err).splitlines()]
         shapes = golden.merged_shapes(documents)
-        if name == "doctor --error-format json":  # what is found differs between machines; the next document has it all
+        if (
+            name == "doctor --error-format json"
+        ):  # what is found differs between machines; the next document has it all
             shapes = [line for line in shapes if "[]" not in line]
         lines += ["", f"# {name}", *shapes]
     folders = [job.folder for job in jobs.ended.values() if job.folder.exists()]
-    reports = [json.loads((folder / "report.json").read_text()) for folder in folders if (folder / "report.json").exists()]
+    reports = [
+        json.loads((folder / "report.json").read_text())
+        for folder in folders
+        if (folder / "report.json").exists()
+    ]
     lines += ["", "# plan.json", *golden.merged_shapes([raised.document("plan.json")])]
     lines += ["", "# report.json", *golden.merged_shapes(reports)]
-    lines += ["", "# run --error-format json, on stderr", *golden.merged_shapes([json.loads(raised.err)])]
+    lines += [
+        "",
+        "# run --error-format json, on stderr",
+        *golden.merged_shapes([json.loads(raised.err)]),
+    ]
     for rank in jobs.stacks["ranks"]:
         rank["stands_for"] = None  # a number as soon as it is known
     lines += ["", "# stacks --error-format json", *golden.merged_shapes([jobs.stacks])]
@@ -350,7 +473,11 @@ def test_files_of_a_run(jobs: Jobs) -> None:
     rows: dict[str, list[str]] = {}
     for what, events in kinds.items():
         shapes = golden.merged_shapes(events)
-        rows[what] = [f"{what}.{line}" for line in shapes if not line.startswith(("(document)", "what:", "details:"))]
+        rows[what] = [
+            f"{what}.{line}"
+            for line in shapes
+            if not line.startswith(("(document)", "what:", "details:"))
+        ]
     for line in golden.promised("events.txt"):  # of the others, not each is seen in each run
         what = line.partition(".")[0]
         if what not in ALWAYS and what not in kinds:
@@ -360,7 +487,9 @@ def test_files_of_a_run(jobs: Jobs) -> None:
 
 
 def test_environment_of_a_rank(place: Path, jobs: Jobs) -> None:
-    """What a rank has in its environment besides what it inherits; what differs from run to run has another name for it."""
+    """What a rank has in its environment besides what it inherits; what differs from run to run has
+    another name for it.
+    """
     lines = []
     for rank, variables in enumerate(jobs.ranks):
         lines.append(f"# rank {rank} of 2")
@@ -379,7 +508,14 @@ def test_exit_statuses(place: Path, environment: dict[str, str], jobs: Jobs) -> 
         "run without a program": ["run", "-n", "2"],
         "run with a script that is not there": ["run", "absent.py"],
         "run --dry-run": ["run", "--fresh", "--dry-run", "program.py"],
-        "run with a run folder that cannot be made": ["run", "--no-python", "--run-dir", "/proc/none", "./ends", "0"],
+        "run with a run folder that cannot be made": [
+            "run",
+            "--no-python",
+            "--run-dir",
+            "/proc/none",
+            "./ends",
+            "0",
+        ],
         "show of a run that is there": ["show", str(jobs.ended["a rank raises"].folder)],
         "show of a run that is not there": ["show", "absent"],
         "stacks of a job that has ended": ["stacks", str(jobs.ended["a rank raises"].folder)],
@@ -393,5 +529,8 @@ def test_exit_statuses(place: Path, environment: dict[str, str], jobs: Jobs) -> 
     }
     seen = _commands(place, environment, [(words, {}) for words in commands.values()])
     lines = [f"{job.status} {name}" for name, job in jobs.ended.items()]
-    lines += [f"{jobs.stopped} stop of a job that runs", *(f"{one[0]} {name}" for name, one in zip(commands, seen, strict=True))]
+    lines += [
+        f"{jobs.stopped} stop of a job that runs",
+        *(f"{one[0]} {name}" for name, one in zip(commands, seen, strict=True)),
+    ]
     golden.compare("exit_statuses.txt", lines)

@@ -1,4 +1,5 @@
-"""What only a GPU can prove. One is enough for all of it; what needs two says so when it is skipped.
+"""What only a GPU can prove. One is enough for all of it; what needs two says so when it is
+skipped.
 
 docs/reference/devices.md says on which machines these have run.
 """
@@ -39,7 +40,8 @@ def start(folder: Path, *arguments: str | Path, text: str = "") -> subprocess.Co
     )  # fmt: skip
 
 
-# --- what is here ----------------------------------------------------------------------------------------------------
+# --- what is here
+# --------------------------------------------------------------------------------------------------
 
 
 def test_files_and_nvml_agree_with_torch() -> None:
@@ -47,9 +49,13 @@ def test_files_and_nvml_agree_with_torch() -> None:
     assert nvml.source == "nvml", nvml.problem
     assert len(files.devices) == len(nvml.devices)
     assert files.driver in ("", nvml.driver)
-    assert [one.uuid for one in files.devices] == [one.uuid for one in nvml.devices] or not any(one.uuid for one in files.devices)
+    assert [one.uuid for one in files.devices] == [one.uuid for one in nvml.devices] or not any(
+        one.uuid for one in files.devices
+    )
     ask = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_properties(0).uuid, torch.version.cuda)"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=DEADLINE, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=DEADLINE, check=True
+    )
     count, uuid, cuda = done.stdout.split()
     assert int(count) == gpus()
     first = devices.resolve(nvml, os.environ).indices[0]
@@ -67,7 +73,9 @@ def test_looking_makes_no_context() -> None:
         "assert not [one for one in os.listdir('/proc/self/fd') if os.path.lexists(f'/proc/self/fd/{one}')"
         " and 'nvidia' in os.readlink(f'/proc/self/fd/{one}')]\n"
     )
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -76,11 +84,19 @@ def test_the_check_for_cuda_in_the_template(touch: str) -> None:
     """is_available() may be enough: it initialises the driver."""
     ask = f"import torch\nfrom rallypoint.launcher.template import template\nprint(repr(template.unclean()))\n{touch}\nprint(repr(template.unclean()))"  # noqa: E501
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=True,
+    )
     assert done.stdout.splitlines() == ["''", "'CUDA is initialised'"]
 
 
-# --- forks -----------------------------------------------------------------------------------------------------------
+# --- forks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_ranks_of_the_template_use_cuda() -> None:
@@ -96,17 +112,29 @@ def test_ranks_of_the_template_use_cuda() -> None:
 
 def test_a_caller_that_has_used_cuda(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "questions" / "C1_cuda_in_the_caller.py"], capture_output=True, text=True, timeout=DEADLINE, check=False
+        [sys.executable, EXAMPLES / "questions" / "C1_cuda_in_the_caller.py"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "2 ranks used cuda while their caller had it in use\n"), done.stderr
+    assert (done.returncode, done.stdout) == (
+        0,
+        "2 ranks used cuda while their caller had it in use\n",
+    ), done.stderr
 
 
 def test_a_preload_module_that_touches_cuda(tmp_path: Path) -> None:
     (tmp_path / "ops.py").write_text("import torch\n\nhere = torch.cuda.is_available()\n")
     text = "import time, torch\ntime.sleep(20)\nprint(torch.ones(2, device='cuda').sum().item())\n"
     done = start(tmp_path, "-n", "2", "--preload", "ops", "train.py", text=text)
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 2.0", "[1] 2.0"]), done.stderr
-    assert "[cuda-in-template]: importing ops leaves a process that must not be forked: CUDA is initialised" in done.stderr
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 2.0", "[1] 2.0"]), (
+        done.stderr
+    )
+    assert (
+        "[cuda-in-template]: importing ops leaves a process that must not be forked: CUDA is initialised"
+        in done.stderr
+    )
     assert "where  ops.py:3" in done.stderr
 
 
@@ -120,10 +148,14 @@ def test_a_loader_forked_after_cuda(tmp_path: Path) -> None:
     done = start(tmp_path, "-n", "1", "train.py", text=text)
     assert done.returncode == 1
     assert "error[cuda-before-fork]" in done.stderr
-    assert "why    the process was forked at train.py:14, after train.py:13 had used CUDA\n" in done.stderr, done.stderr
+    assert (
+        "why    the process was forked at train.py:14, after train.py:13 had used CUDA\n"
+        in done.stderr
+    ), done.stderr
 
 
-# --- process groups --------------------------------------------------------------------------------------------------
+# --- process groups
+# --------------------------------------------------------------------------------------------------
 
 
 def adding_up(device: str) -> Callable[[], tuple[str, float]]:
@@ -142,7 +174,9 @@ def adding_up(device: str) -> Callable[[], tuple[str, float]]:
 
 
 def test_two_ranks_on_one_gpu_with_gloo() -> None:
-    assert rallypoint.launch(adding_up("cuda:0"), nproc=2, backend="gloo") == [("cuda:0", 3000.0)] * 2
+    assert (
+        rallypoint.launch(adding_up("cuda:0"), nproc=2, backend="gloo") == [("cuda:0", 3000.0)] * 2
+    )
 
 
 def test_nccl_with_one_rank() -> None:
@@ -152,11 +186,15 @@ def test_nccl_with_one_rank() -> None:
 def test_nccl_with_a_gpu_for_each_rank() -> None:
     if gpus() < 2:
         pytest.skip("needs two GPUs")
-    assert rallypoint.launch(adding_up("cuda"), nproc=2, backend="nccl") == [(f"cuda:{rank}", 3000.0) for rank in range(2)]
+    assert rallypoint.launch(adding_up("cuda"), nproc=2, backend="nccl") == [
+        (f"cuda:{rank}", 3000.0) for rank in range(2)
+    ]
 
 
 def test_more_ranks_than_gpus_are_refused_before_anything_starts() -> None:
-    with pytest.raises(UsageError, match=r"needs a GPU for each rank: \d+ ranks, and \d+ GPUs? visible") as refusal:
+    with pytest.raises(
+        UsageError, match=r"needs a GPU for each rank: \d+ ranks, and \d+ GPUs? visible"
+    ) as refusal:
         rallypoint.launch(adding_up("cuda"), nproc=gpus() + 1, backend="nccl")
     assert refusal.value.code == "device-missing"
 
@@ -178,9 +216,13 @@ print("added up")
 
 def test_two_ranks_on_one_gpu_with_nccl(tmp_path: Path) -> None:
     """Named from the comparison of devices, whether or not NCCL has refused by then."""
-    done = start(tmp_path, "-n", "2", "train.py", text=SHARED.format(choice="torch.cuda.set_device(0)"))
+    done = start(
+        tmp_path, "-n", "2", "train.py", text=SHARED.format(choice="torch.cuda.set_device(0)")
+    )
     assert done.returncode == 1
-    assert "error[device-shared]: both ranks joined a group of NCCL's with the same GPU" in done.stderr, done.stderr
+    assert (
+        "error[device-shared]: both ranks joined a group of NCCL's with the same GPU" in done.stderr
+    ), done.stderr
     assert "which the program chose" in done.stderr
 
 
@@ -197,7 +239,9 @@ def test_a_rank_that_has_not_chosen_gets_its_own(tmp_path: Path) -> None:
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:
     done = start(tmp_path, "-n", "1", "train.py", text="import torch\ntorch.cuda.set_device(99)\n")
-    assert "error[device-missing]: rank 0 asked for a device that is not there" in done.stderr, done.stderr
+    assert "error[device-missing]: rank 0 asked for a device that is not there" in done.stderr, (
+        done.stderr
+    )
     assert "the NVIDIA driver is " in done.stderr
     assert "was built for CUDA" in done.stderr
 

@@ -1,7 +1,8 @@
 """What is concluded from the answers of NVML, of files and of torch's version.py.
 
-Nothing here needs a GPU, and nothing here was recorded on one: the answers in devices/*.json are constructed after NVML's reference. The
-way from the driver's library to a `Look` is gone once with a library made from a few lines of C.
+Nothing here needs a GPU, and nothing here was recorded on one: the answers in devices/*.json are
+constructed after NVML's reference. The way from the driver's library to a `Look` is gone once with
+a library made from a few lines of C.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Replayed:
     NVMLError = ReplayedError
 
     def __init__(self, name: str) -> None:
-        self._told: dict[str, Any] = json.loads((ANSWERS / f"{name}.json").read_text(encoding="utf-8"))
+        self._told: dict[str, Any] = json.loads(
+            (ANSWERS / f"{name}.json").read_text(encoding="utf-8")
+        )
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return str(self._told["nvmlSystemGetDriverVersion"])
@@ -88,13 +91,19 @@ def found(look: Look, listed: str | None = None, build: Build | None = None, **m
     return Found(look, resolve(look, environ), build)
 
 
-# --- NVML's answers --------------------------------------------------------------------------------------------------
+# --- NVML's answers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_four_gpus() -> None:
     look = replayed("four-h100")
     assert (look.driver, look.cuda, look.source, look.problem) == ("550.54.14", "12.4", "nvml", "")
-    assert [device.uuid[:12] for device in look.devices] == ["GPU-000000a0", "GPU-000000a1", "GPU-000000b2", "GPU-000000b3"]
+    assert [device.uuid[:12] for device in look.devices] == [
+        "GPU-000000a0",
+        "GPU-000000a1",
+        "GPU-000000b2",
+        "GPU-000000b3",
+    ]
     assert {device.name for device in look.devices} == {"NVIDIA H100 80GB HBM3"}
     assert [round(device.used / GIB, 1) for device in look.devices] == [0.0, 0.0, 70.5, 0.0]
     assert not any(device.instances for device in look.devices)
@@ -102,7 +111,9 @@ def test_four_gpus() -> None:
 
 def test_a_gpu_that_others_use() -> None:
     here = found(replayed("four-h100"))
-    assert here.strangers([1, 2]) == ("GPU 2: pid 4711 holds 70.1 GiB of its 79.6 GiB",)  # and not the desktop's 20 MiB
+    assert here.strangers([1, 2]) == (
+        "GPU 2: pid 4711 holds 70.1 GiB of its 79.6 GiB",
+    )  # and not the desktop's 20 MiB
     assert here.strangers([4711]) == ()  # a rank of ours
     assert found(replayed("four-h100"), "0,1").strangers([]) == ()  # of no concern
 
@@ -111,18 +122,33 @@ def test_what_a_rank_has_started_is_no_stranger() -> None:
     process = devices.Process(99, 10 * GIB, "python loader.py", session=7)
     here = found(Look((Device("GPU-1", "H100", 80 * GIB, 10 * GIB, processes=(process,)),)))
     assert here.strangers([7]) == ()
-    assert here.strangers([8]) == ("GPU 0: pid 99 (python loader.py) holds 10.0 GiB of its 80.0 GiB",)
+    assert here.strangers([8]) == (
+        "GPU 0: pid 99 (python loader.py) holds 10.0 GiB of its 80.0 GiB",
+    )
 
 
 def test_a_gpu_in_parts() -> None:
     look = replayed("mig-a100")
-    assert [device.instances for device in look.devices] == [(), ("MIG-11111111-aaaa", "MIG-22222222-bbbb", "MIG-22333333-cccc")]
-    for listed in (None, "1", "0,1", "MIG-11111111-aaaa,MIG-22222222-bbbb"):  # CUDA shows a process one part, whatever is listed
+    assert [device.instances for device in look.devices] == [
+        (),
+        ("MIG-11111111-aaaa", "MIG-22222222-bbbb", "MIG-22333333-cccc"),
+    ]
+    for listed in (
+        None,
+        "1",
+        "0,1",
+        "MIG-11111111-aaaa,MIG-22222222-bbbb",
+    ):  # CUDA shows a process one part, whatever is listed
         assert len(resolve(look, {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed})) == 1
     assert resolve(look, {"CUDA_VISIBLE_DEVICES": "0"}) == devices.Visible("0", (0,))
-    assert resolve(look, {"CUDA_VISIBLE_DEVICES": "MIG-223"}) == devices.Visible("MIG-223", (1,), instance=True)
+    assert resolve(look, {"CUDA_VISIBLE_DEVICES": "MIG-223"}) == devices.Visible(
+        "MIG-223", (1,), instance=True
+    )
     assert resolve(look, {"CUDA_VISIBLE_DEVICES": "MIG-22"}).stopped == "MIG-22 fits 2 GPUs"
-    assert found(look).facts()[-2:] == ("CUDA_VISIBLE_DEVICES is not set", "CUDA shows a process one instance (MIG) only")
+    assert found(look).facts()[-2:] == (
+        "CUDA_VISIBLE_DEVICES is not set",
+        "CUDA shows a process one instance (MIG) only",
+    )
 
 
 def test_refused_answers_are_left_out() -> None:
@@ -147,7 +173,8 @@ def test_two_numberings_are_said() -> None:
     assert note not in found(look, "1", CUDA_DEVICE_ORDER="PCI_BUS_ID").facts()
 
 
-# --- CUDA_VISIBLE_DEVICES --------------------------------------------------------------------------------------------
+# --- CUDA_VISIBLE_DEVICES
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,7 +200,9 @@ def test_two_numberings_are_said() -> None:
         ("MIG-1", (), "no GPU here is cut into instances (MIG)"),
     ],
 )
-def test_the_list_is_read_as_cuda_reads_it(listed: str, indices: tuple[int, ...], stopped: str) -> None:
+def test_the_list_is_read_as_cuda_reads_it(
+    listed: str, indices: tuple[int, ...], stopped: str
+) -> None:
     visible = resolve(replayed("four-h100"), {"CUDA_VISIBLE_DEVICES": listed})
     assert (visible.indices, visible.stopped) == (indices, stopped)
     assert resolve(Look(), {"CUDA_VISIBLE_DEVICES": listed}).indices == ()
@@ -196,32 +225,66 @@ def test_the_variable_as_given_and_as_resolved() -> None:
     )
 
 
-# --- what speaks against using them ----------------------------------------------------------------------------------
+# --- what speaks against using them
+# ----------------------------------------------------------------------------------
 
-CUDA_11, CUDA_12, CUDA_13 = Build("2.7.0+cu118", "11.8"), Build("2.13.0+cu126", "12.6"), Build("2.13.0+cu130", "13.0")
+CUDA_11, CUDA_12, CUDA_13 = (
+    Build("2.7.0+cu118", "11.8"),
+    Build("2.13.0+cu126", "12.6"),
+    Build("2.13.0+cu130", "13.0"),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "listed", "build", "reason"),
     [
-        ("four-h100", None, CUDA_12, ""),  # 12.6 on a driver that knows 12.4: within a major version it runs
+        (
+            "four-h100",
+            None,
+            CUDA_12,
+            "",
+        ),  # 12.6 on a driver that knows 12.4: within a major version it runs
         ("four-h100", None, CUDA_11, ""),
         ("four-h100", None, None, ""),
         ("four-h100", None, Build("2.13.0+cpu"), "torch 2.13.0+cpu was built without CUDA"),
-        ("four-h100", None, CUDA_13, "the driver 550.54.14 knows CUDA up to 12.4, and torch 2.13.0+cu130 was built for CUDA 13.0"),
-        ("lost-gpu", None, CUDA_12, "the driver 470.82.01 knows CUDA up to 11.4, and torch 2.13.0+cu126 was built for CUDA 12.6"),
-        ("four-h100", "", CUDA_12, "CUDA_VISIBLE_DEVICES='' leaves none of the 4 GPUs: it is empty"),
-        ("four-h100", "8", CUDA_12, "CUDA_VISIBLE_DEVICES='8' leaves none of the 4 GPUs: there is no GPU 8"),
+        (
+            "four-h100",
+            None,
+            CUDA_13,
+            "the driver 550.54.14 knows CUDA up to 12.4, and torch 2.13.0+cu130 was built for CUDA 13.0",
+        ),
+        (
+            "lost-gpu",
+            None,
+            CUDA_12,
+            "the driver 470.82.01 knows CUDA up to 11.4, and torch 2.13.0+cu126 was built for CUDA 12.6",
+        ),
+        (
+            "four-h100",
+            "",
+            CUDA_12,
+            "CUDA_VISIBLE_DEVICES='' leaves none of the 4 GPUs: it is empty",
+        ),
+        (
+            "four-h100",
+            "8",
+            CUDA_12,
+            "CUDA_VISIBLE_DEVICES='8' leaves none of the 4 GPUs: there is no GPU 8",
+        ),
     ],
 )
-def test_why_cuda_cannot_be_used(name: str, listed: str | None, build: Build | None, reason: str) -> None:
+def test_why_cuda_cannot_be_used(
+    name: str, listed: str | None, build: Build | None, reason: str
+) -> None:
     assert missing(found(replayed(name), listed, build)) == reason
 
 
 def test_a_machine_without_gpus() -> None:
     assert missing(found(Look())) == "no NVIDIA driver is loaded, and no GPU is here"
     assert missing(found(Look(driver="550.54.14", cuda="12"))) == "no NVIDIA GPU is here"
-    assert missing(found(Look(), None, Build("2.13.0+rocm6.4", other="ROCm 6.4"))) == ""  # not ours to judge
+    assert (
+        missing(found(Look(), None, Build("2.13.0+rocm6.4", other="ROCm 6.4"))) == ""
+    )  # not ours to judge
     assert missing(found(Look(hidden=True), None, CUDA_12)) == ""
     assert found(Look(), None, Build("2.13.0+cpu")).facts() == (
         "torch 2.13.0+cpu was built without CUDA",
@@ -231,18 +294,23 @@ def test_a_machine_without_gpus() -> None:
     )
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
-VERSION = (
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\nGCC version:  gcc version 11.4.0 (Ubuntu)\n"
-)
+VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\nGCC version:  gcc version 11.4.0 (Ubuntu)\n"
 OPEN_VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)\n"
 
 
 def machine(root: Path, minors: list[int], told: dict[str, int], version: str = VERSION) -> Path:
     """A tree as the driver shows it. `told`: PCI address -> minor number."""
     (root / "dev").mkdir()
-    for name in ("nvidiactl", "nvidia-uvm", "nvidia", "null", *(f"nvidia{minor}" for minor in minors)):
+    for name in (
+        "nvidiactl",
+        "nvidia-uvm",
+        "nvidia",
+        "null",
+        *(f"nvidia{minor}" for minor in minors),
+    ):
         (root / "dev" / name).touch()
     driver = root / "proc" / "driver" / "nvidia"
     driver.mkdir(parents=True)
@@ -265,7 +333,9 @@ def test_gpus_from_files(tmp_path: Path) -> None:
 
 
 def test_a_container_has_the_gpus_that_it_was_given(tmp_path: Path) -> None:
-    look = devices.look(str(machine(tmp_path, [5], {"0000:0f:00.0": 1, "0000:b7:00.0": 5}, OPEN_VERSION)))
+    look = devices.look(
+        str(machine(tmp_path, [5], {"0000:0f:00.0": 1, "0000:b7:00.0": 5}, OPEN_VERSION))
+    )
     assert [device.uuid for device in look.devices] == ["GPU-00000005-aaaa"]
     assert (look.driver, look.cuda) == ("580.65.06", "13")
 
@@ -302,19 +372,29 @@ def test_an_empty_root(tmp_path: Path) -> None:
     assert devices.look(str(tmp_path)) == Look()
 
 
-# --- torch, by its version.py ----------------------------------------------------------------------------------------
+# --- torch, by its version.py
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("lines", "build"),
     [
-        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", Build("2.13.0+cpu")),
-        ("__version__ = '2.7.1+cu126'\ncuda: Optional[str] = '12.6'\nhip: Optional[str] = None\n", Build("2.7.1+cu126", "12.6")),
+        (
+            "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n",
+            Build("2.13.0+cpu"),
+        ),
+        (
+            "__version__ = '2.7.1+cu126'\ncuda: Optional[str] = '12.6'\nhip: Optional[str] = None\n",
+            Build("2.7.1+cu126", "12.6"),
+        ),
         (
             "__version__ = '2.7.1+rocm6.3'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.3.4'\n",
             Build("2.7.1+rocm6.3", "", "ROCm 6.3.4"),
         ),
-        ("__version__ = '2.8.0+xpu'\ncuda = None\nxpu: Optional[str] = '20250101'\n", Build("2.8.0+xpu", "", "XPU 20250101")),
+        (
+            "__version__ = '2.8.0+xpu'\ncuda = None\nxpu: Optional[str] = '20250101'\n",
+            Build("2.8.0+xpu", "", "XPU 20250101"),
+        ),
         ("something = 'else'\n", None),
     ],
 )
@@ -326,7 +406,8 @@ def test_the_build_of_torch(lines: str, build: Build | None, tmp_path: Path) -> 
     assert devices.torch_build([str(tmp_path / "nowhere")]) is None
 
 
-# --- the child that asks NVML ----------------------------------------------------------------------------------------
+# --- the child that asks NVML
+# ----------------------------------------------------------------------------------------
 
 LIBRARY = r"""
 #include <stdlib.h>
@@ -356,7 +437,18 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, proce
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvml.c").write_text(LIBRARY)
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    subprocess.run([*compiler, "-shared", "-fPIC", "-w", "-o", tmp_path / "libnvidia-ml.so.1", tmp_path / "nvml.c"], check=True)
+    subprocess.run(
+        [
+            *compiler,
+            "-shared",
+            "-fPIC",
+            "-w",
+            "-o",
+            tmp_path / "libnvidia-ml.so.1",
+            tmp_path / "nvml.c",
+        ],
+        check=True,
+    )
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
 
 
@@ -368,7 +460,12 @@ def test_through_the_library_of_the_driver() -> None:
     assert problem == ""
     assert look is not None
     (device,) = look.devices
-    assert (look.driver, look.cuda, device.uuid, device.name) == ("550.54.14", "12.4", "GPU-00000001-aaaa", "NVIDIA H100")
+    assert (look.driver, look.cuda, device.uuid, device.name) == (
+        "550.54.14",
+        "12.4",
+        "GPU-00000001-aaaa",
+        "NVIDIA H100",
+    )
     (process,) = device.processes
     assert (process.pid, process.memory, process.session) == (os.getpid(), 39 * GIB, os.getsid(0))
     assert process.command
@@ -391,10 +488,14 @@ def test_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_problem_is_kept_beside_what_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
     files = Look((Device(),), "550.54.14", "12")
     monkeypatch.setattr(devices, "look", lambda: files)
-    monkeypatch.setattr(devices, "_ask", lambda deadline: (None, "NVML: Driver/library version mismatch"))
+    monkeypatch.setattr(
+        devices, "_ask", lambda deadline: (None, "NVML: Driver/library version mismatch")
+    )
     look = devices.look_closely()
     assert (look.devices, look.driver, look.source) == (files.devices, "550.54.14", "files")
-    assert found(look).facts()[0] == ("the NVIDIA driver is 550.54.14, which knows CUDA up to 12 (NVML: Driver/library version mismatch)")
+    assert found(look).facts()[0] == (
+        "the NVIDIA driver is 550.54.14, which knows CUDA up to 12 (NVML: Driver/library version mismatch)"
+    )
 
 
 def test_where_nothing_shows_a_gpu_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +504,8 @@ def test_where_nothing_shows_a_gpu_nobody_is_asked(monkeypatch: pytest.MonkeyPat
     assert devices.look_closely() == Look()
 
 
-# --- whether CUDA is up in a process ---------------------------------------------------------------------------------
+# --- whether CUDA is up in a process
+# ---------------------------------------------------------------------------------
 
 DRIVER = r"""
 static int up = 0;
@@ -427,9 +529,22 @@ def test_cuda_that_somebody_else_has_initialised(tmp_path: Path) -> None:
     (tmp_path / "driver.c").write_text(DRIVER)
     compiler = shlex.split(os.environ.get("CC") or "cc")
     library = tmp_path / "libcuda.so.1"
-    subprocess.run([*compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, tmp_path / "driver.c"], check=True)
+    subprocess.run(
+        [
+            *compiler,
+            "-shared",
+            "-fPIC",
+            "-Wl,-soname,libcuda.so.1",
+            "-o",
+            library,
+            tmp_path / "driver.c",
+        ],
+        check=True,
+    )
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=False
+    )
     assert (done.stdout.split(), done.stderr) == (["False", "False", "True"], "")
 
 

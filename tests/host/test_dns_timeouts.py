@@ -16,7 +16,9 @@ def patience() -> tuple[int, int] | None:
 
 
 def test_only_this_thread_and_only_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`RES_OPTIONS='timeout:1 attempts:1'` stood in every rank's environment, and a download behind a resolver that needs 1.5 s failed."""
+    """`RES_OPTIONS='timeout:1 attempts:1'` stood in every rank's environment, and a download behind
+    a resolver that needs 1.5 s failed.
+    """
     monkeypatch.delenv("RES_OPTIONS", raising=False)
     before = patience()
     if before is None:

@@ -1,4 +1,6 @@
-"""Firewall rules: listings as the tools print them, and the tools themselves as programs that answer, refuse or hang."""
+"""Firewall rules: listings as the tools print them, and the tools themselves as programs that
+answer, refuse or hang.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ COMMIT
 """
 
 
-@pytest.mark.parametrize("chains", [iptables_chains(IPTABLES), list(listed("filter"))], ids=["iptables", "nft"])
+@pytest.mark.parametrize(
+    "chains", [iptables_chains(IPTABLES), list(listed("filter"))], ids=["iptables", "nft"]
+)
 def test_what_comes_over_loopback_is_let_in(chains: list[firewall.Chain]) -> None:
     rules = Firewall(tuple(chains))
     assert [rules.blocked(port) for port in (22, 29500, 29501, 40000)] == [None] * 4
@@ -52,43 +56,77 @@ def test_what_comes_over_loopback_is_let_in(chains: list[firewall.Chain]) -> Non
 def test_iptables_over_a_card() -> None:
     rules = Firewall(tuple(iptables_chains(IPTABLES)))
     assert rules.blocked(443, "eth0") is rules.blocked(20050, "eth0") is None
-    assert rules.blocked(22, "eth0") is None, "a rule for one banned source does not count where an open one follows"
+    assert rules.blocked(22, "eth0") is None, (
+        "a rule for one banned source does not count where an open one follows"
+    )
     refused = rules.blocked(29500, "eth0")
     assert refused is not None
-    assert (refused.does, refused.certain, refused.where) == ("reject", True, "iptables-save: INPUT")
+    assert (refused.does, refused.certain, refused.where) == (
+        "reject",
+        True,
+        "iptables-save: INPUT",
+    )
     assert str(refused) == (
         "the firewall rejects it (iptables-save: INPUT: -A INPUT -p tcp -m tcp --dport 29500 -j REJECT --reject-with icmp-port-unreachable)"
     )
-    assert rules.blocked(40000, "eth0") == Blocked("drop", "iptables-save: INPUT", "policy drop", True)
-    assert rules.blocked(29501, "eth0") == Blocked("drop", "iptables-save: INPUT", "policy drop", False), "10.0.0.0/8 is let in"
-    assert str(rules.blocked(29501, "eth0")) == "the firewall may drop it (iptables-save: INPUT: policy drop)"
+    assert rules.blocked(40000, "eth0") == Blocked(
+        "drop", "iptables-save: INPUT", "policy drop", True
+    )
+    assert rules.blocked(29501, "eth0") == Blocked(
+        "drop", "iptables-save: INPUT", "policy drop", False
+    ), "10.0.0.0/8 is let in"
+    assert (
+        str(rules.blocked(29501, "eth0"))
+        == "the firewall may drop it (iptables-save: INPUT: policy drop)"
+    )
     assert rules.blocked(29502, "eth0") is None, "after the limit comes a rule that lets all in"
 
 
 def test_nft_over_a_card() -> None:
     rules = Firewall(listed("filter"))
-    assert rules.blocked(22, "eth0") is rules.blocked(20100, "eth0") is rules.blocked(29504, "eth0") is None
-    assert rules.blocked(29500, "eth0") == Blocked("drop", "nft: inet filter input", "tcp dport 29500 drop", True)
-    assert rules.blocked(29501, "eth0") == Blocked("drop", "nft: inet filter input", "policy drop", False)
+    assert (
+        rules.blocked(22, "eth0")
+        is rules.blocked(20100, "eth0")
+        is rules.blocked(29504, "eth0")
+        is None
+    )
+    assert rules.blocked(29500, "eth0") == Blocked(
+        "drop", "nft: inet filter input", "tcp dport 29500 drop", True
+    )
+    assert rules.blocked(29501, "eth0") == Blocked(
+        "drop", "nft: inet filter input", "policy drop", False
+    )
     jumped = rules.blocked(29503, "eth0")
     assert jumped is not None
     assert (jumped.does, jumped.where, jumped.certain) == ("reject", "nft: inet filter late", True)
-    assert rules.blocked(5353, "eth0") == Blocked("drop", "nft: inet filter input", "policy drop", True), "that rule is for UDP"
+    assert rules.blocked(5353, "eth0") == Blocked(
+        "drop", "nft: inet filter input", "policy drop", True
+    ), "that rule is for UDP"
 
 
 def test_what_one_table_lets_in_another_may_drop() -> None:
     rules = Firewall(listed("filter") + listed("guard"))
     dropped = rules.blocked(22, "eth0")
-    assert dropped == Blocked("drop", "nft: ip guard early", "iifname != lo tcp dport 22 drop", True)
+    assert dropped == Blocked(
+        "drop", "nft: ip guard early", "iifname != lo tcp dport 22 drop", True
+    )
     assert rules.blocked(22, "lo") is None
 
 
 def test_a_policy_that_forgets_loopback() -> None:
-    rules = Firewall(tuple(iptables_chains("*filter\n:INPUT DROP [0:0]\n-A INPUT -p tcp --dport 22 -j ACCEPT\nCOMMIT\n")))
+    rules = Firewall(
+        tuple(
+            iptables_chains(
+                "*filter\n:INPUT DROP [0:0]\n-A INPUT -p tcp --dport 22 -j ACCEPT\nCOMMIT\n"
+            )
+        )
+    )
     assert rules.blocked(29500) == Blocked("drop", "iptables-save: INPUT", "policy drop", True)
     here = "*filter\n:INPUT DROP [0:0]\n-A INPUT -s 127.0.0.0/8 -j ACCEPT\nCOMMIT\n"
     assert Firewall(tuple(iptables_chains(here))).blocked(29500) is None
-    assert Firewall(tuple(iptables_chains(here))).blocked(29500, "eth0") == Blocked("drop", "iptables-save: INPUT", "policy drop", False)
+    assert Firewall(tuple(iptables_chains(here))).blocked(29500, "eth0") == Blocked(
+        "drop", "iptables-save: INPUT", "policy drop", False
+    )
 
 
 def test_chains_in_a_circle_end() -> None:
@@ -97,7 +135,8 @@ def test_chains_in_a_circle_end() -> None:
     assert found == Blocked("drop", "iptables-save: INPUT", "policy drop", False)
 
 
-# As iptables-save 1.8.9 lists what was loaded into a network namespace; whether the connection came through was tried there.
+# As iptables-save 1.8.9 lists what was loaded into a network namespace; whether the connection came
+# through was tried there.
 
 IPTABLES_TABLES = """\
 # Generated by iptables-save v1.8.9 on Sun Nov 22 09:54:35 2026
@@ -122,20 +161,32 @@ COMMIT
 
 def test_named_sets_and_maps_of_nft_are_not_looked_up() -> None:
     rules = Firewall(listed("sets"))
-    assert rules.blocked(29500) == Blocked("drop", "nft: inet filter input", "tcp dport @bad drop", False)
-    assert rules.blocked(29700) == Blocked("drop", "nft: inet filter input", "tcp dport @bad drop", False)
+    assert rules.blocked(29500) == Blocked(
+        "drop", "nft: inet filter input", "tcp dport @bad drop", False
+    )
+    assert rules.blocked(29700) == Blocked(
+        "drop", "nft: inet filter input", "tcp dport @bad drop", False
+    )
     assert rules.blocked(80, "eth1") is not None
 
 
 def test_rules_of_what_goes_out_and_of_what_has_not_come_in() -> None:
     rules = Firewall(listed("hooks"))
-    assert rules.blocked(29500) == Blocked("drop", "nft: inet filter early", "tcp dport 29500 drop", True)
-    assert rules.blocked(29501) == Blocked("reject", "nft: inet filter output", "oif lo tcp dport 29501 reject", True)
+    assert rules.blocked(29500) == Blocked(
+        "drop", "nft: inet filter early", "tcp dport 29500 drop", True
+    )
+    assert rules.blocked(29501) == Blocked(
+        "reject", "nft: inet filter output", "oif lo tcp dport 29501 reject", True
+    )
     assert rules.blocked(29502) is None, "what goes out has not come in over anything"
     assert rules.blocked(29503) is not None
     assert rules.blocked(29504) is rules.blocked(29505) is None
-    assert rules.blocked(29501, "eth0") is rules.blocked(29503, "eth0") is None, "what goes out is not what others send"
-    assert rules.blocked(40000, version=6) == Blocked("drop", "nft: ip6 six input", "policy drop", True)
+    assert rules.blocked(29501, "eth0") is rules.blocked(29503, "eth0") is None, (
+        "what goes out is not what others send"
+    )
+    assert rules.blocked(40000, version=6) == Blocked(
+        "drop", "nft: ip6 six input", "policy drop", True
+    )
     assert rules.blocked(40000) is None
 
 
@@ -150,9 +201,13 @@ def test_from_the_end_of_a_goto_no_way_leads_back(verb: str, does: str | None) -
 
 
 def test_the_answer_must_get_out_and_in_too() -> None:
-    """A rule for new connections alone, or one that rejects all ports but a few, keeps the answer from its way."""
+    """A rule for new connections alone, or one that rejects all ports but a few, keeps the answer
+    from its way.
+    """
     text = "*filter\n:INPUT DROP [0:0]\n-A INPUT -p tcp -m tcp --dport 29500 -j ACCEPT\nCOMMIT\n"
-    assert Firewall(tuple(iptables_chains(text))).blocked(29500) == Blocked("drop", "iptables-save: INPUT", "policy drop", True)
+    assert Firewall(tuple(iptables_chains(text))).blocked(29500) == Blocked(
+        "drop", "iptables-save: INPUT", "policy drop", True
+    )
     text = text.replace("COMMIT", "-A INPUT -m conntrack --ctstate ESTABLISHED -j ACCEPT\nCOMMIT")
     assert Firewall(tuple(iptables_chains(text))).blocked(29500) is None
 
@@ -161,14 +216,27 @@ def test_tables_of_iptables() -> None:
     rules = Firewall(tuple(iptables_chains(IPTABLES_TABLES)))
     dropped = rules.blocked(29500, "eth0")
     assert dropped is not None
-    assert (dropped.does, dropped.where, dropped.certain) == ("drop", "iptables-save: raw PREROUTING", True)
+    assert (dropped.does, dropped.where, dropped.certain) == (
+        "drop",
+        "iptables-save: raw PREROUTING",
+        True,
+    )
     refused = rules.blocked(29501)
     assert refused is not None
-    assert (refused.does, refused.where, refused.certain) == ("reject", "iptables-save: OUTPUT", True)
+    assert (refused.does, refused.where, refused.certain) == (
+        "reject",
+        "iptables-save: OUTPUT",
+        True,
+    )
     sent = rules.blocked(29502)
     assert sent is not None
     assert sent.certain
-    assert rules.blocked(29501, "eth0") is rules.blocked(40000) is rules.blocked(29500, version=6) is None
+    assert (
+        rules.blocked(29501, "eth0")
+        is rules.blocked(40000)
+        is rules.blocked(29500, version=6)
+        is None
+    )
 
 
 def test_no_rules() -> None:
@@ -176,7 +244,8 @@ def test_no_rules() -> None:
     assert nft_chains("") == iptables_chains("") == []
 
 
-# --- the tools -----------------------------------------------------------------------------------------------------------
+# --- the tools
+# --------------------------------------------------------------------------------------------------
 
 
 def tool(folder: Path, name: str, script: str) -> None:
@@ -195,7 +264,11 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_tools_that_answer(tools: Path) -> None:
-    tool(tools, "nft", f'[ "$*" = "-j list ruleset" ] && exec /bin/cat {shlex.quote(str(NFT))}/filter.json')
+    tool(
+        tools,
+        "nft",
+        f'[ "$*" = "-j list ruleset" ] && exec /bin/cat {shlex.quote(str(NFT))}/filter.json',
+    )
     found = firewall.read_firewall()
     assert (found.read, found.unread) == (("nft",), ())
     assert found.blocked(29500, "eth0") is not None
@@ -204,7 +277,11 @@ def test_tools_that_answer(tools: Path) -> None:
 
 
 def test_tools_that_are_not_there_that_refuse_and_that_hang(tools: Path) -> None:
-    assert firewall.read_firewall().unread == ("nft is not installed", "iptables-save is not installed", "ip6tables-save is not installed")
+    assert firewall.read_firewall().unread == (
+        "nft is not installed",
+        "iptables-save is not installed",
+        "ip6tables-save is not installed",
+    )
     tool(tools, "nft", "echo 'Operation not permitted (you must be root)' >&2; exit 1")
     tool(tools, "iptables-save", "exec /bin/sleep 60")
     assert firewall.read_firewall(0.3).unread == (
@@ -215,14 +292,19 @@ def test_tools_that_are_not_there_that_refuse_and_that_hang(tools: Path) -> None
 
 
 def test_a_tool_whose_exit_status_another_has_taken(tools: Path) -> None:
-    """The launcher looks in a thread, and its loop reaps every child that ends: a refusal read as "no rule drops it"."""
+    """The launcher looks in a thread, and its loop reaps every child that ends: a refusal read as
+    "no rule drops it".
+    """
     tool(tools, "nft", "echo 'Operation not permitted (you must be root)' >&2; exit 1")
     former = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # then the kernel reaps them, every time
     try:
         found = firewall.read_firewall()
     finally:
         signal.signal(signal.SIGCHLD, former)
-    assert (found.read, found.unread[0]) == ((), "nft refused: Operation not permitted (you must be root)")
+    assert (found.read, found.unread[0]) == (
+        (),
+        "nft refused: Operation not permitted (you must be root)",
+    )
 
 
 def test_without_root_the_rules_are_said_to_be_unread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,11 +330,19 @@ def test_without_root_the_rules_are_said_to_be_unread(monkeypatch: pytest.Monkey
         ("meta protocol vmap { ip : accept, ip6 : drop }", None, "drop"),
     ],
 )
-def test_protocols_in_a_table_for_both_versions(rule: str, four: str | None, six: str | None) -> None:
-    """`ip protocol` asks for a field of IPv4's header: an `inet` table sees IPv6 packets, too, and these do not match (nft(8))."""
+def test_protocols_in_a_table_for_both_versions(
+    rule: str, four: str | None, six: str | None
+) -> None:
+    """`ip protocol` asks for a field of IPv4's header: an `inet` table sees IPv6 packets, too, and
+    these do not match (nft(8)).
+    """
     written = [line.strip() for line in (NFT / "protocols.nft").read_text().splitlines()]
     name = written[written.index(rule) - 2].split()[1]
-    rules = Firewall(tuple(chain for chain in listed("protocols") if chain.name.endswith(f" {name}")))
+    rules = Firewall(
+        tuple(chain for chain in listed("protocols") if chain.name.endswith(f" {name}"))
+    )
     for version, does in ((4, four), (6, six)):
         found = rules.blocked(29500, "eth0", version)
-        assert (found and (found.does, found.where, found.certain)) == (does and (does, f"nft: inet filter {name}", True)), version
+        assert (found and (found.does, found.where, found.certain)) == (
+            does and (does, f"nft: inet filter {name}", True)
+        ), version

@@ -125,7 +125,9 @@ def test_close_closes_once() -> None:
     assert not pool.dropped
 
 
-@pytest.mark.parametrize("size", [1, 65536, 65537, MIB, MIB + 1, 7_000_000, 64 * MIB + 100, 3 * 1024 * MIB])
+@pytest.mark.parametrize(
+    "size", [1, 65536, 65537, MIB, MIB + 1, 7_000_000, 64 * MIB + 100, 3 * 1024 * MIB]
+)
 def test_capacity(size: int) -> None:
     capacity = capacity_for(size)
     assert size <= capacity <= max(memory.SMALLEST, size * 9 // 8 + 1)
@@ -156,7 +158,9 @@ def test_what_is_no_segment_is_refused_and_closed() -> None:
 
 
 def test_memory_dies_with_its_last_user() -> None:
-    """A process that is killed with a segment in its hands, and one on its way to us, leaves none."""
+    """A process that is killed with a segment in its hands, and one on its way to us,
+    leaves none.
+    """
 
     def shared() -> int:
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -1,4 +1,6 @@
-"""Segments that several processes have mapped: opened by process and descriptor, and by nobody who means another one."""
+"""Segments that several processes have mapped: opened by process and descriptor, and by nobody who
+means another one.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_a_descriptor_that_is_something_else_is_refused_without_being_opened() -
     plain = os.memfd_create("rallypoint", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(plain, SIZE)
-        with pytest.raises(Unfit, match="not the segment that was published"):  # it could be shrunk under whoever maps it
+        with pytest.raises(
+            Unfit, match="not the segment that was published"
+        ):  # it could be shrunk under whoever maps it
             attach(os.getpid(), plain, os.fstat(plain).st_ino, SIZE)
     finally:
         os.close(plain)
@@ -106,7 +110,9 @@ def test_the_scope_is_the_same_in_a_child() -> None:
 
 @pytest.mark.root
 def test_without_what_proc_tells_nobody_shares_a_scope(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With /proc mounted subset=pid there is no boot_id: `store.average` of more than 48 KB ended with a bare FileNotFoundError."""
+    """With /proc mounted subset=pid there is no boot_id: `store.average` of more than 48 KB ended
+    with a bare FileNotFoundError.
+    """
 
     def missing(*_: object) -> NoReturn:
         raise FileNotFoundError(2, "No such file or directory", "/proc/sys/kernel/random/boot_id")

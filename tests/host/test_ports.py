@@ -33,7 +33,12 @@ sys.stdin.read()
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A child that listens; its command line says `train.py`."""
-    process = subprocess.Popen([sys.executable, "-c", SERVER, "train.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, "train.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     yield process, int(process.stdout.readline())
     process.kill()
@@ -47,7 +52,9 @@ def free_port() -> int:
 
 def test_what_is_held_listens_and_nobody_else_can_have_it() -> None:
     with hold_port() as held:
-        assert re.fullmatch(rf"<HeldPort 127\.0\.0\.1:{held.port}: listening, fd {held.fileno()}>", repr(held))
+        assert re.fullmatch(
+            rf"<HeldPort 127\.0\.0\.1:{held.port}: listening, fd {held.fileno()}>", repr(held)
+        )
         assert not os.get_inheritable(held.fileno())
         socket.create_connection(("127.0.0.1", held.port), timeout=SOON).close()
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
@@ -70,18 +77,25 @@ def test_a_descriptor_that_was_handed_over_outlives_us() -> None:
     assert "handed over" in repr(held)
     with pytest.raises(ValueError, match="handed over"):
         held.detach()
-    with socket.socket(fileno=fd) as listener, socket.create_connection(("127.0.0.1", held.port), timeout=SOON):
+    with (
+        socket.socket(fileno=fd) as listener,
+        socket.create_connection(("127.0.0.1", held.port), timeout=SOON),
+    ):
         listener.accept()[0].close()
 
 
 def test_every_rank_of_a_big_job_fits_into_the_queue() -> None:
     with hold_port() as held:
-        clients = [socket.create_connection(("127.0.0.1", held.port), timeout=SOON) for _ in range(300)]
+        clients = [
+            socket.create_connection(("127.0.0.1", held.port), timeout=SOON) for _ in range(300)
+        ]
         for client in clients:
             client.close()
 
 
-def test_the_holder_of_a_taken_port_is_named_quickly(server: tuple[subprocess.Popen[str], int]) -> None:
+def test_the_holder_of_a_taken_port_is_named_quickly(
+    server: tuple[subprocess.Popen[str], int],
+) -> None:
     process, port = server
     with pytest.raises(EnvironmentProblem) as caught:
         hold_port(port)
@@ -89,7 +103,8 @@ def test_the_holder_of_a_taken_port_is_named_quickly(server: tuple[subprocess.Po
     user = holders(port)[0].user
     line = str(caught.value).partition(" is taken: ")[2]
     assert re.fullmatch(
-        rf"python[\d.]* -c import .*\(pid {process.pid}, user {user}, started \d+ s ago\) is listening on 127\.0\.0\.1:{port}", line
+        rf"python[\d.]* -c import .*\(pid {process.pid}, user {user}, started \d+ s ago\) is listening on 127\.0\.0\.1:{port}",
+        line,
     )
     assert str(caught.value).startswith(f"port {port} on 127.0.0.1 is taken: ")
     assert caught.value.why == (), "one holder is named in the headline alone"
@@ -150,7 +165,11 @@ def test_a_job_of_ours_is_named_and_its_connections_are_not() -> None:
     )
     environ = {**os.environ, "RALLYPOINT_JOB": "job7"}
     with subprocess.Popen(
-        [sys.executable, "-u", "-c", serve], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-u", "-c", serve],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -158,7 +177,10 @@ def test_a_job_of_ours_is_named_and_its_connections_are_not() -> None:
         with pytest.raises(EnvironmentProblem) as caught:
             hold_port(port)
         process.stdin.close()
-    assert f"port {port} on 127.0.0.1 is taken: the rallypoint job job7 (pid {process.pid}, " in str(caught.value)
+    assert (
+        f"port {port} on 127.0.0.1 is taken: the rallypoint job job7 (pid {process.pid}, "
+        in str(caught.value)
+    )
     assert caught.value.why == ()
 
 
@@ -208,15 +230,31 @@ def test_a_port_of_another_network_namespace_is_no_hindrance() -> None:
             f"assert holders({held.port}) == []\n"
             f"with hold_port({held.port}, '0.0.0.0') as ours: print(ours.port, len(holders(ours.port)))"
         )
-        said = subprocess.run(["unshare", "-n", sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=SOON)
+        said = subprocess.run(
+            ["unshare", "-n", sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=SOON,
+        )
         assert said.stdout.split() == [str(held.port), "1"]
 
 
 def test_a_connection_that_no_process_has_is_in_no_other_container() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
-        (waiting,) = [holder for holder in ports.holders(listener.getsockname()[1]) if holder.state == "ownerless"]  # not accepted
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+    ):
+        (waiting,) = [
+            holder
+            for holder in ports.holders(listener.getsockname()[1])
+            if holder.state == "ownerless"
+        ]  # not accepted
         there, here = (f"127.0.0.1:{one.getsockname()[1]}" for one in (listener, client))
-    assert waiting.line() == f"no process has the connection from {there} to {here}: it was closed, or is not accepted yet"
+    assert (
+        waiting.line()
+        == f"no process has the connection from {there} to {here}: it was closed, or is not accepted yet"
+    )
 
 
 def test_lines_for_holders_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,14 +265,27 @@ def test_lines_for_holders_that_are_not_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert "started 5 days ago" in seen.line(now=1000 + 5 * 86400)
     assert "started 40 s ago" in seen.line(now=1040)
     assert "started 2 min ago" in seen.line(now=1120)
-    assert seen._replace(state="bound").line(now=1040).endswith("started 40 s ago) has bound 127.0.0.1:29500 and does not listen")
+    assert (
+        seen._replace(state="bound")
+        .line(now=1040)
+        .endswith("started 40 s ago) has bound 127.0.0.1:29500 and does not listen")
+    )
     hidden = PortHolder(29500, "0.0.0.0", "listening", 54321)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert hidden.line() == "a process of user 54321 (only that user and root see which) is listening on 0.0.0.0:29500"
+    assert (
+        hidden.line()
+        == "a process of user 54321 (only that user and root see which) is listening on 0.0.0.0:29500"
+    )
     slurm = hidden._replace(group="/system.slice/slurmstepd.scope/job_1234")
-    assert "(only that user and root see which; control group /system.slice/slurmstepd.scope/job_1234)" in slurm.line()
+    assert (
+        "(only that user and root see which; control group /system.slice/slurmstepd.scope/job_1234)"
+        in slurm.line()
+    )
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert hidden.line() == "a process of user 54321 (in another container) is listening on 0.0.0.0:29500"
+    assert (
+        hidden.line()
+        == "a process of user 54321 (in another container) is listening on 0.0.0.0:29500"
+    )
 
 
 def test_another_users_port_without_root(server: tuple[subprocess.Popen[str], int]) -> None:
@@ -251,7 +302,11 @@ def test_another_users_port_without_root(server: tuple[subprocess.Popen[str], in
 
 @pytest.mark.root
 def test_another_users_port_is_told_by_its_control_group() -> None:
-    mounted = [root for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if os.access(f"{root}/cgroup.controllers", os.R_OK)]
+    mounted = [
+        root
+        for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+        if os.access(f"{root}/cgroup.controllers", os.R_OK)
+    ]
     if not mounted:
         pytest.skip("no control groups of version 2")
     name = f"rallypoint-test-{os.getpid()}"
@@ -263,10 +318,17 @@ def test_another_users_port_is_told_by_its_control_group() -> None:
     try:
         # Only a process that is in the group when it makes the socket counts.
         program = f"open({group + '/cgroup.procs'!r}, 'w').write('0')\n{SERVER}"
-        with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
             assert process.stdout is not None
             port = int(process.stdout.readline())
-            assert f"only that user and root see which; control group /{name})" in as_nobody(f"hold_port({port})")
+            assert f"only that user and root see which; control group /{name})" in as_nobody(
+                f"hold_port({port})"
+            )
             process.kill()
     finally:
         os.rmdir(group)
@@ -278,17 +340,28 @@ def test_a_port_below_1024_without_the_privilege() -> None:
             hold_port(81)
         assert caught.value.code == "port-forbidden"
     else:
-        assert as_nobody("hold_port(81)").startswith("port-forbidden: port 81 may not be bound by user nobody")
+        assert as_nobody("hold_port(81)").startswith(
+            "port-forbidden: port 81 may not be bound by user nobody"
+        )
 
 
 @pytest.mark.root
 def test_a_range_that_begins_below_1024() -> None:
-    """Its ports are tried in random order: one that may not be bound was the end of it, every other time."""
-    assert as_nobody("print(all(hold_port(port_range=(512, 1535)).port >= 1024 for _ in range(20)))") == "True"
-    assert as_nobody("hold_port(port_range=(81, 90))") == "port-forbidden: none of the ports 81-90 may be bound by user nobody"
+    """Its ports are tried in random order: one that may not be bound was the end of it, every other
+    time.
+    """
+    assert (
+        as_nobody("print(all(hold_port(port_range=(512, 1535)).port >= 1024 for _ in range(20)))")
+        == "True"
+    )
+    assert (
+        as_nobody("hold_port(port_range=(81, 90))")
+        == "port-forbidden: none of the ports 81-90 may be bound by user nobody"
+    )
 
 
-# landlock(7): the process gives up its right to bind TCP ports, as a sandbox does to it; root may not either.
+# landlock(7): the process gives up its right to bind TCP ports, as a sandbox does to it; root may
+# not either.
 LANDLOCK = """
 import ctypes, os, struct, sys
 from rallypoint.errors import EnvironmentProblem
@@ -313,9 +386,13 @@ def test_a_rule_that_forbids_ports_is_not_taken_for_a_privilege() -> None:
         pytest.skip("this kernel has no Landlock for ports (Linux 6.7)")
     assert done.returncode == 0, done.stderr
     high, low, range_ = done.stdout.splitlines()
-    assert re.match(r"port-unavailable: port 29511 may not be bound by user \S+: a rule of this machine's forbids it: ", high)
     assert re.match(
-        r"port-unavailable: none of the ports 29600-29603 may be bound by user \S+: a rule of this machine's forbids it: ", range_
+        r"port-unavailable: port 29511 may not be bound by user \S+: a rule of this machine's forbids it: ",
+        high,
+    )
+    assert re.match(
+        r"port-unavailable: none of the ports 29600-29603 may be bound by user \S+: a rule of this machine's forbids it: ",
+        range_,
     )
     expected = "port-unavailable: port 81 " if os.geteuid() == 0 else "port-forbidden: port 81 "
     assert low.startswith(expected), low
@@ -335,7 +412,9 @@ try:
 except EnvironmentProblem as problem:
     print(problem.code + ": " + problem.headline)
 """
-    return subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_an_address_of_another_machine() -> None:
@@ -359,7 +438,15 @@ def test_names_are_looked_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("port", "port_range"), [(65536, None), (-1, None), (0, (20100, 20000)), (0, (0, 10)), (0, (1, 70000)), (29500, (20000, 20100))]
+    ("port", "port_range"),
+    [
+        (65536, None),
+        (-1, None),
+        (0, (20100, 20000)),
+        (0, (0, 10)),
+        (0, (1, 70000)),
+        (29500, (20000, 20100)),
+    ],
 )
 def test_numbers_that_are_no_ports(port: int, port_range: tuple[int, int] | None) -> None:
     with pytest.raises(UsageError) as caught:
@@ -381,7 +468,9 @@ def test_a_range_is_honoured_until_it_is_exhausted() -> None:
         assert str(caught.value) == f"none of the 5 ports {first}-{first + 4} is free on 127.0.0.1"
         assert caught.value.why[0].endswith("holds 5")
         assert f"(pid {os.getpid()}, " in caught.value.why[0]
-        assert caught.value.help == (("allow more ports (in Python port_range=)", f"--port-range {first}-{first + 49}"),)
+        assert caught.value.help == (
+            ("allow more ports (in Python port_range=)", f"--port-range {first}-{first + 49}"),
+        )
         held[3].release()
         with hold_port(port_range=(first, first + 4)) as again:
             assert again.port == held[3].port
@@ -391,13 +480,23 @@ def test_an_exhausted_range_that_outgoing_connections_use_too() -> None:
     low, high = ephemeral_range()
     with hold_port() as held, pytest.raises(EnvironmentProblem) as caught:
         hold_port(port_range=(held.port, held.port))
-    assert str(caught.value) == f"port {held.port}, the only one of the range, is not free on 127.0.0.1"
-    assert caught.value.why[-1] == f"every outgoing connection of this machine takes a port of {low}-{high}, too"
-    assert ports._exhausted("127.0.0.1", 65535, 65535, True).help[0][1] == "--port-range 65526-65535", "there are none above"
+    assert (
+        str(caught.value)
+        == f"port {held.port}, the only one of the range, is not free on 127.0.0.1"
+    )
+    assert (
+        caught.value.why[-1]
+        == f"every outgoing connection of this machine takes a port of {low}-{high}, too"
+    )
+    assert (
+        ports._exhausted("127.0.0.1", 65535, 65535, True).help[0][1] == "--port-range 65526-65535"
+    ), "there are none above"
 
 
 def a_range_of(count: int) -> int:
-    """The first of some neighbouring ports outside the kernel's own range that are all free; other tests look for some, too."""
+    """The first of some neighbouring ports outside the kernel's own range that are all free; other
+    tests look for some, too.
+    """
     for first in random.sample(range(20000, 30000, count), 10000 // count):
         try:
             for each in [hold_port(port) for port in range(first, first + count)]:
@@ -446,9 +545,13 @@ while True:
 
 
 def test_beside_a_squatter_every_port_is_ours_alone() -> None:
-    """2,000 jobs, 8 at a time, in 300 ports that a thief grabs and frees: none fails, none shares."""
+    """2,000 jobs, 8 at a time, in 300 ports that a thief grabs and frees: none fails, none
+    shares.
+    """
     first = a_range_of(300)
-    thief = subprocess.Popen([sys.executable, "-c", SQUATTER, str(first), "300"], stdout=subprocess.PIPE, text=True)
+    thief = subprocess.Popen(
+        [sys.executable, "-c", SQUATTER, str(first), "300"], stdout=subprocess.PIPE, text=True
+    )
     assert thief.stdout is not None
     assert thief.stdout.readline() == "ready\n"
     failures: list[BaseException] = []
@@ -481,7 +584,9 @@ def test_beside_a_squatter_every_port_is_ours_alone() -> None:
 
 @pytest.mark.root
 def test_where_nobody_could_connect_nothing_is_held() -> None:
-    """Listening works without the loopback interface, and torch then tries to connect for a minute, with a thousand lines."""
+    """Listening works without the loopback interface, and torch then tries to connect for a minute,
+    with a thousand lines.
+    """
     program = (
         "import rallypoint\n"
         "for host in ('127.0.0.1', 'localhost', '127.1.2.3'):\n"
@@ -490,6 +595,15 @@ def test_where_nobody_could_connect_nothing_is_held() -> None:
         "try: rallypoint.launch(int)\n"
         "except rallypoint.EnvironmentProblem as problem: print(problem.code, problem.headline.partition(':')[0])\n"
     )
-    done = subprocess.run(["unshare", "-n", sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    lines = [f"loopback-down nobody can connect to {ip}" for ip in ("127.0.0.1", "127.0.0.1", "127.1.2.3", "127.0.0.1")]
+    done = subprocess.run(
+        ["unshare", "-n", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    lines = [
+        f"loopback-down nobody can connect to {ip}"
+        for ip in ("127.0.0.1", "127.0.0.1", "127.1.2.3", "127.0.0.1")
+    ]
     assert done.stdout.splitlines() == lines, done.stderr

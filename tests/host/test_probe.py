@@ -49,27 +49,46 @@ def test_nobody_listens() -> None:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         found = at(port)
-    assert (found.outcome, found.here, found.holders, explains(found)) == ("refused", True, (), True)
-    assert str(found.tried[0]) == f"127.0.0.1:{port}: nothing listens there (Connection refused, errno 111)"
+    assert (found.outcome, found.here, found.holders, explains(found)) == (
+        "refused",
+        True,
+        (),
+        True,
+    )
+    assert (
+        str(found.tried[0])
+        == f"127.0.0.1:{port}: nothing listens there (Connection refused, errno 111)"
+    )
     assert found.seconds < TIMEOUT + SLACK
 
 
 @pytest.mark.parametrize(("held_at", "table", "blames"), [
     ("127.0.0.1", "*filter\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -p tcp -j REJECT\nCOMMIT\n", True),
     ("0.0.0.0", "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -j REJECT\nCOMMIT\n", True),
-    ("127.0.0.2", "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -j REJECT\nCOMMIT\n", False),  # he listens elsewhere
+    # he listens elsewhere
+    ("127.0.0.2", "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -j REJECT\nCOMMIT\n", False),
     ("127.0.0.1", "", False),  # he has begun meanwhile
 ])  # fmt: skip
-def test_refused_though_somebody_listens(held_at: str, table: str, blames: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a rule that rejects makes it, which takes root and a firewall: the refusal and the rules are played back, the listener is real."""
+def test_refused_though_somebody_listens(
+    held_at: str, table: str, blames: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a rule that rejects makes it, which takes root and a firewall: the refusal and the rules
+    are played back, the listener is real.
+    """
     with hold_port(0, held_at) as held:
         refused = probe.Tried(f"127.0.0.1:{held.port}", "refused", errno.ECONNREFUSED)
         monkeypatch.setattr(probe, "_try_all", lambda *_: (refused,))
-        monkeypatch.setattr(firewall, "read_firewall", lambda _: firewall.Firewall(tuple(firewall.iptables_chains(table))))
+        monkeypatch.setattr(
+            firewall,
+            "read_firewall",
+            lambda _: firewall.Firewall(tuple(firewall.iptables_chains(table))),
+        )
         found = at(held.port)
     assert (found.outcome, len(found.holders)) == ("refused", 1)
     assert (found.rejected is not None) == blames
-    assert found.rejected is None or str(found.rejected).startswith("the firewall rejects it (iptables-save: ")
+    assert found.rejected is None or str(found.rejected).startswith(
+        "the firewall rejects it (iptables-save: "
+    )
 
 
 def test_packets_are_dropped() -> None:
@@ -127,7 +146,9 @@ def test_somebody_who_hangs_up() -> None:
 
 
 def test_where_no_thread_can_be_started_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit of processes the launcher ended with an error of its own instead of the job's."""
+    """At the limit of processes the launcher ended with an error of its own instead of the
+    job's.
+    """
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -138,7 +159,9 @@ def test_where_no_thread_can_be_started_nothing_is_seen(monkeypatch: pytest.Monk
 
 
 def test_a_number_that_is_no_port() -> None:
-    """It comes from a message, which may say anything: a traceback of the launcher's stood above the report."""
+    """It comes from a message, which may say anything: a traceback of the launcher's stood above
+    the report.
+    """
     assert probe.look("127.0.0.1", 99999, GREETING, TIMEOUT).outcome == "unreachable"
     assert probe.look("127.0.0.1", 0, GREETING, TIMEOUT).outcome == "refused"
 
@@ -150,7 +173,10 @@ def test_no_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "connecting", no_route)
     found = at(29500, "203.0.113.9")
     assert (found.outcome, found.here) == ("unreachable", False)
-    assert str(found.tried[0]) == "203.0.113.9:29500: there is no way to it (Network is unreachable, errno 101)"
+    assert (
+        str(found.tried[0])
+        == "203.0.113.9:29500: there is no way to it (Network is unreachable, errno 101)"
+    )
 
 
 def of_name(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
@@ -160,8 +186,15 @@ def of_name(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
 def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     of_name(monkeypatch, Answer("node08", "name", error="Name or service not known"))
     found = at(29500, "node08")
-    assert (found.outcome, found.unresolved, found.tried) == ("unresolved", "Name or service not known", ())
-    assert probe.elsewhere("node08", TIMEOUT) == ("address-unresolved", "node08 has no address here (Name or service not known)")
+    assert (found.outcome, found.unresolved, found.tried) == (
+        "unresolved",
+        "Name or service not known",
+        (),
+    )
+    assert probe.elsewhere("node08", TIMEOUT) == (
+        "address-unresolved",
+        "node08 has no address here (Name or service not known)",
+    )
 
 
 def test_a_resolver_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +203,9 @@ def test_a_resolver_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.elsewhere("node08", TIMEOUT) is None
 
 
-def test_all_addresses_of_a_name_are_tried_and_the_one_that_answers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_addresses_of_a_name_are_tried_and_the_one_that_answers_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with service(lambda connection: connection.sendall(b"SSH-2.0-x\r\n")) as port:
         of_name(monkeypatch, Answer("node08", "name", ("127.0.0.2", "127.0.0.1")))
         found = at(port, "node08")

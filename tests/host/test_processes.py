@@ -25,7 +25,10 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     program = "import sys, time; print('up', flush=True); time.sleep(1000)"
     name, _, value = MARKER.partition("=")
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, name: value}, start_new_session=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env={**os.environ, name: value},
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
@@ -43,17 +46,26 @@ def test_a_group_that_is_not_ours_is_refused() -> None:
 def test_status_of_a_process(child: subprocess.Popen[bytes]) -> None:
     found = processes.status(child.pid)
     assert found is not None
-    assert (found.pid, found.parent, found.group, found.session) == (child.pid, os.getpid(), child.pid, child.pid)
+    assert (found.pid, found.parent, found.group, found.session) == (
+        child.pid,
+        os.getpid(),
+        child.pid,
+        child.pid,
+    )
     assert found.started > 0
     assert "sleep(1000)" in processes.command_line(child.pid)
     assert processes.resident(child.pid) > 1_000_000
 
 
-def test_a_main_thread_that_does_not_run_shows_the_same_activity_twice(child: subprocess.Popen[bytes]) -> None:
+def test_a_main_thread_that_does_not_run_shows_the_same_activity_twice(
+    child: subprocess.Popen[bytes],
+) -> None:
     """And one that ran does not: this process's own, which waited in between."""
     until = time.monotonic() + 30.0
     before = processes.activity(child.pid)
-    while (after := processes.activity(child.pid)) != before or before is None or before.state != "S":  # it may be on its way to sleep
+    while (
+        (after := processes.activity(child.pid)) != before or before is None or before.state != "S"
+    ):  # it may be on its way to sleep
         assert time.monotonic() < until
         before = after
     own = processes.activity(os.getpid())
@@ -103,10 +115,16 @@ def test_the_family_is_ended(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_members_of_a_group_without_its_leader() -> None:
-    with subprocess.Popen(["/bin/sh", "-c", "sleep 1000 & echo $!; exit"], stdout=subprocess.PIPE, start_new_session=True) as leader:
+    with subprocess.Popen(
+        ["/bin/sh", "-c", "sleep 1000 & echo $!; exit"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as leader:
         assert leader.stdout is not None
         pid = int(leader.stdout.readline())
-        info = os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)  # not reaped: its group's number is still its own
+        info = os.waitid(
+            os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT
+        )  # not reaped: its group's number is still its own
         assert info is not None
         assert processes.ended(info) == (0, 0)
         assert [one.pid for one in processes.group_members(leader.pid)] == [pid]
@@ -122,7 +140,9 @@ def test_a_wait_for_ends_has_an_end(child: subprocess.Popen[bytes]) -> None:
     assert processes.send(pidfd, signal.SIGKILL)
     assert processes.wait_for_ends([pidfd], 20)
     child.wait()
-    assert not processes.send(pidfd, signal.SIGKILL)  # it is gone, and the pidfd cannot mean anybody else
+    assert not processes.send(
+        pidfd, signal.SIGKILL
+    )  # it is gone, and the pidfd cannot mean anybody else
     os.close(pidfd)
 
 
@@ -141,7 +161,9 @@ def test_a_pending_signal_is_being_handled(child: subprocess.Popen[bytes]) -> No
 
 def test_where_a_main_thread_stands(child: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + 20
-    while (first := processes.main_thread_place(child.pid)) is None:  # it has said "up" and is on its way to sleep
+    while (
+        first := processes.main_thread_place(child.pid)
+    ) is None:  # it has said "up" and is on its way to sleep
         assert time.monotonic() < until
     assert processes.main_thread_place(child.pid) == first
     assert processes.main_thread_place(2**22 + 1) is None
@@ -196,17 +218,24 @@ def test_a_signal_that_the_main_thread_holds_back() -> None:
 
 def test_what_is_left_of_a_call_is_the_same_call() -> None:
     restart = "219" if os.uname().machine == "x86_64" else "128"
-    rest = "0x7ffe4d3b00f8 0x1 0x1b7740 0x0 0x0 0x0 0x7ffe4d3b0090 0x7efd73f1a26f\n"  # arguments, stack, instruction
+    # arguments, stack, instruction
+    rest = "0x7ffe4d3b00f8 0x1 0x1b7740 0x0 0x0 0x0 0x7ffe4d3b0090 0x7efd73f1a26f\n"
     assert processes.is_same_call(f"7 {rest}", f"7 {rest}")
     assert processes.is_same_call(f"7 {rest}", f"{restart} {rest}")
     assert processes.is_same_call(f"{restart} {rest}", f"7 {rest}")
     assert not processes.is_same_call(f"7 {rest}", f"202 {rest}")
-    assert not processes.is_same_call(f"7 {rest}", f"{restart} {rest.replace('0x1b7740', '0x1b7741')}")
-    assert not processes.is_same_call("do_poll", "futex_wait"), "where only the name of the place is told"
+    assert not processes.is_same_call(
+        f"7 {rest}", f"{restart} {rest.replace('0x1b7740', '0x1b7741')}"
+    )
+    assert not processes.is_same_call("do_poll", "futex_wait"), (
+        "where only the name of the place is told"
+    )
 
 
 def test_threads_of_another_pid_namespace_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where /proc shows other processes than ours, the threads of one that happened to have the same number were taken for a rank's."""
+    """Where /proc shows other processes than ours, the threads of one that happened to have the
+    same number were taken for a rank's.
+    """
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()

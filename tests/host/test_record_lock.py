@@ -1,4 +1,6 @@
-"""A lock of processes: who dies with it frees it, threads respect it, nothing that a program does by accident drops it."""
+"""A lock of processes: who dies with it frees it, threads respect it, nothing that a program does
+by accident drops it.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,9 @@ def test_the_next_one_is_woken_by_death_and_told_of_it(lock: RecordLock, timeout
 
 
 def test_whoever_waits_while_it_dies_sees_a_dead_process(lock: RecordLock) -> None:
-    """The kernel frees a process's locks before the process is gone; that is death, too, and not a living one that lost its lock."""
+    """The kernel frees a process's locks before the process is gone; that is death, too, and not a
+    living one that lost its lock.
+    """
 
     def run(line: Line) -> None:
         assert lock.acquire()
@@ -194,7 +198,9 @@ def test_death_is_told_of_until_somebody_deals_with_it(lock: RecordLock) -> None
 
 
 def test_the_children_of_a_dead_holder_do_not_keep_it(lock: RecordLock) -> None:
-    """What flock(2) and open file description locks do wrong: they belong to the open file, which a fork shares."""
+    """What flock(2) and open file description locks do wrong: they belong to the open file, which a
+    fork shares.
+    """
 
     def run(line: Line) -> None:
         assert lock.acquire()
@@ -240,7 +246,9 @@ def test_a_thread_waits_for_another_one_no_longer_than_it_said(lock: RecordLock)
     assert lock.acquire()
     results: list[bool] = []
     for timeout in (0.0, 0.05):
-        thread = threading.Thread(target=lambda timeout=timeout: results.append(lock.acquire(timeout)))
+        thread = threading.Thread(
+            target=lambda timeout=timeout: results.append(lock.acquire(timeout))
+        )
         thread.start()
         thread.join(DEADLINE)
     assert results == [False, False]
@@ -289,7 +297,9 @@ def test_only_the_holder_gives_it_back(lock: RecordLock) -> None:
 
 
 def test_a_child_that_was_forked_while_a_thread_held_it(lock: RecordLock) -> None:
-    """The thread did not come along; the child waits for the parent, not for a thread lock that nobody releases."""
+    """The thread did not come along; the child waits for the parent, not for a thread lock that
+    nobody releases.
+    """
     held, go_on = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -428,7 +438,9 @@ def test_a_signal_handler_that_returns_does_not(lock: RecordLock, timeout: float
 
 
 def test_a_storm_of_signals_leaves_no_lock_behind(lock: RecordLock) -> None:
-    """A handler that raises at any moment of acquire and release: whoever is through holds nothing."""
+    """A handler that raises at any moment of acquire and release: whoever is through holds
+    nothing.
+    """
 
     def run(line: Line) -> None:
         sys.unraisablehook = lambda unraisable: None
@@ -581,13 +593,22 @@ print(lock.holder().who)
     gc.collect()
     rc, _, error = run_python(program)
     assert rc == 1
-    assert f"UsageError: shared memory that pid {os.getpid()} on {os.uname().nodename} sent cannot be taken over: " in error
+    assert (
+        f"UsageError: shared memory that pid {os.getpid()} on {os.uname().nodename} sent cannot be taken over: "
+        in error
+    )
 
 
 def run_python(program: str) -> tuple[int, str, str]:
     import subprocess
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -624,7 +645,9 @@ def test_a_thread_that_ended_with_it_is_told_apart_from_a_dead_process(lock: Rec
 
 
 def test_a_process_that_ends_by_itself_with_it_frees_it(lock: RecordLock) -> None:
-    """Python unmaps what it has mapped when it ends, before the kernel looks whether a thread holds the mutex there."""
+    """Python unmaps what it has mapped when it ends, before the kernel looks whether a thread holds
+    the mutex there.
+    """
     program = f"""
 import pickle
 lock = pickle.loads({pickle.dumps(lock)!r})
@@ -670,8 +693,12 @@ def test_a_name_of_any_length(lock: RecordLock) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nobody_is_ever_beside_anybody_while_holders_are_killed(lock: RecordLock, seed: int) -> None:
-    """Four processes with two threads each; one after the other is killed, wherever it is, and replaced."""
+def test_nobody_is_ever_beside_anybody_while_holders_are_killed(
+    lock: RecordLock, seed: int
+) -> None:
+    """Four processes with two threads each; one after the other is killed, wherever it is, and
+    replaced.
+    """
     chance = random.Random(seed)
     page = mmap.mmap(-1, mmap.PAGESIZE)
     view = memoryview(page).cast("Q")  # 0: who is inside; 1: entries, 2: met somebody inside

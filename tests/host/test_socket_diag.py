@@ -17,7 +17,9 @@ SOON = 20.0
 
 
 def lying(port: int, expected: dict[int, int]) -> dict[int, int]:
-    """What lies in connections to `port` once it is what was expected, or at the end of the test's patience."""
+    """What lies in connections to `port` once it is what was expected, or at the end of the test's
+    patience.
+    """
     until = time.monotonic() + SOON
     while (seen := socket_diag.unanswered(port)) != expected and time.monotonic() < until:
         time.sleep(0.001)
@@ -32,7 +34,11 @@ def test_bytes_that_nobody_reads(host: str) -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     port = listener.getsockname()[1]
-    with closing(listener), socket.create_connection((host, port)) as asks, socket.create_connection((host, port)) as idle:
+    with (
+        closing(listener),
+        socket.create_connection((host, port)) as asks,
+        socket.create_connection((host, port)) as idle,
+    ):
         inode = os.fstat(asks.fileno()).st_ino
         assert lying(port, {}) == {}
         asks.sendall(b"0123456789")
@@ -49,7 +55,10 @@ def test_bytes_that_nobody_reads(host: str) -> None:
 
 
 def test_what_does_not_fit_waits_on_this_side() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener, closing(socket.create_connection(listener.getsockname())) as asks:
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as listener,
+        closing(socket.create_connection(listener.getsockname())) as asks,
+    ):
         asks.setblocking(False)
         sent = 0
         with contextlib.suppress(BlockingIOError):

@@ -17,8 +17,17 @@ from rallypoint.host import system_calls
 def test_the_numbers_are_those_that_this_python_knows() -> None:
     names = ["MFD_CLOEXEC", "MFD_ALLOW_SEALING", "P_PIDFD"]
     assert [getattr(system_calls, name) for name in names] == [getattr(os, name) for name in names]
-    names = ["F_ADD_SEALS", "F_GET_SEALS", "F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE"]
-    assert [getattr(system_calls, name) for name in names] == [getattr(fcntl, name) for name in names]
+    names = [
+        "F_ADD_SEALS",
+        "F_GET_SEALS",
+        "F_SEAL_SEAL",
+        "F_SEAL_SHRINK",
+        "F_SEAL_GROW",
+        "F_SEAL_WRITE",
+    ]
+    assert [getattr(system_calls, name) for name in names] == [
+        getattr(fcntl, name) for name in names
+    ]
 
 
 def test_a_process_is_watched_signalled_and_told_from_its_successors() -> None:
@@ -41,7 +50,9 @@ def test_a_process_is_watched_signalled_and_told_from_its_successors() -> None:
 
 
 def test_a_file_in_memory() -> None:
-    fd = system_calls._memfd_create("rallypoint-test", system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
+    fd = system_calls._memfd_create(
+        "rallypoint-test", system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING
+    )
     try:
         assert not os.get_inheritable(fd)
         assert os.readlink(f"/proc/self/fd/{fd}") == "/memfd:rallypoint-test (deleted)"

@@ -14,9 +14,20 @@ from rallypoint.host import terminal
 
 
 @pytest.mark.parametrize(
-    ("given", "found"), [("40", 40), ("250", 250), ("0", None), ("x", None), ("\u00b2", None), ("9" * 50, 100), ("", None)]
+    ("given", "found"),
+    [
+        ("40", 40),
+        ("250", 250),
+        ("0", None),
+        ("x", None),
+        ("\u00b2", None),
+        ("9" * 50, 100),
+        ("", None),
+    ],
 )
-def test_the_variable_comes_first(given: str, found: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_comes_first(
+    given: str, found: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", given)
     assert terminal.columns(-1) == found
 
@@ -40,7 +51,9 @@ def test_prose(found: int | None, columns: int) -> None:
 
 
 def test_who_has_the_terminal() -> None:
-    """A rank of a job in the background took what was typed to the shell: it is in a session of its own."""
+    """A rank of a job in the background took what was typed to the shell: it is in a session of its
+    own.
+    """
     pid, master = pty.fork()
     if pid == 0:
         status = 2

@@ -20,7 +20,9 @@ from rallypoint.host import unix_sockets
 
 
 @pytest.fixture
-def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """An empty folder that is XDG_RUNTIME_DIR; nothing may be left in it."""
     folder = tmp_path_factory.mktemp("run")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
@@ -76,7 +78,9 @@ def test_the_lock_s_descriptor_is_given_back(place: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_first_place_that_will_do(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_place_that_will_do(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/that is not here")
     monkeypatch.setenv("TMPDIR", str(place))
     sock, path = make()
@@ -85,8 +89,12 @@ def test_the_first_place_that_will_do(place: Path, tmp_path: Path, monkeypatch: 
         unix_sockets.remove(str(path))
 
 
-@pytest.mark.parametrize("unfit", ["relative/folder", "/" + "long/" * 30, "/not/utf\udce9", "/dev/null", ""])
-def test_a_place_that_will_not_do_is_passed_over(unfit: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "unfit", ["relative/folder", "/" + "long/" * 30, "/not/utf\udce9", "/dev/null", ""]
+)
+def test_a_place_that_will_not_do_is_passed_over(
+    unfit: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", unfit)
     monkeypatch.setenv("TMPDIR", str(place))
     sock, path = make()
@@ -113,11 +121,18 @@ def test_the_longest_path_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_place_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_sockets, "_places", lambda: [("/proc", "TMPDIR=/proc"), (str(tmp_path / "absent"), "/tmp")])
+    monkeypatch.setattr(
+        unix_sockets,
+        "_places",
+        lambda: [("/proc", "TMPDIR=/proc"), (str(tmp_path / "absent"), "/tmp")],
+    )
     with pytest.raises(EnvironmentProblem) as caught:
         make()
     assert caught.value.code == "socket-unavailable"
-    assert caught.value.why == ("TMPDIR=/proc: No such file or directory", "/tmp: No such file or directory")
+    assert caught.value.why == (
+        "TMPDIR=/proc: No such file or directory",
+        "/tmp: No such file or directory",
+    )
 
 
 def owner(ends: str) -> subprocess.Popen[bytes]:
@@ -126,14 +141,20 @@ def owner(ends: str) -> subprocess.Popen[bytes]:
         "import os, signal\nfrom rallypoint.host import unix_sockets as sockets\n"
         f"kept = sockets.private_socket('b.sock')\nprint(kept[1], flush=True)\n{ends}"
     )
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
 
 
 def test_what_a_killed_owner_left_is_swept_and_a_living_one_s_is_not(place: Path) -> None:
     with owner("os.kill(os.getpid(), signal.SIGKILL)") as dead, owner("input()") as living:
         assert dead.stdout is not None
         assert living.stdout is not None
-        left, used = (Path(process.stdout.readline().decode().strip()) for process in (dead, living) if process.stdout)
+        left, used = (
+            Path(process.stdout.readline().decode().strip())
+            for process in (dead, living)
+            if process.stdout
+        )
         assert dead.wait() == -signal.SIGKILL
         mine, _ = make(), make()
         assert not left.parent.exists()
@@ -149,7 +170,11 @@ def test_what_a_killed_owner_left_is_swept_and_a_living_one_s_is_not(place: Path
 
 
 def test_what_is_not_ours_is_left_alone(place: Path) -> None:
-    strangers = [place / "rallypoint-results", place / "rallypoint-0123456789ab", place / "rallypoint-0123456789ac"]
+    strangers = [
+        place / "rallypoint-results",
+        place / "rallypoint-0123456789ab",
+        place / "rallypoint-0123456789ac",
+    ]
     for folder in strangers:
         folder.mkdir()
     (strangers[1] / "data").write_text("not a socket")
@@ -200,7 +225,9 @@ def test_a_sweep_in_the_middle_of_making_one(place: Path, monkeypatch: pytest.Mo
         return call
 
     monkeypatch.setattr(os, "chmod", step("chmod", os.chmod))
-    monkeypatch.setattr(os, "open", step("open", os.open, lambda path, *_: str(path).endswith("lock")))
+    monkeypatch.setattr(
+        os, "open", step("open", os.open, lambda path, *_: str(path).endswith("lock"))
+    )
     monkeypatch.setattr(fcntl, "lockf", step("lockf", fcntl.lockf))
     sock, path = make()
     assert steps == ["chmod", "open", "lockf"]
@@ -223,7 +250,9 @@ def test_a_forked_child_does_not_take_it_away(place: Path) -> None:
 
 
 def test_a_folder_of_another_machine_s_is_left_alone(place: Path) -> None:
-    """On a file system that several machines share, and whose locks each sees alone, a job's start removed the socket of one elsewhere."""
+    """On a file system that several machines share, and whose locks each sees alone, a job's start
+    removed the socket of one elsewhere.
+    """
     other = place / f"rallypoint-{'0' * 12}"
     other.mkdir(0o700)
     (other / "lock").write_text("another-machine\nits-boot\n")
@@ -233,7 +262,9 @@ def test_a_folder_of_another_machine_s_is_left_alone(place: Path) -> None:
         owner = (path.parent / "lock").read_text().splitlines()
         assert owner[0] == os.uname().nodename
         unix_sockets.remove(str(path))
-    (other / "lock").write_text(f"a-container\n{owner[1]}\n")  # of this machine: nobody holds its lock
+    (other / "lock").write_text(
+        f"a-container\n{owner[1]}\n"
+    )  # of this machine: nobody holds its lock
     sock, path = make()
     with sock:
         assert not other.exists() or owner[1] == "unknown"
@@ -241,7 +272,9 @@ def test_a_folder_of_another_machine_s_is_left_alone(place: Path) -> None:
 
 
 def test_threads_that_make_sockets_at_once_lose_none(place: Path) -> None:
-    """One thread's sweep took another's fresh folder for a dead owner's: a record lock does not keep out its own process."""
+    """One thread's sweep took another's fresh folder for a dead owner's: a record lock does not
+    keep out its own process.
+    """
 
     def make_some(_: int) -> list[bool]:
         kept = []

@@ -1,4 +1,6 @@
-"""A job without processes: a clock that is moved by hand, the real supervisor, and stand-ins for console and reporter."""
+"""A job without processes: a clock that is moved by hand, the real supervisor, and stand-ins for
+console and reporter.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Words:
         self.said: list[tuple[Any, ...]] = []
         self.lost: tuple[str, int] | None = None  # what a rank's error speaks of
         self.missing: tuple[int, ...] = ()
-        self.given_up: set[tuple[int, int]] = set()  # ranks whose torch says so of the store at a port
+        self.given_up: set[tuple[int, int]] = (
+            set()
+        )  # ranks whose torch says so of the store at a port
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith(("say", "event", "announce", "report")):
@@ -38,7 +42,9 @@ class Words:
     def absent(self, ranks: object, size: int) -> tuple[int, ...]:
         return self.missing
 
-    def roll_call(self, ranks: object, size: int, asked: list[Any], seen: object) -> tuple[Any, ...]:
+    def roll_call(
+        self, ranks: object, size: int, asked: list[Any], seen: object
+    ) -> tuple[Any, ...]:
         return (asked, seen)
 
     def has_given_up(self, rank: int, port: int) -> bool:
@@ -87,18 +93,33 @@ class Rank:
 
 
 class Scene:
-    """A running job of `size` ranks, whose handles are real ones without a process unless others are given."""
+    """A running job of `size` ranks, whose handles are real ones without a process unless others
+    are given.
+    """
 
     def __init__(
-        self, size: int = 2, ranks: list[Any] | None = None, *, held: str = "127.0.0.1:29500", run_dir: str = "", **asked: Any
+        self,
+        size: int = 2,
+        ranks: list[Any] | None = None,
+        *,
+        held: str = "127.0.0.1:29500",
+        run_dir: str = "",
+        **asked: Any,
     ) -> None:
         self.clock = ManualClock()
         self.loop = Loop(self.clock)
         self.words = Words(run_dir)
-        self.ranks: list[Any] = [RankHandle(rank, rank) for rank in range(size)] if ranks is None else ranks
+        self.ranks: list[Any] = (
+            [RankHandle(rank, rank) for rank in range(size)] if ranks is None else ranks
+        )
         self.supervisor = Supervisor(world_size=size, max_restarts=0, grace=30.0, on_failure="stop")
         self.actions: list[sv.Action] = []
-        attempt = cast(Attempt, SimpleNamespace(ranks=self.ranks, spawned=[], spawned_size=0, held=held, number=0, host=None))
+        attempt = cast(
+            Attempt,
+            SimpleNamespace(
+                ranks=self.ranks, spawned=[], spawned_size=0, held=held, number=0, host=None
+            ),
+        )
         words = cast(Any, self.words)
         self.job = Job(
             plan(nproc=size, **asked),

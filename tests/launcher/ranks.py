@@ -1,6 +1,7 @@
 """Ranks without a launcher: processes that unpack a call, run it, and send back what came of it.
 
-Run as a program this is a template: it imports torch once, and forks a child for every parcel that it gets.
+Run as a program this is a template: it imports torch once, and forks a child for every parcel that
+it gets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Ranks:
     def __init__(self) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
         self._line.settimeout(DEADLINE)
 
     def close(self) -> None:
@@ -37,7 +40,13 @@ class Ranks:
         """What it returns in a rank; raises what it raises there."""
         return self.calls(1, fn, args, kwargs)[0]
 
-    def calls(self, size: int, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[Any]:
+    def calls(
+        self,
+        size: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
         """The same parcel to several ranks, which run one after the other."""
         with payload.pack_call(fn, args, kwargs or {}) as packed:
             return [self.carry_out(packed) for _ in range(size)]
@@ -51,7 +60,9 @@ class Ranks:
         raise AssertionError(text)
 
     def outcome(self, packed: payload.Packed) -> tuple[str, str, list[int]]:
-        """As it comes back: "value", "error" or "unsendable", a text with the last, and a parcel's descriptors."""
+        """As it comes back: "value", "error" or "unsendable", a text with the last, and a parcel's
+        descriptors.
+        """
         setting = repr((os.getcwd(), sys.path)).encode()
         socket.send_fds(self._line, [setting], packed.fds)
         data, fds, _, _ = socket.recv_fds(self._line, 65536, FDS_MOST)

@@ -15,7 +15,9 @@ from .test_plan import plan
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_the_pipe_of_a_host_is_closed_also_when_the_job_ends_before_the_host_serves(heard: bool) -> None:
+def test_the_pipe_of_a_host_is_closed_also_when_the_job_ends_before_the_host_serves(
+    heard: bool,
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
     attempt = Attempt(plan(nproc=1), 0, began=0.0, ignored=(), hooks=True)
     attempt.hold(None)
@@ -28,8 +30,13 @@ def test_the_pipe_of_a_host_is_closed_also_when_the_job_ends_before_the_host_ser
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize(("number", "limit"), [(errno.EFBIG, "ulimit -f"), (errno.EMFILE, "ulimit -n"), (errno.EACCES, "")])
+@pytest.mark.parametrize(
+    ("number", "limit"),
+    [(errno.EFBIG, "ulimit -f"), (errno.EMFILE, "ulimit -n"), (errno.EACCES, "")],
+)
 def test_what_runs_out_is_named(number: int, limit: str) -> None:
-    """`ulimit -f 0`, and a sandbox that forbids memfd_create, were explained by the limit on descriptors."""
+    """`ulimit -f 0`, and a sandbox that forbids memfd_create, were explained by the limit on
+    descriptors.
+    """
     problem = exhausted(OSError(number, os.strerror(number)), 2)
     assert [command.startswith(limit) for _, command in problem.help] == ([True] if limit else [])

@@ -1,4 +1,6 @@
-"""Processes that a rank's program starts itself, and that fail: nobody may take the rank's exit code 0 for all of it."""
+"""Processes that a rank's program starts itself, and that fail: nobody may take the rank's exit
+code 0 for all of it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ one.start()
 one.join()
 """
 
-# A failure that the program asks for, ends that it wants, a pool, and one that fails when the program has left it to the interpreter.
+# A failure that the program asks for, ends that it wants, a pool, and one that fails when the
+# program has left it to the interpreter.
 LOOKED_AT = """\
 import concurrent.futures, multiprocessing, sys, time
 
@@ -78,12 +81,18 @@ def _script(tmp_path: Path, text: str) -> str:
 def _told(err: str) -> str:
     """What is said of processes, without what differs from run to run."""
     found = re.search(r"^rallypoint: (?:a|\d+) process.*", err, re.MULTILINE | re.DOTALL)
-    return re.sub(r"started at \S+/", "started at ", re.sub(r"pid \d+", "pid N", found[0])) if found else ""
+    return (
+        re.sub(r"started at \S+/", "started at ", re.sub(r"pid \d+", "pid N", found[0]))
+        if found
+        else ""
+    )
 
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("start", [[], ["--fresh"]], ids=["forked", "fresh"])
-def test_processes_that_failed_unseen_are_named_in_the_last_lines(tmp_path: Path, start: list[str]) -> None:
+def test_processes_that_failed_unseen_are_named_in_the_last_lines(
+    tmp_path: Path, start: list[str]
+) -> None:
     result = run_job(["-n", "1", *start, _script(tmp_path, FAILING)], state=tmp_path)
     assert (result.rc, result.report) == (0, ""), result.everything
     assert _told(result.err).splitlines() == [
@@ -91,7 +100,11 @@ def test_processes_that_failed_unseen_are_named_in_the_last_lines(tmp_path: Path
         "  ForkProcess-1, pid N, started at work.py:13: exited with code 1",
         "  ForkProcess-2, pid N, started at work.py:13: died: SIGKILL",
     ], result.everything
-    assert [len(event["details"]["pids"]) for event in result.events if event["what"] == "children-failed"] == [2]
+    assert [
+        len(event["details"]["pids"])
+        for event in result.events
+        if event["what"] == "children-failed"
+    ] == [2]
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -99,7 +112,10 @@ def test_those_of_several_ranks_are_told_together(tmp_path: Path) -> None:
     result = run_job(["-n", "4", _script(tmp_path, FAILING)], state=tmp_path)
     assert result.rc == 0, result.everything
     told = _told(result.err).splitlines()
-    assert told[0] == "rallypoint: 8 processes that ranks 0-3 had started failed, and their program never looked at the exit code:"
+    assert (
+        told[0]
+        == "rallypoint: 8 processes that ranks 0-3 had started failed, and their program never looked at the exit code:"
+    )
     assert told[1] == "  ForkProcess-1 of rank 0, pid N, started at work.py:13: exited with code 1"
     assert told[7:] == ["  and 2 more"]
 
@@ -117,7 +133,9 @@ def test_a_process_that_was_spawned_from_an_unguarded_line(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("argument", ["", "late"])
-def test_who_was_looked_at_or_stopped_by_the_program_has_not_failed_unseen(tmp_path: Path, argument: str) -> None:
+def test_who_was_looked_at_or_stopped_by_the_program_has_not_failed_unseen(
+    tmp_path: Path, argument: str
+) -> None:
     result = run_job(["-n", "1", _script(tmp_path, LOOKED_AT), argument], state=tmp_path)
     assert result.rc == 0, result.everything
     expected = ["  late, pid N, started at work.py:23: exited with code 4"] if argument else []
@@ -126,7 +144,10 @@ def test_who_was_looked_at_or_stopped_by_the_program_has_not_failed_unseen(tmp_p
 
 @pytest.mark.usefixtures("without_torch")
 def test_of_a_rank_that_was_stopped_nothing_is_said(tmp_path: Path) -> None:
-    program = FAILING.replace('print("end")', 'import sys, time; sys.exit(7) if os.environ["RANK"] == "1" else time.sleep(1000)')
+    program = FAILING.replace(
+        'print("end")',
+        'import sys, time; sys.exit(7) if os.environ["RANK"] == "1" else time.sleep(1000)',
+    )
     result = run_job(["-n", "2", _script(tmp_path, program)], state=tmp_path)
     assert result.rc == 7, result.everything
     assert "2 processes that rank 1 had started failed" in result.err, result.everything
@@ -142,7 +163,9 @@ def test_those_of_a_function_are_told_on_the_callers_stderr(tmp_path: Path) -> N
         "    one.start()\n    one.join()\n    return 'well'\n\n"
         "print(rallypoint.launch(work, nproc=2))\n"
     )
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=DEADLINE, check=True)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=DEADLINE, check=True
+    )
     assert done.stdout == "['well', 'well']\n", done.stderr
     assert _told(done.stderr).splitlines() == [
         "rallypoint: 2 processes that ranks 0-1 had started failed, and their program never looked at the exit code:",

@@ -1,4 +1,6 @@
-"""Which GPU a rank joins with, by the answers of a torch that is not there: no test here has a GPU."""
+"""Which GPU a rank joins with, by the answers of a torch that is not there: no test here
+has a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,22 @@ from rallypoint.launcher.worker.cuda import RankDevice, take_device
 class Torch:
     """torch.cuda's answers."""
 
-    def __init__(self, gpus: int, *, up: bool = False, current: int = 0, allocated: int = 0, uuids: bool = True) -> None:
-        self.gpus, self.up, self.current, self.allocated, self.uuids = gpus, up, current, allocated, uuids
+    def __init__(
+        self,
+        gpus: int,
+        *,
+        up: bool = False,
+        current: int = 0,
+        allocated: int = 0,
+        uuids: bool = True,
+    ) -> None:
+        self.gpus, self.up, self.current, self.allocated, self.uuids = (
+            gpus,
+            up,
+            current,
+            allocated,
+            uuids,
+        )
 
     def is_initialized(self) -> bool:
         return self.up
@@ -45,7 +61,9 @@ class Torch:
 def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Take the device as this local rank, with these answers."""
 
-    def take(local_rank: int, torch: Torch, backend: str = "nccl", *, chosen: bool = False) -> RankDevice:
+    def take(
+        local_rank: int, torch: Torch, backend: str = "nccl", *, chosen: bool = False
+    ) -> RankDevice:
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setitem(sys.modules, "torch.cuda", torch)
         monkeypatch.setattr(cuda, "_chosen", chosen)

@@ -49,7 +49,9 @@ def test_a_later_call_replaces_and_by_keeps_what_is_earlier(loop: Loop) -> None:
     assert loop.due("one") is None
 
 
-def test_who_is_forgotten_or_put_off_in_the_same_turn_is_not_called(loop: Loop, clock: ManualClock) -> None:
+def test_who_is_forgotten_or_put_off_in_the_same_turn_is_not_called(
+    loop: Loop, clock: ManualClock
+) -> None:
     called: list[str] = []
 
     def first(now: float) -> None:

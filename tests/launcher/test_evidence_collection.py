@@ -84,7 +84,9 @@ def test_a_rank_that_never_answers_is_not_waited_for(scene: Scene) -> None:
     assert len(scene.of(MakeReport)) == 1
 
 
-def test_the_report_waits_for_a_look_at_what_an_error_speaks_of(scene: Scene, looks: list[Sight]) -> None:
+def test_the_report_waits_for_a_look_at_what_an_error_speaks_of(
+    scene: Scene, looks: list[Sight]
+) -> None:
     fail(scene, consequence=True)
     scene.words.lost = ("node07", 29500)  # torch's log is read after the question
     scene.turn()
@@ -102,11 +104,16 @@ def call(scene: Scene) -> RollCall:
 
 
 def said(scene: Scene) -> list[tuple[list[int], Any]]:
-    return [([rank.rank for rank in asked], seen) for (asked, seen), _ in scene.words.of("report_roll_call")]
+    return [
+        ([rank.rank for rank in asked], seen)
+        for (asked, seen), _ in scene.words.of("report_roll_call")
+    ]
 
 
 def test_only_who_is_missing_is_asked_at_the_roll_call(scene: Scene) -> None:
-    """Nor who was stopped, or is before a person: that is seen from here, and it could not answer."""
+    """Nor who was stopped, or is before a person: that is seen from here, and it could not
+    answer.
+    """
     scene.ranks[0].waiting = True
     scene.ranks[2].stopped = True
     scene.ranks[1].answers = False
@@ -128,7 +135,9 @@ def test_a_roll_call_that_a_failure_overtakes_is_not_said(scene: Scene) -> None:
     assert said(scene) == []
 
 
-@pytest.mark.parametrize(("address", "looked"), [("10.0.0.9:29999", [("10.0.0.9", 29999)]), ("127.0.0.1:29500", [])])
+@pytest.mark.parametrize(
+    ("address", "looked"), [("10.0.0.9:29999", [("10.0.0.9", 29999)]), ("127.0.0.1:29500", [])]
+)
 def test_where_all_wait_the_meeting_point_is_looked_at(
     scene: Scene, looks: list[Sight], address: str, looked: list[tuple[str, int]]
 ) -> None:  # fmt: skip
@@ -159,7 +168,9 @@ def failed(scene: Scene) -> UnresponsiveRanks:
     return UnresponsiveRanks(scene.job)
 
 
-def test_who_cannot_hear_a_signal_is_sent_a_stronger_one_and_who_runs_its_handler_is_not(scene: Scene) -> None:
+def test_who_cannot_hear_a_signal_is_sent_a_stronger_one_and_who_runs_its_handler_is_not(
+    scene: Scene,
+) -> None:
     handling, waiting, running = scene.ranks
     handling.sleeps = waiting.sleeps = waiting.deaf = running.deaf = True
     handling.answers = False
@@ -171,7 +182,9 @@ def test_who_cannot_hear_a_signal_is_sent_a_stronger_one_and_who_runs_its_handle
     assert [(action.rank, action.signal) for action in scene.of(SignalGroup)] == [(1, "SIGKILL")]
 
 
-def test_nobody_is_asked_where_it_waits_while_one_goes_on_for_whom_it_may_wait(scene: Scene) -> None:
+def test_nobody_is_asked_where_it_waits_while_one_goes_on_for_whom_it_may_wait(
+    scene: Scene,
+) -> None:
     for rank in scene.ranks[:2]:
         rank.sleeps = rank.deaf = True
     scene.job.feed(Signalled("SIGINT", 2))
@@ -188,4 +201,6 @@ def test_nobody_is_asked_where_it_waits_while_one_goes_on_for_whom_it_may_wait(s
     for _ in range(VAIN_LOOKS):
         part.begin(LookWhetherStuck((0, 1, 2), together=True))
         scene.turn()
-    assert {(action.rank, action.signal) for action in scene.of(SignalGroup)} == {(rank, "SIGTERM") for rank in range(3)}
+    assert {(action.rank, action.signal) for action in scene.of(SignalGroup)} == {
+        (rank, "SIGTERM") for rank in range(3)
+    }

@@ -1,4 +1,6 @@
-"""Which exception of a chain began it, as a report names it; and which one is on its way while the program clears up."""
+"""Which exception of a chain began it, as a report names it; and which one is on its way while the
+program clears up.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,9 @@ def by_sys_exit(seen: list[Exception | None]) -> None:
         (by_sys_exit, False),
     ],
 )
-def test_what_is_on_its_way(program: Callable[[list[Exception | None]], None], expected: bool) -> None:
+def test_what_is_on_its_way(
+    program: Callable[[list[Exception | None]], None], expected: bool
+) -> None:
     seen: list[Exception | None] = []
     with contextlib.suppress(ValueError, SystemExit):
         program(seen)
@@ -157,11 +161,17 @@ def test_what_is_on_its_way(program: Callable[[list[Exception | None]], None], e
 def test_a_function_that_was_typed_behind_c_is_the_programs() -> None:
     """`python -c "... rallypoint.launch(f)"`; our own processes begin with a line of `-c`."""
     scope: dict[str, Callable[[], None]] = {}
-    exec("def f():\n    raise ValueError('x')", scope)  # its code says that it stands in <string>, as that of `python -c` does
+    exec(
+        "def f():\n    raise ValueError('x')", scope
+    )  # its code says that it stands in <string>, as that of `python -c` does
     with pytest.raises(ValueError, match="x") as caught:
         scope["f"]()
     told = exception_capture.raised(caught.value)
-    assert [(frame.file, frame.line, frame.function) for frame in told.frames][-1] == ("<string>", 2, "f")
+    assert [(frame.file, frame.line, frame.function) for frame in told.frames][-1] == (
+        "<string>",
+        2,
+        "f",
+    )
     assert 'File "<string>", line 2, in f' in told.traceback
     assert exception_capture.is_ours("<string>")
     assert exception_capture.is_ours("<string>", "__init__")

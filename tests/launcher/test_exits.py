@@ -41,7 +41,10 @@ def test_status_of_the_rank_at_fault(code: int, number: int, status: int) -> Non
 
 
 def test_status_of_a_run() -> None:
-    first, second = Report(code="rank-exited", headline="", exit_status=3), Report(code="rank-raised", headline="", exit_status=1)
+    first, second = (
+        Report(code="rank-exited", headline="", exit_status=3),
+        Report(code="rank-raised", headline="", exit_status=1),
+    )
     assert exits.status() == 0
     assert exits.status(reports=[first, second]) == 3
     assert exits.status(interrupted_by="SIGINT") == 130
@@ -51,12 +54,25 @@ def test_status_of_a_run() -> None:
 
 
 def test_our_own_statuses() -> None:
-    assert (exits.OK, exits.RAISED, exits.USAGE, exits.INTERNAL, exits.TRY_AGAIN) == (0, 1, 2, 70, 75)
+    assert (exits.OK, exits.RAISED, exits.USAGE, exits.INTERNAL, exits.TRY_AGAIN) == (
+        0,
+        1,
+        2,
+        70,
+        75,
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(137, "ended by SIGKILL"), (139, "ended by SIGSEGV"), (127, "not found"), (126, "could not be executed"), (3, ""), (255, "")],
+    [
+        (137, "ended by SIGKILL"),
+        (139, "ended by SIGSEGV"),
+        (127, "not found"),
+        (126, "could not be executed"),
+        (3, ""),
+        (255, ""),
+    ],
 )
 def test_meaning_of_an_exit_code(code: int, words: str) -> None:
     assert exits.meaning(code).endswith(words)

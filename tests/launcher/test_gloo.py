@@ -1,4 +1,6 @@
-"""That the moment for gloo's threads lasts until they have come to rest. What it is good for needs real groups: tests/real."""
+"""That the moment for gloo's threads lasts until they have come to rest. What it is good for needs
+real groups: tests/real.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def _with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Named(threading.Thread):
-    """A thread that the kernel knows as one of gloo's: it computes without the interpreter's lock, then says so, then rests."""
+    """A thread that the kernel knows as one of gloo's: it computes without the interpreter's lock,
+    then says so, then rests.
+    """
 
     def __init__(self, rounds: int) -> None:
         super().__init__(daemon=True)
@@ -52,7 +56,9 @@ def test_a_thread_that_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     thread.join()
 
 
-def test_one_that_never_rests_is_waited_for_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_never_rests_is_waited_for_for_a_while_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gloo, "LONGEST", 0.05)
     thread = Named(rounds=10_000)
     thread.start()

@@ -1,4 +1,6 @@
-"""Visitors of a running job, in the agent's own loop: who is answered, when, and who is sent away."""
+"""Visitors of a running job, in the agent's own loop: who is answered, when, and who is
+sent away.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def until_asked(scene: Scene, times: int = 1) -> None:
         scene.loop.turn()
 
 
-def test_a_visitor_is_answered_when_the_round_is_over(scene: Scene, inquiry: tuple[HangMonitor, str]) -> None:
+def test_a_visitor_is_answered_when_the_round_is_over(
+    scene: Scene, inquiry: tuple[HangMonitor, str]
+) -> None:
     visitors = [Visitor(inquiry[1]) for _ in range(2)]
     until_asked(scene, 2)
     scene.turn()
@@ -78,10 +82,16 @@ def test_a_visitor_is_answered_when_the_round_is_over(scene: Scene, inquiry: tup
     for visitor in visitors:
         visitor.join(DEADLINE)
         answer: Any = visitor.answer
-        assert (answer.world_size, answer.age, [rank.missing for rank in answer.ranks]) == (2, MEASURED, ["not started"] * 2)
+        assert (answer.world_size, answer.age, [rank.missing for rank in answer.ranks]) == (
+            2,
+            MEASURED,
+            ["not started"] * 2,
+        )
 
 
-def test_while_a_failure_is_judged_a_visitor_waits(scene: Scene, inquiry: tuple[HangMonitor, str]) -> None:
+def test_while_a_failure_is_judged_a_visitor_waits(
+    scene: Scene, inquiry: tuple[HangMonitor, str]
+) -> None:
     """Another question now could cost the report its answers."""
     scene.job.feed(Signalled("SIGINT", 2))
     visitor = Visitor(inquiry[1])
@@ -96,7 +106,9 @@ def test_while_a_failure_is_judged_a_visitor_waits(scene: Scene, inquiry: tuple[
     assert isinstance(visitor.answer, Standing)
 
 
-def test_who_waits_when_the_job_ends_reads_that_nobody_answers(scene: Scene, inquiry: tuple[HangMonitor, str]) -> None:
+def test_who_waits_when_the_job_ends_reads_that_nobody_answers(
+    scene: Scene, inquiry: tuple[HangMonitor, str]
+) -> None:
     visitor = Visitor(inquiry[1])
     until_asked(scene)
     inquiry[0].close()
@@ -104,7 +116,9 @@ def test_who_waits_when_the_job_ends_reads_that_nobody_answers(scene: Scene, inq
     assert isinstance(visitor.answer, query_socket.SentAway)
 
 
-def test_a_visitor_who_waits_is_answered_about_the_next_attempt(scene: Scene, inquiry: tuple[HangMonitor, str]) -> None:
+def test_a_visitor_who_waits_is_answered_about_the_next_attempt(
+    scene: Scene, inquiry: tuple[HangMonitor, str]
+) -> None:
     visitor = Visitor(inquiry[1])
     until_asked(scene)
     cast(Any, scene.job.attempt).number = 1
@@ -115,25 +129,43 @@ def test_a_visitor_who_waits_is_answered_about_the_next_attempt(scene: Scene, in
     assert visitor.answer.attempt == 1
 
 
-def test_a_rank_that_meets_the_others_meanwhile_costs_a_visitor_nothing(scene: Scene, inquiry: tuple[HangMonitor, str]) -> None:
-    """Two parts had a time of the same name in the loop: the later one was kept, and the visitor never answered."""
+def test_a_rank_that_meets_the_others_meanwhile_costs_a_visitor_nothing(
+    scene: Scene, inquiry: tuple[HangMonitor, str]
+) -> None:
+    """Two parts had a time of the same name in the loop: the later one was kept, and the visitor
+    never answered.
+    """
     parts = RendezvousMonitor(scene.job)
     visitor = Visitor(inquiry[1])
     until_asked(scene)
     for handle in scene.ranks:
-        parts.meets(handle, Meets(Meeting("env://", "127.0.0.1:29500", handle.rank, 2, "gloo", "train.py:7", timeout=5.0), differs=False))
+        parts.meets(
+            handle,
+            Meets(
+                Meeting(
+                    "env://", "127.0.0.1:29500", handle.rank, 2, "gloo", "train.py:7", timeout=5.0
+                ),
+                differs=False,
+            ),
+        )
     scene.pass_by(MEASURED)
     visitor.join(DEADLINE)
     assert isinstance(visitor.answer, Standing)
 
 
-def _of_a_job_that_some_have_left(monkeypatch: pytest.MonkeyPatch, moves: bool = False, code: int = 0, debugs: bool = False) -> Scene:
+def _of_a_job_that_some_have_left(
+    monkeypatch: pytest.MonkeyPatch, moves: bool = False, code: int = 0, debugs: bool = False
+) -> Scene:
     """Rank 0 has ended, rank 1 stands in a call; two minutes pass."""
     scene = Scene(2)
     scene.ranks[0].ended = Ended(code=code, at=1.0)
     scene.ranks[1].pid = 4711
     scene.ranks[1].debugging = debugs
-    monkeypatch.setattr(inquiry_module, "activities", lambda ranks: {1: Activity("S", 100 + moves * int(scene.clock.elapsed()), 7, 7)})
+    monkeypatch.setattr(
+        inquiry_module,
+        "activities",
+        lambda ranks: {1: Activity("S", 100 + moves * int(scene.clock.elapsed()), 7, 7)},
+    )
     part = HangMonitor(scene.job, hooks=True, stop=lambda: None)
     part.begin()
     for _ in range(24):
@@ -143,7 +175,9 @@ def _of_a_job_that_some_have_left(monkeypatch: pytest.MonkeyPatch, moves: bool =
     return scene
 
 
-def test_ranks_that_stand_still_when_the_others_have_ended_well_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_stand_still_when_the_others_have_ended_well_are_named_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene = _of_a_job_that_some_have_left(monkeypatch)
     [(ended, left, seconds)] = scene.words.of("say_left_behind")
     assert (ended, left) == ([0], [1])
@@ -151,8 +185,14 @@ def test_ranks_that_stand_still_when_the_others_have_ended_well_are_named_once(m
     scene.close()
 
 
-@pytest.mark.parametrize("other", [{"moves": True}, {"code": 1}, {"debugs": True}], ids=["it works", "a failure", "a debugger"])
-def test_who_works_on_alone_is_left_in_peace(monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [{"moves": True}, {"code": 1}, {"debugs": True}],
+    ids=["it works", "a failure", "a debugger"],
+)
+def test_who_works_on_alone_is_left_in_peace(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
     scene = _of_a_job_that_some_have_left(monkeypatch, **other)
     assert scene.words.of("say_left_behind") == []
     scene.close()

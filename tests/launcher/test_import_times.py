@@ -1,4 +1,6 @@
-"""What importing costs is added up by package, and nothing of it can be seen by what is imported."""
+"""What importing costs is added up by package, and nothing of it can be seen by what is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_the_programs_own_modules_are_looked_through(folder: Path, times: Import
     assert names(times) == ["installed", "others"]
 
 
-def test_a_quick_package_is_not_told(folder: Path, times: ImportTimes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_package_is_not_told(
+    folder: Path, times: ImportTimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(import_times, "SLOW", 60.0)
     (folder / "quick.py").write_text("")
     importlib.import_module("quick")
@@ -87,7 +91,9 @@ def test_of_torch_the_late_part_is_named() -> None:
 
 
 def test_a_module_finds_its_loader_untouched(folder: Path, times: ImportTimes) -> None:
-    (folder / "plain.py").write_text("seen = dict(vars(__loader__)), __spec__.loader is __loader__, __loader__.exec_module.__qualname__\n")
+    (folder / "plain.py").write_text(
+        "seen = dict(vars(__loader__)), __spec__.loader is __loader__, __loader__.exec_module.__qualname__\n"
+    )
     module = importlib.import_module("plain")
     attributes, same, name = module.seen
     assert "exec_module" not in attributes
@@ -96,8 +102,13 @@ def test_a_module_finds_its_loader_untouched(folder: Path, times: ImportTimes) -
     assert "exec_module" not in vars(importlib.reload(module).__loader__)
 
 
-@pytest.mark.parametrize("text", ["import absent_module_zz", "1 / 0", "x = (", "import deeper", "from deeper import nothing"])
-def test_the_traceback_of_a_failed_import_is_the_same(folder: Path, times: ImportTimes, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["import absent_module_zz", "1 / 0", "x = (", "import deeper", "from deeper import nothing"],
+)
+def test_the_traceback_of_a_failed_import_is_the_same(
+    folder: Path, times: ImportTimes, text: str
+) -> None:
     (folder / "failing.py").write_text(text + "\n")
     (folder / "deeper.py").write_text("import failing_too\n")
     (folder / "failing_too.py").write_text("raise OSError('for a reason')\n")
@@ -124,11 +135,15 @@ def test_a_finder_that_refuses_is_heard(folder: Path, times: ImportTimes) -> Non
     sys.meta_path.insert(1, Refuses)
     with pytest.raises(ImportError, match="not here") as caught:
         __import__("refused")
-    assert [frame.name for frame in caught.traceback if str(frame.path) == import_times.__file__] == []
+    assert [
+        frame.name for frame in caught.traceback if str(frame.path) == import_times.__file__
+    ] == []
 
 
 def test_looking_for_a_module_costs_nothing(folder: Path, times: ImportTimes) -> None:
-    """`importlib.util.find_spec`, with which libraries see what is installed, runs nothing; nor does it disturb a later import."""
+    """`importlib.util.find_spec`, with which libraries see what is installed, runs nothing; nor
+    does it disturb a later import.
+    """
     (folder / "looked_for.py").write_text("")
     assert importlib.util.find_spec("looked_for") is not None
     assert importlib.util.find_spec("not_there_zz") is None
@@ -138,7 +153,9 @@ def test_looking_for_a_module_costs_nothing(folder: Path, times: ImportTimes) ->
 
 
 def test_the_finder_is_quick(times: ImportTimes) -> None:
-    """Within an import each further module costs one call; 100,000 of them less than a second even on a busy machine."""
+    """Within an import each further module costs one call; 100,000 of them less than a second even
+    on a busy machine.
+    """
     times._busy = True
     began = time.thread_time()
     for _ in range(100_000):

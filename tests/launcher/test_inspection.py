@@ -131,7 +131,9 @@ def test_a_function_that_does_not() -> None:
 
 def test_arguments_that_do_not_fit() -> None:
     text = unbound(train, (1, 2, 3), {"x": 4})
-    assert text.startswith("train(model, lr=0.1) cannot be called with these arguments: too many positional arguments\n")
+    assert text.startswith(
+        "train(model, lr=0.1) cannot be called with these arguments: too many positional arguments\n"
+    )
     assert "missing a required argument: 'model'" in unbound(train)
     assert "unexpected keyword argument 'momentum'" in unbound(train, ("m",), {"momentum": 0.9})
 
@@ -140,8 +142,14 @@ def test_arguments_that_do_not_fit() -> None:
     ("make", "text"),
     [
         (lambda: None, "launch takes a function, and was given None"),
-        (lambda: train_by_step(), "launch takes a function, and was given the generator that train_by_step() returned"),
-        (lambda: train_async(), "launch takes a function, and was given the coroutine that train_async() returned"),
+        (
+            lambda: train_by_step(),
+            "launch takes a function, and was given the generator that train_by_step() returned",
+        ),
+        (
+            lambda: train_async(),
+            "launch takes a function, and was given the coroutine that train_async() returned",
+        ),
         (lambda: 3, "launch takes a function, and was given an int"),
         (lambda: "train", "launch takes a function, and was given a str"),
     ],
@@ -151,7 +159,10 @@ def test_a_call_instead_of_a_function(make: Callable[[], Any], text: str) -> Non
 
 
 def test_a_generators_function_is_named() -> None:
-    assert "wrong:  rallypoint.launch(train_by_step())\n             right:  rallypoint.launch(train_by_step)" in unbound(train_by_step())
+    assert (
+        "wrong:  rallypoint.launch(train_by_step())\n             right:  rallypoint.launch(train_by_step)"
+        in unbound(train_by_step())
+    )
 
 
 @pytest.mark.parametrize("fn", [train_async, Trainer().fit_async, functools.partial(train_async)])
@@ -164,7 +175,10 @@ def test_a_generator_function() -> None:
     assert "right:  rallypoint.launch(lambda: list(train_by_step()))" in unbound(train_by_step)
 
 
-@pytest.mark.parametrize(("args", "right"), [(5, "args=(5,)"), ("m", "args=('m',)"), (object(), "args=(x,)"), ({"a": 1}, "args=(x,)")])
+@pytest.mark.parametrize(
+    ("args", "right"),
+    [(5, "args=(5,)"), ("m", "args=('m',)"), (object(), "args=(x,)"), ({"a": 1}, "args=(x,)")],
+)
 def test_args_that_are_no_tuple(args: Any, right: str) -> None:
     assert f"right:  {right}" in unbound(train, args)
 
@@ -213,7 +227,10 @@ def test_a_lock_is_named_by_its_path(args: Any, kwargs: Any, path: str) -> None:
 def test_a_lock_in_a_slot() -> None:
     slotted = Slotted()
     slotted.lock = threading.RLock()
-    assert str(refused(print, slotted)) == "a threading.RLock does not guard anything between processes: args[0].lock"
+    assert (
+        str(refused(print, slotted))
+        == "a threading.RLock does not guard anything between processes: args[0].lock"
+    )
 
 
 def test_the_whole_message_of_a_lock() -> None:
@@ -253,9 +270,15 @@ def test_a_closure_and_a_default() -> None:
 
     line = step.__code__.co_firstlineno
     name = "test_a_closure_and_a_default.<locals>"
-    assert str(refused(step)).endswith(f"model.lock (closure variable model in {name}.step at {here}:{line})")
-    assert str(refused(default)).endswith(f"default of lock in {name}.default at {here}:{default.__code__.co_firstlineno}")
-    assert "closure variable step in" in str(refused(lambda: step(), 1)) or "closure variable model in" in str(refused(lambda: step(), 1))
+    assert str(refused(step)).endswith(
+        f"model.lock (closure variable model in {name}.step at {here}:{line})"
+    )
+    assert str(refused(default)).endswith(
+        f"default of lock in {name}.default at {here}:{default.__code__.co_firstlineno}"
+    )
+    assert "closure variable step in" in str(
+        refused(lambda: step(), 1)
+    ) or "closure variable model in" in str(refused(lambda: step(), 1))
 
 
 def test_a_bound_methods_own_lock() -> None:
@@ -275,11 +298,15 @@ def read_lock() -> None:
 def test_a_global_of_a_file_that_goes_by_value() -> None:
     here = os.path.relpath(__file__)
     line = read_lock.__code__.co_firstlineno
-    assert str(refused(read_lock)).endswith(f": global LOCK in {here}:{line - 3}, used by read_lock at {here}:{line + 1}")
+    assert str(refused(read_lock)).endswith(
+        f": global LOCK in {here}:{line - 3}, used by read_lock at {here}:{line + 1}"
+    )
 
 
 def test_a_global_of_an_imported_module(program: Callable[..., ModuleType]) -> None:
-    found = program(train="import threading\n\n\ncount = 0\n\nlock = threading.Lock()\n\ndef increment():\n    with lock:\n        pass\n")
+    found = program(
+        train="import threading\n\n\ncount = 0\n\nlock = threading.Lock()\n\ndef increment():\n    with lock:\n        pass\n"
+    )
     error = refused(found.increment)
     assert error.code == "lock-in-wrong-scope"
     assert str(error).endswith(": global lock in train.py:6, used by increment at train.py:9")
@@ -322,7 +349,9 @@ def test_a_lock_that_is_reached_by_detours(program: Callable[..., ModuleType], c
     assert text.partition(",")[0] in str(refused(lambda: found.train()))
 
 
-def test_a_lock_that_nobody_reads_or_that_is_not_the_users_is_left_alone(program: Callable[..., ModuleType]) -> None:
+def test_a_lock_that_nobody_reads_or_that_is_not_the_users_is_left_alone(
+    program: Callable[..., ModuleType],
+) -> None:
     found = program(
         train="import threading, logging, functools\nlock = threading.Lock()\nlog = logging.getLogger('x')\n\n"
         "@functools.cache\ndef own():\n    return threading.Lock()\n\n"
@@ -387,7 +416,9 @@ def test_objects_of_multiprocessing() -> None:
 
 
 def test_a_queue_of_an_imported_module(program: Callable[..., ModuleType]) -> None:
-    found = program(train="import multiprocessing\nq = multiprocessing.get_context('spawn').SimpleQueue()\ndef train():\n    q.put(1)\n")
+    found = program(
+        train="import multiprocessing\nq = multiprocessing.get_context('spawn').SimpleQueue()\ndef train():\n    q.put(1)\n"
+    )
     error = refused(found.train)
     assert whole(error) == (
         "a multiprocessing.SimpleQueue reaches only processes that multiprocessing itself starts: "
@@ -416,10 +447,19 @@ def test_other_things_that_cannot_cross(tmp_path: Path) -> None:
         child.wait()
         given: list[tuple[Any, str]] = [
             (stack.enter_context(open(path)), "an open file belongs to the process that made it"),
-            (stack.enter_context(open(path, "rb")), "an open file belongs to the process that made it"),
-            (stack.enter_context(open(path, "wb", buffering=0)), "an open file belongs to the process that made it"),
+            (
+                stack.enter_context(open(path, "rb")),
+                "an open file belongs to the process that made it",
+            ),
+            (
+                stack.enter_context(open(path, "wb", buffering=0)),
+                "an open file belongs to the process that made it",
+            ),
             (connection, "a socket belongs to the process that made it"),
-            (train_by_step(), "a generator cannot be copied: it stands in the middle of a function"),
+            (
+                train_by_step(),
+                "a generator cannot be copied: it stands in the middle of a function",
+            ),
             (waiting, "a coroutine cannot be copied: it stands in the middle of a function"),
             (threading.Thread(), "a thread belongs to the process that made it"),
             (multiprocessing.Process(), "a process belongs to the process that made it"),
@@ -427,7 +467,10 @@ def test_other_things_that_cannot_cross(tmp_path: Path) -> None:
             (pool, "an executor of concurrent.futures belongs to the process that made it"),
             (Future[int](), "a future belongs to the process that made it"),
             (threading.local(), "a threading.local has another content in every thread"),
-            (sys._getframe(), "a frame cannot cross into another process: TypeError: cannot pickle 'frame' object"),
+            (
+                sys._getframe(),
+                "a frame cannot cross into another process: TypeError: cannot pickle 'frame' object",
+            ),
         ]
         for value, text in given:
             error = refused(print, a={"b": value})
@@ -443,12 +486,18 @@ def test_an_object_whose_own_pickling_raises() -> None:
 
     error = refused(print, [Model(parts={"x": Stubborn()})])
     assert str(error).startswith('args[0][0].parts["x"]: a')
-    assert str(error).endswith("Stubborn cannot cross into another process: RuntimeError: I stay here")
+    assert str(error).endswith(
+        "Stubborn cannot cross into another process: RuntimeError: I stay here"
+    )
     assert isinstance(error.__cause__, RuntimeError)
 
 
 def test_plain_data_is_not_walked_in_order_to_name_what_is_wrong() -> None:
-    data = {"numbers": list(range(2_000_000)), "texts": {str(n): n for n in range(500_000)}, "bad": threading.Lock()}
+    data = {
+        "numbers": list(range(2_000_000)),
+        "texts": {str(n): n for n in range(500_000)},
+        "bad": threading.Lock(),
+    }
     before = time.monotonic()
     assert str(refused(print, data)).endswith('args[0]["bad"]')
     assert time.monotonic() - before < 20
@@ -492,10 +541,17 @@ def test_process_groups_and_compiled_functions() -> None:
     torch = pytest.importorskip("torch")
     dist: Any = torch.distributed
     store = dist.HashStore()
-    assert str(refused(print, store)) == "args[0]: a store of torch.distributed belongs to the process that made it"
+    assert (
+        str(refused(print, store))
+        == "args[0]: a store of torch.distributed belongs to the process that made it"
+    )
     group = dist.ProcessGroup(0, 1)
-    assert str(refused(print, group)).startswith("args[0]: a process group belongs to the process that made it")
-    assert str(refused(torch.compile(lambda x: x + 1))).endswith("a function that torch.compile made cannot cross")
+    assert str(refused(print, group)).startswith(
+        "args[0]: a process group belongs to the process that made it"
+    )
+    assert str(refused(torch.compile(lambda x: x + 1))).endswith(
+        "a function that torch.compile made cannot cross"
+    )
 
 
 # --- which modules a rank finds ---

@@ -1,4 +1,6 @@
-"""What a fresh interpreter does to torch, and when: with a small package in torch's place, whose parts cannot be imported too early."""
+"""What a fresh interpreter does to torch, and when: with a small package in torch's place, whose
+parts cannot be imported too early.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-NEEDS_ALL_OF_TORCH = "import torch\nassert torch.whole\n"  # AttributeError while torch is being imported, as in torch's own parts
+# AttributeError while torch is being imported, as in torch's own parts
+NEEDS_ALL_OF_TORCH = "import torch\nassert torch.whole\n"
 PARTS = {
     "autograd": NEEDS_ALL_OF_TORCH + "def backward(tensors): pass\n",
     "cuda": NEEDS_ALL_OF_TORCH + "def set_device(device): pass\n",
@@ -38,7 +41,9 @@ def in_fresh_interpreter(torch: Path, program: str) -> str:
         f"sys.path.insert(0, {str(torch.parent.parent)!r})",
     ]
     lines += ["hooks.install_when_imported()", program]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -62,7 +67,9 @@ import torch.distributed
 """
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["torch-imports-distributed", "the-program-imports-distributed"])
+@pytest.mark.parametrize(
+    "early", [True, False], ids=["torch-imports-distributed", "the-program-imports-distributed"]
+)
 @pytest.mark.parametrize(
     "program",
     [
@@ -75,15 +82,20 @@ import torch.distributed
     ids=["plainly", "by-a-part", "looked-for-before", "finder-before-ours", "finder-after-ours"],
 )
 def test_torch_is_left_alone_until_it_is_imported(torch: Path, program: str, early: bool) -> None:
-    """torch 2.15 imports torch.distributed while it is being imported. With that we imported torch.multiprocessing, which needs all of
-    torch: every rank of `--fresh` failed at `import torch`."""
+    """torch 2.15 imports torch.distributed while it is being imported. With that we imported
+    torch.multiprocessing, which needs all of torch: every rank of `--fresh` failed at `import
+    torch`."""
     torch.write_text(("import torch.distributed\n" if early else "") + "whole = True\n")
     assert in_fresh_interpreter(torch, f"{program}\n{WRAPPED}") == "[True, True, True]"
 
 
 def test_an_import_that_failed_is_tried_again(torch: Path) -> None:
-    """The first attempt took our place among the finders away, so that nothing was seen of the program that tried again."""
-    torch.write_text("import os\nif 'AGAIN' not in os.environ: raise ImportError('libcudart')\nimport torch.distributed\nwhole = True\n")
+    """The first attempt took our place among the finders away, so that nothing was seen of the
+    program that tried again.
+    """
+    torch.write_text(
+        "import os\nif 'AGAIN' not in os.environ: raise ImportError('libcudart')\nimport torch.distributed\nwhole = True\n"
+    )
     program = "try:\n    import torch\nexcept ImportError:\n    import os\n    os.environ['AGAIN'] = '1'\n    import torch.distributed"
     assert in_fresh_interpreter(torch, f"{program}\n{WRAPPED}") == "[True, True, True]"
 
@@ -91,30 +103,46 @@ def test_an_import_that_failed_is_tried_again(torch: Path) -> None:
 @pytest.mark.parametrize("program", ["import torch", "import torch.distributed"])
 def test_a_torch_without_distributed_is_no_trouble(torch: Path, program: str) -> None:
     (torch.parent / "distributed" / "__init__.py").write_text("")
-    assert in_fresh_interpreter(torch, f"{program}\nprint(torch.whole, 'torch.multiprocessing' in sys.modules)") == "True False"
+    assert (
+        in_fresh_interpreter(
+            torch, f"{program}\nprint(torch.whole, 'torch.multiprocessing' in sys.modules)"
+        )
+        == "True False"
+    )
 
 
 def test_a_torch_that_was_there_before(torch: Path) -> None:
     """A `.pth` file or sitecustomize may have imported it."""
     program = "import torch\nprint(hasattr(torch.distributed.init_process_group, '__wrapped__'))"
     torch.write_text("import torch.distributed\nwhole = True\n")
-    lines = f"import sys; sys.path.insert(0, {str(torch.parent.parent)!r})\nimport torch\nfrom rallypoint.launcher.worker import torch_hooks as hooks"  # noqa: E501
+    lines = f"import sys; sys.path.insert(0, {str(torch.parent.parent)!r})\nimport torch\nfrom rallypoint.launcher.worker import torch_hooks as hooks"
     done = subprocess.run(
-        [sys.executable, "-c", f"{lines}\nhooks.install_when_imported()\n{program}"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", f"{lines}\nhooks.install_when_imported()\n{program}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_a_fork_while_torch_is_being_imported(torch: Path) -> None:
-    """The look at CUDA before each fork of the program's met a torch.cuda of which nothing was there yet: Python wrote
-    "Exception ignored in: <bound method Hooks.forking ...>" with a traceback."""
-    (torch.parent / "cuda" / "__init__.py").write_text("import os\nif not os.fork(): os._exit(0)\nos.wait()\n" + PARTS["cuda"])
+    """The look at CUDA before each fork of the program's met a torch.cuda of which nothing was
+    there yet: Python wrote "Exception ignored in: <bound method Hooks.forking ...>" with a
+    traceback."""
+    (torch.parent / "cuda" / "__init__.py").write_text(
+        "import os\nif not os.fork(): os._exit(0)\nos.wait()\n" + PARTS["cuda"]
+    )
     torch.write_text("whole = True\nimport torch.cuda\n")
     lines = [
         "import socket, sys",
         "from rallypoint.launcher.worker.worker_hooks import Hooks",
         f"sys.path.insert(0, {str(torch.parent.parent)!r})",
     ]
-    lines += ["seen = Hooks(socket.socketpair()[0], held='', began=0.0, single=False)", "import torch"]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+    lines += [
+        "seen = Hooks(socket.socketpair()[0], held='', began=0.0, single=False)",
+        "import torch",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,6 @@
-"""A signal handler of the program's raises while a hook tells something: the program gets that, and the agent the message, once."""
+"""A signal handler of the program's raises while a hook tells something: the program gets that, and
+the agent the message, once.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,10 @@ def _arrived(sock: socket.socket) -> list[Message | None]:
 
 
 def _at_each_step(act: Callable[[], Any], first: str) -> Iterator[tuple[int, bool]]:
-    """Calls `act` again and again, with the handler called at its first, second, ... step at which the interpreter may call one, until
-    there are no more: (step, whether the handler's exception came out). Steps are calls and returns below the function `first`. Beyond the
-    hundredth some are left out: an except clause is looked for in a thousand nodes."""
+    """Calls `act` again and again, with the handler called at its first, second, ... step at which
+    the interpreter may call one, until there are no more: (step, whether the handler's exception
+    came out). Steps are calls and returns below the function `first`. Beyond the hundredth some are
+    left out: an except clause is looked for in a thousand nodes."""
     step = 0
     while True:
         step += max(1, step // 100 * 40)
@@ -94,7 +97,9 @@ def _at_each_step(act: Callable[[], Any], first: str) -> Iterator[tuple[int, boo
         yield step, came_out
 
 
-def test_what_is_told_arrives_once_wherever_a_handler_raises(line: tuple[Hooks, socket.socket], handled: None) -> None:
+def test_what_is_told_arrives_once_wherever_a_handler_raises(
+    line: tuple[Hooks, socket.socket], handled: None
+) -> None:
     hooks, agent = line
     steps = 0
     for step, came_out in _at_each_step(lambda: hooks.tell(AtPhase("joining")), "whole"):
@@ -104,7 +109,9 @@ def test_what_is_told_arrives_once_wherever_a_handler_raises(line: tuple[Hooks, 
     assert steps >= 6  # a call and a return each of the lambda, `_post`, `send`, `_send`, ...
 
 
-def test_a_message_too_large_for_a_packet_arrives_once(line: tuple[Hooks, socket.socket], handled: None) -> None:
+def test_a_message_too_large_for_a_packet_arrives_once(
+    line: tuple[Hooks, socket.socket], handled: None
+) -> None:
     hooks, agent = line
     large = Imported("x" * protocol.PACKET_BYTES, 1.0)
     for step, came_out in _at_each_step(lambda: hooks.tell(large), "whole"):
@@ -112,7 +119,9 @@ def test_a_message_too_large_for_a_packet_arrives_once(line: tuple[Hooks, socket
         assert _arrived(agent) == [large], step
 
 
-def test_an_exception_is_told_once_wherever_a_handler_raises(line: tuple[Hooks, socket.socket], handled: None) -> None:
+def test_an_exception_is_told_once_wherever_a_handler_raises(
+    line: tuple[Hooks, socket.socket], handled: None
+) -> None:
     hooks, agent = line
     failed: list[ValueError] = []
 
@@ -127,7 +136,12 @@ def test_an_exception_is_told_once_wherever_a_handler_raises(line: tuple[Hooks, 
         assert came_out, step
         (told,) = _arrived(agent)
         assert isinstance(told, Caught), step
-        assert (told.serial, told.raised.type, told.raised.message, told.raised.call) == (1, "ValueError", "lost", "all_reduce"), step
+        assert (told.serial, told.raised.type, told.raised.message, told.raised.call) == (
+            1,
+            "ValueError",
+            "lost",
+            "all_reduce",
+        ), step
         assert exception_capture.serials(failed[-1]) == [1], step
     assert steps > 50
 
@@ -205,7 +219,9 @@ def test_a_handler_that_raises_while_the_end_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DIES_WHILE_TOLD)
     result = run_job(["-n", "2", str(tmp_path / "train.py")], state=tmp_path)
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
-    told = re.match(r"error\[rank-raised\]: (?:both ranks|rank (\d)) raised BadBatch: batch 7\n", result.report)
+    told = re.match(
+        r"error\[rank-raised\]: (?:both ranks|rank (\d)) raised BadBatch: batch 7\n", result.report
+    )
     assert told, result.everything
     log = (result.run_dir / f"rank{told[1] or 0}.log").read_text()
     assert "BadBatch: batch 7" in log, log

@@ -42,13 +42,17 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_line_is_found(program: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    program.write_text(f"import os\nprint(os.environ.get('OMP_NUM_THREADS'), os.environ['OMP_NUM_THREADS'] == '2')\n{line}\n")
+    program.write_text(
+        f"import os\nprint(os.environ.get('OMP_NUM_THREADS'), os.environ['OMP_NUM_THREADS'] == '2')\n{line}\n"
+    )
     late_variables.remember(str(program.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert list(late_variables.set_late()) == [("OMP_NUM_THREADS", "train.py:3")]
 
 
-def test_a_line_that_is_not_found_is_not_made_up(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_not_found_is_not_made_up(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program.write_text("for name in names:\n    os.environ[name] = '2'\n")
     late_variables.remember(str(program.parent))
     monkeypatch.setenv("TORCH_LOGS", "dynamo")
@@ -66,7 +70,13 @@ def test_only_a_value_that_differs_counts(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_only_what_is_read_at_load_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     late_variables.remember(str(tmp_path))
-    for name in ("NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "ATEN_CPU_CAPABILITY", "MASTER_PORT", "TOKENIZERS_PARALLELISM"):
+    for name in (
+        "NCCL_DEBUG",
+        "CUDA_VISIBLE_DEVICES",
+        "ATEN_CPU_CAPABILITY",
+        "MASTER_PORT",
+        "TOKENIZERS_PARALLELISM",
+    ):
         monkeypatch.setenv(name, "1")
     assert list(late_variables.set_late()) == []
 

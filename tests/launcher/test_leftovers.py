@@ -1,4 +1,6 @@
-"""What a successful rank left running: when it is named, who is signalled, and what cuts the grace short."""
+"""What a successful rank left running: when it is named, who is signalled, and what cuts the grace
+short.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def scene() -> Iterator[Scene]:
 def groups(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     """The members of each group, by its leader; and under 0, whom SIGTERM was sent to."""
     members: dict[int, list[int]] = {0: []}
-    monkeypatch.setattr(processes, "group_members", lambda leader: [SimpleNamespace(pid=pid) for pid in members.get(leader, [])])
+    monkeypatch.setattr(
+        processes,
+        "group_members",
+        lambda leader: [SimpleNamespace(pid=pid) for pid in members.get(leader, [])],
+    )
 
     def send_group(leader: int, number: int) -> bool:
         assert number == signal.SIGTERM
@@ -51,7 +57,9 @@ def parts(scene: Scene) -> tuple[Leftovers, list[Any]]:
     return Leftovers(scene.job, reap), reaped
 
 
-def test_what_stays_is_named_once_and_what_goes_by_itself_never(scene: Scene, groups: dict[int, list[int]]) -> None:
+def test_what_stays_is_named_once_and_what_goes_by_itself_never(
+    scene: Scene, groups: dict[int, list[int]]
+) -> None:
     part, reaped = parts(scene)
     groups.update({4000: [5000], 4001: [5001]})
     for handle in scene.ranks:
@@ -66,8 +74,12 @@ def test_what_stays_is_named_once_and_what_goes_by_itself_never(scene: Scene, gr
     assert len(scene.words.of("say_leftovers")) == 1
 
 
-def test_a_group_whose_number_was_given_back_is_not_signalled(scene: Scene, groups: dict[int, list[int]]) -> None:
-    """Its helpers had gone, it was reaped on the way: from then on the number may be a stranger's."""
+def test_a_group_whose_number_was_given_back_is_not_signalled(
+    scene: Scene, groups: dict[int, list[int]]
+) -> None:
+    """Its helpers had gone, it was reaped on the way: from then on the number may be a
+    stranger's.
+    """
     part, reaped = parts(scene)
     groups[4000] = [5000]
     scene.ranks[1].left_at_exit = 0.0

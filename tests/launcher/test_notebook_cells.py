@@ -19,12 +19,24 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("notebook")
 def test_a_cells_file_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert notebook_cells.named("where  /tmp/ipykernel_7/221.py:2 in f") == "where  Cell In[4]:2 in f"
-    assert notebook_cells.named('File "/tmp/ipykernel_7/221.py", line 2') == 'File "Cell In[4]", line 2'
-    assert notebook_cells.named("/tmp/ipykernel_8/221.py:2") == "/tmp/ipykernel_8/221.py:2", "another notebook's"
-    assert notebook_cells.named("/tmp/ipykernel_7/x.py and train.py:3") == "/tmp/ipykernel_7/x.py and train.py:3"
+    assert (
+        notebook_cells.named("where  /tmp/ipykernel_7/221.py:2 in f") == "where  Cell In[4]:2 in f"
+    )
+    assert (
+        notebook_cells.named('File "/tmp/ipykernel_7/221.py", line 2')
+        == 'File "Cell In[4]", line 2'
+    )
+    assert notebook_cells.named("/tmp/ipykernel_8/221.py:2") == "/tmp/ipykernel_8/221.py:2", (
+        "another notebook's"
+    )
+    assert (
+        notebook_cells.named("/tmp/ipykernel_7/x.py and train.py:3")
+        == "/tmp/ipykernel_7/x.py and train.py:3"
+    )
     monkeypatch.chdir("/tmp")
-    assert notebook_cells.named("ipykernel_7/221.py:2") == "Cell In[4]:2", "as a place is shown in a folder above it"
+    assert notebook_cells.named("ipykernel_7/221.py:2") == "Cell In[4]:2", (
+        "as a place is shown in a folder above it"
+    )
 
 
 def test_without_a_notebook_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,15 +70,23 @@ def descriptors() -> int:
 
 def mapped() -> int:
     """How many bytes of parcels this process has mapped."""
-    lines = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "rallypoint-payload" in line]
-    return sum(int(end, 16) - int(first, 16) for first, _, end in (line.partition("-") for line in lines))
+    lines = [
+        line.split()[0]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "rallypoint-payload" in line
+    ]
+    return sum(
+        int(end, 16) - int(first, 16) for first, _, end in (line.partition("-") for line in lines)
+    )
 
 
 def ran(folder: Path, program: str) -> str:
     """What a script says, with the folder of these tests in the place of {tests}."""
     script = folder / "main.py"
     script.write_text(program.format(tests=str(Path(__file__).parent)))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False
+    )
     return done.stdout + done.stderr
 
 
@@ -138,15 +146,33 @@ DTYPES = (
 
 def facts(tensor: Any) -> tuple[Any, ...]:
     """All that there is to a tensor: bit by bit, for any dtype."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).tolist() if tensor.numel() else []
-    return type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, data
+    data = (
+        tensor.detach().contiguous().view(-1).view(torch.uint8).tolist() if tensor.numel() else []
+    )
+    return (
+        type(tensor),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.requires_grad,
+        data,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_every_dtype_and_shape_go_and_come_back(ranks: Ranks, dtype: Any) -> None:
     flat = (torch.arange(24) % 2).to(dtype)
     grid = flat.view(2, 3, 4)
-    views = [flat, grid, grid.transpose(0, 2), grid[:, 1:, ::2], flat[3], flat[:0], flat[5:6], flat.expand(3, 24)]
+    views = [
+        flat,
+        grid,
+        grid.transpose(0, 2),
+        grid[:, 1:, ::2],
+        flat[3],
+        flat[:0],
+        flat[5:6],
+        flat.expand(3, 24),
+    ]
     tensors = [*views, torch.empty(0, 3, dtype=dtype)]
     for one, other in zip(tensors, ranks.call(lambda given: given, tensors), strict=True):
         assert facts(one) == facts(other)
@@ -154,7 +180,12 @@ def test_tensors_of_every_dtype_and_shape_go_and_come_back(ranks: Ranks, dtype: 
 
 def test_tensors_that_share_memory_still_do(ranks: Ranks) -> None:
     base = torch.arange(1000.0)
-    tied = {"a": base, "b": base[10:20], "c": base.view(10, 100).t(), "bytes": base.view(torch.uint8)[40:]}
+    tied = {
+        "a": base,
+        "b": base[10:20],
+        "c": base.view(10, 100).t(),
+        "bytes": base.view(torch.uint8)[40:],
+    }
 
     def write(tied: dict[str, Any]) -> Any:
         tied["b"][0] = 77
@@ -185,7 +216,9 @@ def test_tied_weights_of_a_model_stay_tied(ranks: Ranks) -> None:
     assert type(arrived[0].weight) is torch.nn.Parameter
     assert not arrived[0].bias.requires_grad
     assert arrived[0].weight.requires_grad
-    assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr() == arrived[0].weight.data_ptr()
+    assert (
+        state["0.weight"].data_ptr() == state["1.weight"].data_ptr() == arrived[0].weight.data_ptr()
+    )
     assert not torch.equal(arrived[0].weight, model[0].weight)
 
 
@@ -199,7 +232,9 @@ def test_only_the_part_of_a_storage_that_is_used_is_sent() -> None:
     assert one.shape == (100,)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantiz", "ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:.*quantiz", "ignore:TypedStorage is deprecated"
+)
 @pytest.mark.parametrize(
     "make",
     [
@@ -216,7 +251,9 @@ def test_other_tensors_are_taken_apart_by_torch(ranks: Ranks, make: Any) -> None
     assert arrived.device == tensor.device
     assert arrived.dtype == tensor.dtype
     if tensor.device.type != "meta":
-        plain = [one.dequantize() if one.is_quantized else one.to_dense() for one in (arrived, tensor)]
+        plain = [
+            one.dequantize() if one.is_quantized else one.to_dense() for one in (arrived, tensor)
+        ]
         assert torch.equal(plain[0], plain[1])
 
 
@@ -234,7 +271,9 @@ def test_subclasses_attributes_and_storages(ranks: Ranks) -> None:
     def give(*given: Any) -> Any:
         return given
 
-    one, other, storage, typed = ranks.call(give, marked, plain, plain.untyped_storage(), plain.storage())
+    one, other, storage, typed = ranks.call(
+        give, marked, plain, plain.untyped_storage(), plain.storage()
+    )
     assert type(one).__name__ == "Marked"
     assert (one.source, other.source) == ("a.csv", "b.csv")
     assert storage.tolist() == plain.untyped_storage().tolist()
@@ -454,7 +493,9 @@ def test_a_mapped_file_arrives_as_the_same_memory(ranks: Ranks, tmp_path: Path) 
     assert weights[99] == 0
     assert weights[100] == 2
     path.unlink()
-    with pytest.raises(UsageError, match=r"args\[0\]: a tensor in shared memory cannot cross as the same memory"):
+    with pytest.raises(
+        UsageError, match=r"args\[0\]: a tensor in shared memory cannot cross as the same memory"
+    ):
         payload.pack_call(fill, (weights,), {})
 
 
@@ -474,7 +515,9 @@ def test_lambdas_locals_and_defaults(ranks: Ranks) -> None:
     assert ranks.call(lambda: outer(1, by=1)) == 6
 
 
-def test_classes_of_a_file_that_no_rank_can_import_are_the_same_class_when_they_come_back(ranks: Ranks) -> None:
+def test_classes_of_a_file_that_no_rank_can_import_are_the_same_class_when_they_come_back(
+    ranks: Ranks,
+) -> None:
     method = Config.__init__
     arrived = ranks.call(lambda: [Config(lr=0.5), Colour.RED, Point(1, 2)])
     assert type(arrived[0]) is Config
@@ -537,8 +580,12 @@ def test_functions_and_classes_of_main(tmp_path: Path) -> None:
     assert ran(tmp_path, MAIN) == "good\n"
 
 
-def test_functions_of_modules_go_by_name_and_are_imported_there(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "parcel_here.py").write_text("import os\nLOADED_IN = os.getpid()\ndef where():\n    return LOADED_IN, os.getpid()\n")
+def test_functions_of_modules_go_by_name_and_are_imported_there(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parcel_here.py").write_text(
+        "import os\nLOADED_IN = os.getpid()\ndef where():\n    return LOADED_IN, os.getpid()\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     import parcel_here  # type: ignore[import-not-found]
 
@@ -552,7 +599,9 @@ def test_functions_of_modules_go_by_name_and_are_imported_there(ranks: Ranks, tm
 def test_a_shared_tensor_of_an_imported_module_is_the_same_memory_in_the_rank(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "parcel_state.py").write_text("import torch\ntotal = torch.zeros(2).share_memory_()\n")
+    (tmp_path / "parcel_state.py").write_text(
+        "import torch\ntotal = torch.zeros(2).share_memory_()\n"
+    )
     (tmp_path / "parcel_train.py").write_text(
         "import parcel_state\ndef train():\n    parcel_state.total += 1\n    return parcel_state.total.is_shared()\n"
     )
@@ -564,7 +613,9 @@ def test_a_shared_tensor_of_an_imported_module_is_the_same_memory_in_the_rank(
     assert parcel_state.total[0] == 2
 
 
-def test_our_shared_tensor_arrives_as_the_same_memory_and_comes_back_as_the_same_object(ranks: Ranks) -> None:
+def test_our_shared_tensor_arrives_as_the_same_memory_and_comes_back_as_the_same_object(
+    ranks: Ranks,
+) -> None:
     shared = rallypoint.SharedTensor((3,), torch.float64)
 
     def add(shared: Any) -> Any:
@@ -583,7 +634,10 @@ def test_our_shared_tensor_arrives_as_the_same_memory_and_comes_back_as_the_same
 
 
 def test_a_store_reconnects_where_it_arrives(ranks: Ranks) -> None:
-    with rallypoint.serve() as server, rallypoint.connect(server.address, secret=server.secret) as store:
+    with (
+        rallypoint.serve() as server,
+        rallypoint.connect(server.address, secret=server.secret) as store,
+    ):
 
         def write(store: Any) -> str:
             store["from"] = os.getpid()
@@ -595,7 +649,9 @@ def test_a_store_reconnects_where_it_arrives(ranks: Ranks) -> None:
             pickle.dumps(store)
 
 
-def test_a_module_that_fails_in_the_rank_says_where_it_was_needed(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_fails_in_the_rank_says_where_it_was_needed(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = f"import os\nif os.getpid() != {os.getpid()}:\n    raise OSError('not here')\ndef run():\n    pass\n"
     (tmp_path / "parcel_once.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -603,7 +659,9 @@ def test_a_module_that_fails_in_the_rank_says_where_it_was_needed(ranks: Ranks, 
 
     with pytest.raises(OSError, match="not here") as caught:
         ranks.call(parcel_once.run)
-    assert caught.value.__notes__ == ["rallypoint: this was raised while the function and its arguments were unpacked in the rank"]
+    assert caught.value.__notes__ == [
+        "rallypoint: this was raised while the function and its arguments were unpacked in the rank"
+    ]
 
 
 @pytest.mark.gpu
@@ -621,7 +679,10 @@ def test_tensors_of_an_accelerator_come_back_on_the_cpu_and_do_not_go(ranks: Ran
         )
 
     base, part, model, sparse, empty, state = ranks.call(work)
-    assert {one.device.type for one in (base, part, model.weight, sparse, empty, state["state"]["weight"])} == {"cpu"}
+    assert {
+        one.device.type
+        for one in (base, part, model.weight, sparse, empty, state["state"]["weight"])
+    } == {"cpu"}
     assert torch.equal(base, torch.arange(1000.0))
     base[10] = -1
     assert part[0] == -1
@@ -677,7 +738,12 @@ def test_a_result_that_says_how_it_is_pickled_is_taken_at_its_word() -> None:
 
 
 def test_the_search_for_what_cannot_go_passes_over_plain_data_quickly() -> None:
-    value = {"numbers": list(range(3_000_000)), "text": ["x"] * 1_000_000, "tensor": torch.ones(MIB), "bad": threading.Lock()}
+    value = {
+        "numbers": list(range(3_000_000)),
+        "text": ["x"] * 1_000_000,
+        "tensor": torch.ones(MIB),
+        "bad": threading.Lock(),
+    }
     with pytest.raises(Unsendable, match=r'^result\["bad"\]: a threading.Lock'):
         payload.pack_result(value)
 
@@ -701,7 +767,10 @@ def test_a_result_whose_class_is_only_there(ranks: Ranks, tmp_path: Path) -> Non
 
         return parcel_only_there.Thing()
 
-    with pytest.raises(UsageError, match="cannot be read here: ModuleNotFoundError: No module named 'parcel_only_there'") as caught:
+    with pytest.raises(
+        UsageError,
+        match="cannot be read here: ModuleNotFoundError: No module named 'parcel_only_there'",
+    ) as caught:
         ranks.call(make, str(tmp_path))
     assert caught.value.code == "result-unsupported"
 
@@ -750,7 +819,12 @@ def test_an_exception_arrives_with_all_that_it_has(ranks: Ranks) -> None:
     with pytest.raises(Custom, match="code 3") as caught:
         ranks.call(failing, 2)
     error = caught.value
-    assert (error.code, error.detail, error.args, error.__notes__) == (3, "d", ("code 3",), ["a note"])
+    assert (error.code, error.detail, error.args, error.__notes__) == (
+        3,
+        "d",
+        ("code 3",),
+        ["a note"],
+    )
     assert isinstance(error.__context__, KeyError)
     remote = error.__cause__
     assert isinstance(remote, RemoteTraceback)
@@ -804,11 +878,15 @@ def test_what_an_exception_holds_and_cannot_send_is_left_out_and_noted() -> None
     assert arrived.detail == "d"
     assert torch.equal(arrived.batch, torch.arange(3))
     assert not hasattr(arrived, "lock")
-    assert arrived.__notes__ == ["rallypoint: left out, because it cannot be sent: lock (a threading.Lock)"]
+    assert arrived.__notes__ == [
+        "rallypoint: left out, because it cannot be sent: lock (a threading.Lock)"
+    ]
     cause = arrived.__context__
     assert type(cause) is ValueError
     assert cause.args == (str(error.__cause__),)
-    assert cause.__notes__ == ["rallypoint: left out, because it cannot be sent: args (a threading.Lock)"]
+    assert cause.__notes__ == [
+        "rallypoint: left out, because it cannot be sent: args (a threading.Lock)"
+    ]
 
 
 def test_a_group_arrives_with_its_members() -> None:

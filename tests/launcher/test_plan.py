@@ -28,21 +28,34 @@ MACHINE = Machine(
 )
 
 
-def plan(environ: dict[str, str] | None = None, machine: dict[str, Any] | None = None, **asked: Any) -> Plan:
-    return make(Options(program=asked.pop("program", SCRIPT), **asked), environ or {}, msgspec.structs.replace(MACHINE, **(machine or {})))
+def plan(
+    environ: dict[str, str] | None = None, machine: dict[str, Any] | None = None, **asked: Any
+) -> Plan:
+    return make(
+        Options(program=asked.pop("program", SCRIPT), **asked),
+        environ or {},
+        msgspec.structs.replace(MACHINE, **(machine or {})),
+    )
 
 
 def gpus_here(number: int) -> Look:
-    return Look(tuple(Device(name="NVIDIA H100 80GB HBM3") for _ in range(number)), driver="550.54.14" if number else "", cuda="12")
+    return Look(
+        tuple(Device(name="NVIDIA H100 80GB HBM3") for _ in range(number)),
+        driver="550.54.14" if number else "",
+        cuda="12",
+    )
 
 
-def refused(environ: dict[str, str] | None = None, machine: dict[str, Any] | None = None, **asked: Any) -> UsageError:
+def refused(
+    environ: dict[str, str] | None = None, machine: dict[str, Any] | None = None, **asked: Any
+) -> UsageError:
     with pytest.raises(UsageError) as refusal:
         plan(environ, machine, **asked)
     return refusal.value
 
 
-# --- the environment contract ----------------------------------------------------------------------------------------
+# --- the environment contract
+# ----------------------------------------------------------------------------------------
 
 
 def test_environment_of_a_worker_is_torchruns() -> None:
@@ -97,7 +110,10 @@ def test_signals() -> None:
 
 def test_virtual_local_rank() -> None:
     rows = plan(nproc=2, virtual_local_rank=True).rank_environment
-    assert [(row["LOCAL_RANK"], row["RANK"], row["CUDA_VISIBLE_DEVICES"]) for row in rows] == [("0", "0", "0"), ("0", "1", "1")]
+    assert [(row["LOCAL_RANK"], row["RANK"], row["CUDA_VISIBLE_DEVICES"]) for row in rows] == [
+        ("0", "0", "0"),
+        ("0", "1", "1"),
+    ]
     rows = plan({"CUDA_VISIBLE_DEVICES": "4, 6"}, nproc=2, virtual_local_rank=True).rank_environment
     assert [row["CUDA_VISIBLE_DEVICES"] for row in rows] == ["4", "6"]
     error = refused({"CUDA_VISIBLE_DEVICES": "4,6"}, nproc=3, virtual_local_rank=True)
@@ -106,7 +122,8 @@ def test_virtual_local_rank() -> None:
     assert "'4,6' lists 2" in error.headline
 
 
-# --- how many ranks --------------------------------------------------------------------------------------------------
+# --- how many ranks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,8 +151,12 @@ def test_an_exported_store_is_said_to_be_another_one() -> None:
     (note,) = plan(exported).notes
     assert note.startswith("RALLYPOINT_STORE is not used: a job has its own store; ")
     assert note in describe(plan(exported))
-    assert plan(exported, program=Program(kind="command", target="./train")).notes == ()  # it inherits the variable as it is
-    assert plan({**exported, "RALLYPOINT_JOB": "outer"}).notes == ()  # a job inside a rank: nobody exported that
+    assert (
+        plan(exported, program=Program(kind="command", target="./train")).notes == ()
+    )  # it inherits the variable as it is
+    assert (
+        plan({**exported, "RALLYPOINT_JOB": "outer"}).notes == ()
+    )  # a job inside a rank: nobody exported that
     assert plan({"RALLYPOINT_STORE": ""}).notes == ()
 
 
@@ -148,7 +169,10 @@ def test_unused_gpus_are_named() -> None:
 
 def test_gpu_without_any() -> None:
     error = refused(nproc="gpu")
-    assert (error.code, error.headline) == ("device-missing", "-n gpu: no NVIDIA GPU is visible here")
+    assert (error.code, error.headline) == (
+        "device-missing",
+        "-n gpu: no NVIDIA GPU is visible here",
+    )
     assert error.why == (
         "no NVIDIA driver is loaded, and no GPU is here",
         "no NVIDIA driver was found",
@@ -178,12 +202,22 @@ def test_gpus_that_torch_cannot_use() -> None:
         "CUDA_VISIBLE_DEVICES is not set",
     )
     error = refused(machine={"gpus": gpus_here(4), "build": CUDA_13}, nproc="gpu")
-    assert error.why[0] == "the driver 550.54.14 knows CUDA up to 12, and torch 2.13.0+cu130 was built for CUDA 13.0"
-    newer = msgspec.structs.replace(gpus_here(4), newer=True)  # cuda-compat: the driver's number does not decide
+    assert (
+        error.why[0]
+        == "the driver 550.54.14 knows CUDA up to 12, and torch 2.13.0+cu130 was built for CUDA 13.0"
+    )
+    newer = msgspec.structs.replace(
+        gpus_here(4), newer=True
+    )  # cuda-compat: the driver's number does not decide
     assert plan(machine={"gpus": newer, "build": CUDA_13}, nproc="gpu").world.size == 4
     assert plan(machine={"gpus": gpus_here(4), "build": CPU_ONLY}, nproc="auto").world.size == 8
     command = Program(kind="command", target="./train")  # has a torch of its own, or none
-    assert plan(machine={"gpus": gpus_here(4), "build": CPU_ONLY}, nproc="gpu", program=command).world.size == 4
+    assert (
+        plan(
+            machine={"gpus": gpus_here(4), "build": CPU_ONLY}, nproc="gpu", program=command
+        ).world.size
+        == 4
+    )
 
 
 def test_nccl_needs_a_gpu_for_each_rank() -> None:
@@ -192,7 +226,10 @@ def test_nccl_needs_a_gpu_for_each_rank() -> None:
     assert plan(machine=cuda_12, nproc=3, backend="gloo").world.size == 3
     assert plan(machine=cuda_12, nproc=3, backend="auto").world.size == 3  # gloo, then
     error = refused(machine=cuda_12, nproc=3, backend="cpu:gloo,cuda:nccl")
-    assert error.headline == "backend='cpu:gloo,cuda:nccl' needs a GPU for each rank: 3 ranks, and 2 GPUs visible"
+    assert (
+        error.headline
+        == "backend='cpu:gloo,cuda:nccl' needs a GPU for each rank: 3 ranks, and 2 GPUs visible"
+    )
     assert error.help == (
         ("start a rank for each GPU", "launch(..., nproc=2, backend='cpu:gloo,cuda:nccl')"),
         ("or take the backend that needs no GPU", 'launch(..., nproc=3, backend="gloo")'),
@@ -200,7 +237,9 @@ def test_nccl_needs_a_gpu_for_each_rank() -> None:
     error = refused(machine={**cuda_12, "build": CPU_ONLY}, nproc=2, backend="nccl")
     assert error.headline == "backend='nccl' needs a GPU for each rank, and none can be used here"
     assert error.why[0] == "torch 2.13.0+cpu was built without CUDA"
-    assert error.help == (("take the backend that needs no GPU", 'launch(..., nproc=2, backend="gloo")'),)
+    assert error.help == (
+        ("take the backend that needs no GPU", 'launch(..., nproc=2, backend="gloo")'),
+    )
 
 
 def test_nccl_where_the_gpus_cannot_be_known() -> None:
@@ -210,12 +249,19 @@ def test_nccl_where_the_gpus_cannot_be_known() -> None:
     assert plan(machine=windows, nproc=2, backend="nccl").world.size == 2
 
 
-# --- where they meet -------------------------------------------------------------------------------------------------
+# --- where they meet
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("asked", "address"),
-    [("", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("LOCALHOST", "127.0.0.1"), ("::1", "::1")],
+    [
+        ("", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("LOCALHOST", "127.0.0.1"),
+        ("::1", "::1"),
+    ],
 )
 def test_loopback(asked: str, address: str) -> None:
     made = plan(master_addr=asked)
@@ -226,7 +272,9 @@ def test_loopback(asked: str, address: str) -> None:
 def test_own_name_means_loopback_and_says_so(asked: str) -> None:
     made = plan(master_addr=asked)
     assert made.master_addr == "127.0.0.1"
-    assert made.notes == (f"{asked} is this machine, and every rank runs on it: they meet at 127.0.0.1",)
+    assert made.notes == (
+        f"{asked} is this machine, and every rank runs on it: they meet at 127.0.0.1",
+    )
 
 
 def test_another_machine_is_refused() -> None:
@@ -237,12 +285,20 @@ def test_another_machine_is_refused() -> None:
 
 def test_port_outside_the_range() -> None:
     assert plan(master_port=20050, port_range=(20000, 20100)).master_port == 20050
-    assert refused(master_port=29500, port_range=(20000, 20100)).headline == "--master-port 29500 is not in --port-range 20000-20100"
+    assert (
+        refused(master_port=29500, port_range=(20000, 20100)).headline
+        == "--master-port 29500 is not in --port-range 20000-20100"
+    )
 
 
 def test_what_the_port_range_does_not_reach_is_said() -> None:
-    (said,) = [remark for remark in plan(port_range=(20000, 20100)).remarks if "--port-range" in remark]
-    assert "--port-range 20000-20100 holds for what rallypoint listens on; gloo and NCCL take ports of 32768-60999" in said
+    (said,) = [
+        remark for remark in plan(port_range=(20000, 20100)).remarks if "--port-range" in remark
+    ]
+    assert (
+        "--port-range 20000-20100 holds for what rallypoint listens on; gloo and NCCL take ports of 32768-60999"
+        in said
+    )
     assert "sysctl -w net.ipv4.ip_local_port_range='20000 28191'" in said
     narrowed = plan(machine={"ephemeral": (20000, 20100)}, port_range=(20000, 20100))
     assert not [remark for remark in narrowed.remarks if "--port-range" in remark]
@@ -264,30 +320,44 @@ def test_a_place_on_a_shared_file_system() -> None:
     assert "place" not in describe(plan())
 
 
-# --- how they start --------------------------------------------------------------------------------------------------
+# --- how they start
+# --------------------------------------------------------------------------------------------------
 
 
 def test_start() -> None:
     assert plan().start == "template"
     assert plan(fresh=True).start == "fresh"
     assert plan(program=Program(kind="command", target="./a.out")).start == "exec"
-    assert plan(program=Program(kind="module", target="pkg.train"), preload=("numpy",)).preload == ("numpy",)
+    assert plan(program=Program(kind="module", target="pkg.train"), preload=("numpy",)).preload == (
+        "numpy",
+    )
 
 
 def test_torch_is_needed_by_the_template_alone() -> None:
     error = refused(machine={"torch": ""})
-    assert (error.code, error.headline) == ("torch-missing", "torch is not installed in /env/bin/python")
+    assert (error.code, error.headline) == (
+        "torch-missing",
+        "torch is not installed in /env/bin/python",
+    )
     assert error.help[0] == ("install torch there", "/env/bin/python -m pip install torch")
     assert "whl/cpu" in error.help[1][1]
     assert plan(machine={"torch": ""}, fresh=True).torch == ""
-    assert plan(machine={"torch": ""}, program=Program(kind="command", target="./a.out")).start == "exec"
+    assert (
+        plan(machine={"torch": ""}, program=Program(kind="command", target="./a.out")).start
+        == "exec"
+    )
 
 
 @pytest.mark.parametrize("version", ["2.7.1", "1.13.1+cu117", "2.0"])
 def test_old_torch(version: str) -> None:
-    """2.7 was promised, and every job ended: "The libuv TCPStore backend does not support initialization with an listen fd"."""
+    """2.7 was promised, and every job ended: "The libuv TCPStore backend does not support
+    initialization with an listen fd".
+    """
     error = refused(machine={"torch": version})
-    assert (error.code, error.help[0][1]) == ("torch-too-old", "/env/bin/python -m pip install 'torch>=2.8'")
+    assert (error.code, error.help[0][1]) == (
+        "torch-too-old",
+        "/env/bin/python -m pip install 'torch>=2.8'",
+    )
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.15.0a0+gitabc", "10.0", "unknown"])
@@ -295,31 +365,51 @@ def test_new_enough_torch(version: str) -> None:
     assert plan(machine={"torch": version}).torch == version
 
 
-@pytest.mark.parametrize("place", ["pyproject.toml", "src/rallypoint/diagnosis/explain/torch-too-old.md", "docs/reference/versions.md"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "pyproject.toml",
+        "src/rallypoint/diagnosis/explain/torch-too-old.md",
+        "docs/reference/versions.md",
+    ],
+)
 def test_every_place_says_the_same_bound(place: str) -> None:
     text = (Path(__file__).parents[2] / place).read_text("utf-8")
     said = re.findall(r"torch>=(\d+\.\d+)", text)
     assert set(said) == {".".join(map(str, OLDEST_TORCH))}
 
 
-@pytest.mark.parametrize("asked", [{"fresh": True}, {"program": Program(kind="command", target="x")}])
+@pytest.mark.parametrize(
+    "asked", [{"fresh": True}, {"program": Program(kind="command", target="x")}]
+)
 def test_preload_needs_a_template(asked: dict[str, Any]) -> None:
-    assert refused(preload=("numpy",), **asked).headline.startswith("--preload has no meaning with --")
+    assert refused(preload=("numpy",), **asked).headline.startswith(
+        "--preload has no meaning with --"
+    )
 
 
 def test_another_interpreter_is_not_used() -> None:
-    assert plan({"PYTHON_EXEC": "/other/python"}).notes == ("PYTHON_EXEC is not used: the workers run /env/bin/python",)
+    assert plan({"PYTHON_EXEC": "/other/python"}).notes == (
+        "PYTHON_EXEC is not used: the workers run /env/bin/python",
+    )
     assert plan({"PYTHON_EXEC": "/env/bin/python"}).notes == ()
 
 
 def test_debug_rank() -> None:
     assert plan(nproc=2).debug_rank == 0
     assert plan(nproc=2, debug_rank=1).debug_rank == 1
-    assert refused(nproc=2, debug_rank=2).headline == "--debug-rank 2 is not a rank of this job: its ranks are 0-1"
-    assert refused(debug_rank=1).headline == "--debug-rank 1 is not a rank of this job: its only rank is 0"
+    assert (
+        refused(nproc=2, debug_rank=2).headline
+        == "--debug-rank 2 is not a rank of this job: its ranks are 0-1"
+    )
+    assert (
+        refused(debug_rank=1).headline
+        == "--debug-rank 1 is not a rank of this job: its only rank is 0"
+    )
 
 
-# --- folders and logs ------------------------------------------------------------------------------------------------
+# --- folders and logs
+# ------------------------------------------------------------------------------------------------
 
 
 def test_run_folder() -> None:
@@ -330,11 +420,23 @@ def test_run_folder() -> None:
 
 def test_logs_by_default() -> None:
     logs = plan(nproc=3).logs
-    assert (logs.redirects, logs.tee, logs.console, logs.log_dir) == ((0, 0, 0), (0, 0, 0), (0, 1, 2), "")
+    assert (logs.redirects, logs.tee, logs.console, logs.log_dir) == (
+        (0, 0, 0),
+        (0, 0, 0),
+        (0, 1, 2),
+        "",
+    )
 
 
 def test_logs_by_rank() -> None:
-    made = plan(nproc=12, redirects={0: 3, 11: 1}, tee=2, local_ranks_filter=(0, 11), log_dir="logs", stdout_filters=("loss",))
+    made = plan(
+        nproc=12,
+        redirects={0: 3, 11: 1},
+        tee=2,
+        local_ranks_filter=(0, 11),
+        log_dir="logs",
+        stdout_filters=("loss",),
+    )
     assert made.logs.redirects == (3, *([0] * 10), 1)
     assert made.logs.tee == (2,) * 12
     assert made.logs.console == (0, 11)
@@ -362,11 +464,14 @@ def test_ranks_that_are_not_there_are_said() -> None:
     assert made.logs.console == ()
 
 
-# --- as people read it -----------------------------------------------------------------------------------------------
+# --- as people read it
+# -----------------------------------------------------------------------------------------------
 
 
 def test_dry_run_names_everything_that_is_set() -> None:
-    made = plan(nproc=2, port_range=(20000, 20100), tee={1: 3}, notes=("--numa-binding has no effect here",))
+    made = plan(
+        nproc=2, port_range=(20000, 20100), tee={1: 3}, notes=("--numa-binding has no effect here",)
+    )
     text = describe(made)
     for name, value in made.environment.items():
         assert f"  {name}=" in text, (name, value)
@@ -380,7 +485,9 @@ def test_dry_run_names_everything_that_is_set() -> None:
 
 
 def test_dry_run_hides_secrets() -> None:
-    made = msgspec.structs.replace(plan(), environment={"MY_API_KEY": "hunter2", "ROLE_NAME": "default"})
+    made = msgspec.structs.replace(
+        plan(), environment={"MY_API_KEY": "hunter2", "ROLE_NAME": "default"}
+    )
     assert "hunter2" not in describe(made)
     assert "MY_API_KEY='***'" in describe(made)
 
@@ -401,12 +508,15 @@ def test_a_plan_can_be_written_down_and_read_back() -> None:
     assert msgspec.json.decode(msgspec.json.encode(made), type=Plan) == made
 
 
-@pytest.mark.parametrize(("cpus", "ranks", "threads"), [(64, 8, 8), (2, 8, 1), (7, 2, 3), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "threads"), [(64, 8, 8), (2, 8, 1), (7, 2, 3), (1, 1, 1)]
+)
 def test_a_rank_gets_its_share_of_the_processors(cpus: int, ranks: int, threads: int) -> None:
     assert threads_of_a_rank(cpus, ranks) == threads
 
 
-# --- a stall ---------------------------------------------------------------------------------------------------------
+# --- a stall
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -422,8 +532,12 @@ def test_a_rank_gets_its_share_of_the_processors(cpus: int, ranks: int, threads:
         ({"nproc": 2, "program": Program(kind="command", target="./x")}, None),
     ],
 )
-def test_a_stall_is_reported_without_being_asked_for_where_there_are_several_ranks(asked: dict[str, Any], patience: float | None) -> None:
-    """A hang in training was told only to those who had given --stall: nobody knows beforehand that a job will hang."""
+def test_a_stall_is_reported_without_being_asked_for_where_there_are_several_ranks(
+    asked: dict[str, Any], patience: float | None
+) -> None:
+    """A hang in training was told only to those who had given --stall: nobody knows beforehand that
+    a job will hang.
+    """
     made = plan(**asked)
     assert made.patience(made.world.size) == patience
     assert ("no rank has moved" in describe(made)) == (patience is not None)
@@ -431,9 +545,18 @@ def test_a_stall_is_reported_without_being_asked_for_where_there_are_several_ran
 
 @pytest.mark.parametrize(
     ("template", "prefixes"),
-    [(None, None), ("", ("", "")), ("<${role_name} ${rank}/${local_rank} $other> ", ("<default 0/0 $other> ", "<default 1/1 $other> "))],
+    [
+        (None, None),
+        ("", ("", "")),
+        (
+            "<${role_name} ${rank}/${local_rank} $other> ",
+            ("<default 0/0 $other> ", "<default 1/1 $other> "),
+        ),
+    ],
 )
-def test_the_prefix_of_a_line_is_torchruns_template(template: str | None, prefixes: tuple[str, ...] | None) -> None:
+def test_the_prefix_of_a_line_is_torchruns_template(
+    template: str | None, prefixes: tuple[str, ...] | None
+) -> None:
     assert plan(nproc=2, log_line_prefix_template=template).logs.prefixes == prefixes
 
 

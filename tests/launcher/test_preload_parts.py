@@ -13,10 +13,24 @@ from rallypoint.launcher import late_variables, preload_parts
 @pytest.mark.parametrize(
     ("name", "brought", "early"),
     [
-        ("torch._dynamo", {"torch._dynamo", "sympy.core", "numpy.random", "json.decoder", "_remote_module_non_scriptable"}, True),
+        (
+            "torch._dynamo",
+            {
+                "torch._dynamo",
+                "sympy.core",
+                "numpy.random",
+                "json.decoder",
+                "_remote_module_non_scriptable",
+            },
+            True,
+        ),
         ("torch.distributed.fsdp", {"torch.distributed.fsdp"}, True),
         ("torch.some_part", {"torch.some_part", "absl.logging"}, False),
-        ("torch.utils.tensorboard", {"torch.utils.tensorboard"}, False),  # tensorboard itself was there before
+        (
+            "torch.utils.tensorboard",
+            {"torch.utils.tensorboard"},
+            False,
+        ),  # tensorboard itself was there before
         ("torch.onnx._internal", {"torch.onnx._internal"}, False),
         ("torch.onnxlike", {"torch.onnxlike"}, True),
     ],
@@ -26,7 +40,10 @@ def test_only_what_brings_nobody_elses_package(name: str, brought: set[str], ear
 
 
 def test_what_every_rank_has_imported() -> None:
-    assert preload_parts.of_all([["torch.a", "torch.b", "torch.c"], ["torch.c", "torch.a"]]) == ("torch.a", "torch.c")
+    assert preload_parts.of_all([["torch.a", "torch.b", "torch.c"], ["torch.c", "torch.a"]]) == (
+        "torch.a",
+        "torch.c",
+    )
     assert preload_parts.of_all([["torch.a"], []]) == ()
     assert preload_parts.of_all([]) == ()
 
@@ -47,7 +64,8 @@ import torch._dynamo, torch._inductor.compile_fx
 print(*names)
 """
 
-# What tells where a home or a temporary folder is, or that this is CI: a program that changes these for torch._dynamo alone is not known.
+# What tells where a home or a temporary folder is, or that this is CI: a program that changes these
+# for torch._dynamo alone is not known.
 HARMLESS = {
     "CI", "HOME", "LNAME", "LOGNAME", "PYTHONUSERBASE", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME", "_NETWORKX_BUILDING_DOCS_",
     "_PYTHON_PROJECT_BASE", "_PYTHON_SYSCONFIGDATA_NAME", "TORCHINDUCTOR_CACHE_DIR",
@@ -55,8 +73,12 @@ HARMLESS = {
 
 
 def test_every_variable_that_the_parts_read_is_known() -> None:
-    """A script that sets TORCHDYNAMO_DISABLE was not heard when torch._dynamo had been imported for it."""
-    done = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, timeout=300, check=True)
+    """A script that sets TORCHDYNAMO_DISABLE was not heard when torch._dynamo had been imported for
+    it.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", READS], capture_output=True, text=True, timeout=300, check=True
+    )
     names = set(done.stdout.split())
     assert "TORCH_COMPILE_DISABLE" in names
     assert {name for name in names if not late_variables.is_of_parts(name)} <= HARMLESS

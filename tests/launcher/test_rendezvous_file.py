@@ -1,4 +1,6 @@
-"""One job at a time has a place on a shared file system: whose it is, who is gone, and who wins of many that start at once."""
+"""One job at a time has a place on a shared file system: whose it is, who is gone, and who wins of
+many that start at once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ import pytest
 
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.launcher import rendezvous_file
-from rallypoint.launcher.rendezvous_file import HIDDEN, ProcessIdentity, Record, fate, look, own_identity, take
+from rallypoint.launcher.rendezvous_file import (
+    HIDDEN,
+    ProcessIdentity,
+    Record,
+    fate,
+    look,
+    own_identity,
+    take,
+)
 
 DEADLINE = 60.0  # seconds for a few interpreters that start at once; they take one
 
@@ -32,7 +42,11 @@ JOB = Record("20260311-101112-ab12", HERE, "ada", 1000.0)
         ({}, HIDDEN, "unknown"),  # another user's
         ({"pids": "pid:[2]"}, None, "unknown"),  # in another container
         ({"boot": "boot-1"}, 9000, "gone"),  # before this machine was started again
-        ({"boot": "boot-9", "machine": "machine-b"}, None, "unknown"),  # another machine of the same name
+        (
+            {"boot": "boot-9", "machine": "machine-b"},
+            None,
+            "unknown",
+        ),  # another machine of the same name
         ({"boot": "boot-9", "host": "node08"}, None, "unknown"),
         ({"boot": "boot-9", "machine": ""}, None, "unknown"),
     ],
@@ -50,12 +64,16 @@ def written(folder: Path) -> list[Record]:
 
 def test_a_place_says_where_the_ranks_of_each_attempt_meet(tmp_path: Path) -> None:
     place = take(str(tmp_path / "job"), "first")
-    assert [(one.job, one.owner, one.address, one.ended) for one in written(tmp_path / "job")] == [("first", own_identity(), "", False)]
+    assert [(one.job, one.owner, one.address, one.ended) for one in written(tmp_path / "job")] == [
+        ("first", own_identity(), "", False)
+    ]
     place.publish(0, "127.0.0.1:41235")
     place.publish(1, "127.0.0.1:41236")
     (record,) = written(tmp_path / "job")
     assert (record.attempt, record.address) == (1, "127.0.0.1:41236")
-    assert repr(place) == f"<RendezvousFile {tmp_path}/job: job first, attempt 1, at 127.0.0.1:41236>"
+    assert (
+        repr(place) == f"<RendezvousFile {tmp_path}/job: job first, attempt 1, at 127.0.0.1:41236>"
+    )
     with pytest.raises(EnvironmentProblem) as taken:
         take(str(tmp_path / "job"), "second")
     assert taken.value.code == "rendezvous-in-use"
@@ -64,14 +82,20 @@ def test_a_place_says_where_the_ranks_of_each_attempt_meet(tmp_path: Path) -> No
     place.give_back()
     place.give_back()
     second = take(str(tmp_path / "job"), "second")
-    assert [(one.job, one.ended) for one in written(tmp_path / "job")] == [("second", False)], "the former record is swept"
+    assert [(one.job, one.ended) for one in written(tmp_path / "job")] == [("second", False)], (
+        "the former record is swept"
+    )
     place.publish(2, "127.0.0.1:1")
     assert written(tmp_path / "job")[0].job == "second", "who has given it back changes nothing"
     second.give_back()
 
 
-def test_a_link_that_was_made_though_the_answer_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS asks again, and hears that the name is taken, by itself: the job was refused its place, as another's that has its own pid."""
+def test_a_link_that_was_made_though_the_answer_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS asks again, and hears that the name is taken, by itself: the job was refused its place,
+    as another's that has its own pid.
+    """
     link = os.link
 
     def link_twice(source: str, target: str) -> None:
@@ -87,7 +111,9 @@ def test_a_link_that_was_made_though_the_answer_was_lost(tmp_path: Path, monkeyp
 
 @pytest.mark.root
 def test_a_job_of_another_user_whose_processes_are_hidden(tmp_path: Path) -> None:
-    """Where /proc is mounted with hidepid, as on many clusters, a running job of another user's was taken for gone."""
+    """Where /proc is mounted with hidepid, as on many clusters, a running job of another user's was
+    taken for gone.
+    """
     script = f"""
 import os, subprocess
 from rallypoint.launcher import rendezvous_file
@@ -114,7 +140,10 @@ print(rendezvous_file._in_use("/shared/job", record, "unknown", 1.0))
 def test_what_a_killed_job_left_is_taken_over(tmp_path: Path) -> None:
     killed = f"take({str(tmp_path / 'job')!r}, 'killed'); os.kill(os.getpid(), 9)"
     script = f"import os; from rallypoint.launcher.rendezvous_file import take; {killed}"
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=DEADLINE).returncode == -9
+    assert (
+        subprocess.run([sys.executable, "-c", script], check=False, timeout=DEADLINE).returncode
+        == -9
+    )
     assert [(one.job, one.ended) for one in written(tmp_path / "job")] == [("killed", False)]
     take(str(tmp_path / "job"), "next").give_back()
     assert [(one.job, one.ended) for one in written(tmp_path / "job")] == [("next", True)]
@@ -123,11 +152,18 @@ def test_what_a_killed_job_left_is_taken_over(tmp_path: Path) -> None:
 def test_another_machines_is_left_alone_and_how_to_remove_it_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
-    (folder / "3.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(JOB, address="10.0.0.7:29500")))
+    (folder / "3.json").write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(JOB, address="10.0.0.7:29500"))
+    )
     with pytest.raises(EnvironmentProblem) as taken:
         take(str(folder), "mine")
-    assert str(taken.value) == f"the meeting place {folder} belongs to node07, and from here it cannot be seen whether its job still runs"
-    assert taken.value.why[0].startswith("job 20260311-101112-ab12: pid 400 on node07, started by ada ")
+    assert (
+        str(taken.value)
+        == f"the meeting place {folder} belongs to node07, and from here it cannot be seen whether its job still runs"
+    )
+    assert taken.value.why[0].startswith(
+        "job 20260311-101112-ab12: pid 400 on node07, started by ada "
+    )
     assert taken.value.help[-1][1] == f"rm -r {folder}"
     assert os.listdir(folder) == ["3.json"]
 
@@ -146,15 +182,23 @@ def test_what_no_launcher_wrote_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "1.json").write_text(json.dumps({"hello": "world"}))
     with pytest.raises(EnvironmentProblem) as refused:
         take(str(tmp_path), "mine")
-    assert (refused.value.code, "which no launcher wrote" in str(refused.value)) == ("rendezvous-unwritable", True)
+    assert (refused.value.code, "which no launcher wrote" in str(refused.value)) == (
+        "rendezvous-unwritable",
+        True,
+    )
 
 
 def test_folders_that_will_not_do_are_refused_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("torch's")
     for path, said in {
-        tmp_path / "missing" / "job": f"the folder {tmp_path}/missing, in which the meeting place is to be made, does not exist",
-        tmp_path / "file": f"the meeting place {tmp_path}/file is a file, and not one that a launcher made",
-        Path("/proc/job"): "the meeting place /proc/job cannot be written: No such file or directory",
+        tmp_path
+        / "missing"
+        / "job": f"the folder {tmp_path}/missing, in which the meeting place is to be made, does not exist",
+        tmp_path
+        / "file": f"the meeting place {tmp_path}/file is a file, and not one that a launcher made",
+        Path(
+            "/proc/job"
+        ): "the meeting place /proc/job cannot be written: No such file or directory",
     }.items():
         with pytest.raises(EnvironmentProblem) as refused:
             take(str(path), "mine")
@@ -173,13 +217,20 @@ wait_for_disk({str(tmp_path)!r})
 try: wait_for_disk("/shared/job", 0.2, lambda _: signal.pause())
 except EnvironmentProblem as problem: print(problem.code, problem)
 """
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True).stdout
-    assert said == "rendezvous-unwritable the file system of the meeting place /shared/job gave no answer within 0.2 s\n"
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True
+    ).stdout
+    assert (
+        said
+        == "rendezvous-unwritable the file system of the meeting place /shared/job gave no answer within 0.2 s\n"
+    )
 
 
 @pytest.mark.root
 def test_a_folder_of_another_user() -> None:
-    with tempfile.TemporaryDirectory(prefix="rallypoint-test-", dir="/tmp") as folder:  # pytest's own are closed to others
+    with tempfile.TemporaryDirectory(
+        prefix="rallypoint-test-", dir="/tmp"
+    ) as folder:  # pytest's own are closed to others
         os.chmod(folder, 0o755)
         script = f"""
 import os
@@ -191,7 +242,11 @@ for path in ({folder!r} + "/job", {folder!r}):
     except EnvironmentProblem as problem: print(problem)
 """
         said = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=True,
         ).stdout.splitlines()
         assert said == [
             f"the folder {folder}, in which the meeting place is to be made, may not be written by this user",
@@ -223,7 +278,9 @@ while had < int(sys.argv[2]):
 
 
 def test_of_many_that_start_at_once_one_has_it(tmp_path: Path) -> None:
-    """Four processes want the place again and again, and give it back: between two who have it there is never a third."""
+    """Four processes want the place again and again, and give it back: between two who have it
+    there is never a third.
+    """
     racers = [
         subprocess.Popen(
             [sys.executable, "-c", RACER, str(tmp_path / "job"), "5", str(name)],
@@ -246,11 +303,17 @@ def test_of_many_that_start_at_once_one_has_it(tmp_path: Path) -> None:
     order = (tmp_path / "job.log").read_text().split()
     assert order == ["in", "out"] * (4 * 5)
     assert len(written(tmp_path / "job")) == 1
-    assert [name for name in os.listdir(tmp_path / "job") if name.startswith(".")] == [], "nothing temporary is left"
+    assert [name for name in os.listdir(tmp_path / "job") if name.startswith(".")] == [], (
+        "nothing temporary is left"
+    )
 
 
-def test_of_two_that_find_a_dead_jobs_record_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another takes it between our look and our attempt; and one that slept through a whole job notices that its number is old."""
+def test_of_two_that_find_a_dead_jobs_record_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another takes it between our look and our attempt; and one that slept through a whole job
+    notices that its number is old.
+    """
     folder = tmp_path / "job"
     folder.mkdir()
     dead = msgspec.structs.replace(JOB, owner=msgspec.structs.replace(own_identity(), ticks=1))
@@ -285,24 +348,33 @@ def test_of_two_that_find_a_dead_jobs_record_one_has_it(tmp_path: Path, monkeypa
     places[-1].give_back()
 
 
-def test_it_gives_up_when_others_are_always_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_up_when_others_are_always_quicker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(_source: str, _target: str) -> None:
         raise FileExistsError
 
     monkeypatch.setattr(os, "link", never)
-    with pytest.raises(EnvironmentProblem, match=f"one after the other: tried {rendezvous_file.TRIES} times"):
+    with pytest.raises(
+        EnvironmentProblem, match=f"one after the other: tried {rendezvous_file.TRIES} times"
+    ):
         take(str(tmp_path / "job"), "unlucky")
     assert os.listdir(tmp_path / "job") == []
 
 
-def test_a_disk_that_dies_later_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_dies_later_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launcher waited in the kernel, deaf to Ctrl-C, and its ranks with it."""
     place = take(str(tmp_path / "job"), "this")
     answers = threading.Event()
     monkeypatch.setattr(rendezvous_file, "_read", lambda path: answers.wait(60))
     monkeypatch.setattr(rendezvous_file, "DISK_TIMEOUT", 0.01)
     monkeypatch.setattr(rendezvous_file, "GIVE_BACK_TIMEOUT", 0.01)
-    with pytest.raises(EnvironmentProblem, match=r"the file system of the meeting place .*/job gave no answer within 0\.01 s"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match=r"the file system of the meeting place .*/job gave no answer within 0\.01 s",
+    ):
         place.publish(0, "127.0.0.1:29500")
     place.give_back()
     answers.set()

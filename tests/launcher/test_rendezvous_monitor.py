@@ -1,4 +1,6 @@
-"""Whether ranks can meet: when a misfit counts, and when the launcher looks at a meeting point itself."""
+"""Whether ranks can meet: when a misfit counts, and when the launcher looks at a meeting point
+itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import pytest
 from rallypoint.diagnosis.evidence import Ended, Meeting, Raised
 from rallypoint.host.probe import Reached, Tried
 from rallypoint.launcher.agent import rendezvous_monitor, supervisor
-from rallypoint.launcher.agent.rendezvous_monitor import LOOK_PATIENCE, MISFIT_SETTLE, TORCH_OVERRUN, RendezvousMonitor
+from rallypoint.launcher.agent.rendezvous_monitor import (
+    LOOK_PATIENCE,
+    MISFIT_SETTLE,
+    TORCH_OVERRUN,
+    RendezvousMonitor,
+)
 from rallypoint.launcher.agent.supervisor import AskEvidence
 from rallypoint.launcher.protocol import Meets
 
@@ -49,7 +56,15 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Sight]:
     return Sight.all
 
 
-def join(scene: Scene, parts: RendezvousMonitor, rank: int, port: int, *, differs: bool = False, **more: Any) -> None:
+def join(
+    scene: Scene,
+    parts: RendezvousMonitor,
+    rank: int,
+    port: int,
+    *,
+    differs: bool = False,
+    **more: Any,
+) -> None:
     """A rank calls init_process_group."""
     handle = scene.ranks[rank]
     handle.pid = 4000 + rank
@@ -100,12 +115,16 @@ def test_who_tries_another_place_in_time_is_not_accused(scene: Scene) -> None:
 
 
 def test_a_misfit_that_did_not_last_is_the_cause_of_those_who_gave_up(scene: Scene) -> None:
-    """torch's own timeout overtook the launcher's patience: the ranks raised that nobody came, and that was all the report said."""
+    """torch's own timeout overtook the launcher's patience: the ranks raised that nobody came, and
+    that was all the report said.
+    """
     parts = RendezvousMonitor(scene.job)
     join(scene, parts, 0, 29500)
     join(scene, parts, 1, 29501, differs=True)
     for handle in scene.ranks:
-        handle.raised = raised("torch.distributed.DistStoreError", "Timed out after 1 seconds waiting for clients.")
+        handle.raised = raised(
+            "torch.distributed.DistStoreError", "Timed out after 1 seconds waiting for clients."
+        )
         handle.ended = Ended(code=1)
     scene.pass_by(MISFIT_SETTLE)
     assert because(scene) == []
@@ -137,10 +156,19 @@ def test_a_meeting_point_of_the_programs_own_is_said_once(scene: Scene) -> None:
 
 @pytest.mark.parametrize(
     ("outcome", "guarded", "ends"),
-    [("refused", False, True), ("refused", True, False), ("silent", False, True), ("silent", True, True)],
+    [
+        ("refused", False, True),
+        ("refused", True, False),
+        ("silent", False, True),
+        ("silent", True, True),
+    ],
 )
-def test_a_rank_that_waits_beyond_its_own_time(scene: Scene, looks: list[Sight], outcome: str, guarded: bool, ends: bool) -> None:
-    """A program that would catch torch's error hears of a refusal, and may try another place; from a silent one it hears nothing, ever."""
+def test_a_rank_that_waits_beyond_its_own_time(
+    scene: Scene, looks: list[Sight], outcome: str, guarded: bool, ends: bool
+) -> None:
+    """A program that would catch torch's error hears of a refusal, and may try another place; from
+    a silent one it hears nothing, ever.
+    """
     parts = RendezvousMonitor(scene.job)
     for rank in range(2):
         join(scene, parts, rank, 29999, timeout=5.0, guarded=guarded)
@@ -155,7 +183,9 @@ def test_a_rank_that_waits_beyond_its_own_time(scene: Scene, looks: list[Sight],
     assert len(looks) == 1
 
 
-def test_who_has_joined_or_failed_by_then_is_not_looked_for(scene: Scene, looks: list[Sight]) -> None:
+def test_who_has_joined_or_failed_by_then_is_not_looked_for(
+    scene: Scene, looks: list[Sight]
+) -> None:
     parts = RendezvousMonitor(scene.job)
     join(scene, parts, 0, 29500, timeout=5.0)
     scene.ranks[0].phase = "running"
@@ -182,10 +212,20 @@ def test_a_look_that_never_comes_back_holds_nobody_up(scene: Scene, looks: list[
 
 @pytest.mark.parametrize(
     ("host", "outcome", "said"),
-    [("node99", "unresolved", 1), ("node99", "answered", 1), ("node99", "refused", 0), ("node99", "dropped", 0), ("localhost", "", 0)],
+    [
+        ("node99", "unresolved", 1),
+        ("node99", "answered", 1),
+        ("node99", "refused", 0),
+        ("node99", "dropped", 0),
+        ("localhost", "", 0),
+    ],
 )
-def test_an_address_that_can_never_do_is_told_at_once(scene: Scene, looks: list[Sight], host: str, outcome: str, said: int) -> None:
-    """torch asks for a name without an address for half an hour. Where nothing listens yet rank 0 may still come."""
+def test_an_address_that_can_never_do_is_told_at_once(
+    scene: Scene, looks: list[Sight], host: str, outcome: str, said: int
+) -> None:
+    """torch asks for a name without an address for half an hour. Where nothing listens yet rank 0
+    may still come.
+    """
     parts = RendezvousMonitor(scene.job)
     meeting = Meeting("env://", f"{host}:29999", 0, 2, "gloo", "train.py:7")
     for handle in scene.ranks:
@@ -204,7 +244,9 @@ def test_an_address_that_can_never_do_is_told_at_once(scene: Scene, looks: list[
     assert len(looks) == (1 if said or not outcome else 2)  # but for what does not change
 
 
-def test_what_keeps_all_from_meeting_is_looked_at_when_a_person_stops_them(scene: Scene, looks: list[Sight]) -> None:
+def test_what_keeps_all_from_meeting_is_looked_at_when_a_person_stops_them(
+    scene: Scene, looks: list[Sight]
+) -> None:
     parts = RendezvousMonitor(scene.job)
     for rank in range(2):
         join(scene, parts, rank, 29999, differs=True)
@@ -216,12 +258,16 @@ def test_what_keeps_all_from_meeting_is_looked_at_when_a_person_stops_them(scene
     assert len(looks) == 1
 
 
-def test_who_gives_up_while_the_store_is_looked_at_leaves_that_look_the_last_word(scene: Scene, looks: list[Sight]) -> None:
+def test_who_gives_up_while_the_store_is_looked_at_leaves_that_look_the_last_word(
+    scene: Scene, looks: list[Sight]
+) -> None:
     parts = RendezvousMonitor(scene.job)
     place = ("127.0.0.1", 29500)
     scene.ranks[0].unanswered = place
     parts._on_unanswered(place)
-    scene.job.feed(supervisor.Raised(1, True, "rank 1 waited until the timeout"))  # for rank 0, in a collective
+    scene.job.feed(
+        supervisor.Raised(1, True, "rank 1 waited until the timeout")
+    )  # for rank 0, in a collective
     parts.look_for_lost()
     (look,) = looks
     look.sees("silent")

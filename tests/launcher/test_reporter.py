@@ -37,7 +37,9 @@ class Writes(io.StringIO):
 
 
 def test_a_line_is_written_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its newline came by itself, and the report in JSON got in between: a program could not read it."""
+    """Its newline came by itself, and the report in JSON got in between: a program could not read
+    it.
+    """
     stream = Writes()
     monkeypatch.setattr(sys, "stderr", stream)
     console.say_directly("rallypoint: cannot write report.json")
@@ -68,22 +70,34 @@ Current thread 0x00007f0000000000 (most recent call first):
 """
 
 
-def test_where_a_rank_was_when_somebody_asked_is_not_where_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --on-failure continue nobody is asked for a report: the others stood in it where `rallypoint stacks` had seen them once."""
+def test_where_a_rank_was_when_somebody_asked_is_not_where_it_is_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With --on-failure continue nobody is asked for a report: the others stood in it where
+    `rallypoint stacks` had seen them once.
+    """
     pump: Any = SimpleNamespace(log_position=lambda rank: ("", 0), tail=lambda rank: ())
-    told = EvidenceGatherer(plan(nproc=1), Clock(), "", DiskWriter(), cast(Console, SimpleNamespace(pump=pump)))
+    told = EvidenceGatherer(
+        plan(nproc=1), Clock(), "", DiskWriter(), cast(Console, SimpleNamespace(pump=pump))
+    )
     handle = RankHandle(0, 0)
     os.write(handle.evidence, DUMP)
     places = [told._rank(handle, asked=asked, waits=False).stack for asked in (True, False)]
     assert [[frame.line for frame in stack] for stack in places] == [[31, 7], []]
     assert told._rank(handle, asked=False, waits=False).stack_text == ""
     handle.ended = Ended(signal=11)
-    assert told._rank(handle, asked=False, waits=False).stack != ()  # of one that crashed it is what it wrote then
+    assert (
+        told._rank(handle, asked=False, waits=False).stack != ()
+    )  # of one that crashed it is what it wrote then
     handle.close()
 
 
-def test_a_disk_that_answers_slowly_has_one_deadline_for_all_error_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each had its own: with 64 ranks, and a disk that took 0.4 s for each file, the report came after 25 s."""
+def test_a_disk_that_answers_slowly_has_one_deadline_for_all_error_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each had its own: with 64 ranks, and a disk that took 0.4 s for each file, the report came
+    after 25 s.
+    """
     comes_back = threading.Event()
     asked: list[str] = []
 
@@ -107,13 +121,23 @@ def test_a_disk_that_answers_slowly_has_one_deadline_for_all_error_files(monkeyp
     assert told._error_files(ranks) == ["first", "", "second"]
 
 
-@pytest.mark.parametrize(("lines", "quoted"), [((), False), (('  File "ops.py", line 3, in <module>', "    import nothing"), True)])
-def test_a_module_to_preload_that_is_not_there_is_said_once(lines: tuple[str, ...], quoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lines", "quoted"),
+    [((), False), (('  File "ops.py", line 3, in <module>', "    import nothing"), True)],
+)
+def test_a_module_to_preload_that_is_not_there_is_said_once(
+    lines: tuple[str, ...], quoted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its traceback is one line, which stood under `why` already."""
     told = object.__new__(Reporter)
     monkeypatch.setattr(told, "_plan", plan(preload=("nothing",)), raising=False)
     last = "ModuleNotFoundError: No module named 'nothing'"
-    raised = Raised(type="ModuleNotFoundError", message="No module named 'nothing'", frames=(), traceback="\n".join((*lines, last)))
+    raised = Raised(
+        type="ModuleNotFoundError",
+        message="No module named 'nothing'",
+        frames=(),
+        traceback="\n".join((*lines, last)),
+    )
     report = told.import_failed(ImportFailed("nothing", raised))
     assert report.why == f"--preload asks for it: {last}"
     assert bool(report.said) == quoted

@@ -29,16 +29,28 @@ main()
 @pytest.mark.parametrize(
     ("arguments", "headline", "place"),
     [
-        ([], "exited with code 2: the following arguments are required: --lr", "train.py:7 in main"),
-        (["--lr", "x"], "exited with code 2: argument --lr: invalid float value: 'x'", "train.py:7 in main"),
+        (
+            [],
+            "exited with code 2: the following arguments are required: --lr",
+            "train.py:7 in main",
+        ),
+        (
+            ["--lr", "x"],
+            "exited with code 2: argument --lr: invalid float value: 'x'",
+            "train.py:7 in main",
+        ),
         (["--lr=-1"], "exited with code 2: --lr: -1.0 is below 0", "train.py:9 in main"),
         (["--lr=1"], "exited with code 1: no data: /data is empty", "train.py:10 in main"),
     ],
 )
-def test_what_the_program_left_by_is_told_with_its_own_line(tmp_path: Path, arguments: list[str], headline: str, place: str) -> None:
+def test_what_the_program_left_by_is_told_with_its_own_line(
+    tmp_path: Path, arguments: list[str], headline: str, place: str
+) -> None:
     (tmp_path / "train.py").write_text(PARSER)
     result = run_job(["-n", "2", "train.py", *arguments], state=tmp_path, cwd=tmp_path)
-    assert re.match(rf"error\[rank-exited\]: (both ranks|rank [01]) {re.escape(headline)}\n", result.report), result.everything
+    assert re.match(
+        rf"error\[rank-exited\]: (both ranks|rank [01]) {re.escape(headline)}\n", result.report
+    ), result.everything
     assert f"  where  {place}, pid " in result.report, result.everything
 
 
@@ -74,11 +86,27 @@ raise ValueError("nan in " + rank)
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.torch
 @pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
-def test_a_traceback_reaches_what_stands_for_stderr_and_the_terminal_once(tmp_path: Path, way: tuple[str, ...]) -> None:
-    """The launcher took the tracebacks of several ranks and printed the cause: none was in the files of `-r` and `-t`, in a logger that
-    the program had put into `sys.stderr` or around its `write`, or in a file that it had opened for descriptor 2."""
+def test_a_traceback_reaches_what_stands_for_stderr_and_the_terminal_once(
+    tmp_path: Path, way: tuple[str, ...]
+) -> None:
+    """The launcher took the tracebacks of several ranks and printed the cause: none was in the
+    files of `-r` and `-t`, in a logger that the program had put into `sys.stderr` or around its
+    `write`, or in a file that it had opened for descriptor 2."""
     (tmp_path / "train.py").write_text(STAND_INS)
-    flags = ("-n", "5", "-r", "3:2", "-t", "4:3", "--log-dir", "logs", "--duplicate-stderr-filters", "nan", "--on-failure", "continue")
+    flags = (
+        "-n",
+        "5",
+        "-r",
+        "3:2",
+        "-t",
+        "4:3",
+        "--log-dir",
+        "logs",
+        "--duplicate-stderr-filters",
+        "nan",
+        "--on-failure",
+        "continue",
+    )
     result = run_job([*way, *flags, "train.py"], state=tmp_path, cwd=tmp_path)
     (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
     texts = [(tmp_path / f"copy{rank}").read_text() for rank in range(3)]
@@ -87,7 +115,11 @@ def test_a_traceback_reaches_what_stands_for_stderr_and_the_terminal_once(tmp_pa
         assert text.startswith("before\nTraceback (most recent call last):\n"), (rank, text)
         assert text.endswith(f"\nValueError: nan in {rank}\n"), (rank, text)
     assert "[default4]:ValueError: nan in 4\n" in (attempt / "filtered_stderr.log").read_text()
-    assert sorted(line for line in result.err.splitlines() if line.startswith("[")) == ["[0] before", "[1] before", "[4] before"]
+    assert sorted(line for line in result.err.splitlines() if line.startswith("[")) == [
+        "[0] before",
+        "[1] before",
+        "[4] before",
+    ]
     for rank in range(5):
         log = (result.run_dir / f"rank{rank}.log").read_text()
         assert log.count(f"\nValueError: nan in {rank}\n") == 1, log
@@ -122,9 +154,13 @@ raise ValueError("nan")
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_stand_in_for_stderr_that_cannot_write_or_flush_does_not_take_the_exceptions_place(tmp_path: Path) -> None:
+def test_a_stand_in_for_stderr_that_cannot_write_or_flush_does_not_take_the_exceptions_place(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.py").write_text(UNABLE)
-    result = run_job(["--fresh", "-n", "2", "--on-failure", "continue", "train.py"], state=tmp_path, cwd=tmp_path)
+    result = run_job(
+        ["--fresh", "-n", "2", "--on-failure", "continue", "train.py"], state=tmp_path, cwd=tmp_path
+    )
     assert (result.rc, set(result.codes)) == (1, {"rank-raised"}), result.everything
     assert "raised ValueError: nan" in result.report, result.everything
     assert "disk is full" not in result.err, result.everything
@@ -134,15 +170,21 @@ def test_a_stand_in_for_stderr_that_cannot_write_or_flush_does_not_take_the_exce
 def test_what_another_thread_writes_beside_a_traceback_is_not_lost(tmp_path: Path) -> None:
     """Descriptor 2 leads elsewhere while a stand-in for `sys.stderr` gets the traceback."""
     (tmp_path / "train.py").write_text(BUSY)
-    result = run_job(["--fresh", "-n", "2", "--on-failure", "continue", "train.py"], state=tmp_path, cwd=tmp_path)
+    result = run_job(
+        ["--fresh", "-n", "2", "--on-failure", "continue", "train.py"], state=tmp_path, cwd=tmp_path
+    )
     said = sorted(line for line in result.err.splitlines() if line.startswith("["))
     assert said == ["[0] of another thread", "[1] of another thread"], result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_lone_rank_whose_stderr_goes_to_a_file_has_its_traceback_in_the_report_too(tmp_path: Path) -> None:
+def test_a_lone_rank_whose_stderr_goes_to_a_file_has_its_traceback_in_the_report_too(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('nan')\n")
-    result = run_job(["--fresh", "-r", "2", "--log-dir", "logs", "train.py"], state=tmp_path, cwd=tmp_path)
+    result = run_job(
+        ["--fresh", "-r", "2", "--log-dir", "logs", "train.py"], state=tmp_path, cwd=tmp_path
+    )
     (log,) = (tmp_path / "logs").glob("*/attempt_0/0/stderr.log")
     assert log.read_text().endswith("\nValueError: nan\n")
     assert "    | ValueError: nan\n" in result.report, result.everything
@@ -156,12 +198,19 @@ def test_a_lone_rank_whose_stderr_goes_to_a_file_has_its_traceback_in_the_report
             "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n",
             "unrecognized arguments: -n 2",
         ),
-        ("import sys\nprint('Error: No such option: -n', file=sys.stderr)\nsys.exit(2)\n", "No such option: -n"),
+        (
+            "import sys\nprint('Error: No such option: -n', file=sys.stderr)\nsys.exit(2)\n",
+            "No such option: -n",
+        ),
     ],
     ids=["argparse", "click"],
 )
-def test_an_option_behind_the_program_that_the_program_refuses(tmp_path: Path, program: str, refusal: str) -> None:
-    """`rallypoint run train.py -n 2`: the report said what argparse says, and not that -n belongs before the program."""
+def test_an_option_behind_the_program_that_the_program_refuses(
+    tmp_path: Path, program: str, refusal: str
+) -> None:
+    """`rallypoint run train.py -n 2`: the report said what argparse says, and not that -n belongs
+    before the program.
+    """
     (tmp_path / "train.py").write_text(program)
     result = run_job(["--fresh", "train.py", "--lr", "1", "-n", "2"], state=tmp_path, cwd=tmp_path)
     assert result.rc == 2, result.everything

@@ -18,10 +18,22 @@ WELL = (0, 0)
 
 
 class Play:
-    """Feeds events at given times, answers `MakeReport` with `Judged` as the agent does, and keeps every action."""
+    """Feeds events at given times, answers `MakeReport` with `Judged` as the agent does, and keeps
+    every action.
+    """
 
-    def __init__(self, ranks: int = 4, *, max_restarts: int = 0, grace: float = 30.0, on_failure: Any = "stop", status: int = 1) -> None:
-        self.machine = Supervisor(world_size=ranks, max_restarts=max_restarts, grace=grace, on_failure=on_failure)
+    def __init__(
+        self,
+        ranks: int = 4,
+        *,
+        max_restarts: int = 0,
+        grace: float = 30.0,
+        on_failure: Any = "stop",
+        status: int = 1,
+    ) -> None:
+        self.machine = Supervisor(
+            world_size=ranks, max_restarts=max_restarts, grace=grace, on_failure=on_failure
+        )
         self.actions: list[sv.Action] = []
         self.now = 0.0
         self._ranks, self._status = ranks, status
@@ -67,7 +79,9 @@ def raised(rank: int, *, consequence: bool = False) -> sv.Raised:
 
 
 def signalled(actions: Iterable[sv.Action]) -> list[tuple[int, str]]:
-    return [(action.rank, action.signal) for action in actions if isinstance(action, sv.SignalGroup)]
+    return [
+        (action.rank, action.signal) for action in actions if isinstance(action, sv.SignalGroup)
+    ]
 
 
 def test_a_job_that_goes_well_starts_once_and_leaves_with_0() -> None:
@@ -90,7 +104,9 @@ def test_evidence_is_asked_for_before_anything_is_stopped() -> None:
     after = play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
     assert isinstance(after[0], sv.MakeReport)
     assert signalled(after) == [(r, "SIGTERM") for r in range(4)]
-    assert all("rank 2 raised ValueError" in a.because for a in after if isinstance(a, sv.SignalGroup))
+    assert all(
+        "rank 2 raised ValueError" in a.because for a in after if isinstance(a, sv.SignalGroup)
+    )
 
 
 def test_who_has_not_joined_the_others_is_given_longer_for_the_same_mistake() -> None:
@@ -116,7 +132,9 @@ def test_a_consequence_waits_longer_for_its_cause() -> None:
     play = Play().running()
     play.at(5.0, raised(0, consequence=True), sv.EvidenceIn())
     assert not play.of(sv.MakeReport)
-    play.at(5.0 + sv.SETTLE, sv.Timer("settle"))  # an early ring of an old timer must not cut it short
+    play.at(
+        5.0 + sv.SETTLE, sv.Timer("settle")
+    )  # an early ring of an old timer must not cut it short
     play.at(5.2, ended(2, signal=9, sure=True))
     assert play.of(sv.CleanGroup) == [sv.CleanGroup(2, kill=True, because="rank 2 ended with 9")]
     play.at(5.0 + sv.SETTLE_FOR_CAUSE, sv.Timer("settle"))
@@ -145,7 +163,9 @@ def stop(play: Play, name: str = "SIGINT") -> Play:
     return play
 
 
-def look(play: Play, now: float, deaf: tuple[int, ...] = (), waiting: tuple[int, ...] = ()) -> list[tuple[int, str]]:
+def look(
+    play: Play, now: float, deaf: tuple[int, ...] = (), waiting: tuple[int, ...] = ()
+) -> list[tuple[int, str]]:
     """What is sent when the ranks are looked at and found so."""
     play.at(now, sv.Timer("stuck"))
     assert isinstance(play.actions[-1], sv.LookWhetherStuck)
@@ -153,8 +173,9 @@ def look(play: Play, now: float, deaf: tuple[int, ...] = (), waiting: tuple[int,
 
 
 def test_who_waits_for_a_rank_that_goes_on_keeps_its_grace() -> None:
-    """Rank 0 waited in all_reduce for a slower rank, as in most jobs at most moments, and was killed 0.2 s after SIGTERM: rank 1 had run
-    its handler and was about to come, and the checkpoint that they agreed to write was lost."""
+    """Rank 0 waited in all_reduce for a slower rank, as in most jobs at most moments, and was
+    killed 0.2 s after SIGTERM: rank 1 had run its handler and was about to come, and the checkpoint
+    that they agreed to write was lost."""
     play = stop(Play(2, grace=30.0, status=143).running(), "SIGTERM")
     for number in range(100):
         assert look(play, 5.2 + 0.2 * number, deaf=(0,)) == []
@@ -165,7 +186,9 @@ def test_who_waits_for_a_rank_that_goes_on_keeps_its_grace() -> None:
 def test_when_all_wait_for_each_other_each_gets_the_next_signal() -> None:
     """As in init_process_group, for a rank that has not come."""
     play = stop(Play(2, grace=30.0, status=130).running())
-    assert look(play, 5.2, deaf=(0, 1)) == [], "one look may find all asleep while a message is on its way"
+    assert look(play, 5.2, deaf=(0, 1)) == [], (
+        "one look may find all asleep while a message is on its way"
+    )
     assert look(play, 5.4, deaf=(0, 1)) == [(0, "SIGTERM"), (1, "SIGTERM")]
     assert not play.of(sv.SayKilled), "whether they die of it is theirs"
     assert look(play, 5.6, deaf=(0, 1)) == [(0, "SIGKILL"), (1, "SIGKILL")]
@@ -179,7 +202,9 @@ def test_looks_count_in_a_row() -> None:
         assert look(play, 5.2 + number, deaf=(0, 1) if number % 2 else (0,)) == []
 
 
-def test_who_has_run_its_handler_and_waits_then_keeps_the_grace_and_does_not_keep_others_waiting() -> None:
+def test_who_has_run_its_handler_and_waits_then_keeps_the_grace_and_does_not_keep_others_waiting() -> (
+    None
+):
     play = stop(Play(2, status=143).running(), "SIGTERM")
     look(play, 5.2, deaf=(0,), waiting=(1,))
     assert look(play, 5.4, deaf=(0,), waiting=(1,)) == [(0, "SIGKILL")], "each waits for the other"
@@ -189,7 +214,9 @@ def test_who_has_run_its_handler_and_waits_then_keeps_the_grace_and_does_not_kee
 
 
 def test_the_end_of_a_rank_gives_those_who_waited_for_it_the_time_to_notice() -> None:
-    """Its sockets are closed, so that their waits end with an error, and their handlers run: some milliseconds later."""
+    """Its sockets are closed, so that their waits end with an error, and their handlers run: some
+    milliseconds later.
+    """
     play = stop(Play(3).running())
     look(play, 5.2, deaf=(0, 2))
     assert play.at(6.0, ended(1, code=1))[-1] == sv.SetTimer("stuck", 6.0 + sv.STUCK_AFTER)
@@ -222,7 +249,9 @@ def test_ranks_that_are_watched_for_long_are_looked_at_more_rarely() -> None:
 
 @pytest.mark.parametrize("asked", ["judging", "stopping"])
 def test_a_second_signal_kills_now_and_one_that_comes_with_the_first_does_not(asked: str) -> None:
-    """Ctrl-C under `timeout --foreground` came from the terminal and from timeout, and ended `except KeyboardInterrupt: save()`."""
+    """Ctrl-C under `timeout --foreground` came from the terminal and from timeout, and ended
+    `except KeyboardInterrupt: save()`.
+    """
     play = Play(2, status=130).running()
     play.at(5.0, sv.Signalled("SIGINT", 2), *([sv.EvidenceIn()] if asked == "stopping" else []))
     assert play.at(5.0, sv.Signalled("SIGINT", 2)) == []
@@ -262,7 +291,9 @@ def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
     play.at(5.0, sv.Signalled("SIGINT", 2), sv.EvidenceIn())
     play.at(5.1, ended(1, signal=2))
     assert not play.of(sv.SayWaiting)
-    assert play.at(5.0 + sv.SILENT, sv.Timer("silent")) == [sv.SayWaiting((0, 2), 30.0, "Ctrl-C again")]
+    assert play.at(5.0 + sv.SILENT, sv.Timer("silent")) == [
+        sv.SayWaiting((0, 2), 30.0, "Ctrl-C again")
+    ]
     play.at(8.0, ended(0, signal=2))
     assert play.at(35.0, sv.Timer("grace"))[-1] == sv.SayKilled((2,), "the grace of 30 s is over")
     assert not play.at(36.0, sv.Signalled("SIGINT", 2))  # it is killed already
@@ -270,7 +301,11 @@ def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
 
 @pytest.mark.parametrize(
     ("event", "hurry"),
-    [(sv.Signalled("SIGTERM", 15), "a second SIGTERM"), (raised(0), "Ctrl-C"), (sv.Overdue(9.0, 5.0), "Ctrl-C")],
+    [
+        (sv.Signalled("SIGTERM", 15), "a second SIGTERM"),
+        (raised(0), "Ctrl-C"),
+        (sv.Overdue(9.0, 5.0), "Ctrl-C"),
+    ],
     ids=["a batch system", "a failure", "the time is over"],
 )
 def test_what_ends_the_waiting(event: sv.Event, hurry: str) -> None:
@@ -279,11 +314,15 @@ def test_what_ends_the_waiting(event: sv.Event, hurry: str) -> None:
     play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
     play.at(7.0, sv.Timer("silent"))
     assert [said.hurry for said in play.of(sv.SayWaiting)] == [hurry]
-    assert play.at(8.0, sv.Signalled("SIGINT", 2))[-1] == sv.SayKilled((0, 1), "a second signal (SIGINT) has come")
+    assert play.at(8.0, sv.Signalled("SIGINT", 2))[-1] == sv.SayKilled(
+        (0, 1), "a second signal (SIGINT) has come"
+    )
 
 
 def test_when_the_time_of_the_whole_job_is_over_a_grace_does_not_go_beyond_it() -> None:
-    """`launch(timeout=4)` returned after 34 s when a rank ignored SIGTERM: the grace came on top."""
+    """`launch(timeout=4)` returned after 34 s when a rank ignored SIGTERM: the grace came
+    on top.
+    """
     play = Play(2, grace=30.0).joined()
     play.at(4.0, sv.Overdue(4.0, 1.0), sv.EvidenceIn())
     assert play.of(sv.SetTimer)[-1] == sv.SetTimer("grace", 5.0)
@@ -348,7 +387,9 @@ def test_on_failure_continue_reports_and_lets_the_others_finish() -> None:
 
 
 def test_on_failure_continue_waits_for_the_cause_of_what_may_be_a_consequence() -> None:
-    """Who had lost a peer was told first, as "the cause is not known": its parent hears of a killed process later than its peers do."""
+    """Who had lost a peer was told first, as "the cause is not known": its parent hears of a killed
+    process later than its peers do.
+    """
     play = Play(4, on_failure="continue", status=137).running()
     assert play.at(5.0, ended(0, code=1))[-1] == sv.SetTimer("settle", 5.0 + sv.SETTLE_FOR_CAUSE)
     assert not play.of(sv.MakeReport)
@@ -377,14 +418,18 @@ def test_on_failure_continue_when_the_last_one_fails() -> None:
     assert play.status == 3
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["others wait already", "others come to wait later"])
+@pytest.mark.parametrize(
+    "late", [False, True], ids=["others wait already", "others come to wait later"]
+)
 def test_a_rank_that_swallowed_its_error_and_left_is_a_failure_at_once(late: bool) -> None:
     play = Play(2).running()
     steps: list[sv.Event] = [sv.Erred(0, "init_process_group"), ended(0)]
     waiting = sv.AtPhase(1, "joining")
     play.at(5.0, *([*steps, waiting] if late else [waiting, *steps]))
     assert play.machine.state is State.JUDGING
-    assert play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 1 waits in init_process_group"
+    assert (
+        play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 1 waits in init_process_group"
+    )
 
 
 def test_an_error_that_the_program_recovered_from_is_none() -> None:
@@ -400,26 +445,35 @@ def test_a_rank_that_never_joined_and_left_while_others_wait_for_it() -> None:
     assert not play.of(sv.AskEvidence)  # nobody has asked for it
     play.at(2.5, sv.AtPhase(2, "joining"))  # rank 1 may come or not: rank 2 waits in vain
     assert play.machine.state is State.JUDGING
-    assert play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 2 waits in init_process_group"
+    assert (
+        play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 2 waits in init_process_group"
+    )
 
 
 def test_who_left_before_a_group_of_some_ranks_is_missed_by_nobody() -> None:
     play = Play(3).running()
-    play.at(2.0, ended(0), sv.AtPhase(1, "joining", whole=False), sv.AtPhase(2, "joining", whole=False))
+    play.at(
+        2.0, ended(0), sv.AtPhase(1, "joining", whole=False), sv.AtPhase(2, "joining", whole=False)
+    )
     play.at(2.1, sv.AtPhase(1, "running"), sv.AtPhase(2, "running"), ended(1), ended(2))
     assert play.status == 0
 
 
 def test_a_rank_that_was_in_the_first_group_and_left_before_the_second() -> None:
     play = Play(2).running()
-    play.at(2.0, sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"), sv.AtPhase(0, "running"), ended(0))
+    play.at(
+        2.0, sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"), sv.AtPhase(0, "running"), ended(0)
+    )
     assert not play.of(sv.AskEvidence)  # rank 1 is about to leave the call that rank 0 has left
     play.at(2.1, sv.AtPhase(1, "running"))
     play.at(3.0, sv.AtPhase(1, "joining"))
-    assert play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 1 waits in init_process_group"
+    assert (
+        play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 1 waits in init_process_group"
+    )
 
 
-# --- the roll call --------------------------------------------------------------------------------------------------
+# --- the roll call
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_roll_is_called_after_half_a_minute_and_then_ever_more_rarely() -> None:
@@ -442,7 +496,9 @@ def test_nobody_is_called_who_has_come() -> None:
     play.at(5.0, sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"))
     play.at(5.1, sv.AtPhase(0, "running"), sv.AtPhase(1, "running"))
     assert play.at(35.0, sv.Timer("roll call")) == []
-    assert play.at(40.0, sv.AtPhase(1, "joining")) == [sv.SetTimer("roll call", 70.0)]  # a second group
+    assert play.at(40.0, sv.AtPhase(1, "joining")) == [
+        sv.SetTimer("roll call", 70.0)
+    ]  # a second group
 
 
 def test_each_wait_has_its_own_half_minute() -> None:
@@ -478,7 +534,9 @@ def test_a_lost_helper_ends_the_job(when: str) -> None:
         play.at(2.0, raised(0))
     play.at(3.0, sv.HelperLost("template"))
     assert play.of(sv.MakeReport)[-1].reason == "helper"
-    assert signalled(play.actions) == ([] if when == "preparing" else [(0, "SIGKILL")])  # no grace: nothing may outlive it for long
+    assert signalled(play.actions) == (
+        [] if when == "preparing" else [(0, "SIGKILL")]
+    )  # no grace: nothing may outlive it for long
     if when != "preparing":
         play.at(3.1, ended(0, signal=9))
     assert play.status == 1
@@ -499,7 +557,12 @@ def test_the_supervisor_introduces_itself() -> None:
 
 RANKS = st.integers(0, 2)
 EVENTS = st.one_of(
-    st.builds(sv.AtPhase, RANKS, st.sampled_from(["started", "importing", "joining", "running", "finishing"]), st.booleans()),
+    st.builds(
+        sv.AtPhase,
+        RANKS,
+        st.sampled_from(["started", "importing", "joining", "running", "finishing"]),
+        st.booleans(),
+    ),
     st.builds(sv.Debugged, RANKS, st.booleans()),
     st.builds(sv.Erred, RANKS, st.sampled_from(["init_process_group", "all_reduce"])),
     st.builds(sv.Raised, RANKS, st.booleans(), st.just("raised")),
@@ -513,12 +576,18 @@ EVENTS = st.one_of(
 
 
 @given(
-    st.lists(EVENTS, max_size=25), st.permutations([0, 1, 2]), st.sampled_from(["stop", "continue"]), st.integers(0, 2), st.integers(0, 3)
+    st.lists(EVENTS, max_size=25),
+    st.permutations([0, 1, 2]),
+    st.sampled_from(["stop", "continue"]),
+    st.integers(0, 2),
+    st.integers(0, 3),
 )
 def test_whatever_happens_it_leaves_once_when_every_rank_has_ended(
     events: list[sv.Event], order: list[int], on_failure: Any, restarts: int, code: int
 ) -> None:
-    """Once every process has ended and all timers have rung, the launcher leaves, once, after a clean-up."""
+    """Once every process has ended and all timers have rung, the launcher leaves, once, after a
+    clean-up.
+    """
     play = Play(3, max_restarts=restarts, on_failure=on_failure)
     play.running()
     times = itertools.count(2)
@@ -551,8 +620,12 @@ def test_no_rank_is_signalled_before_evidence_was_asked_for(events: list[sv.Even
         assert sv.MakeReport in kinds[: kinds.index(sv.SignalGroup)]
 
 
-def attempts_of(same: Callable[[int], str], lasts: float, *, max_restarts: int = 9) -> tuple[int, list[sv.SayHopeless]]:
-    """How many attempts a job makes whose attempts each end after so many seconds, and what is said of it."""
+def attempts_of(
+    same: Callable[[int], str], lasts: float, *, max_restarts: int = 9
+) -> tuple[int, list[sv.SayHopeless]]:
+    """How many attempts a job makes whose attempts each end after so many seconds, and what is said
+    of it.
+    """
     machine = Supervisor(world_size=1, max_restarts=max_restarts, grace=30.0, on_failure="stop")
     now, made = 0.0, 0
     said: list[sv.SayHopeless] = []
@@ -562,7 +635,11 @@ def attempts_of(same: Callable[[int], str], lasts: float, *, max_restarts: int =
             match action:
                 case sv.StartRanks():
                     made, now = made + 1, now + lasts
-                    events += [sv.Raised(0, False, "rank 0 raised"), sv.RankEnded(0, 1, 0, True, "rank 0 ended"), sv.EvidenceIn()]
+                    events += [
+                        sv.Raised(0, False, "rank 0 raised"),
+                        sv.RankEnded(0, 1, 0, True, "rank 0 ended"),
+                        sv.EvidenceIn(),
+                    ]
                 case sv.SetTimer(name="settle", at=at):
                     now = max(now, at)
                     events.append(sv.Timer("settle"))

@@ -1,4 +1,6 @@
-"""Whether torch's store answers in the middle of a run: what counts as no answer, and when the launcher looks, says so, and gives up."""
+"""Whether torch's store answers in the middle of a run: what counts as no answer, and when the
+launcher looks, says so, and gives up.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import pytest
 
 from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.host import processes, socket_diag
-from rallypoint.launcher.agent.tcpstore_monitor import LOOK_EVERY, SAY_AFTER, STOOD_STILL, TcpStoreMonitor, UnreadBytes
+from rallypoint.launcher.agent.tcpstore_monitor import (
+    LOOK_EVERY,
+    SAY_AFTER,
+    STOOD_STILL,
+    TcpStoreMonitor,
+    UnreadBytes,
+)
 
 from .part_of_agent import Scene
 
@@ -20,7 +28,9 @@ def test_what_lies_there_counts_from_its_first_sight() -> None:
     seen = UnreadBytes()
     assert seen.see(1.0, {7: 20}) == {7: 1.0}
     assert seen.see(1.5, {7: 20, 8: 5}) == {7: 1.0, 8: 1.5}
-    assert seen.see(2.0, {7: 60, 8: 5}) == {7: 1.0, 8: 1.5}, "more requests on top of one without an answer"
+    assert seen.see(2.0, {7: 60, 8: 5}) == {7: 1.0, 8: 1.5}, (
+        "more requests on top of one without an answer"
+    )
 
 
 def test_what_was_taken_is_no_standstill() -> None:
@@ -38,7 +48,9 @@ def test_while_we_stood_still_ourselves_nobody_was_kept_waiting() -> None:
 
 
 class Kernel:
-    """What the kernel would tell: which processes are stopped, and what lies in the sockets of which."""
+    """What the kernel would tell: which processes are stopped, and what lies in the sockets of
+    which.
+    """
 
     def __init__(self) -> None:
         self.stopped: set[int] = set()
@@ -70,7 +82,15 @@ class Watched:
         for handle in scene.ranks:
             handle.pid, handle.at_held = 4000 + handle.rank, held
             address = "127.0.0.1:29500" if held else STRANGER
-            handle.meeting = Meeting("tcp://", address, handle.rank + (not held), 3, "gloo", "train.py:7", timeout=timeout)
+            handle.meeting = Meeting(
+                "tcp://",
+                address,
+                handle.rank + (not held),
+                3,
+                "gloo",
+                "train.py:7",
+                timeout=timeout,
+            )
             self.answers.meets(handle)
 
     def pass_by(self, seconds: float) -> None:
@@ -99,7 +119,9 @@ def test_a_stopped_store_that_nobody_asks_harms_nobody(scene: Scene, kernel: Ker
     assert (watched.overdue, scene.words.of("say")) == ([], [])
 
 
-def test_a_request_to_a_stopped_store_is_said_and_overdue_in_time(scene: Scene, kernel: Kernel) -> None:
+def test_a_request_to_a_stopped_store_is_said_and_overdue_in_time(
+    scene: Scene, kernel: Kernel
+) -> None:
     watched = Watched(scene, held=True, timeout=5.0)
     kernel.stopped, kernel.lying = {HOST}, {40010: 20}
     watched.pass_by(SAY_AFTER + 3 * LOOK_EVERY)
@@ -115,7 +137,9 @@ def test_a_request_to_a_stopped_store_is_said_and_overdue_in_time(scene: Scene, 
     assert [handle.unanswered for handle in scene.ranks] == [None, ("127.0.0.1", 29500)]
 
 
-def test_who_says_that_its_time_is_up_need_not_wait_for_it_again(scene: Scene, kernel: Kernel) -> None:
+def test_who_says_that_its_time_is_up_need_not_wait_for_it_again(
+    scene: Scene, kernel: Kernel
+) -> None:
     watched = Watched(scene, held=True, timeout=600.0)
     kernel.stopped, kernel.lying = {HOST}, {40000: 20}
     watched.pass_by(20)
@@ -163,7 +187,9 @@ def test_who_else_fails_meanwhile_finds_the_stopped_store(scene: Scene, kernel: 
     assert scene.ranks[0].unanswered == ("127.0.0.1", 29500)
 
 
-def test_a_store_that_was_stopped_and_goes_on_explains_nothing(scene: Scene, kernel: Kernel) -> None:
+def test_a_store_that_was_stopped_and_goes_on_explains_nothing(
+    scene: Scene, kernel: Kernel
+) -> None:
     watched = Watched(scene, held=True, timeout=600.0)
     kernel.stopped, kernel.lying = {HOST}, {40000: 20}
     watched.pass_by(2 * SAY_AFTER)

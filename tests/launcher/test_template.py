@@ -1,4 +1,6 @@
-"""The pure parts of the template and its workers: when a process may be forked, and what a worker puts back."""
+"""The pure parts of the template and its workers: when a process may be forked, and what a worker
+puts back.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,13 @@ from rallypoint.launcher.worker import worker
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of the test run itself (a timer of pytest-timeout's) do not count; nor does a torch that another test imported."""
+    """The threads of the test run itself (a timer of pytest-timeout's) do not count; nor does a
+    torch that another test imported.
+    """
     running = processes.threads()
-    monkeypatch.setattr(processes, "threads", lambda: len(os.listdir("/proc/self/task")) - running + 1)
+    monkeypatch.setattr(
+        processes, "threads", lambda: len(os.listdir("/proc/self/task")) - running + 1
+    )
     monkeypatch.setitem(sys.modules, "torch.cuda", SimpleNamespace(is_initialized=lambda: False))
 
 

@@ -11,7 +11,8 @@ from rallypoint import Server, Store
 
 from ..store.live import DEADLINE, let_servers_be_late
 
-# The bench, of whose soaks there is a short form here, is no part of what ships; it is imported from the repository's root.
+# The bench, of whose soaks there is a short form here, is no part of what ships; it is imported
+# from the repository's root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 LONG = 3600.0
@@ -34,7 +35,15 @@ def connect(server: Server, request: pytest.FixtureRequest) -> Iterator[Callable
     made: list[Store] = []
 
     def make() -> Store:
-        made.append(rallypoint.connect(server.address, secret=server.secret, same_host=request.param, timeout=DEADLINE, ttl=LONG))
+        made.append(
+            rallypoint.connect(
+                server.address,
+                secret=server.secret,
+                same_host=request.param,
+                timeout=DEADLINE,
+                ttl=LONG,
+            )
+        )
         return made[-1]
 
     yield make

@@ -1,9 +1,11 @@
-"""Processes that die, freeze, lose connections and come back with what is not theirs any more, around a `State`: one seed, one history.
+"""Processes that die, freeze, lose connections and come back with what is not theirs any more,
+around a `State`: one seed, one history.
 
-Everything is decided by the seed: which process does what, which message is delivered next, how often a connection is cut with messages
-and replies in it, when a request comes a second time, who dies and whether the server learns of it at once or by the lease, who stops
-for longer than his lease, and who loses patience in the middle of a call. What comes out is the history as the processes saw it, for
-`histories.check`.
+Everything is decided by the seed: which process does what, which message is delivered next, how
+often a connection is cut with messages and replies in it, when a request comes a second time, who
+dies and whether the server learns of it at once or by the lease, who stops for longer than his
+lease, and who loses patience in the middle of a call. What comes out is the history as the
+processes saw it, for `histories.check`.
 
     PYTHONPATH=src:. python -m tests.primitives.simulation SEED [COUNT]     prints the history, or what is wrong in COUNT of them
 """
@@ -33,10 +35,16 @@ STEPS = 10_000
 """So many things happen in no history that ends; usually it is five hundred."""
 
 CALM = 2_000
-"""After so many things nothing goes wrong any more: whoever still waits then must be served, without the help of Ctrl-C."""
+"""After so many things nothing goes wrong any more: whoever still waits then must be served,
+without the help of Ctrl-C.
+"""
 
 LOCKS = ("a", "b")
-BARRIERS: dict[str, tuple[int, int | None]] = {"two": (2, None), "three": (3, None), "quorum": (4, 2)}
+BARRIERS: dict[str, tuple[int, int | None]] = {
+    "two": (2, None),
+    "three": (3, None),
+    "quorum": (4, 2),
+}
 """Size and quorum."""
 ONCE = ("first", "second")
 
@@ -44,9 +52,21 @@ NOT_DONE = frozenset({"barrier-broken", "barrier-size", "barrier-missed"})
 
 
 class Call:
-    """A request without an answer. `on`: the link it was sent on, at its `place` among what was sent there."""
+    """A request without an answer. `on`: the link it was sent on, at its `place` among what was
+    sent there.
+    """
 
-    __slots__ = ("cancelled_on", "cancelled_place", "event", "given_up", "on", "place", "repeated", "request", "thread")
+    __slots__ = (
+        "cancelled_on",
+        "cancelled_place",
+        "event",
+        "given_up",
+        "on",
+        "place",
+        "repeated",
+        "request",
+        "thread",
+    )
 
     def __init__(self, request: m.Request, event: Event, thread: Thread) -> None:
         self.request = request
@@ -62,7 +82,17 @@ class Call:
 class Thread:
     """Of a process: makes one call at a time, and remembers what it has, or thinks it has."""
 
-    __slots__ = ("call", "claims", "items", "left", "locks", "name", "stale_claims", "stale_items", "stale_locks")
+    __slots__ = (
+        "call",
+        "claims",
+        "items",
+        "left",
+        "locks",
+        "name",
+        "stale_claims",
+        "stale_items",
+        "stale_locks",
+    )
 
     def __init__(self, name: str, left: int) -> None:
         self.name = name
@@ -70,14 +100,18 @@ class Thread:
         self.call: Call | None = None
         self.locks: dict[str, int] = {}
         self.claims: dict[str, int] = {}
-        self.items: list[tuple[int, int]] = []  # numbers, and which requests they were handed out to
+        self.items: list[
+            tuple[int, int]
+        ] = []  # numbers, and which requests they were handed out to
         self.stale_locks: list[tuple[str, int]] = []
         self.stale_claims: list[tuple[str, int]] = []
         self.stale_items: list[tuple[int, int]] = []
 
     @property
     def done(self) -> bool:
-        return self.call is None and self.left <= 0 and not (self.locks or self.claims or self.items)
+        return (
+            self.call is None and self.left <= 0 and not (self.locks or self.claims or self.items)
+        )
 
 
 class Link:
@@ -90,7 +124,9 @@ class Link:
         self.to_server: deque[m.Request] = deque()
         self.to_client: deque[m.Reply] = deque()
         self.sent = 0
-        self.pings: deque[tuple[int, float]] = deque()  # the place of each that has no answer yet, and when it was sent
+        self.pings: deque[tuple[int, float]] = (
+            deque()
+        )  # the place of each that has no answer yet, and when it was sent
         self.pinged = now
 
     def send(self, request: m.Request) -> int:
@@ -129,7 +165,9 @@ class Process:
 
     # --- asking ---
 
-    def ask(self, thread: Thread, kind: type[m.Request], *fields: Any, event: Event, **named: Any) -> None:
+    def ask(
+        self, thread: Thread, kind: type[m.Request], *fields: Any, event: Event, **named: Any
+    ) -> None:
         self.seq += 1
         event.session = str(self.born)
         event.who = thread.name
@@ -176,7 +214,9 @@ class Process:
 
     def connect(self) -> None:
         world = self.world
-        found = world.state.open(world.now, self.id, TTL, self.identity, resume=self.welcomed, acked=self.acked)
+        found = world.state.open(
+            world.now, self.id, TTL, self.identity, resume=self.welcomed, acked=self.acked
+        )
         if isinstance(found, m.Refusal):
             if found.code == "session-lost":
                 self.lost(found)
@@ -253,7 +293,9 @@ class Process:
             event.left = max(event.left, event.start + (getattr(request, "timeout", None) or 0.0))
         if isinstance(reply, m.Granted):
             event.token = reply.token
-            (thread.locks if isinstance(request, m.Lock) else thread.claims)[event.name] = reply.token
+            (thread.locks if isinstance(request, m.Lock) else thread.claims)[event.name] = (
+                reply.token
+            )
         elif isinstance(reply, m.Value):
             event.token, event.value = reply.modified, json.loads(reply.value)
             if event.held:
@@ -261,7 +303,10 @@ class Process:
         elif isinstance(reply, m.Integer) and event.kind == "arrive":
             event.token = reply.number
         elif isinstance(reply, m.Met):
-            event.token, event.value = reply.generation, [json.loads(seat.value) for seat in reply.seats]
+            event.token, event.value = (
+                reply.generation,
+                [json.loads(seat.value) for seat in reply.seats],
+            )
             if event.value[reply.mine] != event.mine:
                 event.value = []  # the seat that it was told is another's
         elif isinstance(reply, m.Failed) and reply.value:
@@ -273,7 +318,11 @@ class Process:
         world = self.world
         rng = world.rng
         thread.left -= 1
-        if thread.left < 0 or (thread.locks and rng.random() < 0.3) or (thread.items and rng.random() < 0.3):
+        if (
+            thread.left < 0
+            or (thread.locks and rng.random() < 0.3)
+            or (thread.items and rng.random() < 0.3)
+        ):
             self.put_away(thread)
             return
         if thread.claims and rng.random() < 0.7:
@@ -287,7 +336,9 @@ class Process:
             if rng.random() < 0.7:
                 self.write(thread, name, token)
             else:
-                self.ask(thread, m.Unlock, name, token, event=world.event("unlock", name, token=token))
+                self.ask(
+                    thread, m.Unlock, name, token, event=world.event("unlock", name, token=token)
+                )
         elif thread.stale_items and what < 0.5:
             self.settle(thread, *rng.choice(thread.stale_items), accept=rng.random() < 0.7)
         elif thread.stale_claims and what < 0.55:
@@ -298,14 +349,22 @@ class Process:
             self.arrive(thread, rng.choice(list(BARRIERS)))
         elif what < 0.82:
             item = next(world.items)
-            self.ask(thread, m.Push, "q", json.dumps(item).encode(), event=world.event("put", "q", value=item))
+            self.ask(
+                thread,
+                m.Push,
+                "q",
+                json.dumps(item).encode(),
+                event=world.event("put", "q", value=item),
+            )
         elif what < 0.94:
             hold = rng.random() < 0.8
             timeout = rng.choice((None, 0.0, 0.5, 3.0))
             self.ask(thread, m.Pop, "q", timeout, hold, event=world.event("take", "q", held=hold))
         elif len(thread.claims) < 1:
             name = rng.choice(ONCE)
-            self.ask(thread, m.Claim, name, rng.choice((0.5, 3.0)), event=world.event("claim", name))
+            self.ask(
+                thread, m.Claim, name, rng.choice((0.5, 3.0)), event=world.event("claim", name)
+            )
         else:
             self.put_away(thread)
 
@@ -316,13 +375,17 @@ class Process:
             name, token = next(iter(thread.locks.items()))
             del thread.locks[name]
             thread.stale_locks.append((name, token))
-            self.ask(thread, m.Unlock, name, token, event=self.world.event("unlock", name, token=token))
+            self.ask(
+                thread, m.Unlock, name, token, event=self.world.event("unlock", name, token=token)
+            )
         elif thread.items:
             self.settle(thread, *thread.items.pop(), accept=self.world.rng.random() < 0.7)
 
     def write(self, thread: Thread, name: str, token: int) -> None:
         event = self.world.event("write", name, token=token)
-        self.ask(thread, m.Set, f"data of {name}", json.dumps(token).encode(), event=event, fence=token)
+        self.ask(
+            thread, m.Set, f"data of {name}", json.dumps(token).encode(), event=event, fence=token
+        )
 
     def settle(self, thread: Thread, number: int, taken: int, *, accept: bool) -> None:
         event = self.world.event("accept" if accept else "return", "q", token=number)
@@ -332,7 +395,11 @@ class Process:
         rng = self.world.rng
         if name in thread.locks and rng.random() < 0.7:
             return
-        timeout = rng.choice((0.0, 0.5, 3.0) if thread.locks or thread.claims or thread.items else (None, None, 0.0, 0.5, 3.0))
+        timeout = rng.choice(
+            (0.0, 0.5, 3.0)
+            if thread.locks or thread.claims or thread.items
+            else (None, None, 0.0, 0.5, 3.0)
+        )
         ttl = rng.choice((None, None, 0.5, 2 * TTL))
         event = self.world.event("lock", name, leased=ttl is not None)
         self.ask(thread, m.Lock, name, thread.name, timeout, ttl, event=event)
@@ -345,7 +412,16 @@ class Process:
         mine = next(self.world.items) if quorum is not None else None
         event = self.world.event("arrive", name, size=size, quorum=quorum or 0, mine=mine)
         value = b"" if mine is None else json.dumps(mine).encode()
-        self.ask(thread, m.Arrive, name, size, rng.choice((0.0, 0.5, 2.0, 2.0)), value, quorum, event=event)
+        self.ask(
+            thread,
+            m.Arrive,
+            name,
+            size,
+            rng.choice((0.0, 0.5, 2.0, 2.0)),
+            value,
+            quorum,
+            event=event,
+        )
 
     def resolve(self, thread: Thread, name: str, token: int) -> None:
         rng = self.world.rng
@@ -354,7 +430,9 @@ class Process:
         value = None if how == "retry" else next(self.world.items)
         event = self.world.event("resolve", name, token=token, value=value, failed=how == "failed")
         data = b"" if value is None else json.dumps(value).encode()
-        self.ask(thread, m.Resolve, name, data, 0, how == "failed", how == "retry", 0, token, event=event)
+        self.ask(
+            thread, m.Resolve, name, data, 0, how == "failed", how == "retry", 0, token, event=event
+        )
 
 
 def told(request: m.Request, reply: m.Reply) -> Told:
@@ -440,7 +518,9 @@ class World:
                 self.state.tick(self.now)
                 self.deliver()
         else:
-            waiting = [str(process.calls[seq].event) for process in self.processes for seq in process.calls]
+            waiting = [
+                str(process.calls[seq].event) for process in self.processes for seq in process.calls
+            ]
             raise Stuck("it does not end: " + "; ".join(waiting))
         self.drain()
         return self.history
@@ -499,7 +579,20 @@ class World:
 
     def misfortune(self, process: Process) -> None:
         rng = self.rng
-        what = rng.choice(("cut", "cut", "cut", "freeze", "die", "impatience", "impatience", "again", "again", "again"))
+        what = rng.choice(
+            (
+                "cut",
+                "cut",
+                "cut",
+                "freeze",
+                "die",
+                "impatience",
+                "impatience",
+                "again",
+                "again",
+                "again",
+            )
+        )
         self.faults[what] += 1
         if what == "cut":
             self.cut(process)
@@ -547,7 +640,9 @@ class World:
             self.now += 10 * TTL
             self.state.tick(self.now)
             self.deliver()
-        session = self.state.open(self.now, b"observer".ljust(16), 1e6, m.Identity("h", 0), resume=False, acked=0)
+        session = self.state.open(
+            self.now, b"observer".ljust(16), 1e6, m.Identity("h", 0), resume=False, acked=0
+        )
         assert isinstance(session, Session)
         for seq in itertools.count(1):
             event = Event("observer", "observer", "take", "q", self.now, self.now + STEP)
@@ -581,7 +676,9 @@ def counts(worlds: Iterable[World]) -> Counter[str]:
 
 
 def main(first: int, count: int) -> int:
-    """Prints one line of JSON: how many were checked, what they were made of, and the seeds that went wrong with the reasons."""
+    """Prints one line of JSON: how many were checked, what they were made of, and the seeds that
+    went wrong with the reasons.
+    """
     total: Counter[str] = Counter()
     wrong: dict[int, list[str]] = {}
     for seed in range(first, first + count):

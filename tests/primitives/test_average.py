@@ -1,4 +1,6 @@
-"""An average among threads, each with a store of its own or all with one: the mean, or the same refusal for all."""
+"""An average among threads, each with a store of its own or all with one: the mean, or the same
+refusal for all.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +84,14 @@ def ranked(rank: float, count: int = LARGE, dtype: torch.dtype = torch.float32) 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 12_288, 12_289, LARGE, 1_500_000])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_mean_in_the_form_of_the_value(connect: Callable[..., Store], size: int, count: int) -> None:
+def test_the_mean_in_the_form_of_the_value(
+    connect: Callable[..., Store], size: int, count: int
+) -> None:
     stores = [connect() for _ in range(size)]
     for _ in range(2):
-        for mean in together(stores, lambda rank, store: store.average("w", ranked(rank, count), size)):
+        for mean in together(
+            stores, lambda rank, store: store.average("w", ranked(rank, count), size)
+        ):
             assert torch.equal(mean, ranked((size - 1) / 2, count))
 
 
@@ -106,7 +112,9 @@ def test_a_tree_of_everything(connect: Callable[..., Store], scale: int) -> None
 
     def value(rank: int) -> dict[Any, Any]:
         return {
-            "layer": OrderedDict(weight=torch.nn.Parameter(ranked(rank, 6 * scale).view(2, -1)), bias=ranked(rank, 3)),
+            "layer": OrderedDict(
+                weight=torch.nn.Parameter(ranked(rank, 6 * scale).view(2, -1)), bias=ranked(rank, 3)
+            ),
             "turned": ranked(rank, 12 * scale).view(4, -1).t(),
             "every other": ranked(rank, 10 * scale)[::2],
             "half": ranked(rank / 1000, 7 * scale, torch.float16),
@@ -140,18 +148,27 @@ def test_a_tree_of_everything(connect: Callable[..., Store], scale: int) -> None
         assert mean["backwards"].tolist() == [4.0, 3.0, 2.0, 1.0]
         assert mean[7] == [1.0, (1j,)]
 
-    for mean in together([connect() for _ in range(3)], lambda rank, store: store.average("w", value(rank), 3)):
+    for mean in together(
+        [connect() for _ in range(3)], lambda rank, store: store.average("w", value(rank), 3)
+    ):
         check(mean)
 
 
 @pytest.mark.parametrize("count", [100, LARGE])
 def test_half_precision_is_summed_in_single(connect: Callable[..., Store], count: int) -> None:
-    """In bfloat16 itself 256 + 1 is 256, and the sum of two values near its end is infinite in float16."""
+    """In bfloat16 itself 256 + 1 is 256, and the sum of two values near its end is infinite in
+    float16.
+    """
     values = [256.0, 1.0, 1.0, 1.0]
     found = together(
         [connect() for _ in range(4)],
         lambda rank, store: store.average(
-            "w", {"b": torch.full((count,), values[rank]).bfloat16(), "h": torch.full((count,), 6e4).half()}, 4
+            "w",
+            {
+                "b": torch.full((count,), values[rank]).bfloat16(),
+                "h": torch.full((count,), 6e4).half(),
+            },
+            4,
         ),
     )
     for mean in found:
@@ -164,7 +181,9 @@ def test_weights(connect: Callable[..., Store], count: int) -> None:
     weights = [1.0, 3.0, 0.0]
 
     def does(rank: int, store: Store) -> Any:
-        value = ranked(rank, count) if weights[rank] else torch.full((count,), math.nan)  # who does not count may bring what he likes
+        value = (
+            ranked(rank, count) if weights[rank] else torch.full((count,), math.nan)
+        )  # who does not count may bring what he likes
         return store.average("w", value, 3, weight=weights[rank], details=True)
 
     for got in together([connect() for _ in range(3)], does):
@@ -181,7 +200,9 @@ def test_weights_of_any_size(connect: Callable[..., Store], count: int, unit: fl
     ratio = weights[1] / weights[0]  # of numbers that small it is not 3
 
     def does(rank: int, store: Store) -> Any:
-        return store.average("w", torch.full((count,), value[rank]), 3, weight=weights[rank], details=True)
+        return store.average(
+            "w", torch.full((count,), value[rank]), 3, weight=weights[rank], details=True
+        )
 
     for got in together([connect() for _ in range(3)], does):
         assert torch.allclose(got.value, torch.full((count,), (1 + 5 * ratio) / (1 + ratio)))
@@ -192,7 +213,13 @@ def test_weights_whose_sum_is_beyond_all_numbers(connect: Callable[..., Store]) 
     for equal in (True, False):
 
         def does(rank: int, store: Store, equal: bool = equal) -> Any:
-            return store.average("w", torch.full((3,), float(rank)), 2, weight=1e308 if equal or rank else 1.5e308, details=True)
+            return store.average(
+                "w",
+                torch.full((3,), float(rank)),
+                2,
+                weight=1e308 if equal or rank else 1.5e308,
+                details=True,
+            )
 
         for got in together([connect() for _ in range(2)], does):
             assert torch.allclose(got.value, torch.full((3,), 0.5 if equal else 0.4))
@@ -202,7 +229,9 @@ def test_weights_whose_sum_is_beyond_all_numbers(connect: Callable[..., Store]) 
 @pytest.mark.parametrize("count", [100, LARGE])
 def test_weights_that_are_all_zero(connect: Callable[..., Store], count: int) -> None:
     stores = [connect() for _ in range(2)]
-    for error in together(stores, lambda rank, store: store.average("w", ranked(rank, count), 2, weight=0)):
+    for error in together(
+        stores, lambda rank, store: store.average("w", ranked(rank, count), 2, weight=0)
+    ):
         assert isinstance(error, UsageError)
         assert "are all 0, and there is no such mean" in str(error)
     for mean in together(stores, lambda rank, store: store.average("w", ranked(rank, count), 2)):
@@ -210,7 +239,9 @@ def test_weights_that_are_all_zero(connect: Callable[..., Store], count: int) ->
 
 
 @pytest.mark.parametrize("count", [100, LARGE])
-def test_out_is_written_and_returned_also_when_it_is_the_value(connect: Callable[..., Store], count: int) -> None:
+def test_out_is_written_and_returned_also_when_it_is_the_value(
+    connect: Callable[..., Store], count: int
+) -> None:
     stores = [connect() for _ in range(2)]
 
     def in_place(rank: int, store: Store) -> bool:
@@ -219,12 +250,19 @@ def test_out_is_written_and_returned_also_when_it_is_the_value(connect: Callable
         got = store.average("w", value, 2, out=value)
         assert got is value
         assert torch.equal(value["b"], ranked(0.5, count)[::3])
-        return value["a"].data_ptr() == where and value["a"].requires_grad and torch.equal(value["a"].detach(), ranked(0.5, count))
+        return (
+            value["a"].data_ptr() == where
+            and value["a"].requires_grad
+            and torch.equal(value["a"].detach(), ranked(0.5, count))
+        )
 
     def beside(rank: int, store: Store) -> bool:
         value, out = numpy.asarray(ranked(rank, count)), numpy.zeros(2 * count, ">f4")[::2]
         assert store.average("w", value, 2, out=out) is out
-        return bool((value == ranked(rank, count).numpy()).all() and (out == ranked(0.5, count).numpy()).all())
+        return bool(
+            (value == ranked(rank, count).numpy()).all()
+            and (out == ranked(0.5, count).numpy()).all()
+        )
 
     assert together(stores, in_place) == [True, True]
     assert together(stores, beside) == [True, True]
@@ -245,7 +283,9 @@ def test_everybody_gets_the_same_bits(connect: Callable[..., Store]) -> None:
 
 
 def test_names_sizes_and_forms_one_after_the_other(connect: Callable[..., Store]) -> None:
-    """Nothing of one round is seen in another, whatever memory it has: growing and shrinking, two names in turn, two threads at once."""
+    """Nothing of one round is seen in another, whatever memory it has: growing and shrinking, two
+    names in turn, two threads at once.
+    """
     stores = [connect() for _ in range(3)]
 
     def does(rank: int, store: Store) -> None:
@@ -262,16 +302,25 @@ def test_names_sizes_and_forms_one_after_the_other(connect: Callable[..., Store]
     assert together(stores, many) == [None] * 3
 
 
-def test_no_name_of_a_barrier_or_another_average_is_in_its_way(connect: Callable[..., Store]) -> None:
+def test_no_name_of_a_barrier_or_another_average_is_in_its_way(
+    connect: Callable[..., Store],
+) -> None:
     """Its meetings have names in the same book."""
     names = ["w/done/2", "done/2/w", "average/w", "w/described"]
     stores = [connect() for _ in range(3)]
-    threads = [Thread(lambda name=name: stores[2].average(name, torch.full((2,), 1.0), 2, timeout=DEADLINE)) for name in names]
+    threads = [
+        Thread(
+            lambda name=name: stores[2].average(name, torch.full((2,), 1.0), 2, timeout=DEADLINE)
+        )
+        for name in names
+    ]
     threads += [Thread(stores[2].barrier, f"average/{name}", 2, DEADLINE) for name in ("w", *names)]
     eventually(lambda: waiting(stores[0]) == len(threads))
     for mean in together(stores[:2], lambda rank, store: store.average("w", ranked(rank), 2)):
         assert torch.equal(mean, ranked(0.5))
-    for error in together(stores[:2], lambda rank, store: store.average("w", ranked(rank, 3 + rank), 2)):
+    for error in together(
+        stores[:2], lambda rank, store: store.average("w", ranked(rank, 3 + rank), 2)
+    ):
         assert isinstance(error, BarrierMismatch), error
         assert "got values that do not match" in str(error)
         assert "float32 [3] in " in str(error)
@@ -283,13 +332,20 @@ def test_no_name_of_a_barrier_or_another_average_is_in_its_way(connect: Callable
         thread.result()
 
 
-def test_the_memory_is_used_again_and_goes_with_the_store(connect: Callable[..., Store], server: Server) -> None:
+def test_the_memory_is_used_again_and_goes_with_the_store(
+    connect: Callable[..., Store], server: Server
+) -> None:
     def count() -> int:
-        return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:rallypoint") for fd in _descriptors())
+        return sum(
+            os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:rallypoint")
+            for fd in _descriptors()
+        )
 
     gc.collect()
     before = count()
-    stores = [rallypoint.connect(server.address, secret=server.secret, same_host=False) for _ in range(2)]
+    stores = [
+        rallypoint.connect(server.address, secret=server.secret, same_host=False) for _ in range(2)
+    ]
     together(stores, lambda rank, store: [store.average("w", ranked(rank), 2) for _ in range(3)])
     assert before + 2 <= count() <= before + 4
     together(stores, lambda rank, store: [store.average("w", ranked(rank), 2) for _ in range(20)])
@@ -315,7 +371,10 @@ def _descriptors() -> list[int]:
 
 def test_an_average_of_many_names_does_not_pile_up_memory(connect: Callable[..., Store]) -> None:
     stores = [connect() for _ in range(2)]
-    together(stores, lambda rank, store: [store.average(f"epoch {turn}", ranked(rank), 2) for turn in range(50)])
+    together(
+        stores,
+        lambda rank, store: [store.average(f"epoch {turn}", ranked(rank), 2) for turn in range(50)],
+    )
     for store in stores:
         held = segments.cache_of(store)
         assert len(held._free) <= 2
@@ -337,7 +396,9 @@ def test_a_forked_child_averages_with_memory_of_its_own(connect: Callable[..., S
     together(stores, lambda rank, store: store.average("w", ranked(rank), 2))
     child = os.fork()
     if child == 0:
-        torch.set_num_threads(1)  # OpenMP's threads are not there after a fork, and torch would wait for them
+        torch.set_num_threads(
+            1
+        )  # OpenMP's threads are not there after a fork, and torch would wait for them
         good = False
         try:
             good = torch.equal(stores[0].average("w", ranked(5), 2), ranked(3))
@@ -361,9 +422,15 @@ def test_details_introduce_themselves(connect: Callable[..., Store]) -> None:
 
 
 @pytest.mark.parametrize("count", [100, LARGE])
-def test_nan_and_infinity_spread_and_are_told_by_rank(count: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_and_infinity_spread_and_are_told_by_rank(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
     def does(rank: int, store: Store) -> Any:
-        value = {"good": ranked(rank, count), "bad": ranked(rank, count), "worse": ranked(rank, count)}
+        value = {
+            "good": ranked(rank, count),
+            "bad": ranked(rank, count),
+            "worse": ranked(rank, count),
+        }
         if rank == 1:
             value["bad"][count // 2] = math.nan
             value["worse"][-1] = math.inf
@@ -375,12 +442,20 @@ def test_nan_and_infinity_spread_and_are_told_by_rank(count: int, caplog: pytest
         assert torch.equal(got.value["good"], ranked(1, count))
         assert got.value["bad"].isnan().nonzero().tolist() == [[count // 2]]
         assert got.value["worse"].isinf().nonzero().tolist() == [[count - 1]]
-        assert [(identity.rank, leaves) for identity, leaves in got.not_finite] == [(1, ("value['bad']", "value['worse']"))]
-    assert any("has NaN or infinite elements: rank 1" in line and "value['bad'], value['worse']" in line for line in caplog.messages)
+        assert [(identity.rank, leaves) for identity, leaves in got.not_finite] == [
+            (1, ("value['bad']", "value['worse']"))
+        ]
+    assert any(
+        "has NaN or infinite elements: rank 1" in line and "value['bad'], value['worse']" in line
+        for line in caplog.messages
+    )
 
 
 def test_a_sum_beyond_the_dtype_is_infinite_and_nobodys(connect: Callable[..., Store]) -> None:
-    for got in together([connect() for _ in range(2)], lambda rank, store: store.average("w", torch.full((LARGE,), 3e38), 2, details=True)):
+    for got in together(
+        [connect() for _ in range(2)],
+        lambda rank, store: store.average("w", torch.full((LARGE,), 3e38), 2, details=True),
+    ):
         assert got.value.isinf().all()
         assert got.not_finite == ()
 
@@ -389,7 +464,9 @@ def test_a_sum_beyond_the_dtype_is_infinite_and_nobodys(connect: Callable[..., S
 
 
 @pytest.mark.parametrize("count", [100, LARGE])
-def test_values_that_do_not_match_are_refused_everywhere_with_the_key(connect: Callable[..., Store], count: int) -> None:
+def test_values_that_do_not_match_are_refused_everywhere_with_the_key(
+    connect: Callable[..., Store], count: int
+) -> None:
     stores = [connect() for _ in range(3)]
 
     def does(rank: int, store: Store) -> Any:
@@ -402,7 +479,9 @@ def test_values_that_do_not_match_are_refused_everywhere_with_the_key(connect: C
     for error in errors:
         assert isinstance(error, BarrierMismatch)
         assert error.code == "average-mismatch"
-        assert error.headline.startswith("the average \"w\" got values that do not match: value['b'] is float32 [")
+        assert error.headline.startswith(
+            "the average \"w\" got values that do not match: value['b'] is float32 ["
+        )
         assert "float32 [4] in 2 in pid" in error.headline
         assert "float32 [2, 2] in pid" in error.headline
     assert len({error.headline for error in errors}) == 1
@@ -412,7 +491,9 @@ def test_values_that_do_not_match_are_refused_everywhere_with_the_key(connect: C
 
 def test_a_key_that_one_has_and_another_dtype(connect: Callable[..., Store]) -> None:
     def does(rank: int, store: Store) -> Any:
-        return store.average("w", {"a": 1.0, "b": ranked(rank)} if rank else {"a": torch.ones(1)}, 2)
+        return store.average(
+            "w", {"a": 1.0, "b": ranked(rank)} if rank else {"a": torch.ones(1)}, 2
+        )
 
     for error in together([connect() for _ in range(2)], does):
         assert isinstance(error, BarrierMismatch)
@@ -425,17 +506,23 @@ def test_a_key_that_one_has_and_another_dtype(connect: Callable[..., Store]) -> 
 
 
 def test_a_size_that_differs(connect: Callable[..., Store]) -> None:
-    for error in together([connect() for _ in range(2)], lambda rank, store: store.average("w", 1.0, 2 + rank)):
+    for error in together(
+        [connect() for _ in range(2)], lambda rank, store: store.average("w", 1.0, 2 + rank)
+    ):
         assert isinstance(error, BarrierMismatch)
         assert error.code == "barrier-size"
         assert error.headline.startswith('the average "w" has no one size')
 
 
 @pytest.mark.parametrize("count", [100, LARGE])
-def test_a_timeout_names_who_came_and_costs_nothing(connect: Callable[..., Store], count: int) -> None:
+def test_a_timeout_names_who_came_and_costs_nothing(
+    connect: Callable[..., Store], count: int
+) -> None:
     stores = [connect() for _ in range(3)]
     clock = Clock()
-    errors = together(stores[:2], lambda rank, store: store.average("w", ranked(rank, count), 3, timeout=2.0))
+    errors = together(
+        stores[:2], lambda rank, store: store.average("w", ranked(rank, count), 3, timeout=2.0)
+    )
     assert 1.9 < clock.elapsed() < 20.0
     timed_out = [error for error in errors if isinstance(error, BarrierTimeout)]
     broken = [error for error in errors if isinstance(error, BarrierBroken)]
@@ -443,35 +530,49 @@ def test_a_timeout_names_who_came_and_costs_nothing(connect: Callable[..., Store
     assert len(timed_out) + len(broken) == 2
     assert timed_out[0].headline.startswith('the average "w" of 3 timed out after 2.0 s: 2 arrived')
     assert all(error.headline.startswith('the average "w" of 3 is broken') for error in broken)
-    with pytest.raises(BarrierBroken, match='the average "w" of 3 is broken'):  # it comes to a round that is over
+    with pytest.raises(
+        BarrierBroken, match='the average "w" of 3 is broken'
+    ):  # it comes to a round that is over
         stores[2].average("w", ranked(0, count), 3)
     for mean in together(stores, lambda rank, store: store.average("w", ranked(rank, count), 3)):
         assert torch.equal(mean, ranked(1, count))
 
 
 @pytest.mark.parametrize("count", [100, LARGE])
-def test_a_quorum_goes_on_without_who_does_not_come(connect: Callable[..., Store], count: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_quorum_goes_on_without_who_does_not_come(
+    connect: Callable[..., Store], count: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """At the deadline in the first round; who missed it is told so, and is waited for again."""
     stores = [connect() for _ in range(3)]
 
     def does(rank: int, store: Store) -> Any:
-        return store.average("w", ranked(rank, count), 3, quorum=2, timeout=2.0, details=True, weight=1 + rank)
+        return store.average(
+            "w", ranked(rank, count), 3, quorum=2, timeout=2.0, details=True, weight=1 + rank
+        )
 
     with caplog.at_level(logging.WARNING, "rallypoint"):
         for got in together(stores[:2], does):
             assert torch.allclose(got.value, ranked(2 / 3, count))
             assert (len(got.present), got.weight) == (2, 3.0)
     assert any("is complete without all of 3: 2 arrived" in line for line in caplog.messages)
-    with pytest.raises(BarrierBroken, match=rf'round {got.round} of the average "w" was complete with 2 of 3') as caught:
+    with pytest.raises(
+        BarrierBroken, match=rf'round {got.round} of the average "w" was complete with 2 of 3'
+    ) as caught:
         does(2, stores[2])
     assert caught.value.code == "barrier-missed"
-    for got in together(stores, lambda rank, store: store.average("w", ranked(rank, count), 3, quorum=2, details=True)):
+    for got in together(
+        stores,
+        lambda rank, store: store.average("w", ranked(rank, count), 3, quorum=2, details=True),
+    ):
         assert torch.equal(got.value, ranked(1, count))
         assert (len(got.present), got.absent) == (3, ())
 
 
 def test_a_quorum_that_is_not_there(connect: Callable[..., Store]) -> None:
-    with pytest.raises(BarrierTimeout, match=r'the average "w" of 3 with a quorum of 2 timed out after 0\.2 s: 1 arrived'):
+    with pytest.raises(
+        BarrierTimeout,
+        match=r'the average "w" of 3 with a quorum of 2 timed out after 0\.2 s: 1 arrived',
+    ):
         connect().average("w", 1.0, 3, quorum=2, timeout=0.2)
 
 
@@ -493,7 +594,9 @@ def test_wrong_arguments(connect: Callable[..., Store], given: dict[str, Any], t
         connect().average("w", 1.0, **({"size": 2} | given))
 
 
-@pytest.mark.parametrize("given", [{"size": 2.0}, {"size": True}, {"weight": "1"}, {"quorum": 1.5}, {"name": 3}])
+@pytest.mark.parametrize(
+    "given", [{"size": 2.0}, {"size": True}, {"weight": "1"}, {"quorum": 1.5}, {"name": 3}]
+)
 def test_wrong_types(connect: Callable[..., Store], given: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"name": "w", "value": 1.0, "size": 2} | given
     with pytest.raises(TypeError):

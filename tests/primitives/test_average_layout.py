@@ -1,4 +1,6 @@
-"""What is averaged as one run of bytes: every element in one place, parts without overlap, sums as a reference has them."""
+"""What is averaged as one run of bytes: every element in one place, parts without overlap, sums as
+a reference has them.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,28 @@ from rallypoint.primitives.average.participants import Offer, Participant
 from rallypoint.primitives.average.work_split import Split, Weights, combine
 from rallypoint.wire.messages import Identity
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
 LARGE = 16_387
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    """Dicts of a few tensors, empty and 0-d ones, large and transposed ones among them, each of whose elements tells where it is."""
+    """Dicts of a few tensors, empty and 0-d ones, large and transposed ones among them, each of
+    whose elements tells where it is.
+    """
     found = {}
     for index in range(draw(st.integers(0, 6))):
         dtype = draw(st.sampled_from(DTYPES))
-        shape = draw(st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (LARGE,), (129, 200)]))
+        shape = draw(
+            st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (LARGE,), (129, 200)])
+        )
         count = int(numpy.prod(shape))
         tensor = ((torch.arange(count) + index) % 64 / 4).reshape(shape).to(dtype)
         if len(shape) == 2 and draw(st.booleans()):
@@ -41,7 +54,9 @@ def trees(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 @given(trees(), st.integers(1, 9))
 @settings(max_examples=60)
-def test_what_is_put_and_written_part_by_part_is_the_value(value: dict[str, torch.Tensor], parts: int) -> None:
+def test_what_is_put_and_written_part_by_part_is_the_value(
+    value: dict[str, torch.Tensor], parts: int
+) -> None:
     """Every element has one place, in one part, also in tensors that have no flat view."""
     tree = Tree(value)
     layout = Layout(tree)
@@ -49,7 +64,9 @@ def test_what_is_put_and_written_part_by_part_is_the_value(value: dict[str, torc
     layout.put(memory, 64)
     for run in layout.runs:
         assert [*layout.runs_in(run.start, run.stop)] == ([run] if run.length else [])
-    assert sum(run.length for run in layout.runs) == sum(tensor.numel() for tensor in value.values())
+    assert sum(run.length for run in layout.runs) == sum(
+        tensor.numel() for tensor in value.values()
+    )
     targets = layouts.empty(tree)
     writer = MeanWriter(layout, targets)
     for start, stop in layouts.cuts(layout.size, parts):
@@ -57,7 +74,9 @@ def test_what_is_put_and_written_part_by_part_is_the_value(value: dict[str, torc
     writer.finish()
     for leaf in tree.leaves:
         assert (
-            targets[leaf.path].float().equal(leaf.tensor.float()) if not leaf.tensor.is_complex() else targets[leaf.path].equal(leaf.tensor)
+            targets[leaf.path].float().equal(leaf.tensor.float())
+            if not leaf.tensor.is_complex()
+            else targets[leaf.path].equal(leaf.tensor)
         )
     assert layout.paths_not_finite(memory, 64) == []
 
@@ -70,7 +89,9 @@ def test_parts_cover_all_and_begin_with_a_line(size: int, count: int) -> None:
     assert cut[-1][1] == size
     assert all(before[1] == after[0] for before, after in itertools.pairwise(cut))
     assert all(start % ALIGNMENT == 0 or start == size for start, _ in cut)
-    assert max(stop - start for start, stop in cut) <= size // count + 2 * (layouts.PAGE if size >= layouts.WHOLE_PAGES else ALIGNMENT)
+    assert max(stop - start for start, stop in cut) <= size // count + 2 * (
+        layouts.PAGE if size >= layouts.WHOLE_PAGES else ALIGNMENT
+    )
 
 
 @given(
@@ -92,12 +113,17 @@ def test_a_mean_is_that_of_float64_up_to_the_rounding_of_its_sums(
         return
     into = torch.full((length,), 9.0).to(dtype)
     assert combine(into, [parts[i] for i in weights.each], [*weights.each.values()], weights.total)
-    exact = sum((parts[i].to(wide) * weight for i, weight in weights.each.items()), torch.zeros(length, dtype=wide))
+    exact = sum(
+        (parts[i].to(wide) * weight for i, weight in weights.each.items()),
+        torch.zeros(length, dtype=wide),
+    )
     exact /= weights.total
     close = {torch.float64: 1e-15, torch.float32: 1e-6, torch.complex64: 1e-6}.get(dtype)
     if close is not None:
         assert torch.allclose(into.to(wide), exact, rtol=close, atol=close)
-    else:  # summed in float32, and rounded once: as if the exact mean were rounded, up to one that lies next to a half
+    else:
+        # summed in float32, and rounded once: as if the exact mean were rounded, up to one that
+        # lies next to a half
         differs = (into.float() - exact.to(dtype).float()).abs() > 0
         assert differs.float().mean().nan_to_num() <= 0.01
 
@@ -126,16 +152,31 @@ def test_one_element_that_is_not_finite_is_seen(bad: float, dtype: torch.dtype) 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("divisor", [2.0, 8.0, 64.0, 3.0, 1.5])
 def test_a_mean_is_the_sum_divided_to_the_last_bit(kind: torch.dtype, divisor: float) -> None:
-    """Also the smallest numbers there are, and the largest: for powers of two it is a multiplication."""
+    """Also the smallest numbers there are, and the largest: for powers of two it is a
+    multiplication.
+    """
     limits = torch.finfo(kind)
     edges = torch.tensor(
-        [limits.smallest_normal, limits.smallest_normal / 2, limits.tiny * 3, limits.max, -limits.max, 0.0, -0.0], dtype=torch.float64
+        [
+            limits.smallest_normal,
+            limits.smallest_normal / 2,
+            limits.tiny * 3,
+            limits.max,
+            -limits.max,
+            0.0,
+            -0.0,
+        ],
+        dtype=torch.float64,
     )
     part = torch.cat([edges.to(kind), torch.randn(1000, dtype=kind)])
     into = torch.empty_like(part)
     assert combine(into, [part], [1.0], divisor)
     assert into.equal(part / divisor)
-    assert torch.view_as_real(into + 0j).signbit().equal(torch.view_as_real(part / divisor + 0j).signbit())
+    assert (
+        torch.view_as_real(into + 0j)
+        .signbit()
+        .equal(torch.view_as_real(part / divisor + 0j).signbit())
+    )
 
 
 def test_a_sum_too_large_for_its_check_is_still_finite() -> None:
@@ -146,14 +187,19 @@ def test_a_sum_too_large_for_its_check_is_still_finite() -> None:
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 2.0, 1.0], [3.0, 1.0, 0.0]])
-def test_a_mean_may_be_written_over_the_first_of_its_parts(kind: torch.dtype, weights: list[float]) -> None:
+def test_a_mean_may_be_written_over_the_first_of_its_parts(
+    kind: torch.dtype, weights: list[float]
+) -> None:
     parts = [torch.full((300_000,), float(number), dtype=kind) for number in range(3)]
     assert combine(parts[0], parts, weights, 4.0)
     assert parts[0].equal(torch.full((300_000,), (weights[1] + 2 * weights[2]) / 4, dtype=kind))
 
 
 def test_weights_of_zero_are_not_read_and_equal_ones_are_no_weights() -> None:
-    assert (Weights([2.0, 2.0, 0.0]).each, Weights([2.0, 2.0, 0.0]).total) == ({0: 1.0, 1: 1.0}, 2.0)
+    assert (Weights([2.0, 2.0, 0.0]).each, Weights([2.0, 2.0, 0.0]).total) == (
+        {0: 1.0, 1: 1.0},
+        2.0,
+    )
     assert (Weights([1.0, 3.0]).each, Weights([1.0, 3.0]).total) == ({0: 1.0, 1: 3.0}, 4.0)
     assert Weights([0.0]).each == {}
 
@@ -161,9 +207,18 @@ def test_weights_of_zero_are_not_read_and_equal_ones_are_no_weights() -> None:
 # --- the split of the work ---
 
 
-def split(scopes: str, me: int, living: Sequence[int], alone: Collection[int] = (), weights: Sequence[float] = ()) -> Split:
+def split(
+    scopes: str,
+    me: int,
+    living: Sequence[int],
+    alone: Collection[int] = (),
+    weights: Sequence[float] = (),
+) -> Split:
     all_of_them = [
-        Participant(Identity("node", 100 + index, index), Offer(2, b"", weights[index] if weights else 1.0, 0, scope=scope.encode()))
+        Participant(
+            Identity("node", 100 + index, index),
+            Offer(2, b"", weights[index] if weights else 1.0, 0, scope=scope.encode()),
+        )
         for index, scope in enumerate(scopes)
     ]
     return Split(1_000_000, all_of_them, me, living, alone)
@@ -212,7 +267,10 @@ def test_the_order_of_keys_does_not_matter_and_their_shapes_do() -> None:
     one = Layout(Tree({"a": torch.ones(2), "b": torch.ones(3)}))
     assert Layout(Tree({"b": torch.ones(3), "a": torch.ones(2)})).digest == one.digest
     assert Layout(Tree({"a": torch.ones(3), "b": torch.ones(2)})).digest != one.digest
-    assert Layout(Tree({"a": torch.ones(2), "b": torch.ones(3, dtype=torch.float64)})).digest != one.digest
+    assert (
+        Layout(Tree({"a": torch.ones(2), "b": torch.ones(3, dtype=torch.float64)})).digest
+        != one.digest
+    )
     assert Layout(Tree({"a": torch.ones(2), "c": torch.ones(3)})).digest != one.digest
 
 
@@ -220,7 +278,10 @@ def test_the_order_of_keys_does_not_matter_and_their_shapes_do() -> None:
     ("value", "where"),
     [
         (torch.arange(3), r"^value: a tensor of int64 cannot be averaged"),
-        ({"n": {"tracked": torch.tensor(3)}}, r"^value\['n'\]\['tracked'\]: a tensor of int64 cannot"),
+        (
+            {"n": {"tracked": torch.tensor(3)}},
+            r"^value\['n'\]\['tracked'\]: a tensor of int64 cannot",
+        ),
         ([torch.tensor([True])], r"^value\[0\]: a tensor of bool cannot"),
         ({"step": 3}, r"^value\['step'\]: an int cannot"),
         ({"on": True}, r"^value\['on'\]: a bool cannot"),
@@ -252,7 +313,10 @@ def test_a_parameter_is_its_values() -> None:
 
 def test_out_has_to_be_built_alike_and_writable() -> None:
     tree = Tree({"a": torch.ones(2, 2)})
-    with pytest.raises(UsageError, match=r"it has value\['a'\]: float32 \[4\], and the value value\['a'\]: float32 \[2, 2\]"):
+    with pytest.raises(
+        UsageError,
+        match=r"it has value\['a'\]: float32 \[4\], and the value value\['a'\]: float32 \[2, 2\]",
+    ):
         layouts.target_of({"a": torch.ones(4)}, tree)
     with pytest.raises(UsageError, match=r"out\['a'\] is an expanded tensor"):
         layouts.target_of({"a": torch.ones(1, 2).expand(2, 2)}, tree)

@@ -1,4 +1,6 @@
-"""An average among real processes: killed and stopped in every phase, on one host and on several, and nothing of them is left."""
+"""An average among real processes: killed and stopped in every phase, on one host and on several,
+and nothing of them is left.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ LARGE = 100_003
 
 
 class Rank:
-    """A forked process with a store and a rank, which runs one function; `result()` is what that returned, or raises what it raised."""
+    """A forked process with a store and a rank, which runs one function; `result()` is what that
+    returned, or raises what it raised.
+    """
 
     def __init__(self, server: ServerProcess, rank: int, does: Callable[[int, Store], Any]) -> None:
         self.rank = rank
@@ -96,7 +100,9 @@ def keys(server: ServerProcess) -> list[str]:
 
 
 def mapped() -> int:
-    """Segments that this process has mapped, without what a test before it left to the collector."""
+    """Segments that this process has mapped, without what a test before it left to the
+    collector.
+    """
     gc.collect()
     with open("/proc/self/maps", encoding="utf-8") as file:
         return sum("/memfd:rallypoint" in line for line in file)
@@ -113,7 +119,11 @@ def test_processes_of_one_host(server: ServerProcess) -> None:
         for turn in range(3):
             value = {"a": ranked(rank + turn), "b": ranked(rank, 300_000)}
             store.average("w", value, 4, out=value)
-            good = good and torch.equal(value["a"], ranked(1.5 + turn)) and torch.equal(value["b"], ranked(1.5, 300_000))
+            good = (
+                good
+                and torch.equal(value["a"], ranked(1.5 + turn))
+                and torch.equal(value["b"], ranked(1.5, 300_000))
+            )
         store.barrier("all have counted", 4)
         return good, store.statistics()["operations"]["Arrive"], 4 <= mapped() <= 8
 
@@ -159,7 +169,9 @@ def strike(phase: str, sign: signal.Signals = signal.SIGKILL) -> None:
 
 
 @pytest.mark.parametrize("phase", list(PHASES))
-def test_a_death_before_it_is_complete_is_told_to_all(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+def test_a_death_before_it_is_complete_is_told_to_all(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     """In place, and what was there is there still; the next round of the others is sound."""
     monkeypatch.setattr(sync, "LOOK", 0.3)
 
@@ -174,7 +186,11 @@ def test_a_death_before_it_is_complete_is_told_to_all(server: ServerProcess, mon
             store.barrier("has ended", 2, timeout=DEADLINE)
             assert torch.equal(value, ranked(rank))
             assert torch.equal(store.average("w2", ranked(rank), 2), ranked(1))
-            assert not [pid for pid, _ in segments.cache_of(store)._others if not os.path.exists(f"/proc/{pid}/stat")]
+            assert not [
+                pid
+                for pid, _ in segments.cache_of(store)._others
+                if not os.path.exists(f"/proc/{pid}/stat")
+            ]
             store.barrier("both have looked", 2, timeout=DEADLINE)  # before one of them ends
             return error
         return None
@@ -194,7 +210,9 @@ def test_a_death_before_it_is_complete_is_told_to_all(server: ServerProcess, mon
 
 
 @pytest.mark.parametrize("phase", list(PHASES))
-def test_a_quorum_goes_on_without_the_dead(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+def test_a_quorum_goes_on_without_the_dead(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     monkeypatch.setattr(sync, "LOOK", 0.3)
 
     def does(rank: int, store: Store) -> Any:
@@ -206,15 +224,31 @@ def test_a_quorum_goes_on_without_the_dead(server: ServerProcess, monkeypatch: p
             strike(phase)
         got = store.average("w", value, 4, quorum=2, timeout=5.0, details=True, out=value)
         assert got.value is value
-        once_more = store.average("w", {"big": ranked(rank), "small": ranked(rank, 5)}, 4, quorum=2, timeout=5.0)
+        once_more = store.average(
+            "w", {"big": ranked(rank), "small": ranked(rank, 5)}, 4, quorum=2, timeout=5.0
+        )
         assert torch.allclose(once_more["big"], ranked(5 / 3))
-        assert not [pid for pid, _ in segments.cache_of(store)._others if not os.path.exists(f"/proc/{pid}/stat")]
+        assert not [
+            pid
+            for pid, _ in segments.cache_of(store)._others
+            if not os.path.exists(f"/proc/{pid}/stat")
+        ]
         store.barrier("all have looked", 3, timeout=DEADLINE)  # before one of them ends
-        return value, [identity.rank for identity in got.present], [member.rank for member in got.absent], got.weight
+        return (
+            value,
+            [identity.rank for identity in got.present],
+            [member.rank for member in got.absent],
+            got.weight,
+        )
 
     found = results(server, 4, does)
     assert found[1] is None
-    expected = torch.stack([torch.rand(LARGE, generator=torch.Generator().manual_seed(rank)).double() for rank in (0, 2, 3)]).mean(0)
+    expected = torch.stack(
+        [
+            torch.rand(LARGE, generator=torch.Generator().manual_seed(rank)).double()
+            for rank in (0, 2, 3)
+        ]
+    ).mean(0)
     for rank in (0, 2, 3):
         value, present, absent, weight = found[rank]
         assert (present, absent, weight) == ([0, 2, 3], [1], 3.0)
@@ -224,7 +258,9 @@ def test_a_quorum_goes_on_without_the_dead(server: ServerProcess, monkeypatch: p
     assert keys(server) == []
 
 
-def test_when_all_who_count_have_died_there_is_no_mean(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_all_who_count_have_died_there_is_no_mean(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sync, "LOOK", 0.3)
 
     def does(rank: int, store: Store) -> Any:
@@ -238,7 +274,8 @@ def test_when_all_who_count_have_died_there_is_no_mean(server: ServerProcess, mo
     for error in (first, last):
         assert isinstance(error, UsageError), error
         assert re.fullmatch(
-            r'the average "w", round \d+: the weights of all who are left in it are 0, and there is no such mean', error.headline
+            r'the average "w", round \d+: the weights of all who are left in it are 0, and there is no such mean',
+            error.headline,
         )
 
 
@@ -265,8 +302,12 @@ def test_who_dies_after_it_is_complete_is_in_the_mean(server: ServerProcess) -> 
 
 
 @pytest.mark.parametrize("phase", ["adding", "added"])
-def test_who_was_stopped_until_the_others_had_gone_on_is_told(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    """Its own tensors are as they were; what it may have read that was half overwritten nobody sees. The next round has it again."""
+def test_who_was_stopped_until_the_others_had_gone_on_is_told(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """Its own tensors are as they were; what it may have read that was half overwritten nobody
+    sees. The next round has it again.
+    """
     monkeypatch.setattr(sync, "LOOK", 0.3)
     monkeypatch.setattr(sync, "PATIENCE", 1.0)
 
@@ -278,7 +319,10 @@ def test_who_was_stopped_until_the_others_had_gone_on_is_told(server: ServerProc
         value = ranked(rank)
         try:
             averaged = store.average("w", value, 3, quorum=2, timeout=3.0, out=value, details=True)
-            got: Any = [identity.rank for identity in averaged.present], [member.rank for member in averaged.absent]
+            got: Any = (
+                [identity.rank for identity in averaged.present],
+                [member.rank for member in averaged.absent],
+            )
             assert torch.equal(value, ranked(1))
             for turn in range(3):  # which writes to the same memory
                 store.average("w", torch.full((LARGE,), float(turn)), 3, quorum=2, timeout=3.0)
@@ -306,7 +350,9 @@ def test_who_was_stopped_until_the_others_had_gone_on_is_told(server: ServerProc
 
 
 def test_who_is_stopped_while_it_copies_copies_what_it_should(server: ServerProcess) -> None:
-    """It is in the mean, and the others, who go on without it, leave it the memory from which it still reads."""
+    """It is in the mean, and the others, who go on without it, leave it the memory from which it
+    still reads.
+    """
 
     def does(rank: int, store: Store) -> Any:
         store.average("w", ranked(rank), 3, quorum=2, timeout=DEADLINE)
@@ -322,7 +368,9 @@ def test_who_is_stopped_while_it_copies_copies_what_it_should(server: ServerProc
         if rank != 1:
             for turn in range(6):
                 for name in "xw":
-                    mean = store.average(name, torch.full((LARGE,), float(rank + turn)), 3, quorum=2, timeout=2.0)
+                    mean = store.average(
+                        name, torch.full((LARGE,), float(rank + turn)), 3, quorum=2, timeout=2.0
+                    )
                     assert torch.equal(mean, torch.full((LARGE,), 1.0 + turn))
             store["they have gone on"] = True
         AverageRound.copy = copy  # type: ignore[method-assign]
@@ -338,7 +386,9 @@ def test_who_is_stopped_while_it_copies_copies_what_it_should(server: ServerProc
     assert [rank.result() for rank in ranks] == [True] * 3
 
 
-def test_a_caller_that_was_interrupted_in_the_middle_breaks_the_round(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_was_interrupted_in_the_middle_breaks_the_round(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sync, "LOOK", 0.3)
 
     def does(rank: int, store: Store) -> Any:
@@ -354,7 +404,9 @@ def test_a_caller_that_was_interrupted_in_the_middle_breaks_the_round(server: Se
             work_split.combine = combine
             error: Any = None
         else:
-            with pytest.raises(BarrierBroken, match=r"has no result: rank 1 \(pid .* died or gave up") as caught:
+            with pytest.raises(
+                BarrierBroken, match=r"has no result: rank 1 \(pid .* died or gave up"
+            ) as caught:
                 store.average("w", ranked(rank), 3)
             error = caught.value
         assert torch.equal(store.average("w", ranked(rank), 3), ranked(1))
@@ -375,7 +427,9 @@ def test_what_fails_in_one_rank_is_told_to_the_others(server: ServerProcess) -> 
             with pytest.raises(OSError, match="Cannot allocate"):
                 store.average("w", ranked(rank), 3)
             return None
-        with pytest.raises(BarrierBroken, match=r"failed in rank 1 \(pid .*\): OSError: .*Cannot allocate memory"):
+        with pytest.raises(
+            BarrierBroken, match=r"failed in rank 1 \(pid .*\): OSError: .*Cannot allocate memory"
+        ):
             store.average("w", ranked(rank), 3)
         return None
 
@@ -392,8 +446,12 @@ def on_host(number: int) -> None:
 
 
 @pytest.mark.parametrize("placed", [[0, 1], [0, 0, 1], [0, 1, 0, 2, 2]])
-def test_several_hosts(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, placed: list[int]) -> None:
-    """One contribution for each; several chunks, more than hosts; all dtypes; weights; and no key is left."""
+def test_several_hosts(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, placed: list[int]
+) -> None:
+    """One contribution for each; several chunks, more than hosts; all dtypes; weights; and no key
+    is left.
+    """
     monkeypatch.setattr(cross_host, "CHUNK_BYTES", 64 * 1024)
     monkeypatch.setattr(cross_host, "SMALLEST_CHUNK", 64 * 1024)
     size = len(placed)
@@ -419,13 +477,20 @@ def test_several_hosts(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, p
         for rank in range(size):
             generator = torch.Generator().manual_seed(rank + 100 * turn)
             exact["a"] += torch.randn(LARGE, generator=generator).double() * (1 + rank) / total
-            exact["h"] += torch.randn(LARGE, generator=generator).bfloat16().double() * (1 + rank) / total
-            exact["z"] += torch.randn(7, generator=generator, dtype=torch.complex128) * (1 + rank) / total
+            exact["h"] += (
+                torch.randn(LARGE, generator=generator).bfloat16().double() * (1 + rank) / total
+            )
+            exact["z"] += (
+                torch.randn(7, generator=generator, dtype=torch.complex128) * (1 + rank) / total
+            )
         for rank in range(size):
             for key, value in found[rank][turn].items():
                 assert torch.equal(value, found[0][turn][key]), (key, rank)
                 assert torch.allclose(
-                    value.to(exact[key].dtype), exact[key], rtol=1e-2 if key == "h" else 1e-5, atol=1e-2 if key == "h" else 1e-6
+                    value.to(exact[key].dtype),
+                    exact[key],
+                    rtol=1e-2 if key == "h" else 1e-5,
+                    atol=1e-2 if key == "h" else 1e-6,
                 )
     assert keys(server) == []
 
@@ -445,9 +510,11 @@ def test_several_hosts_and_a_nan(server: ServerProcess, bad: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
-def test_several_hosts_and_a_death(server: ServerProcess, monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
-    """Of the first of a host (0) and of others: in the middle of the exchange, or before it. The session of the dead one ends, and with it
-    its keys; the others begin again."""
+def test_several_hosts_and_a_death(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    """Of the first of a host (0) and of others: in the middle of the exchange, or before it. The
+    session of the dead one ends, and with it its keys; the others begin again."""
     monkeypatch.setattr(sync, "LOOK", 0.3)
     monkeypatch.setattr(sync, "PATIENCE", 30.0)
     monkeypatch.setattr(cross_host, "LOOK", 0.2)
@@ -480,10 +547,16 @@ def test_several_hosts_and_a_death(server: ServerProcess, monkeypatch: pytest.Mo
         threading.Event().wait(0.05)
 
 
-def test_several_hosts_and_one_death_after_the_other(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who leads a host dies in the exchange, and then who leads it instead: the other host hears of the second death, too."""
+def test_several_hosts_and_one_death_after_the_other(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who leads a host dies in the exchange, and then who leads it instead: the other host hears of
+    the second death, too.
+    """
     monkeypatch.setattr(sync, "LOOK", 0.3)
-    monkeypatch.setattr(sync, "PATIENCE", 15.0)  # after which the survivors would give up on each other
+    monkeypatch.setattr(
+        sync, "PATIENCE", 15.0
+    )  # after which the survivors would give up on each other
     monkeypatch.setattr(cross_host, "LOOK", 0.2)
 
     def does(rank: int, store: Store) -> Any:
@@ -507,14 +580,23 @@ def test_several_hosts_and_one_death_after_the_other(server: ServerProcess, monk
 
 
 @pytest.mark.parametrize("blind", [[1], [0, 1, 2]])
-def test_who_cannot_look_into_the_others_is_a_host_of_its_own(server: ServerProcess, blind: list[int]) -> None:
+def test_who_cannot_look_into_the_others_is_a_host_of_its_own(
+    server: ServerProcess, blind: list[int]
+) -> None:
     def does(rank: int, store: Store) -> Any:
         def refused(*_: Any) -> memoryview:
             raise PermissionError(13, "Permission denied")
 
-        if rank in blind:  # in that module's name: what others raise in the middle of a call is a signal handler's
-            memory.attach = types.FunctionType(refused.__code__, {"__builtins__": builtins, "__name__": memory.__name__})
-        return all(torch.equal(store.average("w", ranked(rank + turn), 3), ranked(1 + turn)) for turn in range(2))
+        if (
+            rank in blind
+        ):  # in that module's name: what others raise in the middle of a call is a signal handler's
+            memory.attach = types.FunctionType(
+                refused.__code__, {"__builtins__": builtins, "__name__": memory.__name__}
+            )
+        return all(
+            torch.equal(store.average("w", ranked(rank + turn), 3), ranked(1 + turn))
+            for turn in range(2)
+        )
 
     assert results(server, 3, does) == [True] * 3
     assert keys(server) == []
@@ -561,4 +643,7 @@ def test_the_name_of_a_round_is_in_its_errors(server: ServerProcess) -> None:
 
     for error in results(server, 2, does):
         assert isinstance(error, UsageError)
-        assert error.headline == 'the average "w": the weights of ranks 0-1 are all 0, and there is no such mean'
+        assert (
+            error.headline
+            == 'the average "w": the weights of ranks 0-1 are all 0, and there is no such mean'
+        )

@@ -1,4 +1,6 @@
-"""`store.barrier` between real clients and a real server: in one process without a network; in processes that are killed and stopped."""
+"""`store.barrier` between real clients and a real server: in one process without a network; in
+processes that are killed and stopped.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from typing import Any
 import pytest
 
 from rallypoint.clock import Clock
-from rallypoint.errors import BarrierBroken, BarrierMismatch, BarrierTimeout, StoreClosed, UsageError
+from rallypoint.errors import (
+    BarrierBroken,
+    BarrierMismatch,
+    BarrierTimeout,
+    StoreClosed,
+    UsageError,
+)
 from rallypoint.primitives.store import Store
 from rallypoint.store.server.server import Server
 from rallypoint.testing import Network
@@ -77,7 +85,10 @@ def waiting(store: Store, many: int) -> None:
 
 def test_round_after_round_all_pass_and_all_get_the_same_number(network: Network) -> None:
     stores = [network.connect(rank=rank) for rank in range(5)]
-    calls = [Call(lambda store: [store.barrier("epoch", 5, timeout=LONG) for _ in range(50)], store) for store in stores]
+    calls = [
+        Call(lambda store: [store.barrier("epoch", 5, timeout=LONG) for _ in range(50)], store)
+        for store in stores
+    ]
     [rounds] = {tuple(call.result()) for call in calls}
     assert list(rounds) == sorted(set(rounds))
     assert len(rounds) == 50
@@ -115,7 +126,9 @@ def test_a_timeout_names_who_came_and_who_did_not(network: Network) -> None:
     me = f"pid {os.getpid()} on {os.uname().nodename}"
     assert error.code == "barrier-timeout"
     assert isinstance(error, TimeoutError)
-    assert error.headline.startswith('the barrier "epoch" of 4 timed out after 0.3 s: 2 arrived (ranks 0-1), missing: rank 2 (')
+    assert error.headline.startswith(
+        'the barrier "epoch" of 4 timed out after 0.3 s: 2 arrived (ranks 0-1), missing: rank 2 ('
+    )
     assert error.present == (f"rank 1 ({me})", f"rank 0 ({me})")
     assert [text.partition(",")[0] for text in error.absent] == [f"rank 2 ({me}", f"rank 3 ({me}"]
     assert "last heard of" in error.absent[0]
@@ -146,7 +159,8 @@ def test_two_sizes_are_an_error_for_all(network: Network) -> None:
     calls = [Call(store.barrier, "b", 4, LONG) for store in stores[:2]]
     waiting(stores[2], 2)
     with pytest.raises(
-        BarrierMismatch, match=r'the barrier "b" has no one size: ranks 0-1 said 4, rank 2 \(pid \d+ on .*\) said 3'
+        BarrierMismatch,
+        match=r'the barrier "b" has no one size: ranks 0-1 said 4, rank 2 \(pid \d+ on .*\) said 3',
     ) as caught:
         stores[2].barrier("b", 3, timeout=LONG)
     assert {str(call.error()) for call in calls} == {str(caught.value)}
@@ -161,7 +175,9 @@ class Stop(Exception):
     """What a signal handler raises here."""
 
 
-def test_an_exception_of_a_signal_handler_gives_the_seat_up_and_all_learn_it(network: Network) -> None:
+def test_an_exception_of_a_signal_handler_gives_the_seat_up_and_all_learn_it(
+    network: Network,
+) -> None:
     mine, other = network.connect(rank=0), network.connect(rank=1)
     call = Call(other.barrier, "b", 3, LONG)
     waiting(mine, 1)
@@ -228,7 +244,11 @@ class Whole:
     ("arguments", "error", "text"),
     [
         ((b"b", 2), TypeError, "a key is a str, not bytes"),
-        (("b", 2.0), TypeError, "size=2.0: the number of those who meet at a barrier is an int, not a float"),
+        (
+            ("b", 2.0),
+            TypeError,
+            "size=2.0: the number of those who meet at a barrier is an int, not a float",
+        ),
         (("b", True), TypeError, "size=True"),
         (("b", "2"), TypeError, "size='2'"),
         (("b", 0), UsageError, "size=0: at least one comes to a barrier"),
@@ -240,7 +260,9 @@ class Whole:
         (("\udcff", 2), UsageError, "lone surrogate"),
     ],
 )
-def test_what_is_no_name_size_or_time_is_refused_before_anything_is_sent(network: Network, arguments: Any, error: Any, text: str) -> None:
+def test_what_is_no_name_size_or_time_is_refused_before_anything_is_sent(
+    network: Network, arguments: Any, error: Any, text: str
+) -> None:
     store = network.connect()
     with pytest.raises(error, match=text):
         store.barrier(*arguments)
@@ -290,7 +312,9 @@ class Process:
 
     def __init__(self, address: str, ttl: float, *barriers: object) -> None:
         arguments = [sys.executable, "-c", _PROGRAM, address, str(ttl), *map(str, barriers)]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdin is not None
         self._process.stdin.write(SECRET + "\n")
         self._process.stdin.flush()
@@ -335,7 +359,9 @@ def connected(server: Server) -> Store:
     return rallypoint.connect(server.address, secret=SECRET)
 
 
-def test_a_process_that_is_killed_at_the_barrier_breaks_it_at_once(server: Server, start: Callable[..., Process]) -> None:
+def test_a_process_that_is_killed_at_the_barrier_breaks_it_at_once(
+    server: Server, start: Callable[..., Process]
+) -> None:
     with connected(server) as store:
         killed = start(600.0, "b", 3)
         call = Call(store.barrier, "b", 3, timeout=None)
@@ -343,11 +369,16 @@ def test_a_process_that_is_killed_at_the_barrier_breaks_it_at_once(server: Serve
         killed.kill()
         broken = call.error()  # with the process, not with its lease of ten minutes
     assert isinstance(broken, BarrierBroken)
-    assert f"the session of pid {killed.pid} on {os.uname().nodename} ended while it waited: its process died" in broken.headline
+    assert (
+        f"the session of pid {killed.pid} on {os.uname().nodename} ended while it waited: its process died"
+        in broken.headline
+    )
     assert broken.present[-1].startswith(f"pid {killed.pid} on ")
 
 
-def test_a_process_that_stands_still_breaks_it_when_its_lease_is_over(server: Server, start: Callable[..., Process]) -> None:
+def test_a_process_that_stands_still_breaks_it_when_its_lease_is_over(
+    server: Server, start: Callable[..., Process]
+) -> None:
     with connected(server) as store:
         stopped = start(1.0, "b", 2, "c", 3)
         store.barrier("b", 2, timeout=LONG)
@@ -359,7 +390,9 @@ def test_a_process_that_stands_still_breaks_it_when_its_lease_is_over(server: Se
         os.kill(stopped.pid, signal.SIGCONT)
 
 
-def test_who_died_after_the_former_round_is_named_with_the_reason(server: Server, start: Callable[..., Process]) -> None:
+def test_who_died_after_the_former_round_is_named_with_the_reason(
+    server: Server, start: Callable[..., Process]
+) -> None:
     with connected(server) as store:
         process = start(600.0, "b", 2)
         store.barrier("b", 2, timeout=LONG)
@@ -369,11 +402,16 @@ def test_who_died_after_the_former_round_is_named_with_the_reason(server: Server
         while store.status()["sessions"] > 1:
             assert clock.elapsed() < DEADLINE, "it is not noticed"
             pause.wait(0.005)
-        with pytest.raises(BarrierTimeout, match=rf"missing: pid {process.pid} on .* \(its session ended .* s ago: its process died\)"):
+        with pytest.raises(
+            BarrierTimeout,
+            match=rf"missing: pid {process.pid} on .* \(its session ended .* s ago: its process died\)",
+        ):
             store.barrier("b", 2, timeout=0.1)
 
 
-def test_eight_processes_pass_a_hundred_times(server: Server, start: Callable[..., Process]) -> None:
+def test_eight_processes_pass_a_hundred_times(
+    server: Server, start: Callable[..., Process]
+) -> None:
     many, rounds = 8, 100
     barriers = [part for _ in range(rounds) for part in ("b", many)]
     processes = [start(600.0, *barriers) for _ in range(many)]

@@ -1,4 +1,6 @@
-"""A thousand histories of primitives under death, and the checker that judges them: it must find what is wrong."""
+"""A thousand histories of primitives under death, and the checker that judges them: it must find
+what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from .histories import Event, Kind, check
 from .simulation import World, counts, judged
 
 
-def event(who: str, kind: Kind, start: float, end: float, told: Any = "unknown", **more: Any) -> Event:
+def event(
+    who: str, kind: Kind, start: float, end: float, told: Any = "unknown", **more: Any
+) -> Event:
     """Of the thing "x"; the session is named like the process, unless it is said."""
     more.setdefault("session", who.partition(".")[0])
     return Event(who=who, kind=kind, name="x", start=start, end=end, told=told, **more)
@@ -45,30 +49,47 @@ def test_two_that_hold_a_lock_at_once() -> None:
     first = event("a", "lock", 0, 1, "granted", token=1)
     second = event("b", "lock", 2, 3, "granted", token=2)
     assert rules(first, second, event("a", "unlock", 4, 5, "done", token=1)) == {"exclusion"}
-    assert rules(first, second, event("a", "sign", 4, 5, "done")) == {"exclusion"}  # its session lives, so it still has it
+    assert rules(first, second, event("a", "sign", 4, 5, "done")) == {
+        "exclusion"
+    }  # its session lives, so it still has it
     assert rules(first, second, event("a", "sign", 4, 5)) == set()  # nobody knows
     leased = msgspec.structs.replace(first, leased=True)
-    assert rules(leased, second, event("a", "sign", 4, 5, "done")) == set()  # the lease may have been over
-    assert rules(leased, second, event("a", "write", 4, 5, "done", token=1)) == {"exclusion", "fencing"}
+    assert (
+        rules(leased, second, event("a", "sign", 4, 5, "done")) == set()
+    )  # the lease may have been over
+    assert rules(leased, second, event("a", "write", 4, 5, "done", token=1)) == {
+        "exclusion",
+        "fencing",
+    }
 
 
 def test_a_lock_that_was_given_back_is_had_by_nobody() -> None:
     first = event("a", "lock", 0, 1, "granted", token=1)
     second = event("b", "lock", 6, 7, "granted", token=2)
-    assert rules(first, event("a", "unlock", 4, 5, token=1), second, event("a", "sign", 8, 9, "done")) == set()
+    assert (
+        rules(first, event("a", "unlock", 4, 5, token=1), second, event("a", "sign", 8, 9, "done"))
+        == set()
+    )
 
 
 def test_one_token_twice() -> None:
-    assert rules(event("a", "lock", 0, 1, "granted", token=1), event("b", "lock", 5, 6, "granted", token=1)) == {"exclusion"}
+    assert rules(
+        event("a", "lock", 0, 1, "granted", token=1), event("b", "lock", 5, 6, "granted", token=1)
+    ) == {"exclusion"}
 
 
 def test_a_write_with_an_old_token() -> None:
     first = event("a", "lock", 0, 1, "granted", token=1, revision=1)
     second = event("b", "lock", 2, 5, "granted", token=4, revision=4)
     assert rules(first, second, event("c", "write", 2, 9, "done", token=1, revision=3)) == set()
-    assert rules(first, second, event("c", "write", 2, 9, "done", token=1, revision=5)) == {"fencing"}
+    assert rules(first, second, event("c", "write", 2, 9, "done", token=1, revision=5)) == {
+        "fencing"
+    }
     # By the clock, when no revision is known. And then two have it.
-    assert rules(first, second, event("c", "write", 6, 9, "done", token=1)) == {"fencing", "exclusion"}
+    assert rules(first, second, event("c", "write", 6, 9, "done", token=1)) == {
+        "fencing",
+        "exclusion",
+    }
     assert rules(first, second, event("c", "write", 4, 9, "done", token=1)) == set()
 
 
@@ -81,15 +102,25 @@ def test_a_write_after_the_lock_was_given_back() -> None:
 
 def test_a_refusal_that_is_taken_back() -> None:
     first = event("a", "lock", 0, 1, "granted", token=1)
-    assert rules(first, event("a", "write", 2, 3, "refused", token=1), event("a", "unlock", 4, 5, "done", token=1)) == {"fencing"}
-    assert rules(first, event("a", "unlock", 2, 3, "absent", token=1), event("a", "write", 4, 5, "done", token=1)) == {"fencing"}
+    assert rules(
+        first,
+        event("a", "write", 2, 3, "refused", token=1),
+        event("a", "unlock", 4, 5, "done", token=1),
+    ) == {"fencing"}
+    assert rules(
+        first,
+        event("a", "unlock", 2, 3, "absent", token=1),
+        event("a", "write", 4, 5, "done", token=1),
+    ) == {"fencing"}
 
 
 def test_who_comes_later_is_served_first() -> None:
     stayed = event("a", "lock", 0, 9, "granted", token=8, queued=2)
     later = event("b", "lock", 3, 4, "granted", token=5)
     assert rules(stayed, later) == {"in line"}
-    assert rules(msgspec.structs.replace(stayed, queued=4), later) == set()  # nobody knows who was first
+    assert (
+        rules(msgspec.structs.replace(stayed, queued=4), later) == set()
+    )  # nobody knows who was first
     assert rules(stayed, msgspec.structs.replace(later, start=1)) == set()
 
 
@@ -101,13 +132,26 @@ def test_who_stays_is_not_served_and_who_comes_later_is() -> None:
 
 
 def test_an_older_answer_to_a_later_question() -> None:
-    assert rules(event("a", "sign", 0, 1, "done", revision=7), event("b", "sign", 2, 3, "done", revision=6)) == {"one order"}
-    assert rules(event("a", "sign", 0, 3, "done", revision=7), event("b", "sign", 2, 3, "done", revision=6)) == set()
+    assert rules(
+        event("a", "sign", 0, 1, "done", revision=7), event("b", "sign", 2, 3, "done", revision=6)
+    ) == {"one order"}
+    assert (
+        rules(
+            event("a", "sign", 0, 3, "done", revision=7),
+            event("b", "sign", 2, 3, "done", revision=6),
+        )
+        == set()
+    )
 
 
-def arrivals(*spans: tuple[float, float], told: Any = "passed", size: int = 2, **more: Any) -> list[Event]:
+def arrivals(
+    *spans: tuple[float, float], told: Any = "passed", size: int = 2, **more: Any
+) -> list[Event]:
     token = 5 if told == "passed" else 0
-    return [event(chr(97 + at), "arrive", *span, told, size=size, token=token, **more) for at, span in enumerate(spans)]
+    return [
+        event(chr(97 + at), "arrive", *span, told, size=size, token=token, **more)
+        for at, span in enumerate(spans)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,11 +163,21 @@ def arrivals(*spans: tuple[float, float], told: Any = "passed", size: int = 2, *
         arrivals((0, 1), (2, 3)),  # one had gone before the other came
         [*arrivals((0, 9)), *arrivals((1, 9), size=3)],
         [*arrivals((0, 9)), *arrivals((1, 9))],  # the same one twice
-        arrivals((0, 9), (1, 9), value=[1, 2], mine=1)[:1] + arrivals((0, 9), (1, 9), value=[1, 3], mine=1)[1:],
+        arrivals((0, 9), (1, 9), value=[1, 2], mine=1)[:1]
+        + arrivals((0, 9), (1, 9), value=[1, 3], mine=1)[1:],
         arrivals((0, 9), (1, 9), value=[1, 2], mine=3),  # without what he brought
-        [*arrivals((0, 9), (8, 9), queued=1), event("c", "arrive", 2, 5, "timed out", size=2)],  # broken meanwhile
-        [*arrivals((0, 9), (8, 9), queued=1), event("c", "arrive", 2, 5, "broken", size=2, queued=3)],
-        [*arrivals((0, 9), (8, 9), queued=1), event("c", "arrive", 2, 5, "mismatch", size=3, queued=3)],
+        [
+            *arrivals((0, 9), (8, 9), queued=1),
+            event("c", "arrive", 2, 5, "timed out", size=2),
+        ],  # broken meanwhile
+        [
+            *arrivals((0, 9), (8, 9), queued=1),
+            event("c", "arrive", 2, 5, "broken", size=2, queued=3),
+        ],
+        [
+            *arrivals((0, 9), (8, 9), queued=1),
+            event("c", "arrive", 2, 5, "mismatch", size=3, queued=3),
+        ],
     ],
 )
 def test_a_barrier_that_lies(history: list[Event]) -> None:
@@ -134,10 +188,16 @@ def test_a_barrier_that_lies(history: list[Event]) -> None:
     "history",
     [
         arrivals((0, 9), (1, 9)),
-        [*arrivals((0, 9)), event("b", "arrive", 1, 1e18, size=2)],  # the other one died before he knew
+        [
+            *arrivals((0, 9)),
+            event("b", "arrive", 1, 1e18, size=2),
+        ],  # the other one died before he knew
         arrivals((0, 9), (1, 9), size=4, quorum=2),
         arrivals((0, 9), (1, 9), value=[1, 2], mine=1),
-        [*arrivals((0, 9), (8, 9), queued=1), event("c", "arrive", 2, 5, "broken", size=2)],  # a late comer of the round before
+        [
+            *arrivals((0, 9), (8, 9), queued=1),
+            event("c", "arrive", 2, 5, "broken", size=2),
+        ],  # a late comer of the round before
         [*arrivals((0, 9), (4, 9), queued=1), event("c", "arrive", 2, 5, "timed out", size=2)],
         arrivals((0, 9), (1, 9), told="broken"),
     ],
@@ -162,7 +222,8 @@ AGAIN = event("b", "take", 6, 7, "value", value="i", token=1, held=True, revisio
         [event("p", "put", 4, 5, "done", value="i"), TAKEN, ACCEPTED],
         [PUT, TAKEN, ACCEPTED, AGAIN],  # it came out again
         [PUT, TAKEN, AGAIN, event("a", "accept", 8, 9, "done", token=1), event("b", "accept", 8, 9, "done", token=1)],
-        [PUT, TAKEN, event("a", "sign", 8, 9, "done"), AGAIN, event("b", "accept", 8, 9, "done", token=1)],  # two have it
+        # two have it
+        [PUT, TAKEN, event("a", "sign", 8, 9, "done"), AGAIN, event("b", "accept", 8, 9, "done", token=1)],
         [PUT, TAKEN, ACCEPTED, event("q", "put", 0, 1, "done", value="j"), event("b", "take", 6, 7, "value", value="j", token=1)],
         [PUT, event("a", "take", 2, 3, "value", value="i", token=1), event("b", "take", 2, 3, "value", value="i", token=2)],
         [
@@ -189,7 +250,8 @@ def test_who_waits_for_an_item_is_not_overtaken() -> None:
         [event("p", "put", 0, 1e18, value="i"), TAKEN, ACCEPTED],
         [PUT, TAKEN, event("a", "accept", 4, 1e18, token=1)],
         [PUT, event("a", "take", 2, 1e18)],  # its taker died with it, and it was not to be accepted
-        [PUT, TAKEN, AGAIN, event("b", "accept", 8, 9, "done", token=1)],  # the first one's session ended
+        # the first one's session ended
+        [PUT, TAKEN, AGAIN, event("b", "accept", 8, 9, "done", token=1)],
         [PUT, TAKEN, event("a", "return", 4, 5, "done", token=1), event("a", "sign", 8, 9, "done"), AGAIN,
          event("b", "accept", 8, 9, "done", token=1)],
     ],
@@ -208,14 +270,27 @@ TOLD = event("b", "claim", 2, 5, "value", token=5, value="v", revision=5)
     [
         ([CLAIMED, RESOLVED, TOLD], ""),
         ([CLAIMED, event("a", "resolve", 4, 1e18, token=1, value="v"), TOLD], ""),
-        ([CLAIMED, event("b", "claim", 2, 3, "granted", token=2, revision=2), RESOLVED], "exclusion"),
-        ([CLAIMED, RESOLVED, event("b", "claim", 6, 7, "granted", token=7, revision=7), TOLD], "once"),
+        (
+            [CLAIMED, event("b", "claim", 2, 3, "granted", token=2, revision=2), RESOLVED],
+            "exclusion",
+        ),
+        (
+            [CLAIMED, RESOLVED, event("b", "claim", 6, 7, "granted", token=7, revision=7), TOLD],
+            "once",
+        ),
         ([CLAIMED, RESOLVED, event("b", "resolve", 6, 7, "done", token=2, value="w")], "once"),
         ([CLAIMED, RESOLVED, msgspec.structs.replace(TOLD, value="w")], "once"),
         ([CLAIMED, RESOLVED, TOLD, msgspec.structs.replace(TOLD, token=6)], "once"),
         ([CLAIMED, TOLD], "once"),
         ([CLAIMED, event("b", "claim", 2, 5, "failed", value="e")], "once"),
-        ([CLAIMED, msgspec.structs.replace(RESOLVED, failed=True), event("b", "claim", 2, 5, "failed", value="v")], ""),
+        (
+            [
+                CLAIMED,
+                msgspec.structs.replace(RESOLVED, failed=True),
+                event("b", "claim", 2, 5, "failed", value="v"),
+            ],
+            "",
+        ),
         ([CLAIMED, msgspec.structs.replace(RESOLVED, failed=True), TOLD], "once"),
     ],
 )
@@ -228,7 +303,9 @@ def test_what_is_computed_once(history: list[Event], rule: str) -> None:
 
 @pytest.mark.parametrize("block", range(10))
 def test_a_thousand_histories_are_true(block: int) -> None:
-    """A failure names its seed: `python -m tests.primitives.simulation SEED` prints that history."""
+    """A failure names its seed: `python -m tests.primitives.simulation SEED` prints that
+    history.
+    """
     for seed in range(100 * block, 100 * block + 100):
         _, violations = judged(seed)
         assert not violations, "\n".join([f"seed {seed}", *map(str, violations)])
@@ -251,9 +328,13 @@ def test_a_seed_is_a_history() -> None:
 
 
 class Mutant(State):
-    """A state that is wrong in some way: `before` another request than the one that came, `after` another answer than the right one."""
+    """A state that is wrong in some way: `before` another request than the one that came, `after`
+    another answer than the right one.
+    """
 
-    def apply(self, now: float, session: Session, request: m.Request, large: Any = None) -> Answer | None:
+    def apply(
+        self, now: float, session: Session, request: m.Request, large: Any = None
+    ) -> Answer | None:
         answer = super().apply(now, session, self.before(session, request), large)
         self.woken[:] = [(who, self.after(reply), large) for who, reply, large in self.woken]
         return None if answer is None else (self.after(answer[0]), answer[1])
@@ -272,7 +353,9 @@ def instead(kind: type[m.Request], **changed: Callable[[Any], Any]) -> type[Muta
         def before(self, session: Session, request: m.Request) -> m.Request:
             if type(request) is not kind:
                 return request
-            return msgspec.structs.replace(request, **{name: value(request) for name, value in changed.items()})
+            return msgspec.structs.replace(
+                request, **{name: value(request) for name, value in changed.items()}
+            )
 
     return Instead
 
@@ -281,7 +364,10 @@ class SplitBrain(Mutant):
     """Two halves of the clients do not see each other's locks and claims."""
 
     def before(self, session: Session, request: m.Request) -> m.Request:
-        if isinstance(request, m.Lock | m.Unlock | m.Claim | m.Resolve) and session.identity.pid % 2:
+        if (
+            isinstance(request, m.Lock | m.Unlock | m.Claim | m.Resolve)
+            and session.identity.pid % 2
+        ):
             return msgspec.structs.replace(request, name=request.name + " of the others")
         return request
 
@@ -291,11 +377,19 @@ class Forgetful(Mutant):
 
     seq = 10**6
 
-    def apply(self, now: float, session: Session, request: m.Request, large: Any = None) -> Answer | None:
+    def apply(
+        self, now: float, session: Session, request: m.Request, large: Any = None
+    ) -> Answer | None:
         if request.changes and session.replies.get(request.seq) is not None:
             self.seq += 1
-            answer = super().apply(now, session, msgspec.structs.replace(request, seq=self.seq), large)
-            return None if answer is None else (msgspec.structs.replace(answer[0], seq=request.seq), answer[1])
+            answer = super().apply(
+                now, session, msgspec.structs.replace(request, seq=self.seq), large
+            )
+            return (
+                None
+                if answer is None
+                else (msgspec.structs.replace(answer[0], seq=request.seq), answer[1])
+            )
         return super().apply(now, session, request, large)
 
 
@@ -312,7 +406,11 @@ class Backwards(Mutant):
     """Its revisions fall now and then."""
 
     def after(self, reply: m.Reply) -> m.Reply:
-        return msgspec.structs.replace(reply, revision=reply.revision // 2) if reply.seq % 7 == 0 else reply
+        return (
+            msgspec.structs.replace(reply, revision=reply.revision // 2)
+            if reply.seq % 7 == 0
+            else reply
+        )
 
 
 def last(lines: Lines, name: str) -> Waiter | None:
@@ -348,7 +446,12 @@ class Immortal(Mutant):
         (instead(m.Set, fence=lambda request: None), "fencing"),
         (instead(m.Unlock, token=lambda request: request.token + 1), "end"),
         (Unfair, "in line"),
-        (instead(m.Arrive, size=lambda request: max(1, request.size - 1), quorum=lambda request: None), "barrier"),
+        (
+            instead(
+                m.Arrive, size=lambda request: max(1, request.size - 1), quorum=lambda request: None
+            ),
+            "barrier",
+        ),
         (Polite, "barrier"),
         (instead(m.Pop, hold=lambda request: False), "queue"),
         (instead(m.Settle, accept=lambda request: False), "queue"),

@@ -1,4 +1,6 @@
-"""A short, seeded form of each scene of `scripts/soak primitives-kills`, with real processes; and that the soaks can fail."""
+"""A short, seeded form of each scene of `scripts/soak primitives-kills`, with real processes; and
+that the soaks can fail.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from bench.primitives_soak import KINDS
 from bench import primitives_soak
 
 SLACK = 10.0
-"""Seconds: on a machine that is busy with other tests, what is promised on an idle one may be late. That it comes at all is tested here."""
+"""Seconds: on a machine that is busy with other tests, what is promised on an idle one may be late.
+That it comes at all is tested here.
+"""
 
 SCENES = [number for number, kind in enumerate(KINDS) if kind not in KINDS[:number]]
 """Each once."""
@@ -21,7 +25,9 @@ SCENES = [number for number, kind in enumerate(KINDS) if kind not in KINDS[:numb
 
 @pytest.mark.parametrize("number", SCENES, ids=[KINDS[number][0] for number in SCENES])
 def test_nobody_is_told_what_is_not_so(tmp_path: Path, number: int) -> None:
-    outcome = primitives_soak.kills(random.Random(number), number, tmp_path, slack=SLACK, seconds=1.0)
+    outcome = primitives_soak.kills(
+        random.Random(number), number, tmp_path, slack=SLACK, seconds=1.0
+    )
     assert outcome.wrong == []
     assert outcome.what == KINDS[number][0]
 
@@ -54,17 +60,29 @@ def test_a_history_that_cannot_be_is_wrong_and_kept(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "history.json").read_bytes())) == 2
 
 
-def test_a_seed_that_goes_wrong_is_named_with_how_to_replay_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"checked": 1000, "counts": {"lock granted": 5}, "wrong": {"77": ["exclusion: two have it", "fencing: and write"]}}
+def test_a_seed_that_goes_wrong_is_named_with_how_to_replay_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {
+        "checked": 1000,
+        "counts": {"lock granted": 5},
+        "wrong": {"77": ["exclusion: two have it", "fencing: and write"]},
+    }
     fake = tmp_path / "tests" / "primitives"
     fake.mkdir(parents=True)
-    (fake / "simulation.py").write_text(f"import sys\nprint({json.dumps(json.dumps(found))})\nsys.exit(1)\n")
+    (fake / "simulation.py").write_text(
+        f"import sys\nprint({json.dumps(json.dumps(found))})\nsys.exit(1)\n"
+    )
     monkeypatch.setattr(primitives_soak, "ROOT", tmp_path)
     outcome = primitives_soak.histories(random.Random(1), 0, tmp_path / "0")
-    assert outcome.wrong == ["seed 77 (replay: PYTHONPATH=src:. python -m tests.primitives.simulation 77): exclusion: two have it"]
+    assert outcome.wrong == [
+        "seed 77 (replay: PYTHONPATH=src:. python -m tests.primitives.simulation 77): exclusion: two have it"
+    ]
 
 
 def test_a_simulation_that_breaks_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(primitives_soak, "ROOT", tmp_path)  # where there is none
     outcome = primitives_soak.histories(random.Random(1), 0, tmp_path / "0")
-    assert ["exit status 1" in wrong or "No module named" in wrong for wrong in outcome.wrong] == [True]
+    assert ["exit status 1" in wrong or "No module named" in wrong for wrong in outcome.wrong] == [
+        True
+    ]

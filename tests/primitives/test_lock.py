@@ -1,4 +1,6 @@
-"""A lock as its user sees it: whose it is, when it is lost, and that nothing is left behind, whatever interrupts."""
+"""A lock as its user sees it: whose it is, when it is lost, and that nothing is left behind,
+whatever interrupts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ import pytest
 
 import rallypoint
 from rallypoint.clock import Clock
-from rallypoint.errors import FenceStale, LeaseLost, LockTimeout, SessionLost, StoreTimeout, UsageError, WouldDeadlock
+from rallypoint.errors import (
+    FenceStale,
+    LeaseLost,
+    LockTimeout,
+    SessionLost,
+    StoreTimeout,
+    UsageError,
+    WouldDeadlock,
+)
 from rallypoint.primitives.lock import Grant, Lock, _owner
 from rallypoint.primitives.store import Store
 from rallypoint.store.server.server import Server
@@ -33,7 +43,9 @@ from ..store.situations import Storm, alarm, in_child
 E = TypeVar("E", bound=BaseException)
 
 SHORT = 2.0
-"""Seconds, of a lease that a test can wait for, and in which a busy machine gives three signs of life."""
+"""Seconds, of a lease that a test can wait for, and in which a busy machine gives three signs of
+life.
+"""
 
 LONG = 3600.0
 """Seconds, of one that no test waits for."""
@@ -158,12 +170,16 @@ def test_objects_say_what_they_are(store: Store) -> None:
     lock = store.lock("ckpt")
     assert repr(lock) == '<Lock "ckpt": not held through this object>'
     grant = lock.acquire()
-    assert re.fullmatch(rf'<Lock "ckpt": held by this thread for \d\.\d s, token {grant.token}>', repr(lock))
+    assert re.fullmatch(
+        rf'<Lock "ckpt": held by this thread for \d\.\d s, token {grant.token}>', repr(lock)
+    )
     assert re.fullmatch(rf'<Grant of "ckpt": token {grant.token}, \d\.\d s left>', repr(grant))
     assert repr(grant.lost) == '<lost: not set, of the lock "ckpt">'
     assert Thread(repr, lock).result() == '<Lock "ckpt": held by another thread>'
     store.close()
-    assert repr(grant) == f'<Grant of "ckpt": token {grant.token}, lost: this store object was closed>'
+    assert (
+        repr(grant) == f'<Grant of "ckpt": token {grant.token}, lost: this store object was closed>'
+    )
     assert repr(grant.lost) == '<lost: set, of the lock "ckpt">'
     assert repr(lock) == '<Lock "ckpt": lost by this thread: this store object was closed>'
     with pytest.raises(LeaseLost):
@@ -190,7 +206,9 @@ def test_what_is_given_wrongly(store: Store) -> None:
 # --- not having it ---
 
 
-def test_a_timeout_names_who_has_it_and_who_waits(network: Network, store: Store, other: Store) -> None:
+def test_a_timeout_names_who_has_it_and_who_waits(
+    network: Network, store: Store, other: Store
+) -> None:
     third = network.connect(rank=2)
     grant = other.lock("ckpt").acquire()
     in_front = Thread(third.lock("ckpt").acquire)
@@ -261,7 +279,9 @@ def test_taking_it_twice_is_told(network: Network, store: Store) -> None:
         grant.check()
         assert store.set("k", 1, fence=grant.token)
     assert waiting(store) == 0
-    assert str(caught.value).startswith(f'{store.identity} asks for the lock "l" and has it already, for 0.')
+    assert str(caught.value).startswith(
+        f'{store.identity} asks for the lock "l" and has it already, for 0.'
+    )
 
 
 def test_a_circle_is_told_to_who_would_close_it(store: Store, other: Store) -> None:
@@ -318,7 +338,10 @@ def test_an_exception_gives_it_back(store: Store) -> None:
 
 def test_a_server_that_does_not_answer_when_it_is_given_back() -> None:
     """It is given back as soon as the server answers again."""
-    with ServerProcess() as process, rallypoint.connect(process.address, secret=process.secret, timeout=2.0, ttl=LONG) as store:
+    with (
+        ServerProcess() as process,
+        rallypoint.connect(process.address, secret=process.secret, timeout=2.0, ttl=LONG) as store,
+    ):
         lock = store.lock("l", ttl=LONG)
         with pytest.raises(StoreTimeout, match='giving back the lock "l"'), lock:
             process.stop()
@@ -328,8 +351,12 @@ def test_a_server_that_does_not_answer_when_it_is_given_back() -> None:
             assert other.lock("l").acquire(timeout=DEADLINE)
 
 
-def test_an_outage_longer_than_the_session_while_it_is_given_back(network: Network, other: Store) -> None:
-    """The server keeps a session for as long as the lease of its lock. The client must not give it up before the lock is back."""
+def test_an_outage_longer_than_the_session_while_it_is_given_back(
+    network: Network, other: Store
+) -> None:
+    """The server keeps a session for as long as the lease of its lock. The client must not give it
+    up before the lock is back.
+    """
     store = network.connect(timeout=1.0, ttl=SHORT)
     lock = store.lock("l", ttl=LONG)
     lock.acquire()
@@ -394,7 +421,11 @@ def test_an_outage_longer_than_the_lease_loses_it(network: Network) -> None:
         with pytest.raises(LeaseLost):
             grant.check()
         assert grant.left == 0.0
-        threading.Event().wait(SHORT)  # the holder stops counting on it before the server's lease is over, which a reconnect would renew
+        threading.Event().wait(
+            SHORT
+            # the holder stops counting on it before the server's lease is over, which a reconnect
+            # would renew
+        )
         network.accept()
         assert other.lock("l").acquire(timeout=DEADLINE).token > grant.token
         assert grant.lost.is_set(), "it does not come back with the connection"
@@ -421,12 +452,17 @@ def test_an_outage_longer_than_the_lease_loses_it(network: Network) -> None:
 
 
 def test_what_may_have_been_lost_counts_as_lost(network: Network) -> None:
-    """Nobody wanted it meanwhile: the server says so, and the block ends in the exception that `lost` had announced."""
+    """Nobody wanted it meanwhile: the server says so, and the block ends in the exception that
+    `lost` had announced.
+    """
     store = network.connect(ttl=LONG)
     with ends_in(LeaseLost) as caught, store.lock("l", ttl=LONG) as grant:
         grant._lease.ttl = 0.0  # what this side counts; the other is not asked
         assert grant.lost.is_set()
-    assert caught[0].why[0] == "the server still had it for this process: nobody else has had it meanwhile"
+    assert (
+        caught[0].why[0]
+        == "the server still had it for this process: nobody else has had it meanwhile"
+    )
     assert not store.lock("l").locked()
 
 
@@ -443,7 +479,11 @@ def test_the_end_of_the_session_is_the_end_of_its_locks(server: Server) -> None:
     """Its connection is silent for longer than its ttl."""
     with ExitStack() as stack:
         proxy = stack.enter_context(ChaosProxy(server.address))
-        store = stack.enter_context(rallypoint.connect(proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=SHORT))
+        store = stack.enter_context(
+            rallypoint.connect(
+                proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=SHORT
+            )
+        )
         direct = stack.enter_context(rallypoint.connect(server.address, secret=server.secret))
         with ends_in(LeaseLost) as caught, store.lock("l", ttl=SHORT) as grant:
             hole = proxy.freeze()
@@ -459,10 +499,16 @@ def test_the_end_of_the_session_is_the_end_of_its_locks(server: Server) -> None:
 
 
 def test_a_silent_link_is_replaced_in_time(server: Server) -> None:
-    """Packets vanish, without a reset; a new connection gets through. The session's own ttl would be waited for much too long."""
+    """Packets vanish, without a reset; a new connection gets through. The session's own ttl would
+    be waited for much too long.
+    """
     with ExitStack() as stack:
         proxy = stack.enter_context(ChaosProxy(server.address))
-        store = stack.enter_context(rallypoint.connect(proxy.address, secret=server.secret, same_host=False, ttl=LONG, timeout=LONG))
+        store = stack.enter_context(
+            rallypoint.connect(
+                proxy.address, secret=server.secret, same_host=False, ttl=LONG, timeout=LONG
+            )
+        )
         with store.lock("l", ttl=6.0) as grant:
             [connection] = proxy.connections
             connection.freeze()
@@ -473,7 +519,9 @@ def test_a_silent_link_is_replaced_in_time(server: Server) -> None:
 
 
 def test_a_lease_longer_than_the_session_keeps_the_session(network: Network) -> None:
-    """Longer away than ttl and timeout of the session; the lock and its session are there all the same."""
+    """Longer away than ttl and timeout of the session; the lock and its session are there all the
+    same.
+    """
     store, other = network.connect(ttl=0.3, timeout=1.0), network.connect()
     with store.lock("l", ttl=LONG) as grant:
         network.refuse()
@@ -541,7 +589,11 @@ def test_a_forked_child_does_not_hold_it(server: Server) -> None:
         with lock as grant:
 
             def child() -> dict[str, Any]:
-                seen: dict[str, Any] = {"held": lock.held, "lost": grant.lost.is_set(), "repr": repr(lock)}
+                seen: dict[str, Any] = {
+                    "held": lock.held,
+                    "lost": grant.lost.is_set(),
+                    "repr": repr(lock),
+                }
                 with pytest.raises(LeaseLost) as lost:
                     grant.check()
                 seen["check"] = str(lost.value)
@@ -597,7 +649,9 @@ def test_ctrl_c_leaves_the_queue(store: Store, other: Store) -> None:
 
 
 def given_up(store: Store, name: str) -> tuple[int, threading.Timer]:
-    """The server has granted it to this thread, which does not know. The token, and what tells the server a moment after its start."""
+    """The server has granted it to this thread, which does not know. The token, and what tells the
+    server a moment after its start.
+    """
     reply, _ = store.ask(wire.Lock, name, _owner(), None, LONG)
     assert isinstance(reply, wire.Granted)
     return reply.token, threading.Timer(0.1, store.ask, (wire.Unlock, name, reply.token))
@@ -642,7 +696,9 @@ def test_a_handler_that_asks_by_the_same_object_just_as_it_is_had(store: Store) 
     lock = store.lock("l")
 
     class Grants(dict[int, list[Grant]]):
-        """A signal handler runs when the thread's list has been looked up, and nothing is in it yet."""
+        """A signal handler runs when the thread's list has been looked up, and nothing is in it
+        yet.
+        """
 
         def setdefault(self, key: int, default: Any = None) -> Any:
             found = super().setdefault(key, default)
@@ -658,7 +714,9 @@ def test_a_handler_that_asks_by_the_same_object_just_as_it_is_had(store: Store) 
     assert not lock.locked()
 
 
-def test_a_handler_that_asks_for_what_the_frame_below_it_waits_for(store: Store, other: Store) -> None:
+def test_a_handler_that_asks_for_what_the_frame_below_it_waits_for(
+    store: Store, other: Store
+) -> None:
     """It stands in the queue already, and cannot go on before the handler returns."""
     grant = Thread(other.lock("a").acquire).result()
     lock = store.lock("a", timeout=DEADLINE)
@@ -686,12 +744,15 @@ def test_a_handler_that_asks_for_what_the_frame_below_it_waits_for(store: Store,
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_storm_of_signals_leaves_no_lock_behind(server: Server, seed: int) -> None:
-    """Handlers that raise anywhere, also while an exception is on its way; each time the lock is free in the end, for somebody else. Its
-    lease is so long that it would be in the way, the session's so short that the keeper comes by."""
+    """Handlers that raise anywhere, also while an exception is on its way; each time the lock is
+    free in the end, for somebody else. Its lease is so long that it would be in the way, the
+    session's so short that the keeper comes by."""
 
     def child() -> int:
         with (
-            rallypoint.connect(server.address, secret=server.secret, ttl=3.0, timeout=DEADLINE) as store,
+            rallypoint.connect(
+                server.address, secret=server.secret, ttl=3.0, timeout=DEADLINE
+            ) as store,
             rallypoint.connect(server.address, secret=server.secret, timeout=DEADLINE) as other,
         ):
 
@@ -721,7 +782,9 @@ def test_a_storm_of_signals_while_it_waits(server: Server, seed: int) -> None:
 
     def child() -> int:
         with (
-            rallypoint.connect(server.address, secret=server.secret, ttl=3.0, timeout=DEADLINE) as store,
+            rallypoint.connect(
+                server.address, secret=server.secret, ttl=3.0, timeout=DEADLINE
+            ) as store,
             rallypoint.connect(server.address, secret=server.secret, timeout=DEADLINE) as other,
         ):
             chance = random.Random(seed)
@@ -787,7 +850,9 @@ def test_statistics_have_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(store.statistics()["locks"]) == ["2", "3", "4"]
 
 
-def test_long_waits_are_in_the_log(network: Network, other: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_waits_are_in_the_log(
+    network: Network, other: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     store = network.connect(ttl=SHORT)
     grant = other.lock("ckpt").acquire()
 

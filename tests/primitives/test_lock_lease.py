@@ -77,7 +77,9 @@ def test_it_is_over_before_the_server_can_think_so(holder: Holder) -> None:
 
 
 def test_it_begins_with_the_request_that_asks_for_it(holder: Holder) -> None:
-    """The last sign of life before it may be older than the whole lease; the request itself is one."""
+    """The last sign of life before it may be older than the whole lease; the request itself
+    is one.
+    """
     holder.clock.advance(100.0)
     lease = holder.lease(1.0)
     assert not lease.over
@@ -86,7 +88,9 @@ def test_it_begins_with_the_request_that_asks_for_it(holder: Holder) -> None:
 
 
 def test_what_was_over_does_not_come_back(holder: Holder) -> None:
-    """A process was stopped; its next sign of life is confirmed before anybody has looked at the lease."""
+    """A process was stopped; its next sign of life is confirmed before anybody has looked at the
+    lease.
+    """
     lease, waiting = holder.lease(2.0), holder.lease(2.0, token=0)
     holder.clock.advance(30.0)
     holder.answer(sent=30.0)
@@ -170,7 +174,9 @@ def test_what_is_left_for_the_keeper(holder: Holder) -> None:
 def test_who_waits_for_the_loss_is_woken_by_whoever_finds_it(holder: Holder) -> None:
     lease = holder.lease(2.0)
     woken: list[bool] = []
-    threads = [threading.Thread(target=lambda: woken.append(lease.lost.wait(60.0))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: woken.append(lease.lost.wait(60.0))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     while len(lease.lost._sleepers) < 3:

@@ -84,8 +84,12 @@ def holding(
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that has the lock, and its token."""
     last = "        sys.stdin.readline()\n"
-    program = HOLDER.replace(last, "".join(f"        {line}\n" for line in more.splitlines()) + last)
-    with running(program, server.address, server.secret.hex(), str(ttl), way, str(session_ttl)) as process:
+    program = HOLDER.replace(
+        last, "".join(f"        {line}\n" for line in more.splitlines()) + last
+    )
+    with running(
+        program, server.address, server.secret.hex(), str(ttl), way, str(session_ttl)
+    ) as process:
         assert process.stdout is not None
         yield process, int(process.stdout.readline())
 
@@ -120,7 +124,8 @@ def test_a_holder_that_is_killed_passes_it_on_at_once(server: Server, store: Sto
         process.kill()
         following, had = thread.result()
         assert following > token
-        # 50 ms is what is promised, and 5 ms usual; a busy machine may keep any of the three from running for longer.
+        # 50 ms is what is promised, and 5 ms usual; a busy machine may keep any of the three from
+        # running for longer.
         assert had - killed < DEADLINE / 2
         assert store.status()["sessions"] == 1
 
@@ -138,7 +143,12 @@ def test_over_tcp_the_lease_decides(server: Server, store: Store) -> None:
 
 def connections_of(loop: Loop, pid: int) -> list[Peer]:
     """Those that the server has to a process now."""
-    return [peer for session, peers in list(loop._by_session.items()) if session.identity.pid == pid for peer in list(peers)]
+    return [
+        peer
+        for session, peers in list(loop._by_session.items())
+        if session.identity.pid == pid
+        for peer in list(peers)
+    ]
 
 
 def test_a_process_that_dies_while_it_is_cut_off_is_noticed(server: Server, store: Store) -> None:
@@ -168,7 +178,12 @@ def test_a_process_that_comes_back_has_it_still(server: Server, store: Store) ->
             before_that = connections_of(loop, process.pid)
             for peer in before_that:
                 peer.sock.shutdown(2)
-            until(lambda gone=before_that: connections_of(loop, process.pid) and not set(gone) & set(connections_of(loop, process.pid)))  # type: ignore[misc]
+            until(
+                lambda gone=before_that: (
+                    connections_of(loop, process.pid)
+                    and not set(gone) & set(connections_of(loop, process.pid))
+                )
+            )  # type: ignore[misc]
         assert not loop._pidfds
         assert "anon_inode:[pidfd]" not in set(descriptors().values()) - set(before.values())
         assert store.lock("l").locked()
@@ -176,7 +191,9 @@ def test_a_process_that_comes_back_has_it_still(server: Server, store: Store) ->
     assert store["k"] == "a late write"
 
 
-def test_a_child_that_was_forked_while_it_was_held_does_not_keep_it(server: Server, store: Store) -> None:
+def test_a_child_that_was_forked_while_it_was_held_does_not_keep_it(
+    server: Server, store: Store
+) -> None:
     """The connection is closed in it; the process that held it can be seen to die."""
     with holding(server, LONG, more=FORKS) as (process, token):
         thread = next_one(store)
@@ -209,7 +226,9 @@ def test_a_holder_that_is_stopped_for_less_keeps_it(server: Server, store: Store
 
 
 def test_a_waiter_that_is_stopped_holds_nobody_up(server: Server, store: Store) -> None:
-    """It stands in front when its turn comes. When it goes on it asks again, at the end of the queue."""
+    """It stands in front when its turn comes. When it goes on it asks again, at the end of the
+    queue.
+    """
     grant = store.lock("l", ttl=LONG).acquire()
     with running(WAITER, server.address, server.secret.hex(), str(TTL)) as process:
         assert process.stdout is not None
@@ -231,7 +250,9 @@ def test_a_waiter_that_is_stopped_holds_nobody_up(server: Server, store: Store) 
             store.wait("there", DEADLINE)
             assert clock.elapsed() < DEADLINE
             os.kill(process.pid, signal.SIGCONT)
-            until(lambda: store.status()["waiting"] == 2)  # the thread, for the key, and the process, again
+            until(
+                lambda: store.status()["waiting"] == 2
+            )  # the thread, for the key, and the process, again
             store["enough"] = True
             thread.result()
         token, lost, asked = process.stdout.read().split()
@@ -276,7 +297,9 @@ def test_many_that_are_killed_and_stopped(server: Server, store: Store) -> None:
         def begin() -> None:
             name = str(len(started))
             started.append(name)
-            workers.append(stack.enter_context(running(WORKER, server.address, server.secret.hex(), name)))
+            workers.append(
+                stack.enter_context(running(WORKER, server.address, server.secret.hex(), name))
+            )
             store.wait("there/" + name, DEADLINE)
 
         started: list[str] = []
@@ -300,18 +323,23 @@ def test_many_that_are_killed_and_stopped(server: Server, store: Store) -> None:
     count, newest = store["n"]
     log = store["log"]
     assert log == sorted(set(log)), "the tokens of those who wrote only grow"
-    assert len(log) <= count <= len(log) + 6, "one write each, but for those who died between the two"
+    assert len(log) <= count <= len(log) + 6, (
+        "one write each, but for those who died between the two"
+    )
     assert newest >= log[-1]
 
 
 def test_the_next_one_has_it_although_the_server_was_frozen() -> None:
-    """A server that was stopped for longer than all leases reads what has arrived before it counts."""
+    """A server that was stopped for longer than all leases reads what has arrived before it
+    counts.
+    """
     with (
         ServerProcess() as process,
         rallypoint.connect(process.address, secret=process.secret, timeout=DEADLINE) as store,
         rallypoint.connect(process.address, secret=process.secret, timeout=DEADLINE) as other,
     ):
-        # Long enough that this process, on a busy machine, sends a sign of life while the server is frozen.
+        # Long enough that this process, on a busy machine, sends a sign of life while the server is
+        # frozen.
         grant = store.lock("l", ttl=4.0).acquire()
         process.stop()
         assert grant.lost.wait(DEADLINE), "this side cannot know"

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 import rallypoint
-from rallypoint.errors import LimitExceeded, OnceFailed, SessionLost, StoreClosed, StoreTimeout, UsageError, ValueUnsupported, WouldDeadlock
+from rallypoint.errors import (
+    LimitExceeded,
+    OnceFailed,
+    SessionLost,
+    StoreClosed,
+    StoreTimeout,
+    UsageError,
+    ValueUnsupported,
+    WouldDeadlock,
+)
 from rallypoint.primitives import once as module
 from rallypoint.primitives.store import Store
 from rallypoint.store.server.server import Server
@@ -95,7 +104,11 @@ def never() -> Any:
 # --- one value ---
 
 
-@pytest.mark.parametrize("value", [None, False, 0, {"a": (1, [2.5])}, LARGE], ids=["None", "False", "0", "nested", "large"])
+@pytest.mark.parametrize(
+    "value",
+    [None, False, 0, {"a": (1, [2.5])}, LARGE],
+    ids=["None", "False", "0", "nested", "large"],
+)
 def test_the_first_computes_and_all_get_its_value(store: Store, other: Store, value: Any) -> None:
     work, first = begun(store, lambda: value)
     rest = waiting(other, 3)
@@ -103,7 +116,9 @@ def test_the_first_computes_and_all_get_its_value(store: Store, other: Store, va
     for thread in (first, *rest):
         assert thread.result() == value
     assert work.calls == 1
-    assert (store.once("data", never), other.once("data", never)) == (value, value), "whoever comes later"
+    assert (store.once("data", never), other.once("data", never)) == (value, value), (
+        "whoever comes later"
+    )
     assert store.get("data", "no key") == "no key", "names of their own"
 
 
@@ -172,13 +187,16 @@ def test_an_exception_reaches_all_who_wait(store: Store, other: Store) -> None:
             thread.result()
         failed = caught.value
         assert (
-            str(failed) == f"once(\"data\") failed in {store.identity}: FileNotFoundError: [Errno 2] No such file or directory: 'data.zip'"
+            str(failed)
+            == f"once(\"data\") failed in {store.identity}: FileNotFoundError: [Errno 2] No such file or directory: 'data.zip'"
         )
         assert failed.code == "once-failed"
         assert failed.remote_type == "FileNotFoundError"
         assert failed.remote_traceback.startswith("Traceback (most recent call last):\n")
         assert "in does\n" in failed.remote_traceback
-        assert "once.py" not in failed.remote_traceback.split("test_once.py")[0], "it begins with the user's own function"
+        assert "once.py" not in failed.remote_traceback.split("test_once.py")[0], (
+            "it begins with the user's own function"
+        )
         assert failed.why == ("a failure is not remembered: whoever asks now tries again",)
         assert f"    | {failed.remote_traceback.splitlines()[-1]}" in "".join(failed.__notes__)
     assert other.once("data", lambda: 7) == 7
@@ -196,7 +214,9 @@ def test_with_retry_the_next_one_tries(store: Store, other: Store) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_ends_one_process_is_no_failure_for_the_others(store: Store, other: Store, error: type[BaseException]) -> None:
+def test_what_ends_one_process_is_no_failure_for_the_others(
+    store: Store, other: Store, error: type[BaseException]
+) -> None:
     work, first = begun(store, raising(error()))
     rest = waiting(other, 2)
     work.end()
@@ -211,13 +231,17 @@ def test_a_value_that_cannot_be_stored_is_a_failure(store: Store, other: Store) 
     work.end()
     with pytest.raises(ValueUnsupported, match=r'^once\("data"\): value\["cfg"\]\[0\]: '):
         first.result()
-    with pytest.raises(OnceFailed, match=r'ValueUnsupported: once\("data"\): value\["cfg"\]\[0\]: a builtin') as caught:
+    with pytest.raises(
+        OnceFailed, match=r'ValueUnsupported: once\("data"\): value\["cfg"\]\[0\]: a builtin'
+    ) as caught:
         rest.result()
     assert caught.value.remote_type == "rallypoint.errors.ValueUnsupported"
 
 
 @pytest.mark.parametrize("size", [60 << 20, 100 << 20], ids=["store-full", "value-too-large"])
-def test_a_value_for_which_there_is_no_room_is_a_failure(store: Store, other: Store, size: int) -> None:
+def test_a_value_for_which_there_is_no_room_is_a_failure(
+    store: Store, other: Store, size: int
+) -> None:
     store["full"] = bytes(10 << 20)
     work, first = begun(store, lambda: bytes(size))
     [rest] = waiting(other)
@@ -260,7 +284,9 @@ def test_any_exception_can_be_passed_on(store: Store, other: Store, error: Excep
 
 def test_a_shortened_text_says_so() -> None:
     assert module._shortened("abc", 4) == "abc"
-    assert module._shortened("a" * 100 + "b" * 100, 8) == "aa\n... 192 characters left out ...\nbbbbbb"
+    assert (
+        module._shortened("a" * 100 + "b" * 100, 8) == "aa\n... 192 characters left out ...\nbbbbbb"
+    )
 
 
 # --- waiting ---
@@ -270,7 +296,9 @@ def test_a_timeout_names_who_computes(store: Store, other: Store) -> None:
     work, first = begun(store, lambda: 7)
     with pytest.raises(StoreTimeout) as caught:
         other.once("data", never, timeout=0.1)
-    assert str(caught.value).startswith(f'once("data") has no value yet after 0.1 s: {store.identity} computes it, since ')
+    assert str(caught.value).startswith(
+        f'once("data") has no value yet after 0.1 s: {store.identity} computes it, since '
+    )
     assert caught.value.code == "wait-timeout"
     with pytest.raises(TimeoutError):
         other.once("data", never, timeout=0)
@@ -291,7 +319,9 @@ def test_called_by_its_own_function(store: Store, other: Store) -> None:
         with pytest.raises(WouldDeadlock) as caught:
             store.once("data", never)
         assert isinstance(caught.value, UsageError)
-        assert str(caught.value).startswith('once("data") was called by the function that computes "data"')
+        assert str(caught.value).startswith(
+            'once("data") was called by the function that computes "data"'
+        )
         with pytest.raises(WouldDeadlock):
             other.once("data", never)  # by another client of the same store
         return store.once("other data", lambda: 6) + 1
@@ -304,7 +334,9 @@ def test_called_by_its_own_function(store: Store, other: Store) -> None:
 def test_wrong_calls(store: Store) -> None:
     with pytest.raises(TypeError, match="a key is a str"):
         store.once(7, never)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="takes a function that is called without arguments, not an int"):
+    with pytest.raises(
+        TypeError, match="takes a function that is called without arguments, not an int"
+    ):
         store.once("data", 7)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="timeout=-1"):
         store.once("data", never, timeout=-1)
@@ -339,7 +371,9 @@ def test_who_was_taken_for_dead_gets_the_value_of_the_other(server: Server, othe
     """Both have computed, and there is one value."""
     with (
         ChaosProxy(server.address) as proxy,
-        rallypoint.connect(proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=DEADLINE) as store,
+        rallypoint.connect(
+            proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=DEADLINE
+        ) as store,
     ):
         work, first = begun(store, lambda: "late")
         [rest] = waiting(other)
@@ -352,10 +386,14 @@ def test_who_was_taken_for_dead_gets_the_value_of_the_other(server: Server, othe
         assert work.calls == 1
 
 
-def test_who_was_taken_for_dead_gives_its_value_when_nobody_else_has(server: Server, other: Store) -> None:
+def test_who_was_taken_for_dead_gives_its_value_when_nobody_else_has(
+    server: Server, other: Store
+) -> None:
     with (
         ChaosProxy(server.address) as proxy,
-        rallypoint.connect(proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=DEADLINE) as store,
+        rallypoint.connect(
+            proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=DEADLINE
+        ) as store,
     ):
         store.set("mine", 1, ephemeral=True)
         work, first = begun(store, lambda: "late")
@@ -432,13 +470,18 @@ ENOUGH = 300
 
 @pytest.mark.parametrize("retry", [False, True])
 @pytest.mark.parametrize("same_host", [True, False], ids=["near", "far"])
-def test_interrupted_anywhere_nobody_is_stuck(server: Server, same_host: bool, retry: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signal handlers that raise at random moments: whoever asks next computes, or gets the value. (What is to be given back, and a second
-    signal kept from being told, the server learns with the next sign of life: these come every third of a `ttl`.)"""
+def test_interrupted_anywhere_nobody_is_stuck(
+    server: Server, same_host: bool, retry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signal handlers that raise at random moments: whoever asks next computes, or gets the value.
+    (What is to be given back, and a second signal kept from being told, the server learns with the
+    next sign of life: these come every third of a `ttl`.)"""
     monkeypatch.setattr(logging.getLogger("rallypoint"), "disabled", True)  # see test_queue.py
 
     def run() -> int:
-        with rallypoint.connect(server.address, secret=server.secret, same_host=same_host, timeout=DEADLINE, ttl=3.0) as store:
+        with rallypoint.connect(
+            server.address, secret=server.secret, same_host=same_host, timeout=DEADLINE, ttl=3.0
+        ) as store:
             return storm_of_calls(store)
 
     def storm_of_calls(store: Store) -> int:
@@ -451,7 +494,9 @@ def test_interrupted_anywhere_nobody_is_stuck(server: Server, same_host: bool, r
                     computed[name] = name
                     return name
 
-                call = functools.partial(store.once, str(name), compute, timeout=DEADLINE, retry=retry)
+                call = functools.partial(
+                    store.once, str(name), compute, timeout=DEADLINE, retry=retry
+                )
                 storm.strike(call)
                 try:
                     assert call() == name
@@ -466,7 +511,9 @@ def test_interrupted_anywhere_nobody_is_stuck(server: Server, same_host: bool, r
     assert in_child(run) >= ENOUGH
 
 
-def test_a_handler_that_strikes_while_it_is_given_up(store: Store, other: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_strikes_while_it_is_given_up(
+    store: Store, other: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread sees to it, and to telling what was to be told."""
     real = store.ask
     struck: list[object] = []

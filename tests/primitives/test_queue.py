@@ -1,4 +1,6 @@
-"""A queue among real clients: nothing is lost, nothing is there twice, whatever becomes of who takes."""
+"""A queue among real clients: nothing is lost, nothing is there twice, whatever becomes of who
+takes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ import pytest
 
 import rallypoint
 from rallypoint.clock import Clock
-from rallypoint.errors import LimitExceeded, SessionLost, StoreClosed, StoreTimeout, UsageError, ValueUnsupported
+from rallypoint.errors import (
+    LimitExceeded,
+    SessionLost,
+    StoreClosed,
+    StoreTimeout,
+    UsageError,
+    ValueUnsupported,
+)
 from rallypoint.primitives.queue import Queue
 from rallypoint.primitives.store import Store
 from rallypoint.store.server.server import Server
@@ -72,7 +81,9 @@ def test_first_in_first_out_over_all_clients(jobs: Queue, other: Queue) -> None:
     assert len(other) == 0
 
 
-@pytest.mark.parametrize("value", [None, False, LARGE, {"a": [1, 2.5, (b"",)]}], ids=["None", "False", "large", "nested"])
+@pytest.mark.parametrize(
+    "value", [None, False, LARGE, {"a": [1, 2.5, (b"",)]}], ids=["None", "False", "large", "nested"]
+)
 def test_any_value_of_the_store(jobs: Queue, other: Queue, value: Any) -> None:
     jobs.put(value)
     assert other.get() == value
@@ -105,12 +116,15 @@ def test_who_waits_gets_what_comes(store: Store, jobs: Queue, other: Queue) -> N
 def test_nothing_came_in_time(store: Store, jobs: Queue) -> None:
     clock = Clock()
     with pytest.raises(
-        StoreTimeout, match=r'^nothing came into the queue "jobs" in the store at tcp://127.0.0.1:\d+ within 0.1 s\n'
+        StoreTimeout,
+        match=r'^nothing came into the queue "jobs" in the store at tcp://127.0.0.1:\d+ within 0.1 s\n',
     ) as caught:
         jobs.get(0.1)
     assert clock.elapsed() >= 0.1
     assert (caught.value.code, caught.value.outcome) == ("wait-timeout", "did not happen")
-    with pytest.raises(standard.Empty, match=r'^the queue "jobs" in the store at tcp://127.0.0.1:\d+ is empty\n'):
+    with pytest.raises(
+        standard.Empty, match=r'^the queue "jobs" in the store at tcp://127.0.0.1:\d+ is empty\n'
+    ):
         jobs.get_nowait()
     with pytest.raises(TimeoutError), jobs.take(0.05):
         pytest.fail("there is nothing to work on")
@@ -154,7 +168,9 @@ def test_a_queue_is_as_large_as_the_store(server: Server, jobs: Queue) -> None:
         fill(jobs, 10)
     before = len(jobs)
     assert jobs.get() == LARGE
-    assert len(jobs) == before - 1  # and this says that the answer is there, so that its memory is free
+    assert (
+        len(jobs) == before - 1
+    )  # and this says that the answer is there, so that its memory is free
     jobs.put(LARGE)
 
 
@@ -288,7 +304,9 @@ def proxy(server: Server) -> Iterator[ChaosProxy]:
 @pytest.fixture
 def flaky_store(server: Server, proxy: ChaosProxy) -> Iterator[Store]:
     """A client with a short lease, behind the proxy."""
-    with rallypoint.connect(proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=DEADLINE) as store:
+    with rallypoint.connect(
+        proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=DEADLINE
+    ) as store:
         yield store
         proxy.heal()
 
@@ -307,7 +325,9 @@ def lose(proxy: ChaosProxy, watched: Queue, length: int) -> None:
     proxy.heal()
 
 
-def test_who_was_taken_for_dead_is_told_at_the_end_of_the_block(proxy: ChaosProxy, flaky: Queue, jobs: Queue) -> None:
+def test_who_was_taken_for_dead_is_told_at_the_end_of_the_block(
+    proxy: ChaosProxy, flaky: Queue, jobs: Queue
+) -> None:
     jobs.put(7)
 
     def does(item: int) -> None:
@@ -317,13 +337,17 @@ def test_who_was_taken_for_dead_is_told_at_the_end_of_the_block(proxy: ChaosProx
     with pytest.raises(SessionLost) as caught:
         work(flaky, does)
     assert caught.value.outcome == "did not happen"
-    assert any('the item of the queue "jobs" that was taken' in note for note in caught.value.__notes__), caught.value.__notes__
+    assert any(
+        'the item of the queue "jobs" that was taken' in note for note in caught.value.__notes__
+    ), caught.value.__notes__
     assert len(jobs) == 0
     jobs.put(8)
     assert flaky.get() == 8, "and the next call works"
 
 
-def test_also_when_another_call_was_told_before(proxy: ChaosProxy, flaky: Queue, jobs: Queue) -> None:
+def test_also_when_another_call_was_told_before(
+    proxy: ChaosProxy, flaky: Queue, jobs: Queue
+) -> None:
     """A lost session is told once, and the block may have caught that."""
     jobs.put(7)
 
@@ -332,13 +356,17 @@ def test_also_when_another_call_was_told_before(proxy: ChaosProxy, flaky: Queue,
         with pytest.raises(SessionLost):
             len(flaky)
 
-    with pytest.raises(SessionLost, match=r'^the item of the queue "jobs" that was taken \d.* ago went back before') as caught:
+    with pytest.raises(
+        SessionLost, match=r'^the item of the queue "jobs" that was taken \d.* ago went back before'
+    ) as caught:
         work(flaky, does)
     assert (caught.value.outcome, caught.value.same_server) == ("did not happen", True)
     assert jobs.get() == 7
 
 
-def test_the_exception_of_the_block_comes_first(proxy: ChaosProxy, flaky: Queue, jobs: Queue) -> None:
+def test_the_exception_of_the_block_comes_first(
+    proxy: ChaosProxy, flaky: Queue, jobs: Queue
+) -> None:
     jobs.put(7)
 
     def does(item: int) -> None:
@@ -354,7 +382,9 @@ def test_the_exception_of_the_block_comes_first(proxy: ChaosProxy, flaky: Queue,
 def test_an_acknowledgement_that_happened_is_none_that_failed(
     proxy: ChaosProxy, flaky_store: Store, flaky: Queue, store: Store, jobs: Queue
 ) -> None:
-    """Its answer was lost, and then the session: the item is gone, so whoever took it must have it."""
+    """Its answer was lost, and then the session: the item is gone, so whoever took it must
+    have it.
+    """
     jobs.put(7)
     jobs.put(8)
     flaky_store.set("mine", 1, ephemeral=True)
@@ -371,7 +401,10 @@ def test_an_acknowledgement_that_happened_is_none_that_failed(
 
 
 def test_a_frozen_server_gets_it_back_when_it_goes_on() -> None:
-    with ServerProcess() as process, rallypoint.connect(process.address, secret=process.secret, timeout=2.0, ttl=LONG) as store:
+    with (
+        ServerProcess() as process,
+        rallypoint.connect(process.address, secret=process.secret, timeout=2.0, ttl=LONG) as store,
+    ):
         jobs = store.queue("jobs")
         jobs.put(7)
         clock = Clock()
@@ -418,15 +451,20 @@ ENOUGH = 400
 def test_interrupted_anywhere_an_item_is_got_or_comes_back(
     server: Server, how: str, same_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Signal handlers that raise at random moments. What `get` returned is not in the queue any more, and all else is, once. An item whose
-    block has run to its end is there once more at most when the end was interrupted; nothing is lost. (What is to be given back, and a
-    second signal kept from being told, the server learns with the next sign of life: these come every third of a `ttl`.)"""
+    """Signal handlers that raise at random moments. What `get` returned is not in the queue any
+    more, and all else is, once. An item whose block has run to its end is there once more at most
+    when the end was interrupted; nothing is lost. (What is to be given back, and a second signal
+    kept from being told, the server learns with the next sign of life: these come every third of a
+    `ttl`.)"""
 
-    # A handler that raises inside of `logging` leaves its lock taken, and then whoever logs in another thread waits for ever.
+    # A handler that raises inside of `logging` leaves its lock taken, and then whoever logs in
+    # another thread waits for ever.
     monkeypatch.setattr(logging.getLogger("rallypoint"), "disabled", True)
 
     def run() -> int:
-        with rallypoint.connect(server.address, secret=server.secret, same_host=same_host, timeout=DEADLINE, ttl=3.0) as store:
+        with rallypoint.connect(
+            server.address, secret=server.secret, same_host=same_host, timeout=DEADLINE, ttl=3.0
+        ) as store:
             return storm_of_calls(store.queue("jobs"))
 
     def storm_of_calls(jobs: Queue) -> int:
@@ -458,7 +496,9 @@ def test_interrupted_anywhere_an_item_is_got_or_comes_back(
             try:
                 done.append(jobs.get(5.0))
             except standard.Empty:
-                raise AssertionError(f"lost: {sorted(set(range(items)) - set(done))} of {items}") from None
+                raise AssertionError(
+                    f"lost: {sorted(set(range(items)) - set(done))} of {items}"
+                ) from None
         more = {item for item, times in Counter(done).items() if times > 1}
         assert more <= twice, f"there twice: {sorted(more - twice)}"
         return storm.raised
@@ -477,7 +517,9 @@ def test_an_object_that_nobody_leaves_gives_its_item_back(jobs: Queue) -> None:
     assert jobs.get(DEADLINE) == 7
 
 
-def test_a_handler_that_strikes_while_it_is_given_back(store: Store, jobs: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_strikes_while_it_is_given_back(
+    store: Store, jobs: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread sees to it."""
     jobs.put(7)
     real = store.ask

@@ -1,4 +1,6 @@
-"""A tensor that processes share: what it is, what its lock says, and that its changes are whole or absent."""
+"""A tensor that processes share: what it is, what its lock says, and that its changes are whole or
+absent.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def child(run: Callable[[socket.socket], object]) -> Iterator[Child]:
                 one.kill()
 
 
-def hold(shared: SharedTensor, change: Callable[[Any], object] = lambda tensor: None) -> Callable[[socket.socket], None]:
+def hold(
+    shared: SharedTensor, change: Callable[[Any], object] = lambda tensor: None
+) -> Callable[[socket.socket], None]:
     def run(end: socket.socket) -> None:
         with shared.locked() as tensor:
             change(tensor)
@@ -93,11 +97,16 @@ def hold(shared: SharedTensor, change: Callable[[Any], object] = lambda tensor: 
 
 def open_memory() -> list[str]:
     gc.collect()
-    links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
+    links = [
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if os.path.lexists(f"/proc/self/fd/{name}")
+    ]
     return sorted(link for link in links if "memfd:rallypoint" in link)
 
 
-# -- a tensor -------------------------------------------------------------------------------------------------------------------------
+# -- a tensor
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7,), (2, 3, 4)], ids=str)
@@ -109,13 +118,28 @@ def open_memory() -> list[str]:
 def test_every_shape_and_type(shape: tuple[int, ...], name: str) -> None:
     dtype = getattr(torch, name)
     shared = SharedTensor(shape, dtype)
-    assert (shared.tensor.shape, shared.tensor.dtype, shared.tensor.device.type) == (shape, dtype, "cpu")
-    assert (shared.shape, shared.dtype, shared.nbytes) == (shape, dtype, shared.tensor.numel() * dtype.itemsize)
+    assert (shared.tensor.shape, shared.tensor.dtype, shared.tensor.device.type) == (
+        shape,
+        dtype,
+        "cpu",
+    )
+    assert (shared.shape, shared.dtype, shared.nbytes) == (
+        shape,
+        dtype,
+        shared.tensor.numel() * dtype.itemsize,
+    )
     assert shared.tensor.is_contiguous()
-    assert shared.tensor.float().abs().sum() == 0 if not dtype.is_complex else shared.tensor.abs().sum() == 0
+    assert (
+        shared.tensor.float().abs().sum() == 0
+        if not dtype.is_complex
+        else shared.tensor.abs().sum() == 0
+    )
     values = torch.randint(0, 2, shape).to(dtype)
     assert shared.copy_(values) is shared
-    assert torch.equal(shared.tensor.view(torch.uint8) if shape else shared.tensor, values.view(torch.uint8) if shape else values)
+    assert torch.equal(
+        shared.tensor.view(torch.uint8) if shape else shared.tensor,
+        values.view(torch.uint8) if shape else values,
+    )
 
     def read(end: socket.socket) -> None:
         assert torch.equal(shared.tensor.to(torch.complex128), values.to(torch.complex128))
@@ -165,13 +189,22 @@ def test_it_says_what_it_is_and_who_has_it() -> None:
         thread = threading.Thread(target=lambda: shown.append(repr(shared)))
         thread.start()
         thread.join(DEADLINE)
-        assert re.fullmatch(r"<SharedTensor float32 \(2, 3\), 24 bytes, held by another thread of this process for \d+\.\d s>", shown[0])
+        assert re.fullmatch(
+            r"<SharedTensor float32 \(2, 3\), 24 bytes, held by another thread of this process for \d+\.\d s>",
+            shown[0],
+        )
     with child(hold(shared)) as other:
         other.hear()
         pid = other.pid
-        assert re.fullmatch(rf"<SharedTensor float32 \(2, 3\), 24 bytes, held by pid {pid} for \d+\.\d s>", repr(shared))
+        assert re.fullmatch(
+            rf"<SharedTensor float32 \(2, 3\), 24 bytes, held by pid {pid} for \d+\.\d s>",
+            repr(shared),
+        )
         other.kill()
-        assert repr(shared) == f"<SharedTensor float32 (2, 3), 24 bytes, free: pid {pid} died with the lock>"
+        assert (
+            repr(shared)
+            == f"<SharedTensor float32 (2, 3), 24 bytes, free: pid {pid} died with the lock>"
+        )
 
 
 def test_the_tensor_is_one_object_at_one_address() -> None:
@@ -207,7 +240,9 @@ def test_it_takes_nothing_from_dev_shm_and_its_size_once() -> None:
     before, there = shared_memory(), set(os.listdir("/dev/shm"))
     shared = SharedTensor(megabytes // 4)
     shared.tensor.fill_(1.0)
-    assert 0.9 * megabytes < shared_memory() - before < 1.5 * megabytes, "what stands beside is not there before it is needed"
+    assert 0.9 * megabytes < shared_memory() - before < 1.5 * megabytes, (
+        "what stands beside is not there before it is needed"
+    )
     shared.add_(1)
     assert shared_memory() - before < 2.5 * megabytes
     assert set(os.listdir("/dev/shm")) <= there
@@ -237,16 +272,25 @@ def test_made_under_another_default_device_and_inference_mode() -> None:
     assert shared.tensor.tolist() == [4, 4]
 
 
-# -- add_ and copy_ -------------------------------------------------------------------------------------------------------------------
+# -- add_ and copy_
+# --------------------------------------------------------------------------------------------------
 
 
 def test_they_do_what_torchs_own_do() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
-        for x in (2, torch.tensor(3), torch.arange(3), torch.arange(6).reshape(3, 2).t(), torch.ones(2, 1, dtype=torch.bool)):
+        for x in (
+            2,
+            torch.tensor(3),
+            torch.arange(3),
+            torch.arange(6).reshape(3, 2).t(),
+            torch.ones(2, 1, dtype=torch.bool),
+        ):
             for alpha in (1, -2):
                 shared, plain = SharedTensor((2, 3), dtype), torch.zeros(2, 3, dtype=dtype)
                 for _ in range(2):
-                    assert torch.equal(shared.add_(x, alpha=alpha).tensor, plain.add_(x, alpha=alpha))
+                    assert torch.equal(
+                        shared.add_(x, alpha=alpha).tensor, plain.add_(x, alpha=alpha)
+                    )
                 assert torch.equal(shared.copy_(x).tensor, plain.copy_(torch.as_tensor(x)))
 
 
@@ -274,7 +318,9 @@ def test_inputs_of_every_kind() -> None:
         lambda to: to.add_("x"),
     ],
 )
-def test_what_torch_refuses_is_refused_with_its_own_words_and_changes_nothing(wrong: Callable[[Any], object]) -> None:
+def test_what_torch_refuses_is_refused_with_its_own_words_and_changes_nothing(
+    wrong: Callable[[Any], object],
+) -> None:
     with pytest.raises((RuntimeError, TypeError)) as torchs:
         wrong(torch.ones(3))
     shared = SharedTensor.from_tensor(torch.ones(3))
@@ -312,13 +358,19 @@ def test_a_change_is_whole_or_absent_wherever_its_writer_is_killed(how: str) -> 
 
 @pytest.mark.torch
 def test_a_fork_of_a_process_that_has_computed_with_several_threads() -> None:
-    """torch's own operations hang there, since OpenMP waits for threads that did not come along; ours must not, with the lock held."""
+    """torch's own operations hang there, since OpenMP waits for threads that did not come along;
+    ours must not, with the lock held.
+    """
     assert script("after_openmp.py") == "10000000 3.0\n"
 
 
 @pytest.mark.parametrize("note", [0, 1])
-def test_a_writer_that_is_killed_before_the_copy_and_in_it(note: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its note it has changed nothing; after it the next holder finishes, whatever was copied so far."""
+def test_a_writer_that_is_killed_before_the_copy_and_in_it(
+    note: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its note it has changed nothing; after it the next holder finishes, whatever was
+    copied so far.
+    """
     shared = SharedTensor(1000)
     shared.copy_(1)
 
@@ -344,7 +396,8 @@ def test_a_writer_that_is_killed_before_the_copy_and_in_it(note: int, monkeypatc
     assert shared.add_(1).tensor.eq(6 if note else 2).all()
 
 
-# -- the lock -------------------------------------------------------------------------------------------------------------------------
+# -- the lock
+# --------------------------------------------------------------------------------------------------
 
 
 def test_twice_in_one_thread() -> None:
@@ -411,15 +464,22 @@ def test_a_holder_that_dies_is_named_to_the_next_one_once() -> None:
         pytest.fail("the block must not run")
     error = caught.value
     assert error.code == "lock-abandoned"
-    assert str(error) == f"pid {pid} died while it held the lock of SharedTensor float32 (2,), 8 bytes, so it may be half changed"
+    assert (
+        str(error)
+        == f"pid {pid} died while it held the lock of SharedTensor float32 (2,), 8 bytes, so it may be half changed"
+    )
     assert re.fullmatch(r"it took the lock \d+\.\d s ago, and did not give it back", error.why[0])
     assert repr(shared).endswith("free>")
     with shared.locked(timeout=0.0) as tensor:
         assert tensor.tolist() == [7, 7]
 
 
-def test_a_holder_that_dies_is_told_of_though_the_next_one_dies_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That one, in an `add_`, would have left nothing half changed by itself, and was killed before it could say what it found."""
+def test_a_holder_that_dies_is_told_of_though_the_next_one_dies_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That one, in an `add_`, would have left nothing half changed by itself, and was killed before
+    it could say what it found.
+    """
     shared = SharedTensor(4)
     with child(hold(shared, lambda tensor: tensor[:2].fill_(1))) as first:
         first.hear()
@@ -513,7 +573,9 @@ def test_leaving_the_block_in_a_forked_child() -> None:
     def leave(end: socket.socket) -> None:
         with pytest.raises(UsageError, match="its parent held when it forked"):
             block.__exit__(None, None, None)
-        block.__exit__(ValueError, ValueError(), None)  # the program's own error is not covered by ours
+        block.__exit__(
+            ValueError, ValueError(), None
+        )  # the program's own error is not covered by ours
         with pytest.raises(LockTimeout), shared.locked(timeout=0.0):
             pass
 
@@ -573,7 +635,9 @@ def test_a_signal_handler_that_raises_in_the_block_or_around_it() -> None:
 
 
 def test_no_interruption_is_lost() -> None:
-    """What a handler raises in a destructor is: each change had one, and 1 in 100 of the Ctrl-C between two of them did nothing."""
+    """What a handler raises in a destructor is: each change had one, and 1 in 100 of the Ctrl-C
+    between two of them did nothing.
+    """
 
     def run(end: socket.socket) -> None:
         import random
@@ -606,14 +670,20 @@ def test_no_interruption_is_lost() -> None:
         assert one.join() == 0
 
 
-def test_what_is_written_after_an_interrupted_change_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a block that goes on after Ctrl-C: what was interrupted, complete beside the tensor, was copied over it at the end."""
+def test_what_is_written_after_an_interrupted_change_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a block that goes on after Ctrl-C: what was interrupted, complete beside the tensor, was
+    copied over it at the end.
+    """
     shared = SharedTensor(4)
     leave_note, compute = RecordLock.leave_note, shared_tensor._compute
     struck = 0
 
     def strike(at: int) -> None:
-        """A handler that raises at the n-th moment of those at which one may run between two steps of a change."""
+        """A handler that raises at the n-th moment of those at which one may run between two steps
+        of a change.
+        """
         moments = 0
 
         def moment() -> None:
@@ -667,7 +737,8 @@ def test_a_waiting_call_runs_signal_handlers() -> None:
                 signal.signal(signal.SIGALRM, former)
 
 
-# -- many of them ---------------------------------------------------------------------------------------------------------------------
+# -- many of them
+# --------------------------------------------------------------------------------------------------
 
 
 def test_processes_and_threads_lose_nothing() -> None:
@@ -691,12 +762,17 @@ def test_processes_and_threads_lose_nothing() -> None:
     assert shared.tensor.item() == 4 * 2 * 300
 
 
-# -- into other processes -------------------------------------------------------------------------------------------------------------
+# -- into other processes
+# --------------------------------------------------------------------------------------------------
 
 
 def script(name: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPTS / name), *arguments], capture_output=True, text=True, timeout=2 * DEADLINE, check=False
+        [sys.executable, "-W", "error", str(SCRIPTS / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
@@ -727,7 +803,10 @@ def test_sent_and_let_go_before_it_arrived() -> None:
     gc.collect()
     with pytest.raises(UsageError) as caught:
         pickle.loads(data)
-    assert re.match(rf"shared memory that pid {os.getpid()} on \S+ sent cannot be taken over: ", str(caught.value))
+    assert re.match(
+        rf"shared memory that pid {os.getpid()} on \S+ sent cannot be taken over: ",
+        str(caught.value),
+    )
 
 
 def test_a_tensor_that_torch_has_moved_is_noticed() -> None:

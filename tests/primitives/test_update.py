@@ -1,4 +1,6 @@
-"""`update` is one change, whatever the value: also a large tensor that eight processes change at once."""
+"""`update` is one change, whatever the value: also a large tensor that eight processes change at
+once.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,15 @@ def test_eight_processes_lose_nothing(same_host: bool) -> None:
     context: Any = multiprocessing.get_context("fork")
     with (
         ServerProcess() as process,
-        rallypoint.connect(process.address, secret=process.secret, same_host=same_host, timeout=DEADLINE) as store,
+        rallypoint.connect(
+            process.address, secret=process.secret, same_host=same_host, timeout=DEADLINE
+        ) as store,
     ):
         store["k"] = {"sum": torch.zeros(SIZE), "by": {}}  # 1.2 MB
-        workers = [context.Process(target=work, args=(store, rank), daemon=True) for rank in range(PROCESSES)]
+        workers = [
+            context.Process(target=work, args=(store, rank), daemon=True)
+            for rank in range(PROCESSES)
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -58,7 +65,10 @@ def test_eight_processes_lose_nothing(same_host: bool) -> None:
 
 
 def test_a_stale_token_changes_nothing() -> None:
-    with rallypoint.serve() as server, rallypoint.connect(server.address, secret=server.secret) as store:
+    with (
+        rallypoint.serve() as server,
+        rallypoint.connect(server.address, secret=server.secret) as store,
+    ):
         store["k"] = 1
         with store.lock("l") as grant:
             assert store.update("k", lambda n: n + 1, fence=grant.token) == 2

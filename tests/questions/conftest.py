@@ -26,7 +26,9 @@ class Program:
         """The lines that it prints; it must end well, and complain about nothing."""
         if "torch" not in (FOLDER / name).read_text(encoding="utf-8"):
             self._request.getfixturevalue("without_torch")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT")
+        }
         done = subprocess.run(
             [sys.executable, FOLDER / name, *arguments],
             env={**environment, "XDG_STATE_HOME": str(self._state)},
@@ -35,8 +37,12 @@ class Program:
             timeout=DEADLINE,
             check=False,
         )
-        assert (done.returncode, done.stderr) == (0, ""), f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
-        return [line for line in done.stdout.splitlines() if "[Gloo] Rank " not in line]  # torch 2.8 says who is connected
+        assert (done.returncode, done.stderr) == (0, ""), (
+            f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
+        )
+        return [
+            line for line in done.stdout.splitlines() if "[Gloo] Rank " not in line
+        ]  # torch 2.8 says who is connected
 
 
 @pytest.fixture

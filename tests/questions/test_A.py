@@ -1,4 +1,6 @@
-"""The questions of group A that are about memory which processes share: what they say in particular."""
+"""The questions of group A that are about memory which processes share: what they say in
+particular.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def test_four_processes_add_to_one_tensor(program: Program) -> None:
     told, total = program("A1_four_processes_add_to_one_tensor.py")
     assert total == "total 40000"
     assert re.fullmatch(
-        r"Process-1 \(pid \d+\) died while it held the lock of SharedTensor int64 \(5,\), 40 bytes, so it may be half changed", told
+        r"Process-1 \(pid \d+\) died while it held the lock of SharedTensor int64 \(5,\), 40 bytes, so it may be half changed",
+        told,
     )
 
 

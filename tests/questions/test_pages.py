@@ -1,4 +1,6 @@
-"""The pages for the four questions: titled as people ask, found from the README, and no link leads nowhere."""
+"""The pages for the four questions: titled as people ask, found from the README, and no link leads
+nowhere.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ PAGES = [*(ROOT / "docs" / "questions").glob("*.md"), ROOT / "examples" / "quest
 
 
 def test_each_question_has_its_page() -> None:
-    found = {path.name: path.read_text(encoding="utf-8").partition("\n")[0] for path in (ROOT / "docs" / "questions").glob("*.md")}
+    found = {
+        path.name: path.read_text(encoding="utf-8").partition("\n")[0]
+        for path in (ROOT / "docs" / "questions").glob("*.md")
+    }
     assert found == {name: f"# {title}" for name, title in TITLES.items()}
 
 
@@ -37,4 +42,6 @@ def test_no_link_leads_nowhere(page: Path) -> None:
         assert there.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.+)$", there.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
+            assert anchor in {
+                re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+            }, target

@@ -1,4 +1,6 @@
-"""Every program of examples/questions does what its first paragraph says: it asserts that itself, and says so in a line."""
+"""Every program of examples/questions does what its first paragraph says: it asserts that itself,
+and says so in a line.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ pytestmark = pytest.mark.torch
 
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py"))
 
-OTHERS = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py") if path.name != Path(__file__).name)
+OTHERS = "".join(
+    path.read_text(encoding="utf-8")
+    for path in Path(__file__).parent.glob("test_*.py")
+    if path.name != Path(__file__).name
+)
 """Tests that look at single programs more closely: those are not run twice."""
 
 SAYS = {
@@ -53,7 +59,9 @@ def test_it_does_what_it_promises(program: Program, name: str) -> None:
 
 def test_none_is_missing() -> None:
     """The list in README.md has every program that is there, and those of SAYS are there."""
-    listed = set(re.findall(r"\[([A-D]\d_\w+\.py)\]", (FOLDER / "README.md").read_text(encoding="utf-8")))
+    listed = set(
+        re.findall(r"\[([A-D]\d_\w+\.py)\]", (FOLDER / "README.md").read_text(encoding="utf-8"))
+    )
     assert listed == set(PROGRAMS)
     assert set(SAYS) <= set(PROGRAMS)
 
@@ -61,4 +69,6 @@ def test_none_is_missing() -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_says_how_to_start_it(name: str) -> None:
     text = (FOLDER / name).read_text(encoding="utf-8")
-    assert re.search(rf"^    (python|rallypoint run .*) examples/questions/{name}\b", text, re.MULTILINE)
+    assert re.search(
+        rf"^    (python|rallypoint run .*) examples/questions/{name}\b", text, re.MULTILINE
+    )

@@ -53,8 +53,12 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that the program of a test can listen on, and nobody else gets: the kernel gives away none that somebody has bound."""
+    """A port that the program of a test can listen on, and nobody else gets: the kernel gives away
+    none that somebody has bound.
+    """
     with socket.socket() as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch sets it, too: then both may have it while only one listens
+        bound.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # torch sets it, too: then both may have it while only one listens
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]

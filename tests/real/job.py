@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# `-P`: as the installed command, which has its own folder in sys.path[0] and not the working directory.
+# `-P`: as the installed command, which has its own folder in sys.path[0] and not the working
+# directory.
 RALLYPOINT = (sys.executable, "-P", "-m", "rallypoint", "run")
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run")
-# Seconds for a whole job. None of them takes five; a machine that runs other things, too, may need several times as long.
+# Seconds for a whole job. None of them takes five; a machine that runs other things, too, may need
+# several times as long.
 DEADLINE = 100.0
-# Seconds in which what the launcher left must be gone after its end: the guard, which ends by itself, is being reaped.
+# Seconds in which what the launcher left must be gone after its end: the guard, which ends by
+# itself, is being reaped.
 GONE_AFTER = 5.0
 MARKER = "TEST_OF_A_JOB"  # in the environment of every process of a job, the launcher included
 
-# What another launcher, a CI system or a shell's start-up file may have set, and would change what is tested.
+# What another launcher, a CI system or a shell's start-up file may have set, and would change what
+# is tested.
 _FOREIGN = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|RALLYPOINT_.*|TORCHELASTIC_.*|PET_.*|OMP_NUM_THREADS"
     r"|OPENBLAS_NUM_THREADS|PYTHONUNBUFFERED|PYTHONBREAKPOINT|COLUMNS|NO_COLOR|FORCE_COLOR|CUDA_VISIBLE_DEVICES|RES_OPTIONS|SLURM_.*|PYTEST_.*"
@@ -59,19 +63,27 @@ class Result(NamedTuple):
 
     def values(self) -> list[Any]:
         """What the ranks printed as JSON, by rank."""
-        found = {int(match[1]): json.loads(match[2]) for match in map(_VALUE.fullmatch, self.lines) if match}
+        found = {
+            int(match[1]): json.loads(match[2])
+            for match in map(_VALUE.fullmatch, self.lines)
+            if match
+        }
         return [found[rank] for rank in sorted(found)]
 
     @property
     def run_dir(self) -> Path:
         """The run folder of the only job that was started with this state."""
-        (found,) = (path for path in (self.state / "rallypoint" / "runs").iterdir() if not path.is_symlink())
+        (found,) = (
+            path for path in (self.state / "rallypoint" / "runs").iterdir() if not path.is_symlink()
+        )
         return found
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """What happened, from the run folder."""
-        return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()
+        ]
 
     @property
     def report(self) -> str:
@@ -81,7 +93,9 @@ class Result(NamedTuple):
 
     @property
     def prose(self) -> str:
-        """The report without its line breaks: where a line ends depends on how long a path, a name or a number in it is."""
+        """The report without its line breaks: where a line ends depends on how long a path, a name
+        or a number in it is.
+        """
         return " ".join(self.report.split())
 
     @property
@@ -103,7 +117,12 @@ def processes(marker: str) -> list[str]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            words = (
+                Path(f"/proc/{pid}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+            )
         except OSError:
             continue
         if entry in environ.split(b"\0"):
@@ -121,7 +140,9 @@ def kill(marker: str) -> None:
 
 
 def left_behind(marker: str) -> list[str]:
-    """What is left of a job whose launcher has ended, after a moment for the last one to be gone."""
+    """What is left of a job whose launcher has ended, after a moment for the last one to be
+    gone.
+    """
     until = time.monotonic() + GONE_AFTER
     while (left := processes(marker)) and time.monotonic() < until:
         time.sleep(0.02)
@@ -142,9 +163,11 @@ def run_job(
     errors: str = "replace",
     act: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> Result:
-    """Run a job to its end. Fails when it takes longer than `timeout` (then it is killed), or when a process of it is left.
+    """Run a job to its end. Fails when it takes longer than `timeout` (then it is killed), or when
+    a process of it is left.
 
-    `act` is called once with the running launcher; `before` runs in the child before the launcher (umask, signals).
+    `act` is called once with the running launcher; `before` runs in the child before the launcher
+    (umask, signals).
     """
     marker = uuid.uuid4().hex
     began = time.monotonic()
@@ -169,13 +192,21 @@ def run_job(
         kill(marker)
         out, err = process.communicate()
         words = f"{out.decode(errors='replace')}\n---\n{err.decode(errors='replace')}"
-        raise AssertionError(f"not over after {timeout:g} s; killed:\n{listed}\n\nit had said:\n{words}") from None
+        raise AssertionError(
+            f"not over after {timeout:g} s; killed:\n{listed}\n\nit had said:\n{words}"
+        ) from None
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
         left = left_behind(marker)
         kill(marker)
-    result = Result(process.returncode, out.decode(errors=errors), err.decode(errors=errors), time.monotonic() - began, state)
+    result = Result(
+        process.returncode,
+        out.decode(errors=errors),
+        err.decode(errors=errors),
+        time.monotonic() - began,
+        state,
+    )
     assert not left, f"left behind: {left}\n{result.everything}"
     return result

@@ -27,20 +27,32 @@ dist.destroy_process_group()
 
 @pytest.mark.root
 @pytest.mark.torch
-def test_gloo_finds_its_way_on_one_node_though_its_name_stands_for_another(write: Write, tmp_path: Path) -> None:
+def test_gloo_finds_its_way_on_one_node_though_its_name_stands_for_another(
+    write: Write, tmp_path: Path
+) -> None:
     """Why no interface is chosen for it (docs/design.md)."""
     program, hosts, resolver = write("train.py", GLOO), tmp_path / "hosts", tmp_path / "resolv.conf"
     hosts.write_text("127.0.0.1 localhost\n10.9.9.9 node07\n")
     resolver.write_text("nameserver 192.0.2.77\n")
     setup = f"set -e; ip link set lo up; hostname node07; mount --bind {hosts} /etc/hosts; mount --bind {resolver} /etc/resolv.conf\n"
     command = shlex.join((*RALLYPOINT, "-n", "2", "--run-dir", str(tmp_path / "run"), str(program)))
-    done = subprocess.run(["unshare", "-nmu", "bash", "-c", setup + command], capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(
+        ["unshare", "-nmu", "bash", "-c", setup + command],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if ": 2" in line) == ["rank 0: 2", "rank 1: 2"], done.stderr
+    assert sorted(
+        line.partition("] ")[2] for line in done.stdout.splitlines() if ": 2" in line
+    ) == ["rank 0: 2", "rank 1: 2"], done.stderr
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_place_tells_of_the_present_attempt_and_outlives_restarts(run: Run, write: Write, tmp_path: Path) -> None:
+def test_a_place_tells_of_the_present_attempt_and_outlives_restarts(
+    run: Run, write: Write, tmp_path: Path
+) -> None:
     place = tmp_path / "job"
     program = write(
         "train.py",
@@ -53,7 +65,10 @@ def test_a_place_tells_of_the_present_attempt_and_outlives_restarts(run: Run, wr
     )
     result = run("--fresh", "--max-restarts", "1", "--rdzv-endpoint", f"file://{place}", program)
     assert result.rc == 0, result.everything
-    assert [json.loads(line) for line in result.lines] == [["1.json", 0, True], ["1.json", 1, True]], result.everything
+    assert [json.loads(line) for line in result.lines] == [
+        ["1.json", 0, True],
+        ["1.json", 1, True],
+    ], result.everything
     assert json.loads((place / "1.json").read_bytes())["ended"] is True
 
 
@@ -69,7 +84,8 @@ def test_a_port_that_is_taken_is_told_before_anything_is_started(run: Run, write
 @pytest.mark.usefixtures("without_torch")
 def test_every_attempt_keeps_to_the_port_range(run: Run, write: Write) -> None:
     program = write(
-        "train.py", "import os, sys\nprint(os.environ['MASTER_PORT'])\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+        "train.py",
+        "import os, sys\nprint(os.environ['MASTER_PORT'])\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n",
     )
     result = run("--fresh", "--max-restarts", "1", "--port-range", "15000-15999", program)
     assert result.rc == 0, result.everything

@@ -1,4 +1,6 @@
-"""A barrier in a job: the launcher knows of each rank what its session cannot say, and the errors tell it."""
+"""A barrier in a job: the launcher knows of each rank what its session cannot say, and the errors
+tell it.
+"""
 
 from __future__ import annotations
 
@@ -58,15 +60,22 @@ except rallypoint.BarrierBroken as error:
     ],
     ids=["slow", "stopped", "gone"],
 )
-def test_who_is_missing_and_what_the_launcher_sees_of_him(run: Run, write: Write, how: str, known: str) -> None:
+def test_who_is_missing_and_what_the_launcher_sees_of_him(
+    run: Run, write: Write, how: str, known: str
+) -> None:
     result = run("-n", "3", write("train.py", MEETS), how)
     text, absent = result.of(0)[:2]
 
     assert re.fullmatch(known, absent), result.everything
-    assert re.fullmatch(rf'the barrier "epoch" of 3 timed out after 3\.0 s: 2 arrived \(ranks 0-1\), missing: {known}', text), text
+    assert re.fullmatch(
+        rf'the barrier "epoch" of 3 timed out after 3\.0 s: 2 arrived \(ranks 0-1\), missing: {known}',
+        text,
+    ), text
     [broken] = result.of(1)
     assert broken.startswith('the barrier "epoch" of 3 is broken: rank 0 (pid '), broken
-    assert re.search(rf"gave up after 3\.\d s; 2 arrived \(ranks 0-1\), missing: {known}$", broken), broken
+    assert re.search(
+        rf"gave up after 3\.\d s; 2 arrived \(ranks 0-1\), missing: {known}$", broken
+    ), broken
     assert result.rc == 3, result.everything
 
 
@@ -109,12 +118,16 @@ store.barrier("epoch", 3, timeout=3.0)
 @pytest.mark.usefixtures("without_torch")
 def test_whose_exception_left_the_others_alone_is_the_cause(run: Run, write: Write) -> None:
     result = run("-n", "2", write("train.py", FAILS))
-    assert "error[rank-raised]: rank 1 raised ValueError: no such file: weights.pt" in result.err, result.everything
+    assert "error[rank-raised]: rank 1 raised ValueError: no such file: weights.pt" in result.err, (
+        result.everything
+    )
     assert "barrier" not in result.err.partition("rank 1 said")[0]
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_one_report_for_a_barrier_to_which_one_never_came_and_it_says_where_he_is(run: Run, write: Write) -> None:
+def test_one_report_for_a_barrier_to_which_one_never_came_and_it_says_where_he_is(
+    run: Run, write: Write
+) -> None:
     result = run("-n", "3", write("train.py", NEVER_COMES))
     assert result.err.count("error[") == 1, result.everything
     assert "error[barrier-timeout]: rank " in result.err

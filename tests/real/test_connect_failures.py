@@ -1,4 +1,6 @@
-"""Ranks that cannot meet where their program sends them: torch says the same of all of it, the report says which it was."""
+"""Ranks that cannot meet where their program sends them: torch says the same of all of it, the
+report says which it was.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from .job import Result
 
 pytestmark = pytest.mark.torch
 
-# Seconds that each rank gives torch to meet the others: it keeps them, or tries for up to twice as long, or for ever.
+# Seconds that each rank gives torch to meet the others: it keeps them, or tries for up to twice as
+# long, or for ever.
 TIMEOUT = 1.0
 
 MEETS = f"""\
@@ -32,7 +35,9 @@ dist.init_process_group("gloo", init_method=method, rank=int(os.environ["RANK"])
 
 @pytest.fixture
 def nobody() -> Iterator[int]:
-    """A port of 127.0.0.1 that is bound, so that nobody else can be there, and where nobody listens."""
+    """A port of 127.0.0.1 that is bound, so that nobody else can be there, and where nobody
+    listens.
+    """
     with closing(socket.socket()) as bound:
         bound.bind(("127.0.0.1", 0))
         yield int(bound.getsockname()[1])
@@ -41,7 +46,9 @@ def nobody() -> Iterator[int]:
 @pytest.fixture
 def service(request: pytest.FixtureRequest) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """Another program that listens, and what it does: the port, and its process."""
-    with subprocess.Popen([sys.executable, "-c", request.param], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", request.param], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         yield int(process.stdout.readline()), process
         process.kill()
@@ -58,7 +65,11 @@ def first_line(result: Result) -> str:
 
 def seconds_of_the_report(result: Result) -> float:
     """From when the first rank went to meet the others until the report."""
-    joined = min(event["at"] for event in result.events if event["what"] == "phase" and event["details"]["phase"] == "joining")
+    joined = min(
+        event["at"]
+        for event in result.events
+        if event["what"] == "phase" and event["details"]["phase"] == "joining"
+    )
     (judged,) = [event["at"] for event in result.events if event["what"] == "report"]
     return float(judged) - float(joined)
 
@@ -67,18 +78,26 @@ def test_nobody_listens_there(run: Run, write: Write, nobody: int) -> None:
     result = met(run, write, f"127.0.0.1:{nobody}")
     assert (result.rc, result.codes) == (1, ["port-refused"]), result.everything
     assert re.fullmatch(
-        rf"error\[port-refused\]: (both ranks|rank \d) found nobody at 127\.0\.0\.1:{nobody}: nothing listens there", first_line(result)
+        rf"error\[port-refused\]: (both ranks|rank \d) found nobody at 127\.0\.0\.1:{nobody}: nothing listens there",
+        first_line(result),
     )
-    assert f"127.0.0.1:{nobody}: nothing listens there (Connection refused, errno 111)" in result.prose, result.everything
+    assert (
+        f"127.0.0.1:{nobody}: nothing listens there (Connection refused, errno 111)" in result.prose
+    ), result.everything
     assert "no rank of this job came as rank 0" in result.prose, result.everything
     assert "train.py:6" in result.report, result.everything
-    assert seconds_of_the_report(result) < 2 * TIMEOUT + 20, "torch's own retries, on a busy machine"
+    assert seconds_of_the_report(result) < 2 * TIMEOUT + 20, (
+        "torch's own retries, on a busy machine"
+    )
 
 
 def test_a_name_that_has_no_address(run: Run, write: Write) -> None:
     result = met(run, write, "no-such-host.invalid:29500")  # RFC 2606: it never has one
     assert (result.rc, result.codes) == (1, ["address-unresolved"]), result.everything
-    assert "could not reach no-such-host.invalid:29500: no-such-host.invalid has no address here (" in first_line(result)
+    assert (
+        "could not reach no-such-host.invalid:29500: no-such-host.invalid has no address here ("
+        in first_line(result)
+    )
     assert "getent hosts no-such-host.invalid" in result.report
 
 
@@ -109,29 +128,44 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("service", [WEB], indirect=True, ids=["web"])
-def test_a_foreign_service_is_there(run: Run, write: Write, service: tuple[int, subprocess.Popen[str]]) -> None:
+def test_a_foreign_service_is_there(
+    run: Run, write: Write, service: tuple[int, subprocess.Popen[str]]
+) -> None:
     """torch waits for its answer for ever: no timeout of its own ends that."""
     port, web = service
     result = met(run, write, f"127.0.0.1:{port}")
     assert (result.rc, result.codes) == (1, ["store-foreign"]), result.everything
-    assert f" met a foreign service at 127.0.0.1:{port}: it answered '<!DOCTYPE HTML>'" in first_line(result)
+    assert (
+        f" met a foreign service at 127.0.0.1:{port}: it answered '<!DOCTYPE HTML>'"
+        in first_line(result)
+    )
     assert f"(pid {web.pid}, user " in result.prose, result.everything
 
 
 @pytest.mark.parametrize("service", [DEAF], indirect=True, ids=["deaf"])
-def test_packets_are_dropped(run: Run, write: Write, service: tuple[int, subprocess.Popen[str]]) -> None:
+def test_packets_are_dropped(
+    run: Run, write: Write, service: tuple[int, subprocess.Popen[str]]
+) -> None:
     result = met(run, write, f"127.0.0.1:{service[0]}")
     assert (result.rc, result.codes) == (1, ["address-unreachable"]), result.everything
-    assert f" could not reach 127.0.0.1:{service[0]}: no answer at all: packets to it are dropped, or it is off" in first_line(result)
+    assert (
+        f" could not reach 127.0.0.1:{service[0]}: no answer at all: packets to it are dropped, or it is off"
+        in first_line(result)
+    )
 
 
 @pytest.mark.parametrize("service", [STORE], indirect=True, ids=["store"])
-def test_the_store_is_stopped(run: Run, write: Write, service: tuple[int, subprocess.Popen[str]]) -> None:
+def test_the_store_is_stopped(
+    run: Run, write: Write, service: tuple[int, subprocess.Popen[str]]
+) -> None:
     port, store = service
     store.send_signal(signal.SIGSTOP)
     result = met(run, write, f"127.0.0.1:{port}")
     assert (result.rc, result.codes) == (1, ["store-silent"]), result.everything
-    assert f"got no answer at 127.0.0.1:{port}: its process (pid {store.pid}) is stopped (state T)" in first_line(result)
+    assert (
+        f"got no answer at 127.0.0.1:{port}: its process (pid {store.pid}) is stopped (state T)"
+        in first_line(result)
+    )
     assert f"kill -CONT {store.pid}" in result.report
 
 
@@ -166,10 +200,14 @@ def test_the_store_is_stopped_in_the_middle(run: Run, write: Write, asks: str) -
     result = run("-n", "2", "train.py", asks, cwd=program.parent)
     assert (result.rc, result.codes) == (1, ["store-silent"]), result.everything
     (stopped,) = re.findall(r"stopped (\d+)", result.out)
-    assert re.search(r": (both ranks|rank \d) got no answer at 127\.0\.0\.1:\d+: its process", first_line(result)), result.everything
+    assert re.search(
+        r": (both ranks|rank \d) got no answer at 127\.0\.0\.1:\d+: its process", first_line(result)
+    ), result.everything
     assert f"(pid {stopped}) is stopped (state T)" in first_line(result)
     assert f"kill -CONT {stopped}" in result.report
-    assert f"its process (pid {stopped}) is stopped; kill -CONT {stopped} lets it go on" in result.err  # and long before, as a line
+    assert (
+        f"its process (pid {stopped}) is stopped; kill -CONT {stopped} lets it go on" in result.err
+    )  # and long before, as a line
     at = "train.py:18" if asks == "get" else "train.py:20"
     assert at in result.report, result.everything
 
@@ -193,7 +231,9 @@ def test_a_program_that_tries_again_elsewhere_is_let(run: Run, write: Write, nob
 
 
 def test_the_held_port_under_this_machines_name(run: Run, write: Write) -> None:
-    """MASTER_ADDR alone is changed, to a name of this machine: the same place, and the job goes on."""
+    """MASTER_ADDR alone is changed, to a name of this machine: the same place, and the job
+    goes on.
+    """
     program = write(
         "train.py",
         "import os\nimport torch\nimport torch.distributed as dist\nos.environ['MASTER_ADDR'] = '127.0.0.2'\n"
@@ -223,6 +263,8 @@ def test_what_a_spawned_process_raised(run: Run, write: Write) -> None:
         "if __name__ == '__main__':\n    mp.spawn(work, nprocs=1)\n",
     )
     result = run("-n", "1", "train.py", cwd=program.parent)
-    assert first_line(result) == "error[rank-raised]: rank 0 raised ValueError: bad batch", result.everything
+    assert first_line(result) == "error[rank-raised]: rank 0 raised ValueError: bad batch", (
+        result.everything
+    )
     assert "it was process 0 of those that mp.spawn had started in rank 0" in result.report
     assert "train.py:3 in work" in result.report

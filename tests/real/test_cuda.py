@@ -1,4 +1,5 @@
-"""CUDA in jobs on a machine without a GPU: with a driver made from a few lines of C, and with torch.cuda's answers replaced.
+"""CUDA in jobs on a machine without a GPU: with a driver made from a few lines of C, and with
+torch.cuda's answers replaced.
 
 What needs a real one is in tests/gpu.
 """
@@ -17,7 +18,8 @@ from .conftest import Run, Write
 
 pytestmark = pytest.mark.torch
 
-# Says that it is up after cuInit, as the real one does. It opens nothing and starts nothing: that it is up shows in no other way.
+# Says that it is up after cuInit, as the real one does. It opens nothing and starts nothing: that
+# it is up shows in no other way.
 DRIVER = r"""
 static int up = 0;
 int cuInit(unsigned flags) { up = 1; return 0; }
@@ -41,7 +43,9 @@ def begin():
 
 begin()
 """
-BY_TORCH = "import torch\n\nscale = 2\ntorch.cuda._initialized = True  # as a real call would leave it\n"
+BY_TORCH = (
+    "import torch\n\nscale = 2\ntorch.cuda._initialized = True  # as a real call would leave it\n"
+)
 
 
 def compile_c(source: Path, target: Path, *flags: str) -> None:
@@ -67,7 +71,17 @@ def told_by(act: Run, program: Path, extra: dict[str, str]) -> str:
             said.append(process.stderr.readline())
         process.stdin.write(b"\n")
 
-    result = act("-n", "2", "--preload", "outer", program, cwd=program.parent, stdin="\n", act=wait, env=extra)
+    result = act(
+        "-n",
+        "2",
+        "--preload",
+        "outer",
+        program,
+        cwd=program.parent,
+        stdin="\n",
+        act=wait,
+        env=extra,
+    )
     assert (result.rc, sorted(result.lines)) == (0, ["[0] done", "[1] done"]), result.everything
     return b"".join(said).decode()
 
@@ -87,19 +101,39 @@ def test_a_driver_opened_with_ctypes(run: Run, write: Write, driver: dict[str, s
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.compiler
-def test_a_driver_that_is_loaded_only_does_no_harm(run: Run, write: Write, driver: dict[str, str]) -> None:
+def test_a_driver_that_is_loaded_only_does_no_harm(
+    run: Run, write: Write, driver: dict[str, str]
+) -> None:
     write("outer.py", "import ctypes\ndriver = ctypes.CDLL('libcuda.so.1')\n")
-    result = run("-n", "2", "--preload", "outer", write("train.py", "print('done')\n"), cwd=write("x", "").parent, env=driver)
-    assert (result.rc, sorted(result.lines), result.err) == (0, ["[0] done", "[1] done"], ""), result.everything
+    result = run(
+        "-n",
+        "2",
+        "--preload",
+        "outer",
+        write("train.py", "print('done')\n"),
+        cwd=write("x", "").parent,
+        env=driver,
+    )
+    assert (result.rc, sorted(result.lines), result.err) == (0, ["[0] done", "[1] done"], ""), (
+        result.everything
+    )
 
 
 @pytest.mark.compiler
-def test_a_compiled_extension(run: Run, write: Write, driver: dict[str, str], tmp_path: Path) -> None:
+def test_a_compiled_extension(
+    run: Run, write: Write, driver: dict[str, str], tmp_path: Path
+) -> None:
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("no Python.h")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     include = f"-I{sysconfig.get_path('include')}"
-    compile_c(write("fast.c", EXTENSION), tmp_path / f"fast{suffix}", include, f"-L{tmp_path}", "-l:libcuda.so.1")
+    compile_c(
+        write("fast.c", EXTENSION),
+        tmp_path / f"fast{suffix}",
+        include,
+        f"-L{tmp_path}",
+        "-l:libcuda.so.1",
+    )
     write("outer.py", "import json\n\nimport fast\n")
     text = told_by(run, write("train.py", PROGRAM), driver)
     assert NOTICE in text
@@ -114,7 +148,8 @@ def test_torch_itself(run: Run, write: Write) -> None:
     assert "where  ops.py:4\n" in text, text
 
 
-# --- one GPU for two ranks -------------------------------------------------------------------------------------------
+# --- one GPU for two ranks
+# -------------------------------------------------------------------------------------------
 
 SHARED = """\
 from types import SimpleNamespace
@@ -134,16 +169,22 @@ import time; time.sleep(600)
 """
 
 
-def test_two_ranks_with_one_gpu_are_stopped_before_a_collective_fails(run: Run, write: Write) -> None:
+def test_two_ranks_with_one_gpu_are_stopped_before_a_collective_fails(
+    run: Run, write: Write
+) -> None:
     result = run("-n", "2", write("train.py", SHARED))
     assert result.rc == 1, result.everything
     assert result.codes == ["device-shared"]
     assert "both ranks joined a group of NCCL's with the same GPU" in result.report
     assert "- rank 0: cuda:0 (GPU-5f3c), which is LOCAL_RANK's\n" in result.report
-    assert "- rank 1: cuda:0 (GPU-5f3c), because the program had put something on it before it\n" in result.report
+    assert (
+        "- rank 1: cuda:0 (GPU-5f3c), because the program had put something on it before it\n"
+        in result.report
+    )
 
 
-# --- a fork after CUDA is up -----------------------------------------------------------------------------------------
+# --- a fork after CUDA is up
+# -----------------------------------------------------------------------------------------
 
 REPLACED = """\
 import os
@@ -202,7 +243,10 @@ def test_a_loader_that_uses_cuda(run: Run, write: Write) -> None:
     program = write("train.py", LOADER.replace("USE", "torch.cuda.init()"))
     result = run("-n", "1", program, cwd=program.parent)
     assert result.codes == ["cuda-before-fork"], result.everything
-    assert "why    the process was forked at train.py:17, after train.py:16 had used CUDA\n" in result.report
+    assert (
+        "why    the process was forked at train.py:17, after train.py:16 had used CUDA\n"
+        in result.report
+    )
 
 
 def test_a_loader_that_leaves_cuda_alone(run: Run, write: Write) -> None:
@@ -215,5 +259,7 @@ def test_a_forked_process_says_both_lines_itself(run: Run, write: Write) -> None
     write("fake_cuda.py", REPLACED)
     program = write("train.py", CHILD)
     result = run("-n", "1", program, cwd=program.parent)
-    assert "RuntimeError: Cannot re-initialize CUDA in forked subprocess." in result.err, result.everything
+    assert "RuntimeError: Cannot re-initialize CUDA in forked subprocess." in result.err, (
+        result.everything
+    )
     assert "\nthis process was forked at train.py:7, after train.py:6 had used CUDA\n" in result.err

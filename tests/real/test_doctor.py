@@ -1,5 +1,6 @@
-"""`rallypoint doctor` on machines that are really so: a loopback that is down, few files, a small /dev/shm, no torch, no /proc; and between
-two machines, which are network namespaces with a cable between them."""
+"""`rallypoint doctor` on machines that are really so: a loopback that is down, few files, a small
+/dev/shm, no torch, no /proc; and between two machines, which are network namespaces with a cable
+between them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ DOCTOR = (sys.executable, "-P", "-m", "rallypoint", "doctor")
 DEADLINE = 100.0  # seconds; the job alone takes 3 on a machine that does nothing else
 
 
-def examined(*arguments: str, before: Sequence[str] = (), env: dict[str, str] | None = None) -> tuple[int, list[dict[str, Any]]]:
+def examined(
+    *arguments: str, before: Sequence[str] = (), env: dict[str, str] | None = None
+) -> tuple[int, list[dict[str, Any]]]:
     """Exit status and findings of a doctor."""
     done = subprocess.run(
         [*before, *DOCTOR, "--error-format", "json", *arguments],
@@ -59,17 +62,25 @@ def examined(*arguments: str, before: Sequence[str] = (), env: dict[str, str] | 
 
 def within(setup: str, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     """A doctor in namespaces of its own for network and mounts, after `setup`."""
-    return examined(*arguments, before=["unshare", "-nm", "bash", "-c", f'set -e; {setup}; exec "$@"', "bash"])
+    return examined(
+        *arguments, before=["unshare", "-nm", "bash", "-c", f'set -e; {setup}; exec "$@"', "bash"]
+    )
 
 
-# --- this machine ----------------------------------------------------------------------------------------------------
+# --- this machine
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.torch
 def test_the_trial_job_is_a_real_one_and_leaves_nothing(tmp_path: Path) -> None:
-    status, (job,) = examined("--only", "job", env={"DOCTOR_TEST": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)})
+    status, (job,) = examined(
+        "--only", "job", env={"DOCTOR_TEST": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    )
     assert (status, job["mark"], job["code"]) == (0, "ok", ""), job
-    assert re.fullmatch(r"2 ranks over gloo: all_reduce of one number takes .*, of 16\.0 MiB .* GB/s\); the job took .* s", job["fact"])
+    assert re.fullmatch(
+        r"2 ranks over gloo: all_reduce of one number takes .*, of 16\.0 MiB .* GB/s\); the job took .* s",
+        job["fact"],
+    )
     _until(lambda: not _marked(f"DOCTOR_TEST={tmp_path}"))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -94,8 +105,13 @@ def test_few_files() -> None:
 def test_a_loopback_that_is_down_and_the_job_that_needs_it() -> None:
     status, (loopback, job) = within("true", "--only", "loopback,job")
     assert (status, loopback["mark"], loopback["code"]) == (1, "fault", "loopback-down")
-    assert loopback["help"] == [{"sentence": "switch it on, as root", "command": "ip link set lo up"}]
-    assert (job["mark"], job["fact"]) == ("note", "left out: it needs what loopback has found broken")
+    assert loopback["help"] == [
+        {"sentence": "switch it on, as root", "command": "ip link set lo up"}
+    ]
+    assert (job["mark"], job["fact"]) == (
+        "note",
+        "left out: it needs what loopback has found broken",
+    )
 
 
 @pytest.mark.root
@@ -109,7 +125,10 @@ def test_a_small_dev_shm() -> None:
 def test_a_full_disk_and_one_that_is_read_only(tmp_path: Path) -> None:
     place = shlex.quote(str(tmp_path))
     full = f"mount -t tmpfs -o size=64k tmpfs {place}; dd if=/dev/zero of={place}/x bs=64k count=2 2>/dev/null || true"
-    for setup, problem in ((full, "No space left on device"), (f"mount -t tmpfs -o ro tmpfs {place}", "Read-only file system")):
+    for setup, problem in (
+        (full, "No space left on device"),
+        (f"mount -t tmpfs -o ro tmpfs {place}", "Read-only file system"),
+    ):
         status, found = examined(
             "--only",
             "folders",
@@ -123,7 +142,9 @@ def test_a_full_disk_and_one_that_is_read_only(tmp_path: Path) -> None:
 @pytest.mark.root
 def test_without_proc_every_check_still_has_its_line() -> None:
     _, found = within("mount -t tmpfs tmpfs /proc", "--skip", "job")
-    assert [one["check"] for one in found if one["code"] in ("internal-error", "check-overrun")] == []
+    assert [
+        one["check"] for one in found if one["code"] in ("internal-error", "check-overrun")
+    ] == []
     assert {"memory", "limits", "ports", "clock", "devices"} <= {one["check"] for one in found}
 
 
@@ -137,11 +158,19 @@ def test_without_torch(tmp_path: Path) -> None:
     program = f"import sys; sys.path.append({str(tmp_path)!r}); from rallypoint.__main__ import main; sys.exit(main())"
     arguments = ["doctor", "--error-format", "json", "--only", "versions,job"]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program, *arguments], capture_output=True, text=True, timeout=DEADLINE, check=False
+        [sys.executable, "-I", "-S", "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     versions, job, _ = [json.loads(line) for line in done.stdout.splitlines()]
-    assert (versions["mark"], versions["code"]) == (job["mark"], job["code"]) == ("note", "torch-missing")
+    assert (
+        (versions["mark"], versions["code"])
+        == (job["mark"], job["code"])
+        == ("note", "torch-missing")
+    )
     assert "torch is not installed in" in versions["fact"]
     assert (job["fact"], job["help"][0]["command"]) == (
         "left out: there is no torch, which its ranks import",
@@ -154,7 +183,9 @@ def test_ctrl_c_in_the_job_leaves_nothing(tmp_path: Path) -> None:
     marker = f"DOCTOR_TEST={tmp_path}"
     environ = {**os.environ, "DOCTOR_TEST": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
     command = [*DOCTOR, "--only", "loopback,job"]
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True) as doctor:
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as doctor:
         assert doctor.stdout is not None
         assert doctor.stdout.readline().startswith("[ok] loopback")
         _until(lambda: len(_marked(marker)) >= 4)  # the doctor, the check, the agent, its template
@@ -183,11 +214,14 @@ def _until(there: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to that")
 
 
-# --- two machines ----------------------------------------------------------------------------------------------------
+# --- two machines
+# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def listening(before: Sequence[str] = (), arguments: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+def listening(
+    before: Sequence[str] = (), arguments: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
     """A doctor that listens: the process, the port, and its first line."""
     command = [*before, *DOCTOR, "--listen", "0", *arguments, "--error-format", "json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -218,8 +252,12 @@ def test_a_way_that_is_well_is_ok_both_ways_on_both_machines() -> None:
         status, (there,) = examined("--peer", f"127.0.0.1:{port}")
         here = line(listener)
         assert (status, there["mark"], here["mark"]) == (0, "ok", "ok"), (there, here)
-        assert there["fact"].startswith(f"127.0.0.1:{port} ({socket.gethostname()}): ok both ways; round trip ")
-        assert here["fact"].startswith(f"127.0.0.1 ({socket.gethostname()}): ok both ways; round trip ")
+        assert there["fact"].startswith(
+            f"127.0.0.1:{port} ({socket.gethostname()}): ok both ways; round trip "
+        )
+        assert here["fact"].startswith(
+            f"127.0.0.1 ({socket.gethostname()}): ok both ways; round trip "
+        )
         listener.send_signal(signal.SIGINT)
         assert listener.wait(DEADLINE) == -signal.SIGINT
 
@@ -229,17 +267,23 @@ def test_both_sides_listen_within_their_ranges() -> None:
     low, high = _free_range(8)
     with listening(arguments=["--port-range", f"{low}-{low + 3}"]) as (listener, port, _):
         assert low <= port <= low + 3
-        status, (there,) = examined("--peer", f"127.0.0.1:{port}", "--port-range", f"{low + 4}-{high}")
+        status, (there,) = examined(
+            "--peer", f"127.0.0.1:{port}", "--port-range", f"{low + 4}-{high}"
+        )
         assert (status, there["mark"], line(listener)["mark"]) == (0, "ok", "ok"), there
         with contextlib.ExitStack() as stack:
             for number in range(low + 4, high + 1):
                 stack.enter_context(socket.create_server(("127.0.0.1", number)))
-            status, (there,) = examined("--peer", f"127.0.0.1:{port}", "--port-range", f"{low + 4}-{high}")
+            status, (there,) = examined(
+                "--peer", f"127.0.0.1:{port}", "--port-range", f"{low + 4}-{high}"
+            )
     assert (status, there["mark"], there["code"]) == (1, "fault", "ports-exhausted"), there
 
 
 def _free_range(count: int) -> tuple[int, int]:
-    """So many ports one after the other that nobody has. Below those that the kernel gives out: no connection takes one meanwhile."""
+    """So many ports one after the other that nobody has. Below those that the kernel gives out: no
+    connection takes one meanwhile.
+    """
     for low in random.sample(range(15000, 30000, count), 200):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for number in range(low, low + count):
@@ -282,7 +326,11 @@ def test_several_peers_each_told_apart() -> None:
         asked = [f"127.0.0.1:{refusing}", "node08.invalid:29500", f"localhost:{port}"]
         status, found = examined(*(word for one in asked for word in ("--peer", one)))
     assert status == 1
-    assert [(one["mark"], one["code"]) for one in found[:3]] == [("fault", "port-refused"), ("fault", "address-unresolved"), ("ok", "")]
+    assert [(one["mark"], one["code"]) for one in found[:3]] == [
+        ("fault", "port-refused"),
+        ("fault", "address-unresolved"),
+        ("ok", ""),
+    ]
     assert found[0]["help"][0]["command"] == f"rallypoint doctor --listen {refusing}"
     assert "ok both ways" in found[2]["fact"]
 
@@ -309,7 +357,13 @@ def polite(spoken: PeerConversation, hello: PeerHello, port: int, token: str = "
     """Everything but the bulk, as a doctor would; `port` is where the caller shall come to."""
     spoken.send(PeerHello(this_side(), port, token, "127.0.0.1"))
     while not isinstance(message := spoken.receive(DEADLINE), CallMe):
-        spoken.send(Knocked("it did not come") if isinstance(message, Knocking) else Pong(0.0) if isinstance(message, PeerPing) else Bulk())
+        spoken.send(
+            Knocked("it did not come")
+            if isinstance(message, Knocking)
+            else Pong(0.0)
+            if isinstance(message, PeerPing)
+            else Bulk()
+        )
     spoken.send(PeerCalled(peer_check.come_to("127.0.0.1", hello.port, hello.token)))
 
 
@@ -326,7 +380,9 @@ def test_one_direction_that_is_closed() -> None:
             (found,) = peer_check.run_client("127.0.0.1", port)
     name = socket.gethostname()
     assert (found.mark, found.code) == ("fault", "peer-one-way")
-    assert found.fact.endswith(f"{name} does not reach {name} at 127.0.0.1:{held_port(found.fact)}: nothing listens there")
+    assert found.fact.endswith(
+        f"{name} does not reach {name} at 127.0.0.1:{held_port(found.fact)}: nothing listens there"
+    )
 
 
 def held_port(fact: str) -> str:
@@ -349,12 +405,16 @@ def test_words_that_come_through_and_many_bytes_that_do_not() -> None:
             while not isinstance(message := spoken.receive(DEADLINE), CallMe):
                 spoken.send(Knocked() if isinstance(message, Knocking) else Pong(0.0))
             thread.join()
-            spoken.send(PeerCalled(peer_check.come_to("127.0.0.1", hello.port, hello.token)))  # and now the cable is pulled
+            spoken.send(
+                PeerCalled(peer_check.come_to("127.0.0.1", hello.port, hello.token))
+            )  # and now the cable is pulled
 
         with other_machine(talk) as port:
             (found,) = peer_check.run_client("127.0.0.1", port)
     assert (found.mark, found.code) == ("fault", "large-packets-lost")
-    assert f"127.0.0.1:{port}: single words come through, and 256.0 KiB at a time do not" in found.fact
+    assert (
+        f"127.0.0.1:{port}: single words come through, and 256.0 KiB at a time do not" in found.fact
+    )
 
 
 def test_another_version_of_the_protocol_and_an_end_in_the_middle() -> None:
@@ -375,15 +435,29 @@ def test_another_version_of_the_protocol_and_an_end_in_the_middle() -> None:
 
 def _has_link(machine: Sequence[str], name: str) -> bool:
     """The kernel tells of it some time after both ends are up."""
-    return " UP " in subprocess.run([*machine, "ip", "-brief", "link", "show", name], capture_output=True, text=True, check=True).stdout
+    return (
+        " UP "
+        in subprocess.run(
+            [*machine, "ip", "-brief", "link", "show", name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
 
 
 @contextmanager
 def two_machines() -> Iterator[tuple[list[str], list[str]]]:
-    """Two network namespaces with a cable between them, 10.77.0.1 and 10.77.0.2, each with a name: how a command is started in each."""
+    """Two network namespaces with a cable between them, 10.77.0.1 and 10.77.0.2, each with a name:
+    how a command is started in each.
+    """
     start = "ip link set lo up; echo ready; exec sleep 1000"
     machines = [
-        subprocess.Popen(["unshare", "-nu", "sh", "-c", f"hostname {name}; {start}"], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            ["unshare", "-nu", "sh", "-c", f"hostname {name}; {start}"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for name in ("node07", "node08")
     ]
     try:
@@ -391,10 +465,36 @@ def two_machines() -> Iterator[tuple[list[str], list[str]]]:
             assert one.stdout is not None
             assert one.stdout.readline() == "ready\n"
         here, there = (["nsenter", "-t", str(one.pid), "-n", "-u"] for one in machines)
-        subprocess.run([*here, "ip", "link", "add", "a0", "type", "veth", "peer", "name", "b0", "netns", str(machines[1].pid)], check=True)
+        subprocess.run(
+            [
+                *here,
+                "ip",
+                "link",
+                "add",
+                "a0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "b0",
+                "netns",
+                str(machines[1].pid),
+            ],
+            check=True,
+        )
         for machine, name, address in ((here, "a0", "10.77.0.1/24"), (there, "b0", "10.77.0.2/24")):
-            subprocess.run([*machine, "sh", "-c", f"ip address add {address} dev {name} && ip link set {name} up"], check=True)
-        _until(lambda: all(_has_link(machine, name) for machine, name in ((here, "a0"), (there, "b0"))))
+            subprocess.run(
+                [
+                    *machine,
+                    "sh",
+                    "-c",
+                    f"ip address add {address} dev {name} && ip link set {name} up",
+                ],
+                check=True,
+            )
+        _until(
+            lambda: all(_has_link(machine, name) for machine, name in ((here, "a0"), (there, "b0")))
+        )
         yield here, there
     finally:
         for one in machines:
@@ -410,11 +510,22 @@ def test_two_machines_with_a_cable_between_them() -> None:
         assert (status, well["mark"]) == (0, "ok"), well
         assert well["fact"].startswith(f"10.77.0.2:{port} (node08): ok both ways; round trip ")
         assert "in packets of up to 1448 bytes" in well["fact"]
-        assert [(one["code"], "node08, by which that machine knows itself, has no address here" in one["fact"]) for one in notes] == [
-            ("address-unresolved", True)
-        ]
+        assert [
+            (
+                one["code"],
+                "node08, by which that machine knows itself, has no address here" in one["fact"],
+            )
+            for one in notes
+        ] == [("address-unresolved", True)]
         seen = line(listener)
-        assert (seen["mark"], seen["fact"].startswith("10.77.0.1 (node07): ok both ways")) == ("ok", True)
+        assert (seen["mark"], seen["fact"].startswith("10.77.0.1 (node07): ok both ways")) == (
+            "ok",
+            True,
+        )
         subprocess.run([*here, "ip", "route", "add", "unreachable", "10.77.0.2/32"], check=True)
         status, (cut,) = examined("--peer", f"10.77.0.2:{port}", before=here)
-        assert (status, cut["code"], cut["fact"]) == (1, "address-unreachable", f"10.77.0.2:{port}: No route to host")
+        assert (status, cut["code"], cut["fact"]) == (
+            1,
+            "address-unreachable",
+            f"10.77.0.2:{port}: No route to host",
+        )

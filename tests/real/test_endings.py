@@ -19,21 +19,28 @@ def left(folder: Path) -> dict[str, str]:
     """What the programs have left, by file; without what differs from process to process."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pyc")
     return {
-        str(path.relative_to(folder)): re.sub(r"(?m) at 0x[0-9a-f]+|^(?:USDT|ERROR):.*\n", "", path.read_text()).replace(
-            str(folder), "FOLDER"
-        )
+        str(path.relative_to(folder)): re.sub(
+            r"(?m) at 0x[0-9a-f]+|^(?:USDT|ERROR):.*\n", "", path.read_text()
+        ).replace(str(folder), "FOLDER")
         for path in files
     }
 
 
 def test_a_rank_ends_as_a_program_does(run: Run, tmp_path: Path) -> None:
-    """Each rank spent 0.27 s of processor time on taking apart what the template had imported. That is left out now; all else that happens
-    at the end of a program happens still: exit status, finalizers, handlers, files, C's streams."""
+    """Each rank spent 0.27 s of processor time on taking apart what the template had imported. That
+    is left out now; all else that happens at the end of a program happens still: exit status,
+    finalizers, handlers, files, C's streams."""
     alone, rank = tmp_path / "alone", tmp_path / "rank"
     alone.mkdir()
     rank.mkdir()
     given = environment(tmp_path, "alone", {})
-    subprocess.run([sys.executable, "-u", ENDINGS, alone], check=True, stdin=subprocess.DEVNULL, env=given, timeout=DEADLINE)
+    subprocess.run(
+        [sys.executable, "-u", ENDINGS, alone],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        env=given,
+        timeout=DEADLINE,
+    )
     result = run("-n", "1", ENDINGS, rank)
     assert (result.rc, result.out, result.err) == (0, "", ""), result.everything
     assert left(rank) == left(alone)
@@ -41,8 +48,13 @@ def test_a_rank_ends_as_a_program_does(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_the_templates_modules_are_left_to_the_kernel(run: Run, write: Write) -> None:
-    """A finalizer of a module that the template has imported would run if the interpreter took that module apart."""
-    write("shared/pkg-packages/held.py", "class Held:\n    def __del__(self): print('taken apart')\nheld = Held()\n")
+    """A finalizer of a module that the template has imported would run if the interpreter took that
+    module apart.
+    """
+    write(
+        "shared/pkg-packages/held.py",
+        "class Held:\n    def __del__(self): print('taken apart')\nheld = Held()\n",
+    )
     write("own.py", "class Own:\n    def __del__(self): print('own taken apart')\n")
     program = write("train.py", "import held, own\nown.own = own.Own()\n")
     folder = program.parent / "shared" / "pkg-packages"
@@ -52,7 +64,9 @@ def test_the_templates_modules_are_left_to_the_kernel(run: Run, write: Write) ->
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_profilers_end_is_the_interpreters(run: Run, write: Write) -> None:
-    """`-m cProfile` writes its table, and a library that came by LD_PRELOAD may have handlers older than the fork."""
+    """`-m cProfile` writes its table, and a library that came by LD_PRELOAD may have handlers older
+    than the fork.
+    """
     program = write("train.py", "print('trained')\n")
     result = run("-n", "1", "-m", "cProfile", program)
     assert result.rc == 0, result.everything

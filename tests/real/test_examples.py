@@ -16,8 +16,16 @@ DEADLINE = 100.0  # seconds
 
 
 def test_counting_together() -> None:
-    """Plain multiprocessing: the store is an argument, and none of 4 x 250 changes is lost, neither of add's nor of update's."""
-    done = subprocess.run([sys.executable, EXAMPLES / "store_counter.py"], capture_output=True, text=True, timeout=DEADLINE, check=False)
+    """Plain multiprocessing: the store is an argument, and none of 4 x 250 changes is lost, neither
+    of add's nor of update's.
+    """
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "store_counter.py"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "total 1000, by worker {0: 250, 1: 250, 2: 250, 3: 250}\n"
 
@@ -33,7 +41,9 @@ def test_one_list_of_settings_for_all_ranks(run: Run) -> None:
     assert best, result.everything
     assert 0.001 <= float(best[1]) <= 1.0, result.everything
     assert float(best[2]) > 0.85, result.everything
-    assert {line.split()[1] for line in told[:-1]} == {f"{10**e:g}" for e in (-4, -3.5, -3, -2.5, -2, -1.5, -1, -0.5, 0, 0.5)}
+    assert {line.split()[1] for line in told[:-1]} == {
+        f"{10**e:g}" for e in (-4, -3.5, -3, -2.5, -2, -1.5, -1, -0.5, 0, 0.5)
+    }
 
 
 @pytest.mark.torch
@@ -49,5 +59,7 @@ def test_a_tester_beside_the_trainer(run: Run) -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(
+        path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py")
+    )
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tests] == []

@@ -22,14 +22,24 @@ DEADLINE = 100.0
 
 def blocks(page: str, heading: str) -> list[str]:
     """The code blocks of a guide whose first line is this comment."""
-    found = re.findall(r"```python\n(.*?)```", (GUIDES / page).read_text(encoding="utf-8"), re.DOTALL)
+    found = re.findall(
+        r"```python\n(.*?)```", (GUIDES / page).read_text(encoding="utf-8"), re.DOTALL
+    )
     assert all(one.startswith("# ") for one in found), f"every block of {page} says what it is"
     return [one for one in found if one.startswith(f"# {heading}\n")]
 
 
 def run(folder: Path, *command: str) -> str:
     environ = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -47,13 +57,22 @@ def test_from_mp_spawn(tmp_path: Path) -> None:
 def test_from_torchrun(tmp_path: Path) -> None:
     (script,) = blocks("from-torchrun.md", "train.py")
     (tmp_path / "train.py").write_text(script)
-    commands = re.findall(r"^    ((?:torchrun|rallypoint) .*)$", (GUIDES / "from-torchrun.md").read_text(encoding="utf-8"), re.MULTILINE)
+    commands = re.findall(
+        r"^    ((?:torchrun|rallypoint) .*)$",
+        (GUIDES / "from-torchrun.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert len(commands) == 3
     for command in commands:
         name, *arguments = shlex.split(command)
         module = {"torchrun": "torch.distributed.run", "rallypoint": "rallypoint"}[name]
-        said = run(tmp_path, sys.executable, "-m", module, *arguments)  # torchrun's ranks write into each other's lines
-        assert sorted(re.findall(r"rank \d of 2: 2", said)) == ["rank 0 of 2: 2", "rank 1 of 2: 2"], command
+        said = run(
+            tmp_path, sys.executable, "-m", module, *arguments
+        )  # torchrun's ranks write into each other's lines
+        assert sorted(re.findall(r"rank \d of 2: 2", said)) == [
+            "rank 0 of 2: 2",
+            "rank 1 of 2: 2",
+        ], command
     (after,) = blocks("from-torchrun.md", "after, from Python")
     assert program(tmp_path, after) == "[2.0, 2.0]\n"
 
@@ -67,7 +86,9 @@ def test_in_a_notebook(tmp_path: Path) -> None:
 
 
 def test_in_asyncio(tmp_path: Path) -> None:
-    assert program(tmp_path, "\n".join(blocks("in-asyncio.md", "in an event loop"))) == "8 yes 0.1\n"
+    assert (
+        program(tmp_path, "\n".join(blocks("in-asyncio.md", "in an event loop"))) == "8 yes 0.1\n"
+    )
 
 
 def test_the_reference(tmp_path: Path) -> None:
@@ -77,8 +98,17 @@ def test_the_reference(tmp_path: Path) -> None:
 
 def test_the_reference_has_the_signature_and_every_argument() -> None:
     text = (GUIDES.parent / "reference" / "launch.md").read_text(encoding="utf-8")
-    line = " ".join(next(block for block in re.findall(r"((?:^    .*\n)+)", text, re.MULTILINE) if "launch(fn" in block).split())
-    parameters = [one.replace(annotation=one.empty) for one in inspect.signature(rallypoint.launch).parameters.values()]
+    line = " ".join(
+        next(
+            block
+            for block in re.findall(r"((?:^    .*\n)+)", text, re.MULTILINE)
+            if "launch(fn" in block
+        ).split()
+    )
+    parameters = [
+        one.replace(annotation=one.empty)
+        for one in inspect.signature(rallypoint.launch).parameters.values()
+    ]
     assert line.replace('"', "'") == f"launch{inspect.Signature(parameters)}"
     assert all(f"`{one.name}`" in text for one in parameters)
 
@@ -88,7 +118,16 @@ def test_in_tests(tmp_path: Path) -> None:
     assert len(tests) == 3
     for number, text in enumerate(tests):
         (tmp_path / f"test_{number}.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+    ]
     plugin = ["-p", "rallypoint.testing.pytest_plugin"] if not _installed() else []
     assert "3 passed" in run(tmp_path, *command, *plugin)
 
@@ -96,4 +135,7 @@ def test_in_tests(tmp_path: Path) -> None:
 def _installed() -> bool:
     from importlib.metadata import entry_points
 
-    return any(point.value == "rallypoint.testing.pytest_plugin" for point in entry_points(group="pytest11"))
+    return any(
+        point.value == "rallypoint.testing.pytest_plugin"
+        for point in entry_points(group="pytest11")
+    )

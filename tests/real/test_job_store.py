@@ -1,4 +1,6 @@
-"""The store of a real job: who has its secret, what it costs when nobody asks, and that nothing of it is left."""
+"""The store of a real job: who has its secret, what it costs when nobody asks, and that nothing of
+it is left.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from .test_supervision import helper, said
 
 pytestmark = pytest.mark.torch
 
-WAYS = pytest.mark.parametrize("way", [(), ("--fresh",), ("--plain",)], ids=["template", "fresh", "plain"])
+WAYS = pytest.mark.parametrize(
+    "way", [(), ("--fresh",), ("--plain",)], ids=["template", "fresh", "plain"]
+)
 
 WHERE = """
 import json, os
@@ -47,7 +51,9 @@ def places() -> Iterator[Path]:
 
 @pytest.mark.usefixtures("without_torch")
 @WAYS
-def test_every_rank_has_it_and_what_it_forks_and_no_other_program(run: Run, write: Write, places: Path, way: tuple[str, ...]) -> None:
+def test_every_rank_has_it_and_what_it_forks_and_no_other_program(
+    run: Run, write: Write, places: Path, way: tuple[str, ...]
+) -> None:
     write("where.py", WHERE)
     program = write(
         "train.py",
@@ -68,7 +74,13 @@ def test_every_rank_has_it_and_what_it_forks_and_no_other_program(run: Run, writ
         "    print(json.dumps({'mine': where(), 'forked': ask('fork'), 'spawned': ask('spawn'), 'executed': executed,\n"
         "          'store': os.environ['RALLYPOINT_STORE'], 'file': os.environ.get('RALLYPOINT_SECRET_FILE')}), flush=True)\n",
     )
-    result = run("-n", "2", *way, program, env={"XDG_RUNTIME_DIR": str(places), "RALLYPOINT_SECRET_FILE": "/of/another/store"})
+    result = run(
+        "-n",
+        "2",
+        *way,
+        program,
+        env={"XDG_RUNTIME_DIR": str(places), "RALLYPOINT_SECRET_FILE": "/of/another/store"},
+    )
     assert result.rc == 0, result.everything
     ranks = result.values()
     assert len({one["mine"]["secret"] for one in ranks}) == 1
@@ -76,16 +88,26 @@ def test_every_rank_has_it_and_what_it_forks_and_no_other_program(run: Run, writ
         assert one["store"] == one["mine"]["address"]
         assert one["store"].startswith(f"unix://{places}/rallypoint-")
         assert one["file"] is None
-        assert (one["mine"]["rank"], one["mine"]["own"], len(one["mine"]["secret"])) == (number, True, 64)
+        assert (one["mine"]["rank"], one["mine"]["own"], len(one["mine"]["secret"])) == (
+            number,
+            True,
+            64,
+        )
         assert one["forked"] == one["mine"]
         for other in ("spawned", "executed"):
             assert one[other]["code"] == "no-store"
-            assert one[other]["headline"] == "this process has no secret for the store that RALLYPOINT_STORE names"
+            assert (
+                one[other]["headline"]
+                == "this process has no secret for the store that RALLYPOINT_STORE names"
+            )
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_program_of_no_python_has_none(run: Run, write: Write) -> None:
-    program = write("train.py", WHERE + "print(json.dumps({**where(), 'store': os.environ.get('RALLYPOINT_STORE')}))")
+    program = write(
+        "train.py",
+        WHERE + "print(json.dumps({**where(), 'store': os.environ.get('RALLYPOINT_STORE')}))",
+    )
     result = run("--no-python", sys.executable, program)
     assert result.rc == 0, result.everything
     found = json.loads(result.out)
@@ -101,7 +123,12 @@ def test_a_restart_has_another(run: Run, write: Write, places: Path) -> None:
         "open(f'{os.environ[\"FOUND\"]}/{attempt}', 'w').write(json.dumps(where()))\n"
         "raise SystemExit(attempt == '0')\n",
     )
-    result = run("--max-restarts", "1", program, env={"XDG_RUNTIME_DIR": str(places), "FOUND": str(program.parent)})
+    result = run(
+        "--max-restarts",
+        "1",
+        program,
+        env={"XDG_RUNTIME_DIR": str(places), "FOUND": str(program.parent)},
+    )
     assert result.rc == 0, result.everything
     first, second = (json.loads((program.parent / attempt).read_text()) for attempt in "01")
     assert first["address"] != second["address"]
@@ -109,8 +136,13 @@ def test_a_restart_has_another(run: Run, write: Write, places: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_job_without_a_place_for_a_socket_goes_on_and_says_why_when_it_is_asked(tmp_path: Path, write: Write) -> None:
-    program = write("train.py", WHERE + "print(json.dumps({**where(), 'store': os.environ.get('RALLYPOINT_STORE')}))")
+def test_a_job_without_a_place_for_a_socket_goes_on_and_says_why_when_it_is_asked(
+    tmp_path: Path, write: Write
+) -> None:
+    program = write(
+        "train.py",
+        WHERE + "print(json.dumps({**where(), 'store': os.environ.get('RALLYPOINT_STORE')}))",
+    )
     nowhere = (
         "import sys\nfrom rallypoint.host import unix_sockets as sockets\nfrom rallypoint.cli.main import main\n"
         "sockets._places = lambda: [('/proc/nowhere', '/tmp')]\nsys.exit(main(['run', *sys.argv[1:]]))"
@@ -120,7 +152,9 @@ def test_a_job_without_a_place_for_a_socket_goes_on_and_says_why_when_it_is_aske
     assert json.loads(result.out) == {
         "code": "no-store",
         "headline": "this job has no store",
-        "why": ["there is no folder here in which a Unix socket can be made; /tmp: No such file or directory"],
+        "why": [
+            "there is no folder here in which a Unix socket can be made; /tmp: No such file or directory"
+        ],
         "store": None,
     }
 
@@ -162,7 +196,10 @@ def test_the_secret_is_in_no_environment_no_command_line_and_not_in_the_template
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "secret ", 2)
-        logs = [log.read_text() for log in sorted((tmp_path / "rallypoint" / "runs").glob("*-*/rank*.log"))]
+        logs = [
+            log.read_text()
+            for log in sorted((tmp_path / "rallypoint" / "runs").glob("*-*/rank*.log"))
+        ]
         secret = bytes.fromhex(logs[0].split()[-2])
         ranks = [int(log.split()[-1]) for log in logs]
         template = helper(tmp_path, "template", process.pid)
@@ -171,23 +208,39 @@ def test_the_secret_is_in_no_environment_no_command_line_and_not_in_the_template
                 text = Path(f"/proc/{pid}/{file}").read_bytes()
                 found[f"{file} of {pid}"] = secret in text or secret.hex().encode() in text
         found["the template"] = memory_has(template, secret)
-        found["ranks"] = not all(memory_has(rank, secret) for rank in ranks)  # where it must be found: they keep it
+        found["ranks"] = not all(
+            memory_has(rank, secret) for rank in ranks
+        )  # where it must be found: they keep it
         go.touch()
 
-    result = run_job(["-n", "2", *way, program], state=tmp_path, act=act, env={"XDG_RUNTIME_DIR": str(places), "GO": str(go)})
+    result = run_job(
+        ["-n", "2", *way, program],
+        state=tmp_path,
+        act=act,
+        env={"XDG_RUNTIME_DIR": str(places), "GO": str(go)},
+    )
     assert result.rc == 0, result.everything
     assert len(found) == 12
     assert {name for name, wrong in found.items() if wrong} == set()
-    assert not any(event["what"] == "store-serves" for event in result.events), "nobody has asked for anything"
+    assert not any(event["what"] == "store-serves" for event in result.events), (
+        "nobody has asked for anything"
+    )
 
 
 # --- nothing is left
 
 
 @pytest.mark.usefixtures("without_torch")
-@pytest.mark.parametrize("victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join)
-def test_its_folder_is_gone_with_the_job(tmp_path: Path, write: Write, places: Path, victims: tuple[str, ...]) -> None:
-    program = write("train.py", "import os, time\nprint('is up', os.environ['RALLYPOINT_STORE'], flush=True)\ntime.sleep(1000)\n")
+@pytest.mark.parametrize(
+    "victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join
+)
+def test_its_folder_is_gone_with_the_job(
+    tmp_path: Path, write: Write, places: Path, victims: tuple[str, ...]
+) -> None:
+    program = write(
+        "train.py",
+        "import os, time\nprint('is up', os.environ['RALLYPOINT_STORE'], flush=True)\ntime.sleep(1000)\n",
+    )
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
@@ -202,7 +255,9 @@ def test_its_folder_is_gone_with_the_job(tmp_path: Path, write: Write, places: P
 @pytest.mark.usefixtures("without_torch")
 def test_what_the_next_job_finds_it_sweeps(tmp_path: Path, write: Write, places: Path) -> None:
     """Launcher and guard are killed at once."""
-    program = write("train.py", "import sys, time\nprint('is up', flush=True)\ntime.sleep(float(sys.argv[1]))\n")
+    program = write(
+        "train.py", "import sys, time\nprint('is up', flush=True)\ntime.sleep(float(sys.argv[1]))\n"
+    )
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path / "first", process, "is up", 2)
@@ -210,14 +265,23 @@ def test_what_the_next_job_finds_it_sweeps(tmp_path: Path, write: Write, places:
         for pid in (guard, process.pid):
             os.kill(pid, signal.SIGKILL)
 
-    run_job(["-n", "2", program, "1000"], state=tmp_path / "first", act=act, env={"XDG_RUNTIME_DIR": str(places)})
+    run_job(
+        ["-n", "2", program, "1000"],
+        state=tmp_path / "first",
+        act=act,
+        env={"XDG_RUNTIME_DIR": str(places)},
+    )
     assert len(list(places.iterdir())) == 2  # the store's, and the launcher's door
-    result = run_job([program, "0"], state=tmp_path / "second", env={"XDG_RUNTIME_DIR": str(places)})
+    result = run_job(
+        [program, "0"], state=tmp_path / "second", env={"XDG_RUNTIME_DIR": str(places)}
+    )
     assert result.rc == 0, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(tmp_path: Path, write: Write, places: Path) -> None:
+def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(
+    tmp_path: Path, write: Write, places: Path
+) -> None:
     program = write(
         "train.py",
         "import os, socket\n"
@@ -230,7 +294,12 @@ def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(tmp_path: Pat
         "import sys\nfrom rallypoint.launcher.agent.job_store import JobStore\nfrom rallypoint.cli.main import main\n"
         "def serve(*_): raise RuntimeError(\"can't start new thread\")\nJobStore.serve = serve\nsys.exit(main(['run', *sys.argv[1:]]))"
     )
-    result = run_job([program], state=tmp_path, launcher=(sys.executable, "-P", "-c", faulty), env={"XDG_RUNTIME_DIR": str(places)})
+    result = run_job(
+        [program],
+        state=tmp_path,
+        launcher=(sys.executable, "-P", "-c", faulty),
+        env={"XDG_RUNTIME_DIR": str(places)},
+    )
     assert (result.rc, result.out) == (0, "reset\n"), result.everything
     assert "rallypoint: the job's store cannot be served: can't start new thread\n" in result.err
 
@@ -239,7 +308,9 @@ def test_a_store_that_cannot_be_served_is_said_and_the_job_goes_on(tmp_path: Pat
 
 
 @WAYS
-def test_four_ranks_their_children_and_their_data_loaders_use_one_store(run: Run, write: Write, places: Path, way: tuple[str, ...]) -> None:
+def test_four_ranks_their_children_and_their_data_loaders_use_one_store(
+    run: Run, write: Write, places: Path, way: tuple[str, ...]
+) -> None:
     program = write(
         "train.py",
         "import json, os, torch, rallypoint\n"
@@ -273,12 +344,16 @@ def test_four_ranks_their_children_and_their_data_loaders_use_one_store(run: Run
     host = os.uname().nodename
     for one in ranks:
         assert (one["same"], one["status"], one["samples"], one["sums"]) == (True, 0, 3, [4, 8, 12])
-        assert one["who"] == [f"rank {rank} (pid {other['pid']} on {host})" for rank, other in enumerate(ranks)]
+        assert one["who"] == [
+            f"rank {rank} (pid {other['pid']} on {host})" for rank, other in enumerate(ranks)
+        ]
     assert [event["what"] for event in result.events].count("store-serves") == 1
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_what_was_stored_before_a_restart_is_not_found_after_it(run: Run, write: Write, places: Path) -> None:
+def test_what_was_stored_before_a_restart_is_not_found_after_it(
+    run: Run, write: Write, places: Path
+) -> None:
     program = write(
         "train.py",
         "import os, rallypoint\n"
@@ -294,7 +369,9 @@ def test_what_was_stored_before_a_restart_is_not_found_after_it(run: Run, write:
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_store_goes_on_working_in_a_spawned_process_and_connect_there_says_how(run: Run, write: Write, places: Path) -> None:
+def test_a_store_goes_on_working_in_a_spawned_process_and_connect_there_says_how(
+    run: Run, write: Write, places: Path
+) -> None:
     program = write(
         "train.py",
         "import multiprocessing as mp, rallypoint\n"
@@ -310,49 +387,79 @@ def test_a_store_goes_on_working_in_a_spawned_process_and_connect_there_says_how
         "    print(child.exitcode, store['n'], *store['error'])\n",
     )
     result = run(program, env={"XDG_RUNTIME_DIR": str(places)})
-    assert (result.rc, result.out) == (0, "0 2 no-store multiprocessing.Process(target=work, args=(store,))\n"), result.everything
+    assert (result.rc, result.out) == (
+        0,
+        "0 2 no-store multiprocessing.Process(target=work, args=(store,))\n",
+    ), result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_store_that_was_exported_is_not_the_jobs_and_one_line_says_so(run: Run, write: Write, places: Path) -> None:
+def test_a_store_that_was_exported_is_not_the_jobs_and_one_line_says_so(
+    run: Run, write: Write, places: Path
+) -> None:
     program = write("train.py", "import rallypoint\nprint(rallypoint.connect().address)\n")
-    exported = {"XDG_RUNTIME_DIR": str(places), "RALLYPOINT_STORE": "tcp://127.0.0.1:29500", "RALLYPOINT_SECRET_FILE": "secret"}
+    exported = {
+        "XDG_RUNTIME_DIR": str(places),
+        "RALLYPOINT_STORE": "tcp://127.0.0.1:29500",
+        "RALLYPOINT_SECRET_FILE": "secret",
+    }
     result = run(program, env=exported)
     assert (result.rc, result.out.startswith(f"unix://{places}/")) == (0, True), result.everything
-    assert re.fullmatch(r"rallypoint: RALLYPOINT_STORE is not used: a job has its own store; .*\n", result.err), result.everything
+    assert re.fullmatch(
+        r"rallypoint: RALLYPOINT_STORE is not used: a job has its own store; .*\n", result.err
+    ), result.everything
     assert run("--quiet", program, env=exported).err == ""
 
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("victim", ["launcher", "job"])
-def test_a_store_in_use_takes_no_signal_and_leaves_nothing(tmp_path: Path, write: Write, places: Path, victim: str) -> None:
+def test_a_store_in_use_takes_no_signal_and_leaves_nothing(
+    tmp_path: Path, write: Write, places: Path, victim: str
+) -> None:
     """A rank waits in the store when the launcher is killed, or told to stop."""
     program = write(
-        "train.py", "import rallypoint\nstore = rallypoint.connect()\nprint('is up', store.add('n'), flush=True)\nstore.wait('never')\n"
+        "train.py",
+        "import rallypoint\nstore = rallypoint.connect()\nprint('is up', store.add('n'), flush=True)\nstore.wait('never')\n",
     )
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
-        blocked = [blocked_signals(process.pid, int(thread)) for thread in os.listdir(f"/proc/{process.pid}/task")]
-        everything = {int(number) for number in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP}
+        blocked = [
+            blocked_signals(process.pid, int(thread))
+            for thread in os.listdir(f"/proc/{process.pid}/task")
+        ]
+        everything = {int(number) for number in signal.valid_signals()} - {
+            signal.SIGKILL,
+            signal.SIGSTOP,
+        }
         assert any(everything <= of_one for of_one in blocked), "the thread that serves"
-        assert not {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD} & blocked_signals(process.pid, process.pid), "the loop"
+        assert not {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD} & blocked_signals(
+            process.pid, process.pid
+        ), "the loop"
         os.kill(process.pid, signal.SIGKILL if victim == "launcher" else signal.SIGTERM)
 
-    result = run_job(["-n", "2", program], state=tmp_path, act=act, env={"XDG_RUNTIME_DIR": str(places)})
-    assert result.rc == (-signal.SIGKILL if victim == "launcher" else 128 + signal.SIGTERM), result.everything
+    result = run_job(
+        ["-n", "2", program], state=tmp_path, act=act, env={"XDG_RUNTIME_DIR": str(places)}
+    )
+    assert result.rc == (-signal.SIGKILL if victim == "launcher" else 128 + signal.SIGTERM), (
+        result.everything
+    )
     assert list(places.iterdir()) == []
 
 
 def blocked_signals(pid: int, thread: int) -> set[int]:
     """By number; glibc's own two, which nobody can block, are left out."""
     status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
-    mask = int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
+    mask = int(
+        next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16
+    )
     return {number for number in range(1, 65) if mask & (1 << (number - 1))}
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_daemon_thread_that_waits_in_the_store_is_silent_at_the_end_of_its_rank(run: Run, write: Write, places: Path) -> None:
+def test_a_daemon_thread_that_waits_in_the_store_is_silent_at_the_end_of_its_rank(
+    run: Run, write: Write, places: Path
+) -> None:
     """A healthy job printed tracebacks of StoreClosed at its end, woven into each other."""
     program = write(
         "train.py",

@@ -28,13 +28,17 @@ def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     """Run a program as a user would, from a file without `if __name__ == "__main__"`."""
     path = folder / "program.py"
     path.write_text(textwrap.dedent(text))
-    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, cwd=folder)
+    return subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=100, cwd=folder
+    )
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_function_that_was_typed_behind_c_has_a_place() -> None:
     program = "import rallypoint\ndef f():\n    raise ValueError('bad')\nrallypoint.launch(f)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
     assert "rank-raised]: rank 0 raised ValueError: bad" in done.stderr
     assert "where  <string>:3 in f, pid " in done.stderr
     assert 'File "<string>", line 3, in f' in done.stderr
@@ -42,15 +46,23 @@ def test_a_function_that_was_typed_behind_c_has_a_place() -> None:
 
 def test_results_come_by_rank_and_the_environment_is_torchruns() -> None:
     def who() -> tuple[str, ...]:
-        return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        return tuple(
+            os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
 
-    assert rallypoint.launch(who, nproc=3) == [(str(rank), str(rank), "3", "3") for rank in range(3)]
+    assert rallypoint.launch(who, nproc=3) == [
+        (str(rank), str(rank), "3", "3") for rank in range(3)
+    ]
 
 
 def test_arguments_lambdas_and_closures() -> None:
     factor = 3
     assert rallypoint.launch(lambda x, *, y: (x + y) * factor, (1,), {"y": 2}) == [9]
-    assert rallypoint.launch(lambda rank, x: rank * x, (10,), nproc=3, pass_rank=True) == [0, 10, 20]
+    assert rallypoint.launch(lambda rank, x: rank * x, (10,), nproc=3, pass_rank=True) == [
+        0,
+        10,
+        20,
+    ]
 
 
 def test_the_process_group_is_open_and_closed_after_it() -> None:
@@ -146,7 +158,10 @@ def test_who_fails_because_another_did_is_no_member() -> None:
 
     with pytest.raises(WorkerError) as caught:
         rallypoint.launch(meets, nproc=3, pass_rank=True, backend="gloo", on_failure="continue")
-    assert (caught.value.ranks, [type(member) for member in caught.value.exceptions]) == ((1,), [KeyError])
+    assert (caught.value.ranks, [type(member) for member in caught.value.exceptions]) == (
+        (1,),
+        [KeyError],
+    )
     assert "rank 1 raised KeyError" in str(caught.value)
     assert "cause-unknown" not in str(caught.value)
 
@@ -216,7 +231,9 @@ def test_restarts_run_all_ranks_again(tmp_path: Path) -> None:
             raise RuntimeError("the first time")
         return attempt
 
-    assert rallypoint.launch(once_bad, (str(tmp_path),), nproc=2, pass_rank=True, max_restarts=1) == [1, 1]
+    assert rallypoint.launch(
+        once_bad, (str(tmp_path),), nproc=2, pass_rank=True, max_restarts=1
+    ) == [1, 1]
     assert (tmp_path / "seen").exists()
 
 
@@ -242,7 +259,9 @@ def test_large_results_come_back() -> None:
 def test_an_exception_whose_class_exists_only_there() -> None:
     def fails() -> None:
         class Odd(Exception):
-            def __init__(self, a: int, b: int) -> None:  # its args do not fit: it cannot be built again
+            def __init__(
+                self, a: int, b: int
+            ) -> None:  # its args do not fit: it cannot be built again
                 super().__init__(f"{a}+{b}")
 
         raise Odd(1, 2)
@@ -266,7 +285,9 @@ def test_what_cannot_be_returned_is_named() -> None:
 def test_it_works_in_a_thread_beside_an_event_loop() -> None:
     async def main() -> list[int]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, lambda: rallypoint.launch(lambda rank: rank, nproc=2, pass_rank=True))
+        return await loop.run_in_executor(
+            None, lambda: rallypoint.launch(lambda rank: rank, nproc=2, pass_rank=True)
+        )
 
     assert asyncio.run(main()) == [0, 1]
 
@@ -286,7 +307,9 @@ def test_two_threads_launch_at_once() -> None:
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_script_needs_no_main_guard_and_a_child_forked_by_the_caller_can_launch(tmp_path: Path) -> None:
+def test_a_script_needs_no_main_guard_and_a_child_forked_by_the_caller_can_launch(
+    tmp_path: Path,
+) -> None:
     done = script(
         tmp_path,
         """
@@ -328,7 +351,12 @@ def test_ctrl_c_stops_all_and_raises_once(tmp_path: Path) -> None:
         )
     )
     program = subprocess.Popen(
-        [sys.executable, "-u", str(path)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-u", str(path)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert program.stdout is not None
     assert sorted(program.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
@@ -470,8 +498,12 @@ def test_a_killed_agent_is_said_and_the_next_launch_works(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_killed_agent_is_seen_though_a_forked_child_has_its_end_of_the_line(tmp_path: Path) -> None:
-    """A thread that forked while another one started the agent gave its child both ends: `launch` waited for ever."""
+def test_a_killed_agent_is_seen_though_a_forked_child_has_its_end_of_the_line(
+    tmp_path: Path,
+) -> None:
+    """A thread that forked while another one started the agent gave its child both ends: `launch`
+    waited for ever.
+    """
     done = script(
         tmp_path,
         """

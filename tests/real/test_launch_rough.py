@@ -1,4 +1,6 @@
-"""`rallypoint.launch` where things go wrong around it: interrupts, forks, stopped helpers, odd surroundings, calls after bad calls."""
+"""`rallypoint.launch` where things go wrong around it: interrupts, forks, stopped helpers, odd
+surroundings, calls after bad calls.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,14 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("without_torch")
 
 
 def script(folder: Path, text: str, *, preamble: str = "") -> str:
-    """Run a program as a user would; what it said on stdout. Fails with its stderr when it does not end well."""
+    """Run a program as a user would; what it said on stdout. Fails with its stderr when it does not
+    end well.
+    """
     path = folder / "program.py"
     path.write_text(preamble + textwrap.dedent(text))
-    done = subprocess.run([sys.executable, "-u", str(path)], capture_output=True, text=True, timeout=100, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-u", str(path)], capture_output=True, text=True, timeout=100, cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -44,7 +50,9 @@ def test_timeout_holds_over_restarts(tmp_path: Path) -> None:
     assert said == "launch-timeout\n"
 
 
-def test_a_call_that_was_over_before_the_template_was_ready_leaves_a_good_one(tmp_path: Path) -> None:
+def test_a_call_that_was_over_before_the_template_was_ready_leaves_a_good_one(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\n")
     said = script(
         tmp_path,
@@ -75,7 +83,9 @@ def test_a_call_that_was_over_before_the_template_was_ready_leaves_a_good_one(tm
 
 
 def test_a_call_that_cannot_be_made_imports_nothing_of_the_users(tmp_path: Path) -> None:
-    """The template starts with the call, and what is wrong with that is found while torch is imported: the next call has it warm."""
+    """The template starts with the call, and what is wrong with that is found while torch is
+    imported: the next call has it warm.
+    """
     (tmp_path / "mine.py").write_text("print('imported', flush=True)\n")
     said = script(
         tmp_path,
@@ -251,7 +261,10 @@ def test_a_caller_without_standard_descriptors(tmp_path: Path) -> None:
         print(rallypoint.launch(work))
         """,
     )
-    assert sorted((tmp_path / "said").read_text().splitlines()) == ["[3]"] * 2 + ["one"] * 2 + ["two"] * 2
+    assert (
+        sorted((tmp_path / "said").read_text().splitlines())
+        == ["[3]"] * 2 + ["one"] * 2 + ["two"] * 2
+    )
 
 
 def test_what_fits_no_packet_crosses(tmp_path: Path) -> None:
@@ -295,7 +308,9 @@ def test_a_result_that_cannot_be_told_is_not_none(tmp_path: Path) -> None:
     assert said == "True 1\n"
 
 
-def test_runs_of_failed_calls_are_removed_as_others_and_latest_leads_somewhere(tmp_path: Path) -> None:
+def test_runs_of_failed_calls_are_removed_as_others_and_latest_leads_somewhere(
+    tmp_path: Path,
+) -> None:
     said = script(
         tmp_path,
         """
@@ -447,7 +462,9 @@ def test_a_stopped_agent_is_named_and_continued(tmp_path: Path) -> None:
 
 
 def test_a_stopped_agent_ends_with_a_killed_caller(tmp_path: Path) -> None:
-    """Agent, template, guard and host stayed, and held the caller's stdout: until then this script's output did not end."""
+    """Agent, template, guard and host stayed, and held the caller's stdout: until then this
+    script's output did not end.
+    """
     path = tmp_path / "script.py"
     path.write_text(
         textwrap.dedent(
@@ -465,12 +482,16 @@ def test_a_stopped_agent_ends_with_a_killed_caller(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False)  # until all have closed it
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )  # until all have closed it
     assert done.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("grace", [None, 3.0])
-def test_a_rank_that_ignores_sigterm_does_not_outlast_the_timeout(tmp_path: Path, grace: float | None) -> None:
+def test_a_rank_that_ignores_sigterm_does_not_outlast_the_timeout(
+    tmp_path: Path, grace: float | None
+) -> None:
     """The grace of 30 s came on top of the timeout."""
     said = script(
         tmp_path,
@@ -508,7 +529,9 @@ def test_words_beyond_the_callers_encoding_are_shown_escaped(tmp_path: Path) -> 
     assert said == "\\xe9\n"
 
 
-def test_a_module_that_launches_as_it_is_imported_does_not_start_itself_again(tmp_path: Path) -> None:
+def test_a_module_that_launches_as_it_is_imported_does_not_start_itself_again(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(
             """
@@ -531,7 +554,10 @@ def test_a_module_that_launches_as_it_is_imported_does_not_start_itself_again(tm
         )
     )
     assert script(tmp_path, "import os\nos.environ['RP_ROUGH'] = 'rank'\nimport mine\n") == "True\n"
-    assert script(tmp_path, "import os\nos.environ['RP_ROUGH'] = 'preloaded'\nimport mine\n") == "start-failed mine cannot be imported\n"
+    assert (
+        script(tmp_path, "import os\nos.environ['RP_ROUGH'] = 'preloaded'\nimport mine\n")
+        == "start-failed mine cannot be imported\n"
+    )
     assert (tmp_path / "imports").read_text() == "x" * 4
 
 

@@ -1,7 +1,8 @@
 """What a user reads when a call of `launch` goes wrong: each program, and every word of it.
 
-A story is a file of `launch_stories/`: the program, the command, and what it prints. `UPDATE_STORIES=1 pytest` writes the last part anew,
-and a person reads it. Times, pids and folders are left out, and of our own frames the lines.
+A story is a file of `launch_stories/`: the program, the command, and what it prints.
+`UPDATE_STORIES=1 pytest` writes the last part anew, and a person reads it. Times, pids and folders
+are left out, and of our own frames the lines.
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ sys.excepthook = lambda kind, error, tb: traceback.print_exception(error)  # the
 
 _LEFT_OUT = (
     (re.compile(r"^[ |]*[~^]+\n", re.MULTILINE), ""),
-    (re.compile(r"[ ]+$", re.MULTILINE), ""),  # marks below a source line: other Pythons set them otherwise
+    (
+        re.compile(r"[ ]+$", re.MULTILINE),
+        "",
+    ),  # marks below a source line: other Pythons set them otherwise
     (re.compile(r'File "[^"]*/(rallypoint/[^"]+)", line \d+, (in \w+)\n[ |]+.*'), r'File "\1" \2'),
     (re.compile(r'File "[^"]*/lib/python[^"/]*/([^"]+)", line \d+'), r'File "\1", line N'),
     (re.compile(r"\bpid \d+"), "pid PID"),
-    (re.compile(r" {3,}\+\d+\.\d+s"), "   +TIMEs"),  # they end in one column: before one of ten seconds a shorter one has more blanks
+    (
+        re.compile(r" {3,}\+\d+\.\d+s"),
+        "   +TIMEs",
+    ),  # they end in one column: before one of ten seconds a shorter one has more blanks
     (re.compile(r"\+\d+\.\d+ s"), "+TIME s"),
     (re.compile(r"\S+/runs/\d{8}-\d{6}-[0-9a-f]{16}-\d+"), "RUN"),
     (re.compile(r"Connection (closed|reset) by peer"), "Connection lost to peer"),
@@ -40,7 +47,11 @@ _LEFT_OUT = (
 
 def told(program: str, folder: Path) -> str:
     (folder / "program.py").write_text(program)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("RALLYPOINT", "PYTEST"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RALLYPOINT", "PYTEST"))
+    }
     (folder / "sitecustomize.py").write_text(PRINTED_ALIKE)
     path = os.pathsep.join([str(folder), environ.get("PYTHONPATH", "")])
     environ |= {"XDG_STATE_HOME": str(folder / "state"), "COLUMNS": "100", "PYTHONPATH": path}

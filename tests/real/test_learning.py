@@ -1,6 +1,8 @@
-"""What all ranks import of torch, the next start imports once: for scripts, for `launch`, and never to the program's harm.
+"""What all ranks import of torch, the next start imports once: for scripts, for `launch`, and never
+to the program's harm.
 
-The parts of torch here are made up, so that a test takes no seconds: a finder puts them into torch for the template and the ranks alike.
+The parts of torch here are made up, so that a test takes no seconds: a finder puts them into torch
+for the template and the ranks alike.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ Start = Callable[..., Result]
 
 @pytest.fixture
 def start(tmp_path: Path, write: Write) -> Start:
-    """Start `train.py`, which imports a part of torch by way of the project, with one state for all starts."""
+    """Start `train.py`, which imports a part of torch by way of the project, with one state for all
+    starts.
+    """
     write("site-packages/sitecustomize.py", FINDER)
     write("site-packages/torch.late_part.py", SLOW)
     write("project/__init__.py", "")
@@ -48,7 +52,12 @@ def start(tmp_path: Path, write: Write) -> Start:
 
     def run(*options: str, **env: str) -> Result:
         paths = os.pathsep.join([str(tmp_path / "site-packages"), os.environ["PYTHONPATH"]])
-        return run_job(["-n", "2", *options, program], state=tmp_path / "state", env={"PYTHONPATH": paths, **env}, cwd=tmp_path)
+        return run_job(
+            ["-n", "2", *options, program],
+            state=tmp_path / "state",
+            env={"PYTHONPATH": paths, **env},
+            cwd=tmp_path,
+        )
 
     return run
 
@@ -62,8 +71,12 @@ def said(result: Result) -> tuple[int, set[str], str]:
     return result.rc, {line.partition("] ")[2] for line in result.lines}, result.err
 
 
-def test_the_second_start_imports_once_what_all_ranks_imported(start: Start, tmp_path: Path) -> None:
-    """Only the script's own text was searched, so a project whose main imports another module paid torch._dynamo in every rank."""
+def test_the_second_start_imports_once_what_all_ranks_imported(
+    start: Start, tmp_path: Path
+) -> None:
+    """Only the script's own text was searched, so a project whose main imports another module paid
+    torch._dynamo in every rank.
+    """
     assert said(start()) == (0, {"late True"}, "")
     assert remembered(tmp_path)["parts"] == ["torch.late_part"]
     assert said(start()) == (0, {"early True"}, "")
@@ -80,14 +93,23 @@ def test_it_can_be_switched_off(start: Start, option: tuple[str, ...]) -> None:
     assert said(start(*option)) == (0, {f"late {torch}"}, "")  # and nothing used
 
 
-def test_what_one_rank_imports_alone_is_not_learnt(start: Start, write: Write, tmp_path: Path) -> None:
-    write("project/work.py", f"import os\nif os.environ['RANK'] == '0':\n    {SLOW.splitlines()[0]}\n    import torch.late_part\n")
+def test_what_one_rank_imports_alone_is_not_learnt(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
+    write(
+        "project/work.py",
+        f"import os\nif os.environ['RANK'] == '0':\n    {SLOW.splitlines()[0]}\n    import torch.late_part\n",
+    )
     assert said(start()) == (0, set(), "")
     assert not (tmp_path / "state" / "rallypoint" / "learnt").exists()
 
 
-def test_a_quick_one_and_one_that_brings_another_package_are_not_learnt(start: Start, write: Write, tmp_path: Path) -> None:
-    """A package may read RANK when it is imported, or change the root logger: it is left to the ranks, or to --preload."""
+def test_a_quick_one_and_one_that_brings_another_package_are_not_learnt(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
+    """A package may read RANK when it is imported, or change the root logger: it is left to the
+    ranks, or to --preload.
+    """
     write("site-packages/torch.late_quick.py", "")
     write("site-packages/torch.late_guest.py", SLOW + "import guest\n")
     write("site-packages/guest.py", "")
@@ -114,12 +136,17 @@ IN_THE_TEMPLATE = "import os\nif 'RANK' not in os.environ:\n    "
         "raise SystemExit(0)",
         "import ctypes; ctypes.string_at(0)",
         "os._exit(3)",
-        "import signal, time; assert signal.alarm(1) > 1; time.sleep(1000)",  # it hangs, and its deadline comes sooner
+        # it hangs, and its deadline comes sooner
+        "import signal, time; assert signal.alarm(1) > 1; time.sleep(1000)",
     ],
     ids=["thread", "raises", "exits", "crashes", "leaves", "hangs"],
 )
-def test_one_that_spoils_the_template_is_left_to_the_ranks_for_good(start: Start, write: Write, tmp_path: Path, text: str) -> None:
-    """The job goes on without a word, forked from another template: the user has not asked for that import."""
+def test_one_that_spoils_the_template_is_left_to_the_ranks_for_good(
+    start: Start, write: Write, tmp_path: Path, text: str
+) -> None:
+    """The job goes on without a word, forked from another template: the user has not asked for that
+    import.
+    """
     write("site-packages/torch.late_part.py", SLOW + IN_THE_TEMPLATE + text + "\n")
     assert said(start()) == (0, {"late True"}, "")
     assert said(start()) == (0, {"late True"}, "")
@@ -128,10 +155,14 @@ def test_one_that_spoils_the_template_is_left_to_the_ranks_for_good(start: Start
     assert list(dict(found["spoilt"])) == ["torch.late_part"]  # type: ignore[call-overload]
     again = start("--run-dir", str(tmp_path / "third"))
     assert said(again) == (0, {"late True"}, "")
-    assert "template-renewed" not in (tmp_path / "third" / "events.jsonl").read_text()  # it was not tried again
+    assert (
+        "template-renewed" not in (tmp_path / "third" / "events.jsonl").read_text()
+    )  # it was not tried again
 
 
-def test_one_that_was_removed_since_is_forgotten(start: Start, write: Write, tmp_path: Path) -> None:
+def test_one_that_was_removed_since_is_forgotten(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
     start()
     (tmp_path / "site-packages" / "torch.late_part.py").unlink()
     write("project/work.py", "print('well')\n")
@@ -139,13 +170,17 @@ def test_one_that_was_removed_since_is_forgotten(start: Start, write: Write, tmp
     assert remembered(tmp_path)["parts"] == []
 
 
-def test_a_program_that_sets_what_it_reads_keeps_it_to_itself(start: Start, write: Write, tmp_path: Path) -> None:
+def test_a_program_that_sets_what_it_reads_keeps_it_to_itself(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
     write("project/work.py", "import os\nos.environ['TORCHDYNAMO_VERBOSE'] = '1'\n" + WORK)
     assert said(start()) == (0, {"late True"}, "")
     assert not (tmp_path / "state" / "rallypoint" / "learnt").exists()
 
 
-def test_a_program_that_sets_it_later_is_told_and_heard_the_next_time(start: Start, write: Write, tmp_path: Path) -> None:
+def test_a_program_that_sets_it_later_is_told_and_heard_the_next_time(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
     assert said(start()) == (0, {"late True"}, "")
     write("project/work.py", "import os\nos.environ['TORCHDYNAMO_VERBOSE'] = '1'\n" + WORK)
     line = "rallypoint: project/work.py:2 sets TORCHDYNAMO_VERBOSE after torch.late_part was imported in the template: "
@@ -154,26 +189,34 @@ def test_a_program_that_sets_it_later_is_told_and_heard_the_next_time(start: Sta
 
 
 def test_the_environment_is_as_it_was_given(start: Start, write: Write) -> None:
-    """torch._dynamo sets TORCHINDUCTOR_CACHE_DIR when it is imported: a program that then gave a default of its own was not heard."""
+    """torch._dynamo sets TORCHINDUCTOR_CACHE_DIR when it is imported: a program that then gave a
+    default of its own was not heard.
+    """
     write(
         "site-packages/torch.late_part.py",
-        SLOW + "import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = '/torchs'\nos.environ.pop('GIVEN', None)\n",
+        SLOW
+        + "import os\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = '/torchs'\nos.environ.pop('GIVEN', None)\n",
     )
     write(
-        "project/work.py", WORK + "import os\nprint(os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', '/mine'), os.environ.get('GIVEN'))\n"
+        "project/work.py",
+        WORK
+        + "import os\nprint(os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', '/mine'), os.environ.get('GIVEN'))\n",
     )
     assert said(start(GIVEN="yes")) == (0, {"late True", "/torchs None"}, "")
     assert said(start(GIVEN="yes")) == (0, {"early True", "/mine yes"}, "")
 
 
-def test_where_nothing_can_be_kept_the_line_says_what_to_type(start: Start, write: Write, tmp_path: Path) -> None:
+def test_where_nothing_can_be_kept_the_line_says_what_to_type(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
     write("site-packages/torch.late_part.py", "import time\ntime.sleep(1.1)\n")
     write("state/rallypoint/learnt", "a file where the folder should be")
     for _ in range(2):
         result = start()
         assert result.rc == 0
         assert re.fullmatch(
-            r"rallypoint: torch\.late_part was imported 2 times, [0-9.]+ s each: --preload torch\.late_part\n", result.err
+            r"rallypoint: torch\.late_part was imported 2 times, [0-9.]+ s each: --preload torch\.late_part\n",
+            result.err,
         ), result.everything
 
 
@@ -181,7 +224,13 @@ def test_two_jobs_of_one_program_at_once(start: Start, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(tmp_path / "site-packages"), os.environ["PYTHONPATH"]])
     env = environment(tmp_path / "state", str(tmp_path), {"PYTHONPATH": paths})
     both = [
-        subprocess.Popen([*RALLYPOINT, "-n", "2", "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*RALLYPOINT, "-n", "2", "train.py"],
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         for _ in range(2)
     ]
     for job in both:
@@ -191,7 +240,8 @@ def test_two_jobs_of_one_program_at_once(start: Start, tmp_path: Path) -> None:
     assert said(start())[1] == {"early True"}
 
 
-# --- launch -----------------------------------------------------------------------------------------------------------
+# --- launch
+# --------------------------------------------------------------------------------------------------
 
 CALLS = """
 import rallypoint
@@ -211,14 +261,25 @@ def calls(tmp_path: Path, text: str = CALLS, preload: str = "()", said: str = ""
     paths = os.pathsep.join([str(tmp_path / "site-packages"), os.environ["PYTHONPATH"]])
     (tmp_path / "calls.py").write_text(text.replace("PRELOAD", preload))
     env = environment(tmp_path / "state", str(tmp_path), {"PYTHONPATH": paths})
-    done = subprocess.run([sys.executable, "calls.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "calls.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert (done.returncode, done.stderr) == (0, said), done.stderr
     assert left_behind(str(tmp_path)) == []
     return done.stdout.split()
 
 
-def test_the_second_call_imports_once_what_all_ranks_of_the_first_imported(start: Start, tmp_path: Path) -> None:
-    """Each call of a warm `launch` paid torch._dynamo in every rank as soon as its function had an optimizer: 1.2 s in place of 0.1."""
+def test_the_second_call_imports_once_what_all_ranks_of_the_first_imported(
+    start: Start, tmp_path: Path
+) -> None:
+    """Each call of a warm `launch` paid torch._dynamo in every rank as soon as its function had an
+    optimizer: 1.2 s in place of 0.1.
+    """
     assert calls(tmp_path) == ["late", "early", "early", "1"]  # of one template
     assert calls(tmp_path, preload="['none']") == ["late", "late", "late", "1"]
 
@@ -232,15 +293,29 @@ def test_the_second_call_imports_once_what_all_ranks_of_the_first_imported(start
     ],
     ids=["thread", "raises", "crashes"],
 )
-def test_calls_go_on_when_a_part_spoils_the_template(start: Start, write: Write, tmp_path: Path, text: str) -> None:
+def test_calls_go_on_when_a_part_spoils_the_template(
+    start: Start, write: Write, tmp_path: Path, text: str
+) -> None:
     write("site-packages/torch.late_part.py", SLOW + IN_THE_TEMPLATE + text + "\n")
     assert calls(tmp_path) == ["late", "late", "late", "2"]  # it is tried once
 
 
-SETS = CALLS.replace("    import torch.late_part\n", "    import torch.late_part, os\n    os.environ['TORCHDYNAMO_VERBOSE'] = '1'\n")
+SETS = CALLS.replace(
+    "    import torch.late_part\n",
+    "    import torch.late_part, os\n    os.environ['TORCHDYNAMO_VERBOSE'] = '1'\n",
+)
 
 
-def test_a_call_that_sets_what_a_part_reads_is_told_and_heard_the_next_time(start: Start, tmp_path: Path) -> None:
-    """`launch` says nothing of variables that come too late as a rule; of these it does, since nobody has asked for the import."""
+def test_a_call_that_sets_what_a_part_reads_is_told_and_heard_the_next_time(
+    start: Start, tmp_path: Path
+) -> None:
+    """`launch` says nothing of variables that come too late as a rule; of these it does, since
+    nobody has asked for the import.
+    """
     line = "rallypoint: calls.py:7 sets TORCHDYNAMO_VERBOSE after torch.late_part was imported in the template: "
-    assert calls(tmp_path, SETS, said=f"{line}export it, or preload=['none']\n") == ["late", "early", "late", "2"]
+    assert calls(tmp_path, SETS, said=f"{line}export it, or preload=['none']\n") == [
+        "late",
+        "early",
+        "late",
+        "2",
+    ]

@@ -43,7 +43,9 @@ def test_it_learns_as_well_as_ddp(run: Run) -> None:
 
 
 def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
-    """The exit status is still the failure's, and it is named; the others end with one model, which can read."""
+    """The exit status is still the failure's, and it is named; the others end with one model, which
+    can read.
+    """
 
     def kill_one(process: subprocess.Popen[bytes]) -> None:
         until = time.monotonic() + DEADLINE
@@ -51,12 +53,27 @@ def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
             for path in tmp_path.glob("rallypoint/runs/*/rank2.log"):
                 if b"step 8: the mean of 4 of 4" in path.read_bytes():
                     events = (path.parent / "events.jsonl").read_text().splitlines()
-                    (started,) = (found for found in map(json.loads, events) if (found["what"], found.get("rank")) == ("worker-started", 2))
+                    (started,) = (
+                        found
+                        for found in map(json.loads, events)
+                        if (found["what"], found.get("rank")) == ("worker-started", 2)
+                    )
                     os.kill(started["details"]["pid"], signal.SIGKILL)
                     return
             time.sleep(0.02)
 
-    arguments = ("-n", "4", *PRELOAD, "--on-failure", "continue", EXAMPLE, "--quorum", "3", "--epochs", "30")
+    arguments = (
+        "-n",
+        "4",
+        *PRELOAD,
+        "--on-failure",
+        "continue",
+        EXAMPLE,
+        "--quorum",
+        "3",
+        "--epochs",
+        "30",
+    )
     result = run_job(arguments, state=tmp_path, act=kill_one)
     assert result.codes == ["rank-killed"], result.everything
     assert result.rc == 128 + signal.SIGKILL, result.everything
@@ -64,4 +81,6 @@ def test_it_survives_the_death_of_a_rank(tmp_path: Path) -> None:
     assert set(found) == {0, 1, 3}, result.everything
     assert len(set(found.values())) == 1, result.everything
     assert found[0] > 0.95, result.everything
-    assert re.search(r"^\[0\] step \d+: the mean of 3 of 4$", result.out, re.MULTILINE), result.everything
+    assert re.search(r"^\[0\] step \d+: the mean of 3 of 4$", result.out, re.MULTILINE), (
+        result.everything
+    )

@@ -14,8 +14,9 @@ from .conftest import Run, Write
 
 pytestmark = pytest.mark.torch
 
-# Seconds in which the launcher ends after a rank went home with its error hidden. Half a second is what the bench measures; the
-# program's own start, and a machine that runs other things, too, are in here.
+# Seconds in which the launcher ends after a rank went home with its error hidden. Half a second is
+# what the bench measures; the program's own start, and a machine that runs other things, too, are
+# in here.
 SOON = 90.0
 
 SUM = """\
@@ -46,22 +47,32 @@ dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(os.environ["RA
 def squatter() -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """Another program that listens on a port: the port, and its process."""
     code = "import socket\ns = socket.create_server(('127.0.0.1', 0))\nprint(s.getsockname()[1], flush=True)\nwhile True: s.accept()"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         yield int(process.stdout.readline()), process
         process.kill()
 
 
-# --- a meeting point of the program's own ---------------------------------------------------------------------------
+# --- a meeting point of the program's own
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
-def test_a_tutorial_that_sets_its_own_port_works(run: Run, write: Write, port: int, way: tuple[str, ...]) -> None:
+def test_a_tutorial_that_sets_its_own_port_works(
+    run: Run, write: Write, port: int, way: tuple[str, ...]
+) -> None:
     program = write("train.py", TUTORIAL.replace("@", str(port)))
     result = run(*way, "-n", "2", "train.py", cwd=program.parent)
-    assert (result.rc, result.of(0), result.of(1)) == (0, ["rank 0: 2"], ["rank 1: 2"]), result.everything
+    assert (result.rc, result.of(0), result.of(1)) == (0, ["rank 0: 2"], ["rank 1: 2"]), (
+        result.everything
+    )
     (held,) = [event["details"]["port"] for event in result.events if event["what"] == "port-held"]
-    assert result.err == f"rallypoint: train.py:6 sets MASTER_PORT={port}; the held port {held} is not used\n", result.everything
+    assert (
+        result.err
+        == f"rallypoint: train.py:6 sets MASTER_PORT={port}; the held port {held} is not used\n"
+    ), result.everything
 
 
 def test_setdefault_leaves_the_held_port(run: Run, write: Write) -> None:
@@ -71,14 +82,23 @@ def test_setdefault_leaves_the_held_port(run: Run, write: Write) -> None:
         "os.environ['MASTER_ADDR'] = 'localhost'\ndist.init_process_group('gloo')\n" + SUM,
     )
     result = run("-n", "2", program)
-    assert (result.rc, result.of(0), result.of(1), result.err) == (0, ["rank 0: 2"], ["rank 1: 2"], ""), result.everything
+    assert (result.rc, result.of(0), result.of(1), result.err) == (
+        0,
+        ["rank 0: 2"],
+        ["rank 1: 2"],
+        "",
+    ), result.everything
 
 
 def test_tcp(run: Run, write: Write, port: int) -> None:
     program = write("train.py", BY_METHOD)
     result = run("-n", "2", "train.py", f"tcp://127.0.0.1:{port}", cwd=program.parent)
-    assert (result.rc, result.of(0), result.of(1)) == (0, ["rank 0: 2"], ["rank 1: 2"]), result.everything
-    assert result.err.startswith(f"rallypoint: train.py:5 names tcp://127.0.0.1:{port}; the held port "), result.everything
+    assert (result.rc, result.of(0), result.of(1)) == (0, ["rank 0: 2"], ["rank 1: 2"]), (
+        result.everything
+    )
+    assert result.err.startswith(
+        f"rallypoint: train.py:5 names tcp://127.0.0.1:{port}; the held port "
+    ), result.everything
     assert len(result.err.splitlines()) == 1, result.everything
 
 
@@ -86,13 +106,22 @@ def test_a_file_twice_in_a_row(run: Run, write: Write, tmp_path: Path) -> None:
     program = write("train.py", BY_METHOD)
     for _ in range(2):
         result = run("-n", "2", program, f"file://{tmp_path}/meeting")
-        assert (result.rc, result.of(0), result.of(1), result.err) == (0, ["rank 0: 2"], ["rank 1: 2"], ""), result.everything
+        assert (result.rc, result.of(0), result.of(1), result.err) == (
+            0,
+            ["rank 0: 2"],
+            ["rank 1: 2"],
+            "",
+        ), result.everything
 
 
 def test_a_file_that_a_killed_run_left(run: Run, write: Write, tmp_path: Path) -> None:
-    """Its ranks would look for processes that are gone: a hang, or a refused connection, in about a third of the runs of plain torch."""
+    """Its ranks would look for processes that are gone: a hang, or a refused connection, in about a
+    third of the runs of plain torch.
+    """
     meeting = tmp_path / "meeting"
-    killed = write("killed.py", BY_METHOD.split("total")[0] + "dist.barrier()\nos.kill(os.getpid(), 9)\n")
+    killed = write(
+        "killed.py", BY_METHOD.split("total")[0] + "dist.barrier()\nos.kill(os.getpid(), 9)\n"
+    )
     assert run("-n", "2", killed, f"file://{meeting}").rc == 137
     assert meeting.stat().st_size > 0
     program = write("train.py", BY_METHOD)
@@ -104,7 +133,8 @@ def test_a_file_that_a_killed_run_left(run: Run, write: Write, tmp_path: Path) -
     assert "Traceback" not in result.err, result.everything
 
 
-# --- meeting points that cannot work --------------------------------------------------------------------------------
+# --- meeting points that cannot work
+# --------------------------------------------------------------------------------
 
 
 def test_every_rank_sets_another_port(run: Run, write: Write, port: int) -> None:
@@ -120,15 +150,21 @@ def test_every_rank_sets_another_port(run: Run, write: Write, port: int) -> None
     assert f"         - rank 1: 127.0.0.1:{port + 1}, from train.py:3" in lines, result.everything
     assert result.seconds < SOON, "torch alone waits for five minutes"
     assert "Traceback" not in result.err, result.everything
-    assert not re.search("Interrupted system call|frame #", result.out + result.err), "20 lines a rank that our own signal brings about"
+    assert not re.search("Interrupted system call|frame #", result.out + result.err), (
+        "20 lines a rank that our own signal brings about"
+    )
 
 
-def test_a_port_that_another_program_has(run: Run, write: Write, squatter: tuple[int, subprocess.Popen[str]]) -> None:
+def test_a_port_that_another_program_has(
+    run: Run, write: Write, squatter: tuple[int, subprocess.Popen[str]]
+) -> None:
     number, holder = squatter
     program = write("train.py", TUTORIAL.replace("@", str(number)))
     result = run("-n", "2", "train.py", cwd=program.parent)
     assert (result.rc, result.codes) == (1, ["port-in-use"]), result.everything
-    assert result.report.startswith(f"error[port-in-use]: rank 0 could not listen on port {number}: it is in use\n"), result.everything
+    assert result.report.startswith(
+        f"error[port-in-use]: rank 0 could not listen on port {number}: it is in use\n"
+    ), result.everything
     assert f"(pid {holder.pid}, user " in result.prose, result.everything
     assert "train.py:6" in result.report, result.everything
     assert result.seconds < SOON
@@ -161,7 +197,8 @@ def test_a_method_that_cannot_work_is_corrected(run: Run, write: Write, method: 
     assert len(result.err.splitlines()) <= 20, result.everything
 
 
-# --- programs that spawn their own ranks ----------------------------------------------------------------------------
+# --- programs that spawn their own ranks
+# ----------------------------------------------------------------------------
 
 SPAWNS = """\
 import os
@@ -186,11 +223,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("own", "way"), [(True, ()), (False, ()), (False, ("--fresh",))], ids=["own-port", "port-as-set", "port-as-set-fresh"]
+    ("own", "way"),
+    [(True, ()), (False, ()), (False, ("--fresh",))],
+    ids=["own-port", "port-as-set", "port-as-set-fresh"],
 )
-def test_a_program_that_spawns_its_ranks_runs_as_one(run: Run, write: Write, port: int, own: bool, way: tuple[str, ...]) -> None:
+def test_a_program_that_spawns_its_ranks_runs_as_one(
+    run: Run, write: Write, port: int, own: bool, way: tuple[str, ...]
+) -> None:
     result = run(*way, "-n", "1", write("train.py", SPAWNS), *([str(port)] if own else []))
-    assert (result.rc, sorted(result.lines), result.err) == (0, ["rank 0: 2", "rank 1: 2"], ""), result.everything
+    assert (result.rc, sorted(result.lines), result.err) == (0, ["rank 0: 2", "rank 1: 2"], ""), (
+        result.everything
+    )
 
 
 STARTS_PROCESSES = """\
@@ -213,10 +256,16 @@ if __name__ == "__main__":
 """
 
 
-def test_a_lone_rank_whose_own_processes_are_ranks_gives_them_the_port(run: Run, write: Write) -> None:
-    """Only `torch.multiprocessing.spawn` had the held port given back; ranks that `multiprocessing.Process` starts found it in use."""
+def test_a_lone_rank_whose_own_processes_are_ranks_gives_them_the_port(
+    run: Run, write: Write
+) -> None:
+    """Only `torch.multiprocessing.spawn` had the held port given back; ranks that
+    `multiprocessing.Process` starts found it in use.
+    """
     result = run("--fresh", "-n", "1", write("train.py", STARTS_PROCESSES))
-    assert (result.rc, sorted(result.lines)) == (0, ["rank 0 of 2", "rank 1 of 2"]), result.everything
+    assert (result.rc, sorted(result.lines)) == (0, ["rank 0 of 2", "rank 1 of 2"]), (
+        result.everything
+    )
 
 
 LOADS = """\
@@ -233,8 +282,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_lone_rank_meets_where_it_was_told_after_the_port_was_given_back(run: Run, write: Write) -> None:
-    """The new interpreter was a loader's and no rank: the rank has the port to itself, and nothing is said of it."""
+def test_a_lone_rank_meets_where_it_was_told_after_the_port_was_given_back(
+    run: Run, write: Write
+) -> None:
+    """The new interpreter was a loader's and no rank: the rank has the port to itself, and nothing
+    is said of it.
+    """
     result = run("-n", "1", write("train.py", LOADS))
     assert (result.rc, result.out) == (0, "6\n"), result.everything
     assert "rallypoint:" not in result.err, result.everything
@@ -269,28 +322,44 @@ rpc.shutdown()
 """
 
 
-@pytest.mark.parametrize("way", [("-n", "1"), ("-n", "2"), ("--fresh", "-n", "1"), ("--fresh", "-n", "2")], ids=" ".join)
-def test_a_store_of_the_programs_own_at_the_held_port(run: Run, write: Write, port: int, way: tuple[str, ...]) -> None:
-    """One rank was told that the port is in use. Under another name of this machine (127.0.1.1 of Debian's /etc/hosts, the host's own
-    name, an interface's address) `tcp://` found it in use as well, and a TCPStore waited 300 s for nobody."""
+@pytest.mark.parametrize(
+    "way", [("-n", "1"), ("-n", "2"), ("--fresh", "-n", "1"), ("--fresh", "-n", "2")], ids=" ".join
+)
+def test_a_store_of_the_programs_own_at_the_held_port(
+    run: Run, write: Write, port: int, way: tuple[str, ...]
+) -> None:
+    """One rank was told that the port is in use. Under another name of this machine (127.0.1.1 of
+    Debian's /etc/hosts, the host's own name, an interface's address) `tcp://` found it in use as
+    well, and a TCPStore waited 300 s for nobody."""
     result = run(*way, "--master-port", str(port), write("train.py", STORES))
-    assert (result.rc, [line[-1] for line in result.lines]) == (0, ["7"] * int(way[-1])), result.everything
+    assert (result.rc, [line[-1] for line in result.lines]) == (0, ["7"] * int(way[-1])), (
+        result.everything
+    )
 
 
-def test_a_program_that_spawns_its_ranks_and_is_started_twice(run: Run, write: Write, squatter: tuple[int, subprocess.Popen[str]]) -> None:
-    """One warning; and nobody waits: each group's rank 0 asks for the port itself (as clients all of them would wait for minutes)."""
+def test_a_program_that_spawns_its_ranks_and_is_started_twice(
+    run: Run, write: Write, squatter: tuple[int, subprocess.Popen[str]]
+) -> None:
+    """One warning; and nobody waits: each group's rank 0 asks for the port itself (as clients all
+    of them would wait for minutes).
+    """
     program = write("train.py", SPAWNS)
     result = run("-n", "2", "train.py", str(squatter[0]), cwd=program.parent)
-    warning = "warning[spawn-inside-run]: each of the 2 ranks starts ranks of its own at train.py:18\n"
+    warning = (
+        "warning[spawn-inside-run]: each of the 2 ranks starts ranks of its own at train.py:18\n"
+    )
     assert result.err.startswith(warning), result.everything
-    assert result.err.count("spawn-inside-run") == 2, result.everything  # the headline, and `rallypoint explain`
+    assert result.err.count("spawn-inside-run") == 2, (
+        result.everything
+    )  # the headline, and `rallypoint explain`
     assert "rallypoint run -n 1 train.py" in result.err, result.everything
     assert result.rc == 1, result.everything
     assert "in use" in result.report, result.everything
     assert result.seconds < SOON
 
 
-# --- errors that the program hides, and ranks that leave ------------------------------------------------------------
+# --- errors that the program hides, and ranks that leave
+# ------------------------------------------------------------
 
 
 def test_opening_the_group_twice(run: Run, write: Write) -> None:
@@ -337,16 +406,28 @@ main()
 @pytest.mark.parametrize(
     ("fails", "call", "error"),
     [
-        ("dist.init_process_group('gloo', rank=5, world_size=2)", "init_process_group", "rank=5 and world_size=2"),
+        (
+            "dist.init_process_group('gloo', rank=5, world_size=2)",
+            "init_process_group",
+            "rank=5 and world_size=2",
+        ),
         ("torch.cuda.set_device(1000)", "set_device", "Error"),  # more than any machine has
         ("os.environ['CUDA_VISIBLE_DEVICES'] = ''; torch.ones(1).cuda()", "torch.cuda", "Error: "),
-        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''; torch.nn.Linear(1, 1).to('cuda')", "torch.cuda", "Error: "),
+        (
+            "os.environ['CUDA_VISIBLE_DEVICES'] = ''; torch.nn.Linear(1, 1).to('cuda')",
+            "torch.cuda",
+            "Error: ",
+        ),
     ],
     ids=["init_process_group", "set_device", "cuda", "to"],
 )
 @pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
-def test_an_error_that_the_program_hides(run: Run, write: Write, fails: str, call: str, error: str, way: tuple[str, ...]) -> None:
-    """The rank prints it, returns and exits with 0, and the others would wait for it until their timeout of many minutes."""
+def test_an_error_that_the_program_hides(
+    run: Run, write: Write, fails: str, call: str, error: str, way: tuple[str, ...]
+) -> None:
+    """The rank prints it, returns and exits with 0, and the others would wait for it until their
+    timeout of many minutes.
+    """
     program = write("train.py", HIDES.replace("FAILS", fails))
     result = run(*way, "-n", "2", "train.py", cwd=program.parent)
     assert result.seconds < SOON
@@ -354,7 +435,9 @@ def test_an_error_that_the_program_hides(run: Run, write: Write, fails: str, cal
     (said,) = result.of(1)
     assert said.startswith("something went wrong:"), result.everything
     headline = result.report.splitlines()[0]
-    assert headline.startswith(f"error[error-swallowed]: rank 1 caught an error of {call} and left: "), headline
+    assert headline.startswith(
+        f"error[error-swallowed]: rank 1 caught an error of {call} and left: "
+    ), headline
     assert error in headline
     assert "train.py:10" in result.report, "the except line"
     assert "rank 0 was stopped; it is not at fault" in result.report
@@ -382,8 +465,12 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.parametrize("joins", [True, False])
-def test_who_tries_whether_there_is_a_gpu_is_not_at_fault(run: Run, write: Write, joins: bool) -> None:
-    result = run("-n", "2", "train.py", cwd=write("train.py", PROBES.replace("JOINS", str(joins))).parent)
+def test_who_tries_whether_there_is_a_gpu_is_not_at_fault(
+    run: Run, write: Write, joins: bool
+) -> None:
+    result = run(
+        "-n", "2", "train.py", cwd=write("train.py", PROBES.replace("JOINS", str(joins))).parent
+    )
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert "rank 0 raised ValueError: bad batch" in result.report
     assert "torch.cuda" not in result.report, result.everything
@@ -397,7 +484,9 @@ def test_the_first_exception_is_the_cause(run: Run, write: Write) -> None:
     )
     result = run("-n", "2", "train.py", cwd=program.parent)
     assert (result.rc, result.codes) == (1, ["rank-out-of-range"]), result.everything
-    assert "was called with rank=7 and world_size=2" in result.report.splitlines()[0], result.everything
+    assert "was called with rank=7 and world_size=2" in result.report.splitlines()[0], (
+        result.everything
+    )
     assert "AssertionError" not in result.report
     assert "  where  train.py:3 in <module>" in result.report, result.everything
 
@@ -410,6 +499,10 @@ def test_a_rank_that_leaves_before_the_meeting(run: Run, write: Write) -> None:
     )
     result = run("-n", "2", "train.py", cwd=program.parent)
     assert (result.rc, result.codes) == (1, ["rank-left-early"]), result.everything
-    for fact in ("rank 1 ended with exit code 0", "rank 0 waits in init_process_group", "rank 1 never called init_process_group"):
+    for fact in (
+        "rank 1 ended with exit code 0",
+        "rank 0 waits in init_process_group",
+        "rank 1 never called init_process_group",
+    ):
         assert fact in result.report, result.everything
     assert result.seconds < SOON

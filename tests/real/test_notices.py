@@ -1,4 +1,6 @@
-"""A batch system's notice (SIGUSR1, SIGUSR2) to the launcher: the ranks hear of it, and the job goes on."""
+"""A batch system's notice (SIGUSR1, SIGUSR2) to the launcher: the ranks hear of it, and the job
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,16 @@ print(f"rank {rank} saves, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", 
 
 
 @pytest.mark.usefixtures("without_torch")
-@pytest.mark.parametrize("options", [(), ("--fresh",), ("--notice-signal", "usr1,WINCH")], ids=["forked", "fresh", "named"])
-def test_a_notice_is_handed_to_the_ranks_and_the_job_goes_on(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """SIGUSR1 killed the launcher without a report, and so the job: Slurm's --signal=USR1@90 is to be passed on. Rank 1 has no handler,
-    and would die of it."""
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--fresh",), ("--notice-signal", "usr1,WINCH")],
+    ids=["forked", "fresh", "named"],
+)
+def test_a_notice_is_handed_to_the_ranks_and_the_job_goes_on(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """SIGUSR1 killed the launcher without a report, and so the job: Slurm's --signal=USR1@90 is to
+    be passed on. Rank 1 has no handler, and would die of it."""
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
 
@@ -43,21 +51,30 @@ def test_a_notice_is_handed_to_the_ranks_and_the_job_goes_on(tmp_path: Path, opt
 
     result = run_job(["-n", "2", *options, program], state=tmp_path, act=act)
     assert result.rc == 0, result.everything
-    assert sorted(line for line in result.lines if "saves" in line) == [f"[{rank}] rank {rank} saves, attempt 0" for rank in range(2)]
-    assert "rallypoint: SIGUSR1 came, and the job goes on: handed to rank 0; rank 1 has no handler for it" in result.err
+    assert sorted(line for line in result.lines if "saves" in line) == [
+        f"[{rank}] rank {rank} saves, attempt 0" for rank in range(2)
+    ]
+    assert (
+        "rallypoint: SIGUSR1 came, and the job goes on: handed to rank 0; rank 1 has no handler for it"
+        in result.err
+    )
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_restart_knows_of_a_notice_that_came_before(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
-    program.write_text(PROGRAM.replace("assert not rallypoint.preempted()", "") + "\nraise SystemExit(heard != [] and 3)\n")
+    program.write_text(
+        PROGRAM.replace("assert not rallypoint.preempted()", "")
+        + "\nraise SystemExit(heard != [] and 3)\n"
+    )
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
         process.send_signal(signal.SIGUSR1)
 
     text = program.read_text().replace(
-        "(rank == 0 and not heard)", "(rank == 0 and not heard and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+        "(rank == 0 and not heard)",
+        "(rank == 0 and not heard and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')",
     )
     program.write_text(text)
     result = run_job(["-n", "2", "--max-restarts", "1", program], state=tmp_path, act=act)
@@ -67,7 +84,9 @@ def test_a_restart_knows_of_a_notice_that_came_before(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("options", [("--plain",), ("--no-python",)])
-def test_a_rank_that_is_not_looked_into_does_not_die_of_a_notice(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_rank_that_is_not_looked_into_does_not_die_of_a_notice(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     program = tmp_path / ("train.py" if options == ("--plain",) else "train.sh")
     heard = tmp_path / "go"
     python = f"import os, time\nprint('is up', flush=True)\nwhile not os.path.exists({str(heard)!r}):\n    time.sleep(0.01)\n"
@@ -79,7 +98,14 @@ def test_a_rank_that_is_not_looked_into_does_not_die_of_a_notice(tmp_path: Path,
         said(tmp_path, process, "is up", 2)
         process.send_signal(signal.SIGUSR2)
         found = tmp_path / "rallypoint" / "runs" / "latest" / "events.jsonl"
-        wait_for(lambda: any(json.loads(line)["what"] == "signal-received" for line in found.read_text().splitlines()), "it came", process)
+        wait_for(
+            lambda: any(
+                json.loads(line)["what"] == "signal-received"
+                for line in found.read_text().splitlines()
+            ),
+            "it came",
+            process,
+        )
         heard.touch()
 
     result = run_job(["-n", "2", *options, program], state=tmp_path, act=act)
@@ -96,9 +122,13 @@ def test_a_signal_that_is_to_stop_the_job_is_no_notice(tmp_path: Path) -> None:
         said(tmp_path, process, "is up", 2)
         process.send_signal(signal.SIGUSR1)
 
-    result = run_job(["-n", "2", "--signals-to-handle", "SIGTERM,SIGUSR1", program], state=tmp_path, act=act)
+    result = run_job(
+        ["-n", "2", "--signals-to-handle", "SIGTERM,SIGUSR1", program], state=tmp_path, act=act
+    )
     assert result.rc == 128 + signal.SIGUSR1, result.everything
-    refused = run_job(["--signals-to-handle", "SIGUSR1", "--notice-signal", "USR1", program], state=tmp_path)
+    refused = run_job(
+        ["--signals-to-handle", "SIGUSR1", "--notice-signal", "USR1", program], state=tmp_path
+    )
     assert refused.rc == 2
     assert "--notice-signal names SIGUSR1, which stops the job" in refused.err
 
@@ -133,19 +163,25 @@ def signals_helpers():
 
 
 @pytest.mark.parametrize("options", [(), ("--fresh",)], ids=["forked", "fresh"])
-def test_a_notice_to_every_process_of_a_job_ends_no_helper(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Where Slurm tracks processes by their parents, its --signal goes to guard, template and c10d host, too. The ranks inherit nothing of
-    what protects those."""
+def test_a_notice_to_every_process_of_a_job_ends_no_helper(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Where Slurm tracks processes by their parents, its --signal goes to guard, template and c10d
+    host, too. The ranks inherit nothing of what protects those."""
     program = tmp_path / "train.py"
     program.write_text(HELPERS + "print(signals_helpers()[1:])\n")
     result = run_job(["-n", "2", *options, program], state=tmp_path)
     assert result.rc == 0, result.everything
-    assert sorted(result.lines[:2]) == [f"[{rank}] (4, [0, 0, 0])" for rank in range(2)], result.everything
+    assert sorted(result.lines[:2]) == [f"[{rank}] (4, [0, 0, 0])" for rank in range(2)], (
+        result.everything
+    )
     assert "error[" not in result.err
 
 
 def test_a_notice_to_every_process_of_a_job_ends_no_agent_of_launch(tmp_path: Path) -> None:
-    """The agent that `launch` keeps died of a SIGUSR1 that a batch system sends to every process, and so did the call."""
+    """The agent that `launch` keeps died of a SIGUSR1 that a batch system sends to every process,
+    and so did the call.
+    """
     program = tmp_path / "calls.py"
     program.write_text(
         HELPERS
@@ -155,6 +191,8 @@ def test_a_notice_to_every_process_of_a_job_ends_no_agent_of_launch(tmp_path: Pa
         + "    print(len({agent for agent, _, _ in told}), [one[1:] for one in told])\n"
     )
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"1 {[(4, [0, 0, 0])] * 4}", done.stdout + done.stderr

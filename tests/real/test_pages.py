@@ -1,8 +1,11 @@
-"""Every page's script produces its code: the erroneous example of an explanation is compiled, so to speak.
+"""Every page's script produces its code: the erroneous example of an explanation is compiled, so to
+speak.
 
-A page names its command in `<!-- produces: ... -->` and has its files as fenced blocks, "python NAME" after the fence. The command is
-`rallypoint run ...`, whose report has the code in brackets, or `python script.py`, a plain program that an exception of ours leaves: then
-Python prints the code in the last line of the traceback. A program that calls `rallypoint doctor` has it below the line of the check.
+A page names its command in `<!-- produces: ... -->` and has its files as fenced blocks, "python
+NAME" after the fence. The command is `rallypoint run ...`, whose report has the code in brackets,
+or `python script.py`, a plain program that an exception of ours leaves: then Python prints the code
+in the last line of the traceback. A program that calls `rallypoint doctor` has it below the line of
+the check.
 """
 
 from __future__ import annotations
@@ -35,8 +38,13 @@ def _asks_the_doctor(code: str) -> bool:
     return '"doctor"' in page(code)
 
 
-@pytest.mark.parametrize("code", [pytest.param(code, marks=pytest.mark.torch if _starts_ranks(code) else ()) for code in PAGES])
-def test_the_script_of_a_page_produces_its_code(code: str, tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(code, marks=pytest.mark.torch if _starts_ranks(code) else ()) for code in PAGES],
+)
+def test_the_script_of_a_page_produces_its_code(
+    code: str, tmp_path: pathlib.Path, request: pytest.FixtureRequest
+) -> None:
     files = _FILE.findall(page(code))
     for name, text in files:
         (tmp_path / name).write_text(text)
@@ -46,7 +54,11 @@ def test_the_script_of_a_page_produces_its_code(code: str, tmp_path: pathlib.Pat
     command = re.sub(r"(?<![\w/-])rallypoint run", f"{python} -P -m rallypoint run", PAGES[code])
     command = re.sub(r"(?<![\w/-])python script", f"{python} script", command)
     command = command.replace("PYTHONPATH=.", 'PYTHONPATH=".:$PYTHONPATH"')
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
+    }
     environment = {**kept, "XDG_STATE_HOME": str(tmp_path / "state")}
     job = subprocess.Popen(
         ["/bin/bash", "-c", command],

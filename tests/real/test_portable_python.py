@@ -1,4 +1,6 @@
-"""On a Python like conda's and uv's, which were built against a C library of 2012: it lacks what newer kernels can do."""
+"""On a Python like conda's and uv's, which were built against a C library of 2012: it lacks what
+newer kernels can do.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,15 @@ def run(folder: Path, *arguments: str, program: str) -> subprocess.CompletedProc
     (folder / "sitecustomize.py").write_text(LACKS)
     (folder / "program.py").write_text(textwrap.dedent(program))
     environ = {**os.environ, "PYTHONPATH": str(folder), "XDG_STATE_HOME": str(folder / "state")}
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 def test_a_job(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What the launcher kills, and what it leaves alone; and what becomes of a job one of whose helpers stands still."""
+"""What the launcher kills, and what it leaves alone; and what becomes of a job one of whose helpers
+stands still.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,30 @@ SLEEPS = "import time; print('is up', flush=True); time.sleep(float(__import__('
 
 
 def run_from_a_shell(before: str, arguments: list[str], state: Path) -> Result:
-    """A shell that does something first and then becomes the launcher. What it starts must not have the test's mark."""
+    """A shell that does something first and then becomes the launcher. What it starts must not have
+    the test's mark.
+    """
     command = shlex.join([sys.executable, "-P", "-m", "rallypoint", "run", *arguments])
     return run_job([f"{before}\nexec {command}"], launcher=["/bin/bash", "-c"], state=state)
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_what_the_shell_had_started_before_it_became_the_launcher_is_left_alone(tmp_path: Path) -> None:
-    """A container's entrypoint that starts a monitor and then executes the launcher lost the monitor: by SIGKILL, at the job's end and at
-    each restart, since everything below the launcher counted as the job's. So did an orphan of the monitor's."""
+def test_what_the_shell_had_started_before_it_became_the_launcher_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    """A container's entrypoint that starts a monitor and then executes the launcher lost the
+    monitor: by SIGKILL, at the job's end and at each restart, since everything below the launcher
+    counted as the job's. So did an orphan of the monitor's."""
     before = (
         f"cd {tmp_path}; env -i sleep 1003 >/dev/null 2>&1 & echo $! > monitor\n"
         "env -i /bin/sh -c 'setsid sleep 1003 & echo $! > orphan; exit' <&- >/dev/null 2>&1"
     )
     program = "if [ $TORCHELASTIC_RESTART_COUNT = 0 ]; then exit 3; fi; kill -0 $(cat monitor orphan) && echo both live"
-    result = run_from_a_shell(before, ["-n", "1", "--max-restarts", "1", "--no-python", "/bin/sh", "-c", program], tmp_path)
+    result = run_from_a_shell(
+        before,
+        ["-n", "1", "--max-restarts", "1", "--no-python", "/bin/sh", "-c", program],
+        tmp_path,
+    )
     others = [int((tmp_path / name).read_text()) for name in ("monitor", "orphan")]
     for pid in others:
         os.kill(pid, signal.SIGKILL)  # ProcessLookupError: the launcher has killed it
@@ -46,10 +57,14 @@ def test_what_the_shell_had_started_before_it_became_the_launcher_is_left_alone(
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_log_shipper_behind_the_launcher_gets_every_line(tmp_path: Path) -> None:
-    """`exec > >(tee log); exec rallypoint run`: the reader was killed with lines still in the pipe."""
+    """`exec > >(tee log); exec rallypoint run`: the reader was killed with lines still in
+    the pipe.
+    """
     slow = "import sys, time\nfor line in sys.stdin:\n    time.sleep(0.001)\n    open('log', 'a').write(line)"
     before = f"cd {tmp_path}; exec > >(exec env -i {shlex.quote(sys.executable)} -c {shlex.quote(slow)}) 2>&1"
-    run_from_a_shell(before, ["-n", "1", "--no-python", "/bin/sh", "-c", "seq 1000; echo LAST"], tmp_path)
+    run_from_a_shell(
+        before, ["-n", "1", "--no-python", "/bin/sh", "-c", "seq 1000; echo LAST"], tmp_path
+    )
     # The shipper has ended: it had the test's own pipe until then.
     lines = (tmp_path / "log").read_text().splitlines()
     assert [line for line in lines if line.isdigit()] == [str(number) for number in range(1, 1001)]
@@ -59,7 +74,9 @@ def test_a_log_shipper_behind_the_launcher_gets_every_line(tmp_path: Path) -> No
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("killed", [False, True], ids=["it-ends-well", "the-launcher-is-killed"])
 def test_a_daemon_without_its_mark_does_not_outlive_the_job(tmp_path: Path, killed: bool) -> None:
-    """In a session of its own, with an empty environment and without a parent: after SIGKILL of the launcher such a one lived on."""
+    """In a session of its own, with an empty environment and without a parent: after SIGKILL of the
+    launcher such a one lived on.
+    """
 
     def act(process: subprocess.Popen[bytes]) -> None:
         if killed:
@@ -77,13 +94,17 @@ def test_a_daemon_without_its_mark_does_not_outlive_the_job(tmp_path: Path, kill
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("name", ["guard", "template"])
 def test_a_helper_that_was_stopped_is_named_and_continued(tmp_path: Path, name: str) -> None:
-    """The launcher waited for a stopped guard without an end; it never heard of the ends of ranks below a stopped template."""
+    """The launcher waited for a stopped guard without an end; it never heard of the ends of ranks
+    below a stopped template.
+    """
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
         os.kill(helper(tmp_path, name, process.pid), signal.SIGSTOP)
 
-    result = run_job(["-n", "2", "--no-python", sys.executable, "-uc", SLEEPS, "4"], state=tmp_path, act=act)
+    result = run_job(
+        ["-n", "2", "--no-python", sys.executable, "-uc", SLEEPS, "4"], state=tmp_path, act=act
+    )
     assert result.rc == 0, result.everything
     assert f"rallypoint: the {name} (pid " in result.err
     assert "was stopped (SIGSTOP)" in result.err
@@ -98,7 +119,9 @@ class _Debugger:
             "pid = int(sys.argv[1])\nassert libc.ptrace(16, pid, 0, 0) == 0, ctypes.get_errno()\nos.waitpid(pid, 0)\n"
             "print('has it', flush=True)\ntime.sleep(1000)\n"
         )
-        self.process = subprocess.Popen([sys.executable, "-c", code, str(pid)], stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(pid)], stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         if self.process.stdout.readline() != "has it\n":
             self.end()
@@ -112,8 +135,12 @@ class _Debugger:
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("name", ["guard", "template"])
 @pytest.mark.parametrize("ending", ["well", "killed"])
-def test_a_helper_that_a_debugger_holds_hides_no_end(tmp_path: Path, name: str, ending: str) -> None:
-    """With the template stopped a rank that was killed was not the cause: `cause-unknown`, of another rank that had lost it."""
+def test_a_helper_that_a_debugger_holds_hides_no_end(
+    tmp_path: Path, name: str, ending: str
+) -> None:
+    """With the template stopped a rank that was killed was not the cause: `cause-unknown`, of
+    another rank that had lost it.
+    """
     held: list[_Debugger] = []
 
     def act(process: subprocess.Popen[bytes]) -> None:
@@ -128,7 +155,9 @@ def test_a_helper_that_a_debugger_holds_hides_no_end(tmp_path: Path, name: str, 
         f"if os.environ['RANK'] == '1':\n    {end}\n"
     )
     try:
-        result = run_job(["-n", "2", "--no-python", sys.executable, "-uc", program], state=tmp_path, act=act)
+        result = run_job(
+            ["-n", "2", "--no-python", sys.executable, "-uc", program], state=tmp_path, act=act
+        )
     finally:
         for one in held:
             one.end()
@@ -152,42 +181,64 @@ def test_helpers_that_were_stopped_do_not_outlive_a_killed_launcher(tmp_path: Pa
     folder = tmp_path / "tmp"
     folder.mkdir()
     arguments = ["-n", "2", "--no-python", sys.executable, "-uc", SLEEPS, "1000"]
-    run_job(arguments, state=tmp_path, act=act, env={"TMPDIR": str(folder), "XDG_RUNTIME_DIR": ""})  # fails when a process is left
+    run_job(
+        arguments, state=tmp_path, act=act, env={"TMPDIR": str(folder), "XDG_RUNTIME_DIR": ""}
+    )  # fails when a process is left
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_restarts_under_a_guard_that_reads_nothing_come_to_an_end(tmp_path: Path) -> None:
-    """Each rank is told to the guard. When its socket was full the launcher waited for it without an end."""
+    """Each rank is told to the guard. When its socket was full the launcher waited for it without
+    an end.
+    """
     held: list[_Debugger] = []
 
     def act(process: subprocess.Popen[bytes]) -> None:
-        wait_for(lambda: any(e["what"] == "template-started" for e in events(tmp_path)), "a template", process)
+        wait_for(
+            lambda: any(e["what"] == "template-started" for e in events(tmp_path)),
+            "a template",
+            process,
+        )
         held.append(_Debugger(helper(tmp_path, "guard", process.pid)))
         (tmp_path / "go").write_text("")
 
     program = f"while ! [ -e {tmp_path}/go ]; do sleep 0.05; done; exit 3"
     try:
-        result = run_job(["-n", "4", "--max-restarts", "40", "--no-python", "/bin/sh", "-c", program], state=tmp_path, act=act)
+        result = run_job(
+            ["-n", "4", "--max-restarts", "40", "--no-python", "/bin/sh", "-c", program],
+            state=tmp_path,
+            act=act,
+        )
     finally:
         for one in held:
             one.end()
-    assert result.rc in (3, 137), result.everything  # 137: a guard that reads nothing was killed, and the job ended with it
+    assert result.rc in (3, 137), (
+        result.everything
+    )  # 137: a guard that reads nothing was killed, and the job ended with it
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_ctrl_z_stops_the_ranks_and_fg_continues_them(tmp_path: Path) -> None:
-    """Only the launcher stopped: its ranks, which have sessions of their own, went on computing, and reading the terminal."""
+    """Only the launcher stopped: its ranks, which have sessions of their own, went on computing,
+    and reading the terminal.
+    """
     marker = uuid.uuid4().hex
     command = [*RALLYPOINT, "-n", "2", "--no-python", sys.executable, "-uc", SLEEPS, "6"]
-    with subprocess.Popen(command, env=environment(tmp_path, marker), preexec_fn=os.setpgrp, stdin=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, env=environment(tmp_path, marker), preexec_fn=os.setpgrp, stdin=subprocess.DEVNULL
+    ) as process:
         try:
             said(tmp_path, process, "is up", 2)
             ranks = [e["details"]["pid"] for e in events(tmp_path) if e["what"] == "worker-started"]
             os.kill(process.pid, signal.SIGTSTP)
-            if os.getsid(0) != os.getpid():  # else the kernel does not stop it: no shell could continue it
+            if (
+                os.getsid(0) != os.getpid()
+            ):  # else the kernel does not stop it: no shell could continue it
                 os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-                wait_for(lambda: all(map(is_stopped, ranks)), "stopped ranks", process)  # each stops when it gets a processor
+                wait_for(
+                    lambda: all(map(is_stopped, ranks)), "stopped ranks", process
+                )  # each stops when it gets a processor
                 os.killpg(process.pid, signal.SIGCONT)
             assert process.wait(DEADLINE) == 0
         finally:
@@ -199,7 +250,9 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.parametrize("first", [True, False], ids=["the-first-process", "not-the-first"])
 def test_numbers_of_another_pid_namespace_are_not_signalled(tmp_path: Path, first: bool) -> None:
-    """Where /proc is another namespace's, SIGKILL was aimed at its numbers, with a line for each; or the job ended in an internal error."""
+    """Where /proc is another namespace's, SIGKILL was aimed at its numbers, with a line for each;
+    or the job ended in an internal error.
+    """
     command = shlex.join([*RALLYPOINT, "-n", "2", "--no-python", "/bin/true"])
     inner = ["bash", "-c", command if first else f"{command}; exit $?"]
     result = run_job([], launcher=["unshare", "--pid", "--fork", *inner], state=tmp_path)
@@ -213,11 +266,20 @@ def test_numbers_of_another_pid_namespace_are_not_signalled(tmp_path: Path, firs
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.root
 def test_a_job_where_proc_hides_other_users_processes(tmp_path: Path) -> None:
-    """With hidepid=1 their folders are there and cannot be opened: each job ended in an internal error."""
+    """With hidepid=1 their folders are there and cannot be opened: each job ended in an internal
+    error.
+    """
     user = "setpriv --reuid 65534 --regid 65534 --clear-groups" if shutil.which("setpriv") else ""
     script = f"mount -t proc -o hidepid=1 proc /proc && sleep 1006 & sleep 0.2; {user} {sys.executable} -c {shlex.quote(_FAMILY)}; kill %1"
-    done = subprocess.run(["unshare", "--mount", "--pid", "--fork", "bash", "-c", script], capture_output=True, text=True, check=False)
-    if not user or any(f"{word}:" in done.stderr for word in ("unshare", "mount", "bash", "setpriv")):
+    done = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "bash", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not user or any(
+        f"{word}:" in done.stderr for word in ("unshare", "mount", "bash", "setpriv")
+    ):
         pytest.skip(f"no namespaces, or no Python for others here: {done.stderr[-200:]}")
     assert done.stdout == "[]\n", done.stderr
 
@@ -252,9 +314,13 @@ def test_a_program_that_changes_its_root_ends_well(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_file_of_the_name_of_a_module_that_connect_needs(tmp_path: Path) -> None:
-    """`hmac.py` beside the script: the one module of the standard library that was imported late in a rank."""
+    """`hmac.py` beside the script: the one module of the standard library that was imported late in
+    a rank.
+    """
     (tmp_path / "hmac.py").write_text("raise SystemExit('the wrong one')")
-    (tmp_path / "connects.py").write_text("import rallypoint\nwith rallypoint.connect() as store:\n    print(store.add('n'))\n")
+    (tmp_path / "connects.py").write_text(
+        "import rallypoint\nwith rallypoint.connect() as store:\n    print(store.add('n'))\n"
+    )
     result = run_job(["-n", "1", tmp_path / "connects.py"], state=tmp_path)
     assert result.rc == 0, result.everything
 
@@ -263,10 +329,16 @@ def test_a_file_of_the_name_of_a_module_that_connect_needs(tmp_path: Path) -> No
 @pytest.mark.root
 @pytest.mark.parametrize("missing", ["/dev/null", "/proc/self/fd"])
 def test_what_the_machine_lacks_is_named(tmp_path: Path, missing: str) -> None:
-    """Without /dev/null the error named Python's own file as missing; without /proc the guard ended with a traceback."""
+    """Without /dev/null the error named Python's own file as missing; without /proc the guard ended
+    with a traceback.
+    """
     command = shlex.join([*RALLYPOINT, "-n", "2", "--no-python", "/bin/true"])
     folder = missing.split("/")[1]
-    result = run_job(["--mount", "bash", "-c", f"mount -t tmpfs none /{folder} && {command}"], launcher=["unshare"], state=tmp_path)
+    result = run_job(
+        ["--mount", "bash", "-c", f"mount -t tmpfs none /{folder} && {command}"],
+        launcher=["unshare"],
+        state=tmp_path,
+    )
     if "unshare:" in result.err or "mount:" in result.err:
         pytest.skip("no namespaces here")
     assert result.codes == ["start-failed"], result.everything

@@ -1,4 +1,6 @@
-"""Ranks that wait in init_process_group for others: who is missing is said, who cannot meet is stopped, and nobody else hears anything."""
+"""Ranks that wait in init_process_group for others: who is missing is said, who cannot meet is
+stopped, and nobody else hears anything.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,11 @@ dist.destroy_process_group()
 
 def events(state: Path) -> list[dict[str, Any]]:
     """What has happened so far in the only job that was started with this state."""
-    found = [path for path in (state / "rallypoint" / "runs").glob("*/events.jsonl") if not path.parent.is_symlink()]
+    found = [
+        path
+        for path in (state / "rallypoint" / "runs").glob("*/events.jsonl")
+        if not path.parent.is_symlink()
+    ]
     text = found[0].read_text() if found else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -100,23 +106,48 @@ def test_the_roll_is_called_and_nothing_is_stopped(run: Run, write: Write, tmp_p
     def complete(event: dict[str, Any]) -> bool:
         """The ranks start one after the other: an early call finds some before their own place."""
         said = "\n".join(event.get("details", {}).get("lines", ()))
-        return event["what"] == "roll-call" and all(place in said for place in ("slowly/__init__.py:2", "in build_index", "SIGSTOP"))
+        return event["what"] == "roll-call" and all(
+            place in said for place in ("slowly/__init__.py:2", "in build_index", "SIGSTOP")
+        )
 
     def act(launcher: subprocess.Popen[bytes]) -> None:
         until(state, complete)
         (tmp_path / "go").touch()
-        pids = {event["rank"]: event["details"]["pid"] for event in events(state) if event["what"] == "worker-started"}
+        pids = {
+            event["rank"]: event["details"]["pid"]
+            for event in events(state)
+            if event["what"] == "worker-started"
+        }
         os.kill(pids[3], signal.SIGCONT)
 
-    result = run("-n", "4", "train.py", cwd=write("train.py", LATE).parent, launcher=LAUNCHER, state=state, act=act)
-    assert (result.rc, [result.of(rank)[-1] for rank in range(4)]) == (0, ["here"] * 4), result.everything
+    result = run(
+        "-n",
+        "4",
+        "train.py",
+        cwd=write("train.py", LATE).parent,
+        launcher=LAUNCHER,
+        state=state,
+        act=act,
+    )
+    assert (result.rc, [result.of(rank)[-1] for rank in range(4)]) == (0, ["here"] * 4), (
+        result.everything
+    )
     last = next(event for event in result.events if complete(event))["details"]["lines"]
-    stopped = next(event["details"]["pid"] for event in result.events if event["what"] == "worker-started" and event["rank"] == 3)
+    stopped = next(
+        event["details"]["pid"]
+        for event in result.events
+        if event["what"] == "worker-started" and event["rank"] == 3
+    )
     head, importing, swallowed, frozen = (re.sub(r"for \d+ s", "for N s", line) for line in last)
     assert head == "1 of 4 ranks has been waiting in init_process_group for N s; not there yet:"
     assert importing == "  rank 1 importing for N s: train.py:13 <module> > slowly/__init__.py:2"
-    assert swallowed.startswith("  rank 2 running for N s: train.py:9 in build_index; set_device had raised ")  # what, depends on the GPUs
-    assert frozen == f"  rank 3 running for N s: stopped (SIGSTOP), pid {stopped}: kill -CONT {stopped} lets it go on"
+    assert swallowed.startswith(
+        "  rank 2 running for N s: train.py:9 in build_index; set_device had raised "
+    )  # what, depends on the GPUs
+    assert (
+        frozen
+        == f"  rank 3 running for N s: stopped (SIGSTOP), pid {stopped}: kill -CONT {stopped} lets it go on"
+    )
     assert "\n".join((f"rallypoint: {last[0]}", *last[1:])) in result.err, result.everything
 
 
@@ -158,12 +189,21 @@ print(met)
 
 
 def test_groups_that_fit_alarm_nobody(run: Run, write: Write, tmp_path: Path, port: int) -> None:
-    """Groups of some ranks, one group after the other, from a thread, with a store, at two names of one place, in another order."""
-    result = run("-n", "3", "train.py", str(port), str(tmp_path), cwd=write("train.py", FITS).parent)
-    assert (result.rc, result.of(0), result.of(2)) == (0, ["[2, 3, 2, 3, 3, 3, 2]"], ["[3, 3, 3, 3]"]), result.everything
-    assert re.fullmatch(rf"rallypoint: train\.py:\d+ sets MASTER_PORT={port}; the held port \d+ is not used\n", result.err), (
-        result.everything
+    """Groups of some ranks, one group after the other, from a thread, with a store, at two names of
+    one place, in another order.
+    """
+    result = run(
+        "-n", "3", "train.py", str(port), str(tmp_path), cwd=write("train.py", FITS).parent
     )
+    assert (result.rc, result.of(0), result.of(2)) == (
+        0,
+        ["[2, 3, 2, 3, 3, 3, 2]"],
+        ["[3, 3, 3, 3]"],
+    ), result.everything
+    assert re.fullmatch(
+        rf"rallypoint: train\.py:\d+ sets MASTER_PORT={port}; the held port \d+ is not used\n",
+        result.err,
+    ), result.everything
 
 
 def test_a_duplicate_rank_ends_the_job(run: Run, write: Write) -> None:
@@ -173,7 +213,9 @@ def test_a_duplicate_rank_ends_the_job(run: Run, write: Write) -> None:
         "dist.init_process_group('gloo', rank=min(rank, 1), world_size=3)\n",
     )
     result = run("-n", "3", "train.py", cwd=program.parent)
-    report = result.report.replace("; nobody has come as rank 2", "")  # known when rank 0 has come, too
+    report = result.report.replace(
+        "; nobody has come as rank 2", ""
+    )  # known when rank 0 has come, too
     assert report.splitlines()[:6] == [
         "error[rank-duplicate]: ranks 1-2 called init_process_group as the same rank, 1 of 3",
         "",
@@ -187,18 +229,24 @@ def test_a_duplicate_rank_ends_the_job(run: Run, write: Write) -> None:
 
 
 def test_ranks_that_give_up_before_a_misfit_has_lasted(run: Run, write: Write) -> None:
-    """torch's own time limit is as short as ours here, and whoever waits for the empty seat is none of those who share one."""
+    """torch's own time limit is as short as ours here, and whoever waits for the empty seat is none
+    of those who share one.
+    """
     program = write(
         "train.py",
         "import os\nfrom datetime import timedelta\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
         "dist.init_process_group('gloo', rank=min(rank, 1), world_size=3, timeout=timedelta(seconds=1.9))\n",
     )
     result = run("-n", "3", "train.py", cwd=program.parent)
-    assert result.report.startswith("error[rank-duplicate]: ranks 1-2 called init_process_group as the same rank"), result.everything
+    assert result.report.startswith(
+        "error[rank-duplicate]: ranks 1-2 called init_process_group as the same rank"
+    ), result.everything
 
 
 def test_a_call_that_torch_refuses_is_no_disagreement(run: Run, write: Write) -> None:
-    """For a moment one rank is there with another backend; then it has its own error, which it hides."""
+    """For a moment one rank is there with another backend; then it has its own error, which it
+    hides.
+    """
     program = write(
         "train.py",
         "import os\nimport torch.distributed as dist\ntry:\n"
@@ -251,28 +299,42 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=4))
 """
 
 
-def test_where_all_wait_at_an_address_of_their_own_it_says_what_is_there(run: Run, write: Write, port: int) -> None:
+def test_where_all_wait_at_an_address_of_their_own_it_says_what_is_there(
+    run: Run, write: Write, port: int
+) -> None:
     program = write("train.py", STRANGE.replace("@", str(port)))
     result = run("-n", "2", "train.py", launcher=LAUNCHER, cwd=program.parent)
     assert result.codes == ["address-unresolved"], result.everything
-    last = [event["details"]["lines"] for event in result.events if event["what"] == "roll-call"][-1]
+    last = [event["details"]["lines"] for event in result.events if event["what"] == "roll-call"][
+        -1
+    ]
     assert last[0].endswith("and nobody is missing"), result.everything
     assert "seen from here: " in last[1], result.everything
     assert "no-such-host.invalid" in last[1], result.everything
     assert last[1].endswith("; train.py:5 names it"), result.everything
     told, seen = [line for line in result.err.splitlines() if line.startswith("rallypoint: ")][:2]
-    assert told.startswith(f"rallypoint: train.py:5 sets MASTER_ADDR=no-such-host.invalid and MASTER_PORT={port}; the held port "), (
+    assert told.startswith(
+        f"rallypoint: train.py:5 sets MASTER_ADDR=no-such-host.invalid and MASTER_PORT={port}; the held port "
+    ), result.everything
+    assert seen.startswith("rallypoint: seen from here: "), (
         result.everything
-    )
-    assert seen.startswith("rallypoint: seen from here: "), result.everything  # at once, and not with the roll call
+    )  # at once, and not with the roll call
     assert "no-such-host.invalid" in seen, result.everything
 
 
-def test_ctrl_c_tells_what_is_wrong_with_the_address_where_all_wait(run: Run, write: Write, tmp_path: Path, port: int) -> None:
-    program, state = write("train.py", STRANGE.replace("@", str(port)).replace("seconds=4", "seconds=1000")), tmp_path / "state"
+def test_ctrl_c_tells_what_is_wrong_with_the_address_where_all_wait(
+    run: Run, write: Write, tmp_path: Path, port: int
+) -> None:
+    program, state = (
+        write("train.py", STRANGE.replace("@", str(port)).replace("seconds=4", "seconds=1000")),
+        tmp_path / "state",
+    )
 
     def joins(rank: int, event: dict[str, Any]) -> bool:
-        return event["what"] == "phase" and (event["rank"], event["details"]["phase"]) == (rank, "joining")
+        return event["what"] == "phase" and (event["rank"], event["details"]["phase"]) == (
+            rank,
+            "joining",
+        )
 
     def act(launcher: subprocess.Popen[bytes]) -> None:
         for rank in range(2):
@@ -281,21 +343,31 @@ def test_ctrl_c_tells_what_is_wrong_with_the_address_where_all_wait(run: Run, wr
 
     result = run("--grace", "1", "-n", "2", "train.py", cwd=program.parent, state=state, act=act)
     assert result.rc == 130, result.everything
-    seen = [line for line in result.err.partition("stopped[interrupted]")[2].splitlines() if "seen from here: " in line]
+    seen = [
+        line
+        for line in result.err.partition("stopped[interrupted]")[2].splitlines()
+        if "seen from here: " in line
+    ]
     assert len(seen) == 1, result.everything
     assert "no-such-host.invalid" in seen[0], result.everything
 
 
 def test_plain_does_not_look(run: Run, write: Write) -> None:
-    program = write("train.py", "import torch.distributed as dist\ndist.init_process_group('gloo', rank=2, world_size=2)\n")
+    program = write(
+        "train.py",
+        "import torch.distributed as dist\ndist.init_process_group('gloo', rank=2, world_size=2)\n",
+    )
     result = run("--plain", "-n", "2", program, launcher=LAUNCHER)
     assert result.rc != 0, result.everything
     assert "rank < size" in result.err, result.everything  # torch's own words
     assert "rank-out-of-range" not in result.err, result.everything
-    assert not [event for event in result.events if event["what"] in ("roll-call", "phase")], result.everything
+    assert not [event for event in result.events if event["what"] in ("roll-call", "phase")], (
+        result.everything
+    )
 
 
-# --- the terminal ---------------------------------------------------------------------------------------------------
+# --- the terminal
+# --------------------------------------------------------------------------------------------------
 
 STARTS = """\
 import os
@@ -328,8 +400,12 @@ dist.init_process_group("gloo")
 """
 
 
-def on_terminal(arguments: list[str], folder: Path, react: Callable[[bytes, int], None]) -> tuple[int, str]:
-    """Run a job on a terminal; `react` sees all that it has shown so far, and may type: (exit status, what the terminal showed)."""
+def on_terminal(
+    arguments: list[str], folder: Path, react: Callable[[bytes, int], None]
+) -> tuple[int, str]:
+    """Run a job on a terminal; `react` sees all that it has shown so far, and may type: (exit
+    status, what the terminal showed).
+    """
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [*LAUNCHER, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True,
@@ -356,21 +432,31 @@ def test_the_live_line_counts_the_ranks_and_goes_away(write: Write, tmp_path: Pa
     write("train.py", STARTS)
 
     def react(shown: bytes, _: int) -> None:
-        if "rallypoint: 2 ranks · 1 importing · 1 waiting in init_process_group".encode() in shown and b"not there yet" in shown:
+        if (
+            "rallypoint: 2 ranks · 1 importing · 1 waiting in init_process_group".encode() in shown
+            and b"not there yet" in shown
+        ):
             (tmp_path / "go").touch()
 
     status, shown = on_terminal(["-n", "2", "train.py"], tmp_path, react)
     assert status == 0, shown
     assert "rallypoint: 2 ranks · importing torch" in shown
-    assert "waiting in init_process_group" not in shown.rpartition("\x1b[2K")[2], "the row is left on the screen"
+    assert "waiting in init_process_group" not in shown.rpartition("\x1b[2K")[2], (
+        "the row is left on the screen"
+    )
     assert re.search(
-        r"rallypoint: 1 of 2 ranks has been waiting in init_process_group for \d+ s; not there yet:\r\n  rank 0 running", shown
+        r"rallypoint: 1 of 2 ranks has been waiting in init_process_group for \d+ s; not there yet:\r\n  rank 0 running",
+        shown,
     ), shown
 
 
 @pytest.mark.timeout(DEADLINE)
-def test_the_roll_is_not_called_while_a_person_is_at_the_debugger(write: Write, tmp_path: Path) -> None:
-    """Rank 1 waits several times as long as it takes to call the roll, and rank 0 is at the prompt all the time."""
+def test_the_roll_is_not_called_while_a_person_is_at_the_debugger(
+    write: Write, tmp_path: Path
+) -> None:
+    """Rank 1 waits several times as long as it takes to call the roll, and rank 0 is at the prompt
+    all the time.
+    """
     write("train.py", ASKS.replace("SPAN", str(3 * AFTER)))
     answers = [b"look()\n", b"c\n"]
 

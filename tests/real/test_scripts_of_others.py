@@ -20,14 +20,18 @@ WAYS = pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fres
 
 
 def needs(module: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(module) is None, reason=f"{module} is not installed"
+    )
 
 
 SLOW_IMPORT = re.compile(r"rallypoint: \S+ was imported 2 times, .* s each: --preload \S+")
 
 
 def complaints(result: Result) -> list[str]:
-    """What was written to stderr, less the line about slow imports: how slow they are the machine decides."""
+    """What was written to stderr, less the line about slow imports: how slow they are the machine
+    decides.
+    """
     return [line for line in result.err.splitlines() if not SLOW_IMPORT.fullmatch(line)]
 
 
@@ -36,31 +40,48 @@ def test_plain_ddp(run: Run, way: tuple[str, ...]) -> None:
     result = run(*way, "-n", "2", "plain_ddp.py")
     assert (result.rc, complaints(result)) == (0, []), result.everything
     for rank in range(2):
-        assert result.of(rank) == [f"rank {rank} of 2, local rank {rank}: same weights"], result.everything
+        assert result.of(rank) == [f"rank {rank} of 2, local rank {rank}: same weights"], (
+            result.everything
+        )
 
 
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_fsdp(run: Run, version: str) -> None:
     """The parameters are spread over the ranks, and the model learns."""
     result = run("-n", "2", "fsdp.py", version)
-    assert (result.rc, result.of(0), result.of(1)) == (0, [f"FSDP{version}: True"], [f"FSDP{version}: True"]), result.everything
+    assert (result.rc, result.of(0), result.of(1)) == (
+        0,
+        [f"FSDP{version}: True"],
+        [f"FSDP{version}: True"],
+    ), result.everything
 
 
-@pytest.mark.parametrize("way", [(), ("--plain",), ("--fresh",)], ids=["template", "plain", "fresh"])
+@pytest.mark.parametrize(
+    "way", [(), ("--plain",), ("--fresh",)], ids=["template", "plain", "fresh"]
+)
 def test_what_record_wrote_is_read(run: Run, way: tuple[str, ...]) -> None:
-    """The program shows its exception to nobody and leaves with code 1: only its error file says why."""
+    """The program shows its exception to nobody and leaves with code 1: only its error file says
+    why.
+    """
     result = run(*way, "-n", "2", "recorded.py", "silent")
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
-    assert result.report.startswith("error[rank-raised]: rank 1 raised OverflowError: loss is infinite\n"), result.everything
+    assert result.report.startswith(
+        "error[rank-raised]: rank 1 raised OverflowError: loss is infinite\n"
+    ), result.everything
     assert "  where  recorded.py:12 in main" in result.report, result.everything
     assert "OverflowError" not in (result.run_dir / "rank1.log").read_text()
-    assert '"OverflowError: loss is infinite"' in (result.run_dir / "rank1-attempt0-error.json").read_text()
+    assert (
+        '"OverflowError: loss is infinite"'
+        in (result.run_dir / "rank1-attempt0-error.json").read_text()
+    )
 
 
 def test_record_beside_an_exception_that_leaves(run: Run) -> None:
     result = run("-n", "2", "recorded.py")
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
-    assert result.report.startswith("error[rank-raised]: rank 1 raised OverflowError: loss is infinite\n"), result.everything
+    assert result.report.startswith(
+        "error[rank-raised]: rank 1 raised OverflowError: loss is infinite\n"
+    ), result.everything
     assert len(result.err.splitlines()) <= 25, result.everything
 
 
@@ -79,15 +100,25 @@ def test_lightning(run: Run, tmp_path: Path) -> None:
     result = run("-n", "2", "with_lightning.py", tmp_path / "lightning")
     assert result.rc == 0, result.everything
     for rank in range(2):
-        assert result.of(rank)[-1] == f"rank {rank} of 2: 4 steps, TorchElasticEnvironment", result.everything
+        assert result.of(rank)[-1] == f"rank {rank} of 2: 4 steps, TorchElasticEnvironment", (
+            result.everything
+        )
     assert not result.codes, result.everything
 
 
 @pytest.mark.compiler
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
-@pytest.mark.skipif(" " in sys.prefix, reason="torch.compile does not quote torch's folder for the linker: it fails in one with a space")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))),
+    reason="torch.compile needs a C++ compiler",
+)
+@pytest.mark.skipif(
+    " " in sys.prefix,
+    reason="torch.compile does not quote torch's folder for the linker: it fails in one with a space",
+)
 def test_compile_in_every_rank(run: Run, tmp_path: Path) -> None:
-    result = run("-n", "2", SCRIPTS / "compiled.py", env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    result = run(
+        "-n", "2", SCRIPTS / "compiled.py", env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    )
     assert (result.rc, result.of(0), result.of(1)) == (0, ["128.0"], ["128.0"]), result.everything
     assert complaints(result) == [], result.everything

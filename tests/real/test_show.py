@@ -1,4 +1,6 @@
-"""`rallypoint show` of real jobs: the report as it was printed, a job that goes on, a launcher that was killed."""
+"""`rallypoint show` of real jobs: the report as it was printed, a job that goes on, a launcher that
+was killed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def test_the_report_is_the_one_that_was_printed(tmp_path: Path) -> None:
     shown = show(tmp_path)
     assert result.report.strip() in shown
     assert "  command  rallypoint run -n 4 family.py raise\n" in shown
-    assert re.search(r"^  ended    after .+ with exit status 1: rank 1 raised ValueError: boom$", shown, re.MULTILINE)
+    assert re.search(
+        r"^  ended    after .+ with exit status 1: rank 1 raised ValueError: boom$",
+        shown,
+        re.MULTILINE,
+    )
     moments = [
         "started family.py",
         "template ready",
@@ -59,6 +65,10 @@ def test_a_job_that_goes_on_and_then_its_launcher_is_killed(tmp_path: Path) -> N
         os.kill(process.pid, signal.SIGKILL)
 
     run_job(["-n", "2", "family.py", "wait"], state=tmp_path, act=act)
-    assert re.search(r"^  ended    not yet: it has been running for .+; where", during[0], re.MULTILINE)
+    assert re.search(
+        r"^  ended    not yet: it has been running for .+; where", during[0], re.MULTILINE
+    )
     assert "started ranks 0-1" in during[0]
-    assert "  ended    the launcher was killed, or the machine went down; last heard of " in show(tmp_path)
+    assert "  ended    the launcher was killed, or the machine went down; last heard of " in show(
+        tmp_path
+    )

@@ -1,4 +1,6 @@
-"""Programs that start their own ranks with `mp.spawn` in a job of one rank: where those wait is said, as for ranks of the launcher."""
+"""Programs that start their own ranks with `mp.spawn` in a job of one rank: where those wait is
+said, as for ranks of the launcher.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from .test_supervision import wait_for
 
 pytestmark = pytest.mark.torch
 
-# The usual answer to "DDP is stuck": each process looks for a free port, and finds one of its own. Its import is that of torch's tutorial.
+# The usual answer to "DDP is stuck": each process looks for a free port, and finds one of its own.
+# Its import is that of torch's tutorial.
 EACH_ITS_PORT = """\
 import os
 import socket
@@ -38,11 +41,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_spawned_processes_that_look_for_each_other_at_different_ports(run: Run, write: Write, method: str) -> None:
-    """They waited for half an hour without a word; the same program with a rank for each was told after three seconds."""
+def test_spawned_processes_that_look_for_each_other_at_different_ports(
+    run: Run, write: Write, method: str
+) -> None:
+    """They waited for half an hour without a word; the same program with a rank for each was told
+    after three seconds.
+    """
     result = run("-n", "1", "train.py", method, cwd=write("train.py", EACH_ITS_PORT).parent)
     assert (result.rc, result.codes) == (1, ["address-differs"]), result.everything
-    assert re.search(r"rank 0: localhost:\d+.*rank 1: localhost:\d+", result.prose), result.everything
+    assert re.search(r"rank 0: localhost:\d+.*rank 1: localhost:\d+", result.prose), (
+        result.everything
+    )
 
 
 LATE = """\
@@ -72,18 +81,42 @@ if __name__ == "__main__":
 """
 
 
-def test_a_spawned_process_that_is_late_is_named_and_shown(run: Run, write: Write, tmp_path: Path, port: int) -> None:
+def test_a_spawned_process_that_is_late_is_named_and_shown(
+    run: Run, write: Write, tmp_path: Path, port: int
+) -> None:
     state = tmp_path / "state"
     shown: list[dict[str, object]] = []
 
     def act(launcher: subprocess.Popen[bytes]) -> None:
-        until(state, lambda event: event["what"] == "roll-call" and any("build_index" in line for line in event["details"]["lines"]))
+        until(
+            state,
+            lambda event: (
+                event["what"] == "roll-call"
+                and any("build_index" in line for line in event["details"]["lines"])
+            ),
+        )
         command = (sys.executable, "-P", "-m", "rallypoint", "stacks", "--error-format", "json")
-        told = subprocess.run(command, env=environment(state, "asks"), capture_output=True, text=True, timeout=60, check=False)
+        told = subprocess.run(
+            command,
+            env=environment(state, "asks"),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         shown.append(json.loads(told.stdout))
         (tmp_path / "go").touch()
 
-    result = run("-n", "1", "train.py", str(port), cwd=write("train.py", LATE).parent, launcher=LAUNCHER, state=state, act=act)
+    result = run(
+        "-n",
+        "1",
+        "train.py",
+        str(port),
+        cwd=write("train.py", LATE).parent,
+        launcher=LAUNCHER,
+        state=state,
+        act=act,
+    )
     assert (result.rc, sorted(result.lines)) == (0, ["rank 0: 2", "rank 1: 2"]), result.everything
     sentence = str(shown[0]["sentence"])
     assert "rank 0" in sentence and "init_process_group" in sentence, sentence  # noqa: PT018
@@ -129,8 +162,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_spawned_process_that_begins_after_another_has_written_the_rendezvous_file(run: Run, write: Write) -> None:
-    """Such a file counted as left over from an earlier run when it was older than the process, and not than the attempt."""
+def test_a_spawned_process_that_begins_after_another_has_written_the_rendezvous_file(
+    run: Run, write: Write
+) -> None:
+    """Such a file counted as left over from an earlier run when it was older than the process, and
+    not than the attempt.
+    """
     result = run("-n", "1", "train.py", cwd=write("train.py", BY_FILE).parent)
     assert (result.rc, sorted(result.lines)) == (0, ["rank 0: 2", "rank 1: 2"]), result.everything
 
@@ -164,10 +201,22 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("calls", "size"), [(16, 3), (1, 20)], ids=["in all", "at once"])
-def test_more_spawned_processes_than_the_launcher_has_descriptors_for(run: Run, write: Write, calls: int, size: int) -> None:
-    """It kept two for each, also for those that had ended while another one lived, and ended the job when there were no more."""
+def test_more_spawned_processes_than_the_launcher_has_descriptors_for(
+    run: Run, write: Write, calls: int, size: int
+) -> None:
+    """It kept two for each, also for those that had ended while another one lived, and ended the
+    job when there were no more.
+    """
     limited = ("prlimit", "--nofile=60", sys.executable, "-P", "-m", "rallypoint", "run")
-    result = run("-n", "1", "train.py", str(calls), str(size), cwd=write("train.py", MANY).parent, launcher=limited)
+    result = run(
+        "-n",
+        "1",
+        "train.py",
+        str(calls),
+        str(size),
+        cwd=write("train.py", MANY).parent,
+        launcher=limited,
+    )
     assert (result.rc, result.lines) == (0, ["all ended"]), result.everything
 
 
@@ -198,7 +247,9 @@ if __name__ == "__main__":
 
 
 def test_a_notice_is_for_the_rank_and_not_for_what_it_has_spawned(run: Run, write: Write) -> None:
-    """A spawned process that asked took the notice from the line, and neither the rank nor the others ever heard of it."""
+    """A spawned process that asked took the notice from the line, and neither the rank nor the
+    others ever heard of it.
+    """
     folder = write("train.py", NOTICED).parent
 
     def act(launcher: subprocess.Popen[bytes]) -> None:

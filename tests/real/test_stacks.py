@@ -1,4 +1,6 @@
-"""Real jobs that wait: what `rallypoint stacks` shows of them, and that asking does them no harm."""
+"""Real jobs that wait: what `rallypoint stacks` shows of them, and that asking does them no
+harm.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,14 @@ match int(os.environ["RANK"]):
 
 def stacks(state: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command, as a user types it."""
-    return subprocess.run([*STACKS, *words], env=environment(state, "asks"), capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return subprocess.run(
+        [*STACKS, *words],
+        env=environment(state, "asks"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
 
 
 def ask(state: Path) -> Standing | None:
@@ -104,7 +113,9 @@ def wait_for_sentence(state: Path, *parts: str) -> Standing:
 
 @pytest.mark.torch
 def test_five_ranks_that_wait_in_their_ways(tmp_path: Path, write: Write) -> None:
-    """In a collective, in a loader, in the program's own line, in another program; then one is stopped, then the launcher is."""
+    """In a collective, in a loader, in the program's own line, in another program; then one is
+    stopped, then the launcher is.
+    """
     script = write("train.py", WAITING)
 
     def act(process: subprocess.Popen[bytes]) -> None:
@@ -121,10 +132,15 @@ def test_five_ranks_that_wait_in_their_ways(tmp_path: Path, write: Write) -> Non
         assert shown.returncode == 0
         assert len(shown.stdout.splitlines()) <= 40
         assert "    train.py:23 in load: time.sleep(1000)" in shown.stdout.splitlines()
-        assert any("all_reduce" in line and line.startswith("    torch/distributed/") for line in shown.stdout.splitlines())
+        assert any(
+            "all_reduce" in line and line.startswith("    torch/distributed/")
+            for line in shown.stdout.splitlines()
+        )
 
         os.kill(pids[0], signal.SIGSTOP)
-        stopped = wait_for_sentence(tmp_path, "rank 0 is stopped by a signal", "rank 1 waits in all_reduce")
+        stopped = wait_for_sentence(
+            tmp_path, "rank 0 is stopped by a signal", "rank 1 waits in all_reduce"
+        )
         assert f"    kill -CONT {pids[0]}" in rank_snapshot.text(stopped).splitlines()
         os.kill(pids[0], signal.SIGCONT)
         wait_for_sentence(tmp_path, "ranks 0-1 wait in all_reduce")
@@ -181,12 +197,16 @@ dist.destroy_process_group()
         with open(fifo, "w") as file:
             file.write("go on\n")
 
-    result = run_job(["-n", "2", "--stall", "1", script.name], state=tmp_path, cwd=script.parent, act=act)
+    result = run_job(
+        ["-n", "2", "--stall", "1", script.name], state=tmp_path, cwd=script.parent, act=act
+    )
     assert result.rc == 0, result.everything
     assert result.err.count("[job-stalled]") == 1
     first = next(line for line in result.err.splitlines() if "[job-stalled]" in line)
     assert first.startswith("warning[job-stalled]: no rank has moved for ")
-    assert first.endswith(" s: rank 0 waits in all_reduce at train.py:8; rank 1 is at train.py:7 in <module>")
+    assert first.endswith(
+        " s: rank 0 waits in all_reduce at train.py:8; rank 1 is at train.py:7 in <module>"
+    )
     asked = [event["what"] for event in result.events if event["what"] in ("stalled", "stall-over")]
     assert asked[0] == "stalled"
     assert not (result.run_dir / "report.json").exists()  # the job went well
@@ -204,12 +224,21 @@ def test_a_program_that_is_not_python_is_shown_and_not_signalled(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_rank_that_hangs_after_its_interpreter_is_no_other_program(tmp_path: Path, write: Write) -> None:
-    """A library that waits as it is unloaded, as NCCL's may: Python has put its handlers away by then."""
-    script = write("train.py", "import ctypes\nc = ctypes.CDLL(None)\nc.__cxa_atexit(ctypes.cast(c.pause, ctypes.c_void_p), None, None)\n")
+def test_a_rank_that_hangs_after_its_interpreter_is_no_other_program(
+    tmp_path: Path, write: Write
+) -> None:
+    """A library that waits as it is unloaded, as NCCL's may: Python has put its handlers away by
+    then.
+    """
+    script = write(
+        "train.py",
+        "import ctypes\nc = ctypes.CDLL(None)\nc.__cxa_atexit(ctypes.cast(c.pause, ctypes.c_void_p), None, None)\n",
+    )
 
     def act(process: subprocess.Popen[bytes]) -> None:
-        wait_for_sentence(tmp_path, "rank 0 has left the program, and is closing down the interpreter")
+        wait_for_sentence(
+            tmp_path, "rank 0 has left the program, and is closing down the interpreter"
+        )
         process.terminate()
 
     result = run_job(["--fresh", script.name], state=tmp_path, cwd=script.parent, act=act)
@@ -217,7 +246,9 @@ def test_a_rank_that_hangs_after_its_interpreter_is_no_other_program(tmp_path: P
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_where_a_rank_was_when_somebody_asked_is_not_where_it_ended(tmp_path: Path, write: Write) -> None:
+def test_where_a_rank_was_when_somebody_asked_is_not_where_it_ended(
+    tmp_path: Path, write: Write
+) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     script = write("train.py", f"import os\nopen({str(fifo)!r}).read()\nos._exit(3)\n")
@@ -271,8 +302,12 @@ def test_where_nobody_listens_and_where_another_version_does(tmp_path: Path) -> 
         assert silent.value.pid == os.getpid()
 
 
-def test_who_comes_when_few_descriptors_are_left_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job at its limit goes on: answering opened what it had none left for, and that ended the launcher."""
+def test_who_comes_when_few_descriptors_are_left_is_sent_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job at its limit goes on: answering opened what it had none left for, and that ended the
+    launcher.
+    """
     door = query_socket.QuerySocket()
     try:
         sent_away: list[BaseException] = []
@@ -298,18 +333,26 @@ def test_who_comes_when_few_descriptors_are_left_is_sent_away(monkeypatch: pytes
 @pytest.mark.usefixtures("without_torch")
 def test_a_job_that_is_being_stopped_does_not_stall(tmp_path: Path, write: Write) -> None:
     """Its ranks stand still within the grace, and somebody asks where."""
-    script = write("deaf.py", "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(1000)\n")
+    script = write(
+        "deaf.py",
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(1000)\n",
+    )
 
     def act(process: subprocess.Popen[bytes]) -> None:
         wait_for_sentence(tmp_path, "rank 0 is at deaf.py:3")
         process.send_signal(signal.SIGINT)
         found = wait_for_sentence(tmp_path, "rank 0 is at deaf.py:3")
-        wait_for(lambda: '"stop-sent"' in (Path(found.run_dir) / "events.jsonl").read_text(), lambda: "it is being stopped")
+        wait_for(
+            lambda: '"stop-sent"' in (Path(found.run_dir) / "events.jsonl").read_text(),
+            lambda: "it is being stopped",
+        )
         until = time.monotonic() + 2.0  # twice the stall's
         wait_for(lambda: ask(tmp_path) and time.monotonic() > until, lambda: "asked for as long")
         process.send_signal(signal.SIGINT)
 
-    result = run_job(["--fresh", "--stall", "1", script.name], state=tmp_path, cwd=script.parent, act=act)
+    result = run_job(
+        ["--fresh", "--stall", "1", script.name], state=tmp_path, cwd=script.parent, act=act
+    )
     assert result.rc == 130, result.everything
     assert "job-stalled" not in result.err
 
@@ -353,7 +396,9 @@ def test_an_answer_is_to_the_last_question_only(rank: RankHandle) -> None:
     assert rank.answer() == ""
     asked(rank)
     first = rank.stack()
-    assert [frame.function for frame in first] == ["stand"]  # of `-c` text the top level is hidden: our own processes begin so
+    assert [frame.function for frame in first] == [
+        "stand"
+    ]  # of `-c` text the top level is hidden: our own processes begin so
     assert rank.answer().count("most recent call first") == 1
     asked(rank)
     assert rank.answer().count("most recent call first") == 1
@@ -361,8 +406,12 @@ def test_an_answer_is_to_the_last_question_only(rank: RankHandle) -> None:
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_rank_that_executes_another_program_meanwhile_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal had a handler when the launcher looked, and none when it came: a real-time signal ended a healthy process."""
+def test_a_rank_that_executes_another_program_meanwhile_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal had a handler when the launcher looked, and none when it came: a real-time signal
+    ended a healthy process.
+    """
     handle = RankHandle(0, 0)
     monkeypatch.setattr(processes, "handles", lambda pid, number: True)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

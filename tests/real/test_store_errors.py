@@ -1,4 +1,6 @@
-"""What the report says when an error of the store leaves a rank: its code, what to do, and whose fault it is."""
+"""What the report says when an error of the store leaves a rank: its code, what to do, and whose
+fault it is.
+"""
 
 from __future__ import annotations
 
@@ -60,16 +62,28 @@ else:
 
 
 @pytest.mark.usefixtures("without_torch")
-@pytest.mark.parametrize("way", [(), ("--fresh",), ("--plain",)], ids=["template", "fresh", "plain"])
+@pytest.mark.parametrize(
+    "way", [(), ("--fresh",), ("--plain",)], ids=["template", "fresh", "plain"]
+)
 def test_a_key_that_nobody_sets(run: Run, write: Write, way: tuple[str, ...]) -> None:
-    """It names the line, the store's own page, and says that another rank may be the cause. With --plain the log has to do."""
+    """It names the line, the store's own page, and says that another rank may be the cause. With
+    --plain the log has to do.
+    """
     result = run(*way, "-n", "2", "train.py", cwd=write("train.py", WAITS).parent)
     assert (result.rc, result.codes) == (1, ["wait-timeout"]), result.everything
-    assert result.report.startswith('error[wait-timeout]: rank 0: nobody set "weights" in the store at unix://'), result.everything
+    assert result.report.startswith(
+        'error[wait-timeout]: rank 0: nobody set "weights" in the store at unix://'
+    ), result.everything
     assert "train.py:8 in <module> (rallypoint wait)" in result.report, result.everything
-    assert "whoever was to do it was elsewhere when the time was up (likely)" in result.report, result.everything
-    assert ("- rank 1  train.py:9 in <module> (rallypoint wait)" in result.report) == (way != ("--plain",)), result.everything
-    assert "\n  then   rank 1 was stopped\n" in result.report, "nobody can say that it is not at fault"
+    assert "whoever was to do it was elsewhere when the time was up (likely)" in result.report, (
+        result.everything
+    )
+    assert ("- rank 1  train.py:9 in <module> (rallypoint wait)" in result.report) == (
+        way != ("--plain",)
+    ), result.everything
+    assert "\n  then   rank 1 was stopped\n" in result.report, (
+        "nobody can say that it is not at fault"
+    )
     assert result.report.endswith("  more   rallypoint explain wait-timeout\n"), result.everything
 
 
@@ -97,7 +111,9 @@ def test_who_waited_for_a_rank_that_failed_is_not_the_cause(run: Run, write: Wri
     """Whether its own error comes before it is stopped or not."""
     result = run("-n", "2", "train.py", cwd=write("train.py", WAITS_FOR_ONE_THAT_FAILED).parent)
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
-    assert result.report.startswith("error[rank-raised]: rank 1 raised ValueError: no such file: weights.pt\n"), result.everything
+    assert result.report.startswith(
+        "error[rank-raised]: rank 1 raised ValueError: no such file: weights.pt\n"
+    ), result.everything
     assert "not at fault" in result.report, result.everything
 
 
@@ -106,7 +122,9 @@ def test_one_of_its_own_is_certain(run: Run, write: Write) -> None:
     result = run("-n", "2", "train.py", cwd=write("train.py", TOO_LARGE).parent)
     assert (result.rc, result.codes) == (1, ["key-too-long"]), result.everything
     # The second may come to it when the first has been judged.
-    assert result.report.startswith(tuple(f"error[key-too-long]: {who}: " for who in ("both ranks", "rank 0", "rank 1"))), result.everything
+    assert result.report.startswith(
+        tuple(f"error[key-too-long]: {who}: " for who in ("both ranks", "rank 0", "rank 1"))
+    ), result.everything
     assert "(likely)" not in result.report, result.everything
 
 
@@ -128,7 +146,11 @@ store.wait("never")
 @pytest.mark.parametrize(
     ("way", "joins", "where"),
     [
-        ((), True, r"(before init_process_group, in the program|while running) \(since \+\d+\.\d\d s\), pid \d+"),  # has rank 0 joined yet?
+        (
+            (),
+            True,
+            r"(before init_process_group, in the program|while running) \(since \+\d+\.\d\d s\), pid \d+",
+        ),  # has rank 0 joined yet?
         ((), False, r"while running \(since \+\d+\.\d\d s\), pid \d+"),
         (("--plain",), True, r"pid \d+"),
     ],
@@ -137,6 +159,12 @@ store.wait("never")
 def test_where_a_rank_was_that_left_after_it_had_used_the_store(
     run: Run, write: Write, way: tuple[str, ...], joins: bool, where: str
 ) -> None:
-    result = run(*way, "-n", "2", "train.py", cwd=write("train.py", LEAVES.replace("JOINS", str(joins))).parent)
+    result = run(
+        *way,
+        "-n",
+        "2",
+        "train.py",
+        cwd=write("train.py", LEAVES.replace("JOINS", str(joins))).parent,
+    )
     assert (result.rc, result.codes) == (3, ["rank-exited"]), result.everything
     assert re.search(rf"^  where  {where}$", result.report, re.MULTILINE), result.everything

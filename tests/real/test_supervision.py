@@ -1,4 +1,6 @@
-"""Real jobs that are killed, interrupted, restarted: what the user reads, and that nothing is left."""
+"""Real jobs that are killed, interrupted, restarted: what the user reads, and that nothing
+is left.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,19 @@ Act = Callable[[subprocess.Popen[bytes]], None]
 def events(state: Path) -> list[dict[str, Any]]:
     """What has happened so far in the job that writes below `state`."""
     found = list((state / "rallypoint" / "runs").glob("*-*/events.jsonl"))
-    return [json.loads(line) for line in found[0].read_text().splitlines() if line.endswith("}")] if found else []
+    return (
+        [json.loads(line) for line in found[0].read_text().splitlines() if line.endswith("}")]
+        if found
+        else []
+    )
 
 
 def wait_for(condition: Callable[[], bool], what: str, launcher: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + DEADLINE
     while not condition():
-        assert launcher.poll() is None, f"the launcher ended with {launcher.returncode} before: {what}"
+        assert launcher.poll() is None, (
+            f"the launcher ended with {launcher.returncode} before: {what}"
+        )
         assert time.monotonic() < until, f"never happened: {what}"
         time.sleep(0.01)
 
@@ -48,18 +56,28 @@ def said(state: Path, launcher: subprocess.Popen[bytes], words: str, times: int 
 
 
 SAME_LOOKS = 20
-"""A process that stands in the same system call in so many looks, 10 ms apart, has got where it waits."""
+"""A process that stands in the same system call in so many looks, 10 ms apart, has got where it
+waits.
+"""
 
 
 def standing_still(state: Path, ranks: set[int]) -> Callable[[], bool]:
-    """Whether these ranks have come to where they wait: they say "joining" before they call torch, which takes its time to get there."""
+    """Whether these ranks have come to where they wait: they say "joining" before they call torch,
+    which takes its time to get there.
+    """
     looks: list[list[str]] = []
 
     def still() -> bool:
-        pids = [e["details"]["pid"] for e in events(state) if e["what"] == "worker-started" and e["rank"] in ranks]
+        pids = [
+            e["details"]["pid"]
+            for e in events(state)
+            if e["what"] == "worker-started" and e["rank"] in ranks
+        ]
         looks.append([Path(f"/proc/{pid}/syscall").read_text() for pid in pids])
         last = looks[-SAME_LOOKS:]
-        return len(last) == SAME_LOOKS and all(look == last[0] and not any(one.startswith("running") for one in look) for look in last)
+        return len(last) == SAME_LOOKS and all(
+            look == last[0] and not any(one.startswith("running") for one in look) for look in last
+        )
 
     return still
 
@@ -68,21 +86,27 @@ def helper(state: Path, name: str, launcher: int) -> int:
     """The pid of a process of the launcher's own."""
     if name == "agent":
         return launcher
-    template = next(event["details"]["pid"] for event in events(state) if event["what"] == "template-started")
+    template = next(
+        event["details"]["pid"] for event in events(state) if event["what"] == "template-started"
+    )
     if name == "template":
         return int(template)
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return next(int(pid) for pid in children if int(pid) != template)
 
 
-@pytest.mark.parametrize("victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join)
+@pytest.mark.parametrize(
+    "victims", [("agent",), ("template",), ("guard",), ("agent", "template")], ids="+".join
+)
 def test_nothing_survives_a_launcher_s_process(tmp_path: Path, victims: tuple[str, ...]) -> None:
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
         for pid in [helper(tmp_path, victim, process.pid) for victim in victims]:
             os.kill(pid, signal.SIGKILL)
 
-    result = run_job(["-n", "2", "family.py", "wait"], state=tmp_path, act=act)  # fails when a process is left
+    result = run_job(
+        ["-n", "2", "family.py", "wait"], state=tmp_path, act=act
+    )  # fails when a process is left
     if "agent" in victims:
         assert result.rc == -signal.SIGKILL
         assert "the launcher was killed; its" in result.err
@@ -99,17 +123,25 @@ def test_a_rank_that_ignores_sigterm_does_not_outlive_the_guard(tmp_path: Path) 
 
     result = run_job(["-n", "2", "stopping.py", "ignore"], state=tmp_path, act=act)
     assert result.codes == ["launcher-died"], result.everything
-    assert not any(e["what"] == "stop-sent" for e in result.events)  # SIGKILL at once: the grace is 30 s
+    assert not any(
+        e["what"] == "stop-sent" for e in result.events
+    )  # SIGKILL at once: the grace is 30 s
 
 
 def test_a_signal_to_every_process_of_the_job_leaves_handlers_their_grace(tmp_path: Path) -> None:
-    """What Slurm's scancel and systemd do: SIGTERM to all at once, template, guard and c10d host included."""
+    """What Slurm's scancel and systemd do: SIGTERM to all at once, template, guard and c10d host
+    included.
+    """
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "rank 0 sleeps")
         said(tmp_path, process, "joins")
         environ = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-        marker = next(entry for entry in environ if entry.startswith(MARKER.encode())).partition(b"=")[2].decode()
+        marker = (
+            next(entry for entry in environ if entry.startswith(MARKER.encode()))
+            .partition(b"=")[2]
+            .decode()
+        )
         for line in processes(marker):
             os.kill(int(line.split()[0]), signal.SIGTERM)
 
@@ -156,16 +188,28 @@ def test_the_killed_rank_is_the_cause_whatever_its_peers_do(tmp_path: Path, answ
     assert "rank 1 was killed by SIGKILL" in result.report
 
 
-def interrupted(tmp_path: Path, manner: str, *numbers: int, options: tuple[str, ...] = ()) -> Result:
+def interrupted(
+    tmp_path: Path, manner: str, *numbers: int, options: tuple[str, ...] = ()
+) -> Result:
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "joins", 2)
         said(tmp_path, process, "rank 0 sleeps")
-        wait_for(lambda: sum(e.get("details", {}).get("phase") == "joining" for e in events(tmp_path)) == 2, "two ranks join", process)
+        wait_for(
+            lambda: (
+                sum(e.get("details", {}).get("phase") == "joining" for e in events(tmp_path)) == 2
+            ),
+            "two ranks join",
+            process,
+        )
         wait_for(standing_still(tmp_path, {1, 2}), "they wait inside torch", process)
         for number in numbers:
             time.sleep(2 * ONE_SIGNAL)  # not to synchronise: what comes sooner is no other signal
             process.send_signal(number)
-            wait_for(lambda: any(e["what"] in ("stop-sent", "killed") for e in events(tmp_path)), "the first signal is passed on", process)
+            wait_for(
+                lambda: any(e["what"] in ("stop-sent", "killed") for e in events(tmp_path)),
+                "the first signal is passed on",
+                process,
+            )
 
     return run_job(["-n", "3", *options, "stopping.py", manner], state=tmp_path, act=act)
 
@@ -176,7 +220,9 @@ def test_ctrl_c_tells_where_every_rank_was(tmp_path: Path) -> None:
     assert "stopped[interrupted]: the job was stopped by Ctrl-C" in result.err
     assert re.search(r"- rank 0 +stopping.py:31 in <module>", result.err), result.everything
     # One of the two may just have come from a deeper call: then they stand in two lines.
-    assert re.search(r"- ranks? [12](-2)? +stopping.py:33 in <module> \(torch init_process_group\)", result.err), result.everything
+    assert re.search(
+        r"- ranks? [12](-2)? +stopping.py:33 in <module> \(torch init_process_group\)", result.err
+    ), result.everything
     assert "KeyboardInterrupt" not in result.err  # three tracebacks of it say nothing
     sent = [(e["rank"], e["details"]["signal"]) for e in result.events if e["what"] == "stop-sent"]
     assert sent[:3] == [(0, "SIGINT"), (1, "SIGINT"), (2, "SIGINT")], sent
@@ -184,15 +230,21 @@ def test_ctrl_c_tells_where_every_rank_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("manner", ["get", "connect"])
-def test_ctrl_c_ends_a_wait_in_torch_s_store_and_leaves_a_handler_its_time(tmp_path: Path, manner: str) -> None:
-    """Rank 1 stands in C++ code that the program called itself: no line of torch's Python tells so. Rank 0's handler has run."""
+def test_ctrl_c_ends_a_wait_in_torch_s_store_and_leaves_a_handler_its_time(
+    tmp_path: Path, manner: str
+) -> None:
+    """Rank 1 stands in C++ code that the program called itself: no line of torch's Python tells so.
+    Rank 0's handler has run.
+    """
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "goes on", 2)
         wait_for(standing_still(tmp_path, {0, 1}), "they wait", process)
         process.send_signal(signal.SIGINT)
 
-    result = run_job(["-n", "2", "--grace", "80", "torchs_store.py", manner], state=tmp_path, act=act)
+    result = run_job(
+        ["-n", "2", "--grace", "80", "torchs_store.py", manner], state=tmp_path, act=act
+    )
     assert result.rc == 130, result.everything
     sent = [(e["rank"], e["details"]["signal"]) for e in result.events if e["what"] == "stop-sent"]
     assert sent == [(0, "SIGINT"), (1, "SIGINT"), (1, "SIGTERM")], result.everything
@@ -211,9 +263,12 @@ def test_a_handler_is_given_its_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["sync", "async", "ddp"])
 @pytest.mark.parametrize("how", ["flag", "interrupt"])
-def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(tmp_path: Path, how: str, call: str) -> None:
-    """Rank 0 stood in all_reduce, where no handler runs, and was killed 0.2 s after the signal whatever `--grace` said: the checkpoint of
-    every preempted job was lost. The long form is `scripts/soak stop-saves`."""
+def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(
+    tmp_path: Path, how: str, call: str
+) -> None:
+    """Rank 0 stood in all_reduce, where no handler runs, and was killed 0.2 s after the signal
+    whatever `--grace` said: the checkpoint of every preempted job was lost. The long form is
+    `scripts/soak stop-saves`."""
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "rank 1 computes", 2)
@@ -226,16 +281,19 @@ def test_who_waits_for_a_rank_that_comes_saves_when_the_job_is_stopped(tmp_path:
 
     result = run_job(["-n", "2", "--grace", "80", "saving.py", how, call], state=tmp_path, act=act)
     assert result.rc == (143 if how == "flag" else 130), result.everything
-    assert sorted(line for line in result.lines if "has saved" in line) == ["[0] rank 0 has saved", "[1] rank 1 has saved"], (
-        result.everything
-    )
+    assert sorted(line for line in result.lines if "has saved" in line) == [
+        "[0] rank 0 has saved",
+        "[1] rank 1 has saved",
+    ], result.everything
     assert "killed" not in result.err
     assert not [e for e in result.events if e["what"] == "killed"]
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_what_a_rank_raises_when_the_job_is_stopped_is_said(tmp_path: Path) -> None:
-    """The report was made before, and the error of a rank that lost its peer, or failed to save, stood in its log only."""
+    """The report was made before, and the error of a rank that lost its peer, or failed to save,
+    stood in its log only.
+    """
     program = tmp_path / "train.py"
     program.write_text(
         "import signal, time\ndef save(number, frame):\n    raise OSError('no space left')\nsignal.signal(signal.SIGTERM, save)\n"
@@ -249,7 +307,11 @@ def test_what_a_rank_raises_when_the_job_is_stopped_is_said(tmp_path: Path) -> N
     result = run_job(["-n", "2", program], state=tmp_path, act=act)
     assert result.rc == 143, result.everything
     for rank in range(2):
-        assert re.search(rf"^rallypoint: rank {rank} raised, while it was stopped: OSError: no space left", result.err, re.MULTILINE)
+        assert re.search(
+            rf"^rallypoint: rank {rank} raised, while it was stopped: OSError: no space left",
+            result.err,
+            re.MULTILINE,
+        )
 
 
 def test_when_a_rank_is_missing_all_who_wait_for_it_end_soon(tmp_path: Path) -> None:
@@ -265,11 +327,17 @@ def test_who_ignores_everything_is_killed_after_the_grace(tmp_path: Path) -> Non
     assert result.rc == 143
     (zero,) = [e for e in result.events if e["what"] == "killed" and e["rank"] == 0]
     assert zero["because"] == "the grace of 1 s is over"
-    assert re.search(r"^rallypoint: .* did not end and w.+ killed: the grace of 1 s is over$", result.err, re.MULTILINE), result.everything
+    assert re.search(
+        r"^rallypoint: .* did not end and w.+ killed: the grace of 1 s is over$",
+        result.err,
+        re.MULTILINE,
+    ), result.everything
 
 
 def test_ctrl_c_twice_kills_now(tmp_path: Path) -> None:
-    result = interrupted(tmp_path, "ignore", signal.SIGINT, signal.SIGINT, options=("--grace", "80"))
+    result = interrupted(
+        tmp_path, "ignore", signal.SIGINT, signal.SIGINT, options=("--grace", "80")
+    )
     assert result.rc == 130
     assert {e["rank"] for e in result.events if e["what"] == "killed"} == {0, 1, 2}
     assert result.seconds < 60
@@ -290,7 +358,11 @@ def test_other_signals_stop_the_job_with_their_number(tmp_path: Path, name: str)
 
 def test_ctrl_c_while_the_template_imports(tmp_path: Path) -> None:
     def act(process: subprocess.Popen[bytes]) -> None:
-        wait_for(lambda: any(e["what"] == "template-started" for e in events(tmp_path)), "the template starts", process)
+        wait_for(
+            lambda: any(e["what"] == "template-started" for e in events(tmp_path)),
+            "the template starts",
+            process,
+        )
         process.send_signal(signal.SIGINT)
 
     result = run_job(["-n", "2", "stopping.py", "plain"], state=tmp_path, act=act)
@@ -300,11 +372,17 @@ def test_ctrl_c_while_the_template_imports(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", [0.0, 0.003, 0.008, 0.015, 0.03, 0.06])
 def test_ctrl_c_in_the_first_moments_is_quiet(tmp_path: Path, after: float) -> None:
-    """Before the launcher listens, Ctrl-C ends it as it ends any program: no traceback, no crash inside an import, not lost."""
+    """Before the launcher listens, Ctrl-C ends it as it ends any program: no traceback, no crash
+    inside an import, not lost.
+    """
 
     def act(process: subprocess.Popen[bytes]) -> None:
         maps = Path(f"/proc/{process.pid}/maps")
-        wait_for(lambda: "_struct" in maps.read_text() or "msgspec" in maps.read_text(), "our first imports", process)
+        wait_for(
+            lambda: "_struct" in maps.read_text() or "msgspec" in maps.read_text(),
+            "our first imports",
+            process,
+        )
         time.sleep(after)  # not to synchronise: any moment from here on will do
         process.send_signal(signal.SIGINT)
 
@@ -352,7 +430,18 @@ def test_a_group_that_is_opened_again_meets_anew(tmp_path: Path) -> None:
 def test_few_descriptors_are_said_to_be_few(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("print('here')\n")
-    shell = ['ulimit -n 64; exec "$@"', "sh", sys.executable, "-P", "-m", "rallypoint", "run", "-n", "16", str(program)]
+    shell = [
+        'ulimit -n 64; exec "$@"',
+        "sh",
+        sys.executable,
+        "-P",
+        "-m",
+        "rallypoint",
+        "run",
+        "-n",
+        "16",
+        str(program),
+    ]
     result = run_job(shell, state=tmp_path, launcher=("/bin/sh", "-c"))
     assert (result.rc, result.codes) == (1, ["start-failed"]), result.everything
     assert "16 ranks cannot be started: Too many open files" in result.err
@@ -362,16 +451,22 @@ def test_few_descriptors_are_said_to_be_few(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("without_torch")
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     program = os.fsencode(tmp_path) + b"/caf\xe9.py"
-    Path(os.fsdecode(program)).write_text("import sys\nprint(ascii(sys.argv[1:]))\nopen('/no/caf\\udce9')\n")
+    Path(os.fsdecode(program)).write_text(
+        "import sys\nprint(ascii(sys.argv[1:]))\nopen('/no/caf\\udce9')\n"
+    )
     result = run_job(["-n", "2", os.fsdecode(program), os.fsdecode(b"\xff")], state=tmp_path)
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
-    assert "['\\udcff']" in result.of(0) + result.of(1)  # one may be stopped before it comes to that
+    assert "['\\udcff']" in result.of(0) + result.of(
+        1
+    )  # one may be stopped before it comes to that
     assert "FileNotFoundError" in result.report
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_names_that_ranks_choose_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
-    """The name of a process that failed, and the command line of one that was left running, cleared the screen."""
+    """The name of a process that failed, and the command line of one that was left running, cleared
+    the screen.
+    """
     program = tmp_path / "names.py"
     program.write_text(
         "import multiprocessing, os, subprocess, sys\n"
@@ -393,11 +488,16 @@ def test_what_a_successful_rank_leaves_is_named_and_ended(tmp_path: Path) -> Non
     result = run_job(["-n", "2", "leaves.py"], state=tmp_path)
     assert result.rc == 0, result.everything
     pid = result.of(1)[0].split()[1]
-    assert f"rank 1 exited cleanly but left a process running: sleep 1003 (pid {pid}); it is stopped when the job ends" in result.err
+    assert (
+        f"rank 1 exited cleanly but left a process running: sleep 1003 (pid {pid}); it is stopped when the job ends"
+        in result.err
+    )
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_on_failure_continue_tells_each_failure_once_and_lets_the_others_finish(tmp_path: Path) -> None:
+def test_on_failure_continue_tells_each_failure_once_and_lets_the_others_finish(
+    tmp_path: Path,
+) -> None:
     result = run_job(["-n", "4", "--on-failure", "continue", "two_fail.py"], state=tmp_path)
     assert (result.rc, result.codes) == (4, ["rank-exited", "rank-raised"]), result.everything
     kept = json.loads((result.run_dir / "report.json").read_bytes())
@@ -406,7 +506,9 @@ def test_on_failure_continue_tells_each_failure_once_and_lets_the_others_finish(
 
 
 @pytest.mark.torch
-def test_on_failure_continue_who_loses_the_rank_that_failed_is_one_line_and_no_report(tmp_path: Path) -> None:
+def test_on_failure_continue_who_loses_the_rank_that_failed_is_one_line_and_no_report(
+    tmp_path: Path,
+) -> None:
     program = tmp_path / "train.py"
     program.write_text(
         "import os, signal\nimport torch, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
@@ -425,7 +527,18 @@ def test_a_hundred_ranks_worth_of_descriptors_is_not_asked_of_the_workers(tmp_pa
     program = tmp_path / "limit.py"
     program.write_text("import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n")
     result = run_job(
-        ['ulimit -Sn 300; exec "$@"', "sh", sys.executable, "-P", "-m", "rallypoint", "run", "-n", "2", program],
+        [
+            'ulimit -Sn 300; exec "$@"',
+            "sh",
+            sys.executable,
+            "-P",
+            "-m",
+            "rallypoint",
+            "run",
+            "-n",
+            "2",
+            program,
+        ],
         state=tmp_path,
         launcher=("/bin/sh", "-c"),
     )
@@ -438,13 +551,20 @@ def test_a_fault_of_ours_is_said_to_be_ours_and_leaves_nothing(tmp_path: Path) -
         "import sys\nfrom rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor\nfrom rallypoint.cli.main import main\n"
         "def fault(*_): raise RuntimeError('a fault of ours')\nRendezvousMonitor.meets = fault\nsys.exit(main(['run', *sys.argv[1:]]))"
     )
-    result = run_job(["-n", "2", "family.py", "wait"], state=tmp_path, launcher=(sys.executable, "-P", "-c", faulty))
+    result = run_job(
+        ["-n", "2", "family.py", "wait"],
+        state=tmp_path,
+        launcher=(sys.executable, "-P", "-c", faulty),
+    )
     assert (result.rc, result.codes) == (70, ["internal-error"]), result.everything
     assert "RuntimeError: a fault of ours" in result.err
-    assert "the launcher was killed" not in result.err  # it cleaned up by itself; the guard had nothing to do
+    assert (
+        "the launcher was killed" not in result.err
+    )  # it cleaned up by itself; the guard had nothing to do
 
 
-# `rallypoint run` in every other way; the disk of the run folder answers no more from the first rank's start on.
+# `rallypoint run` in every other way; the disk of the run folder answers no more from the first
+# rank's start on.
 DEAD_DISK = """\
 import sys
 import threading
@@ -467,43 +587,78 @@ sys.exit(main(["run", *sys.argv[1:]]))
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_disk_that_dies_in_the_middle_of_a_run_holds_nobody_up(tmp_path: Path) -> None:
-    """The launcher's loop waited for it in the kernel: no rank was reaped any more, and Ctrl-C did nothing."""
+    """The launcher's loop waited for it in the kernel: no rank was reaped any more, and Ctrl-C did
+    nothing.
+    """
     program = tmp_path / "train.py"
-    program.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('a cause')\nimport time\ntime.sleep(1000)\n")
-    result = run_job(["-n", "2", "train.py"], state=tmp_path, cwd=tmp_path, launcher=(sys.executable, "-P", "-c", DEAD_DISK))
+    program.write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('a cause')\nimport time\ntime.sleep(1000)\n"
+    )
+    result = run_job(
+        ["-n", "2", "train.py"],
+        state=tmp_path,
+        cwd=tmp_path,
+        launcher=(sys.executable, "-P", "-c", DEAD_DISK),
+    )
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert re.search(
-        r"^rallypoint: the disk of \S+ gave no answer within 0\.5 s: the record of this run is not whole$", result.err, re.M
+        r"^rallypoint: the disk of \S+ gave no answer within 0\.5 s: the record of this run is not whole$",
+        result.err,
+        re.M,
     ), result.everything
 
 
 # The same, and the ranks' logs: not one line of theirs gets to the disk.
 DEAD_LOGS = DEAD_DISK.replace("b'\"worker-started\"' in data", 'b"line" in data').replace(
-    "reporter.DISK_TIMEOUT =", "from rallypoint.record import log_pump as logs\nlogs.DISK_PATIENCE = reporter.DISK_TIMEOUT ="
+    "reporter.DISK_TIMEOUT =",
+    "from rallypoint.record import log_pump as logs\nlogs.DISK_PATIENCE = reporter.DISK_TIMEOUT =",
 )
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_disk_that_takes_no_logs_holds_nobody_up(tmp_path: Path) -> None:
-    """The thread that reads the ranks' pipes waited for it: the terminal got nothing more, and ranks that print waited for ever."""
+    """The thread that reads the ranks' pipes waited for it: the terminal got nothing more, and
+    ranks that print waited for ever.
+    """
     program = tmp_path / "train.py"
     program.write_text(
         "import os, rallypoint\nfor i in range(20_000):\n    print('line', i, flush=i == 19_999)\n"
         "rallypoint.connect().barrier('printed', 2)\nif os.environ['RANK'] == '1':\n    raise ValueError('a cause')\n"
     )
-    result = run_job(["-n", "2", "train.py"], state=tmp_path, cwd=tmp_path, launcher=(sys.executable, "-P", "-c", DEAD_LOGS))
+    result = run_job(
+        ["-n", "2", "train.py"],
+        state=tmp_path,
+        cwd=tmp_path,
+        launcher=(sys.executable, "-P", "-c", DEAD_LOGS),
+    )
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert [result.of(rank) for rank in (0, 1)] == [[f"line {i}" for i in range(20_000)]] * 2
     assert "no answer within 0.5 s, and the logs in it are not whole" in result.err, result.err
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_when_descriptors_run_out_while_ranks_are_started_it_is_reported_once(tmp_path: Path) -> None:
-    """After its report the launcher failed of the same thing again, where it took in the c10d host, and said so in a second one."""
+def test_when_descriptors_run_out_while_ranks_are_started_it_is_reported_once(
+    tmp_path: Path,
+) -> None:
+    """After its report the launcher failed of the same thing again, where it took in the c10d host,
+    and said so in a second one.
+    """
     program = tmp_path / "train.py"
     program.write_text("")
     result = run_job(
-        ['ulimit -n 37; exec "$@"', "sh", sys.executable, "-P", "-m", "rallypoint", "run", "-n", "3", "--fresh", program],
+        [
+            'ulimit -n 37; exec "$@"',
+            "sh",
+            sys.executable,
+            "-P",
+            "-m",
+            "rallypoint",
+            "run",
+            "-n",
+            "3",
+            "--fresh",
+            program,
+        ],
         state=tmp_path,
         launcher=("/bin/sh", "-c"),
     )

@@ -1,4 +1,6 @@
-"""A worker that was forked looks like a fresh interpreter: field by field, and where it does not, docs/concepts/template.md says so."""
+"""A worker that was forked looks like a fresh interpreter: field by field, and where it does not,
+docs/concepts/template.md says so.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ CRASHES = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        return {key: one for name, inner in value.items() for key, one in flat(inner, f"{path}/{name}" if path else name).items()}
+        return {
+            key: one
+            for name, inner in value.items()
+            for key, one in flat(inner, f"{path}/{name}" if path else name).items()
+        }
     return {path: re.sub(r" at 0x[0-9a-f]+", "", value) if isinstance(value, str) else value}
 
 
@@ -57,7 +63,9 @@ def as_given() -> None:
     os.nice(3)
 
 
-def look_alone(folder: Path, *options: str, before: Callable[[], None] | None, **extra: str) -> dict[str, Any]:
+def look_alone(
+    folder: Path, *options: str, before: Callable[[], None] | None, **extra: str
+) -> dict[str, Any]:
     """What a plain `python -u` sees."""
     found = folder / "plain.json"
     subprocess.run(
@@ -68,7 +76,9 @@ def look_alone(folder: Path, *options: str, before: Callable[[], None] | None, *
 
 
 @pytest.fixture(scope="module", params=[None, as_given], ids=["plainly", "as given"])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+def seen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fresh, forked): what the same program sees alone, and as the only rank of a job."""
     from .job import run_job
 
@@ -76,17 +86,28 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     found = folder / "plain.json"  # the same name, so that the arguments are the same
     fresh = look_alone(folder, before=request.param)
     found.unlink()
-    result = run_job(["-n", "1", SCRIPTS / "look.py", found, "--torch"], state=folder, cwd=folder, before=request.param)
+    result = run_job(
+        ["-n", "1", SCRIPTS / "look.py", found, "--torch"],
+        state=folder,
+        cwd=folder,
+        before=request.param,
+    )
     assert (result.rc, result.out, result.err) == (0, "", ""), result.everything
     return fresh, json.loads(found.read_text())
 
 
 def test_only_what_the_page_lists_differs(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     fresh, forked = map(flat, seen)
-    differs = {name for name in fresh.keys() | forked.keys() if fresh.get(name, "absent") != forked.get(name, "absent")}
+    differs = {
+        name
+        for name in fresh.keys() | forked.keys()
+        if fresh.get(name, "absent") != forked.get(name, "absent")
+    }
     differs -= DIFFERENT_IN_EVERY_PROCESS
     differs = {re.sub(r"^(descriptors|environ)( after torch)?/.*", r"\1", name) for name in differs}
-    several = {"status/Threads"} if fresh["threads after torch"] != "1" else set()  # OpenBLAS starts none on one processor
+    several = (
+        {"status/Threads"} if fresh["threads after torch"] != "1" else set()
+    )  # OpenBLAS starts none on one processor
     # Each of them is looked at in a test below.
     assert differs == several | {
         "descriptors", "environ", "faulthandler", "first environ", "gc/frozen", f"handlers after torch/{ATTENTION_SIGNAL:d}",
@@ -99,8 +120,14 @@ def test_only_what_the_page_lists_differs(seen: tuple[dict[str, Any], dict[str, 
 def test_the_page_lists_the_variables_that_are_read_at_load() -> None:
     from rallypoint.launcher import late_variables
 
-    listed = set(re.findall(r"`([A-Z_]+\*?)`", PAGE.read_text().partition("\nTried, ")[0].rpartition("## ")[2]))
-    assert listed == set(late_variables._NAMES) | {f"{family}*" for family in late_variables._FAMILIES}
+    listed = set(
+        re.findall(
+            r"`([A-Z_]+\*?)`", PAGE.read_text().partition("\nTried, ")[0].rpartition("## ")[2]
+        )
+    )
+    assert listed == set(late_variables._NAMES) | {
+        f"{family}*" for family in late_variables._FAMILIES
+    }
 
 
 def test_random_state_is_a_processs_own(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -108,67 +135,104 @@ def test_random_state_is_a_processs_own(seen: tuple[dict[str, Any], dict[str, An
     assert {name for name in DIFFERENT_IN_EVERY_PROCESS if fresh[name] == forked[name]} == set()
 
 
-def test_the_environment_has_the_contract_and_nothing_else(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_the_environment_has_the_contract_and_nothing_else(
+    seen: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
     fresh, forked = seen
     for key in ("environ", "environ after torch"):
-        assert {name for name, value in forked[key].items() if fresh[key].get(name) != value} - {MARKER} == OURS_IN_THE_ENVIRONMENT
+        assert {name for name, value in forked[key].items() if fresh[key].get(name) != value} - {
+            MARKER
+        } == OURS_IN_THE_ENVIRONMENT
         assert fresh[key].keys() <= forked[key].keys()
 
 
-def test_no_descriptor_but_the_channel_the_evidence_and_the_secret(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_no_descriptor_but_the_channel_the_evidence_and_the_secret(
+    seen: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
     fresh, forked = seen
     for key in ("descriptors", "descriptors after torch"):
         ours = [value for number, value in forked[key].items() if number not in fresh[key]]
         assert sorted(ours) == [["/memfd", False], ["/memfd", False], ["socket", False]]
-        assert {number: value for number, value in forked[key].items() if number in fresh[key]} == fresh[key]
+        assert {
+            number: value for number, value in forked[key].items() if number in fresh[key]
+        } == fresh[key]
 
 
 def test_signals(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     fresh, forked = seen
-    assert forked["handlers"].pop(str(signal.SIGRTMIN + 8)) == "_block"  # as Python sees them, this one is more
+    assert (
+        forked["handlers"].pop(str(signal.SIGRTMIN + 8)) == "_block"
+    )  # as Python sees them, this one is more
     assert "SIG_DFL" in fresh["handlers"].pop(str(signal.SIGRTMIN + 8))
     assert fresh["handlers"] == forked["handlers"]
     assert fresh["mask"] == forked["mask"] == []
     internal = sum(1 << (number - 1) for number in INTERNAL_SIGNALS)
     ours = sum(1 << (number - 1) for number in (*CRASHES, signal.SIGURG, signal.SIGRTMIN + 8))
     for key in ("status", "status after torch"):
-        assert int(forked[key]["SigIgn"], 16) & ~internal == int(fresh[key]["SigIgn"], 16) & ~internal
-        assert int(forked[key]["SigCgt"], 16) & ~internal == int(fresh[key]["SigCgt"], 16) & ~internal | ours
+        assert (
+            int(forked[key]["SigIgn"], 16) & ~internal == int(fresh[key]["SigIgn"], 16) & ~internal
+        )
+        assert (
+            int(forked[key]["SigCgt"], 16) & ~internal
+            == int(fresh[key]["SigCgt"], 16) & ~internal | ours
+        )
 
 
 def test_modules(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """Before its first import a worker has what torch imports; after it, only ours are more."""
     fresh, forked = seen
     assert set(fresh["modules"]) <= set(forked["modules"])
-    more = {name.partition(".")[0] for name in set(forked["modules after torch"]) - set(fresh["modules after torch"])}
+    more = {
+        name.partition(".")[0]
+        for name in set(forked["modules after torch"]) - set(fresh["modules after torch"])
+    }
     assert more <= {"rallypoint", "msgspec", "decimal", "_decimal"}
     assert set(fresh["modules after torch"]) <= set(forked["modules after torch"])
-    assert forked["sys"]["meta_path"].startswith("[<rallypoint.launcher.worker.import_times.ImportTimes object")
+    assert forked["sys"]["meta_path"].startswith(
+        "[<rallypoint.launcher.worker.import_times.ImportTimes object"
+    )
     assert forked["sys"]["meta_path"].count(",") == fresh["sys"]["meta_path"].count(",") + 1
 
 
-def test_what_torch_leaves_at_its_import_is_there_before(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_what_torch_leaves_at_its_import_is_there_before(
+    seen: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
     fresh, forked = seen
     assert forked["status"]["Threads"] == fresh["threads after torch"]
-    assert sorted(forked["warnings"].split("), (")) == sorted(forked["warnings after torch"].split("), ("))
+    assert sorted(forked["warnings"].split("), (")) == sorted(
+        forked["warnings after torch"].split("), (")
+    )
     assert forked["warnings after torch"] == fresh["warnings after torch"]
     assert forked["gc"]["frozen"] > 10_000
-    assert (fresh["gc"]["enabled"], fresh["gc"]["thresholds"]) == (forked["gc"]["enabled"], forked["gc"]["thresholds"])
+    assert (fresh["gc"]["enabled"], fresh["gc"]["thresholds"]) == (
+        forked["gc"]["enabled"],
+        forked["gc"]["thresholds"],
+    )
 
 
 def test_our_hold_on_it(seen: tuple[dict[str, Any], dict[str, Any]]) -> None:
     _, forked = seen
     assert forked["prctl"]["pdeathsig"] == signal.SIGKILL
     assert forked["faulthandler"]
-    assert all(forked["ids"][name] for name in ("session leader", "group leader", "thread", "ident"))
+    assert all(
+        forked["ids"][name] for name in ("session leader", "group leader", "thread", "ident")
+    )
     assert f"RALLYPOINT_JOB={forked['environ']['RALLYPOINT_JOB']}" in forked["first environ"]
-    assert not any(entry.startswith(("RANK=", "MASTER_PORT=")) for entry in forked["first environ"])  # the template's
+    assert not any(
+        entry.startswith(("RANK=", "MASTER_PORT=")) for entry in forked["first environ"]
+    )  # the template's
 
 
 @pytest.mark.parametrize("threads", ["1", "999"])
 def test_as_many_threads_as_a_fresh_process(run: Run, tmp_path: Path, threads: str) -> None:
     fresh = look_alone(tmp_path, before=None, OMP_NUM_THREADS=threads)
-    result = run(SCRIPTS / "look.py", tmp_path / "forked.json", "--torch", cwd=tmp_path, env={"OMP_NUM_THREADS": threads})
+    result = run(
+        SCRIPTS / "look.py",
+        tmp_path / "forked.json",
+        "--torch",
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": threads},
+    )
     assert result.rc == 0, result.everything
     forked = json.loads((tmp_path / "forked.json").read_text())
     for key in ("openblas", "gomp", "threads after torch"):
@@ -191,16 +255,22 @@ def test_ranks_draw_different_numbers(run: Run, write: Write) -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_closed_standard_descriptors_are_dev_null(run: Run, write: Write) -> None:
-    program = write("train.py", "import os, sys\nprint('lost')\nsys.stderr.write(os.readlink('/proc/self/fd/1'))\n")
+    program = write(
+        "train.py",
+        "import os, sys\nprint('lost')\nsys.stderr.write(os.readlink('/proc/self/fd/1'))\n",
+    )
     result = run(program, before=lambda: os.closerange(0, 2))
     assert (result.rc, result.out, result.err) == (0, "", "/dev/null"), result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
-def test_children_of_the_program_get_no_descriptor_of_ours(run: Run, write: Write, way: tuple[str, ...]) -> None:
+def test_children_of_the_program_get_no_descriptor_of_ours(
+    run: Run, write: Write, way: tuple[str, ...]
+) -> None:
     program = write(
-        "train.py", "import os, subprocess\nprint(os.listdir('/proc/self/fd'))\nsubprocess.run(['ls', '/proc/self/fd'], close_fds=False)\n"
+        "train.py",
+        "import os, subprocess\nprint(os.listdir('/proc/self/fd'))\nsubprocess.run(['ls', '/proc/self/fd'], close_fds=False)\n",
     )
     result = run(*way, program, stdin="")
     assert result.rc == 0, result.everything
@@ -219,7 +289,9 @@ def test_it_may_close_every_descriptor(run: Run, write: Write) -> None:
 def test_developers_mode_hears_nothing_of_us(run: Run, write: Write) -> None:
     program = write("train.py", "import gc\ngc.collect()\nprint('fine')\n")
     result = run("-n", "2", program, env={"PYTHONDEVMODE": "1"})
-    assert (result.rc, sorted(result.lines), result.err) == (0, ["[0] fine", "[1] fine"], ""), result.everything
+    assert (result.rc, sorted(result.lines), result.err) == (0, ["[0] fine", "[1] fine"], ""), (
+        result.everything
+    )
 
 
 def test_torch_compile_with_its_own_processes(run: Run, write: Write) -> None:
@@ -237,7 +309,8 @@ def test_torch_compile_with_its_own_processes(run: Run, write: Write) -> None:
     assert (result.rc, result.lines) == (0, ["3"]), result.everything
 
 
-# --- the clean check --------------------------------------------------------------------------------------------------
+# --- the clean check
+# --------------------------------------------------------------------------------------------------
 
 STARTS_A_THREAD = """\
 import threading, time
@@ -250,10 +323,15 @@ begin()
 
 
 def test_a_module_that_starts_a_thread_is_named_with_its_line(run: Run, write: Write) -> None:
-    """The job works all the same. The notice waits for the line, at most until the job is over: this one waits for the notice."""
+    """The job works all the same. The notice waits for the line, at most until the job is over:
+    this one waits for the notice.
+    """
     write("busy.py", STARTS_A_THREAD)
     write("outer.py", "import json\nimport busy\n")
-    program = write("train.py", "import sys\nsys.stdin.readline()\nimport outer\nprint('done', outer.busy.__name__)\n")
+    program = write(
+        "train.py",
+        "import sys\nsys.stdin.readline()\nimport outer\nprint('done', outer.busy.__name__)\n",
+    )
     said: list[bytes] = []
 
     def act(process: subprocess.Popen[bytes]) -> None:
@@ -264,9 +342,14 @@ def test_a_module_that_starts_a_thread_is_named_with_its_line(run: Run, write: W
         process.stdin.write(b"\n")
 
     result = run("-n", "2", "--preload", "outer", program, cwd=program.parent, stdin="\n", act=act)
-    assert (result.rc, sorted(result.lines)) == (0, ["[0] done busy", "[1] done busy"]), result.everything
+    assert (result.rc, sorted(result.lines)) == (0, ["[0] done busy", "[1] done busy"]), (
+        result.everything
+    )
     text = b"".join(said).decode()
-    assert "[cuda-in-template]: importing outer leaves a process that must not be forked: 2 threads" in text
+    assert (
+        "[cuda-in-template]: importing outer leaves a process that must not be forked: 2 threads"
+        in text
+    )
     assert "where  busy.py:4" in text
     assert result.err == ""  # said once
 
@@ -279,12 +362,17 @@ def test_a_module_that_starts_a_thread_is_named_with_its_line(run: Run, write: W
             "suspect.py:2",
         ),  # OpenMP's pool
         ("import helper\n\nhelper.double(2)\nhelper.begin(\n)\n", "helper.py:7"),
-        ("import os\nheld = os.open('/dev/null', os.O_RDONLY)\nlast = 1\n", ""),  # nothing that would spoil a process
+        (
+            "import os\nheld = os.open('/dev/null', os.O_RDONLY)\nlast = 1\n",
+            "",
+        ),  # nothing that would spoil a process
         ("raise ValueError('not in the template')\n", ""),
     ],
     ids=["native", "called", "clean", "raises"],
 )
-def test_the_line_that_spoils_a_process(write: Write, monkeypatch: pytest.MonkeyPatch, text: str, line: str) -> None:
+def test_the_line_that_spoils_a_process(
+    write: Write, monkeypatch: pytest.MonkeyPatch, text: str, line: str
+) -> None:
     write(
         "helper.py",
         "import threading, time\n\ndef double(x):\n    return 2 * x\n\ndef begin():\n"
@@ -294,7 +382,9 @@ def test_the_line_that_spoils_a_process(write: Write, monkeypatch: pytest.Monkey
     monkeypatch.chdir(folder)
     before = len(os.listdir("/proc/self/fd"))
     search = unsafe_import.LineSearch(
-        ("json", "suspect"), Program("script", "train.py"), {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
+        ("json", "suspect"),
+        Program("script", "train.py"),
+        {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"},
     )
     assert select.select([search.fileno()], [], [], DEADLINE)[0]
     assert search.answer() == line
@@ -337,7 +427,9 @@ def test_a_preload_module_beside_the_script(run: Run, write: Write) -> None:
     ],
     ids=["absent", "raises", "exits"],
 )
-def test_a_preload_module_that_cannot_be_imported_is_said_once(run: Run, write: Write, text: str | None, error: str) -> None:
+def test_a_preload_module_that_cannot_be_imported_is_said_once(
+    run: Run, write: Write, text: str | None, error: str
+) -> None:
     program = write("train.py", "print('never')\n")
     if text is not None:
         write("mine.py", text)
@@ -347,21 +439,29 @@ def test_a_preload_module_that_cannot_be_imported_is_said_once(run: Run, write: 
     assert "importlib" not in result.err, result.everything
 
 
-# --- what is noticed --------------------------------------------------------------------------------------------------
+# --- what is noticed
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_slow_import_is_named_once_at_the_end(run: Run, write: Write) -> None:
-    """The package, though a module of the program's own imports it; not with --preload, and not under --plain."""
+    """The package, though a module of the program's own imports it; not with --preload, and not
+    under --plain.
+    """
     packages = write("site-packages/heavy/__init__.py", "").parent.parent
     write("site-packages/heavy/parts.py", "import time\ntime.sleep(1.05)\n")
     write("mine.py", "import heavy.parts\n")
     program = write("train.py", "import mine\nprint('done')\n")
-    env = {"PYTHONPATH": os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env = {
+        "PYTHONPATH": os.pathsep.join(
+            [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+    }
     result = run("-n", "2", program, env=env)
-    assert re.fullmatch(r"rallypoint: heavy\.parts was imported 2 times, \d+\.\d s each: --preload heavy\.parts\n", result.err), (
-        result.everything
-    )
+    assert re.fullmatch(
+        r"rallypoint: heavy\.parts was imported 2 times, \d+\.\d s each: --preload heavy\.parts\n",
+        result.err,
+    ), result.everything
     for way in (("--preload", "heavy.parts"), ("--plain",)):
         result = run("-n", "2", *way, program, env=env)
         assert (result.rc, result.err) == (0, ""), result.everything
@@ -389,17 +489,23 @@ def test_a_variable_that_is_set_too_late_is_said_once(
     assert result.rc == 0, result.everything
     found = [line for line in result.err.splitlines() if line.startswith("rallypoint: ")]
     assert sorted(found) == sorted(
-        f"rallypoint: {line} after torch was imported in the template: export it, or --fresh" for line in lines
+        f"rallypoint: {line} after torch was imported in the template: export it, or --fresh"
+        for line in lines
     ), result.everything
 
 
-# --- breakpoint() -----------------------------------------------------------------------------------------------------
+# --- breakpoint()
+# --------------------------------------------------------------------------------------------------
 
 STOPS = "import os\nvalue = int(os.environ['RANK'])\nfor _ in range(2):\n    breakpoint()\nprint('value', value)\n"
 
 
-def typed_at_the_prompts(arguments: list[str], answers: list[bytes], folder: Path, **env: str) -> tuple[int, str]:
-    """Run a job on a terminal, and type an answer at every `(Pdb) `: (exit status, what the terminal showed)."""
+def typed_at_the_prompts(
+    arguments: list[str], answers: list[bytes], folder: Path, **env: str
+) -> tuple[int, str]:
+    """Run a job on a terminal, and type an answer at every `(Pdb) `: (exit status, what the
+    terminal showed).
+    """
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [*RALLYPOINT, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True,
@@ -427,18 +533,27 @@ def typed_at_the_prompts(arguments: list[str], answers: list[bytes], folder: Pat
 def test_breakpoint_on_the_terminal(write: Write, tmp_path: Path, rank: int) -> None:
     program = write("train.py", STOPS)
     chosen = ["--debug-rank", str(rank)] if rank else []
-    status, shown = typed_at_the_prompts(["-n", "2", *chosen, str(program)], [b"value += 40", b"c", b"c"], tmp_path)
+    status, shown = typed_at_the_prompts(
+        ["-n", "2", *chosen, str(program)], [b"value += 40", b"c", b"c"], tmp_path
+    )
     assert status == 0, shown
     assert f"[{rank}] value {rank + 40}" in shown, shown
     assert f"[{1 - rank}] value {1 - rank}" in shown, shown
-    assert shown.count(f"breakpoint() at train.py:4 left out: another rank has the terminal; --debug-rank {1 - rank}") == 1, shown
+    assert (
+        shown.count(
+            f"breakpoint() at train.py:4 left out: another rank has the terminal; --debug-rank {1 - rank}"
+        )
+        == 1
+    ), shown
     assert re.search(r"^\(Pdb\) ", shown, re.MULTILINE), shown  # no prefix
 
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
 def test_breakpoint_of_a_rank_alone(write: Write, tmp_path: Path) -> None:
-    status, shown = typed_at_the_prompts([str(write("train.py", STOPS))], [b"value += 40", b"c", b"c"], tmp_path)
+    status, shown = typed_at_the_prompts(
+        [str(write("train.py", STOPS))], [b"value += 40", b"c", b"c"], tmp_path
+    )
     assert status == 0, shown
     assert "\nvalue 40" in shown, shown
 
@@ -448,9 +563,13 @@ def test_breakpoint_of_a_rank_alone(write: Write, tmp_path: Path) -> None:
 def test_breakpoint_as_the_user_has_set_it(write: Write, tmp_path: Path) -> None:
     write("hook.py", "def stop():\n    print('my own')\n")
     program = write("train.py", STOPS)
-    status, shown = typed_at_the_prompts(["-n", "2", str(program)], [], tmp_path, PYTHONBREAKPOINT="hook.stop")
+    status, shown = typed_at_the_prompts(
+        ["-n", "2", str(program)], [], tmp_path, PYTHONBREAKPOINT="hook.stop"
+    )
     assert (status, shown.count("my own")) == (0, 4), shown
-    status, shown = typed_at_the_prompts(["-n", "2", str(program)], [], tmp_path, PYTHONBREAKPOINT="0")
+    status, shown = typed_at_the_prompts(
+        ["-n", "2", str(program)], [], tmp_path, PYTHONBREAKPOINT="0"
+    )
     assert (status, "Pdb" in shown, "left out" in shown) == (0, False, False), shown
 
 
@@ -458,14 +577,23 @@ def test_breakpoint_as_the_user_has_set_it(write: Write, tmp_path: Path) -> None
 @pytest.mark.timeout(DEADLINE)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_set_trace_of_pdb_is_a_breakpoint(write: Write, tmp_path: Path, rank: int) -> None:
-    """`import pdb; pdb.set_trace()` let the other rank read /dev/null, and the job ended by its BdbQuit. `where` showed our frames."""
+    """`import pdb; pdb.set_trace()` let the other rank read /dev/null, and the job ended by its
+    BdbQuit. `where` showed our frames.
+    """
     program = write("train.py", STOPS.replace("breakpoint()", "import pdb; pdb.set_trace()"))
     chosen = ["--debug-rank", str(rank)] if rank else []
-    status, shown = typed_at_the_prompts(["-n", "2", *chosen, str(program)], [b"value += 40", b"where", b"c", b"c"], tmp_path)
+    status, shown = typed_at_the_prompts(
+        ["-n", "2", *chosen, str(program)], [b"value += 40", b"where", b"c", b"c"], tmp_path
+    )
     assert status == 0, shown
     assert f"[{rank}] value {rank + 40}" in shown, shown
     assert f"[{1 - rank}] value {1 - rank}" in shown, shown
-    assert shown.count(f"set_trace() at train.py:4 left out: another rank has the terminal; --debug-rank {1 - rank}") == 1, shown
+    assert (
+        shown.count(
+            f"set_trace() at train.py:4 left out: another rank has the terminal; --debug-rank {1 - rank}"
+        )
+        == 1
+    ), shown
     assert "worker.py" not in shown, shown
     assert "program.py" not in shown, shown
 

@@ -1,4 +1,6 @@
-"""What torchrun does for a program on one node, `rallypoint run` does, too; where it differs, the difference is written down here."""
+"""What torchrun does for a program on one node, `rallypoint run` does, too; where it differs, the
+difference is written down here.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,52 @@ from typing import Any
 import pytest
 
 from .conftest import Run, Write
-from .job import DEADLINE, MARKER, RALLYPOINT, SCRIPTS, TORCHRUN, Result, environment, left_behind, run_job
+from .job import (
+    DEADLINE,
+    MARKER,
+    RALLYPOINT,
+    SCRIPTS,
+    TORCHRUN,
+    Result,
+    environment,
+    left_behind,
+    run_job,
+)
 
 pytestmark = pytest.mark.torch
 
-# Everything that is not torch's own is the same in a forked and in a new interpreter; the second one starts in 0.2 s.
+# Everything that is not torch's own is the same in a forked and in a new interpreter; the second
+# one starts in 0.2 s.
 WAYS = pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["template", "fresh"])
-ARGUMENTS = ("--lr", "0.1", "-n", "3", "--nproc-per-node", "9", "--help", "--", "x", "a b", "", "*", "-", "é")
-MEETING = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "job7")  # without a backend torchrun takes no id
+ARGUMENTS = (
+    "--lr",
+    "0.1",
+    "-n",
+    "3",
+    "--nproc-per-node",
+    "9",
+    "--help",
+    "--",
+    "x",
+    "a b",
+    "",
+    "*",
+    "-",
+    "é",
+)
+MEETING = (
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "localhost:0",
+    "--rdzv-id",
+    "job7",
+)  # without a backend torchrun takes no id
 FLAGS = ("--nproc-per-node", "2", "--role", "trainer", "--max-restarts", "2", *MEETING)
 
 
-# --- what a program finds -------------------------------------------------------------------------------------------
+# --- what a program finds
+# -------------------------------------------------------------------------------------------
 
 
 FOREIGN_FD = 200  # open in the launcher, and inheritable, as shells and build tools leave them
@@ -41,7 +77,14 @@ def facts(state: Path, *launcher: str) -> list[dict[str, Any]]:
     env = {"SOMETHING": "of the user's", "UNICODE": "ä\n"}
     os.dup2(2, FOREIGN_FD)
     try:
-        result = run_job(["facts.py", *ARGUMENTS], state=state, launcher=launcher, env=env, before=set_umask, pass_fds=[FOREIGN_FD])
+        result = run_job(
+            ["facts.py", *ARGUMENTS],
+            state=state,
+            launcher=launcher,
+            env=env,
+            before=set_umask,
+            pass_fds=[FOREIGN_FD],
+        )
     finally:
         os.close(FOREIGN_FD)
     assert result.rc == 0, result.everything
@@ -56,8 +99,12 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return facts(tmp_path_factory.mktemp("torchrun"), *TORCHRUN, *FLAGS, "--tee", "3")
 
 
-@pytest.fixture(scope="module", params=[(), ("--fresh",), ("--plain",)], ids=["template", "fresh", "plain"])
-def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(
+    scope="module", params=[(), ("--fresh",), ("--plain",)], ids=["template", "fresh", "plain"]
+)
+def ours(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     return facts(tmp_path_factory.mktemp("ours"), *RALLYPOINT, *FLAGS, *request.param)
 
 
@@ -75,7 +122,9 @@ OURS_ALONE = {
 }
 
 
-def test_every_rank_has_the_environment_that_torchrun_gives(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
+def test_every_rank_has_the_environment_that_torchrun_gives(
+    theirs: list[dict[str, Any]], ours: list[dict[str, Any]]
+) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         mine_env, other_env = mine["env"], other["env"]
         assert set(mine_env) - SET_BY_THE_SHELL - OURS_ALONE == set(other_env) - SET_BY_THE_SHELL
@@ -97,29 +146,42 @@ DIFFERENT_FACTS = {
 }
 
 
-def test_a_program_sees_no_other_difference(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
+def test_a_program_sees_no_other_difference(
+    theirs: list[dict[str, Any]], ours: list[dict[str, Any]]
+) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         names = (set(mine) | set(other)) - DIFFERENT_FACTS
-        different = {name: (mine.get(name), other.get(name)) for name in names if mine.get(name) != other.get(name)}
+        different = {
+            name: (mine.get(name), other.get(name))
+            for name in names
+            if mine.get(name) != other.get(name)
+        }
         assert different == {}
         assert mine["argv"] == ["facts.py", *ARGUMENTS]
         assert mine["orig_argv"] == other["orig_argv"]
 
 
-def test_no_descriptor_of_somebody_elses_is_open(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
+def test_no_descriptor_of_somebody_elses_is_open(
+    theirs: list[dict[str, Any]], ours: list[dict[str, Any]]
+) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert (other["descriptors"], other["inherited by its children"]) == ([], [])
         assert mine["inherited by its children"] == []
         assert FOREIGN_FD not in mine["descriptors"]
-        assert len(mine["descriptors"]) <= 3, "the control channel, where stacks are written, and the secret of the job's store"
+        assert len(mine["descriptors"]) <= 3, (
+            "the control channel, where stacks are written, and the secret of the job's store"
+        )
 
 
-def test_torch_draws_other_numbers_in_every_rank(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
+def test_torch_draws_other_numbers_in_every_rank(
+    theirs: list[dict[str, Any]], ours: list[dict[str, Any]]
+) -> None:
     for ranks in (theirs, ours):
         assert ranks[0]["torch seed"] != ranks[1]["torch seed"]
 
 
-# --- how a program ends ---------------------------------------------------------------------------------------------
+# --- how a program ends
+# ---------------------------------------------------------------------------------------------
 
 ENDINGS = {
     "well": ("pass", 0, [], ""),
@@ -131,7 +193,12 @@ ENDINGS = {
     "os-exit-5": ("os._exit(5)", 5, ["rank-exited"], "rank 1 exited with code 5"),
     "sigkill": ("os.kill(os.getpid(), 9)", 137, ["rank-killed"], "rank 1 was killed by SIGKILL"),
     "sigterm": ("os.kill(os.getpid(), 15)", 143, ["rank-killed"], "rank 1 was killed by SIGTERM"),
-    "segfault": ("import ctypes; ctypes.string_at(0)", 139, ["rank-crashed"], "rank 1 crashed with SIGSEGV in train.py:5 in <module>"),
+    "segfault": (
+        "import ctypes; ctypes.string_at(0)",
+        139,
+        ["rank-crashed"],
+        "rank 1 crashed with SIGSEGV in train.py:5 in <module>",
+    ),
 }
 
 
@@ -140,11 +207,16 @@ FORKED = ("well", "raises", "exit-3", "exit-text", "sigkill", "segfault")
 
 
 @pytest.mark.usefixtures("without_torch")
-@pytest.mark.parametrize(("way", "ending"), [*(((), one) for one in FORKED), *((("--fresh",), one) for one in ENDINGS)])
-def test_the_exit_status_is_the_failing_ranks(run: Run, write: Write, ending: str, way: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("way", "ending"), [*(((), one) for one in FORKED), *((("--fresh",), one) for one in ENDINGS)]
+)
+def test_the_exit_status_is_the_failing_ranks(
+    run: Run, write: Write, ending: str, way: tuple[str, ...]
+) -> None:
     code, status, codes, headline = ENDINGS[ending]
     program = write(
-        "train.py", f"import os, sys, time\nif os.environ['RANK'] == '0' and {status}:\n    time.sleep(60)\nelse:\n    {code}\n"
+        "train.py",
+        f"import os, sys, time\nif os.environ['RANK'] == '0' and {status}:\n    time.sleep(60)\nelse:\n    {code}\n",
     )
     result = run(*way, "-n", "2", "train.py", cwd=program.parent)
     assert (result.rc, result.codes) == (status, codes), result.everything
@@ -159,9 +231,14 @@ def test_the_exit_status_is_the_failing_ranks(run: Run, write: Write, ending: st
 
 @pytest.mark.usefixtures("without_torch")
 @WAYS
-def test_a_keyboard_interrupt_of_the_programs_own(run: Run, write: Write, way: tuple[str, ...]) -> None:
+def test_a_keyboard_interrupt_of_the_programs_own(
+    run: Run, write: Write, way: tuple[str, ...]
+) -> None:
     """Nobody pressed Ctrl-C and nobody of us sent SIGINT: it is an exception as any other."""
-    program = write("train.py", "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(60)\nraise KeyboardInterrupt\n")
+    program = write(
+        "train.py",
+        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(60)\nraise KeyboardInterrupt\n",
+    )
     result = run(*way, "-n", "2", program)
     assert (result.rc, result.codes) == (1, ["rank-raised"]), result.everything
     assert "rank 1 raised KeyboardInterrupt" in result.report, result.everything
@@ -169,7 +246,9 @@ def test_a_keyboard_interrupt_of_the_programs_own(run: Run, write: Write, way: t
 
 @pytest.mark.usefixtures("without_torch")
 @WAYS
-def test_a_traceback_shows_the_programs_frames_only(run: Run, write: Write, way: tuple[str, ...]) -> None:
+def test_a_traceback_shows_the_programs_frames_only(
+    run: Run, write: Write, way: tuple[str, ...]
+) -> None:
     program = write(
         "train.py",
         "import os, time\n\ndef step():\n    raise KeyError('lr')\n\nif os.environ['RANK'] == '0':\n    time.sleep(60)\nstep()\n",
@@ -185,7 +264,11 @@ def test_a_traceback_shows_the_programs_frames_only(run: Run, write: Write, way:
     ]
     log = result.run_dir / "rank1.log"
     assert log.read_text().splitlines() == traceback
-    pid = next(event["details"]["pid"] for event in result.events if event["what"] == "worker-started" and event["rank"] == 1)
+    pid = next(
+        event["details"]["pid"]
+        for event in result.events
+        if event["what"] == "worker-started" and event["rank"] == 1
+    )
     assert result.report.splitlines() == [
         "error[rank-raised]: rank 1 raised KeyError: 'lr'",
         "",
@@ -224,10 +307,13 @@ def test_a_syntax_error_is_said_once(run: Run, write: Write) -> None:
     result = run("-n", "2", write("train.py", "print('a'\n"))
     assert result.rc == 1
     assert result.codes == ["start-failed"], result.everything
-    assert result.err.count("was never closed") <= 2, result.everything  # the headline, and Python's own words
+    assert result.err.count("was never closed") <= 2, (
+        result.everything
+    )  # the headline, and Python's own words
 
 
-# --- kinds of programs ----------------------------------------------------------------------------------------------
+# --- kinds of programs
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -242,16 +328,26 @@ def test_a_module(run: Run, write: Write, way: tuple[str, ...]) -> None:
     folder = program.parent.parent
     arguments = ["--lr", "0.1", "-m"]
     result = run(*way, "-n", "2", "-m", "job.train", *arguments, cwd=folder)
-    plain = subprocess.run([sys.executable, "-m", "job.train", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    plain = subprocess.run(
+        [sys.executable, "-m", "job.train", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert result.rc == 0, result.everything
     assert [*result.of(0), *result.of(1)] == plain.stdout.splitlines() * 2, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_program_that_is_not_python(run: Run, write: Write) -> None:
-    program = write("program.sh", '#!/bin/bash\necho "$RANK of $WORLD_SIZE: $*"; exit $((RANK * 4))\n')
+    program = write(
+        "program.sh", '#!/bin/bash\necho "$RANK of $WORLD_SIZE: $*"; exit $((RANK * 4))\n'
+    )
     program.chmod(0o755)
-    result = run("--no-python", "--nproc_per_node=2", "./program.sh", "-x", "a b", cwd=program.parent)
+    result = run(
+        "--no-python", "--nproc_per_node=2", "./program.sh", "-x", "a b", cwd=program.parent
+    )
     assert result.of(0) == ["0 of 2: -x a b"]
     assert result.of(1) == ["1 of 2: -x a b"]
     assert result.rc == 4, result.everything
@@ -270,18 +366,26 @@ def test_run_path(run: Run, write: Write) -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_variables_stand_in_for_flags(run: Run, write: Write) -> None:
-    program = write("train.py", "import os\nprint(os.environ['WORLD_SIZE'], os.environ['ROLE_NAME'], os.environ['TORCHELASTIC_RUN_ID'])\n")
+    program = write(
+        "train.py",
+        "import os\nprint(os.environ['WORLD_SIZE'], os.environ['ROLE_NAME'], os.environ['TORCHELASTIC_RUN_ID'])\n",
+    )
     env = {"PET_NPROC_PER_NODE": "2", "PET_ROLE": "trainer", "PET_RDZV_ID": "job8"}
     result = run("--fresh", "--role", "tester", program, env=env)
-    assert (result.rc, result.of(0), result.of(1)) == (0, ["2 tester job8"], ["2 tester job8"]), result.everything
+    assert (result.rc, result.of(0), result.of(1)) == (0, ["2 tester job8"], ["2 tester job8"]), (
+        result.everything
+    )
 
 
 @pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_where_the_script_lies(run: Run, write: Write, way: tuple[str, ...]) -> None:
-    """A path with blanks, relative, by a symbolic link, without the right to execute; its own folder is first on the path."""
+    """A path with blanks, relative, by a symbolic link, without the right to execute; its own
+    folder is first on the path.
+    """
     program = write(
-        "a folder/the script.py", "import os, sys, beside\nprint([sys.argv[0], __file__, sys.path[0], os.getcwd(), beside.x])\n"
+        "a folder/the script.py",
+        "import os, sys, beside\nprint([sys.argv[0], __file__, sys.path[0], os.getcwd(), beside.x])\n",
     )
     write("a folder/beside.py", "x = 7\n")
     program.chmod(0o444)
@@ -289,14 +393,26 @@ def test_where_the_script_lies(run: Run, write: Write, way: tuple[str, ...]) -> 
     (folder / "link.py").symlink_to("a folder/the script.py")
     for typed in ("a folder/the script.py", "link.py"):
         result = run(*way, "-n", "2", typed, cwd=folder)
-        plain = subprocess.run([sys.executable, typed], cwd=folder, capture_output=True, text=True, check=True)
+        plain = subprocess.run(
+            [sys.executable, typed], cwd=folder, capture_output=True, text=True, check=True
+        )
         assert result.rc == 0, result.everything
         assert [*result.of(0), *result.of(1)] == plain.stdout.splitlines() * 2, result.everything
 
 
 @WAYS
-def test_modules_beside_the_script_do_not_get_between_torch_and_its_imports(run: Run, write: Write, way: tuple[str, ...]) -> None:
-    for name in ("socket", "logging", "select", "queue", "typing_extensions", "msgspec", "rallypoint"):
+def test_modules_beside_the_script_do_not_get_between_torch_and_its_imports(
+    run: Run, write: Write, way: tuple[str, ...]
+) -> None:
+    for name in (
+        "socket",
+        "logging",
+        "select",
+        "queue",
+        "typing_extensions",
+        "msgspec",
+        "rallypoint",
+    ):
         write(f"{name}.py", "raise RuntimeError('the user\\'s own')\n")
     write("random.py", "mine = True\n")
     write("re.py", "mine = True\n")
@@ -325,11 +441,17 @@ def test_what_depends_on_main_works(run: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loaders_of_every_kind(run: Run) -> None:
     result = run("loaders.py")
-    assert result.lines == ["torch.save", "DataLoader fork", "DataLoader spawn", "DataLoader forkserver"], result.everything
+    assert result.lines == [
+        "torch.save",
+        "DataLoader fork",
+        "DataLoader spawn",
+        "DataLoader forkserver",
+    ], result.everything
     assert (result.rc, result.err) == (0, ""), result.everything
 
 
-# --- words ----------------------------------------------------------------------------------------------------------
+# --- words
+# --------------------------------------------------------------------------------------------------
 
 WORDS = """\
 import os, sys
@@ -344,7 +466,11 @@ def under(folder: Path) -> dict[str, str]:
     """The files below a folder, with the folder of the run, which has a random name, left out."""
     (run_folder,) = folder.iterdir()
     assert run_folder.name.startswith("job7_")
-    return {str(path.relative_to(run_folder)): path.read_text() for path in sorted(run_folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(run_folder)): path.read_text()
+        for path in sorted(run_folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 LOGGED = ("-n", "2", "--rdzv-id", "job7", "-r", "0:3", "-t", "1:1")
@@ -377,7 +503,9 @@ def test_the_files_are_those_of_torchrun(run: Run, write: Write, tmp_path: Path)
         name: text for name, text in expected.items() if "filtered" not in name
     }
     for name in ("attempt_0/filtered_stdout.log", "attempt_0/filtered_stderr.log"):
-        assert re.sub(r"^\[.*?\]:? ?", "", found[name]) == re.sub(r"^\[.*?\]:? ?", "", expected[name]), (found[name], expected[name])
+        assert re.sub(r"^\[.*?\]:? ?", "", found[name]) == re.sub(
+            r"^\[.*?\]:? ?", "", expected[name]
+        ), (found[name], expected[name])
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -385,13 +513,20 @@ def test_only_some_ranks_on_the_terminal(run: Run, write: Write) -> None:
     result = run("--fresh", "-n", "3", "--local-ranks-filter", "1", write("train.py", WORDS))
     assert result.lines == ["[1] out 1", "[1] kept a"], result.everything
     assert result.err.splitlines() == ["[1] err 1"], result.everything
-    assert sorted((result.run_dir / "rank0.log").read_text().splitlines()) == ["dropped", "err 0", "out 0"]
+    assert sorted((result.run_dir / "rank0.log").read_text().splitlines()) == [
+        "dropped",
+        "err 0",
+        "out 0",
+    ]
 
 
 @pytest.mark.usefixtures("without_torch")
 @WAYS
 def test_any_bytes_get_through(run: Run, write: Write, way: tuple[str, ...]) -> None:
-    program = write("train.py", "import sys\nprint('grüße 你好')\nsys.stdout.buffer.write(b'\\xff\\x00\\x80\\n')\nprint('last', end='')\n")
+    program = write(
+        "train.py",
+        "import sys\nprint('grüße 你好')\nsys.stdout.buffer.write(b'\\xff\\x00\\x80\\n')\nprint('last', end='')\n",
+    )
     result = run(*way, "-n", "2", program, errors="surrogateescape")
     assert result.rc == 0, result.everything
     raw = result.out.encode(errors="surrogateescape")
@@ -407,19 +542,24 @@ def test_any_bytes_get_through(run: Run, write: Write, way: tuple[str, ...]) -> 
 def test_stdin_goes_to_rank_0(run: Run, write: Write, way: tuple[str, ...]) -> None:
     program = write("train.py", "import sys\nprint(repr(sys.stdin.read()))\n")
     result = run(*way, "-n", "2", program, stdin="one\ntwo\n")
-    assert (result.rc, result.of(0), result.of(1)) == (0, ["'one\\ntwo\\n'"], ["''"]), result.everything
+    assert (result.rc, result.of(0), result.of(1)) == (0, ["'one\\ntwo\\n'"], ["''"]), (
+        result.everything
+    )
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_ten_ranks_write_whole_lines(run: Run, write: Write) -> None:
-    program = write("train.py", "import os\nfor n in range(200):\n    print(os.environ['RANK'], n, 'x' * 100)\n")
+    program = write(
+        "train.py", "import os\nfor n in range(200):\n    print(os.environ['RANK'], n, 'x' * 100)\n"
+    )
     result = run("--fresh", "-n", "10", program)
     assert result.rc == 0
     for rank in range(10):
         assert result.of(rank) == [f"{rank} {n} {'x' * 100}" for n in range(200)]
 
 
-# --- attempts -------------------------------------------------------------------------------------------------------
+# --- attempts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_group_meets_again_in_every_attempt(run: Run) -> None:
@@ -450,7 +590,8 @@ def test_attempts_are_counted(run: Run, write: Write, way: tuple[str, ...]) -> N
     assert (result.of(0), result.of(1)) == (["0", "1"], ["0", "1"]), result.everything
 
 
-# --- signals --------------------------------------------------------------------------------------------------------
+# --- signals
+# --------------------------------------------------------------------------------------------------
 
 HANDLING = """\
 import os, signal, sys, time
@@ -481,17 +622,31 @@ def when_ready(*numbers: signal.Signals, ranks: int = 2) -> Any:
 
 @pytest.mark.usefixtures("without_torch")
 @WAYS
-@pytest.mark.parametrize(("number", "word"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
-def test_a_rank_may_tidy_up(run: Run, write: Write, way: tuple[str, ...], number: signal.Signals, word: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "word"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")]
+)
+def test_a_rank_may_tidy_up(
+    run: Run, write: Write, way: tuple[str, ...], number: signal.Signals, word: str
+) -> None:
     result = run(*way, "-n", "2", write("train.py", HANDLING), act=when_ready(number))
     assert result.rc == 128 + number, result.everything
-    assert sorted(result.lines) == [f"[0] tidied after {word}", f"[1] tidied after {word}"], result.everything
+    assert sorted(result.lines) == [f"[0] tidied after {word}", f"[1] tidied after {word}"], (
+        result.everything
+    )
     assert "interrupted" in result.err, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_the_signals_that_stop_the_job_can_be_chosen(run: Run, write: Write) -> None:
-    result = run("--fresh", "-n", "2", "--signals-to-handle", "SIGUSR1", write("train.py", HANDLING), act=when_ready(signal.SIGUSR1))
+    result = run(
+        "--fresh",
+        "-n",
+        "2",
+        "--signals-to-handle",
+        "SIGUSR1",
+        write("train.py", HANDLING),
+        act=when_ready(signal.SIGUSR1),
+    )
     assert result.rc == 128 + signal.SIGUSR1, result.everything
     assert len([line for line in result.lines if "tidied" in line]) == 2, result.everything
 
@@ -517,7 +672,8 @@ def test_nohup(run: Run, write: Write, way: tuple[str, ...]) -> None:
     assert result.rc == 128 + signal.SIGTERM, result.everything
 
 
-# --- the terminal ---------------------------------------------------------------------------------------------------
+# --- the terminal
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -531,7 +687,9 @@ def terminal() -> Iterator[tuple[int, int]]:
             continue
 
 
-def on_terminal(arguments: list[str], terminal: tuple[int, int], state: Path, typed: bytes) -> Result:
+def on_terminal(
+    arguments: list[str], terminal: tuple[int, int], state: Path, typed: bytes
+) -> Result:
     """Run a job on a terminal to its end."""
     ours, theirs = terminal
     marker = str(state)
@@ -557,7 +715,9 @@ def on_terminal(arguments: list[str], terminal: tuple[int, int], state: Path, ty
 
 @pytest.mark.timeout(DEADLINE)
 @WAYS
-def test_one_rank_has_the_terminal_itself(tmp_path: Path, write: Write, terminal: tuple[int, int], way: tuple[str, ...]) -> None:
+def test_one_rank_has_the_terminal_itself(
+    tmp_path: Path, write: Write, terminal: tuple[int, int], way: tuple[str, ...]
+) -> None:
     program = write(
         "train.py",
         "import os, sys\nprint([os.isatty(n) for n in range(3)], os.environ.get('TERM'))\nname = input('name? ')\nprint('hello', name)\n",
@@ -571,9 +731,16 @@ def test_one_rank_has_the_terminal_itself(tmp_path: Path, write: Write, terminal
 
 
 @pytest.mark.timeout(DEADLINE)
-def test_several_ranks_on_a_terminal(tmp_path: Path, write: Write, terminal: tuple[int, int]) -> None:
-    """Rank 0 has the keyboard; the words of all come with their rank, and the live line goes away."""
-    program = write("train.py", "import os\nif os.environ['RANK'] == '0':\n    print('hello', input())\nprint('done')\n")
+def test_several_ranks_on_a_terminal(
+    tmp_path: Path, write: Write, terminal: tuple[int, int]
+) -> None:
+    """Rank 0 has the keyboard; the words of all come with their rank, and the live line
+    goes away.
+    """
+    program = write(
+        "train.py",
+        "import os\nif os.environ['RANK'] == '0':\n    print('hello', input())\nprint('done')\n",
+    )
     result = on_terminal(["-n", "2", str(program)], terminal, tmp_path / "state", b"Ada\n")
     assert result.rc == 0, result.out
     for line in ("[0] hello Ada", "[0] done", "[1] done"):

@@ -1,4 +1,6 @@
-"""Causes that are seen only when the launcher hears more than torch tells: each job for real, and the report that it ends with."""
+"""Causes that are seen only when the launcher hears more than torch tells: each job for real, and
+the report that it ends with.
+"""
 
 from __future__ import annotations
 
@@ -95,19 +97,29 @@ def _write(folder: Path, text: str) -> str:
 def test_a_worker_of_a_loader_that_was_killed_is_the_cause(tmp_path: Path) -> None:
     result = run_job(["-n", "2", _write(tmp_path, LOADER)], state=tmp_path)
     assert result.codes == ["rank-killed"], result.everything
-    assert result.report.startswith("error[rank-killed]: a DataLoader worker of rank 1 was killed by SIGKILL\n"), result.everything
+    assert result.report.startswith(
+        "error[rank-killed]: a DataLoader worker of rank 1 was killed by SIGKILL\n"
+    ), result.everything
     assert "rank 1 itself was not killed, and noticed" in result.report
 
 
-def test_an_exception_that_does_not_come_out_is_told_when_the_group_is_closed(tmp_path: Path) -> None:
+def test_an_exception_that_does_not_come_out_is_told_when_the_group_is_closed(
+    tmp_path: Path,
+) -> None:
     result = run_job(["-n", "2", _write(tmp_path, CLEARING_UP)], state=tmp_path)
     assert result.codes == ["rank-raised"], result.everything
-    assert result.report.startswith("error[rank-raised]: rank 1 raised ValueError: bad batch\n"), result.everything
-    assert "rank 0 lost the connection to a peer; it is not at fault" in result.prose, result.everything
+    assert result.report.startswith("error[rank-raised]: rank 1 raised ValueError: bad batch\n"), (
+        result.everything
+    )
+    assert "rank 0 lost the connection to a peer; it is not at fault" in result.prose, (
+        result.everything
+    )
 
 
 def test_who_closes_down_while_the_others_lose_it_has_left_early(tmp_path: Path) -> None:
-    """Its interpreter needs a quarter of a second for that, and the others hear at once that it closed its group."""
+    """Its interpreter needs a quarter of a second for that, and the others hear at once that it
+    closed its group.
+    """
     result = run_job(["-n", "2", _write(tmp_path, LEAVES_FIRST)], state=tmp_path)
     assert result.codes == ["rank-left-early"], result.everything
     assert result.report.startswith("error[rank-left-early]: rank 0 "), result.everything
@@ -116,13 +128,15 @@ def test_who_closes_down_while_the_others_lose_it_has_left_early(tmp_path: Path)
 def test_who_has_closed_its_group_and_works_on_has_left_early(tmp_path: Path) -> None:
     result = run_job(["-n", "2", _write(tmp_path, CLOSES_FIRST)], state=tmp_path)
     assert result.codes == ["rank-left-early"], result.everything
-    assert result.report.startswith("error[rank-left-early]: rank 0 closed its process group while others still needed it\n"), (
-        result.everything
-    )
+    assert result.report.startswith(
+        "error[rank-left-early]: rank 0 closed its process group while others still needed it\n"
+    ), result.everything
     assert "train.py:9, pid" in result.prose, result.everything
 
 
 def test_a_loss_that_torch_tells_nobody_of_is_known_from_the_exit_after_it(tmp_path: Path) -> None:
     result = run_job(["-n", "2", _write(tmp_path, UNHEARD)], state=tmp_path)
     assert (result.rc, result.codes) == (4, ["rank-exited"]), result.everything
-    assert result.report.startswith("error[rank-exited]: rank 1 exited with code 4\n"), result.everything
+    assert result.report.startswith("error[rank-exited]: rank 1 exited with code 4\n"), (
+        result.everything
+    )

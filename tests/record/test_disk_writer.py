@@ -79,12 +79,16 @@ def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch: pytest.M
 
 def test_a_disk_that_is_given_up_holds_nobody_up_again(disk: Disk) -> None:
     given_up: list[str] = []
-    backlog = Backlog(Clock(), most=10, patience=0.3, linger=0.0, give_up=lambda: given_up.append("once"))
+    backlog = Backlog(
+        Clock(), most=10, patience=0.3, linger=0.0, give_up=lambda: given_up.append("once")
+    )
     backlog.submit(disk.write, 5)
     assert disk.reached.wait(DEADLINE)
     backlog.make_room()  # there is some
     assert not backlog.settle(0.01)
-    assert not backlog.settle(DEADLINE), "who has waited in vain does not wait again before it moves"
+    assert not backlog.settle(DEADLINE), (
+        "who has waited in vain does not wait again before it moves"
+    )
     backlog.submit(lambda: given_up.append("never"), 6)
     backlog.make_room()
     assert (given_up, backlog.given_up, backlog.finish(DEADLINE)) == (["once"], True, True)
@@ -96,7 +100,9 @@ def test_a_disk_that_is_given_up_holds_nobody_up_again(disk: Disk) -> None:
 
 
 def test_time_in_which_this_process_was_stopped_is_not_the_disks(disk: Disk) -> None:
-    """After a minute of Ctrl-Z the first look found no answer for a minute, though the thread that writes had been stopped, too."""
+    """After a minute of Ctrl-Z the first look found no answer for a minute, though the thread that
+    writes had been stopped, too.
+    """
     clock = ManualClock()
     backlog = Backlog(clock, most=10, patience=5.0, linger=0.0, give_up=lambda: None)
     backlog.submit(disk.write)

@@ -30,7 +30,9 @@ def test_what_was_written_can_be_read(tmp_path: Path) -> None:
     log.close()
     log.close()
     text = (tmp_path / "events.jsonl").read_text()
-    assert text.splitlines()[0] == '{"at":0.0,"what":"job-started","details":{"program":"train.py"}}'
+    assert (
+        text.splitlines()[0] == '{"at":0.0,"what":"job-started","details":{"program":"train.py"}}'
+    )
     assert (tmp_path / "events.jsonl").stat().st_mode & 0o777 == 0o600
 
 
@@ -50,7 +52,9 @@ def test_a_full_disk_costs_the_events_and_one_line(tmp_path: Path) -> None:
     log = EventLog(folder(tmp_path, said))
     for at in range(3):
         log.write(Event(float(at), "evidence-asked"))
-    assert said == [f"rallypoint: cannot write {tmp_path}/events.jsonl: No space left on device; events are no longer kept"]
+    assert said == [
+        f"rallypoint: cannot write {tmp_path}/events.jsonl: No space left on device; events are no longer kept"
+    ]
     assert os.stat("/dev/full").st_mode == mode, "it is only files that are marked, no devices"
     assert len(log.events) == 3
 
@@ -70,7 +74,9 @@ def test_details_that_are_no_json_become_text(tmp_path: Path) -> None:
 def test_every_kind_has_its_sentence() -> None:
     for kind in KINDS:
         assert sentence(Event(0.0, kind, 1, "because", {}))
-    assert sentence(Event(0.0, "ended", 1, details={"signal": int(signal.SIGKILL)})) == "died: SIGKILL"
+    assert (
+        sentence(Event(0.0, "ended", 1, details={"signal": int(signal.SIGKILL)})) == "died: SIGKILL"
+    )
     assert sentence(Event(0.0, "ended", 1, details={"signal": 45})) == "died: signal 45"
     assert sentence(Event(0.0, "ended", 1, details={"code": 3})) == "exited with 3"
 

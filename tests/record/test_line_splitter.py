@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.record.line_splitter import PART_AFTER, UPDATE_EVERY, UPDATE_SETTLES, Interruptions, LineSplitter, Piece
+from rallypoint.record.line_splitter import (
+    PART_AFTER,
+    UPDATE_EVERY,
+    UPDATE_SETTLES,
+    Interruptions,
+    LineSplitter,
+    Piece,
+)
 
 
 def text_of(pieces: list[Piece]) -> bytes:
@@ -62,7 +69,10 @@ def test_updates_are_shown_at_most_twice_a_second_and_the_newest_wins() -> None:
         shown += [(now, piece.data) for piece in splitter.expire(now)]
         assert splitter.feed(b"\r%d%%" % (step // 10), now) == []
     assert 18 <= len(shown) <= 21
-    assert all(later - earlier > UPDATE_EVERY - 1e-6 for (earlier, _), (later, _) in itertools.pairwise(shown))
+    assert all(
+        later - earlier > UPDATE_EVERY - 1e-6
+        for (earlier, _), (later, _) in itertools.pairwise(shown)
+    )
     assert shown[-1][1] >= b"95%"
     assert splitter.feed(b"\r100%\n", 10.0) == [Piece("lines", b"100%\n")]
 
@@ -117,7 +127,11 @@ def test_endless_updates_do_not_fill_the_memory() -> None:
 
 def test_the_end_completes_what_was_begun() -> None:
     assert LineSplitter().finish() == []
-    for said, whole in ((b"no newline", b"no newline\n"), (b"\r90%\r95%", b"95%\n"), (b"95%\r", b"95%\n")):
+    for said, whole in (
+        (b"no newline", b"no newline\n"),
+        (b"\r90%\r95%", b"95%\n"),
+        (b"95%\r", b"95%\n"),
+    ):
         splitter = LineSplitter()
         splitter.feed(said, 0.0)
         assert splitter.finish() == [Piece("lines", whole)]
@@ -128,7 +142,11 @@ def test_the_end_completes_what_was_begun() -> None:
     assert splitter.finish() == [Piece("lines", b"\n", continues=True)]
 
 
-@given(st.lists(st.one_of(st.binary(max_size=40), st.just(b"\n")), max_size=30), st.booleans(), st.data())
+@given(
+    st.lists(st.one_of(st.binary(max_size=40), st.just(b"\n")), max_size=30),
+    st.booleans(),
+    st.data(),
+)
 def test_no_byte_is_lost_or_moved(chunks: list[bytes], carriage: bool, data: st.DataObject) -> None:
     if carriage:
         chunks = [chunk.replace(b"\r", b"") for chunk in chunks]
@@ -160,7 +178,10 @@ def test_updates_for_a_file_come_ever_more_rarely() -> None:
         now = tick / 2
         splitter.feed(b"\r%d%%" % tick, now)
         shown += [now] * len(splitter.expire(now))
-    assert [sum(start <= at < start + 60 for at in shown) for start in (0, 600)] == [pytest.approx(80, abs=30), pytest.approx(6, abs=1)]
+    assert [sum(start <= at < start + 60 for at in shown) for start in (0, 600)] == [
+        pytest.approx(80, abs=30),
+        pytest.approx(6, abs=1),
+    ]
     assert sum(at >= 3 * 3600 for at in shown) == pytest.approx(60, abs=2)
     assert [piece.data for piece in splitter.feed(b"\r100%\n", 15000.0)] == [b"100%\n"]
 
@@ -192,10 +213,22 @@ REFUSED = BLOCK.replace(b"Interrupted system call", b"Connection refused")
             b"OSError: Interrupted system call\nException raised from here\n\n",
         ),
     ],
-    ids=["between", "once", "cut short", "two", "another reason", "not at a line's start", "not torch's"],
+    ids=[
+        "between",
+        "once",
+        "cut short",
+        "two",
+        "another reason",
+        "not at a line's start",
+        "not torch's",
+    ],
 )
-def test_what_torch_writes_of_an_interrupted_wait_is_taken_out_and_nothing_else(said: bytes, shown: bytes) -> None:
-    """The signal that asks for stacks ends torch's pause between two attempts: 20 lines a rank stood above the report."""
+def test_what_torch_writes_of_an_interrupted_wait_is_taken_out_and_nothing_else(
+    said: bytes, shown: bytes
+) -> None:
+    """The signal that asks for stacks ends torch's pause between two attempts: 20 lines a rank
+    stood above the report.
+    """
     assert Interruptions().feed(said) == shown
     by_line = Interruptions()
     assert b"".join(by_line.feed(line) for line in said.splitlines(keepends=True)) == shown
@@ -203,7 +236,13 @@ def test_what_torch_writes_of_an_interrupted_wait_is_taken_out_and_nothing_else(
 
 def test_a_line_of_such_a_block_may_come_in_two_pieces() -> None:
     stream, at = Interruptions(), BLOCK.index(b"SourceLocation")
-    assert stream.feed(BLOCK[:at]) + stream.feed(BLOCK[at:]) + stream.feed(b"after") + stream.feed(b" it\n") == b"after it\n"
+    assert (
+        stream.feed(BLOCK[:at])
+        + stream.feed(BLOCK[at:])
+        + stream.feed(b"after")
+        + stream.feed(b" it\n")
+        == b"after it\n"
+    )
 
 
 @given(st.lists(st.binary(max_size=6), max_size=20))

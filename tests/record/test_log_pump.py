@@ -62,9 +62,13 @@ class Reader:
 
 
 class Rig:
-    """A pump whose stdout and stderr are pipes (or one terminal), and ranks that write what the test says."""
+    """A pump whose stdout and stderr are pipes (or one terminal), and ranks that write what the
+    test says.
+    """
 
-    def __init__(self, folder: Path, ranks: int = 2, terminal: bool = False, **options: object) -> None:
+    def __init__(
+        self, folder: Path, ranks: int = 2, terminal: bool = False, **options: object
+    ) -> None:
         self.folder = folder
         if terminal:
             master, slave = pty.openpty()
@@ -80,7 +84,9 @@ class Rig:
             self._ends = [fd1, fd2]
             self.out, self.err = Reader(out), Reader(err)
             fds = (fd1, fd2)
-        self.pump = LogPump(str(folder), range(ranks), stdout_fd=fds[0], stderr_fd=fds[1], **options)  # type: ignore[arg-type]
+        self.pump = LogPump(
+            str(folder), range(ranks), stdout_fd=fds[0], stderr_fd=fds[1], **options
+        )  # type: ignore[arg-type]
         self.pump.start()
 
     def rank(self, rank: int, stream: str = "stdout", **options: object) -> int:
@@ -170,7 +176,10 @@ def test_four_ranks_at_full_speed_lose_and_mix_nothing(rigs: Callable[..., Rig])
     rig = rigs(4)
     texts = {(rank, stream): [b"%s of %d says %d " % (stream.encode(), rank, i) + b"x" * (i * 7 % 90) for i in range(8000)]
              for rank in range(4) for stream in ("stdout", "stderr")}  # fmt: skip
-    threads = [write_later(rig.rank(rank, stream), b"\n".join(text) + b"\n") for (rank, stream), text in texts.items()]
+    threads = [
+        write_later(rig.rank(rank, stream), b"\n".join(text) + b"\n")
+        for (rank, stream), text in texts.items()
+    ]
     for thread in threads:
         thread.join(SOON)
     assert rig.pump.drain(SOON)
@@ -179,7 +188,9 @@ def test_four_ranks_at_full_speed_lose_and_mix_nothing(rigs: Callable[..., Rig])
         prefix = b"[%d] " % rank
         shown = (out if stream == "stdout" else err).splitlines()
         assert [line[4:] for line in shown if line.startswith(prefix)] == text
-        assert sorted(rig.log(rank).splitlines()) == sorted(texts[rank, "stdout"] + texts[rank, "stderr"])
+        assert sorted(rig.log(rank).splitlines()) == sorted(
+            texts[rank, "stdout"] + texts[rank, "stderr"]
+        )
     assert len(out.splitlines()) == len(err.splitlines()) == 4 * 8000
     assert rig.pump.log_position(3)[1] == 16000
 
@@ -210,7 +221,9 @@ def test_a_10_mb_line_comes_out_whole_while_another_rank_talks(rigs: Callable[..
     assert rig.pump.tail(0) == ("y" * TAIL_BYTES,)
 
 
-def test_a_long_line_that_stops_halfway_does_not_hold_the_others_up(rigs: Callable[..., Rig]) -> None:
+def test_a_long_line_that_stops_halfway_does_not_hold_the_others_up(
+    rigs: Callable[..., Rig],
+) -> None:
     rig = rigs(2)
     stuck, other = rig.rank(0), rig.rank(1)
     write_later(os.dup(stuck), b"y" * 2_000_000).join(SOON)
@@ -234,7 +247,9 @@ def test_a_slow_reader_holds_the_ranks_and_not_our_memory(tmp_path: Path) -> Non
     os.set_blocking(theirs, False)
     line = b"z" * 99 + b"\n"
     quiet_since = time.monotonic()
-    while sent < total and time.monotonic() - quiet_since < 0.5:  # nobody reads: the pump must stop taking
+    while (
+        sent < total and time.monotonic() - quiet_since < 0.5
+    ):  # nobody reads: the pump must stop taking
         with contextlib.suppress(BlockingIOError):
             sent += os.write(theirs, line * 100)
             quiet_since = time.monotonic()
@@ -248,7 +263,9 @@ def test_a_slow_reader_holds_the_ranks_and_not_our_memory(tmp_path: Path) -> Non
     assert pump.close(SOON)
     os.close(write_end)
     os.close(err)
-    assert reader.whole().replace(b"[0] ", b"").replace(b"\n", b"").count(b"z") == (tmp_path / "rank0.log").read_bytes().count(b"z")
+    assert reader.whole().replace(b"[0] ", b"").replace(b"\n", b"").count(b"z") == (
+        tmp_path / "rank0.log"
+    ).read_bytes().count(b"z")
 
 
 def test_a_reader_that_never_reads_does_not_keep_us_from_leaving(tmp_path: Path) -> None:
@@ -325,7 +342,10 @@ def test_a_full_disk_costs_the_log_and_one_line(rigs: Callable[..., Rig], tmp_pa
     full = b": No space left on device; its output is no longer kept"
     assert err == (
         b"rallypoint: cannot write %s/rank2.log" % bytes(tmp_path) + full + b"\n"
-        b"rallypoint: cannot write %s/rank0.log either" % bytes(tmp_path) + full + b". Further such files are not named\n"
+        b"rallypoint: cannot write %s/rank0.log either"
+        % bytes(tmp_path)
+        + full
+        + b". Further such files are not named\n"
     )
     assert rig.pump.tail(2) == ("hello",) * 3
     assert rig.pump.log_position(2)[0] == ""  # its last words are not there
@@ -339,7 +359,9 @@ def _lines(rank: int, number: int) -> bytes:
 def test_a_disk_that_gives_no_answer_costs_the_log_and_one_line(
     rigs: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backlog: int
 ) -> None:
-    """A FIFO that nobody reads, as the kernel's answer of a file server that is gone: write() does not return."""
+    """A FIFO that nobody reads, as the kernel's answer of a file server that is gone: write() does
+    not return.
+    """
     monkeypatch.setattr(log_pump, "DISK_PATIENCE", 0.5)
     monkeypatch.setattr(log_pump, "BACKLOG_BYTES", backlog)
     os.mkfifo(tmp_path / "rank0.log")
@@ -350,7 +372,9 @@ def test_a_disk_that_gives_no_answer_costs_the_log_and_one_line(
         writer.join(SOON)
     assert rig.pump.drain(SOON)
     out, err = rig.result()
-    assert sorted(out.splitlines()) == sorted(b"[%d] %s" % (rank, line) for rank in range(2) for line in _lines(rank, 20_000).splitlines())
+    assert sorted(out.splitlines()) == sorted(
+        b"[%d] %s" % (rank, line) for rank in range(2) for line in _lines(rank, 20_000).splitlines()
+    )
     reason = b"Connection timed out; no answer within 0.5 s, and the logs in it are not whole\n"
     assert err == b"rallypoint: cannot write %s: " % bytes(tmp_path) + reason
     assert rig.pump.log_position(0)[0] == ""
@@ -361,7 +385,9 @@ def test_a_disk_that_gives_no_answer_costs_the_log_and_one_line(
     os.close(held)
 
 
-def test_torchruns_files_on_a_disk_that_gives_no_answer(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_files_on_a_disk_that_gives_no_answer(
+    rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_pump, "DISK_PATIENCE", 3.0)
     rig = rigs(1, prefix=True)
     held, tee = os.pipe()
@@ -369,11 +395,17 @@ def test_torchruns_files_on_a_disk_that_gives_no_answer(rigs: Callable[..., Rig]
     assert rig.pump.settle(SOON)
     out, err = rig.result()
     assert out.count(b"\n") == 20_000
-    assert err.count(b"no answer within 3 s, and the logs in it are not whole\n") == err.count(b"\n") == 1
+    assert (
+        err.count(b"no answer within 3 s, and the logs in it are not whole\n")
+        == err.count(b"\n")
+        == 1
+    )
     os.close(held)
 
 
-def test_a_slow_disk_holds_the_ranks_and_loses_nothing(rigs: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_holds_the_ranks_and_loses_nothing(
+    rigs: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_pump, "BACKLOG_BYTES", 1 << 16)
     os.mkfifo(tmp_path / "rank0.log")
     held = os.open(tmp_path / "rank0.log", os.O_RDWR)
@@ -405,7 +437,10 @@ def test_output_into_a_full_disk_is_given_up_with_a_line(tmp_path: Path) -> None
     pump.close()
     os.close(err)
     os.close(full)
-    assert Reader(err_read).whole() == b"rallypoint: cannot write the output: No space left on device; the job goes on without it\n"
+    assert (
+        Reader(err_read).whole()
+        == b"rallypoint: cannot write the output: No space left on device; the job goes on without it\n"
+    )
     assert (tmp_path / "rank0.log").read_bytes() == b"hello\nagain\n"
 
 
@@ -465,7 +500,9 @@ def test_progress_bars_are_thinned_out_and_only_the_last_is_kept(rigs: Callable[
     assert rig.pump.tail(0) == (last.decode(),)
 
 
-def test_progress_bars_on_a_terminal_stay_in_their_rows(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bars_on_a_terminal_stay_in_their_rows(
+    rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     rig = rigs(4, terminal=True)
     progress_of(rig, 4)
@@ -475,7 +512,9 @@ def test_progress_bars_on_a_terminal_stay_in_their_rows(rigs: Callable[..., Rig]
 
 
 def emulate(text: bytes) -> list[str]:
-    """The rows that a terminal shows after these bytes: newline, \\r, cursor up and erase line are all that we use."""
+    """The rows that a terminal shows after these bytes: newline, \\r, cursor up and erase line are
+    all that we use.
+    """
     rows, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;]*[A-Za-z]|.|\n|\r", text.decode()):
         if token == "\n":
@@ -495,7 +534,9 @@ def emulate(text: bytes) -> list[str]:
     return [each for each in rows if each]
 
 
-def test_the_live_line_stands_below_all_others_and_disappears(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_line_stands_below_all_others_and_disappears(
+    rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     rig = rigs(2, terminal=True)
     assert rig.pump.terminal
@@ -515,7 +556,9 @@ def test_the_live_line_stands_below_all_others_and_disappears(rigs: Callable[...
     assert emulate(rig.out.whole()) == ["[0] one", "rallypoint: a word"]
 
 
-def test_nothing_is_rewritten_where_there_is_no_terminal(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_rewritten_where_there_is_no_terminal(
+    rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = rigs(2)
     assert not rig.pump.terminal
     rig.pump.live("rallypoint: 2 importing")
@@ -525,7 +568,9 @@ def test_nothing_is_rewritten_where_there_is_no_terminal(rigs: Callable[..., Rig
     assert not rig.pump.terminal
 
 
-def test_a_terminal_that_disappears_is_no_fault(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_terminal_that_disappears_is_no_fault(
+    rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     master, slave = pty.openpty()
     pump = LogPump(str(tmp_path), (0, 1), stdout_fd=slave, stderr_fd=slave)
@@ -610,7 +655,9 @@ def test_a_word_after_the_end_still_reaches_stderr(tmp_path: Path) -> None:
     assert Reader(read).whole() == b"rallypoint: last word\n"
 
 
-def test_a_pipe_that_a_grandchild_keeps_open_does_not_hold_up_the_end(rigs: Callable[..., Rig]) -> None:
+def test_a_pipe_that_a_grandchild_keeps_open_does_not_hold_up_the_end(
+    rigs: Callable[..., Rig],
+) -> None:
     rig = rigs(2)
     fd = rig.rank(0)
     child = subprocess.Popen(["/bin/sh", "-c", "echo hello; sleep 60 & exec true"], stdout=fd)
@@ -669,7 +716,9 @@ def test_only_chosen_local_ranks_are_shown_and_all_are_kept(rigs: Callable[..., 
     assert [rig.log(rank) for rank in range(3)] == [b"hello\n"] * 3
 
 
-def test_tee_gets_the_same_bytes_and_the_filter_the_lines_that_match(rigs: Callable[..., Rig], tmp_path: Path) -> None:
+def test_tee_gets_the_same_bytes_and_the_filter_the_lines_that_match(
+    rigs: Callable[..., Rig], tmp_path: Path
+) -> None:
     rig = rigs(2)
     rig.pump.duplicate("stdout", str(tmp_path / "filtered_stdout.log"), ["apple", "pear"])
     teed = os.open(tmp_path / "stdout.log", os.O_WRONLY | os.O_CREAT)
@@ -686,7 +735,9 @@ def test_tee_gets_the_same_bytes_and_the_filter_the_lines_that_match(rigs: Calla
 
 
 def test_a_prefix_of_the_users_or_none(rigs: Callable[..., Rig], tmp_path: Path) -> None:
-    """Every line had `[0] ` in front, whatever torchrun's template said, and a JSON reader behind the pipe could not read it."""
+    """Every line had `[0] ` in front, whatever torchrun's template said, and a JSON reader behind
+    the pipe could not read it.
+    """
     rig = rigs(2, prefixes=("", "<b> "))
     rig.pump.duplicate("stdout", str(tmp_path / "filtered"), ["{"])
     write_later(rig.rank(0), b'{"loss": 1}\n').join(SOON)
@@ -697,7 +748,9 @@ def test_a_prefix_of_the_users_or_none(rigs: Callable[..., Rig], tmp_path: Path)
     assert rig.log(1) == b'{"loss": 2}\n'
 
 
-def test_a_fault_of_ours_is_kept_and_the_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_is_kept_and_the_ranks_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, fd = os.pipe()
     pump = LogPump(str(tmp_path), (0, 1), stdout_fd=fd, stderr_fd=fd)
     monkeypatch.setattr(pump, "_show", lambda stream, pieces: 1 // 0)
@@ -744,7 +797,9 @@ def test_a_worker_has_the_columns_beside_its_prefix(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_reader_that_pauses_gets_everything_in_the_end(tmp_path: Path) -> None:
-    """With `| less`, or Ctrl-S, a job that failed left after ten seconds, and its report was never shown."""
+    """With `| less`, or Ctrl-S, a job that failed left after ten seconds, and its report was never
+    shown.
+    """
     read, write_end = os.pipe()
     pump = LogPump("", (0, 1), stdout_fd=write_end, stderr_fd=write_end)
     pump.start()

@@ -14,7 +14,10 @@ from rallypoint.record import past_run
         ({}, ""),
         ({"stall": 3.0}, "--stall 3 "),
         ({"master_port": 29500}, "--master-port 29500 "),
-        ({"run_dir": "/srv/runs/a b", "run_dir_asked": True, "cwd": "/srv"}, "--run-dir 'runs/a b' "),
+        (
+            {"run_dir": "/srv/runs/a b", "run_dir_asked": True, "cwd": "/srv"},
+            "--run-dir 'runs/a b' ",
+        ),
         ({"run_dir": "/tmp/run", "run_dir_asked": True, "cwd": "/srv"}, "--run-dir /tmp/run "),
         ({"run_dir": "/home/ada/.local/state/rallypoint/runs/1", "cwd": "/srv"}, ""),
         ({"port_range": [20000, 20100]}, "--port-range 20000-20100 "),
@@ -22,6 +25,10 @@ from rallypoint.record import past_run
     ],
 )
 def test_the_command_starts_the_same_job_again(options: dict[str, object], words: str) -> None:
-    planned = {"program": {"kind": "script", "target": "train.py", "args": ["--lr", "1"]}, "world": {"local_size": 4}, **options}
+    planned = {
+        "program": {"kind": "script", "target": "train.py", "args": ["--lr", "1"]},
+        "world": {"local_size": 4},
+        **options,
+    }
     plan = msgspec.convert(planned, past_run.KeptPlan)
     assert past_run.command(plan) == f"rallypoint run -n 4 {words}train.py --lr 1"

@@ -1,4 +1,6 @@
-"""What is remembered of a program from run to run, and that nothing wrong with the file can hurt."""
+"""What is remembered of a program from run to run, and that nothing wrong with the file can
+hurt.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_what_has_spoilt_a_template_is_never_learnt_again(path: str) -> None:
     add(path, "torch._dynamo", "torch.export")
     add(path, spoilt={"torch.export": "2 threads"})
     add(path, "torch.export")
-    assert preload_history.read(path, NOW) == Learnt("train.py", "2.13.0", ("torch._dynamo",), {"torch.export": "2 threads"})
+    assert preload_history.read(path, NOW) == Learnt(
+        "train.py", "2.13.0", ("torch._dynamo",), {"torch.export": "2 threads"}
+    )
 
 
 def test_it_is_private(path: str) -> None:
@@ -123,7 +127,9 @@ def test_two_jobs_that_end_at_the_same_moment_leave_a_whole_file(path: str) -> N
         for _ in range(200):
             seen.add(preload_history.read(path, NOW).parts)
 
-    work = [threading.Thread(target=job, args=(name,)) for name in "ab"] + [threading.Thread(target=reads)]
+    work = [threading.Thread(target=job, args=(name,)) for name in "ab"] + [
+        threading.Thread(target=reads)
+    ]
     for thread in work:
         thread.start()
     for thread in work:
@@ -142,4 +148,6 @@ def test_each_program_and_environment_has_its_own() -> None:
         paths.add(preload_history.path_for(home, *changed))
     assert len(paths) == 5
     assert {os.path.dirname(path) for path in paths} == {"/home/ada/.local/state/rallypoint/learnt"}
-    assert preload_history.path_for({"XDG_STATE_HOME": "/s"}, "script", "/tmp/\udcff.py", "/p", "2").startswith("/s/rallypoint/learnt/")
+    assert preload_history.path_for(
+        {"XDG_STATE_HOME": "/s"}, "script", "/tmp/\udcff.py", "/p", "2"
+    ).startswith("/s/rallypoint/learnt/")

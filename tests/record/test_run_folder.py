@@ -1,4 +1,6 @@
-"""The run folder: private, locked while it runs, replaced or refused, and never in the job's way."""
+"""The run folder: private, locked while it runs, replaced or refused, and never in the
+job's way.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ sys.stdin.read()
 def other_launcher(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process with the run tmp_path/running-job."""
     arguments = [sys.executable, "-c", HOLD, str(tmp_path / "running-job"), "running-job"]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process
@@ -74,7 +78,13 @@ class Plan(msgspec.Struct):
 def test_it_is_private_and_holds_the_plan_without_secrets(tmp_path: Path, said: list[str]) -> None:
     folder = opened(tmp_path / "deep" / "runs", "job-1", said)
     assert os.stat(folder.path).st_mode & 0o777 == 0o700
-    folder.write_plan(Plan("job-1", {"WANDB_API_KEY": "abc", "OMP_NUM_THREADS": "1"}, ({"RANK": "0", "HF_TOKEN": "x"},)))
+    folder.write_plan(
+        Plan(
+            "job-1",
+            {"WANDB_API_KEY": "abc", "OMP_NUM_THREADS": "1"},
+            ({"RANK": "0", "HF_TOKEN": "x"},),
+        )
+    )
     plan = json.loads(Path(folder.file("plan.json")).read_text())
     assert plan["environment"] == {"WANDB_API_KEY": "***", "OMP_NUM_THREADS": "1"}
     assert plan["rank_environment"] == [{"RANK": "0", "HF_TOKEN": "***"}]
@@ -91,8 +101,17 @@ def test_it_is_private_and_holds_the_plan_without_secrets(tmp_path: Path, said: 
 
 
 def test_names_that_look_like_secrets() -> None:
-    shown = without_secrets(dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "DB_PASSWORD", "KEYBOARD", "MONKEY", "PATH"), "v"))
-    assert [name for name, value in shown.items() if value == "***"] == ["AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "DB_PASSWORD"]
+    shown = without_secrets(
+        dict.fromkeys(
+            ("AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "DB_PASSWORD", "KEYBOARD", "MONKEY", "PATH"),
+            "v",
+        )
+    )
+    assert [name for name, value in shown.items() if value == "***"] == [
+        "AWS_SECRET_ACCESS_KEY",
+        "GITHUB_TOKEN",
+        "DB_PASSWORD",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +128,19 @@ def test_other_names_of_secrets(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["PWD", "OLDPWD", "COMPASS", "BYPASS_CACHE", "PATH", "AUTHOR", "KEYBOARD", "MONKEY", "HOTKEYS", "TOKENIZERS_PARALLELISM", "SPAWN"],
+    [
+        "PWD",
+        "OLDPWD",
+        "COMPASS",
+        "BYPASS_CACHE",
+        "PATH",
+        "AUTHOR",
+        "KEYBOARD",
+        "MONKEY",
+        "HOTKEYS",
+        "TOKENIZERS_PARALLELISM",
+        "SPAWN",
+    ],
 )
 def test_names_that_only_look_like_them_are_shown(name: str) -> None:
     assert without_secrets({name: "v"}) == {name: "v"}
@@ -134,14 +165,23 @@ def test_a_value_that_is_a_secret_whatever_its_name(value: str, is_secret: bool)
 
 def test_the_default_place_is_the_users_state_folder() -> None:
     assert default_root({"HOME": "/home/ada"}) == "/home/ada/.local/state/rallypoint/runs"
-    assert default_root({"HOME": "/home/ada", "XDG_STATE_HOME": "/state"}) == "/state/rallypoint/runs"
-    assert default_root({"HOME": "/home/ada", "XDG_STATE_HOME": "state"}) == "/home/ada/.local/state/rallypoint/runs"
+    assert (
+        default_root({"HOME": "/home/ada", "XDG_STATE_HOME": "/state"}) == "/state/rallypoint/runs"
+    )
+    assert (
+        default_root({"HOME": "/home/ada", "XDG_STATE_HOME": "state"})
+        == "/home/ada/.local/state/rallypoint/runs"
+    )
 
 
-def test_a_default_place_that_cannot_be_written_costs_the_record_only(tmp_path: Path, said: list[str]) -> None:
+def test_a_default_place_that_cannot_be_written_costs_the_record_only(
+    tmp_path: Path, said: list[str]
+) -> None:
     (tmp_path / "file").write_text("")
     folder = opened(tmp_path / "file", "job", said)
-    assert said == [f"rallypoint: no record of this run is kept: {tmp_path}/file/job: Not a directory"]
+    assert said == [
+        f"rallypoint: no record of this run is kept: {tmp_path}/file/job: Not a directory"
+    ]
     folder.write_plan(Plan("job", {}, ()))
     folder.write_report([])
     assert folder.file("rank0.log") == folder.path == ""
@@ -159,11 +199,15 @@ def test_a_disk_that_fills_up_costs_the_report_and_a_line(tmp_path: Path, said: 
     folder = opened(tmp_path, "job", said)
     shutil.rmtree(folder.path)
     folder.write_report([])
-    assert said == [f"rallypoint: cannot write {folder.path}/report.json: No such file or directory; it is not kept"]
+    assert said == [
+        f"rallypoint: cannot write {folder.path}/report.json: No such file or directory; it is not kept"
+    ]
     folder.close()
 
 
-def test_the_same_command_again_replaces_its_run_and_nothing_else(tmp_path: Path, said: list[str]) -> None:
+def test_the_same_command_again_replaces_its_run_and_nothing_else(
+    tmp_path: Path, said: list[str]
+) -> None:
     run = tmp_path / "out"
     run.mkdir()
     (run / "model.pt").write_text("mine")
@@ -176,7 +220,9 @@ def test_the_same_command_again_replaces_its_run_and_nothing_else(tmp_path: Path
 
 def test_a_file_that_no_run_wrote_is_not_overwritten(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "plan.json").write_text('{"my": "plan"}')
-    with pytest.raises(UsageError, match=r"plan\.json is there already and no run wrote it") as caught:
+    with pytest.raises(
+        UsageError, match=r"plan\.json is there already and no run wrote it"
+    ) as caught:
         open_run_folder(str(tmp_path), "job", said.append, asked_for=True)
     assert caught.value.code == "run-folder-used"
     assert (tmp_path / "plan.json").read_text() == '{"my": "plan"}'
@@ -217,7 +263,9 @@ def test_the_last_runs_are_kept_and_only_runs_of_ours_are_removed(
         folder.close()
     remove_old_runs(str(tmp_path))
     runs = past_runs(str(tmp_path))
-    assert [run.job for run in runs if not run.running] == [f"job-{number:02}" for number in range(KEPT_RUNS + 3, 3, -1)]
+    assert [run.job for run in runs if not run.running] == [
+        f"job-{number:02}" for number in range(KEPT_RUNS + 3, 3, -1)
+    ]
     assert [run.job for run in runs if run.running] == ["running-job"]
     assert foreign.exists()
     assert (tmp_path / "empty").exists()
@@ -230,35 +278,53 @@ def finished(root: Path, number: int, status: int | None, size: int = 1000) -> s
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps({"job": folder.name}))
     ended = json.dumps({"at": 1.0, "what": "job-ended", "details": {"status": status}}) + "\n"
-    (folder / "events.jsonl").write_text('{"at": 0.1, "what": "x"}\n' + (ended if status is not None else ""))
+    (folder / "events.jsonl").write_text(
+        '{"at": 0.1, "what": "x"}\n' + (ended if status is not None else "")
+    )
     (folder / "rank0.log").write_bytes(b"x" * size)
     os.utime(folder / "plan.json", (1000 + number, 1000 + number))
     return str(folder)
 
 
 def test_runs_that_failed_are_kept_longer(tmp_path: Path) -> None:
-    """Runs that went well pushed the ones that failed out, though only these are ever looked at again."""
+    """Runs that went well pushed the ones that failed out, though only these are ever looked at
+    again.
+    """
     runs = [finished(tmp_path, number, {0: 1, 1: None}.get(number, 0)) for number in range(10)]
     assert remove_old_runs(str(tmp_path), keep=7) == runs[2:5]
     assert remove_old_runs(str(tmp_path), keep=6) == [runs[0]]
 
 
-def test_all_runs_together_have_a_size(tmp_path: Path, other_launcher: subprocess.Popen[str]) -> None:
+def test_all_runs_together_have_a_size(
+    tmp_path: Path, other_launcher: subprocess.Popen[str]
+) -> None:
     """One job left 96 MB of log in the home, and twenty such runs were kept whatever their size."""
     runs = [finished(tmp_path, number, 0, size=1 << 20) for number in range(6)]
     assert remove_old_runs(str(tmp_path), most=(3 << 20) + (1 << 18)) == runs[:3]
-    assert remove_old_runs(str(tmp_path), most=1) == runs[3:5]  # the last one stays, and what is running
+    assert (
+        remove_old_runs(str(tmp_path), most=1) == runs[3:5]
+    )  # the last one stays, and what is running
     assert is_running(str(tmp_path / "running-job"))
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("", 1 << 30), ("500MiB", 500 << 20), ("4GiB", 4 << 30), ("2g", 2 << 30), ("1000", 1000), ("much", 1 << 30)]
+    ("text", "expected"),
+    [
+        ("", 1 << 30),
+        ("500MiB", 500 << 20),
+        ("4GiB", 4 << 30),
+        ("2g", 2 << 30),
+        ("1000", 1000),
+        ("much", 1 << 30),
+    ],
 )
 def test_how_much_is_kept(text: str, expected: int) -> None:
     assert run_folder.bytes_to_keep({"RALLYPOINT_KEPT_BYTES": text}) == expected
 
 
-def test_a_run_with_a_folder_of_its_own_is_found_while_it_goes_on(tmp_path: Path, said: list[str]) -> None:
+def test_a_run_with_a_folder_of_its_own_is_found_while_it_goes_on(
+    tmp_path: Path, said: list[str]
+) -> None:
     root = str(tmp_path / "rallypoint" / "runs")
     folder = opened(tmp_path, "away", said, asked_for=True)
     folder.list_in(root)
@@ -270,9 +336,16 @@ def test_a_run_with_a_folder_of_its_own_is_found_while_it_goes_on(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("machine", "age", "kept"),
-    [(os.uname().nodename, 0.0, False), (f"{os.uname().nodename}-2", 0.0, True), ("node07", 0.0, True), ("node07", LINK_KEPT + 60, False)],
+    [
+        (os.uname().nodename, 0.0, False),
+        (f"{os.uname().nodename}-2", 0.0, True),
+        ("node07", 0.0, True),
+        ("node07", LINK_KEPT + 60, False),
+    ],
 )
-def test_links_of_other_machines_are_not_ours_to_judge(tmp_path: Path, machine: str, age: float, kept: bool) -> None:
+def test_links_of_other_machines_are_not_ours_to_judge(
+    tmp_path: Path, machine: str, age: float, kept: bool
+) -> None:
     """A cluster's nodes share a home, and a folder on the disk of one is nowhere on the others."""
     links = tmp_path / "elsewhere"
     links.mkdir()
@@ -285,7 +358,10 @@ def test_links_of_other_machines_are_not_ours_to_judge(tmp_path: Path, machine: 
 
 
 def test_a_disk_that_is_gone_does_not_hide_the_runs_on_others(
-    tmp_path: Path, said: list[str], other_launcher: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    said: list[str],
+    other_launcher: subprocess.Popen[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     links, comes_back = tmp_path / "elsewhere", threading.Event()
     links.mkdir()
@@ -298,7 +374,9 @@ def test_a_disk_that_is_gone_does_not_hide_the_runs_on_others(
     monkeypatch.setattr(run_folder, "is_running", ask)
     monkeypatch.setattr(run_folder, "LINK_TIMEOUT", 0.5)
     try:
-        assert [run.path for run in running_runs(str(tmp_path / "runs"))] == [str(tmp_path / "running-job")]
+        assert [run.path for run in running_runs(str(tmp_path / "runs"))] == [
+            str(tmp_path / "running-job")
+        ]
     finally:
         comes_back.set()
 
@@ -332,13 +410,18 @@ def test_a_log_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_given_up_is_marked_on_a_full_disk(tmp_path: Path, said: list[str]) -> None:
-    """A disk that is full has no room for a word about it, and a later reader must not take the file for whole."""
+    """A disk that is full has no room for a word about it, and a later reader must not take the
+    file for whole.
+    """
     import resource
     import signal
 
     file = run_folder.KeptFile(str(tmp_path / "rank0.log"), run_folder.Trouble(said.append))
     assert (tmp_path / "rank0.log").stat().st_mode & 0o777 == run_folder.WHOLE
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         assert file.write(b"x" * 1000)
@@ -347,12 +430,18 @@ def test_a_file_that_was_given_up_is_marked_on_a_full_disk(tmp_path: Path, said:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert (tmp_path / "rank0.log").stat().st_mode & 0o777 == run_folder.CUT
-    assert said == [f"rallypoint: cannot write {tmp_path}/rank0.log: File too large; its output is no longer kept"]
+    assert said == [
+        f"rallypoint: cannot write {tmp_path}/rank0.log: File too large; its output is no longer kept"
+    ]
 
 
 @pytest.mark.parametrize("answer", ["an error", "success"])
-def test_a_disk_that_answers_after_its_file_was_given_up_has_nothing_to_say(tmp_path: Path, said: list[str], answer: str) -> None:
-    """The job may be over then, and what it wrote to is somebody else's. A FIFO that is full: its write() does not return."""
+def test_a_disk_that_answers_after_its_file_was_given_up_has_nothing_to_say(
+    tmp_path: Path, said: list[str], answer: str
+) -> None:
+    """The job may be over then, and what it wrote to is somebody else's. A FIFO that is full: its
+    write() does not return.
+    """
     os.mkfifo(tmp_path / "rank0.log")
     reader = os.open(tmp_path / "rank0.log", os.O_RDONLY | os.O_NONBLOCK)
     file = run_folder.KeptFile(str(tmp_path / "rank0.log"), run_folder.Trouble(said.append))
@@ -372,7 +461,12 @@ def test_a_disk_that_answers_after_its_file_was_given_up_has_nothing_to_say(tmp_
 
 
 @pytest.mark.parametrize(
-    ("number", "command"), [(errno.ENOSPC, "df -h /srv; df -i /srv"), (errno.EDQUOT, "df -h /srv"), (errno.EACCES, "--run-dir DIR")]
+    ("number", "command"),
+    [
+        (errno.ENOSPC, "df -h /srv; df -i /srv"),
+        (errno.EDQUOT, "df -h /srv"),
+        (errno.EACCES, "--run-dir DIR"),
+    ],
 )
 def test_a_full_disk_is_not_mended_by_permissions(number: int, command: str) -> None:
     help = run_folder.writable(OSError(number, ""), "/srv/run", "--run-dir DIR")
@@ -381,10 +475,14 @@ def test_a_full_disk_is_not_mended_by_permissions(number: int, command: str) -> 
 
 
 def test_a_run_of_another_machine_s_is_left_to_it(tmp_path: Path) -> None:
-    """On a file system whose locks each machine sees alone, a run that goes on elsewhere looked as if it were over, and was removed."""
+    """On a file system whose locks each machine sees alone, a run that goes on elsewhere looked as
+    if it were over, and was removed.
+    """
     runs = [finished(tmp_path, number, 0) for number in range(4)]
     for number, host in ((0, "another-machine"), (1, os.uname().nodename)):
-        (tmp_path / f"job-{number:02}" / "running").write_text(json.dumps({"socket": "/tmp/x", "host": host, "pid": 1}))
+        (tmp_path / f"job-{number:02}" / "running").write_text(
+            json.dumps({"socket": "/tmp/x", "host": host, "pid": 1})
+        )
     assert remove_old_runs(str(tmp_path), keep=1) == runs[1:3]
 
 

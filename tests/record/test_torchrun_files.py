@@ -18,7 +18,9 @@ from rallypoint.record.torchrun_files import hand_on
         (["no error file"], ["no error file"]),
     ],
 )
-def test_the_exit_code_is_put_into_the_error_file(tmp_path: Path, written: object, handed: object) -> None:
+def test_the_exit_code_is_put_into_the_error_file(
+    tmp_path: Path, written: object, handed: object
+) -> None:
     assert hand_on(json.dumps(written), 3, str(tmp_path / "mine.json")) == ""
     assert json.loads((tmp_path / "mine.json").read_text()) == handed
 

@@ -1,13 +1,14 @@
 """Was there one order? Checks a history of concurrent operations on keys.
 
-The search of Wing and Gong (1993) with Lowe's memory of configurations that were seen before (2017), as porcupine does it for etcd.
-A history is split by key first, which is sound (linearizability is local) and what makes it fast. It is exponential at worst: after
-`steps` steps the verdict is "unknown", which is a reason to look, not a pass. Let every write have a value of its own, so that a
-read says which write it saw.
+The search of Wing and Gong (1993) with Lowe's memory of configurations that were seen before
+(2017), as porcupine does it for etcd. A history is split by key first, which is sound
+(linearizability is local) and what makes it fast. It is exponential at worst: after `steps` steps
+the verdict is "unknown", which is a reason to look, not a pass. Let every write have a value of its
+own, so that a read says which write it saw.
 
-Record an `Operation` per call: `start` before the request is sent, `end` after its reply was read, on one clock. A call whose
-outcome is unknown (a deadline, a lost session) has `end=inf`: it may have happened at any later time, or not at all. A call that
-did certainly not happen is left out.
+Record an `Operation` per call: `start` before the request is sent, `end` after its reply was read,
+on one clock. A call whose outcome is unknown (a deadline, a lost session) has `end=inf`: it may
+have happened at any later time, or not at all. A call that did certainly not happen is left out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Operation(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`blame`: the key, and the operation whose end the longest order that was found could not reach."""
+    """`blame`: the key, and the operation whose end the longest order that was found could not
+    reach.
+    """
 
     outcome: Literal["linearizable", "violated", "unknown"]
     key: str = ""
@@ -57,7 +60,8 @@ class Verdict(NamedTuple):
 
 
 def check(history: Iterable[Operation], *, steps: int = STEPS) -> Verdict:
-    """Whether each key's operations could have happened one at a time, each between its start and its end, with these results.
+    """Whether each key's operations could have happened one at a time, each between its start and
+    its end, with these results.
 
     `steps` bounds the whole search. "violated" wins over "unknown".
     """
@@ -77,7 +81,9 @@ def check(history: Iterable[Operation], *, steps: int = STEPS) -> Verdict:
 
 
 def _step(value: Any, operation: Operation) -> tuple[bool, Any]:
-    """Whether the operation can have this result when the key has `value`, and what the key has then."""
+    """Whether the operation can have this result when the key has `value`, and what the key has
+    then.
+    """
     kind, arguments, result = operation.kind, operation.arguments, operation.result
     unknown = operation.end == math.inf
     if kind == "get":
@@ -94,9 +100,15 @@ def _step(value: Any, operation: Operation) -> tuple[bool, Any]:
 
 
 def _search(operations: Sequence[Operation], limit: int) -> Verdict:
-    """One key. Events (calls and returns) are a doubly linked list; an operation that has its place in the order is lifted out."""
+    """One key. Events (calls and returns) are a doubly linked list; an operation that has its place
+    in the order is lifted out.
+    """
     events = [(operation.start, 0, number) for number, operation in enumerate(operations)]
-    events += [(operation.end, 1, number) for number, operation in enumerate(operations) if operation.end != math.inf]
+    events += [
+        (operation.end, 1, number)
+        for number, operation in enumerate(operations)
+        if operation.end != math.inf
+    ]
     events.sort()
     # Event n is node n + 1; node 0 is the head, and the last one the end.
     end = len(events) + 1

@@ -1,4 +1,6 @@
-"""What tests with real threads and processes share: results that are handed over, waits with a deadline, programs of their own."""
+"""What tests with real threads and processes share: results that are handed over, waits with a
+deadline, programs of their own.
+"""
 
 from __future__ import annotations
 
@@ -55,20 +57,32 @@ def until(what: Callable[[], object], seconds: float = DEADLINE) -> None:
 
 
 def let_servers_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let clients wait for what the server says when a wait is over. A busy machine may say it seconds late; that a client does not wait
-    for it for long is for test_deadlines.py."""
+    """Let clients wait for what the server says when a wait is over. A busy machine may say it
+    seconds late; that a client does not wait for it for long is for test_deadlines.py."""
     monkeypatch.setattr("rallypoint.store.client.call.LEAST_GRACE", 5.0)
 
 
 def transport(store: Store) -> str:
     """How a store is connected: "unix" or "tcp"; "" if it is not."""
     how = repr(store)
-    return "unix" if "connected by a Unix socket" in how else "tcp" if "connected by TCP" in how else ""
+    return (
+        "unix"
+        if "connected by a Unix socket" in how
+        else "tcp"
+        if "connected by TCP" in how
+        else ""
+    )
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without what a job or a user has said about rallypoint; what a proxy of the test has said stays."""
-    return {name: value for name, value in os.environ.items() if name == FORWARDED or not name.startswith("RALLYPOINT")} | more
+    """This process's, without what a job or a user has said about rallypoint; what a proxy of the
+    test has said stays.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name == FORWARDED or not name.startswith("RALLYPOINT")
+    } | more
 
 
 def output_of(program: str, *arguments: str, **more: str) -> list[str]:
@@ -90,7 +104,11 @@ def output_of(program: str, *arguments: str, **more: str) -> list[str]:
 def running(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A Python program with pipes; killed at the end if it still runs."""
     with subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *arguments],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             yield process

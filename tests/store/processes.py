@@ -28,7 +28,9 @@ class ServerProcess:
         """`prelude`: Python that runs there first."""
         self.secret = SECRET
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(prelude=prelude, secret=SECRET)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _PROGRAM.format(prelude=prelude, secret=SECRET)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self.address, path = self._process.stdout.readline().split()
@@ -59,7 +61,12 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._process.poll() is None:
             self.kill()
         assert self._process.stdout is not None

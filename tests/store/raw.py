@@ -1,4 +1,6 @@
-"""The smallest client that keeps to the protocol, for tests of the server that must not depend on the real one."""
+"""The smallest client that keeps to the protocol, for tests of the server that must not depend on
+the real one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from rallypoint.clock import Clock
 from rallypoint.store.address import parse
 from rallypoint.wire.frames import HEADER, header
 from rallypoint.wire.handshake import HandshakeFailed, Joining
-from rallypoint.wire.messages import AnyReply, Freed, Identity, Refusal, Request, Value, Welcome, decode_reply, encode
+from rallypoint.wire.messages import (
+    AnyReply,
+    Freed,
+    Identity,
+    Refusal,
+    Request,
+    Value,
+    Welcome,
+    decode_reply,
+    encode,
+)
 
 DEADLINE = 20.0
 """Seconds that any single wait of a test may take: a bound for a busy machine, never used up."""
@@ -102,12 +114,21 @@ class Raw:
         """Send a frame."""
         data = header(len(message), len(body)) + message + body
         if fds:
-            sent = self.sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+            sent = self.sock.sendmsg(
+                [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+            )
             data = data[sent:]
         if data:
             self.sock.sendall(data)
 
-    def post(self, kind: type[Request], *fields: object, body: bytes = b"", fds: tuple[int, ...] = (), **named: object) -> int:
+    def post(
+        self,
+        kind: type[Request],
+        *fields: object,
+        body: bytes = b"",
+        fds: tuple[int, ...] = (),
+        **named: object,
+    ) -> int:
         """Send a request; its number."""
         self.seq += 1
         make: Any = kind
@@ -121,8 +142,17 @@ class Raw:
         message = encode(make(self.seq, self.acked, *fields))
         self.sock.sendall(header(len(message), size) + message)
 
-    def ask(self, kind: type[Request], *fields: object, body: bytes = b"", fds: tuple[int, ...] = (), **named: object) -> Any:
-        """Send a request and wait for its reply; what came with it is in `body` and `descriptors`."""
+    def ask(
+        self,
+        kind: type[Request],
+        *fields: object,
+        body: bytes = b"",
+        fds: tuple[int, ...] = (),
+        **named: object,
+    ) -> Any:
+        """Send a request and wait for its reply; what came with it is in `body` and
+        `descriptors`.
+        """
         seq = self.post(kind, *fields, body=body, fds=fds, **named)
         while (reply := self.reply()).seq != seq:
             self.notices.append(reply)
@@ -149,7 +179,9 @@ class Raw:
         there = len(self._data)
         while there < count:
             try:
-                data, ancillary, _, _ = self.sock.recvmsg(max(65536, count - there), socket.CMSG_SPACE(64))
+                data, ancillary, _, _ = self.sock.recvmsg(
+                    max(65536, count - there), socket.CMSG_SPACE(64)
+                )
             except ConnectionError as error:
                 raise Closed from error
             for _, _, raw in ancillary:
@@ -174,7 +206,12 @@ class Raw:
 
     def freed(self) -> list[int]:
         """The segments reported so far."""
-        return [number for notice in self.notices if isinstance(notice, Freed) for number in notice.numbers]
+        return [
+            number
+            for notice in self.notices
+            if isinstance(notice, Freed)
+            for number in notice.numbers
+        ]
 
     def close(self) -> None:
         self.sock.close()

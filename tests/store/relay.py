@@ -1,4 +1,6 @@
-"""A relay between clients and a server that cuts the stream into small pieces and puts bytes of its own into it."""
+"""A relay between clients and a server that cuts the stream into small pieces and puts bytes of its
+own into it.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ FORWARDED = "RALLYPOINT_FORWARDED"
 
 
 class Relay:
-    """Listens at `address` and passes on what comes, at most `piece` bytes at a time. Use it as a context manager."""
+    """Listens at `address` and passes on what comes, at most `piece` bytes at a time. Use it as a
+    context manager.
+    """
 
     def __init__(self, target: str, piece: int = 65536, pause: float = 0.0) -> None:
-        """`target`: a server's address, tcp://host:port. `pause`: seconds after each piece of full length."""
+        """`target`: a server's address, tcp://host:port. `pause`: seconds after each piece of full
+        length.
+        """
         host, _, port = target.removeprefix("tcp://").rpartition(":")
         self._target = (host, int(port))
         self._piece = piece
@@ -26,13 +32,17 @@ class Relay:
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def say_to_clients(self, data: bytes) -> None:
-        """Send this on every connection, as if the server had said it. No request may be under way."""
+        """Send this on every connection, as if the server had said it. No request may be
+        under way.
+        """
         for client, _ in self._pairs:
             with contextlib.suppress(OSError):  # one that has ended
                 client.sendall(data)
 
     def say_to_server(self, data: bytes) -> None:
-        """Send this on every connection, as if the client had said it. No request may be on its way."""
+        """Send this on every connection, as if the client had said it. No request may be on its
+        way.
+        """
         for _, server in self._pairs:
             with contextlib.suppress(OSError):
                 server.sendall(data)
@@ -66,11 +76,18 @@ class Relay:
         self._threads.append(thread)
 
     def __enter__(self) -> Relay:
-        os.environ[FORWARDED] = self.address  # a client refuses a store that something else passes on, unless it is told
+        os.environ[FORWARDED] = (
+            self.address
+        )  # a client refuses a store that something else passes on, unless it is told
         self._run(self._accept)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         os.environ.pop(FORWARDED, None)
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -1,4 +1,6 @@
-"""What the tests of the client share: calls that are interrupted, children that report, descriptors and threads that are counted."""
+"""What the tests of the client share: calls that are interrupted, children that report, descriptors
+and threads that are counted.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from rallypoint import Store
 from rallypoint.clock import Clock
 
 DEADLINE = 60.0
-"""Seconds within which what has to happen happens, on a busy machine: never used up by a test that passes."""
+"""Seconds within which what has to happen happens, on a busy machine: never used up by a test that
+passes.
+"""
 
 LONG = 50.0
 """Seconds, the timeout of calls that are to end long before."""
@@ -30,7 +34,9 @@ class Interruption(Exception):
     """What a signal handler raises here; like KeyboardInterrupt, but nothing else does."""
 
 
-def eventually(condition: Callable[[], object], what: Callable[[], str] = lambda: "it did not come true") -> None:
+def eventually(
+    condition: Callable[[], object], what: Callable[[], str] = lambda: "it did not come true"
+) -> None:
     """Return when it has come true; look again and again until then."""
     clock, pause = Clock(), threading.Event()
     while not condition():
@@ -55,14 +61,21 @@ def alarm(seconds: float, handler: Callable[[], object]) -> Iterator[None]:
 
 
 class Storm:
-    """Signals at random moments of a call: the first within `soon` seconds, then every 2 ms. The handler calls `handle` with the random
-    numbers, and raises Interruption with the probability `raising`.
+    """Signals at random moments of a call: the first within `soon` seconds, then every 2 ms. The
+    handler calls `handle` with the random numbers, and raises Interruption with the probability
+    `raising`.
 
-    To be used in a child: a handler's exception that strikes in a finalizer is printed by Python, and pytest minds.
+    To be used in a child: a handler's exception that strikes in a finalizer is printed by Python,
+    and pytest minds.
     """
 
     def __init__(
-        self, seed: int, handle: Callable[[random.Random], object] = lambda chance: None, *, raising: float = 0.5, soon: float = 0.003
+        self,
+        seed: int,
+        handle: Callable[[random.Random], object] = lambda chance: None,
+        *,
+        raising: float = 0.5,
+        soon: float = 0.003,
     ) -> None:
         self.chance = random.Random(seed)
         self._soon = soon
@@ -156,11 +169,15 @@ def of_process(pid: int, kind: str) -> list[str]:
 
 
 def our_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("rallypoint: "))
+    return sorted(
+        thread.name for thread in threading.enumerate() if thread.name.startswith("rallypoint: ")
+    )
 
 
 def start(*runs: Callable[[], object]) -> Callable[[], None]:
-    """Run each in a thread; call what is returned to wait for them. What one raises is raised then."""
+    """Run each in a thread; call what is returned to wait for them. What one raises is
+    raised then.
+    """
     raised: list[BaseException] = []
 
     def keep(run: Callable[[], object]) -> None:

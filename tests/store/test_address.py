@@ -20,7 +20,15 @@ def test_an_address_reads_and_writes_the_same(text: str, address: Address) -> No
     assert str(address) == text
 
 
-@pytest.mark.parametrize("text", ["tcp://127.0.0.1:41235/", " tcp://127.0.0.1:41235\n", "tcp://[::1]:41235/ ", " unix:///tmp/x.sock/"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tcp://127.0.0.1:41235/",
+        " tcp://127.0.0.1:41235\n",
+        "tcp://[::1]:41235/ ",
+        " unix:///tmp/x.sock/",
+    ],
+)
 def test_what_copying_leaves_around_an_address_is_no_part_of_it(text: str) -> None:
     assert str(parse(text)) == text.strip().removesuffix("/")
 

@@ -45,7 +45,12 @@ def test_retry_does_not_keep_every_message_that_is_another_each_time() -> None:
     for number in range(MOST_KINDS + 5):
         retrying._count(kinds, f"at {number} s")
     retrying._count(kinds, "at 0 s")
-    assert retrying._folded(kinds) == "2 x at 0 s; " + "".join(f"1 x at {number} s; " for number in range(1, MOST_KINDS)) + "5 others"
+    assert (
+        retrying._folded(kinds)
+        == "2 x at 0 s; "
+        + "".join(f"1 x at {number} s; " for number in range(1, MOST_KINDS))
+        + "5 others"
+    )
 
 
 def test_retry_lets_other_exceptions_through_at_once() -> None:

@@ -1,4 +1,6 @@
-"""A barrier's decisions: who passes, who is told what when that cannot be, and what is remembered of it for those who come too late."""
+"""A barrier's decisions: who passes, who is told what when that cannot be, and what is remembered
+of it for those who come too late.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ROOMY = m.Limits(64 * MIB, 64 * MIB, 4096, 10_000, 2000, 5000)
 class Room:
     """A state, and callers who have numbers. Rank r is pid 100 + r on node0."""
 
-    def __init__(self, roster: Mapping[int, Sighting] | None = None, limits: m.Limits = ROOMY) -> None:
+    def __init__(
+        self, roster: Mapping[int, Sighting] | None = None, limits: m.Limits = ROOMY
+    ) -> None:
         self.state = State(limits, roster=None if roster is None else lambda: roster)
         self.now = 1000.0
         self.sessions: dict[int, Session] = {}
@@ -34,21 +38,31 @@ class Room:
         """A session; whoever had the number before is another one."""
         self._born += 1
         identity = m.Identity("node0", 100 + caller, caller if rank == -1 else rank)
-        session = self.state.open(self.now, self._born.to_bytes(16, "big"), ttl, identity, resume=False, acked=0)
+        session = self.state.open(
+            self.now, self._born.to_bytes(16, "big"), ttl, identity, resume=False, acked=0
+        )
         assert isinstance(session, Session)
         self.sessions[caller] = session
         self.seqs[caller] = 0
         return session
 
     def arrive(
-        self, caller: int, size: int, timeout: float | None = 30.0, value: bytes = b"", quorum: int | None = None, name: str = "b"
+        self,
+        caller: int,
+        size: int,
+        timeout: float | None = 30.0,
+        value: bytes = b"",
+        quorum: int | None = None,
+        name: str = "b",
     ) -> Any:
         """The reply; None when he waits."""
         if caller not in self.sessions:
             self.enter(caller)
         self.seqs[caller] += 1
         session = self.sessions[caller]
-        request = m.Arrive(self.seqs[caller], session.acked_in_slot(0), name, size, timeout, value, quorum)
+        request = m.Arrive(
+            self.seqs[caller], session.acked_in_slot(0), name, size, timeout, value, quorum
+        )
         answer = self.state.apply(self.now, session, request)
         return None if answer is None else answer[0]
 
@@ -120,7 +134,11 @@ def test_when_one_gives_up_all_learn_who_was_there_and_who_was_not(room: Room) -
     late, broken = told[0], told[1]
     present = (room.sessions[0].identity, room.sessions[1].identity)
     assert late == m.TimedOut(1, 0, present=present, absent=(m.Member(None, 2),), arrived=2)
-    assert (broken.code, broken.present, broken.absent) == ("barrier-broken", present, (m.Member(None, 2),))
+    assert (broken.code, broken.present, broken.absent) == (
+        "barrier-broken",
+        present,
+        (m.Member(None, 2),),
+    )
     assert broken.text == (
         'the barrier "b" of 3 is broken: rank 0 (pid 100 on node0) gave up after 2.0 s; 2 arrived (ranks 0-1), '
         "missing: rank 2 (not connected to the store)"
@@ -142,7 +160,10 @@ def test_when_one_dies_the_others_learn_it_at_once(room: Room) -> None:
     room.die(1)
     broken = room.told()[0]
     assert broken.code == "barrier-broken"
-    assert "the session of rank 1 (pid 101 on node0) ended while it waited: its connection was closed; 2 arrived (ranks 0-1)" in broken.text
+    assert (
+        "the session of rank 1 (pid 101 on node0) ended while it waited: its connection was closed; 2 arrived (ranks 0-1)"
+        in broken.text
+    )
     assert len(room.state.waiting) == 0
 
 
@@ -163,7 +184,10 @@ def test_two_seats_of_one_who_dies_count_as_two(room: Room) -> None:
     room.arrive(1, 4)
     room.die(0)
     broken = room.told()[1]
-    assert "; 3 arrived (rank 1 (pid 101 on node0) and 2 in rank 0 (pid 100 on node0)), 1 is missing" in broken.text
+    assert (
+        "; 3 arrived (rank 1 (pid 101 on node0) and 2 in rank 0 (pid 100 on node0)), 1 is missing"
+        in broken.text
+    )
 
 
 # --- who comes late ---
@@ -186,7 +210,9 @@ def test_who_comes_late_to_a_broken_round_is_told_once(room: Room) -> None:
     assert set(room.told()) == {0, 2, 3}
 
 
-def test_who_was_there_begins_the_next_round_and_the_late_one_does_not_sit_down_in_it(room: Room) -> None:
+def test_who_was_there_begins_the_next_round_and_the_late_one_does_not_sit_down_in_it(
+    room: Room,
+) -> None:
     room.enter(2)
     room.arrive(0, 3, 2.0)
     room.arrive(1, 3)
@@ -209,7 +235,9 @@ def test_who_comes_after_the_only_one_there_has_died_is_told(room: Room) -> None
     room.enter(1)
     room.arrive(0, 2)
     room.die(0)
-    assert "the session of rank 0 (pid 100 on node0) ended while it waited" in room.arrive(1, 2).text
+    assert (
+        "the session of rank 0 (pid 100 on node0) ended while it waited" in room.arrive(1, 2).text
+    )
     assert room.arrive(1, 2) is None
 
 
@@ -250,8 +278,12 @@ def test_what_is_remembered_is_bounded(room: Room, monkeypatch: pytest.MonkeyPat
     assert held._former._seats == len(held._former.kept) == 3
 
 
-def test_who_did_not_come_counts_in_what_is_remembered(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a thousand ranks looks again and again, under names of their own, whether the others are there."""
+def test_who_did_not_come_counts_in_what_is_remembered(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a thousand ranks looks again and again, under names of their own, whether the others
+    are there.
+    """
     monkeypatch.setattr(barriers, "SEATS_KEPT", 100)
     for rank in range(30):
         room.enter(rank)
@@ -263,7 +295,9 @@ def test_who_did_not_come_counts_in_what_is_remembered(room: Room, monkeypatch: 
 
 
 def test_the_end_of_a_session_looks_only_at_barriers_that_it_may_complete(room: Room) -> None:
-    """With all of them, a thousand ranks that end together held the server for seconds, and 200,000 barriers for half a second each."""
+    """With all of them, a thousand ranks that end together held the server for seconds, and 200,000
+    barriers for half a second each.
+    """
     for caller in range(3):
         room.arrive(caller, 3, 5.0, b"x", quorum=2, name="q")
     assert len(room.told()) == 2
@@ -289,11 +323,17 @@ def test_a_barrier_has_one_size(room: Room) -> None:
     newcomer = room.arrive(2, 3)
     told = room.told()
     assert newcomer.code == "barrier-size"
-    assert newcomer.text == 'the barrier "b" has no one size: ranks 0-1 said 4, rank 2 (pid 102 on node0) said 3'
+    assert (
+        newcomer.text
+        == 'the barrier "b" has no one size: ranks 0-1 said 4, rank 2 (pid 102 on node0) said 3'
+    )
     assert {reply.text for reply in told.values()} == {newcomer.text}
     assert len(room.state.waiting) == 0
     late = room.arrive(3, 4)
-    assert (late.code, late.text) == ("barrier-size", f"{newcomer.text}; that was 0.0 s before this caller came")
+    assert (late.code, late.text) == (
+        "barrier-size",
+        f"{newcomer.text}; that was 0.0 s before this caller came",
+    )
     assert room.arrive(3, 4) is None
 
 
@@ -313,7 +353,10 @@ def test_everybody_gets_what_all_have_brought(room: Room) -> None:
     room.arrive(1, 3, value=b"one")
     last = room.arrive(2, 3, value=b"two")
     told = room.told()
-    seats = tuple(m.Seat(room.sessions[caller].identity, value) for caller, value in enumerate((b"zero", b"one", b"two")))
+    seats = tuple(
+        m.Seat(room.sessions[caller].identity, value)
+        for caller, value in enumerate((b"zero", b"one", b"two"))
+    )
     for mine, reply in enumerate((told[0], told[1], last)):
         assert reply == m.Met(1, last.generation, last.generation, mine, seats, ())
 
@@ -357,7 +400,10 @@ def test_a_quorum_is_complete_at_the_first_deadline(room: Room) -> None:
     told = room.pass_time(1.0)
     assert [told[caller].mine for caller in (0, 1)] == [0, 1]
     assert [seat.value for seat in told[0].seats] == [b"a", b"b"]
-    assert [str(member.identity) for member in told[0].absent] == ["rank 2 (pid 102 on node0)", "rank 3 (pid 103 on node0)"]
+    assert [str(member.identity) for member in told[0].absent] == [
+        "rank 2 (pid 102 on node0)",
+        "rank 3 (pid 103 on node0)",
+    ]
 
 
 def test_without_it_the_round_breaks(room: Room) -> None:
@@ -365,7 +411,9 @@ def test_without_it_the_round_breaks(room: Room) -> None:
     room.arrive(1, 4, 50.0, quorum=3)
     told = room.pass_time(2.0)
     assert type(told[0]) is m.TimedOut
-    assert told[1].text.startswith('the barrier "b" of 4 with a quorum of 3 is broken: rank 0 (pid 100 on node0) gave up after 2.0 s; ')
+    assert told[1].text.startswith(
+        'the barrier "b" of 4 with a quorum of 3 is broken: rank 0 (pid 100 on node0) gave up after 2.0 s; '
+    )
 
 
 def test_who_missed_a_round_is_told_which_and_is_waited_for_in_the_next(room: Room) -> None:
@@ -382,7 +430,9 @@ def test_who_missed_a_round_is_told_which_and_is_waited_for_in_the_next(room: Ro
     )
     assert dict(missed.details) == {"size": 3, "arrived": 2, "generation": number}
     room.arrive(0, 3, 9.0, b"a", quorum=2)
-    assert room.arrive(1, 3, 9.0, b"b", quorum=2) is None  # not complete with those of the former round: the late one is back
+    assert (
+        room.arrive(1, 3, 9.0, b"b", quorum=2) is None
+    )  # not complete with those of the former round: the late one is back
     assert len(room.arrive(2, 3, 9.0, b"c", quorum=2).seats) == 3
 
 
@@ -395,7 +445,10 @@ def test_one_who_is_dead_costs_the_timeout_once(room: Room) -> None:
     room.arrive(1, 4, 30.0, b"x", quorum=2)
     met = room.arrive(2, 4, 30.0, b"x", quorum=2)
     assert len(met.seats) == 3
-    assert str(met.absent[0]) == "rank 3 (pid 103 on node0, its session ended 0.0 s ago: its connection was closed)"
+    assert (
+        str(met.absent[0])
+        == "rank 3 (pid 103 on node0, its session ended 0.0 s ago: its connection was closed)"
+    )
 
 
 def test_or_not_at_all_when_he_dies_while_the_others_wait_for_him(room: Room) -> None:
@@ -458,7 +511,9 @@ def test_a_quorum_that_is_there_cannot_be_lost_by_those_who_are_not(room: Room) 
     assert len(room.pass_time(5.0)[0].seats) == 3
 
 
-def test_who_is_interrupted_leaves_the_others_to_their_quorum_and_is_not_told_of_it(room: Room) -> None:
+def test_who_is_interrupted_leaves_the_others_to_their_quorum_and_is_not_told_of_it(
+    room: Room,
+) -> None:
     for caller in range(3):
         room.arrive(caller, 4, 5.0, b"x", quorum=2)
     room.cancel(1)
@@ -504,7 +559,9 @@ def test_it_is_told_by_the_former_round_where_there_are_no_ranks(room: Room) -> 
     room.arrive(0, 3, 1.0)
     room.arrive(1, 3, 50.0)
     broken = room.pass_time(1.0)[1]
-    assert broken.text.endswith("2 arrived (pid 100 on node0 and pid 101 on node0), missing: pid 102 on node0 (last heard of 1.4 s ago)")
+    assert broken.text.endswith(
+        "2 arrived (pid 100 on node0 and pid 101 on node0), missing: pid 102 on node0 (last heard of 1.4 s ago)"
+    )
 
 
 def test_in_the_first_round_without_ranks_their_number_is_all_that_is_known(room: Room) -> None:
@@ -528,11 +585,21 @@ def test_of_a_rank_that_is_over_it_is_said_why(room: Room) -> None:
     room.now += 2.5
     room.arrive(0, 2, 1.0)
     [member] = room.pass_time(1.0)[0].absent
-    assert str(member) == "rank 1 (pid 101 on node0, its session ended 3.5 s ago: nothing was heard of it for 10 s)"
+    assert (
+        str(member)
+        == "rank 1 (pid 101 on node0, its session ended 3.5 s ago: nothing was heard of it for 10 s)"
+    )
 
 
 def test_of_a_rank_whose_process_has_ended_its_session_is_not_spoken_of() -> None:
-    room = Room({rank: Sighting("node0", 100 + rank, f"ended {rank}.0 s ago with exit code 0" if rank else "") for rank in range(3)})
+    room = Room(
+        {
+            rank: Sighting(
+                "node0", 100 + rank, f"ended {rank}.0 s ago with exit code 0" if rank else ""
+            )
+            for rank in range(3)
+        }
+    )
     room.enter(1)
     room.die(1, "it said goodbye")
     room.arrive(0, 3, 1.0)
@@ -546,7 +613,11 @@ def test_of_a_rank_whose_process_has_ended_its_session_is_not_spoken_of() -> Non
 def test_the_launcher_knows_more() -> None:
     room = Room(
         {
-            rank: Sighting("node0", 100 + rank if rank < 3 else 0, f"running for {rank} s" if rank < 3 else "not started yet")
+            rank: Sighting(
+                "node0",
+                100 + rank if rank < 3 else 0,
+                f"running for {rank} s" if rank < 3 else "not started yet",
+            )
             for rank in range(4)
         }
     )
@@ -565,7 +636,10 @@ def test_a_size_that_no_job_of_ours_can_bring_together_is_told_as_that() -> None
     room = Room({rank: Sighting("node0", 100 + rank, "running for 1 s") for rank in range(2)})
     room.arrive(0, 4, 1.0)
     room.arrive(1, 4, 1.0)
-    assert "2 arrived (ranks 0-1), missing: ranks 2-3 (this job has no such rank)" in room.pass_time(1.0)[1].text
+    assert (
+        "2 arrived (ranks 0-1), missing: ranks 2-3 (this job has no such rank)"
+        in room.pass_time(1.0)[1].text
+    )
 
 
 # --- in words ---
@@ -587,7 +661,10 @@ def stranger(number: int) -> m.Identity:
         ([stranger(0)], "pid 100 on node0"),
         ([stranger(0), stranger(1)], "pid 100 on node0 and pid 101 on node0"),
         ([stranger(0), stranger(0)], "2 in pid 100 on node0"),
-        ([stranger(number) for number in range(9)], "pid 100 on node0, pid 101 on node0, pid 102 on node0 and 6 more"),
+        (
+            [stranger(number) for number in range(9)],
+            "pid 100 on node0, pid 101 on node0, pid 102 on node0 and 6 more",
+        ),
     ],
 )
 def test_who(them: list[m.Identity], text: str) -> None:
@@ -595,7 +672,9 @@ def test_who(them: list[m.Identity], text: str) -> None:
 
 
 def test_many_who_are_missing_are_folded() -> None:
-    absent = [m.Member(identity(rank), rank, "", 1.0) for rank in range(1, 14)] + [m.Member(None, rank) for rank in (14, 15)]
+    absent = [m.Member(identity(rank), rank, "", 1.0) for rank in range(1, 14)] + [
+        m.Member(None, rank) for rank in (14, 15)
+    ]
     assert attendance.attendance(16, 1, [identity(0)], absent) == (
         "1 arrived (rank 0 (pid 100 on node0)), missing: rank 1 (pid 101 on node0, last heard of 1.0 s ago), "
         "rank 2 (pid 102 on node0, last heard of 1.0 s ago), rank 3 (pid 103 on node0, last heard of 1.0 s ago), ranks 4-13, "
@@ -612,7 +691,10 @@ def test_of_very_many_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         room.arrive(caller, 30, 5.0 if caller == 0 else 50.0)
     told = room.pass_time(5.0)
     assert (len(told[0].present), told[0].arrived) == (3, 20)
-    assert "20 arrived (pid 100 on node0, pid 101 on node0, pid 102 on node0 and 17 more), 10 are missing" in told[1].text
+    assert (
+        "20 arrived (pid 100 on node0, pid 101 on node0, pid 102 on node0 and 17 more), 10 are missing"
+        in told[1].text
+    )
 
 
 # --- whatever happens ---
@@ -623,31 +705,45 @@ caller = st.sampled_from(CALLERS)
 
 
 class Model(RuleBasedStateMachine):
-    """Arrivals, interruptions, deaths and time in any order. What is asserted is what users are promised, from their side alone."""
+    """Arrivals, interruptions, deaths and time in any order. What is asserted is what users are
+    promised, from their side alone.
+    """
 
     @initialize(quorums=st.tuples(st.none() | st.integers(1, 3), st.none() | st.integers(1, 4)))
     def begin(self, quorums: tuple[int | None, int | None]) -> None:
         self.room = Room()
         self.sizes = dict(zip(NAMES, (3, 4), strict=True))
         self.quorums = dict(zip(NAMES, quorums, strict=True))
-        self.waiting: dict[int, tuple[str, float, int]] = {}  # by caller: where, until when, since which step
-        self.passed: dict[tuple[str, int], set[tuple[int, int]]] = {}  # who (caller, of which session) was in which generation
+        self.waiting: dict[
+            int, tuple[str, float, int]
+        ] = {}  # by caller: where, until when, since which step
+        self.passed: dict[
+            tuple[str, int], set[tuple[int, int]]
+        ] = {}  # who (caller, of which session) was in which generation
         self.steps = 0
         self.lives: Counter[int] = Counter()
         for one in CALLERS:
             self.room.enter(one)
 
-    @rule(caller=caller, name=st.sampled_from(NAMES), timeout=st.sampled_from([0.0, 3.0, 10.0, None]))
+    @rule(
+        caller=caller, name=st.sampled_from(NAMES), timeout=st.sampled_from([0.0, 3.0, 10.0, None])
+    )
     def arrive(self, caller: int, name: str, timeout: float | None) -> None:
         if caller in self.waiting:
             return
         self.steps += 1
         waiters = {one for one, (where, *_) in self.waiting.items() if where == name}
-        reply = self.room.arrive(caller, self.sizes[name], timeout, str(caller).encode(), self.quorums[name], name)
+        reply = self.room.arrive(
+            caller, self.sizes[name], timeout, str(caller).encode(), self.quorums[name], name
+        )
         told = self.room.told()
         if reply is None:
             assert not told
-            self.waiting[caller] = name, self.room.now + timeout if timeout is not None else 1e18, self.steps
+            self.waiting[caller] = (
+                name,
+                self.room.now + timeout if timeout is not None else 1e18,
+                self.steps,
+            )
         elif isinstance(reply, m.Met):
             self.over(name, {**told, caller: reply})
             assert set(told) == waiters
@@ -656,7 +752,10 @@ class Model(RuleBasedStateMachine):
             self.over(name, {**told, caller: reply})
             assert set(told) == waiters
         else:
-            assert reply.code in ("barrier-broken", "barrier-missed")  # he came late: nobody else is disturbed
+            assert reply.code in (
+                "barrier-broken",
+                "barrier-missed",
+            )  # he came late: nobody else is disturbed
             assert not told
 
     def over(self, name: str, told: dict[int, Any]) -> None:
@@ -675,7 +774,9 @@ class Model(RuleBasedStateMachine):
         size, quorum = self.sizes[name], self.quorums[name]
         assert len(met) >= (size if quorum is None else quorum)
         assert len(met) <= size
-        assert sorted(int(seat.value) for seat in seats) == sorted(met), "the seats are not those who passed"
+        assert sorted(int(seat.value) for seat in seats) == sorted(met), (
+            "the seats are not those who passed"
+        )
         for one, reply in met.items():
             assert int(seats[reply.mine].value) == one
         assert (name, number) not in self.passed
@@ -684,7 +785,9 @@ class Model(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 3.0, 10.0]))
     def time(self, seconds: float) -> None:
-        """Nobody waits longer than he said. Who is told before his time is told with somebody whose time it was."""
+        """Nobody waits longer than he said. Who is told before his time is told with somebody whose
+        time it was.
+        """
         self.room.now += seconds
         self.room.state.tick(self.room.now)
         self.take()
@@ -713,7 +816,9 @@ class Model(RuleBasedStateMachine):
         others = {one for one, (where, *_) in self.waiting.items() if where == name}
         told = self.take()
         if self.quorums[name] is None:
-            assert others <= set(told)  # and those of a quorum elsewhere who waited for nobody but him
+            assert others <= set(
+                told
+            )  # and those of a quorum elsewhere who waited for nobody but him
 
     def take(self) -> dict[int, Any]:
         """Sort what was told by the place where it was."""
@@ -733,9 +838,18 @@ class Model(RuleBasedStateMachine):
         state: Any = self.room.state
         assert {one for one in CALLERS if self.room.sessions[one].waiting} == set(self.waiting)
         assert set(state._barriers._generations) == {where for where, *_ in self.waiting.values()}
-        expecting = {name for name, generation in state._barriers._generations.items() if generation.expected is not None}
+        expecting = {
+            name
+            for name, generation in state._barriers._generations.items()
+            if generation.expected is not None
+        }
         assert set(state._barriers._seats.expecting) == expecting
-        held = {id(kept.loan) for session in self.room.sessions.values() for kept in session.kept.values() if kept.loan is not None}
+        held = {
+            id(kept.loan)
+            for session in self.room.sessions.values()
+            for kept in session.kept.values()
+            if kept.loan is not None
+        }
         assert not held
         assert state.budget.used == len(self.waiting)  # one byte each
 

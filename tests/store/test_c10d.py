@@ -1,6 +1,8 @@
-"""Our c10d store beside torch's own: the same operations on TCPStore, HashStore and ours, with the same results.
+"""Our c10d store beside torch's own: the same operations on TCPStore, HashStore and ours, with the
+same results.
 
-`SAME` is what all three answer alike. `DIFFERENT` is everything we found that they do not, with the words in which the guide says so.
+`SAME` is what all three answer alike. `DIFFERENT` is everything we found that they do not, with the
+words in which the guide says so.
 """
 
 from __future__ import annotations
@@ -69,11 +71,17 @@ def tcp_server() -> Any:
 
 
 @pytest.fixture
-def stores(server: rallypoint.Server, client: rallypoint.Store, tcp_server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+def stores(
+    server: rallypoint.Server,
+    client: rallypoint.Store,
+    tcp_server: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[str], Any]:
     """Makes an empty store of the kind asked for, whose timeout is NOW.
 
-    Whose time is up is told so by the server, and a busy machine may be late with that: which error follows is what is asked here, and
-    the one for a server that says nothing is asked in `test_deadlines.py`.
+    Whose time is up is told so by the server, and a busy machine may be late with that: which error
+    follows is what is asked here, and the one for a server that says nothing is asked in
+    `test_deadlines.py`.
     """
     let_servers_be_late(monkeypatch)
 
@@ -111,14 +119,19 @@ Call = tuple[Any, ...] | Callable[[Any], Any]
 
 def outcomes(store: Any, *calls: Call) -> list[Any]:
     """What one call after the other returns, or the type of what it raises."""
-    return [tried(call, store) if callable(call) else tried(getattr(store, call[0]), *call[1:]) for call in calls]
+    return [
+        tried(call, store) if callable(call) else tried(getattr(store, call[0]), *call[1:])
+        for call in calls
+    ]
 
 
 class Case(NamedTuple):
     name: str
     calls: list[Call]
     gives: list[Any]
-    prefixed: bool = True  # False: torch's PrefixStore does not do it (queues, list_keys), or with a timeout of its own (barrier)
+    # False: torch's PrefixStore does not do it (queues, list_keys), or with a timeout of its own
+    # (barrier)
+    prefixed: bool = True
 
 
 LARGE = b"x" * 100_000
@@ -130,57 +143,157 @@ def the_timeout(store: Any) -> Any:
 
 
 SAME = [
-    Case("timeout", [the_timeout, ("set_timeout", seconds(7.5)), the_timeout], [seconds(NOW), None, seconds(7.5)]),
-    Case("set_timeout seconds as a float", [("set_timeout", 1.5), the_timeout], [None, seconds(1.5)]),
+    Case(
+        "timeout",
+        [the_timeout, ("set_timeout", seconds(7.5)), the_timeout],
+        [seconds(NOW), None, seconds(7.5)],
+    ),
+    Case(
+        "set_timeout seconds as a float", [("set_timeout", 1.5), the_timeout], [None, seconds(1.5)]
+    ),
     Case("set_timeout an int", [("set_timeout", 3), the_timeout], [TypeError, seconds(NOW)]),
-    Case("timeout has no setter", [lambda store: setattr(store, "timeout", seconds(1))], [AttributeError]),
+    Case(
+        "timeout has no setter",
+        [lambda store: setattr(store, "timeout", seconds(1))],
+        [AttributeError],
+    ),
     Case("set str, get bytes", [("set", "a", "é"), ("get", "a")], [None, "é".encode()]),
     Case("set bytes", [("set", "a", b"\xff\0"), ("get", "a")], [None, b"\xff\0"]),
     Case("set empty", [("set", "a", b""), ("get", "a"), ("check", ["a"])], [None, b"", True]),
     Case("set bytearray", [("set", "a", bytearray(b"1")), ("get", "a")], [None, b"1"]),
     Case("set over", [("set", "a", "1"), ("set", "a", "22"), ("get", "a")], [None, None, b"22"]),
     Case("set large", [("set", "a", LARGE), ("get", "a")], [None, LARGE]),
-    Case("set a list, an int, None", [("set", "a", [1, 2]), ("set", "a", 1), ("set", "a", None)], [TypeError] * 3),
+    Case(
+        "set a list, an int, None",
+        [("set", "a", [1, 2]), ("set", "a", 1), ("set", "a", None)],
+        [TypeError] * 3,
+    ),
     Case("set a memoryview", [("set", "a", memoryview(b"1"))], [TypeError]),
     Case("key of bytes", [("set", b"a", "1"), ("get", "a"), ("get", b"a")], [None, b"1", b"1"]),
     Case("key empty", [("set", "", "1"), ("get", "")], [None, b"1"]),
-    Case("key with a slash, a NUL and é", [("set", "/a//\0é", "1"), ("get", "/a//\0é")], [None, b"1"]),
+    Case(
+        "key with a slash, a NUL and é", [("set", "/a//\0é", "1"), ("get", "/a//\0é")], [None, b"1"]
+    ),
     Case("key an int, None", [("set", 1, "1"), ("get", None), ("check", [1])], [TypeError] * 3),
     Case("get what is not there", [("get", "x")], [dist.DistStoreError]),
     Case("add", [("add", "n", 3), ("add", "n", -5), ("get", "n")], [3, -2, b"-2"]),
-    Case("add to digits that were set", [("set", "n", "41"), ("add", "n", 1), ("get", "n")], [None, 42, b"42"]),
+    Case(
+        "add to digits that were set",
+        [("set", "n", "41"), ("add", "n", 1), ("get", "n")],
+        [None, 42, b"42"],
+    ),
     Case("add 0 to nothing", [("add", "n", 0), ("get", "n")], [0, b"0"]),
     Case("add True", [("add", "n", True)], [1]),
-    Case("add the most and the least", [("add", "n", 2**63 - 1), ("add", "m", -(2**63))], [2**63 - 1, -(2**63)]),
+    Case(
+        "add the most and the least",
+        [("add", "n", 2**63 - 1), ("add", "m", -(2**63))],
+        [2**63 - 1, -(2**63)],
+    ),
     Case("add a float, a str", [("add", "n", 1.5), ("add", "n", "1")], [TypeError, TypeError]),
     Case("add more than 64 bits", [("add", "n", 2**63)], [TypeError]),
     Case("check nothing", [("check", [])], [True]),
-    Case("check", [("check", ["a"]), ("set", "a", "1"), ("check", ["a"]), ("check", ["a", "b"])], [False, None, True, False]),
-    Case("check twice the same, a tuple", [("set", "a", "1"), ("check", ["a", "a"]), ("check", ("a",))], [None, True, True]),
+    Case(
+        "check",
+        [("check", ["a"]), ("set", "a", "1"), ("check", ["a"]), ("check", ["a", "b"])],
+        [False, None, True, False],
+    ),
+    Case(
+        "check twice the same, a tuple",
+        [("set", "a", "1"), ("check", ["a", "a"]), ("check", ("a",))],
+        [None, True, True],
+    ),
     Case("check a str", [("check", "a")], [TypeError]),
     Case("wait for nothing", [("wait", [])], [None]),
     Case("wait for what is there", [("set", "a", ""), ("wait", ["a"])], [None, None]),
-    Case("wait for one that is not", [("set", "a", ""), ("wait", ["a", "b"])], [None, dist.DistStoreError]),
-    Case("wait with a timeout", [("wait", ["a"], seconds(0.1)), ("wait", ["a"], 0.1)], [dist.DistStoreError] * 2),
+    Case(
+        "wait for one that is not",
+        [("set", "a", ""), ("wait", ["a", "b"])],
+        [None, dist.DistStoreError],
+    ),
+    Case(
+        "wait with a timeout",
+        [("wait", ["a"], seconds(0.1)), ("wait", ["a"], 0.1)],
+        [dist.DistStoreError] * 2,
+    ),
     Case("compare_set creates", [("compare_set", "a", "", "n"), ("get", "a")], [b"n", b"n"]),
-    Case("compare_set on nothing", [("compare_set", "a", "x", "n"), ("check", ["a"])], [b"x", False]),
-    Case("compare_set large on nothing", [("compare_set", "a", LARGE, "n"), ("check", ["a"])], [LARGE, False]),
-    Case("compare_set equal", [("set", "a", "x"), ("compare_set", "a", "x", "n"), ("get", "a")], [None, b"n", b"n"]),
-    Case("compare_set differs", [("set", "a", "x"), ("compare_set", "a", "y", "n"), ("get", "a")], [None, b"x", b"x"]),
-    Case("compare_set '' on something", [("set", "a", "x"), ("compare_set", "a", "", "n"), ("get", "a")], [None, b"x", b"x"]),
-    Case("compare_set '' on an empty value", [("set", "a", ""), ("compare_set", "a", "", "n"), ("get", "a")], [None, b"n", b"n"]),
-    Case("compare_set something on an empty value", [("set", "a", ""), ("compare_set", "a", "x", "n")], [None, b""]),
-    Case("compare_set bytes", [("set", "a", b"\xff"), ("compare_set", "a", b"\xff", b"\xfe"), ("get", "a")], [None, b"\xfe", b"\xfe"]),
-    Case("compare_set large", [("set", "a", LARGE), ("compare_set", "a", LARGE, LARGE + b"y"), ("get", "a")], [None, *[LARGE + b"y"] * 2]),
-    Case("compare_set large that differs", [("set", "a", LARGE), ("compare_set", "a", LARGE + b"y", "n")], [None, LARGE]),
-    Case("compare_set small on large", [("set", "a", LARGE), ("compare_set", "a", "x", "n"), ("get", "a")], [None, LARGE, LARGE]),
-    Case("delete_key", [("delete_key", "a"), ("set", "a", "1"), ("delete_key", "a"), ("check", ["a"])], [False, None, True, False]),
+    Case(
+        "compare_set on nothing", [("compare_set", "a", "x", "n"), ("check", ["a"])], [b"x", False]
+    ),
+    Case(
+        "compare_set large on nothing",
+        [("compare_set", "a", LARGE, "n"), ("check", ["a"])],
+        [LARGE, False],
+    ),
+    Case(
+        "compare_set equal",
+        [("set", "a", "x"), ("compare_set", "a", "x", "n"), ("get", "a")],
+        [None, b"n", b"n"],
+    ),
+    Case(
+        "compare_set differs",
+        [("set", "a", "x"), ("compare_set", "a", "y", "n"), ("get", "a")],
+        [None, b"x", b"x"],
+    ),
+    Case(
+        "compare_set '' on something",
+        [("set", "a", "x"), ("compare_set", "a", "", "n"), ("get", "a")],
+        [None, b"x", b"x"],
+    ),
+    Case(
+        "compare_set '' on an empty value",
+        [("set", "a", ""), ("compare_set", "a", "", "n"), ("get", "a")],
+        [None, b"n", b"n"],
+    ),
+    Case(
+        "compare_set something on an empty value",
+        [("set", "a", ""), ("compare_set", "a", "x", "n")],
+        [None, b""],
+    ),
+    Case(
+        "compare_set bytes",
+        [("set", "a", b"\xff"), ("compare_set", "a", b"\xff", b"\xfe"), ("get", "a")],
+        [None, b"\xfe", b"\xfe"],
+    ),
+    Case(
+        "compare_set large",
+        [("set", "a", LARGE), ("compare_set", "a", LARGE, LARGE + b"y"), ("get", "a")],
+        [None, *[LARGE + b"y"] * 2],
+    ),
+    Case(
+        "compare_set large that differs",
+        [("set", "a", LARGE), ("compare_set", "a", LARGE + b"y", "n")],
+        [None, LARGE],
+    ),
+    Case(
+        "compare_set small on large",
+        [("set", "a", LARGE), ("compare_set", "a", "x", "n"), ("get", "a")],
+        [None, LARGE, LARGE],
+    ),
+    Case(
+        "delete_key",
+        [("delete_key", "a"), ("set", "a", "1"), ("delete_key", "a"), ("check", ["a"])],
+        [False, None, True, False],
+    ),
     Case("num_keys", [("num_keys",), ("set", "a", "1"), ("num_keys",)], [0, None, 1]),
     Case("list_keys", [("set", "a", "1"), ("list_keys",)], [None, ["a"]], prefixed=False),
-    Case("append", [("append", "a", "x"), ("append", "a", b"\xff"), ("get", "a")], [None, None, b"x\xff"]),
-    Case("append nothing", [("append", "a", ""), ("check", ["a"]), ("get", "a")], [None, True, b""]),
-    Case("append to a number", [("add", "a", 4), ("append", "a", "2"), ("get", "a"), ("add", "a", 1)], [4, None, b"42", 43]),
-    Case("append to what is large", [("set", "a", LARGE), ("append", "a", "y"), ("get", "a")], [None, None, LARGE + b"y"]),
+    Case(
+        "append",
+        [("append", "a", "x"), ("append", "a", b"\xff"), ("get", "a")],
+        [None, None, b"x\xff"],
+    ),
+    Case(
+        "append nothing", [("append", "a", ""), ("check", ["a"]), ("get", "a")], [None, True, b""]
+    ),
+    Case(
+        "append to a number",
+        [("add", "a", 4), ("append", "a", "2"), ("get", "a"), ("add", "a", 1)],
+        [4, None, b"42", 43],
+    ),
+    Case(
+        "append to what is large",
+        [("set", "a", LARGE), ("append", "a", "y"), ("get", "a")],
+        [None, None, LARGE + b"y"],
+    ),
     Case(
         "append what is large, then what is not",
         [("append", "a", "y"), ("append", "a", LARGE), ("append", "a", "!"), ("get", "a")],
@@ -193,11 +306,21 @@ SAME = [
     ),
     Case("has_extended_api", [("has_extended_api",)], [True]),
     Case(
-        "multi_set, multi_get", [("multi_set", ["a", "b"], ["1", b"\xff"]), ("multi_get", ["b", "a", "a"])], [None, [b"\xff", b"1", b"1"]]
+        "multi_set, multi_get",
+        [("multi_set", ["a", "b"], ["1", b"\xff"]), ("multi_get", ["b", "a", "a"])],
+        [None, [b"\xff", b"1", b"1"]],
     ),
-    Case("multi_set, multi_get large", [("multi_set", ["a", "b"], [LARGE, "1"]), ("multi_get", ["a", "b"])], [None, [LARGE, b"1"]]),
+    Case(
+        "multi_set, multi_get large",
+        [("multi_set", ["a", "b"], [LARGE, "1"]), ("multi_get", ["a", "b"])],
+        [None, [LARGE, b"1"]],
+    ),
     Case("multi_set, multi_get nothing", [("multi_set", [], []), ("multi_get", [])], [None, []]),
-    Case("multi_get of one that is not there", [("set", "a", "1"), ("multi_get", ["a", "b"])], [None, dist.DistStoreError]),
+    Case(
+        "multi_get of one that is not there",
+        [("set", "a", "1"), ("multi_get", ["a", "b"])],
+        [None, dist.DistStoreError],
+    ),
     Case(
         "a queue",
         [
@@ -211,10 +334,22 @@ SAME = [
         [0, None, None, 2, b"1", b""],
         prefixed=False,
     ),
-    Case("an empty queue", [("queue_pop", "q", False), ("queue_pop", "q")], [dist.QueueEmptyError, dist.DistStoreError], prefixed=False),
+    Case(
+        "an empty queue",
+        [("queue_pop", "q", False), ("queue_pop", "q")],
+        [dist.QueueEmptyError, dist.DistStoreError],
+        prefixed=False,
+    ),
     Case(
         "a queue is no key to list, count or delete",
-        [("queue_push", "q", "1"), ("list_keys",), ("num_keys",), ("delete_key", "q"), ("queue_len", "q"), ("queue_pop", "q", False)],
+        [
+            ("queue_push", "q", "1"),
+            ("list_keys",),
+            ("num_keys",),
+            ("delete_key", "q"),
+            ("queue_len", "q"),
+            ("queue_pop", "q", False),
+        ],
         [None, [], 0, False, 1, b"1"],
         prefixed=False,
     ),
@@ -226,26 +361,46 @@ SAME = [
     ),
     Case("barrier of one", [("barrier", "b", 1)], [None]),
     Case("barrier with a timeout", [("barrier", "b", 2, seconds(0.1))], [dist.DistStoreError]),
-    Case("barrier with the store's timeout", [("barrier", "b", 2)], [dist.DistStoreError], prefixed=False),
+    Case(
+        "barrier with the store's timeout",
+        [("barrier", "b", 2)],
+        [dist.DistStoreError],
+        prefixed=False,
+    ),
     Case(
         "barrier: whoever gave up has arrived, and a name is used once",
         [("barrier", "b", 2, seconds(0.1))] * 3,
         [dist.DistStoreError, None, None],
     ),
-    Case("barrier by keywords", [lambda store: store.barrier(key="b", world_size=1, timeout=None)], [None]),
+    Case(
+        "barrier by keywords",
+        [lambda store: store.barrier(key="b", world_size=1, timeout=None)],
+        [None],
+    ),
     Case(
         "clone",
-        [lambda store: store.clone().timeout, lambda store: store.clone().set("a", "1"), ("get", "a")],
+        [
+            lambda store: store.clone().timeout,
+            lambda store: store.clone().set("a", "1"),
+            ("get", "a"),
+        ],
         [seconds(NOW), None, b"1"],
     ),
 ]
 
 
 # torch's PrefixStore does not hand everything on to a store written in Python.
-KINDS = [(case, kind) for case in SAME for kind in ("tcp", "hash", "ours", "prefix") if case.prefixed or kind != "prefix"]
+KINDS = [
+    (case, kind)
+    for case in SAME
+    for kind in ("tcp", "hash", "ours", "prefix")
+    if case.prefixed or kind != "prefix"
+]
 
 
-@pytest.mark.parametrize(("case", "kind"), KINDS, ids=lambda value: value if isinstance(value, str) else value.name)
+@pytest.mark.parametrize(
+    ("case", "kind"), KINDS, ids=lambda value: value if isinstance(value, str) else value.name
+)
 def test_all_stores_answer_alike(case: Case, kind: str, stores: Callable[[str], Any]) -> None:
     assert outcomes(stores(kind), *case.calls) == case.gives
 
@@ -324,7 +479,14 @@ DIFFERENT = [
         [dist.DistStoreError],
         "",  # as TCPStore
     ),
-    Difference("barrier of nobody", [("barrier", "b", 0)], [None], [dist.DistStoreError], [dist.DistStoreError], "a barrier of 0"),
+    Difference(
+        "barrier of nobody",
+        [("barrier", "b", 0)],
+        [None],
+        [dist.DistStoreError],
+        [dist.DistStoreError],
+        "a barrier of 0",
+    ),
     Difference(
         "key of bytes that are no text",
         [("set", b"\xff", "1"), ("delete_key", b"\xff")],
@@ -343,7 +505,10 @@ DIFFERENT = [
     ),
     Difference(
         "a value over 8 MiB",
-        [lambda store: tried(store.set, "a", bytes(9 << 20)) and None, lambda store: len(store.get("a"))],  # its set may notice, too
+        [
+            lambda store: tried(store.set, "a", bytes(9 << 20)) and None,
+            lambda store: len(store.get("a")),
+        ],  # its set may notice, too
         [None, dist.DistNetworkError],
         [None, 9 << 20],
         [None, 9 << 20],
@@ -364,7 +529,8 @@ def test_the_guide_says_what_differs(case: Difference) -> None:
 
 
 def test_a_timeout_of_zero_does_not_wait(stores: Callable[[str], Any]) -> None:
-    # HashStore waits for ever then, and TCPStore does with a negative one: neither can be shown here.
+    # HashStore waits for ever then, and TCPStore does with a negative one: neither can be shown
+    # here.
     for kind in ("tcp", "ours"):
         with pytest.raises(dist.DistStoreError, match="wait timeout after 0ms"):
             stores(kind).wait(["a"], seconds(0))
@@ -389,7 +555,9 @@ def test_a_timeout_says_how_long_and_for_what(stores: Callable[[str], Any]) -> N
     assert str(caught.value) == "wait timeout after 50ms, keys: a, b"
     with pytest.raises(dist.DistStoreError, match=r"^wait timeout after 200ms, keys: a$"):
         store.multi_get(["there", "a"])
-    with pytest.raises(dist.DistStoreError, match=r"^wait timeout after 200ms, keys: b/last_member$"):
+    with pytest.raises(
+        dist.DistStoreError, match=r"^wait timeout after 200ms, keys: b/last_member$"
+    ):
         store.barrier("b", 2)
 
 
@@ -408,7 +576,9 @@ class Waiting:
 
     def __init__(self, does: Callable[..., Any], *args: Any) -> None:
         self._result: Any = None
-        self._thread = threading.Thread(target=lambda: setattr(self, "_result", tried(does, *args)), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: setattr(self, "_result", tried(does, *args)), daemon=True
+        )
         self._thread.start()
 
     def result(self) -> Any:
@@ -460,12 +630,16 @@ def test_a_thread_that_waits_does_not_hold_up_another(stores: Callable[[str], An
         store.set_timeout(seconds(NOW))
         store.delete_key("a")
         waiting = Waiting(store.get, "a")
-        store.add("other", 1)  # in TCPStore this returns when the other thread has given up, if that came first
+        store.add(
+            "other", 1
+        )  # in TCPStore this returns when the other thread has given up, if that came first
         store.set("a", "1")
         return waiting.result()
 
     tcp = stores("tcp")
-    assert any(attempt(tcp) is dist.DistStoreError for _ in range(300))  # who comes first is chance, and on a busy machine mostly the set
+    assert any(
+        attempt(tcp) is dist.DistStoreError for _ in range(300)
+    )  # who comes first is chance, and on a busy machine mostly the set
     ours = stores("ours")
     ours.set_timeout(seconds(SOON))
     waiting = Waiting(ours.get, "a")
@@ -510,14 +684,21 @@ def test_compare_set_lets_one_of_many_win(stores: Callable[[str], Any]) -> None:
     for expected in ("", "large", "x" * 100_000):
         if expected:
             store.set("a", expected)
-        waiting = [Waiting(store.compare_set, "a", expected, f"winner {index}") for index in range(8)]
+        waiting = [
+            Waiting(store.compare_set, "a", expected, f"winner {index}") for index in range(8)
+        ]
         assert {each.result() for each in waiting} == {store.get("a")}
 
 
-def test_append_loses_nothing_among_threads_also_when_it_becomes_large(stores: Callable[[str], Any]) -> None:
+def test_append_loses_nothing_among_threads_also_when_it_becomes_large(
+    stores: Callable[[str], Any],
+) -> None:
     store = stores("ours")
     store.set("a", b"." * 70_000)
-    waiting = [Waiting(lambda letter=letter: [store.append("a", letter) for _ in range(20)]) for letter in "abcd"]
+    waiting = [
+        Waiting(lambda letter=letter: [store.append("a", letter) for _ in range(20)])
+        for letter in "abcd"
+    ]
     for each_of in waiting:
         assert each_of.result() == [None] * 20
     value = store.get("a")
@@ -541,7 +722,11 @@ def test_its_keys_are_under_its_prefix_and_nothing_else_is(client: rallypoint.St
 def test_a_value_that_no_c10d_store_wrote_is_named(client: rallypoint.Store) -> None:
     client["c10d/a"] = {"b": 1}
     store = client.c10d()
-    calls: list[Callable[[], Any]] = [lambda: store.get("a"), lambda: store.compare_set("a", "", "x"), lambda: store.multi_get(["a"])]
+    calls: list[Callable[[], Any]] = [
+        lambda: store.get("a"),
+        lambda: store.compare_set("a", "", "x"),
+        lambda: store.multi_get(["a"]),
+    ]
     for call in calls:
         with pytest.raises(dist.DistStoreError, match="a dict"):
             call()
@@ -556,13 +741,16 @@ def test_torch_is_not_imported_before_it_is_asked_for() -> None:
 
 
 def test_it_introduces_itself(client: rallypoint.Store) -> None:
-    assert re.fullmatch(r"<C10dStore 'c10d/' of <Store tcp://.*>, timeout 300 s>", repr(client.c10d()))
+    assert re.fullmatch(
+        r"<C10dStore 'c10d/' of <Store tcp://.*>, timeout 300 s>", repr(client.c10d())
+    )
     assert isinstance(client.c10d(), dist.Store)
     assert type(client.c10d()) is type(client.c10d())
 
 
 def test_it_lives_as_long_as_torch_may_ask_it(client: rallypoint.Store) -> None:
-    # torch's C++ keeps half of it: with nobody else to refer to the other half, a store that is not ours fails here.
+    # torch's C++ keeps half of it: with nobody else to refer to the other half, a store that is not
+    # ours fails here.
     class Plain(dist.Store):  # type: ignore[misc]
         def set(self, key: str, value: bytes) -> None: ...
 
@@ -660,7 +848,9 @@ sys.stdin.read()
 
 
 def test_a_frozen_server_costs_no_more_than_the_timeout() -> None:
-    with subprocess.Popen([sys.executable, "-c", FROZEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", FROZEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             address, secret = process.stdout.readline().split()
@@ -669,19 +859,27 @@ def test_a_frozen_server_costs_no_more_than_the_timeout() -> None:
                 store.set("a", "1")
                 store.set_timeout(seconds(2))
                 process.send_signal(signal.SIGSTOP)
-                calls: list[Callable[[], Any]] = [lambda: store.get("b"), lambda: store.add("n", 1), lambda: store.set("a", "2")]
+                calls: list[Callable[[], Any]] = [
+                    lambda: store.get("b"),
+                    lambda: store.add("n", 1),
+                    lambda: store.set("a", "2"),
+                ]
                 for call in calls:
                     began = time.monotonic()
                     with pytest.raises(dist.DistNetworkError, match="store-timeout"):
                         call()
-                    assert 1.9 < time.monotonic() - began < 20  # 2.2 s on a machine that is not busy
+                    assert (
+                        1.9 < time.monotonic() - began < 20
+                    )  # 2.2 s on a machine that is not busy
                 process.send_signal(signal.SIGCONT)
                 assert store.get("a") in (b"1", b"2")
         finally:
             process.kill()
 
 
-def test_a_process_that_stood_still_goes_on(server: rallypoint.Server, client: rallypoint.Store) -> None:
+def test_a_process_that_stood_still_goes_on(
+    server: rallypoint.Server, client: rallypoint.Store
+) -> None:
     client.c10d().set("a", "1")
     before = client.status()["sessions"]
     child = os.fork()
@@ -820,7 +1018,12 @@ sys.exit(0 if statuses == [0] * size else f"exit statuses of the ranks: {statuse
 
 
 def ranks(what: str, size: int, address: str, secret: bytes) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1 attempts:1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, what, str(size), address, secret.hex()],
         env=environment, capture_output=True, text=True, timeout=100, check=False,
@@ -830,7 +1033,13 @@ def ranks(what: str, size: int, address: str, secret: bytes) -> None:
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("what", "size"), [("everything", 2), ("everything", 4), ("absent_at_monitored_barrier", 2), ("absent_at_start", 2)]
+    ("what", "size"),
+    [
+        ("everything", 2),
+        ("everything", 4),
+        ("absent_at_monitored_barrier", 2),
+        ("absent_at_start", 2),
+    ],
 )
 def test_process_groups(what: str, size: int) -> None:
     server = rallypoint.serve()
@@ -905,12 +1114,21 @@ def rows() -> list[Row]:
 
 def test_the_guide_has_every_operation_of_tcpstore() -> None:
     text = " ".join(row.old for row in rows())
-    missing = [name for name in dir(dist.TCPStore) if not name.startswith("_") and not re.search(rf"\b{name}\b", text)]
+    missing = [
+        name
+        for name in dir(dist.TCPStore)
+        if not name.startswith("_") and not re.search(rf"\b{name}\b", text)
+    ]
     assert not missing
 
 
 def test_every_line_of_the_guide_runs() -> None:
-    names: dict[str, Any] = {"timedelta": datetime.timedelta, "rallypoint": rallypoint, "TCPStore": dist.TCPStore, "dist": dist}
+    names: dict[str, Any] = {
+        "timedelta": datetime.timedelta,
+        "rallypoint": rallypoint,
+        "TCPStore": dist.TCPStore,
+        "dist": dist,
+    }
     old, new = dict(names), dict(names)
     try:
         for row in rows():
@@ -934,6 +1152,24 @@ def test_the_programs_of_the_guide_run(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     for block in blocks:
         (tmp_path / "script.py").write_text(block)
-        command = [sys.executable, "-m", "rallypoint", "run", "-n", "2", "--run-dir", str(tmp_path / "run"), "script.py"]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "rallypoint",
+            "run",
+            "-n",
+            "2",
+            "--run-dir",
+            str(tmp_path / "run"),
+            "script.py",
+        ]
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
         assert done.returncode == 0, f"{block}\n{done.stderr}"

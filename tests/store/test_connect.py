@@ -1,4 +1,6 @@
-"""One attempt to open a conversation: which sockets it makes when, and what it takes a connection for."""
+"""One attempt to open a conversation: which sockets it makes when, and what it takes a connection
+for.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,17 @@ SECRET = b"a secret of sixteen bytes or more"
 
 def greet() -> Joining:
     identity = Identity("host", 1)
-    return Joining(SECRET, "", "0", session=os.urandom(16), nonce=os.urandom(32), identity=identity, ttl=10.0, resume=False, acked=0)
+    return Joining(
+        SECRET,
+        "",
+        "0",
+        session=os.urandom(16),
+        nonce=os.urandom(32),
+        identity=identity,
+        ttl=10.0,
+        resume=False,
+        acked=0,
+    )
 
 
 @pytest.fixture
@@ -37,7 +49,9 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def deaf() -> Iterator[tuple[str, int]]:
-    """An address that does not answer at all: the queue of its listener is full, and the kernel drops what comes."""
+    """An address that does not answer at all: the queue of its listener is full, and the kernel
+    drops what comes.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -61,11 +75,15 @@ def of_name(monkeypatch: pytest.MonkeyPatch, *places: tuple[str, int]) -> Addres
 def test_all_addresses_of_a_name_are_tried_however_short_the_time(
     server: Server, deaf: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty that do not answer before the one that does: a quarter of a second each would be five."""
+    """Twenty that do not answer before the one that does: a quarter of a second each would
+    be five.
+    """
     host, _, port = server.address.removeprefix("tcp://").rpartition(":")
     clock = Clock()
     before = descriptors()
-    opened = dial(of_name(monkeypatch, *[deaf] * 20, (host, int(port))), greet, clock.monotonic() + 2.0, clock)
+    opened = dial(
+        of_name(monkeypatch, *[deaf] * 20, (host, int(port))), greet, clock.monotonic() + 2.0, clock
+    )
     assert opened.where == f"{host}:{port}"
     opened.sock.close()
     eventually(lambda: descriptors() == before)  # the server's end, too
@@ -85,12 +103,20 @@ def test_the_next_address_is_tried_beside_the_first_and_not_instead(
         return real(family, sockaddr)
 
     clock = Clock()
-    opened = dial(of_name(monkeypatch, deaf, ("127.0.0.1", 1), (host, int(port))), greet, clock.monotonic() + DEADLINE, clock, open_socket)
+    opened = dial(
+        of_name(monkeypatch, deaf, ("127.0.0.1", 1), (host, int(port))),
+        greet,
+        clock.monotonic() + DEADLINE,
+        clock,
+        open_socket,
+    )
     assert order == [deaf[1], 1, int(port)]
     opened.sock.close()
 
 
-def test_what_was_never_tried_does_not_hide_what_was(deaf: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_never_tried_does_not_hide_what_was(
+    deaf: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     with pytest.raises(DialFailed) as caught:
         dial(of_name(monkeypatch, *[deaf] * 3), greet, clock.monotonic() + 0.2, clock)
@@ -99,7 +125,9 @@ def test_what_was_never_tried_does_not_hide_what_was(deaf: tuple[str, int], monk
 
 
 def test_a_refusal_that_came_while_we_had_no_turn_is_one() -> None:
-    """On a busy machine: between asking and the deadline this process did not run. Nobody dropped a packet."""
+    """On a busy machine: between asking and the deadline this process did not run. Nobody dropped a
+    packet.
+    """
     clock = Clock()
     deadline = clock.monotonic() + 0.05
 
@@ -108,7 +136,9 @@ def test_a_refusal_that_came_while_we_had_no_turn_is_one() -> None:
             listener = stack.enter_context(socket.socket())
             listener.bind(("127.0.0.1", 0))
             listener.listen(0)
-            for _ in range(4):  # its queue is full: the kernel drops what comes, until nobody listens any more
+            for _ in range(
+                4
+            ):  # its queue is full: the kernel drops what comes, until nobody listens any more
                 caller = stack.enter_context(socket.socket())
                 caller.setblocking(False)
                 caller.connect_ex(listener.getsockname())
@@ -121,12 +151,14 @@ def test_a_refusal_that_came_while_we_had_no_turn_is_one() -> None:
 
     with pytest.raises(DialFailed) as caught:
         dial(Address("127.0.0.1", 9), greet, deadline, clock, open_socket)
-    assert [(failure.reason, failure.text) for failure in caught.value.failures] == [("refused", "nothing listens there")]
+    assert [(failure.reason, failure.text) for failure in caught.value.failures] == [
+        ("refused", "nothing listens there")
+    ]
 
 
 def test_a_socket_that_is_connected_with_itself_is_no_server() -> None:
-    """The kernel may give a client the very port that it wants to reach, and TCP then connects the two ends of one socket. Taken for a
-    server, that would be a foreign one, which is final."""
+    """The kernel may give a client the very port that it wants to reach, and TCP then connects the
+    two ends of one socket. Taken for a server, that would be a foreign one, which is final."""
 
     def open_socket(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> socket.socket:
         sock = socket.socket(family)
@@ -142,7 +174,9 @@ def test_a_socket_that_is_connected_with_itself_is_no_server() -> None:
     assert caught.value.told.reason == "refused"
 
 
-def test_what_was_opened_is_closed_when_a_handler_raises(deaf: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_opened_is_closed_when_a_handler_raises(
+    deaf: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = descriptors()
     clock = Clock()
     with alarm(0.1, _interrupt), pytest.raises(Interruption):

@@ -1,4 +1,6 @@
-"""Connections below the calls: streams in pieces, bytes that nobody said, and memory and descriptors that run out."""
+"""Connections below the calls: streams in pieces, bytes that nobody said, and memory and
+descriptors that run out.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def near(server: Server) -> Iterator[Store]:
 @pytest.fixture
 def far(server: Server) -> Iterator[Store]:
     """A client by TCP."""
-    with rallypoint.connect(server.address, secret=server.secret, same_host=False, timeout=LONG, ttl=LONG) as made:
+    with rallypoint.connect(
+        server.address, secret=server.secret, same_host=False, timeout=LONG, ttl=LONG
+    ) as made:
         yield made
 
 
@@ -46,16 +50,28 @@ def far(server: Server) -> Iterator[Store]:
 
 
 @pytest.mark.parametrize("piece", [1, 11, 12, 13, 300, 10_000])
-def test_answers_are_the_same_however_the_stream_is_cut(server: Server, near: Store, piece: int) -> None:
+def test_answers_are_the_same_however_the_stream_is_cut(
+    server: Server, near: Store, piece: int
+) -> None:
     with (
         Relay(server.address, piece) as relay,
-        rallypoint.connect(relay.address, secret=server.secret, same_host=False, timeout=LONG) as store,
+        rallypoint.connect(
+            relay.address, secret=server.secret, same_host=False, timeout=LONG
+        ) as store,
     ):
         large = os.urandom(100_000 if piece > 10 else 2_000)
         for round in range(2):
-            store.set_many({f"key {number:03}": number for number in range(70)} | {"large": large, "text": "t" * 300})
+            store.set_many(
+                {f"key {number:03}": number for number in range(70)}
+                | {"large": large, "text": "t" * 300}
+            )
             assert store.keys("key") == [f"key {number:03}" for number in range(70)]
-            assert store.get_many(["key 001", "large", "none", "text"]) == [1, large, None, "t" * 300]
+            assert store.get_many(["key 001", "large", "none", "text"]) == [
+                1,
+                large,
+                None,
+                "t" * 300,
+            ]
             assert store.add("n") == round + 1
             assert store["large"] == large
         waiting = start(lambda: store.wait("late", timeout=LONG))
@@ -74,8 +90,15 @@ NOISE = {
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
-def test_what_is_not_of_the_protocol_ends_the_connection_and_loses_nothing(server: Server, noise: bytes) -> None:
-    with Relay(server.address) as relay, rallypoint.connect(relay.address, secret=server.secret, same_host=False, timeout=LONG) as store:
+def test_what_is_not_of_the_protocol_ends_the_connection_and_loses_nothing(
+    server: Server, noise: bytes
+) -> None:
+    with (
+        Relay(server.address) as relay,
+        rallypoint.connect(
+            relay.address, secret=server.secret, same_host=False, timeout=LONG
+        ) as store,
+    ):
         assert store.add("n") == 1
         relay.say_to_clients(noise)
         assert store.add("n") == 2
@@ -85,9 +108,16 @@ def test_what_is_not_of_the_protocol_ends_the_connection_and_loses_nothing(serve
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
-def test_what_a_server_cannot_read_is_nobodys_request(server: Server, near: Store, noise: bytes) -> None:
+def test_what_a_server_cannot_read_is_nobodys_request(
+    server: Server, near: Store, noise: bytes
+) -> None:
     """The server ends the connection. What was asked on it is asked again, once."""
-    with Relay(server.address) as relay, rallypoint.connect(relay.address, secret=server.secret, same_host=False, timeout=LONG) as store:
+    with (
+        Relay(server.address) as relay,
+        rallypoint.connect(
+            relay.address, secret=server.secret, same_host=False, timeout=LONG
+        ) as store,
+    ):
         waiting = Thread(store.wait, "late", LONG)
         eventually(lambda: near.status()["waiting"] == 1)
         relay.say_to_server(noise)
@@ -113,12 +143,16 @@ def test_shared_memory_leaves_no_descriptor(server: Server) -> None:
             store["k"] = LARGE[number:]
             assert store["k"] == LARGE[number:]
         del store["k"]
-        eventually(lambda: segments() <= own + 16, lambda: f"{segments()} segments for one value at a time")
+        eventually(
+            lambda: segments() <= own + 16, lambda: f"{segments()} segments for one value at a time"
+        )
     eventually(lambda: descriptors().keys() == before, lambda: str(descriptors()))
 
 
 def test_many_values_at_once_cost_few_descriptors(server: Server) -> None:
-    """Values that the server still reads wait in memory that is lent to it; there is a most of that."""
+    """Values that the server still reads wait in memory that is lent to it; there is a most of
+    that.
+    """
     with rallypoint.connect(server.address, secret=server.secret, timeout=LONG) as store:
         values = {f"{number}": bytes([number % 251]) * 70_000 for number in range(300)}
         most = 0
@@ -138,7 +172,9 @@ def test_many_values_at_once_cost_few_descriptors(server: Server) -> None:
         assert most < before + 600
 
 
-def test_memory_that_a_value_was_sent_in_is_not_written_before_it_was_read(near: Store, far: Store) -> None:
+def test_memory_that_a_value_was_sent_in_is_not_written_before_it_was_read(
+    near: Store, far: Store
+) -> None:
     """Each value that is read is one that was set, and no mixture of two."""
     ended = threading.Event()
 
@@ -159,7 +195,10 @@ def test_memory_that_a_value_was_sent_in_is_not_written_before_it_was_read(near:
 
 def test_a_process_without_room_for_a_descriptor() -> None:
     """The kernel drops what it cannot install. The caller is told, and the next call works."""
-    with ServerProcess() as server, rallypoint.connect(server.address, secret=server.secret, timeout=LONG, ttl=LONG) as near:
+    with (
+        ServerProcess() as server,
+        rallypoint.connect(server.address, secret=server.secret, timeout=LONG, ttl=LONG) as near,
+    ):
         no_room_for_a_descriptor(near)
 
 
@@ -212,7 +251,9 @@ print(store.statistics()["sessions"])
 
 
 @pytest.mark.parametrize("where", ["near", "far"])
-def test_a_value_for_which_there_is_no_memory_is_the_trouble_of_who_asked(server: Server, near: Store, where: str) -> None:
+def test_a_value_for_which_there_is_no_memory_is_the_trouble_of_who_asked(
+    server: Server, near: Store, where: str
+) -> None:
     """Not of a thread that waits on the same store. The item stays in its queue."""
     near["large"] = bytes(60_000_000)
     near.queue("q").put(bytes(50_000_000))
@@ -224,7 +265,9 @@ def test_a_value_for_which_there_is_no_memory_is_the_trouble_of_who_asked(server
 
 
 def test_what_was_read_is_not_kept_by_the_server(server: Server, near: Store, far: Store) -> None:
-    """Memory lent to a reader comes back when it was read, also where another thread of it waits."""
+    """Memory lent to a reader comes back when it was read, also where another thread of it
+    waits.
+    """
     waiting: Any = start(lambda: near.wait("late", timeout=LONG))
     eventually(lambda: far.status()["waiting"] == 1)
     empty = segments()
@@ -234,6 +277,9 @@ def test_what_was_read_is_not_kept_by_the_server(server: Server, near: Store, fa
         near.queue("q").put(LARGE)
         assert near.queue("q").get(LONG) == LARGE
     del far["k"]
-    eventually(lambda: segments() <= empty + 16, lambda: f"{segments()} segments, of which {empty} were there before")
+    eventually(
+        lambda: segments() <= empty + 16,
+        lambda: f"{segments()} segments, of which {empty} were there before",
+    )
     far["late"] = 1
     waiting()

@@ -46,7 +46,9 @@ def secret_file(folder: Path, content: bytes = SECRET, mode: int = 0o600) -> Pat
 
 
 def test_a_secret_that_is_made_here_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = iter([b"a secret of an odd sort, 32 byte\n", b"another one with a return here.\r", SECRET])
+    made = iter(
+        [b"a secret of an odd sort, 32 byte\n", b"another one with a return here.\r", SECRET]
+    )
     monkeypatch.setattr(os, "urandom", lambda _: next(made))
     assert discovery.new_secret() == SECRET
 
@@ -59,13 +61,21 @@ def test_a_rank_has_the_job_s_store(secret_fd: int) -> None:
     found = discovery.current()
     assert found is not None
     assert (found.address, found.job, found.rank) == (ADDRESS, "job7", 3)
-    assert found.secret() == found.secret() == SECRET  # the offset is shared with every rank: it must not move
-    assert (found.identity.rank, found.identity.pid, found.identity.host) == (3, os.getpid(), os.uname().nodename)
+    assert (
+        found.secret() == found.secret() == SECRET
+    )  # the offset is shared with every rank: it must not move
+    assert (found.identity.rank, found.identity.pid, found.identity.host) == (
+        3,
+        os.getpid(),
+        os.uname().nodename,
+    )
     assert SECRET.decode() not in repr(found)
     assert repr(found) == f"<Place {ADDRESS} of job job7: rank 3>"
 
 
-def test_the_job_s_store_goes_before_what_the_environment_says(secret_fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_s_store_goes_before_what_the_environment_says(
+    secret_fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RALLYPOINT_STORE", "tcp://elsewhere:1")
     monkeypatch.setenv("RALLYPOINT_SECRET_FILE", str(secret_file(tmp_path)))
     discovery.enter(ADDRESS, secret_fd, "job7", 3)
@@ -81,7 +91,9 @@ def test_a_fork_of_a_rank_has_it_under_its_own_pid(secret_fd: int) -> None:
     if pid == 0:
         found = discovery.current()
         if found is not None:
-            os.write(writing, pickle.dumps((found.secret(), found.identity.rank, found.identity.pid)))
+            os.write(
+                writing, pickle.dumps((found.secret(), found.identity.rank, found.identity.pid))
+            )
         os._exit(0)
     os.waitpid(pid, 0)
     with os.fdopen(reading, "rb") as file:
@@ -107,11 +119,15 @@ def test_a_program_that_closed_the_descriptor(secret_fd: int, reused: bool) -> N
 
 
 def test_a_job_without_a_store_says_why() -> None:
-    discovery.enter_without("there is no folder here in which a Unix socket can be made; /tmp: Permission denied")
+    discovery.enter_without(
+        "there is no folder here in which a Unix socket can be made; /tmp: Permission denied"
+    )
     assert discovery.current() is None
     error = discovery.no_store()
     assert (error.code, error.headline) == ("no-store", "this job has no store")
-    assert error.why == ("there is no folder here in which a Unix socket can be made; /tmp: Permission denied",)
+    assert error.why == (
+        "there is no folder here in which a Unix socket can be made; /tmp: Permission denied",
+    )
 
 
 # --- elsewhere
@@ -142,7 +158,9 @@ def test_an_address_without_a_secret(file: str | None, monkeypatch: pytest.Monke
     assert error.help[0][1] == "multiprocessing.Process(target=work, args=(store,))"
 
 
-def test_the_address_of_a_server_and_no_secret_outside_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_a_server_and_no_secret_outside_of_any_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RALLYPOINT_STORE", "tcp://node0:41235")
     assert discovery.current() is None
     error = discovery.no_store()
@@ -151,7 +169,9 @@ def test_the_address_of_a_server_and_no_secret_outside_of_any_job(monkeypatch: p
     assert "tcp://node0:41235" in error.headline
     assert "job" not in "".join(error.__notes__)
     assert error.headline.replace("41235", "29500") in page("secret-missing")
-    assert all(f"{sentence}: {command}" in page("secret-missing") for sentence, command in error.help)
+    assert all(
+        f"{sentence}: {command}" in page("secret-missing") for sentence, command in error.help
+    )
 
 
 def test_a_secret_and_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +198,10 @@ def test_the_address_comes_from_the_environment_and_the_secret_from_the_call(
         with rallypoint.connect(secret_file=secret_file(tmp_path)) as store:
             assert store.address == server.address
     monkeypatch.setenv("RALLYPOINT_STORE", "nonsense")
-    with pytest.raises(UsageError, match=r"^RALLYPOINT_STORE='nonsense' is not the address of a store: there is no port") as wrong:
+    with pytest.raises(
+        UsageError,
+        match=r"^RALLYPOINT_STORE='nonsense' is not the address of a store: there is no port",
+    ) as wrong:
         rallypoint.connect(secret=SECRET)
     assert wrong.value.help[0][1] == "export RALLYPOINT_STORE=tcp://nonsense:29500"
     monkeypatch.delenv("RALLYPOINT_STORE")
@@ -186,19 +209,25 @@ def test_the_address_comes_from_the_environment_and_the_secret_from_the_call(
         rallypoint.connect(secret=SECRET)
 
 
-def test_errors_name_the_variable_that_they_are_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_variable_that_they_are_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = secret_file(tmp_path, mode=0o644)
     monkeypatch.setenv("RALLYPOINT_STORE", "tcp://node0:41235")
     monkeypatch.setenv("RALLYPOINT_SECRET_FILE", str(path))
     found = discovery.current()
     assert found is not None
-    with pytest.raises(EnvironmentProblem, match=f"RALLYPOINT_SECRET_FILE={path} cannot be used: its mode") as caught:
+    with pytest.raises(
+        EnvironmentProblem, match=f"RALLYPOINT_SECRET_FILE={path} cannot be used: its mode"
+    ) as caught:
         found.secret()
     assert caught.value.help[0][1] == f"chmod 600 {path}"
     monkeypatch.setenv("RALLYPOINT_STORE", "nonsense")
     found = discovery.current()
     assert found is not None
-    with pytest.raises(UsageError, match=r"^RALLYPOINT_STORE='nonsense' is not the address of a store") as wrong:
+    with pytest.raises(
+        UsageError, match=r"^RALLYPOINT_STORE='nonsense' is not the address of a store"
+    ) as wrong:
         found.secret()
     assert wrong.value.code == "address-malformed"
     assert wrong.value.help[0][1] == "export RALLYPOINT_STORE=tcp://nonsense:29500"
@@ -216,11 +245,18 @@ def test_what_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RALLYPOINT_JOB", "job7")
     found = discovery.current()
     assert found is not None
-    assert (found.address, found.job, found.rank, found.secret()) == ("tcp://node0:41235", "job7", None, SECRET)
+    assert (found.address, found.job, found.rank, found.secret()) == (
+        "tcp://node0:41235",
+        "job7",
+        None,
+        SECRET,
+    )
     assert found.identity.rank is None
 
 
-def test_a_file_that_is_named_and_not_there_is_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_named_and_not_there_is_fatal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RALLYPOINT_STORE", "tcp://node0:41235")
     monkeypatch.setenv("RALLYPOINT_SECRET_FILE", str(tmp_path / "absent"))
     found = discovery.current()
@@ -252,20 +288,28 @@ def test_a_file_of_another_user(tmp_path: Path) -> None:
 
 
 def test_nobody_is_led_to_change_a_file_that_others_need(tmp_path: Path) -> None:
-    """For `--secret-file /etc/passwd` the help was `chmod 600 /etc/passwd`, which root could have typed."""
-    path = secret_file(tmp_path, b"root:x:0:0:root:/root:/bin/bash\ndaemon:x:1:1::/:/sbin/nologin\n", mode=0o644)
+    """For `--secret-file /etc/passwd` the help was `chmod 600 /etc/passwd`, which root could have
+    typed.
+    """
+    path = secret_file(
+        tmp_path, b"root:x:0:0:root:/root:/bin/bash\ndaemon:x:1:1::/:/sbin/nologin\n", mode=0o644
+    )
     with pytest.raises(EnvironmentProblem, match="its mode is 0644") as caught:
         discovery.secret_from_file(str(path))
-    assert [command for _, command in caught.value.help] == ["(umask 077 && head -c 32 /dev/urandom | base64 > my-secret)"]
+    assert [command for _, command in caught.value.help] == [
+        "(umask 077 && head -c 32 /dev/urandom | base64 > my-secret)"
+    ]
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\n\n"])
 def test_line_breaks_at_the_end_do_not_count(end: bytes, mode: int, tmp_path: Path) -> None:
     assert discovery.secret_from_file(str(secret_file(tmp_path, SECRET + end, mode))) == SECRET
-    assert discovery.checked_secret(SECRET + end) == discovery.checked_secret((SECRET + end).decode()) == SECRET, (
-        "as with open(file).read()"
-    )
+    assert (
+        discovery.checked_secret(SECRET + end)
+        == discovery.checked_secret((SECRET + end).decode())
+        == SECRET
+    ), "as with open(file).read()"
 
 
 def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
@@ -284,14 +328,18 @@ def test_what_is_no_secret(kind: str, tmp_path: Path) -> None:
         os.mkfifo(path, 0o600)
     else:
         secret_file(tmp_path, b"x" * (discovery.SECRET_FILE_BYTES + 1))
-    with pytest.raises(EnvironmentProblem, match=r"not a regular file|4097 bytes are no secret") as caught:
+    with pytest.raises(
+        EnvironmentProblem, match=r"not a regular file|4097 bytes are no secret"
+    ) as caught:
         discovery.secret_from_file(str(path))
     assert caught.value.code == "secret-unreadable"
 
 
 def test_one_that_is_too_short(tmp_path: Path) -> None:
     path = secret_file(tmp_path, SECRET[:15] + b"\n")
-    with pytest.raises(UsageError, match=r"secret has 15 bytes, and at least 16 are needed") as caught:
+    with pytest.raises(
+        UsageError, match=r"secret has 15 bytes, and at least 16 are needed"
+    ) as caught:
         discovery.secret_from_file(str(path))
     assert caught.value.code == "secret-too-short"
     assert str(path) in str(caught.value)

@@ -1,4 +1,5 @@
-"""Exactly once, over real connections that break: nothing lost, nothing doubled, nothing left behind.
+"""Exactly once, over real connections that break: nothing lost, nothing doubled, nothing left
+behind.
 
 The long form is `bench/store_soak.py`.
 """
@@ -42,7 +43,9 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(params=["tcp", "unix"])
 def proxy(server: Server, request: pytest.FixtureRequest) -> Iterator[ChaosProxy]:
-    """In front of the server; by Unix sockets large values are shared memory, whose descriptors pass."""
+    """In front of the server; by Unix sockets large values are shared memory, whose descriptors
+    pass.
+    """
     with tempfile.TemporaryDirectory() as folder:
         target, listen = server.address, "tcp://127.0.0.1:0"
         if request.param == "unix":
@@ -60,7 +63,15 @@ def connect(server: Server, proxy: ChaosProxy) -> Iterator[Callable[[], Store]]:
 
     def make() -> Store:
         same_host = proxy.address.startswith("unix:")
-        made.append(rallypoint.connect(proxy.address, secret=server.secret, timeout=DEADLINE, ttl=DEADLINE, same_host=same_host))
+        made.append(
+            rallypoint.connect(
+                proxy.address,
+                secret=server.secret,
+                timeout=DEADLINE,
+                ttl=DEADLINE,
+                same_host=same_host,
+            )
+        )
         return made[-1]
 
     yield make
@@ -88,21 +99,27 @@ def broken_once(proxy: ChaosProxy, fault: Any, does: Callable[..., Any], *args: 
 
 
 @pytest.mark.parametrize("to", ["client", "server"])
-def test_an_add_whose_connection_breaks_at_any_byte(proxy: ChaosProxy, connect: Callable[[], Store], direct: Store, to: Any) -> None:
+def test_an_add_whose_connection_breaks_at_any_byte(
+    proxy: ChaosProxy, connect: Callable[[], Store], direct: Store, to: Any
+) -> None:
     store = connect()
     for number in range(15):
         fault = proxy.after_bytes(number, of=to).reset()
         assert broken_once(proxy, fault, store.add, "n") == number + 1
     assert direct["n"] == 15
     assert store.statistics()["sessions"] == 1
-    assert store.statistics()["reconnects"] > 0  # not 15: what strikes a connection that is not in use is no outage
+    assert (
+        store.statistics()["reconnects"] > 0
+    )  # not 15: what strikes a connection that is not in use is no outage
 
 
 PLACES = [0, 1, 40, 5_000, 70_000, 1_500_000, LARGE]
 
 
 @pytest.mark.parametrize("to", ["client", "server"])
-def test_large_values_across_resets_come_back_whole(proxy: ChaosProxy, connect: Callable[[], Store], direct: Store, to: Any) -> None:
+def test_large_values_across_resets_come_back_whole(
+    proxy: ChaosProxy, connect: Callable[[], Store], direct: Store, to: Any
+) -> None:
     if proxy.address.startswith("unix:"):
         places = [0, 1, 20]  # the rest goes by shared memory, whose descriptor is cut off
     else:
@@ -125,7 +142,9 @@ def test_large_values_across_resets_come_back_whole(proxy: ChaosProxy, connect: 
 
 
 @pytest.mark.parametrize("size", [10, 200_000, LARGE], ids=["small", "large", "shared"])
-def test_an_item_whose_delivery_breaks_is_delivered_once(proxy: ChaosProxy, connect: Callable[[], Store], direct: Store, size: int) -> None:
+def test_an_item_whose_delivery_breaks_is_delivered_once(
+    proxy: ChaosProxy, connect: Callable[[], Store], direct: Store, size: int
+) -> None:
     store = connect()
     items = [os.urandom(10) * (size // 10) for _ in range(3)]
     for item in items:
@@ -148,9 +167,17 @@ def popped(store: Store, timeout: float) -> Any:
 # --- many at once ---
 
 FAULTS: dict[str, Callable[[ChaosProxy], Any]] = {
-    "resets": lambda proxy: (proxy.reset_after(2501, of="server"), proxy.reset_after(3003, of="client")),
-    "resets at any time": lambda proxy: (proxy.reset_every(0.03, jitter=0.02), proxy.reset_after(9000, of="both")),
-    "resets that the server is not told of": lambda proxy: proxy.after_bytes(2503, of="client").reset(to="client"),
+    "resets": lambda proxy: (
+        proxy.reset_after(2501, of="server"),
+        proxy.reset_after(3003, of="client"),
+    ),
+    "resets at any time": lambda proxy: (
+        proxy.reset_every(0.03, jitter=0.02),
+        proxy.reset_after(9000, of="both"),
+    ),
+    "resets that the server is not told of": lambda proxy: proxy.after_bytes(
+        2503, of="client"
+    ).reset(to="client"),
 }
 """By bytes: how fast this machine is at the moment does not matter."""
 
@@ -173,10 +200,14 @@ print(json.dumps(sums))
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_adds_of_processes_and_threads_are_exact(server: Server, proxy: ChaosProxy, direct: Store, kind: str) -> None:
+def test_adds_of_processes_and_threads_are_exact(
+    server: Server, proxy: ChaosProxy, direct: Store, kind: str
+) -> None:
     FAULTS[kind](proxy)
     with ThreadPoolExecutor() as pool:
-        outputs = list(pool.map(lambda _: output_of(ADD, proxy.address, server.secret.hex()), range(2)))
+        outputs = list(
+            pool.map(lambda _: output_of(ADD, proxy.address, server.secret.hex()), range(2))
+        )
     sums: list[list[int]] = [each for output in outputs for each in json.loads(output[0])]
     assert all(each == sorted(each) for each in sums)
     assert sorted(number for each in sums for number in each) == list(range(1, 8 * ADDS + 1))
@@ -185,10 +216,15 @@ def test_adds_of_processes_and_threads_are_exact(server: Server, proxy: ChaosPro
     assert seen.connections >= 10, seen
 
 
-def test_queues_lose_nothing_and_double_nothing(proxy: ChaosProxy, connect: Callable[[], Store]) -> None:
+def test_queues_lose_nothing_and_double_nothing(
+    proxy: ChaosProxy, connect: Callable[[], Store]
+) -> None:
     count = 200
     sizes = random.Random(SEED)
-    items = [[(producer, number, bytes(sizes.choice([0, 100, 80_000]))) for number in range(count)] for producer in range(2)]
+    items = [
+        [(producer, number, bytes(sizes.choice([0, 100, 80_000]))) for number in range(count)]
+        for producer in range(2)
+    ]
 
     def produce(store: Store, items: list[Any]) -> None:
         for item in items:
@@ -211,7 +247,9 @@ def test_queues_lose_nothing_and_double_nothing(proxy: ChaosProxy, connect: Call
     assert Counter((producer, number) for each in got for producer, number, _ in each) == Counter(
         (producer, number) for producer in range(2) for number in range(count)
     )
-    assert sorted(item for each in got for item in each) == sorted(item for each in items for item in each)
+    assert sorted(item for each in got for item in each) == sorted(
+        item for each in items for item in each
+    )
     for each in got:
         for producer in range(2):
             numbers = [number for who, number, _ in each if who == producer]
@@ -265,7 +303,12 @@ print(json.dumps(done))
 def test_a_history_of_several_processes_has_one_order(server: Server, proxy: ChaosProxy) -> None:
     proxy.reset_after(999, of="both")
     with ThreadPoolExecutor() as pool:
-        outputs = list(pool.map(lambda number: output_of(HISTORY, proxy.address, server.secret.hex(), str(number)), range(3)))
+        outputs = list(
+            pool.map(
+                lambda number: output_of(HISTORY, proxy.address, server.secret.hex(), str(number)),
+                range(3),
+            )
+        )
     history = [
         Operation(client, kind, key, tuple(arguments), result, start, end)
         for output in outputs
@@ -281,13 +324,15 @@ def test_a_history_of_several_processes_has_one_order(server: Server, proxy: Cha
 
 
 def left() -> tuple[Counter[str], int]:
-    """What this process, with client, server and proxy in it, has open; and how many pieces of memory for large values apart from that,
-    of which both sides keep some for the next one."""
+    """What this process, with client, server and proxy in it, has open; and how many pieces of
+    memory for large values apart from that, of which both sides keep some for the next one."""
     files = Counter(descriptors())
     return files, files.pop("/memfd", 0)
 
 
-def test_reconnects_leave_no_thread_and_no_descriptor(proxy: ChaosProxy, connect: Callable[[], Store]) -> None:
+def test_reconnects_leave_no_thread_and_no_descriptor(
+    proxy: ChaosProxy, connect: Callable[[], Store]
+) -> None:
     store = connect()
     numbers = iter(range(1, 1000))
 

@@ -70,7 +70,11 @@ def connect(server: Server, request: pytest.FixtureRequest) -> Iterator[Connect]
     made: list[Store] = []
 
     def make(**options: Any) -> Store:
-        made.append(rallypoint.connect(server.address, secret=server.secret, same_host=request.param, **options))
+        made.append(
+            rallypoint.connect(
+                server.address, secret=server.secret, same_host=request.param, **options
+            )
+        )
         return made[-1]
 
     yield make
@@ -148,7 +152,10 @@ def test_pop(store: Store, other: Store) -> None:
 def test_a_key_is_popped_by_one(connect: Connect) -> None:
     stores = [connect() for _ in range(4)]
     stores[0].set_many({str(number): number for number in range(50)})
-    threads = [Thread(lambda store: [store.pop(str(number), None) for number in range(50)], store) for store in stores]
+    threads = [
+        Thread(lambda store: [store.pop(str(number), None) for number in range(50)], store)
+        for store in stores
+    ]
     got = [value for thread in threads for value in thread.result() if value is not None]
     assert sorted(got) == list(range(50))
 
@@ -159,7 +166,9 @@ def test_delete_says_whether_there_was_one(store: Store) -> None:
     assert store.delete("a") is False
 
 
-@pytest.mark.parametrize("call", ["__getitem__", "get", "read", "wait", "delete", "pop", "add", "keys", "watch"])
+@pytest.mark.parametrize(
+    "call", ["__getitem__", "get", "read", "wait", "delete", "pop", "add", "keys", "watch"]
+)
 def test_a_key_is_text(store: Store, call: str) -> None:
     with pytest.raises(TypeError, match="a key is a str, not int"):
         getattr(store, call)(1)
@@ -171,7 +180,13 @@ def test_a_key_of_a_subclass_of_str(store: Store) -> None:
 
     store[Name.A] = 1
     assert Name.A in store
-    assert store.get_many([Name.A]) == [store[Name.A]] == [store.get(Name.A)] == [store.wait(Name.A, 0)] == [1]
+    assert (
+        store.get_many([Name.A])
+        == [store[Name.A]]
+        == [store.get(Name.A)]
+        == [store.wait(Name.A, 0)]
+        == [1]
+    )
     store.set_many({Name.A: 2})
     assert store.add(Name.A) == 3
     assert store.compare_and_set(Name.A, 3, 4) == (True, 4)
@@ -185,7 +200,11 @@ def test_a_key_of_a_subclass_of_str(store: Store) -> None:
 
 
 def test_set_many_and_get_many(store: Store, other: Store) -> None:
-    values: dict[str, Any] = {f"k{number}": number for number in range(300)} | {"large": LARGE, "shared": SHARED, "last": "x"}
+    values: dict[str, Any] = {f"k{number}": number for number in range(300)} | {
+        "large": LARGE,
+        "shared": SHARED,
+        "last": "x",
+    }
     store.set_many(values)
     assert other.get_many(values) == list(values.values())
     assert other.get_many(["k1", "none", "large"], default="?") == [1, "?", LARGE]
@@ -207,7 +226,18 @@ def test_get_never_waits(store: Store) -> None:
 # --- values ---
 
 
-SIZES = [0, 1, 1000, INLINE_BYTES - 10, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, INLINE_BYTES + 10, 1_000_000, 9_000_001]
+SIZES = [
+    0,
+    1,
+    1000,
+    INLINE_BYTES - 10,
+    INLINE_BYTES - 1,
+    INLINE_BYTES,
+    INLINE_BYTES + 1,
+    INLINE_BYTES + 10,
+    1_000_000,
+    9_000_001,
+]
 
 
 def test_values_of_all_sizes(store: Store, other: Store) -> None:
@@ -251,7 +281,9 @@ def test_tensors_of_every_dtype(store: Store, other: Store) -> None:
     for count in (6, 120_000):
         tensors = {}
         for dtype in dtypes:
-            raw = torch.arange(count * dtype.itemsize, dtype=torch.int64).to(torch.uint8) % (2 if dtype is torch.bool else 251)
+            raw = torch.arange(count * dtype.itemsize, dtype=torch.int64).to(torch.uint8) % (
+                2 if dtype is torch.bool else 251
+            )
             tensors[str(dtype)] = raw.view(dtype).view(2, -1)
         if count == 6:
             store["t"] = tensors
@@ -280,7 +312,9 @@ def test_device(store: Store) -> None:
 
 def test_values_that_are_none_are_not_sent(store: Store) -> None:
     before = store.statistics()["operations"]
-    with pytest.raises(ValueUnsupported, match=r'^store\["k"\]\["f"\]: a function cannot be stored\n') as caught:
+    with pytest.raises(
+        ValueUnsupported, match=r'^store\["k"\]\["f"\]: a function cannot be stored\n'
+    ) as caught:
         store["k"] = {"f": lambda: 1}
     assert caught.value.code == "value-unsupported"
     for call in (
@@ -288,10 +322,15 @@ def test_values_that_are_none_are_not_sent(store: Store) -> None:
         lambda: store.compare_and_set("b", 1, object()),
         lambda: store.compare_and_set("b", object(), 1),
     ):
-        with pytest.raises(ValueUnsupported, match=r'^store\["b"\]: an object cannot be stored\n') as caught:
+        with pytest.raises(
+            ValueUnsupported, match=r'^store\["b"\]: an object cannot be stored\n'
+        ) as caught:
             call()
         assert caught.value.__suppress_context__  # one traceback
-    with pytest.raises(ValueUnsupported, match=r'^store\["b"\]: ABSENT stands for "no such key" and cannot be stored\n'):
+    with pytest.raises(
+        ValueUnsupported,
+        match=r'^store\["b"\]: ABSENT stands for "no such key" and cannot be stored\n',
+    ):
         store["b"] = rallypoint.ABSENT
     assert store.statistics()["operations"] == before
     assert len(store) == 0
@@ -332,11 +371,15 @@ def test_add_counts_in_64_bits(store: Store) -> None:
         with pytest.raises(OverflowError, match="64 bits"):
             store.add("n", amount)
     for wrong in (1.0, True, "1"):
-        with pytest.raises(TypeError, match=r"add\(\) takes an int, not a .*: give it as int\(x\)$"):
+        with pytest.raises(
+            TypeError, match=r"add\(\) takes an int, not a .*: give it as int\(x\)$"
+        ):
             store.add("n", wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", ["1", 1.0, True, None, 2**64, b"1", [1], LARGE], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", ["1", 1.0, True, None, 2**64, b"1", [1], LARGE], ids=lambda value: type(value).__name__
+)
 def test_add_to_what_is_no_integer(store: Store, value: Any) -> None:
     store["k"] = value
     with pytest.raises(WrongType, match="does not hold an integer") as caught:
@@ -348,7 +391,10 @@ def test_add_to_what_is_no_integer(store: Store, value: Any) -> None:
 
 def test_adds_of_threads_and_clients_are_exact(connect: Connect) -> None:
     stores = [connect(), connect()]
-    threads = [Thread(lambda store: [store.add("n") for _ in range(100)], stores[index % 2]) for index in range(6)]
+    threads = [
+        Thread(lambda store: [store.add("n") for _ in range(100)], stores[index % 2])
+        for index in range(6)
+    ]
     sums = [number for thread in threads for number in thread.result()]
     assert sorted(sums) == list(range(1, 601))
 
@@ -375,7 +421,10 @@ def test_compare_and_set_by_revision(store: Store, other: Store) -> None:
     assert store.compare_and_set("k", "y", "z", revision=revision) == (False, "y")
     assert store.compare_and_set("k", "y", "z", revision=0) == (False, "y")
     assert store.compare_and_set("new", "y", "z", revision=0) == (True, "z")
-    assert store.compare_and_set("none", "y", "z", revision=store.read("new").revision) == (False, rallypoint.ABSENT)
+    assert store.compare_and_set("none", "y", "z", revision=store.read("new").revision) == (
+        False,
+        rallypoint.ABSENT,
+    )
 
 
 @large_and_shared
@@ -393,7 +442,9 @@ def test_compare_and_set_of_large_values(store: Store, other: Store, large: byte
 
 
 def test_compare_and_set_with_what_was_appended_to(store: Store) -> None:
-    """Bytes that the server put together are in its own memory, however many: not beside the message."""
+    """Bytes that the server put together are in its own memory, however many: not beside the
+    message.
+    """
     for letter in b"abcd":
         store.ask(Append, "k", bytes([letter]) * 50_000)
     whole = b"".join(bytes([letter]) * 50_000 for letter in b"abcd")
@@ -509,7 +560,9 @@ def test_wait(store: Store, other: Store) -> None:
 def test_a_wait_that_is_too_long(store: Store, other: Store) -> None:
     for timeout in (0, 0.1):
         clock = Clock()
-        with pytest.raises(StoreTimeout, match=f'nobody set "k" in the store at .* within {timeout:g} s') as caught:
+        with pytest.raises(
+            StoreTimeout, match=f'nobody set "k" in the store at .* within {timeout:g} s'
+        ) as caught:
             store.wait("k", timeout)
         assert (caught.value.code, caught.value.outcome) == ("wait-timeout", "did not happen")
         assert clock.elapsed() >= timeout
@@ -559,7 +612,11 @@ def test_watch_misses_nothing_while_others_write(connect: Connect) -> None:
 
     threads = [Thread(write, store, f"n/{index}") for index, store in enumerate(writers)]
     seen = [next(changes) for _ in range(600)]
-    revisions = {revision: f"n/{index}" for index, thread in enumerate(threads) for revision in thread.result()}
+    revisions = {
+        revision: f"n/{index}"
+        for index, thread in enumerate(threads)
+        for revision in thread.result()
+    }
     assert [change.revision for change in seen] == sorted(revisions)
     assert all(change.key == revisions[change.revision] for change in seen)
     for index in range(2):
@@ -571,7 +628,9 @@ def test_watch_from_the_beginning(store: Store) -> None:
     del store["a"]
     store["b"] = 2
     changes = store.watch(since=0, timeout=DEADLINE)
-    assert [(change.key, change.value) for change in (next(changes), next(changes), next(changes))] == [
+    assert [
+        (change.key, change.value) for change in (next(changes), next(changes), next(changes))
+    ] == [
         ("a", 1),
         ("a", rallypoint.ABSENT),
         ("b", 2),
@@ -579,7 +638,9 @@ def test_watch_from_the_beginning(store: Store) -> None:
 
 
 @large_and_shared
-def test_watch_reads_a_large_value_when_it_is_its_turn(store: Store, other: Store, large: bytes) -> None:
+def test_watch_reads_a_large_value_when_it_is_its_turn(
+    store: Store, other: Store, large: bytes
+) -> None:
     changes = store.watch("k", timeout=DEADLINE)
     revision = other.set("k", large)
     assert next(changes) == Change("k", large, revision)
@@ -597,7 +658,9 @@ def test_watch_can_be_asked_again_after_its_timeout(store: Store, other: Store) 
     changes = store.watch("k", timeout=0.5)
     other["another"] = 1
     for _ in range(2):
-        with pytest.raises(StoreTimeout, match=r'nothing that begins with "k" changed within 0\.5 s') as caught:
+        with pytest.raises(
+            StoreTimeout, match=r'nothing that begins with "k" changed within 0\.5 s'
+        ) as caught:
             next(changes)
         assert caught.value.code == "wait-timeout"
     other["k"] = 1
@@ -638,7 +701,8 @@ def test_a_value_that_is_larger_than_the_store(store: Store, other: Store) -> No
     store["k"] = 1
     before = store.statistics()
     with pytest.raises(
-        LimitExceeded, match=r"^store\[\"k\"\]: a value of 70000005 bytes is more than .* the limit is 67108864 bytes"
+        LimitExceeded,
+        match=r"^store\[\"k\"\]: a value of 70000005 bytes is more than .* the limit is 67108864 bytes",
     ) as caught:
         store["k"] = bytes(70_000_000)
     assert caught.value.code == "value-too-large"
@@ -665,12 +729,16 @@ def test_a_store_that_is_full(store: Store, other: Store) -> None:
     assert [each.statistics()["reconnects"] for each in (store, other)] == [0, 0]
 
 
-@pytest.mark.parametrize("size", [60_000, 900_000, 30_000_000], ids=["in the message", "behind it", "in shared memory"])
+@pytest.mark.parametrize(
+    "size", [60_000, 900_000, 30_000_000], ids=["in the message", "behind it", "in shared memory"]
+)
 def test_what_there_is_no_room_for_is_named(store: Store, size: int) -> None:
     store["a"] = bytes(40_000_000)
     for piece in (2_000_000, 30_000):
         with pytest.raises(LimitExceeded):
-            store.set_many({f"{piece}/{index}": bytes(piece) for index in range(50_000_000 // piece)})
+            store.set_many(
+                {f"{piece}/{index}": bytes(piece) for index in range(50_000_000 // piece)}
+            )
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: store.set("w", bytes(size)), 'store["w"]: '),
         (lambda: store.set_many({"w": bytes(size)}), 'store["w"]: '),
@@ -733,7 +801,10 @@ def test_a_fence_that_is_no_lock_s_token(store: Store) -> None:
 @pytest.mark.torch
 def test_a_tensor_that_only_looks_large_is_weighed_before_it_is_copied(store: Store) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    with pytest.raises(LimitExceeded, match=r'^store\["w"\]: a value of at least \d+ bytes .* the limit is 67108864 bytes') as caught:
+    with pytest.raises(
+        LimitExceeded,
+        match=r'^store\["w"\]: a value of at least \d+ bytes .* the limit is 67108864 bytes',
+    ) as caught:
         store["w"] = torch.zeros(1).expand(1 << 50)
     assert caught.value.code == "value-too-large"
     assert "w" not in store
@@ -747,19 +818,26 @@ def test_seconds_are_numbers(server: Server, store: Store, wrong: Any) -> None:
     calls: list[tuple[str, Callable[[], object]]] = [
         ("timeout", lambda: store.wait("k", wrong)),
         ("timeout", lambda: store.watch(timeout=wrong)),
-        ("timeout", lambda: rallypoint.connect(server.address, secret=server.secret, timeout=wrong)),
+        (
+            "timeout",
+            lambda: rallypoint.connect(server.address, secret=server.secret, timeout=wrong),
+        ),
         ("ttl", lambda: rallypoint.connect(server.address, secret=server.secret, ttl=wrong)),
         ("ttl", lambda: store.set("k", 1, ttl=wrong)),
         ("ttl", lambda: store.set_many({"k": 1}, ttl=wrong)),
     ]
     for name, call in calls:
-        with pytest.raises(TypeError, match=rf"^{name}=.*: seconds are a number or a timedelta, not "):
+        with pytest.raises(
+            TypeError, match=rf"^{name}=.*: seconds are a number or a timedelta, not "
+        ):
             call()
     assert "k" not in store
 
 
 def test_connecting_has_an_end(server: Server) -> None:
-    with pytest.raises(TypeError, match=r"^timeout=None: seconds are a number or a timedelta, not None$"):
+    with pytest.raises(
+        TypeError, match=r"^timeout=None: seconds are a number or a timedelta, not None$"
+    ):
         rallypoint.connect(server.address, secret=server.secret, timeout=None)  # type: ignore[arg-type]
 
 
@@ -776,7 +854,9 @@ def test_a_timedelta_is_a_time(connect: Connect) -> None:
 
 
 def test_what_is_taken_for_an_address(server: Server) -> None:
-    with pytest.raises(TypeError, match=r"^an address is a str, not a Server: give server\.address$"):
+    with pytest.raises(
+        TypeError, match=r"^an address is a str, not a Server: give server\.address$"
+    ):
         rallypoint.connect(server, secret=server.secret)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"give unix:///run/x\.sock$"):
         rallypoint.connect(Path("/run/x.sock"), secret=server.secret)  # type: ignore[arg-type]
@@ -801,7 +881,9 @@ def test_a_path_that_is_no_socket_is_told_at_once(server: Server, tmp_path: Path
 @pytest.mark.parametrize("secret", [b"x" * 32, None], ids=["wrong", "unreadable"])
 def test_a_connection_that_fails_is_one_error(server: Server, secret: bytes | None) -> None:
     with pytest.raises(RallypointError) as caught:
-        rallypoint.connect(server.address, secret=secret, secret_file=None if secret else "/no/such/file")
+        rallypoint.connect(
+            server.address, secret=secret, secret_file=None if secret else "/no/such/file"
+        )
     assert caught.value.code == ("wrong-secret" if secret else "secret-unreadable")
     printed = "".join(traceback.format_exception(caught.value))
     assert printed.count("Traceback") == 1
@@ -814,7 +896,9 @@ def test_get_many_takes_no_str(store: Store) -> None:
 
 
 def test_set_many_takes_no_pairs(store: Store) -> None:
-    with pytest.raises(TypeError, match=r"set_many\(\) takes a dict, not a list: make it one with dict\(\.\.\.\)"):
+    with pytest.raises(
+        TypeError, match=r"set_many\(\) takes a dict, not a list: make it one with dict\(\.\.\.\)"
+    ):
         store.set_many([("a", 1)])  # type: ignore[arg-type]
 
 
@@ -828,7 +912,9 @@ def test_a_key_that_is_no_text(store: Store) -> None:
         lambda: store.keys(key),
         lambda: store.add(key),
     ):
-        with pytest.raises(UsageError, match=r"the key 'n\\udcff' is no text: character 1 is a lone surrogate"):
+        with pytest.raises(
+            UsageError, match=r"the key 'n\\udcff' is no text: character 1 is a lone surrogate"
+        ):
             call()
     assert len(store) == 0
     store["n\u00e4"] = 1
@@ -837,7 +923,9 @@ def test_a_key_that_is_no_text(store: Store) -> None:
 
 def test_add_says_how_to_give_numbers_of_others(store: Store) -> None:
     numpy = pytest.importorskip("numpy")
-    with pytest.raises(TypeError, match=r"^add\(\) takes an int, not a numpy\.int64: give it as x\.item\(\)$"):
+    with pytest.raises(
+        TypeError, match=r"^add\(\) takes an int, not a numpy\.int64: give it as x\.item\(\)$"
+    ):
         store.add("n", numpy.int64(1))
     assert "n" not in store
 
@@ -855,7 +943,9 @@ def test_a_store_without_an_answer_says_what_was_asked() -> None:
         for call, asked in calls:
             with pytest.raises(StoreTimeout) as caught:
                 call()
-            assert str(caught.value).startswith(f"{asked} got no answer from the store at {store.address} within 0.")
+            assert str(caught.value).startswith(
+                f"{asked} got no answer from the store at {store.address} within 0."
+            )
             assert str(caught.value.__notes__).count(asked) == 1
 
 
@@ -983,7 +1073,9 @@ def test_shared_memory_is_no_traffic(server: Server) -> None:
             store["k"] = SHARED
             assert store["k"] == SHARED
             after = store.statistics()
-            sent[same_host] = [after[name] - before[name] for name in ("bytes_sent", "bytes_received")]
+            sent[same_host] = [
+                after[name] - before[name] for name in ("bytes_sent", "bytes_received")
+            ]
     assert all(count < 1000 for count in sent[True])
     assert all(count > len(SHARED) for count in sent[False])
 
@@ -992,7 +1084,9 @@ def test_repr_and_identity(server: Server) -> None:
     who = f"pid {os.getpid()} on {os.uname().nodename}"
     store = rallypoint.connect(server.address, secret=server.secret, timeout=7.5)
     far = rallypoint.connect(server.address, secret=server.secret, same_host=False)
-    assert repr(store) == f"<Store {server.address}: connected by a Unix socket, shared memory, {who}>"
+    assert (
+        repr(store) == f"<Store {server.address}: connected by a Unix socket, shared memory, {who}>"
+    )
     assert repr(far) == f"<Store {server.address}: connected by TCP, {who}>"
     assert (store.address, store.timeout, str(store.identity)) == (server.address, 7.5, who)
     far.close()
@@ -1054,12 +1148,18 @@ def test_a_program_without_logging_is_told_nothing() -> None:
 
 def test_rallypoint_log_prints_reconnects() -> None:
     lost, again = output_of(QUARREL, RALLYPOINT_LOG="debug")
-    assert re.fullmatch(r"rallypoint: WARNING: lost the connection to the store at tcp://192\.0\.2\.1:1: .+", lost)
-    assert re.fullmatch(r"rallypoint: WARNING: connected to the store at tcp://192\.0\.2\.1:1 again, by .+", again)
+    assert re.fullmatch(
+        r"rallypoint: WARNING: lost the connection to the store at tcp://192\.0\.2\.1:1: .+", lost
+    )
+    assert re.fullmatch(
+        r"rallypoint: WARNING: connected to the store at tcp://192\.0\.2\.1:1 again, by .+", again
+    )
 
 
 def test_a_program_with_logging_gets_its_lines() -> None:
-    lost, again = output_of("import logging; logging.basicConfig(format='%(name)s %(levelname)s %(message)s')" + QUARREL)
+    lost, again = output_of(
+        "import logging; logging.basicConfig(format='%(name)s %(levelname)s %(message)s')" + QUARREL
+    )
     assert lost.startswith("rallypoint WARNING lost the connection")
     assert again.startswith("rallypoint WARNING connected to the store")
 
@@ -1087,5 +1187,7 @@ def test_a_log_that_is_the_store_itself(server: Server) -> None:
 
 
 def test_pythons_own_errors_name_the_class_that_users_know(store: Store) -> None:
-    with pytest.raises(TypeError, match=r"^Store\.update\(\) missing 1 required positional argument: 'fn'"):
+    with pytest.raises(
+        TypeError, match=r"^Store\.update\(\) missing 1 required positional argument: 'fn'"
+    ):
         store.update("k")  # type: ignore[call-arg]

@@ -30,7 +30,25 @@ def test_sizes(text: int | str, meant: int) -> None:
     assert size(text) == meant
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 parsecs", "2GiBB", "1,5G", "0x10", "1..5G", "²", -1, True, None, 1.5])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GiB",
+        "-1",
+        "1e9",
+        "2 parsecs",
+        "2GiBB",
+        "1,5G",
+        "0x10",
+        "1..5G",
+        "²",
+        -1,
+        True,
+        None,
+        1.5,
+    ],
+)
 def test_what_is_no_size(text: int | str) -> None:
     with pytest.raises(UsageError, match="is not a size in bytes"):
         size(text)
@@ -67,7 +85,9 @@ def test_a_store_that_holds_nothing_is_refused() -> None:
         ("0::/gone", {}, 0),
     ],
 )
-def test_the_limit_of_the_control_group(tmp_path: Path, group: str, files: dict[str, str], expected: int) -> None:
+def test_the_limit_of_the_control_group(
+    tmp_path: Path, group: str, files: dict[str, str], expected: int
+) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(group + "\n")
     for name, text in files.items():

@@ -1,4 +1,6 @@
-"""What one client may ask for or half say without harm to the others: long messages that never end, waits for very many keys."""
+"""What one client may ask for or half say without harm to the others: long messages that never end,
+waits for very many keys.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,20 @@ import pytest
 import rallypoint
 from rallypoint.store.server.server import Server
 from rallypoint.wire.frames import header
-from rallypoint.wire.messages import TAGS, Add, Append, Exists, Failed, Get, Keys, Names, Set, Status, encode, seq_of
+from rallypoint.wire.messages import (
+    TAGS,
+    Add,
+    Append,
+    Exists,
+    Failed,
+    Get,
+    Keys,
+    Names,
+    Set,
+    Status,
+    encode,
+    seq_of,
+)
 
 from .live import until
 from .processes import ServerProcess
@@ -38,8 +53,8 @@ def begin(client: Raw, size: int) -> None:
 
 
 def test_a_message_that_has_begun_counts_as_what_the_store_holds(server: Server) -> None:
-    """Messages of up to 64 MiB that a client never finished counted against nothing: forty connections took 2.4 GB of a server that was
-    to hold 2 MiB, and it kept that."""
+    """Messages of up to 64 MiB that a client never finished counted against nothing: forty
+    connections took 2.4 GB of a server that was to hold 2 MiB, and it kept that."""
     with Raw(server.address, server.secret) as observer:
         before = used(observer)
         with Raw(server.address, server.secret) as client:
@@ -51,7 +66,9 @@ def test_a_message_that_has_begun_counts_as_what_the_store_holds(server: Server)
                 assert isinstance(refused, Failed)
                 assert (refused.code, refused.seq) == ("store-full", second.seq)
                 second.sock.sendall(bytes(3 * MIB // 2 - 3 * MIB // 4 + len(header(1))))
-                assert second.ask(Add, "n", 1).number == 1, "the rest was thrown away, and the connection goes on"
+                assert second.ask(Add, "n", 1).number == 1, (
+                    "the rest was thrown away, and the connection goes on"
+                )
         until(lambda: used(observer) < before + 1000)
 
 
@@ -90,7 +107,10 @@ def test_the_memory_of_messages_that_never_end_is_bounded() -> None:
             client.close()
 
 
-@pytest.mark.parametrize("request_", [Get(7, 3, "k"), Set(300, 2, "k", b"v"), Exists(70_000, 1, ("k",)), Add(2**40, 1, "k", 1)])
+@pytest.mark.parametrize(
+    "request_",
+    [Get(7, 3, "k"), Set(300, 2, "k", b"v"), Exists(70_000, 1, ("k",)), Add(2**40, 1, "k", 1)],
+)
 def test_the_number_of_a_request_that_has_only_begun(request_: Get | Set | Exists | Add) -> None:
     message = encode(request_)
     assert seq_of(message) == request_.seq
@@ -98,7 +118,9 @@ def test_the_number_of_a_request_that_has_only_begun(request_: Get | Set | Exist
 
 
 def test_a_wait_for_very_many_keys_holds_nobody_up(server: Server) -> None:
-    """A wait for 100,000 keys that timed out took the server half a second, for a million 9 s: others lost their sessions."""
+    """A wait for 100,000 keys that timed out took the server half a second, for a million 9 s:
+    others lost their sessions.
+    """
     with Raw(server.address, server.secret) as client:
         refused = client.ask(Exists, tuple(f"k{number}" for number in range(5000)), 1.0)
         assert isinstance(refused, Failed)

@@ -22,7 +22,15 @@ encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 LIMITS = m.Limits(10**9, 10**9, 4096, 10**6, 100, 1000)
 
 
-def op(client: int, start: float, end: float, kind: Kind, *arguments: Any, gives: Any = None, key: str = "k") -> Operation:
+def op(
+    client: int,
+    start: float,
+    end: float,
+    kind: Kind,
+    *arguments: Any,
+    gives: Any = None,
+    key: str = "k",
+) -> Operation:
     return Operation(client, kind, key, arguments, gives, start, end)
 
 
@@ -37,15 +45,37 @@ def test_overlapping_operations_may_have_happened_in_either_order() -> None:
 @pytest.mark.parametrize(
     "history",
     [
-        [op(1, 0, 1, "set", 1), op(2, 2, 3, "get", gives=None)],  # a read that misses an answered write
-        [op(1, 0, 1, "set", 1), op(1, 2, 3, "set", 2), op(2, 4, 5, "get", gives=1)],  # a read of what was written over
-        [op(1, 0, 9, "set", 1), op(2, 1, 2, "get", gives=1), op(3, 3, 4, "get", gives=None)],  # back in time
+        [
+            op(1, 0, 1, "set", 1),
+            op(2, 2, 3, "get", gives=None),
+        ],  # a read that misses an answered write
+        [
+            op(1, 0, 1, "set", 1),
+            op(1, 2, 3, "set", 2),
+            op(2, 4, 5, "get", gives=1),
+        ],  # a read of what was written over
+        [
+            op(1, 0, 9, "set", 1),
+            op(2, 1, 2, "get", gives=1),
+            op(3, 3, 4, "get", gives=None),
+        ],  # back in time
         [op(1, 0, 9, "add", 1, gives=1), op(2, 0, 9, "add", 1, gives=1)],  # a lost update
         [op(1, 0, 1, "add", 1, gives=1), op(2, 2, 3, "get", gives=2)],  # done twice
-        [op(1, 0, 9, "cas", None, 1, gives=True), op(2, 0, 9, "cas", None, 2, gives=True)],  # two winners
-        [op(1, 0, 1, "set", 1), op(2, 2, 3, "delete", gives=True), op(3, 4, 5, "delete", gives=True)],
+        [
+            op(1, 0, 9, "cas", None, 1, gives=True),
+            op(2, 0, 9, "cas", None, 2, gives=True),
+        ],  # two winners
+        [
+            op(1, 0, 1, "set", 1),
+            op(2, 2, 3, "delete", gives=True),
+            op(3, 4, 5, "delete", gives=True),
+        ],
         [op(1, 0, 1, "get", gives=5)],  # never written
-        [op(1, 0, math.inf, "set", 1), op(2, 1, 2, "get", gives=1), op(2, 3, 4, "get", gives=None)],  # it happened, and then it did not
+        [
+            op(1, 0, math.inf, "set", 1),
+            op(2, 1, 2, "get", gives=1),
+            op(2, 3, 4, "get", gives=None),
+        ],  # it happened, and then it did not
         [op(1, 5, math.inf, "set", 1), op(2, 1, 2, "get", gives=1)],  # before it was asked for
     ],
 )
@@ -74,12 +104,18 @@ def test_keys_are_looked_at_one_by_one() -> None:
 def test_a_search_that_is_too_long_is_said_to_be_unknown() -> None:
     history = [op(n, 0, 100, "set", n) for n in range(1, 20)] + [op(99, 101, 102, "get", gives=-1)]
     assert check(history, steps=1000).outcome == "unknown"
-    assert check([*history, op(1, 0, 1, "get", key="x", gives=1)], steps=1000).outcome != "linearizable"
+    assert (
+        check([*history, op(1, 0, 1, "get", key="x", gives=1)], steps=1000).outcome
+        != "linearizable"
+    )
 
 
 def test_thousands_of_operations_are_no_matter() -> None:
     rng = random.Random(1)
-    history = [op(n % 8, n - rng.uniform(0.1, 6), n + rng.uniform(0.1, 6), "add", 1, gives=n) for n in range(1, 5001)]
+    history = [
+        op(n % 8, n - rng.uniform(0.1, 6), n + rng.uniform(0.1, 6), "add", 1, gives=n)
+        for n in range(1, 5001)
+    ]
     assert check(history)
     history[2500] = history[2500]._replace(result=history[2499].result)
     assert check(history).outcome == "violated"
@@ -129,7 +165,9 @@ def test_the_search_agrees_with_trying_every_order(raw: list[Any]) -> None:
 
 
 class Simulated:
-    """A client with one thread: one request at a time, repeated until there is a reply, now and then given up."""
+    """A client with one thread: one request at a time, repeated until there is a reply, now and
+    then given up.
+    """
 
     def __init__(self, world: World, number: int) -> None:
         self.world = world
@@ -143,7 +181,9 @@ class Simulated:
         self.token: int | None = None
         self.pushed = 0
         self.known: dict[str, Any] = {}
-        session = world.state.open(0.0, bytes([number]) * 16, 1e6, m.Identity("h", number), resume=False, acked=0)
+        session = world.state.open(
+            0.0, bytes([number]) * 16, 1e6, m.Identity("h", number), resume=False, acked=0
+        )
         assert isinstance(session, Session)
         self.session = session
 
@@ -198,7 +238,9 @@ class Simulated:
         elif choice < 0.85:
             expected = self.known.get(key)
             self.record("cas", key, expected, fresh)
-            self.request = m.CompareAndSet(*first, key, encode(fresh), expected=None if expected is None else encode(expected))
+            self.request = m.CompareAndSet(
+                *first, key, encode(fresh), expected=None if expected is None else encode(expected)
+            )
         elif choice < 0.95:
             self.record("set", key, fresh)
             self.request = m.Set(*first, key, encode(fresh))
@@ -258,9 +300,13 @@ class Simulated:
 
 
 class World:
-    """Clients, a network whose messages are lost, doubled and overtake each other, and the state."""
+    """Clients, a network whose messages are lost, doubled and overtake each other, and the
+    state.
+    """
 
-    def __init__(self, seed: int, clients: int = 4, length: int = 40, giving_up: float = 0.02) -> None:
+    def __init__(
+        self, seed: int, clients: int = 4, length: int = 40, giving_up: float = 0.02
+    ) -> None:
         self.rng = random.Random(seed)
         self.state = State(LIMITS)
         self.length = length
@@ -275,7 +321,9 @@ class World:
         self.inside: set[int] = set()
         self.last_token = 0
         self.clients = [Simulated(self, number) for number in range(1, clients + 1)]
-        observer = self.state.open(0.0, b"observer".ljust(16), 1e6, m.Identity("h", 0), resume=False, acked=0)
+        observer = self.state.open(
+            0.0, b"observer".ljust(16), 1e6, m.Identity("h", 0), resume=False, acked=0
+        )
         assert isinstance(observer, Session)
         self.observer, self.observed = observer, 0
         self.of = {client.session: client for client in self.clients}
@@ -287,7 +335,9 @@ class World:
     def observe(self, kind: type[m.Request], *fields: Any) -> Any:
         """The value that a client without a network would get."""
         self.observed += 1
-        answer = self.state.apply(float(self.tick()), self.observer, kind(self.observed, self.observed - 1, *fields))
+        answer = self.state.apply(
+            float(self.tick()), self.observer, kind(self.observed, self.observed - 1, *fields)
+        )
         assert answer is not None
         return answer[0].value if isinstance(answer[0], m.Value) else None
 
@@ -310,7 +360,9 @@ class World:
             elif self.to_client:
                 client, reply = self.taken(self.to_client)
                 client.hear(reply)
-        while self.to_server or any(client.given_up for client in self.clients):  # late copies do no harm
+        while self.to_server or any(
+            client.given_up for client in self.clients
+        ):  # late copies do no harm
             for client in self.clients:
                 for target in client.given_up:
                     self.send(client, m.Cancel(0, client.acked, target))
@@ -322,7 +374,9 @@ class World:
             del self.to_server[self.rng.randrange(30)]
 
     def taken(self, line: list[Any]) -> Any:
-        """A message from anywhere in the line: often a copy stays behind, sometimes it was lost and the next one comes."""
+        """A message from anywhere in the line: often a copy stays behind, sometimes it was lost and
+        the next one comes.
+        """
         rng = self.rng
         at = rng.randrange(len(line))
         message = line[at]
@@ -364,7 +418,9 @@ def test_histories_over_a_bad_network_have_one_order_and_everything_happens_once
 
 
 def test_the_simulation_is_as_bad_as_it_says() -> None:
-    """Without the memory of replies nearly every history is wrong: otherwise the test above would show nothing."""
+    """Without the memory of replies nearly every history is wrong: otherwise the test above would
+    show nothing.
+    """
     wrong = 0
     for seed in range(10):
         world = World(seed)

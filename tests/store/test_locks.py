@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from rallypoint.store.limits import LONGEST_TTL, SHORTEST_TTL
 from rallypoint.store.state.locks import CIRCLE_SHOWN
@@ -42,7 +48,14 @@ class Client:
     def __init__(self, world: World, rank: int, ttl: float) -> None:
         self.world = world
         self.rank = rank
-        session = world.state.open(world.now, bytes([rank]) * 16, ttl, m.Identity("n0", 100 + rank, rank), resume=False, acked=0)
+        session = world.state.open(
+            world.now,
+            bytes([rank]) * 16,
+            ttl,
+            m.Identity("n0", 100 + rank, rank),
+            resume=False,
+            acked=0,
+        )
         assert isinstance(session, Session)
         self.session = session
         self.seq = 0
@@ -54,7 +67,13 @@ class Client:
         answer = self.world.state.apply(self.world.now, self.session, kind(self.seq, 0, *fields))
         return None if answer is None else answer[0]
 
-    def lock(self, name: str = "l", owner: str = "MainThread", timeout: float | None = None, ttl: float | None = None) -> Any:
+    def lock(
+        self,
+        name: str = "l",
+        owner: str = "MainThread",
+        timeout: float | None = None,
+        ttl: float | None = None,
+    ) -> Any:
         return self.ask(m.Lock, name, owner, timeout, ttl)
 
     def unlock(self, granted: m.Reply, name: str = "l") -> Any:
@@ -113,7 +132,9 @@ def test_a_thread_that_has_it_is_told_so(world: World) -> None:
     assert told.code == "lock-twice"
     assert told.text == 'rank 3 (pid 103 on n0) asks for the lock "l" and has it already, for 2.0 s'
     assert a.lock(owner="MainThread#two") is None, "another thread waits"
-    assert isinstance(a.lock(owner="MainThread#one", timeout=0.0), m.TimedOut), "who does not wait for it is told who has it"
+    assert isinstance(a.lock(owner="MainThread#one", timeout=0.0), m.TimedOut), (
+        "who does not wait for it is told who has it"
+    )
 
 
 def test_a_thread_is_the_same_in_all_its_sessions(world: World) -> None:
@@ -123,7 +144,9 @@ def test_a_thread_is_the_same_in_all_its_sessions(world: World) -> None:
     assert b.lock(owner="MainThread#one").code == "lock-twice"
     assert b.lock(owner="MainThread#one", timeout=5.0) is None, "that has an end"
     a.lock("m", owner="MainThread")
-    assert b.lock("m", owner="MainThread") is None, "without a name of its own a thread is another one in each session"
+    assert b.lock("m", owner="MainThread") is None, (
+        "without a name of its own a thread is another one in each session"
+    )
 
 
 # --- until when ---
@@ -201,8 +224,13 @@ def test_a_grant_to_somebody_silent_is_over_at_once(world: World) -> None:
     assert list(c.session.locks.values()) == ["l"]
 
 
-@pytest.mark.parametrize(("asked", "given"), [(0.0, SHORTEST_TTL), (float("nan"), SHORTEST_TTL), (-1.0, SHORTEST_TTL), (1e30, LONGEST_TTL)])
-def test_a_lease_is_never_too_short_or_without_an_end(world: World, asked: float, given: float) -> None:
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [(0.0, SHORTEST_TTL), (float("nan"), SHORTEST_TTL), (-1.0, SHORTEST_TTL), (1e30, LONGEST_TTL)],
+)
+def test_a_lease_is_never_too_short_or_without_an_end(
+    world: World, asked: float, given: float
+) -> None:
     a = world.client(0, ttl=LONGEST_TTL * 2)
     a.lock(ttl=asked)
     world.wait(given * 0.99)
@@ -307,7 +335,9 @@ def test_a_line_is_no_circle(world: World) -> None:
         client.lock(str(rank))
     for rank, client in enumerate(clients[:-1]):
         assert client.lock(str(rank + 1)) is None
-    assert isinstance(clients[-1].lock("0", timeout=0.0), m.TimedOut), "who does not wait closes no circle"
+    assert isinstance(clients[-1].lock("0", timeout=0.0), m.TimedOut), (
+        "who does not wait closes no circle"
+    )
     told = clients[-1].lock("0")
     assert told.code == "lock-cycle"
     assert dict(told.details)["owners"] == 60
@@ -343,7 +373,9 @@ Owner = tuple[int, str]
 
 
 class Machine(RuleBasedStateMachine):
-    """Locks as lists: the first has it, the others wait, each with its owner, the number of the request and the ttl."""
+    """Locks as lists: the first has it, the others wait, each with its owner, the number of the
+    request and the ttl.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +397,11 @@ class Machine(RuleBasedStateMachine):
             if holders <= found:
                 return found
             found |= holders
-            names |= {other for other, line in self.locks.items() if any(owner in found for owner, _, _ in line[1:])}
+            names |= {
+                other
+                for other, line in self.locks.items()
+                if any(owner in found for owner, _, _ in line[1:])
+            }
 
     def connected(self, rank: int) -> Client:
         """Who lost his session has a new one, under another rank."""
@@ -374,7 +410,13 @@ class Machine(RuleBasedStateMachine):
             self.all += [self.world.client(len(self.all) + more, 10.0) for more in range(3)]
         return self.all[-3 + rank]
 
-    @rule(rank=RANKS, name=st.sampled_from(NAMES), owner=st.sampled_from(OWNERS), ttl=st.sampled_from(TTLS), waits=st.integers(0, 9))
+    @rule(
+        rank=RANKS,
+        name=st.sampled_from(NAMES),
+        owner=st.sampled_from(OWNERS),
+        ttl=st.sampled_from(TTLS),
+        waits=st.integers(0, 9),
+    )
     def lock(self, rank: int, name: str, owner: str, ttl: float | None, waits: int) -> None:
         client = self.connected(rank)
         reply = client.lock(name, owner, None if waits else 0.0, ttl)
@@ -386,7 +428,9 @@ class Machine(RuleBasedStateMachine):
         elif not waits:
             assert isinstance(reply, m.TimedOut)
             assert reply.holder == self.all[line[0][0][0]].session.identity
-            assert reply.queue == tuple(self.all[rank].session.identity for (rank, _), _, _ in line[1:])
+            assert reply.queue == tuple(
+                self.all[rank].session.identity for (rank, _), _, _ in line[1:]
+            )
         elif line[0][0] == me:
             assert reply.code == "lock-twice"
         elif me in self.would_wait_for(name):
@@ -443,8 +487,14 @@ class Machine(RuleBasedStateMachine):
         while late := overdue():
             self.over(late[0])
         for client in self.all:  # with what was passed on to it just now
-            mine = [line[0][2] for line in self.locks.values() if line and line[0][0][0] == client.rank]
-            assert client.session.ended or client.session.heard + max([client.session.ttl, *[ttl or 0.0 for ttl in mine]]) > now
+            mine = [
+                line[0][2] for line in self.locks.values() if line and line[0][0][0] == client.rank
+            ]
+            assert (
+                client.session.ended
+                or client.session.heard + max([client.session.ttl, *[ttl or 0.0 for ttl in mine]])
+                > now
+            )
 
     def ended(self) -> None:
         """Waits of sessions that are over end before what they had is passed on."""
@@ -472,18 +522,35 @@ class Machine(RuleBasedStateMachine):
         state = self.world.state
         for rank, reply in self.world.woken():
             assert isinstance(reply, m.Granted)
-            granted = [name for name, line in self.locks.items() if line and line[0][:2] == ((rank, line[0][0][1]), reply.seq)]
+            granted = [
+                name
+                for name, line in self.locks.items()
+                if line and line[0][:2] == ((rank, line[0][0][1]), reply.seq)
+            ]
             if granted:
                 self.granted(granted[0], reply.token)
             else:
                 self.newest = max(self.newest, reply.token)  # and it was lost at once
-        held = {name: (entry.session.identity.rank, entry.owner, entry.token) for name, entry in state._locks._held.items()}
-        assert held == {name: (*line[0][0], self.tokens[name]) for name, line in self.locks.items() if line}
-        lines = {name: [waiter.request.seq for waiter in line] for name, line in state._locks._lines.items()}
-        assert lines == {name: [seq for _, seq, _ in line[1:]] for name, line in self.locks.items() if line[1:]}
+        held = {
+            name: (entry.session.identity.rank, entry.owner, entry.token)
+            for name, entry in state._locks._held.items()
+        }
+        assert held == {
+            name: (*line[0][0], self.tokens[name]) for name, line in self.locks.items() if line
+        }
+        lines = {
+            name: [waiter.request.seq for waiter in line]
+            for name, line in state._locks._lines.items()
+        }
+        assert lines == {
+            name: [seq for _, seq, _ in line[1:]] for name, line in self.locks.items() if line[1:]
+        }
         assert sum(map(len, state._locks._lines.by_owner.values())) == sum(map(len, lines.values()))
         for token in self.tokens.values():
-            assert state._locks.refuse_fence(self.world.now, m.Set(1, 0, "k", b"", fence=token)) is None
+            assert (
+                state._locks.refuse_fence(self.world.now, m.Set(1, 0, "k", b"", fence=token))
+                is None
+            )
         assert set(state._locks._tokens) == set(self.tokens.values())
 
 

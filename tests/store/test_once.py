@@ -44,7 +44,9 @@ def test_several_threads_of_one_session_are_several_callers(store: Store, a: Cli
     assert (rank, value.value) == (0, b"\x07")
 
 
-def test_who_waits_is_not_told_when_somebody_in_front_gives_up(store: Store, a: Client, b: Client) -> None:
+def test_who_waits_is_not_told_when_somebody_in_front_gives_up(
+    store: Store, a: Client, b: Client
+) -> None:
     c = store.client(2)
     a.ask(m.Claim, "data", None)
     b.ask(m.Claim, "data", None)
@@ -55,7 +57,9 @@ def test_who_waits_is_not_told_when_somebody_in_front_gives_up(store: Store, a: 
     assert [(rank, type(reply)) for rank, reply in store.woken()] == [(2, m.Granted)]
 
 
-def test_a_value_for_which_there_is_no_room_leaves_the_claim(store: Store, a: Client, b: Client) -> None:
+def test_a_value_for_which_there_is_no_room_leaves_the_claim(
+    store: Store, a: Client, b: Client
+) -> None:
     """So that the one who computed can tell the others."""
     small = Store(m.Limits(10_000, 10_000, 4096, 100, 100, 100))
     a, b = small.client(0), small.client(1)
@@ -67,7 +71,9 @@ def test_a_value_for_which_there_is_no_room_leaves_the_claim(store: Store, a: Cl
     assert [type(reply) for _, reply in small.woken()] == [m.Failed]
 
 
-def test_an_outcome_after_the_claim_was_passed_on_changes_nothing(store: Store, a: Client, b: Client) -> None:
+def test_an_outcome_after_the_claim_was_passed_on_changes_nothing(
+    store: Store, a: Client, b: Client
+) -> None:
     a.ask(m.Claim, "data", None)
     b.ask(m.Claim, "data", None)
     a.ask(m.Resolve, "data", b"", retry=True)
@@ -79,7 +85,9 @@ def test_an_outcome_after_the_claim_was_passed_on_changes_nothing(store: Store, 
     assert a.ask(m.Claim, "data", None).value == b"\x02"
 
 
-def test_a_large_value_goes_to_all_who_wait_and_is_stored_once(store: Store, a: Client, b: Client) -> None:
+def test_a_large_value_goes_to_all_who_wait_and_is_stored_once(
+    store: Store, a: Client, b: Client
+) -> None:
     c = store.client(2)
     a.ask(m.Claim, "data", None)
     b.ask(m.Claim, "data", None)
@@ -87,14 +95,21 @@ def test_a_large_value_goes_to_all_who_wait_and_is_stored_once(store: Store, a: 
     value = Blob(1 << 20)
     a.ask(m.Resolve, "data", b"", large=value)
     woken, store.state.woken = store.state.woken, []
-    assert [(session.identity.rank, large) for session, _, large in woken] == [(1, value), (2, value)]
+    assert [(session.identity.rank, large) for session, _, large in woken] == [
+        (1, value),
+        (2, value),
+    ]
     for client in (a, b, c):
         client.ask(m.Ping)
     assert 1 << 20 < store.used < (1 << 20) + 1000
 
 
-@pytest.mark.parametrize("how", [{}, {"failed": True}, {"retry": True}], ids=["value", "failure", "retry"])
-def test_a_late_outcome_does_not_end_the_next_claim_of_the_same_session(store: Store, a: Client, b: Client, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"failed": True}, {"retry": True}], ids=["value", "failure", "retry"]
+)
+def test_a_late_outcome_does_not_end_the_next_claim_of_the_same_session(
+    store: Store, a: Client, b: Client, how: dict[str, Any]
+) -> None:
     """Another thread of it computes now."""
     first = a.ask(m.Claim, "data", None)
     a.ask(m.Resolve, "data", b"", retry=True, token=first.token)

@@ -1,4 +1,6 @@
-"""What is said after an outage that was longer than the session's lease, and what a signal handler may raise in a wait."""
+"""What is said after an outage that was longer than the session's lease, and what a signal handler
+may raise in a wait.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def outage(store: rallypoint.Store) -> SessionLost:
 
 def test_a_server_that_is_gone_is_not_blamed_on_the_client_and_one_that_is_new_is_told() -> None:
     with rallypoint.serve(secret=SECRET) as first, ChaosProxy(first.address) as proxy:
-        store = rallypoint.connect(proxy.address, secret=SECRET, ttl=1.0, timeout=2.0, same_host=False)
+        store = rallypoint.connect(
+            proxy.address, secret=SECRET, ttl=1.0, timeout=2.0, same_host=False
+        )
         store.add("n", 5)
         gone = proxy.refuse()
         proxy.reset()
@@ -58,7 +62,10 @@ def test_whatever_a_signal_handler_raises_in_a_wait_comes_out(kind: type[BaseExc
 
     before = signal.signal(signal.SIGALRM, raises)
     try:
-        with rallypoint.serve() as server, rallypoint.connect(server.address, secret=server.secret) as store:
+        with (
+            rallypoint.serve() as server,
+            rallypoint.connect(server.address, secret=server.secret) as store,
+        ):
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(kind, match="60 s left"):
                 store.wait("go", timeout=30.0)
@@ -69,13 +76,17 @@ def test_whatever_a_signal_handler_raises_in_a_wait_comes_out(kind: type[BaseExc
 
 
 @pytest.mark.parametrize("same_host", [True, False])
-def test_a_store_that_was_stopped_in_good_order_and_started_again_has_its_clients_back(same_host: bool) -> None:
-    """After a kill -9 and a restart a client went on with the new server; after SIGTERM, a rolling update for example, its object was
-    of no use for ever: StoreClosed at every call."""
+def test_a_store_that_was_stopped_in_good_order_and_started_again_has_its_clients_back(
+    same_host: bool,
+) -> None:
+    """After a kill -9 and a restart a client went on with the new server; after SIGTERM, a rolling
+    update for example, its object was of no use for ever: StoreClosed at every call."""
     first = rallypoint.serve(secret=SECRET)
     port = first.address.rpartition(":")[2]
     with (
-        rallypoint.connect(first.address, secret=SECRET, same_host=same_host, timeout=60.0) as store,
+        rallypoint.connect(
+            first.address, secret=SECRET, same_host=same_host, timeout=60.0
+        ) as store,
         rallypoint.connect(first.address, secret=SECRET, same_host=same_host, timeout=60.0) as idle,
     ):
         store.add("n", 5)

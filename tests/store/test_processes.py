@@ -42,7 +42,15 @@ def connect(server: Server, request: pytest.FixtureRequest) -> Iterator[Callable
     made: list[Store] = []
 
     def make() -> Store:
-        made.append(rallypoint.connect(server.address, secret=server.secret, same_host=request.param, timeout=DEADLINE, ttl=LONG))
+        made.append(
+            rallypoint.connect(
+                server.address,
+                secret=server.secret,
+                same_host=request.param,
+                timeout=DEADLINE,
+                ttl=LONG,
+            )
+        )
         return made[-1]
 
     yield make
@@ -92,13 +100,17 @@ print(store["child"])
 
 
 def test_a_fork_works_where_warnings_are_errors(server: Server) -> None:
-    """Python 3.12 and newer warn at the fork of a process with threads, and a connected store has one: see docs/reference/store.md."""
+    """Python 3.12 and newer warn at the fork of a process with threads, and a connected store has
+    one: see docs/reference/store.md.
+    """
     command = [sys.executable, "-W", "error", "-c", FORKS, server.address, server.secret.hex()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert (done.stdout, done.stderr, done.returncode) == ("2\n", "", 0)
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that it has threads: that is what is tried
+@pytest.mark.filterwarnings(
+    "ignore:This process:DeprecationWarning"
+)  # that it has threads: that is what is tried
 def test_forks_while_other_threads_use_the_store(store: Store) -> None:
     forks, threads, stop = 50, 4, threading.Event()
     large = bytes(range(256)) * (LARGE // 256)
@@ -138,7 +150,9 @@ def test_forks_while_other_threads_use_the_store(store: Store) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_what_the_parent_holds_the_child_does_not_hold(store: Store, connect: Callable[[], Store]) -> None:
+def test_what_the_parent_holds_the_child_does_not_hold(
+    store: Store, connect: Callable[[], Store]
+) -> None:
     other = connect()
     store.set("of the parent", 1, ephemeral=True)
 
@@ -165,18 +179,26 @@ def test_what_the_parent_holds_the_child_does_not_hold(store: Store, connect: Ca
 
 @pytest.fixture
 def of_others() -> Counter[str]:
-    """What this process has before the store: other tests leave memory that is shared for as long as the process lives."""
+    """What this process has before the store: other tests leave memory that is shared for as long
+    as the process lives.
+    """
     return Counter(descriptors())
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_child_keeps_nothing_of_the_parent_s_connection(of_others: Counter[str], store: Store, server: Server) -> None:
+def test_a_child_keeps_nothing_of_the_parent_s_connection(
+    of_others: Counter[str], store: Store, server: Server
+) -> None:
     store["k"] = bytes(LARGE)
     assert len(store["k"]) == LARGE
 
     def ours() -> list[str]:
         """Of client and server, which are both the parent's."""
-        return [name for name in (Counter(descriptors()) - of_others).elements() if name.startswith(("socket", "/memfd"))]
+        return [
+            name
+            for name in (Counter(descriptors()) - of_others).elements()
+            if name.startswith(("socket", "/memfd"))
+        ]
 
     assert len(ours()) >= 3
     assert ended_well(forked(lambda: not ours()))
@@ -363,7 +385,9 @@ def test_pickling_is_refused_also_with_allow_pickle(server: Server) -> None:
 # --- threads ---
 
 
-def test_thirty_threads_share_a_store_while_others_wait(store: Store, connect: Callable[[], Store]) -> None:
+def test_thirty_threads_share_a_store_while_others_wait(
+    store: Store, connect: Callable[[], Store]
+) -> None:
     other = connect()
     waiters = [Thread(store.wait, f"late/{index}", LONG) for index in range(10)]
     until(lambda: other.status()["waiting"] == 10)
@@ -377,7 +401,9 @@ def test_thirty_threads_share_a_store_while_others_wait(store: Store, connect: C
         return sums
 
     threads = [Thread(work, index) for index in range(30)]
-    sums = [number for thread in threads for number in thread.result()]  # long before the waits are over
+    sums = [
+        number for thread in threads for number in thread.result()
+    ]  # long before the waits are over
     assert sorted(sums) == list(range(1, 30 * 25 + 1))
     assert all(waiter.is_alive() for waiter in waiters)
     for index in reversed(range(10)):
@@ -471,13 +497,17 @@ print("done")
 
 
 def test_a_daemon_thread_that_waits_when_the_program_ends_says_nothing() -> None:
-    """A program that ended well printed "Exception in thread ... StoreClosed" for each of its daemon threads that waited in the store."""
+    """A program that ended well printed "Exception in thread ... StoreClosed" for each of its
+    daemon threads that waited in the store.
+    """
     for _ in range(4):
         assert output_of(DAEMONS) == ["done"]
 
 
 def test_a_thread_that_is_waited_for_is_told_that_its_process_closes_the_store() -> None:
-    """A child of multiprocessing closes its stores before it waits for its threads: only daemon threads stay where they are."""
+    """A child of multiprocessing closes its stores before it waits for its threads: only daemon
+    threads stay where they are.
+    """
     program = """
 import multiprocessing, threading
 import rallypoint

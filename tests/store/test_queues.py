@@ -30,7 +30,9 @@ def b(store: Store) -> Client:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_an_acknowledgement_whose_answer_nobody_saw_is_taken_back(store: Store, a: Client, b: Client, large: bool) -> None:
+def test_an_acknowledgement_whose_answer_nobody_saw_is_taken_back(
+    store: Store, a: Client, b: Client, large: bool
+) -> None:
     """Its caller is told by an exception that he does not have the item: so it is not gone."""
     for n in range(3):
         b.ask(m.Push, "q", b"" if large else encode(n), large=Blob(5000 + n) if large else None)
@@ -78,7 +80,9 @@ def test_a_repeated_acknowledgement_gets_its_first_answer(store: Store, a: Clien
     assert store.client(2).ask(m.Length, "q").number == 0
 
 
-def test_an_acknowledgement_that_comes_after_its_cancellation_is_not_carried_out(a: Client, b: Client) -> None:
+def test_an_acknowledgement_that_comes_after_its_cancellation_is_not_carried_out(
+    a: Client, b: Client
+) -> None:
     """Then the item is still held: who gave up gives it back by another request."""
     a.ask(m.Push, "q", b"\x01")
     item = a.ask(m.Pop, "q", None, True)
@@ -90,7 +94,9 @@ def test_an_acknowledgement_that_comes_after_its_cancellation_is_not_carried_out
 
 
 @pytest.mark.parametrize("accept", [True, False])
-def test_a_late_settlement_does_not_strike_the_same_item_in_another_hand(a: Client, b: Client, accept: bool) -> None:
+def test_a_late_settlement_does_not_strike_the_same_item_in_another_hand(
+    a: Client, b: Client, accept: bool
+) -> None:
     """It came back and was handed out again, to another thread of the session perhaps."""
     a.ask(m.Push, "q", b"\x01")
     first = a.ask(m.Pop, "q", None, True)
@@ -104,7 +110,9 @@ def test_a_late_settlement_does_not_strike_the_same_item_in_another_hand(a: Clie
 
 @pytest.mark.parametrize("seed", range(300))
 def test_nothing_is_lost_and_nothing_is_there_twice(seed: int) -> None:
-    """Any history of puts, takes, acknowledgements, returns, cancellations and deaths. What goes out is always the first."""
+    """Any history of puts, takes, acknowledgements, returns, cancellations and deaths. What goes
+    out is always the first.
+    """
     dice = random.Random(seed)
     store = Store()
     clients = [store.client(rank) for rank in range(3)]
@@ -135,7 +143,11 @@ def test_nothing_is_lost_and_nothing_is_there_twice(seed: int) -> None:
                 waiting.remove(reply.modified)
                 held[reply.modified] = one
         elif kind == "settle" and mine:
-            number, accept, interrupted = dice.choice(mine), dice.random() < 0.6, dice.random() < 0.3
+            number, accept, interrupted = (
+                dice.choice(mine),
+                dice.random() < 0.6,
+                dice.random() < 0.3,
+            )
             one.acked = one.seq
             settle = one.request(m.Settle, "q", number, accept)
             one.send(settle)

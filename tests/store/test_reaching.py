@@ -1,4 +1,6 @@
-"""A connection that does not come about: told apart by code and words, within its deadline; and all the ways on which it does."""
+"""A connection that does not come about: told apart by code and words, within its deadline; and all
+the ways on which it does.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def lasted(seconds: float) -> bool:
 
 @contextlib.contextmanager
 def service(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
-    """Something else that listens on a port: `talk` is called with each connection, which is closed afterwards. Its address and port."""
+    """Something else that listens on a port: `talk` is called with each connection, which is closed
+    afterwards. Its address and port.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -106,7 +110,10 @@ def test_refused_is_tried_again_until_the_deadline_and_counted(port: int) -> Non
     assert lasted(seconds)
     assert str(error) == f"no store at tcp://127.0.0.1:{port}: nothing listens there"
     (line,) = error.why
-    found = re.fullmatch(rf"(\d+) attempts in (\d+\.\d) s: (\d+) x nothing listens there \(127\.0\.0\.1:{port}\)", line)
+    found = re.fullmatch(
+        rf"(\d+) attempts in (\d+\.\d) s: (\d+) x nothing listens there \(127\.0\.0\.1:{port}\)",
+        line,
+    )
     assert found is not None, line
     assert int(found[1]) == int(found[3]) >= 3
     assert SHORT - 0.05 <= float(found[2]) <= seconds + 0.1
@@ -119,7 +126,9 @@ def test_a_server_that_starts_late_is_joined(monkeypatch: pytest.MonkeyPatch) ->
     with socket.socket() as sock, contextlib.ExitStack() as stack:
         sock.bind(("127.0.0.1", 0))
 
-        def open_socket(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> socket.socket:
+        def open_socket(
+            family: socket.AddressFamily, sockaddr: tuple[object, ...]
+        ) -> socket.socket:
             nonlocal attempts
             attempts += 1
             if attempts == 4:  # three have found nobody
@@ -192,7 +201,9 @@ def test_a_name_that_gets_its_address_late(server: Server, monkeypatch: pytest.M
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     port = server.address.rpartition(":")[2]
-    with rallypoint.connect(f"tcp://some-host.invalid:{port}", secret=SECRET, timeout=PLENTY) as store:
+    with rallypoint.connect(
+        f"tcp://some-host.invalid:{port}", secret=SECRET, timeout=PLENTY
+    ) as store:
         assert works(store)
     assert asked == 4
 
@@ -220,17 +231,25 @@ except ConnectionError as error:
         ("silent", 0.15, None),  # the error comes as soon
     ],
 )
-def test_a_first_connection_that_is_tried_for_long_says_so_once(port: int, program: str, timeout: float, said: str | None) -> None:
+def test_a_first_connection_that_is_tried_for_long_says_so_once(
+    port: int, program: str, timeout: float, said: str | None
+) -> None:
     lines = output_of(WAITS, f"tcp://127.0.0.1:{port}", program, str(timeout))
     assert lines.pop() == "error port-refused"
     if said is None:
         assert lines == []
     else:
-        waits = re.escape(said.format(f"no store at tcp://127.0.0.1:{port}: nothing listens there; still trying, for "))
+        waits = re.escape(
+            said.format(
+                f"no store at tcp://127.0.0.1:{port}: nothing listens there; still trying, for "
+            )
+        )
         assert re.fullmatch(f"{waits}[01] s more", "\n".join(lines)), lines
 
 
-def test_a_resolver_that_hangs_holds_up_neither_deadline_nor_signal_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolver_that_hangs_holds_up_neither_deadline_nor_signal_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     released = threading.Event()
     asked = []
 
@@ -296,7 +315,10 @@ def test_unreachable(server: Server) -> None:
     with ChaosProxy(server.address) as proxy, proxy.black_hole(accept=False):
         error, seconds = failed(proxy.address, SHORT)
         assert (error.code, lasted(seconds)) == ("address-unreachable", True)
-        assert str(error) == f"no store at {proxy.address}: no answer at all: packets to it are dropped, or it is off"
+        assert (
+            str(error)
+            == f"no store at {proxy.address}: no answer at all: packets to it are dropped, or it is off"
+        )
         assert any(command == "ip route get 127.0.0.1" for _, command in error.help)
 
 
@@ -329,9 +351,15 @@ def test_a_web_server() -> None:
     ("banner", "shown"),
     [
         (b"SSH-2.0-OpenSSH_9.6\r\n", "'SSH-2.0-OpenSSH_9.6'"),
-        (b"\x15\x03\x01\x00\x02\x02\x28\x15\x03\x01\x00\x02\x02\x28", "15 03 01 00 02 02 28 15 03 01 00 02 02 28"),
+        (
+            b"\x15\x03\x01\x00\x02\x02\x28\x15\x03\x01\x00\x02\x02\x28",
+            "15 03 01 00 02 02 28 15 03 01 00 02 02 28",
+        ),
         (b"\x00" * 12, "00 00 00 00 00 00 00 00 00 00 00 00"),
-        (b"\x05\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\xc1\xc1\xc1\xc1\xc1", None),  # in a frame of ours, and nothing that we say
+        (
+            b"\x05\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\xc1\xc1\xc1\xc1\xc1",
+            None,
+        ),  # in a frame of ours, and nothing that we say
     ],
 )
 def test_another_service(banner: bytes, shown: str | None) -> None:
@@ -417,15 +445,23 @@ def test_different_failures_are_counted_by_kind() -> None:
 
 def test_wrong_secret(server: Server) -> None:
     clock = Clock()
-    with pytest.raises(StoreUnreachable, match="has another secret than this client was given") as caught:
-        rallypoint.connect(server.address, secret=b"another secret, of somebody else", timeout=PLENTY)
+    with pytest.raises(
+        StoreUnreachable, match="has another secret than this client was given"
+    ) as caught:
+        rallypoint.connect(
+            server.address, secret=b"another secret, of somebody else", timeout=PLENTY
+        )
     assert caught.value.code == "wrong-secret"
     assert clock.elapsed() < SOON
-    assert "another secret, of" not in "".join((str(caught.value), *caught.value.why, *caught.value.__notes__))
+    assert "another secret, of" not in "".join(
+        (str(caught.value), *caught.value.why, *caught.value.__notes__)
+    )
 
 
 def test_version_skew() -> None:
-    with ServerProcess("from rallypoint.wire import handshake as connection; connection.VERSIONS = (7, 9)") as server:
+    with ServerProcess(
+        "from rallypoint.wire import handshake as connection; connection.VERSIONS = (7, 9)"
+    ) as server:
         error, seconds = failed(server.address, PLENTY)
     assert error.code == "version-skew"
     assert seconds < SOON
@@ -446,18 +482,28 @@ def test_wrong_job() -> None:
 
 def test_a_store_with_as_many_sessions_as_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SESSIONS", 1)
-    with Server(secret=SECRET) as server, rallypoint.connect(server.address, secret=SECRET) as store:
+    with (
+        Server(secret=SECRET) as server,
+        rallypoint.connect(server.address, secret=SECRET) as store,
+    ):
         error, seconds = failed(server.address, PLENTY)
         assert error.code == "store-full"
         assert seconds < SOON
         assert works(store)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.0, "2 attempts"), (0.04, "2 attempts"), (3.14, "2 attempts in 3.1 s")])
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.0, "2 attempts"), (0.04, "2 attempts"), (3.14, "2 attempts in 3.1 s")]
+)
 def test_attempts_that_took_no_time_are_only_counted(seconds: float, told: str) -> None:
-    failures = [Failure("refused", "[::1]:29500", "nothing listens there"), Failure("refused", "127.0.0.1:29500", "nothing listens there")]
+    failures = [
+        Failure("refused", "[::1]:29500", "nothing listens there"),
+        Failure("refused", "127.0.0.1:29500", "nothing listens there"),
+    ]
     error = unreachable(Address("localhost", 29500), failures, 7.0, 7.0 + seconds)
-    assert error.why == (f"{told}: 1 x nothing listens there ([::1]:29500), 1 x nothing listens there (127.0.0.1:29500)",)
+    assert error.why == (
+        f"{told}: 1 x nothing listens there ([::1]:29500), 1 x nothing listens there (127.0.0.1:29500)",
+    )
 
 
 # --- several addresses ---
@@ -493,11 +539,24 @@ def ipv6() -> bool:
 
 
 @pytest.mark.parametrize(
-    "dead", [pytest.param("[::1]", marks=pytest.mark.skipif(not ipv6(), reason="this machine has no IPv6")), "127.0.0.2"]
+    "dead",
+    [
+        pytest.param(
+            "[::1]", marks=pytest.mark.skipif(not ipv6(), reason="this machine has no IPv6")
+        ),
+        "127.0.0.2",
+    ],
 )
-def test_the_first_address_of_a_name_is_dead(server: Server, dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ChaosProxy(server.address, listen=f"tcp://{dead}:0") as proxy, proxy.black_hole(accept=False):
-        address = stand_for("two.invalid", pair(proxy.address), pair(server.address), monkeypatch=monkeypatch)
+def test_the_first_address_of_a_name_is_dead(
+    server: Server, dead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        ChaosProxy(server.address, listen=f"tcp://{dead}:0") as proxy,
+        proxy.black_hole(accept=False),
+    ):
+        address = stand_for(
+            "two.invalid", pair(proxy.address), pair(server.address), monkeypatch=monkeypatch
+        )
         clock = Clock()
         with rallypoint.connect(address, secret=SECRET, timeout=PLENTY, same_host=False) as store:
             assert clock.elapsed() < SOON
@@ -507,17 +566,34 @@ def test_the_first_address_of_a_name_is_dead(server: Server, dead: str, monkeypa
             assert works(store)
 
 
-def test_the_first_address_of_a_name_is_refused_or_something_else(server: Server, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_address_of_a_name_is_refused_or_something_else(
+    server: Server, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with service(lambda sock: sock.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")) as (_, other):
-        address = stand_for("three.invalid", ("127.0.0.1", port), ("127.0.0.1", other), pair(server.address), monkeypatch=monkeypatch)
+        address = stand_for(
+            "three.invalid",
+            ("127.0.0.1", port),
+            ("127.0.0.1", other),
+            pair(server.address),
+            monkeypatch=monkeypatch,
+        )
         with rallypoint.connect(address, secret=SECRET, timeout=PLENTY, same_host=False) as store:
             assert works(store)
 
 
-def test_all_addresses_are_dead_within_one_deadline(server: Server, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ChaosProxy(server.address) as one, ChaosProxy(server.address) as two, one.black_hole(accept=False), two.black_hole(accept=False):
+def test_all_addresses_are_dead_within_one_deadline(
+    server: Server, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        ChaosProxy(server.address) as one,
+        ChaosProxy(server.address) as two,
+        one.black_hole(accept=False),
+        two.black_hole(accept=False),
+    ):
         addresses = [pair(one.address), pair(two.address), ("127.0.0.1", port)]
-        error, seconds = failed(stand_for("dead.invalid", *addresses, monkeypatch=monkeypatch), SHORT)
+        error, seconds = failed(
+            stand_for("dead.invalid", *addresses, monkeypatch=monkeypatch), SHORT
+        )
     assert error.code in ("port-refused", "address-unreachable")  # both are true
     assert lasted(seconds)
     (line,) = error.why
@@ -590,7 +666,9 @@ def test_a_server_without_descriptors_says_so_and_takes_who_waits_when_one_is_fr
         address = process.address if by == "tcp" else process.local
 
         def connect(timeout: float) -> rallypoint.Store:
-            return rallypoint.connect(address, secret=SECRET, timeout=timeout, same_host=by == "unix")
+            return rallypoint.connect(
+                address, secret=SECRET, timeout=timeout, same_host=by == "unix"
+            )
 
         stores = [stack.enter_context(connect(PLENTY))]
 
@@ -603,7 +681,9 @@ def test_a_server_without_descriptors_says_so_and_takes_who_waits_when_one_is_fr
         assert len(stores) > 10
         error = caught.value
         assert error.code == "store-full"
-        refused = "its server cannot take another connection now: Too many open files (ulimit -n: 48)"
+        refused = (
+            "its server cannot take another connection now: Too many open files (ulimit -n: 48)"
+        )
         assert str(error) == f"the store at {address} refused this client: {refused}"
         assert stores[0].add("n") == 1, "those who are in are served"
         waiting = Thread(connect, PLENTY)

@@ -1,4 +1,6 @@
-"""docs/reference/store.md and primitives.md say what the code says: every public method, every option with its default, every limit."""
+"""docs/reference/store.md and primitives.md say what the code says: every public method, every
+option with its default, every limit.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,31 @@ PAGE = " ".join((DOCS / "store.md").read_text(encoding="utf-8").split())
 PRIMITIVES = " ".join((DOCS / "primitives.md").read_text(encoding="utf-8").split())
 
 
-@pytest.mark.parametrize("name", sorted(name for name in dir(rallypoint.Store) if not name.startswith("_")))
+@pytest.mark.parametrize(
+    "name", sorted(name for name in dir(rallypoint.Store) if not name.startswith("_"))
+)
 def test_every_public_method_is_there(name: str) -> None:
-    assert re.search(rf"`store\.{name}\b", PAGE + PRIMITIVES), f"store.{name} is not in the reference"
+    assert re.search(rf"`store\.{name}\b", PAGE + PRIMITIVES), (
+        f"store.{name} is not in the reference"
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["get", "read", "wait", "set", "set_many", "get_many", "add", "compare_and_set", "update", "delete", "watch", "c10d"]
+    "name",
+    [
+        "get",
+        "read",
+        "wait",
+        "set",
+        "set_many",
+        "get_many",
+        "add",
+        "compare_and_set",
+        "update",
+        "delete",
+        "watch",
+        "c10d",
+    ],
 )
 def test_methods_are_shown_with_their_arguments(name: str) -> None:
     assert f"`store.{name}({_arguments(getattr(rallypoint.Store, name))}" in PAGE
@@ -32,7 +52,9 @@ def test_methods_are_shown_with_their_arguments(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lock", "barrier", "queue", "once", "average"])
 def test_what_is_built_on_it_is_shown_with_its_arguments(name: str) -> None:
-    assert f"`store.{name}({_arguments(getattr(rallypoint.Store, name))}" in PRIMITIVES.replace("### store", "### `store")
+    assert f"`store.{name}({_arguments(getattr(rallypoint.Store, name))}" in PRIMITIVES.replace(
+        "### store", "### `store"
+    )
 
 
 @pytest.mark.parametrize("name", ["connect", "serve", "retry"])
@@ -41,7 +63,13 @@ def test_functions_are_shown_with_their_arguments(name: str) -> None:
 
 
 def test_the_limits() -> None:
-    for number in (limits.KEY_BYTES, f"{limits.KEYS:,}", f"{limits.SESSIONS:,}", f"{limits.WAITING:,}", f"{admission.STRANGERS} at a time"):
+    for number in (
+        limits.KEY_BYTES,
+        f"{limits.KEYS:,}",
+        f"{limits.SESSIONS:,}",
+        f"{limits.WAITING:,}",
+        f"{admission.STRANGERS} at a time",
+    ):
         assert f"| {number}" in PAGE
     assert f"{watches.CHANGES:,} changes, or {watches.CHANGE_BYTES >> 20} MiB" in PAGE
     assert f"| {keys.APPEND_BYTES >> 20} MiB |" in PAGE
@@ -54,7 +82,10 @@ def _arguments(function: object) -> str:
     parts: list[str] = []
     keyword_only = False
     for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
-        if parameter.name in ("self", "store"):  # barrier is a function that stands in the class as it is
+        if parameter.name in (
+            "self",
+            "store",
+        ):  # barrier is a function that stands in the class as it is
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True

@@ -122,7 +122,9 @@ def test_who_waits_is_answered_by_another_and_by_the_clock(server: Server) -> No
 
 
 def test_a_session_has_several_connections(server: Server) -> None:
-    """Each has its own answers, unless a request came again on a newer one: then its answer goes there, wherever an old copy is read."""
+    """Each has its own answers, unless a request came again on a newer one: then its answer goes
+    there, wherever an old copy is read.
+    """
     with Raw(server.address, server.secret) as first:
         with Raw(server.address, server.secret, session=first.session, resume=True) as second:
             first.post(Add, "n", 1)
@@ -143,7 +145,10 @@ def test_a_session_has_several_connections(server: Server) -> None:
 
 
 def test_a_session_ends_when_nothing_is_heard_of_it(server: Server) -> None:
-    with Raw(server.address, server.secret, ttl=0.1) as client, Raw(server.address, server.secret) as other:
+    with (
+        Raw(server.address, server.secret, ttl=0.1) as client,
+        Raw(server.address, server.secret) as other,
+    ):
         client.ask(Set, "mine", b"\x01", ephemeral=True)
         client.post(Add, "n", 1)
         assert until(lambda: isinstance(other.ask(Get, "mine"), Absent))
@@ -230,7 +235,9 @@ def test_adopt_serves_a_connected_socket(server: Server) -> None:
 def test_listeners_that_are_given() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    with Server(max_bytes="2MiB", listeners=[listener], address=f"tcp://localhost:{port}", local=False) as server:
+    with Server(
+        max_bytes="2MiB", listeners=[listener], address=f"tcp://localhost:{port}", local=False
+    ) as server:
         assert server.address == f"tcp://localhost:{port}"
         with Raw(f"tcp://127.0.0.1:{port}", server.secret) as client:
             assert client.welcome.local == ""
@@ -293,7 +300,9 @@ def test_help_is_given_in_the_terms_of_the_caller() -> None:
 
 
 @pytest.mark.parametrize(("size", "told"), [(600 * 1024, True), (1000, False)])
-def test_a_full_store_says_that_a_large_value_needs_room_beside_the_old_one(size: int, told: bool) -> None:
+def test_a_full_store_says_that_a_large_value_needs_room_beside_the_old_one(
+    size: int, told: bool
+) -> None:
     budget = Budget(limits("1MiB"))
     budget.used = 1024 * 1024 - 10
     failed = budget.refuse_value(size, size, 1, 1)
@@ -306,7 +315,9 @@ def test_all_addresses_only_when_asked_and_with_a_word(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, "rallypoint"), Server(max_bytes="2MiB", clock=In1970()):
         assert not caplog.records
         with Server(host="0.0.0.0", max_bytes="2MiB"):
-            assert [record.message for record in caplog.records if "all addresses" in record.message]
+            assert [
+                record.message for record in caplog.records if "all addresses" in record.message
+            ]
 
 
 def test_accepted_connections_inherit_the_options_of_the_listener(server: Server) -> None:
@@ -350,7 +361,9 @@ def test_nothing_is_left_after_a_thousand_connections() -> None:
         with Raw(server.address, server.secret) as first:
             path = first.welcome.local
             for index in range(1000):
-                with Raw(server.address if index % 2 else f"unix://{path}", server.secret) as client:
+                with Raw(
+                    server.address if index % 2 else f"unix://{path}", server.secret
+                ) as client:
                     client.ask(Add, "n", 1)
                     if index % 100 == 0:
                         client.ask(Set, f"k{index}", b"", body=bytes(2 << 20))
@@ -376,7 +389,11 @@ def test_a_forked_child_keeps_neither_port_nor_connections(server: Server) -> No
         client.ask(Set, "large", b"", body=bytes(2 << 20))
         loop = server._loop
         assert loop is not None
-        parents = [*loop._listeners, *loop._peers, *(segment.fileno() for segment in loop._segments)]
+        parents = [
+            *loop._listeners,
+            *loop._peers,
+            *(segment.fileno() for segment in loop._segments),
+        ]
         assert len(parents) == 4
         blocked, release = os.pipe()
         child = os.fork()
@@ -401,7 +418,9 @@ def test_a_forked_child_keeps_neither_port_nor_connections(server: Server) -> No
             os.close(release)
 
 
-def test_another_user_is_not_let_in_at_the_unix_socket(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_not_let_in_at_the_unix_socket(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Raw(server.address, server.secret) as client:
         path = client.welcome.local
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
@@ -410,7 +429,9 @@ def test_another_user_is_not_let_in_at_the_unix_socket(server: Server, monkeypat
     sock.close()
 
 
-def test_sessions_survive_a_server_that_was_frozen(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_survive_a_server_that_was_frozen(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Signs of life that wait in the sockets are read before anybody is declared dead."""
     loop = server._loop
     assert loop is not None
@@ -422,9 +443,13 @@ def test_sessions_survive_a_server_that_was_frozen(server: Server, monkeypatch: 
         go.wait(DEADLINE)
         return overdue(now)
 
-    monkeypatch.setattr("rallypoint.store.server.server_loop.EVENTS", 1)  # so that one look does not see them all
+    monkeypatch.setattr(
+        "rallypoint.store.server.server_loop.EVENTS", 1
+    )  # so that one look does not see them all
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(Raw(server.address, server.secret, ttl=2.0)) for _ in range(5)]
+        clients = [
+            stack.enter_context(Raw(server.address, server.secret, ttl=2.0)) for _ in range(5)
+        ]
         monkeypatch.setattr(loop._gate, "overdue", freeze)
         monkeypatch.setattr("rallypoint.store.server.server_loop.GREETING", 0.01)
         stack.enter_context(plug(server.address))  # whose time is soon up
@@ -438,7 +463,9 @@ def test_sessions_survive_a_server_that_was_frozen(server: Server, monkeypatch: 
             assert client.reply() == Done(1, 0)
 
 
-def test_the_loop_survives_a_fault_of_the_state(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_loop_survives_a_fault_of_the_state(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = server._loop
     assert loop is not None
 
@@ -490,7 +517,9 @@ def test_a_key_that_lives_longer_than_epoll_can_wait(server: Server) -> None:
         assert client.ask(Get, "none", 0.05) is not None
 
 
-def test_a_client_that_never_acknowledges_is_ended(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_acknowledges_is_ended(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loops, "UNACKNOWLEDGED", 100)
     with Raw(server.address, server.secret) as client:
         for _ in range(100):
@@ -534,14 +563,20 @@ def test_a_fault_at_one_connection_is_not_everybodys(
         assert isinstance(other.ask(Ping), Done)
 
 
-def test_requests_that_had_to_wait_for_the_reader_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lie in the server, so that no event tells of them; and what the reader had not read may leave without one, too."""
+def test_requests_that_had_to_wait_for_the_reader_are_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They lie in the server, so that no event tells of them; and what the reader had not read may
+    leave without one, too.
+    """
     monkeypatch.setattr(peers, "PAUSE_BYTES", 100_000)
     server = Server(max_bytes="64MiB", local=False, clock=In1970())
     loop = server._loop
     assert loop is not None
     ends: list[Raw] = []
-    joining = threading.Thread(target=lambda: ends.extend(Raw(server.address, server.secret) for _ in range(2)))
+    joining = threading.Thread(
+        target=lambda: ends.extend(Raw(server.address, server.secret) for _ in range(2))
+    )
     joining.start()
     while joining.is_alive():
         loop._turn(loop._now() + 0.01)
@@ -550,7 +585,9 @@ def test_requests_that_had_to_wait_for_the_reader_are_not_forgotten(monkeypatch:
     other.post(Set, "k", bytes(60_000))
     loop._turn(loop._now() + 0.1)
     one, two = loop._peers.values()
-    peer, writer = (one, two) if one.session is not None and one.session.id == slow.session else (two, one)
+    peer, writer = (
+        (one, two) if one.session is not None and one.session.id == slow.session else (two, one)
+    )
     while not peer.stalled:
         for _ in range(10):
             slow.post(Get, "k")
@@ -579,7 +616,9 @@ def test_requests_that_had_to_wait_for_the_reader_are_not_forgotten(monkeypatch:
         end.close()
 
 
-def test_a_server_without_a_descriptor_for_its_loop_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_a_descriptor_for_its_loop_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -592,8 +631,12 @@ def test_a_server_without_a_descriptor_for_its_loop_leaves_nothing(monkeypatch: 
     assert descriptors() == before
 
 
-def test_the_descriptor_in_reserve_may_be_lost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread of the program may take the last descriptor between our giving it up and taking it back."""
+def test_the_descriptor_in_reserve_may_be_lost(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread of the program may take the last descriptor between our giving it up and
+    taking it back.
+    """
     loop = server._loop
     assert loop is not None
     listener = next(iter(loop._listeners.values()))
@@ -611,9 +654,11 @@ def test_the_descriptor_in_reserve_may_be_lost(server: Server, monkeypatch: pyte
 # --- signs of life ---
 
 
-def test_a_sign_of_life_counts_from_when_it_was_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One turn of the loop takes long. What a client sends meanwhile is read in it, and its lease counts from when it was sent: the
-    server's must not end before that."""
+def test_a_sign_of_life_counts_from_when_it_was_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One turn of the loop takes long. What a client sends meanwhile is read in it, and its lease
+    counts from when it was sent: the server's must not end before that."""
     loop = server._loop
     assert loop is not None
     state = loop._state
@@ -642,8 +687,12 @@ def test_a_sign_of_life_counts_from_when_it_was_read(server: Server, monkeypatch
         assert state._sessions[holder.session].heard >= sent
 
 
-def test_who_cannot_be_told_is_dead_and_that_is_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has died, and is found out by an answer that a timer gives to it. Who waits for its lock has it in the same turn."""
+def test_who_cannot_be_told_is_dead_and_that_is_told(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has died, and is found out by an answer that a timer gives to it. Who waits for its
+    lock has it in the same turn.
+    """
     loop = server._loop
     assert loop is not None
     with Raw(server.address, server.secret) as dead, Raw(server.address, server.secret) as waiter:
@@ -674,7 +723,9 @@ def test_who_cannot_be_told_is_dead_and_that_is_told(server: Server, monkeypatch
         assert session.because == loops.DIED
 
 
-def test_where_no_process_can_be_watched_the_lease_decides(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_process_can_be_watched_the_lease_decides(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kernel before 5.3, or a sandbox that forbids it."""
 
     def forbidden(pid: int) -> int:
@@ -692,11 +743,15 @@ def test_where_no_process_can_be_watched_the_lease_decides(server: Server, tmp_p
 
 
 def test_fencing_tokens_grow_over_servers_and_attempts() -> None:
-    """Revisions, and so tokens, began at 0 in every server: a resource that refuses lower tokens than it has seen refused every holder of
-    a restarted job, or, when it was reset as well, let a straggler of the old attempt overwrite the new one's data."""
+    """Revisions, and so tokens, began at 0 in every server: a resource that refuses lower tokens
+    than it has seen refused every holder of a restarted job, or, when it was reset as well, let a
+    straggler of the old attempt overwrite the new one's data."""
     tokens = []
     for changes in (500, 3):
-        with serve(max_bytes="2MiB") as server, rallypoint.connect(server.address, secret=server.secret) as store:
+        with (
+            serve(max_bytes="2MiB") as server,
+            rallypoint.connect(server.address, secret=server.secret) as store,
+        ):
             revision = 0
             for number in range(changes):
                 revision = store.set("k", number)
@@ -707,9 +762,15 @@ def test_fencing_tokens_grow_over_servers_and_attempts() -> None:
 
 
 def test_a_revision_of_an_earlier_server_is_known_for_what_it_is() -> None:
-    with serve(max_bytes="2MiB") as first, rallypoint.connect(first.address, secret=first.secret) as store:
+    with (
+        serve(max_bytes="2MiB") as first,
+        rallypoint.connect(first.address, secret=first.secret) as store,
+    ):
         old = store.set("k", 1)
-    with serve(max_bytes="2MiB") as second, rallypoint.connect(second.address, secret=second.secret) as store:
+    with (
+        serve(max_bytes="2MiB") as second,
+        rallypoint.connect(second.address, secret=second.secret) as store,
+    ):
         store["k"] = 2
         with pytest.raises(rallypoint.Compacted, match="another server"):
             next(store.watch("k", since=old))

@@ -1,4 +1,6 @@
-"""Whoever has not proved itself, and whoever does not keep to the protocol: refused, bounded, and without harm to the others."""
+"""Whoever has not proved itself, and whoever does not keep to the protocol: refused, bounded, and
+without harm to the others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,20 @@ from rallypoint.store.server import admission
 from rallypoint.store.server.server import Server
 from rallypoint.wire.frames import HEADER, header
 from rallypoint.wire.handshake import Joining
-from rallypoint.wire.messages import HELLO_BYTES, TAG, Add, Done, Failed, Hello, Identity, Ping, Refusal, Set, decode_handshake, encode
+from rallypoint.wire.messages import (
+    HELLO_BYTES,
+    TAG,
+    Add,
+    Done,
+    Failed,
+    Hello,
+    Identity,
+    Ping,
+    Refusal,
+    Set,
+    decode_handshake,
+    encode,
+)
 
 from .live import Thread, ended_well, transport
 from .raw import DEADLINE, Closed, Raw, plug, refused
@@ -116,7 +131,9 @@ def test_random_bytes_before_and_after_the_proof(server: Server) -> None:
     assert still_serves(server)
 
 
-def test_wrong_secret_wrong_job_wrong_version(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_secret_wrong_job_wrong_version(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "rallypoint"), plug(server.address) as sock:
         joins = joining(b"not the secret at all")
         sock.sendall(header(len(joins.start())) + joins.start())
@@ -131,7 +148,10 @@ def test_wrong_secret_wrong_job_wrong_version(server: Server, caplog: pytest.Log
         assert isinstance(refusal, Refusal)
         assert refusal.code == "wrong-secret"
         assert rest(sock) == b""
-    assert ["127.0.0.1: the client does not know this store's secret" in record.message for record in caplog.records] == [True]
+    assert [
+        "127.0.0.1: the client does not know this store's secret" in record.message
+        for record in caplog.records
+    ] == [True]
     with Server(max_bytes="2MiB", job="a", secret=server.secret) as other:
         assert refused(other.address, other.secret, job="b").code == "wrong-job"
     with plug(server.address) as sock:
@@ -179,7 +199,9 @@ def test_nothing_is_decoded_before_the_proof(server: Server) -> None:
         assert client.ask(Add, "n", 0).number == 0
 
 
-def test_a_slow_loris_has_five_seconds_whatever_it_sends(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_loris_has_five_seconds_whatever_it_sends(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert admission.GREETING == 5.0
     monkeypatch.setattr("rallypoint.store.server.server_loop.GREETING", 0.2)
     with plug(server.address) as silent, plug(server.address) as slow:
@@ -202,7 +224,9 @@ def test_a_slow_loris_has_five_seconds_whatever_it_sends(server: Server, monkeyp
     assert still_serves(server)
 
 
-def test_half_open_connections_do_not_lock_anybody_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_open_connections_do_not_lock_anybody_out(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admission, "STRANGERS", 100)
     crowd = [plug(server.address) for _ in range(500)]
     try:
@@ -219,7 +243,9 @@ def test_half_open_connections_do_not_lock_anybody_out(server: Server, monkeypat
     assert still_serves(server)
 
 
-def test_the_log_has_one_line_for_a_source(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_one_line_for_a_source(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "rallypoint"):
         for _ in range(20):
             with plug(server.address) as sock:
@@ -238,10 +264,15 @@ def test_many_sources_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> N
         assert len(caplog.records) == admission.LINES
         assert len(told._told) == admission.SOURCES
         told.complain("another", "it said nothing", 1000.0 + admission.QUIET)
-    assert caplog.records[-2].message == f"the store left out {5000 - admission.LINES} more lines like these in the last minute"
+    assert (
+        caplog.records[-2].message
+        == f"the store left out {5000 - admission.LINES} more lines like these in the last minute"
+    )
 
 
-def test_without_a_descriptor_newcomers_are_turned_away_and_the_others_served(server: Server) -> None:
+def test_without_a_descriptor_newcomers_are_turned_away_and_the_others_served(
+    server: Server,
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Raw(server.address, server.secret) as client:
         socks = [socket.socket() for _ in range(5)]
@@ -276,12 +307,17 @@ def test_without_a_descriptor_newcomers_are_turned_away_and_the_others_served(se
         header(2000) + b"\x91" * 2000,
         HEADER.pack(2**32 - 1, 0),
         header(len(encode(Ping(1, 0))), 5) + encode(Ping(1, 0)) + b"12345",  # a Ping has no value
-        header(len(encode(Set(1, 0, "k", b"x"))), 5) + encode(Set(1, 0, "k", b"x")) + b"12345",  # two values
-        header(len(encode(Set(1, 0, "k", b"", shared=5)))) + encode(Set(1, 0, "k", b"", shared=5)),  # and no memory
+        header(len(encode(Set(1, 0, "k", b"x"))), 5)
+        + encode(Set(1, 0, "k", b"x"))
+        + b"12345",  # two values
+        header(len(encode(Set(1, 0, "k", b"", shared=5))))
+        + encode(Set(1, 0, "k", b"", shared=5)),  # and no memory
         header(9) + b"\x95\x02\x01\x00\xa3\xff\xfe\xff\xc0",
     ],
 )
-def test_a_malformed_request_is_answered_and_the_connection_closed(server: Server, frame: bytes) -> None:
+def test_a_malformed_request_is_answered_and_the_connection_closed(
+    server: Server, frame: bytes
+) -> None:
     with Raw(server.address, server.secret) as client:
         client.sock.sendall(frame)
         failed = client.reply()
@@ -296,8 +332,8 @@ def test_a_malformed_request_is_answered_and_the_connection_closed(server: Serve
 
 
 class Relay:
-    """Listens, and passes one connection on to `target`, byte by byte, as somebody without the secret can. `heard`: what the client
-    has sent to it."""
+    """Listens, and passes one connection on to `target`, byte by byte, as somebody without the
+    secret can. `heard`: what the client has sent to it."""
 
     def __init__(self, listener: socket.socket, target: str) -> None:
         self.listener, self.target, self.heard = listener, target, bytearray()
@@ -318,9 +354,12 @@ class Relay:
                     ends[ready].sendall(data)
 
 
-def test_somebody_at_the_address_cannot_let_itself_in_by_passing_the_handshake_on(server: Server) -> None:
-    """With an old port or a stale name a client proved itself to whoever listened there; that stranger forwarded Hello, Challenge, Proof
-    and Welcome to the real store, and then read and wrote as the client."""
+def test_somebody_at_the_address_cannot_let_itself_in_by_passing_the_handshake_on(
+    server: Server,
+) -> None:
+    """With an old port or a stale name a client proved itself to whoever listened there; that
+    stranger forwarded Hello, Challenge, Proof and Welcome to the real store, and then read and
+    wrote as the client."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = Relay(listener, server.address)
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
@@ -342,12 +381,16 @@ def test_the_same_port_on_another_address_is_another_place(server: Server) -> No
     assert caught.value.code == "store-relayed"
 
 
-def test_an_address_that_is_named_as_forwarded_may_pass_connections_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_named_as_forwarded_may_pass_connections_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         monkeypatch.setenv("RALLYPOINT_FORWARDED", f"tcp://node07:1, tcp://localhost:{port}/")
         relay = Relay(listener, server.address)
-        with rallypoint.connect(f"tcp://localhost:{port}", secret=server.secret, same_host=False) as store:
+        with rallypoint.connect(
+            f"tcp://localhost:{port}", secret=server.secret, same_host=False
+        ) as store:
             store["k"] = 1
             assert store["k"] == 1
         relay.passing.result()
@@ -355,19 +398,32 @@ def test_an_address_that_is_named_as_forwarded_may_pass_connections_on(server: S
 
 @pytest.mark.parametrize(
     ("host", "dialled"),
-    [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::", "[::1]"), ("::1", "[::1]"), ("127.0.0.1", "[::ffff:127.0.0.1]")],
+    [
+        ("0.0.0.0", "127.0.0.1"),
+        ("0.0.0.0", "localhost"),
+        ("::", "[::1]"),
+        ("::1", "[::1]"),
+        ("127.0.0.1", "[::ffff:127.0.0.1]"),
+    ],
 )
 def test_every_name_of_the_same_place_leads_there(host: str, dialled: str) -> None:
-    """Wildcard binds, names, IPv4 addresses in IPv6: compared are the two ends of the connection, never what was typed."""
+    """Wildcard binds, names, IPv4 addresses in IPv6: compared are the two ends of the connection,
+    never what was typed.
+    """
     with Server(host=host, local=False) as server:
         port = server.address.rpartition(":")[2]
-        with rallypoint.connect(f"tcp://{dialled}:{port}", secret=server.secret, timeout=DEADLINE) as store:
+        with rallypoint.connect(
+            f"tcp://{dialled}:{port}", secret=server.secret, timeout=DEADLINE
+        ) as store:
             assert len(store) == 0
 
 
-def test_the_announced_unix_socket_may_be_somebody_elses_on_this_machine(server: Server, tmp_path: Path) -> None:
-    """The path of a store's Unix socket is known to everybody on its machine. On another machine, or in a container with another /tmp,
-    somebody made that path first and passed the handshake on by TCP: the client moved there."""
+def test_the_announced_unix_socket_may_be_somebody_elses_on_this_machine(
+    server: Server, tmp_path: Path
+) -> None:
+    """The path of a store's Unix socket is known to everybody on its machine. On another machine,
+    or in a container with another /tmp, somebody made that path first and passed the handshake on
+    by TCP: the client moved there."""
     path = str(tmp_path / "store.sock")
     assert server._loop is not None
     server._loop._local = path

@@ -1,4 +1,6 @@
-"""Large values: through the socket, by shared memory, refused, half sent; and readers that do not read."""
+"""Large values: through the socket, by shared memory, refused, half sent; and readers that do not
+read.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def used(client: Raw) -> int:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_value_of_any_size_through_the_socket(server: Server, far: Raw, near: Raw, size: int) -> None:
+def test_a_value_of_any_size_through_the_socket(
+    server: Server, far: Raw, near: Raw, size: int
+) -> None:
     value = os.urandom(size)
     assert far.ask(Set, "k", b"", body=value) == Done(1, 1)
     assert far.ask(Get, "k") == Value(2, 1, 1, b"")
@@ -179,7 +183,9 @@ def test_a_segment_whose_reader_vanished_is_never_used_again(server: Server, nea
     reader.ask(Get, "k")
     reader.ask(Get, "ours")
     reader.sock.close()
-    again = Raw(f"unix://{near.welcome.local}", server.secret, session=reader.session, resume=True, acked=2)
+    again = Raw(
+        f"unix://{near.welcome.local}", server.secret, session=reader.session, resume=True, acked=2
+    )
     again.ask(Delete, "k")
     again.ask(Delete, "ours")
     near.ask(Ping)
@@ -200,7 +206,9 @@ def test_memory_of_ours_is_used_again(server: Server, far: Raw) -> None:
         seen |= {os.fstat(segment.fileno()).st_ino for segment in server._loop._segments}
         far.ask(Get, "k")
         assert far.body == bytes([turn]) * (2 * MIB + turn)
-    assert len(seen) <= 3, "one is the value, one is filled, and one may still be on its way back from a reader"
+    assert len(seen) <= 3, (
+        "one is the value, one is filled, and one may still be on its way back from a reader"
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +223,9 @@ def test_memory_of_ours_is_used_again(server: Server, far: Raw) -> None:
         (lambda: write_only(bytes(MIB)), "cannot be read"),
     ],
 )
-def test_memory_that_is_none_is_refused(server: Server, near: Raw, make: Callable[[], int], says: str) -> None:
+def test_memory_that_is_none_is_refused(
+    server: Server, near: Raw, make: Callable[[], int], says: str
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
     fd = make()
     near.post(Set, "k", b"", shared=MIB, fds=(fd,))
@@ -226,7 +236,9 @@ def test_memory_that_is_none_is_refused(server: Server, near: Raw, make: Callabl
     assert says in reply.text
     with pytest.raises(Closed):
         near.reply()
-    assert len(os.listdir("/proc/self/fd")) == before - 1, "the server's end of the connection, and the descriptor that it was sent"
+    assert len(os.listdir("/proc/self/fd")) == before - 1, (
+        "the server's end of the connection, and the descriptor that it was sent"
+    )
 
 
 def test_descriptors_that_belong_to_nothing_are_closed(server: Server, near: Raw) -> None:
@@ -241,7 +253,9 @@ def test_descriptors_that_belong_to_nothing_are_closed(server: Server, near: Raw
 def test_too_many_descriptors_close_the_connection(server: Server, near: Raw) -> None:
     fd = memory(bytes(100))
     for part in (header(100)[:5], header(100)[5:]):
-        near.sock.sendmsg([part], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("5i", *[fd] * 5))])
+        near.sock.sendmsg(
+            [part], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("5i", *[fd] * 5))]
+        )
     with pytest.raises(Closed):
         near.reply()
     os.close(fd)
@@ -250,7 +264,9 @@ def test_too_many_descriptors_close_the_connection(server: Server, near: Raw) ->
 
 
 @pytest.mark.parametrize("size", [70 * MIB, 66 * MIB])
-def test_a_value_that_does_not_fit_is_refused_before_it_is_read(server: Server, far: Raw, size: int) -> None:
+def test_a_value_that_does_not_fit_is_refused_before_it_is_read(
+    server: Server, far: Raw, size: int
+) -> None:
     if size == 66 * MIB:
         size = 40 * MIB
         far.ask(Set, "first", b"", body=bytes(40 * MIB))
@@ -300,7 +316,9 @@ def test_a_slow_upload_is_a_sign_of_life(server: Server) -> None:
         assert slow.reply() == Done(1, 1)
 
 
-def test_small_requests_do_not_wait_for_a_frozen_upload_or_download(server: Server, far: Raw) -> None:
+def test_small_requests_do_not_wait_for_a_frozen_upload_or_download(
+    server: Server, far: Raw
+) -> None:
     frozen = []
     far.ask(Set, "large", b"", body=bytes(20 * MIB))
     try:
@@ -313,7 +331,9 @@ def test_small_requests_do_not_wait_for_a_frozen_upload_or_download(server: Serv
             else:
                 client.post(Get, "large")
         assert far.ask(Add, "n", 1).number == 1
-        assert far.ask(Set, "other", b"", body=bytes(3 * MIB)).seq == 3, "large values are not held up either"
+        assert far.ask(Set, "other", b"", body=bytes(3 * MIB)).seq == 3, (
+            "large values are not held up either"
+        )
         frozen[0].reply()
         assert frozen[0].body == bytes(20 * MIB)
         frozen[1].sock.sendall(bytes(MIB))
@@ -347,7 +367,9 @@ def test_a_reader_that_does_not_read_is_not_read_from(server: Server, far: Raw) 
             assert len(frozen.reply().value) == 60_000
 
 
-def test_a_reader_with_too_many_waiting_answers_is_closed(server: Server, far: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_with_too_many_waiting_answers_is_closed(
+    server: Server, far: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers, "BACKLOG_BYTES", 8 * MIB)
     with Raw(server.address, server.secret) as frozen:
         frozen.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
@@ -405,12 +427,16 @@ def test_freed_comes_behind_a_reply(near: Raw) -> None:
 
 
 def test_a_transfer_has_one_thread_whatever_epoll_said_before() -> None:
-    """Who waits for a large value, and has just read what kept him from getting it: in one and the same look, he becomes writable and
-    is sent that value. Two threads with one transfer would send a mixture of its bytes."""
+    """Who waits for a large value, and has just read what kept him from getting it: in one and the
+    same look, he becomes writable and is sent that value. Two threads with one transfer would send
+    a mixture of its bytes."""
     server = Server(max_bytes="64MiB", clock=In1970())
     loop = server._loop
     assert loop is not None
-    reading, writing = _joined(server, loop, server.address), _joined(server, loop, f"unix://{loop._local}")
+    reading, writing = (
+        _joined(server, loop, server.address),
+        _joined(server, loop, f"unix://{loop._local}"),
+    )
     writing.post(Set, "k", bytes(60_000))
     reading.post(Get, "large", 60.0)
     loop._turn(loop._now() + 0.1)
@@ -428,7 +454,10 @@ def test_a_transfer_has_one_thread_whatever_epoll_said_before() -> None:
         while True:
             reading._data += reading.sock.recv(MIB)
     clock = Clock()
-    while peer.fd not in (ready := [fd for fd, _ in loop._epoll.poll(0)]) and clock.elapsed() < DEADLINE:
+    while (
+        peer.fd not in (ready := [fd for fd, _ in loop._epoll.poll(0)])
+        and clock.elapsed() < DEADLINE
+    ):
         threading.Event().wait(0.001)
     assert peer.fd in ready[1:], "first what makes the large value, then who can be sent it"
     bodies = {}
@@ -460,7 +489,9 @@ def _joined(server: Server, loop: Loop, address: str) -> Raw:
     return made[0]
 
 
-def test_without_a_thread_only_the_large_value_fails(server: Server, far: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_only_the_large_value_fails(
+    server: Server, far: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -476,8 +507,8 @@ def test_without_a_thread_only_the_large_value_fails(server: Server, far: Raw, m
 
 
 def test_a_descriptor_that_was_lost_costs_its_own_request_only(server: Server, near: Raw) -> None:
-    """The first request's descriptor is lost for want of room in this process; the second one's must not be taken for it, although both
-    requests are cut from one read."""
+    """The first request's descriptor is lost for want of room in this process; the second one's
+    must not be taken for it, although both requests are cut from one read."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     first, second = memory(b"1" * MIB), memory(b"2" * MIB)
     near.post(Ping)
@@ -489,7 +520,9 @@ def test_a_descriptor_that_was_lost_costs_its_own_request_only(server: Server, n
     (peer,) = loop._peers.values()
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-        near.sock.sendmsg([head[:5]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", first))])
+        near.sock.sendmsg(
+            [head[:5]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", first))]
+        )
         clock = Clock()
         while not peer.descriptors and clock.elapsed() < DEADLINE:
             threading.Event().wait(0.001)
@@ -497,7 +530,10 @@ def test_a_descriptor_that_was_lost_costs_its_own_request_only(server: Server, n
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     message = encode(Set(3, 1, "two", b"", MIB))
-    near.sock.sendmsg([head[5:] + header(len(message)) + message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", second))])
+    near.sock.sendmsg(
+        [head[5:] + header(len(message)) + message],
+        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", second))],
+    )
     lost, done = near.reply(), near.reply()
     assert lost.code == "store-full"
     assert isinstance(done, Done)
@@ -515,12 +551,20 @@ def test_descriptors_of_strangers_are_not_kept(server: Server, near: Raw) -> Non
         sock.sendall(b"\x40")
         loop, clock = server._loop, Clock()
         assert loop is not None
-        while not any(len(peer.cutter) for peer in list(loop._gate.strangers)) and clock.elapsed() < DEADLINE:
+        while (
+            not any(len(peer.cutter) for peer in list(loop._gate.strangers))
+            and clock.elapsed() < DEADLINE
+        ):
             near.ask(Ping)
         before = len(os.listdir("/proc/self/fd"))
         for part in (b"\x00", b"\x00", b"\x00"):
-            sock.sendmsg([part], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("2i", fd, fd))])
-        while any(len(peer.cutter) < 4 for peer in list(loop._gate.strangers)) and clock.elapsed() < DEADLINE:
+            sock.sendmsg(
+                [part], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("2i", fd, fd))]
+            )
+        while (
+            any(len(peer.cutter) < 4 for peer in list(loop._gate.strangers))
+            and clock.elapsed() < DEADLINE
+        ):
             near.ask(Ping)
         assert len(os.listdir("/proc/self/fd")) == before
         os.close(fd)
@@ -536,17 +580,24 @@ loop.HUGE_BYTES = 4 << 20
 
 @pytest.mark.parametrize("same_host", [True, False])
 def test_values_leave_descriptors_for_who_is_still_to_come(same_host: bool) -> None:
-    """Each value of a mebibyte took a descriptor until there was none: new clients were refused, and in a job the launcher, in whose
-    process the store is, could not look at its ranks any more and ended with an internal error."""
+    """Each value of a mebibyte took a descriptor until there was none: new clients were refused,
+    and in a job the launcher, in whose process the store is, could not look at its ranks any more
+    and ended with an internal error."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ServerProcess(FEW))
-        store = stack.enter_context(rallypoint.connect(server.address, secret=server.secret, same_host=same_host))
+        store = stack.enter_context(
+            rallypoint.connect(server.address, secret=server.secret, same_host=same_host)
+        )
         values = [bytes([number]) * MIB for number in range(70)]
         for number, value in enumerate(values):
             store[f"k{number}"] = value
         assert len(os.listdir(f"/proc/{server.pid}/fd")) < 56
         for _ in range(6):
-            stack.enter_context(rallypoint.connect(server.address, secret=server.secret, same_host=same_host, timeout=60.0))
+            stack.enter_context(
+                rallypoint.connect(
+                    server.address, secret=server.secret, same_host=same_host, timeout=60.0
+                )
+            )
         assert all(store[f"k{number}"] == value for number, value in enumerate(values))
         if same_host:
             with pytest.raises(rallypoint.LimitExceeded, match="a quarter") as caught:
@@ -561,13 +612,16 @@ def test_values_leave_descriptors_for_who_is_still_to_come(same_host: bool) -> N
 
 
 def test_a_roster_that_cannot_be_had_is_not_the_end_of_the_store() -> None:
-    """A barrier's timeout asked the launcher who is missing, that could not open /proc for want of descriptors, and the OSError ended
-    the store's thread: every key was gone."""
+    """A barrier's timeout asked the launcher who is missing, that could not open /proc for want of
+    descriptors, and the OSError ended the store's thread: every key was gone."""
 
     def roster() -> dict[int, Sighting]:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    with Server(max_bytes="64MiB", roster=roster) as server, rallypoint.connect(server.address, secret=server.secret) as store:
+    with (
+        Server(max_bytes="64MiB", roster=roster) as server,
+        rallypoint.connect(server.address, secret=server.secret) as store,
+    ):
         store["k"] = 1
         with pytest.raises(rallypoint.BarrierTimeout):
             store.barrier("b", 2, timeout=0.1)

@@ -1,4 +1,6 @@
-"""One store object in several threads: each call ends by itself, and one thread's trouble is not the others'."""
+"""One store object in several threads: each call ends by itself, and one thread's trouble is not
+the others'.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(params=[True, False], ids=["shared-memory", "tcp"])
 def store(server: Server, request: pytest.FixtureRequest) -> Iterator[Store]:
-    with rallypoint.connect(server.address, secret=server.secret, same_host=request.param, timeout=LONG, ttl=LONG) as made:
+    with rallypoint.connect(
+        server.address, secret=server.secret, same_host=request.param, timeout=LONG, ttl=LONG
+    ) as made:
         yield made
 
 
@@ -138,8 +142,9 @@ with rallypoint.serve() as server, rallypoint.connect(server.address, secret=ser
 
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_a_trace_function_in_which_threads_change_loses_nothing(seed: str) -> None:
-    """A debugger's trace function, or coverage's, is a call between any two lines. Two threads once took the same number, and the second
-    one got the first one's answer: an `add` was lost without an error."""
+    """A debugger's trace function, or coverage's, is a call between any two lines. Two threads once
+    took the same number, and the second one got the first one's answer: an `add` was lost without
+    an error."""
     assert output_of(TRACED, seed) == ["500 True"]
 
 
@@ -206,11 +211,15 @@ def test_stores_may_come_and_go_while_the_process_ends() -> None:
 # --- sessions ---
 
 
-def test_each_thread_is_told_that_the_session_was_lost_and_goes_on_in_the_next(server: Server) -> None:
+def test_each_thread_is_told_that_the_session_was_lost_and_goes_on_in_the_next(
+    server: Server,
+) -> None:
     with contextlib.ExitStack() as stack:
         second = stack.enter_context(rallypoint.serve(max_bytes="16MiB", secret=server.secret))
         proxy = stack.enter_context(ChaosProxy(server.address))
-        store = stack.enter_context(rallypoint.connect(proxy.address, secret=server.secret, same_host=False, timeout=LONG))
+        store = stack.enter_context(
+            rallypoint.connect(proxy.address, secret=server.secret, same_host=False, timeout=LONG)
+        )
         store["k"] = 1
 
         def wait() -> SessionLost:
@@ -229,10 +238,14 @@ def test_each_thread_is_told_that_the_session_was_lost_and_goes_on_in_the_next(s
 
 
 def test_a_lease_is_kept_while_a_handler_stands_in_the_middle_of_sending(server: Server) -> None:
-    """Half a value is on its way, and the thread that sends it does something else for longer than the lease."""
+    """Half a value is on its way, and the thread that sends it does something else for longer than
+    the lease.
+    """
     with (
         ChaosProxy(server.address) as proxy,
-        rallypoint.connect(proxy.address, secret=server.secret, same_host=False, ttl=2.0, timeout=LONG) as store,
+        rallypoint.connect(
+            proxy.address, secret=server.secret, same_host=False, ttl=2.0, timeout=LONG
+        ) as store,
         rallypoint.connect(server.address, secret=server.secret) as other,
     ):
         store.set("mine", 1, ephemeral=True)
@@ -268,7 +281,9 @@ def test_a_server_that_was_frozen_reads_before_it_ends_sessions() -> None:
         assert store.statistics()["sessions"] == 1
 
 
-def test_where_no_thread_could_be_had_the_next_store_tries_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_could_be_had_the_next_store_tries_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -282,19 +297,26 @@ def test_where_no_thread_could_be_had_the_next_store_tries_again(server: Server,
 
 
 def test_the_threads_of_a_store_end_with_it(server: Server) -> None:
-    with rallypoint.connect(server.address, secret=server.secret), rallypoint.connect(server.address, secret=server.secret):
+    with (
+        rallypoint.connect(server.address, secret=server.secret),
+        rallypoint.connect(server.address, secret=server.secret),
+    ):
         assert our_threads()
     eventually(lambda: not our_threads())
 
 
 def test_a_log_that_stands_still_holds_up_neither_signs_of_life_nor_a_connection() -> None:
-    """A signal handler's exception in the middle of Python's logging leaves its locks to the thread in which that was."""
+    """A signal handler's exception in the middle of Python's logging leaves its locks to the thread
+    in which that was.
+    """
     with Network() as network:
         store = network.connect(ttl=1.5, timeout=LONG)
         logging._lock.acquire()  # type: ignore[attr-defined]
         try:
             network.cut()
-            eventually(lambda: store.statistics()["reconnects"] == 1)  # by a thread of ours, which has something for the log
+            eventually(
+                lambda: store.statistics()["reconnects"] == 1
+            )  # by a thread of ours, which has something for the log
             threading.Event().wait(3.0)
             assert store.add("n") == 1
             assert store.statistics()["sessions"] == 1
@@ -305,7 +327,9 @@ def test_a_log_that_stands_still_holds_up_neither_signs_of_life_nor_a_connection
 # --- watching ---
 
 
-def test_a_watch_that_is_interrupted_while_it_reads_a_large_value(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_that_is_interrupted_while_it_reads_a_large_value(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The changes of one answer are given one by one, each exactly once."""
     changes = store.watch("w/", timeout=LONG)
     store["w/a"] = 1
@@ -350,16 +374,36 @@ def test_a_request_that_cannot_be_written_down_leaves_nothing(store: Store, othe
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda store: store.set("k", 1, fence="x"), "fence='x': the token of a lock is an int, not a str"),
+        (
+            lambda store: store.set("k", 1, fence="x"),
+            "fence='x': the token of a lock is an int, not a str",
+        ),
         (lambda store: store.set("k", 1, fence=True), "the token of a lock is an int, not a bool"),
-        (lambda store: store.set("k", 1, ephemeral=1), "ephemeral=1: whether the key goes with this session is True or False, not an int"),
-        (lambda store: store.delete("k", fence=1.5), "fence=1.5: the token of a lock is an int, not a float"),
-        (lambda store: store.update("k", str, fence=b""), "the token of a lock is an int, not a bytes"),
-        (lambda store: store.compare_and_set("k", 1, 2, revision="1"), "revision='1': a revision of this store is an int, not a str"),
-        (lambda store: next(store.watch("", since="1")), "since='1': a revision of this store is an int, not a str"),
+        (
+            lambda store: store.set("k", 1, ephemeral=1),
+            "ephemeral=1: whether the key goes with this session is True or False, not an int",
+        ),
+        (
+            lambda store: store.delete("k", fence=1.5),
+            "fence=1.5: the token of a lock is an int, not a float",
+        ),
+        (
+            lambda store: store.update("k", str, fence=b""),
+            "the token of a lock is an int, not a bytes",
+        ),
+        (
+            lambda store: store.compare_and_set("k", 1, 2, revision="1"),
+            "revision='1': a revision of this store is an int, not a str",
+        ),
+        (
+            lambda store: next(store.watch("", since="1")),
+            "since='1': a revision of this store is an int, not a str",
+        ),
     ],
 )
-def test_what_is_no_number_is_not_sent(store: Store, call: Callable[[Store], object], said: str) -> None:
+def test_what_is_no_number_is_not_sent(
+    store: Store, call: Callable[[Store], object], said: str
+) -> None:
     with pytest.raises(TypeError, match=re.escape(said)):
         call(store)
     assert store.statistics()["reconnects"] == 0
@@ -389,7 +433,9 @@ def test_who_waits_for_long_says_by_itself_that_it_lives(server: Server) -> None
 def test_connections_that_nobody_uses_are_few(server: Server) -> None:
     """A burst of threads opens as many; one that works alone afterwards needs them no more."""
     with rallypoint.connect(server.address, secret=server.secret, ttl=0.6, timeout=LONG) as store:
-        join = start(*(lambda index=index: store.wait(f"k{index}", timeout=LONG) for index in range(20)))
+        join = start(
+            *(lambda index=index: store.wait(f"k{index}", timeout=LONG) for index in range(20))
+        )
         eventually(lambda: store.status()["waiting"] == 20)
         store.set_many({f"k{index}": 1 for index in range(20)})
         join()

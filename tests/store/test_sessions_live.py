@@ -57,7 +57,9 @@ def proxy(server: Server) -> Iterator[ChaosProxy]:
 @pytest.fixture
 def store(server: Server, proxy: ChaosProxy) -> Iterator[Store]:
     """Through the proxy, with a short lease and patience. It holds the key `mine`."""
-    with rallypoint.connect(proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=DEADLINE) as store:
+    with rallypoint.connect(
+        proxy.address, secret=server.secret, same_host=False, ttl=SHORT, timeout=DEADLINE
+    ) as store:
         store.set("mine", 1, ephemeral=True)
         yield store
         proxy.heal()
@@ -104,12 +106,17 @@ def test_a_server_that_was_killed_and_started_again_on_its_port() -> None:
                 assert store.statistics()["sessions"] == 2
 
 
-def test_another_server_is_noticed_by_who_asks_next(server: Server, proxy: ChaosProxy, store: Store) -> None:
+def test_another_server_is_noticed_by_who_asks_next(
+    server: Server, proxy: ChaosProxy, store: Store
+) -> None:
     with serve(secret=server.secret) as other:
         proxy.retarget(other.address)
         proxy.reset()
         error = lost_by(store.add, "n")
-        assert error.outcome in ("did not happen", "unknown")  # unknown: it was sent before the reset was seen
+        assert error.outcome in (
+            "did not happen",
+            "unknown",
+        )  # unknown: it was sent before the reset was seen
         assert "another server than before" in str(error)
         assert store.add("n") == 1  # and the next call works
         store.set("new", 1, ephemeral=True)
@@ -119,7 +126,9 @@ def test_another_server_is_noticed_by_who_asks_next(server: Server, proxy: Chaos
             assert direct.keys() == ["n"]
 
 
-def test_a_request_on_a_connection_that_was_known_to_be_gone_did_not_happen(server: Server, proxy: ChaosProxy, store: Store) -> None:
+def test_a_request_on_a_connection_that_was_known_to_be_gone_did_not_happen(
+    server: Server, proxy: ChaosProxy, store: Store
+) -> None:
     with serve(secret=server.secret) as other:
         proxy.refuse()
         proxy.retarget(other.address)
@@ -172,7 +181,10 @@ def test_what_was_waiting_did_not_happen(proxy: ChaosProxy, direct: Store, store
     popping, reading = Thread(lost_by, pop, store, LONG), Thread(lost_by, store.wait, "none")
     until(lambda: direct.status()["waiting"] == 2)
     silence(proxy, direct)
-    assert (popping.result().outcome, reading.result().outcome) == ("did not happen", "did not happen")
+    assert (popping.result().outcome, reading.result().outcome) == (
+        "did not happen",
+        "did not happen",
+    )
     assert direct.status()["waiting"] == 0
 
 
@@ -180,13 +192,20 @@ def test_what_failed_did_not_happen(proxy: ChaosProxy, direct: Store, store: Sto
     direct["n"] = "text"
     proxy.black_hole(to="client")
     adding = Thread(lost_by, store.add, "n")
-    proxy.wait_for(lambda seen: seen.to_client.swallowed > len("'n' does not hold an integer: nothing can be added to it"))
+    proxy.wait_for(
+        lambda seen: (
+            seen.to_client.swallowed
+            > len("'n' does not hold an integer: nothing can be added to it")
+        )
+    )
     silence(proxy, direct)
     assert adding.result().outcome == "did not happen"
     assert direct["n"] == "text"
 
 
-def test_the_next_one_is_told_when_nobody_waited(proxy: ChaosProxy, direct: Store, store: Store) -> None:
+def test_the_next_one_is_told_when_nobody_waited(
+    proxy: ChaosProxy, direct: Store, store: Store
+) -> None:
     silence(proxy, direct)
     error = lost_by(store.add, "n")
     assert error.outcome == "did not happen"
@@ -218,7 +237,9 @@ print(store.add("n"))
 
 
 @pytest.mark.parametrize("where", ["near", "far"])
-def test_who_holds_the_interpreter_lock_for_too_long_is_told_why(server: Server, direct: Store, where: str) -> None:
+def test_who_holds_the_interpreter_lock_for_too_long_is_told_why(
+    server: Server, direct: Store, where: str
+) -> None:
     outcome, headline, *notes, added = output_of(HOG, server.address, server.secret.hex(), where)
     assert (outcome, added) == ("did not happen", "1")
     assert "no sign of life from this client for" in headline
@@ -251,7 +272,15 @@ sys.stdin.readline()
         "store = None\nsys.stdin.read()",
         "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit())\nos.kill(os.getpid(), signal.SIGTERM)",
     ],
-    ids=["close", "end of the program", "sys.exit", "SystemExit", "garbage", "last reference", "SIGTERM with a handler"],
+    ids=[
+        "close",
+        "end of the program",
+        "sys.exit",
+        "SystemExit",
+        "garbage",
+        "last reference",
+        "SIGTERM with a handler",
+    ],
 )
 def test_what_a_session_held_is_released_at_once(server: Server, direct: Store, end: str) -> None:
     with running(HOLDER + end, server.address, server.secret.hex(), str(LONG)) as process:
@@ -290,8 +319,12 @@ def test_the_end_of_a_multiprocessing_child_is_one(server: Server, direct: Store
 
 
 @pytest.mark.parametrize(("ttl", "way"), [(SHORT, "tcp"), (LONG, "a Unix socket")])
-def test_what_a_killed_process_held_is_released(server: Server, direct: Store, ttl: float, way: str) -> None:
-    """After its ttl; on a Unix socket, whose other end the kernel names, as soon as the process is gone."""
+def test_what_a_killed_process_held_is_released(
+    server: Server, direct: Store, ttl: float, way: str
+) -> None:
+    """After its ttl; on a Unix socket, whose other end the kernel names, as soon as the process is
+    gone.
+    """
     with running(HOLDER, server.address, server.secret.hex(), str(ttl), way) as process:
         assert direct.wait("mine", DEADLINE) == 1
         changes = direct.watch("mine", timeout=DEADLINE)
@@ -315,7 +348,9 @@ def test_a_killed_process_keeps_its_session_until_then(server: Server, direct: S
 # --- kept alive ---
 
 
-def test_sessions_that_idle_or_wait_are_kept_for_several_ttl(server: Server, direct: Store, store: Store) -> None:
+def test_sessions_that_idle_or_wait_are_kept_for_several_ttl(
+    server: Server, direct: Store, store: Store
+) -> None:
     with rallypoint.connect(server.address, secret=server.secret, ttl=SHORT) as waiter:
         waiter.set("mine too", 1, ephemeral=True)
         waiting = Thread(waiter.wait, "k", DEADLINE)
@@ -327,7 +362,9 @@ def test_sessions_that_idle_or_wait_are_kept_for_several_ttl(server: Server, dir
         assert (store.statistics()["sessions"], waiter.statistics()["sessions"]) == (1, 1)
 
 
-def test_an_idle_session_whose_connection_broke_connects_by_itself(proxy: ChaosProxy, direct: Store, store: Store) -> None:
+def test_an_idle_session_whose_connection_broke_connects_by_itself(
+    proxy: ChaosProxy, direct: Store, store: Store
+) -> None:
     for _ in range(3):
         before = store.statistics()["reconnects"]
         proxy.reset()
@@ -351,7 +388,9 @@ def test_a_session_that_is_busy_with_large_values_is_kept(direct: Store, store: 
 
 
 @pytest.mark.parametrize("ttl", [1e-9, 1e9])
-def test_a_ttl_that_is_too_short_or_too_long_is_the_shortest_or_longest(server: Server, direct: Store, ttl: float) -> None:
+def test_a_ttl_that_is_too_short_or_too_long_is_the_shortest_or_longest(
+    server: Server, direct: Store, ttl: float
+) -> None:
     """The client gives its signs of life as often as the server wants them."""
     with rallypoint.connect(server.address, secret=server.secret, ttl=ttl) as store:
         store.set("mine", 1, ephemeral=True)

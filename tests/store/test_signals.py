@@ -1,4 +1,6 @@
-"""Signal handlers run at once in every blocking call; they may raise, and they may use the store."""
+"""Signal handlers run at once in every blocking call; they may raise, and they may use the
+store.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,18 @@ from rallypoint.clock import Clock
 from rallypoint.testing import ChaosProxy
 
 from .processes import ServerProcess
-from .situations import DEADLINE, LONG, Interruption, Storm, alarm, eventually, in_child, put, start, take
+from .situations import (
+    DEADLINE,
+    LONG,
+    Interruption,
+    Storm,
+    alarm,
+    eventually,
+    in_child,
+    put,
+    start,
+    take,
+)
 
 LARGE = b"x" * (32 << 20)
 """More than the buffers of any socket."""
@@ -43,7 +56,9 @@ def process() -> Iterator[ServerProcess]:
 
 @pytest.fixture(params=[True, False], ids=["shared-memory", "tcp"])
 def store(server: Server, request: pytest.FixtureRequest) -> Iterator[Store]:
-    with rallypoint.connect(server.address, secret=server.secret, same_host=request.param, timeout=LONG, ttl=TTL) as made:
+    with rallypoint.connect(
+        server.address, secret=server.secret, same_host=request.param, timeout=LONG, ttl=TTL
+    ) as made:
         yield made
 
 
@@ -61,13 +76,20 @@ CALLS: dict[str, Callable[[Store], object]] = {
 
 @pytest.mark.parametrize("same_host", [True, False], ids=["shared-memory", "tcp"])
 @pytest.mark.parametrize("call", CALLS)
-def test_ctrl_c_in_a_call_to_a_frozen_server(process: ServerProcess, same_host: bool, call: str) -> None:
+def test_ctrl_c_in_a_call_to_a_frozen_server(
+    process: ServerProcess, same_host: bool, call: str
+) -> None:
     """As with KeyboardInterrupt; and then the same store goes on."""
-    with rallypoint.connect(process.address, secret=process.secret, same_host=same_host, timeout=LONG) as store:
+    with rallypoint.connect(
+        process.address, secret=process.secret, same_host=same_host, timeout=LONG
+    ) as store:
         store["k"] = 1
         process.stop()
         clock = Clock()
-        with alarm(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+        with (
+            alarm(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)),
+            pytest.raises(KeyboardInterrupt),
+        ):
             CALLS[call](store)
         assert clock.elapsed() < LONG / 5
         process.go_on()
@@ -77,8 +99,12 @@ def test_ctrl_c_in_a_call_to_a_frozen_server(process: ServerProcess, same_host: 
 
 
 @pytest.mark.parametrize("error", [TimeoutError, ConnectionResetError, OSError])
-def test_an_oserror_of_a_handler_is_never_taken_for_the_sockets(store: Store, error: type[OSError]) -> None:
-    """The usual way to give a call a time of one's own is a handler of SIGALRM that raises TimeoutError."""
+def test_an_oserror_of_a_handler_is_never_taken_for_the_sockets(
+    store: Store, error: type[OSError]
+) -> None:
+    """The usual way to give a call a time of one's own is a handler of SIGALRM that raises
+    TimeoutError.
+    """
     chance = random.Random(7)
     for _ in range(150):
         fired: list[OSError] = []
@@ -94,7 +120,9 @@ def test_an_oserror_of_a_handler_is_never_taken_for_the_sockets(store: Store, er
 
         store.add("n")  # connected again
         former = signal.signal(signal.SIGALRM, handler)
-        gc.disable()  # a callback of the collector may be Python code (hypothesis has one): what is raised in it is lost
+        # a callback of the collector may be Python code (hypothesis has one): what is raised in it
+        # is lost
+        gc.disable()
         try:
             with pytest.raises(error, match="the handler's") as raised:
                 add()
@@ -147,19 +175,26 @@ def test_ctrl_c_while_another_thread_waits(store: Store) -> None:
 def test_ctrl_c_while_a_large_value_arrives(server: Server) -> None:
     with (
         ChaosProxy(server.address) as proxy,
-        rallypoint.connect(proxy.address, secret=server.secret, same_host=False, timeout=LONG) as store,
+        rallypoint.connect(
+            proxy.address, secret=server.secret, same_host=False, timeout=LONG
+        ) as store,
     ):
         store["large"] = LARGE
         with proxy.after_bytes(300_000, of="client").freeze():
             clock = Clock()
-            with alarm(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+            with (
+                alarm(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)),
+                pytest.raises(KeyboardInterrupt),
+            ):
                 store.get("large")
             assert clock.elapsed() < LONG / 5
         assert store["large"] == LARGE
 
 
 @pytest.mark.parametrize("call", ["wait", "pop", "watch"])
-def test_a_handler_that_returns_leaves_the_call_waiting(store: Store, server: Server, call: str) -> None:
+def test_a_handler_that_returns_leaves_the_call_waiting(
+    store: Store, server: Server, call: str
+) -> None:
     """SIGTERM that only writes something down."""
     seen = []
     answered = threading.Event()
@@ -197,7 +232,9 @@ def test_a_handler_uses_the_store_in_the_middle_of_a_wait(store: Store) -> None:
 
 
 def test_a_handler_reads_the_answer_of_the_call_below_it(store: Store, server: Server) -> None:
-    """It waits itself, and meanwhile the other answer comes: it must not be lost, nor noticed only when something else arrives."""
+    """It waits itself, and meanwhile the other answer comes: it must not be lost, nor noticed only
+    when something else arrives.
+    """
 
     def handler() -> None:
         with rallypoint.connect(server.address, secret=server.secret) as other:
@@ -230,10 +267,14 @@ def test_a_handler_ends_the_wait_of_another_thread_and_then_the_call_below_it(st
 
 
 def test_a_handler_uses_the_store_while_a_large_value_is_sent(server: Server) -> None:
-    """The link has half a frame on it, so that the handler takes another one; both are carried out, once."""
+    """The link has half a frame on it, so that the handler takes another one; both are carried out,
+    once.
+    """
     with (
         ChaosProxy(server.address) as proxy,
-        rallypoint.connect(proxy.address, secret=server.secret, same_host=False, timeout=LONG) as store,
+        rallypoint.connect(
+            proxy.address, secret=server.secret, same_host=False, timeout=LONG
+        ) as store,
     ):
         seen = []
 
@@ -252,7 +293,9 @@ def test_a_handler_uses_the_store_while_a_large_value_is_sent(server: Server) ->
 def test_a_handler_uses_the_store_while_it_connects_again(server: Server) -> None:
     with (
         ChaosProxy(server.address) as proxy,
-        rallypoint.connect(proxy.address, secret=server.secret, same_host=False, timeout=LONG) as store,
+        rallypoint.connect(
+            proxy.address, secret=server.secret, same_host=False, timeout=LONG
+        ) as store,
     ):
         seen = []
 
@@ -280,8 +323,8 @@ def test_a_handler_closes_the_store(store: Store) -> None:
 @pytest.mark.parametrize("resets", [False, True], ids=["", "and-resets"])
 @pytest.mark.parametrize("threads", [0, 3])
 def test_interrupted_at_random(server: Server, threads: int, resets: bool) -> None:
-    """Handlers that use the store and raise, in the main thread; other threads beside it; connections that are cut: nothing is lost,
-    doubled or stuck."""
+    """Handlers that use the store and raise, in the main thread; other threads beside it;
+    connections that are cut: nothing is lost, doubled or stuck."""
 
     def run(address: str) -> dict[str, int]:
         with rallypoint.connect(address, secret=server.secret, timeout=LONG) as store:
@@ -339,7 +382,12 @@ def storm_of_calls(store: Store, threads: int) -> dict[str, int]:
     assert store["large"] == value
     assert longest < LONG / 5, "a call was stuck"
     eventually(lambda: store.status()["waiting"] == 0)
-    return {"done": done, "raised": storm.raised, "others": sum(others), "longest": int(longest * 1000)}
+    return {
+        "done": done,
+        "raised": storm.raised,
+        "others": sum(others),
+        "longest": int(longest * 1000),
+    }
 
 
 def test_a_call_that_is_interrupted_leaves_nothing_waiting_on_the_server(store: Store) -> None:
@@ -360,7 +408,9 @@ def test_a_wait_that_timed_out_leaves_nothing_waiting_on_the_server(store: Store
 
 
 def test_a_program_that_dies_of_sigpipe_does_not_die_of_us(process: ServerProcess) -> None:
-    """`signal(SIGPIPE, SIG_DFL)` is what command line tools do; a server that goes must not end them."""
+    """`signal(SIGPIPE, SIG_DFL)` is what command line tools do; a server that goes must not end
+    them.
+    """
     program = f"""
 import signal, sys
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -377,7 +427,9 @@ for store in stores:
         except rallypoint.StoreTimeout as error:
             print(error.code, flush=True)
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         assert child.stdout.readline() == "connected\n"

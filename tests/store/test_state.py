@@ -1,4 +1,6 @@
-"""The store's decisions, one by one: what a request does, what is answered, who is told, and what is left when a session ends."""
+"""The store's decisions, one by one: what a request does, what is answered, who is told, and what
+is left when a session ends.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,20 @@ class Blob:
 
 
 class Client:
-    """A session and its numbers. `ask` is a client with one thread; `request` and `send` leave the numbers to the test."""
+    """A session and its numbers. `ask` is a client with one thread; `request` and `send` leave the
+    numbers to the test.
+    """
 
     def __init__(self, store: Store, rank: int, ttl: float) -> None:
         self.store = store
-        session = store.state.open(store.now, bytes([rank]) * 16, ttl, m.Identity("node0", 100 + rank, rank), resume=False, acked=0)
+        session = store.state.open(
+            store.now,
+            bytes([rank]) * 16,
+            ttl,
+            m.Identity("node0", 100 + rank, rank),
+            resume=False,
+            acked=0,
+        )
         assert isinstance(session, Session)
         self.session = session
         self.seq = 0
@@ -54,7 +65,9 @@ class Client:
         self.store.large = answer[1]
         return answer[0]
 
-    def ask(self, kind: type[m.Request], *fields: Any, large: Large | None = None, **named: Any) -> Any:
+    def ask(
+        self, kind: type[m.Request], *fields: Any, large: Large | None = None, **named: Any
+    ) -> Any:
         """The reply, None when the request waits; everything before it is acknowledged."""
         self.acked = self.seq
         return self.send(self.request(kind, *fields, **named), large)
@@ -70,7 +83,9 @@ class Client:
 
     def open(self, **named: Any) -> Session | m.Refusal:
         named = {"resume": True, "acked": self.acked} | named
-        return self.store.state.open(self.store.now, self.session.id, 10.0, self.session.identity, **named)
+        return self.store.state.open(
+            self.store.now, self.session.id, 10.0, self.session.identity, **named
+        )
 
     def end(self) -> None:
         self.store.state.end(self.store.now, self.session)
@@ -128,7 +143,9 @@ def replies(woken: list[tuple[int, m.Reply]], kind: type[m.Reply]) -> list[int]:
 # --- keys ---
 
 
-def test_a_key_is_written_read_and_removed_and_every_change_has_a_revision(a: Client, b: Client) -> None:
+def test_a_key_is_written_read_and_removed_and_every_change_has_a_revision(
+    a: Client, b: Client
+) -> None:
     assert a.set("k", 1) == m.Done(1, 1)
     assert b.ask(m.Get, "k") == m.Value(1, 1, 1, encode(1))
     assert b.set("k", "two").replaced == 1
@@ -142,7 +159,15 @@ def test_a_key_is_written_read_and_removed_and_every_change_has_a_revision(a: Cl
 
 def test_reads_raise_no_revision(store: Store, a: Client) -> None:
     a.set("k", 1)
-    for kind, *fields in [(m.Ping,), (m.Get, "k"), (m.Get, "x"), (m.Keys,), (m.Exists, ("k", "x")), (m.Length, "q"), (m.Status,)]:
+    for kind, *fields in [
+        (m.Ping,),
+        (m.Get, "k"),
+        (m.Get, "x"),
+        (m.Keys,),
+        (m.Exists, ("k", "x")),
+        (m.Length, "q"),
+        (m.Status,),
+    ]:
         assert a.ask(kind, *fields).revision == 1  # type: ignore[arg-type]
 
 
@@ -169,12 +194,17 @@ def test_a_lost_update_is_seen_for_large_values_too(a: Client, b: Client) -> Non
 
 def test_two_sessions_of_one_identity_are_two_writers(store: Store) -> None:
     who = m.Identity("node0", 1, 0)
-    one, two = (store.state.open(0.0, bytes([n]) * 16, 10.0, who, resume=False, acked=0) for n in (1, 2))
+    one, two = (
+        store.state.open(0.0, bytes([n]) * 16, 10.0, who, resume=False, acked=0) for n in (1, 2)
+    )
     assert isinstance(one, Session)
     assert isinstance(two, Session)
     store.state.apply(0.0, one, m.Set(1, 0, "k", b"\x01"))
     store.state.apply(0.0, two, m.Set(1, 0, "k", b"\x02"))
-    assert store.state.apply(0.0, one, m.Set(2, 1, "k", b"\x03", seen=1)) == (m.Done(2, 3, 2, str(who)), None)
+    assert store.state.apply(0.0, one, m.Set(2, 1, "k", b"\x03", seen=1)) == (
+        m.Done(2, 3, 2, str(who)),
+        None,
+    )
 
 
 def test_compare_and_set_by_value_and_by_revision(a: Client, b: Client) -> None:
@@ -205,7 +235,9 @@ def test_keys_are_chosen_by_prefix(a: Client) -> None:
     assert a.ask(m.Keys, count=True).number == 4
 
 
-def test_who_waits_for_a_key_gets_it_in_the_order_of_waiting(store: Store, a: Client, b: Client) -> None:
+def test_who_waits_for_a_key_gets_it_in_the_order_of_waiting(
+    store: Store, a: Client, b: Client
+) -> None:
     c = store.client(2)
     assert b.ask(m.Get, "k", 5.0) is None
     assert a.ask(m.Get, "k", 5.0) is None
@@ -215,7 +247,9 @@ def test_who_waits_for_a_key_gets_it_in_the_order_of_waiting(store: Store, a: Cl
     assert store.woken() == [(1, m.Value(1, 2, 2, encode(7))), (0, m.Value(1, 2, 2, encode(7)))]
 
 
-def test_a_wait_for_keys_ends_when_all_are_there_at_once(store: Store, a: Client, b: Client) -> None:
+def test_a_wait_for_keys_ends_when_all_are_there_at_once(
+    store: Store, a: Client, b: Client
+) -> None:
     b.set("there", 1)
     assert a.ask(m.Exists, ("x", "there", "y"), 5.0) is None
     b.set("x", 1)
@@ -228,7 +262,9 @@ def test_a_wait_for_keys_ends_when_all_are_there_at_once(store: Store, a: Client
     assert a.ask(m.Exists, ("y", "z"), 0.0) == m.TimedOut(3, 5, ("z",))
 
 
-def test_waits_end_at_their_own_time_and_say_what_is_missing(store: Store, a: Client, b: Client) -> None:
+def test_waits_end_at_their_own_time_and_say_what_is_missing(
+    store: Store, a: Client, b: Client
+) -> None:
     assert a.ask(m.Get, "k", 5.0) is None
     assert b.ask(m.Exists, ("k", "x"), 3.0) is None
     assert store.state.due() == 1003.0
@@ -258,7 +294,9 @@ def test_a_wait_without_an_end_has_none(store: Store, a: Client, b: Client) -> N
     assert store.at(1e9) == []
 
 
-def test_a_key_with_a_ttl_goes_by_itself_and_a_plain_write_keeps_it(store: Store, a: Client) -> None:
+def test_a_key_with_a_ttl_goes_by_itself_and_a_plain_write_keeps_it(
+    store: Store, a: Client
+) -> None:
     a.set("short", 1, ttl=2.0)
     a.set("kept", 1, ttl=2.0)
     a.set("longer", 1, ttl=2.0)
@@ -284,7 +322,9 @@ def test_a_key_lives_longer_than_not_at_all(a: Client, ttl: float) -> None:
     assert isinstance(a.get("k"), m.Absent)
 
 
-def test_ephemeral_keys_go_with_their_session_unless_written_over(store: Store, a: Client, b: Client) -> None:
+def test_ephemeral_keys_go_with_their_session_unless_written_over(
+    store: Store, a: Client, b: Client
+) -> None:
     a.set("mine", 1, ephemeral=True)
     a.set("kept", 1, ephemeral=True)
     a.set("theirs", 1, ephemeral=True)
@@ -383,7 +423,9 @@ def test_failures_are_answers_too(store: Store, a: Client, b: Client) -> None:
     assert b.get("k") == 1
 
 
-def test_a_repeated_request_that_waits_goes_on_waiting_in_its_place(store: Store, a: Client, b: Client) -> None:
+def test_a_repeated_request_that_waits_goes_on_waiting_in_its_place(
+    store: Store, a: Client, b: Client
+) -> None:
     waiting = a.request(m.Pop, "q", 5.0)
     reading = a.request(m.Get, "k", 5.0)
     assert a.send(waiting) is a.send(reading) is None
@@ -394,7 +436,10 @@ def test_a_repeated_request_that_waits_goes_on_waiting_in_its_place(store: Store
     b.session.heard = store.now
     store.client(2).ask(m.Push, "q", b"\x01")
     assert replies(store.woken(), m.Value) == [0]
-    assert replies(store.at(1005.0), m.TimedOut) == [0, 1]  # the read at its first deadline, b's too
+    assert replies(store.at(1005.0), m.TimedOut) == [
+        0,
+        1,
+    ]  # the read at its first deadline, b's too
     assert isinstance(a.send(waiting), m.Value)  # the answer is kept: it had not arrived
 
 
@@ -413,18 +458,24 @@ def test_replies_are_kept_until_acknowledged_and_with_them_large_values(a: Clien
 
 
 def test_each_slot_acknowledges_its_own_replies(store: Store, a: Client) -> None:
-    """A thread that waits in one slot holds up nothing in another; what was acknowledged is not carried out again."""
+    """A thread that waits in one slot holds up nothing in another; what was acknowledged is not
+    carried out again.
+    """
     first = 7 << m.SLOT_BITS
     assert a.send(a.request(m.Pop, "q", 1e6)) is None
     done = [m.Add(first + n, first + n - 1, "n", 1) for n in range(1, 101)]
-    assert [a.send(request) for request in done] == [m.Integer(first + n, a.store.state.revision - 100 + n, n) for n in range(1, 101)]
+    assert [a.send(request) for request in done] == [
+        m.Integer(first + n, a.store.state.revision - 100 + n, n) for n in range(1, 101)
+    ]
     assert list(a.session.replies) == [1, first + 100]
     assert [a.send(request) for request in done[:99]] == [None] * 99
     assert isinstance(a.send(done[99]), m.Integer)
     assert len(store.state.waiting) == 1
 
 
-def test_a_request_that_is_acknowledged_while_it_waits_waits_for_nobody(store: Store, a: Client, b: Client) -> None:
+def test_a_request_that_is_acknowledged_while_it_waits_waits_for_nobody(
+    store: Store, a: Client, b: Client
+) -> None:
     b.ask(m.Lock, "l", "main", None)
     assert a.ask(m.Lock, "l", "main", 5.0) is None
     a.ask(m.Ping)
@@ -467,7 +518,9 @@ def test_a_request_that_waits_is_cancelled_silently(store: Store, a: Client, b: 
     assert len(store.state.waiting) == 0
 
 
-def test_a_copy_that_comes_after_its_cancellation_is_not_carried_out(store: Store, a: Client, b: Client) -> None:
+def test_a_copy_that_comes_after_its_cancellation_is_not_carried_out(
+    store: Store, a: Client, b: Client
+) -> None:
     late = a.request(m.Lock, "l", "main", None)
     a.send(m.Cancel(0, 0, late.seq))
     assert a.send(late) is None
@@ -476,7 +529,9 @@ def test_a_copy_that_comes_after_its_cancellation_is_not_carried_out(store: Stor
 
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("large", [True, False])
-def test_an_item_whose_reply_nobody_saw_comes_back_to_the_front(store: Store, a: Client, b: Client, hold: bool, large: bool) -> None:
+def test_an_item_whose_reply_nobody_saw_comes_back_to_the_front(
+    store: Store, a: Client, b: Client, hold: bool, large: bool
+) -> None:
     for n in range(3):
         b.ask(m.Push, "q", b"" if large else encode(n), large=Blob(5000 + n) if large else None)
     used = store.used
@@ -501,7 +556,9 @@ def test_an_item_that_was_settled_does_not_come_back(a: Client) -> None:
     assert a.ask(m.Length, "q").number == 1
 
 
-def test_a_lock_and_a_claim_that_nobody_saw_are_passed_on(store: Store, a: Client, b: Client) -> None:
+def test_a_lock_and_a_claim_that_nobody_saw_are_passed_on(
+    store: Store, a: Client, b: Client
+) -> None:
     lock, claim = a.request(m.Lock, "l", "main", None), a.request(m.Claim, "c", None)
     assert isinstance(a.send(lock), m.Granted)
     assert isinstance(a.send(claim), m.Granted)
@@ -529,10 +586,15 @@ def test_who_has_waited_longest_gets_the_next_item(store: Store, a: Client, b: C
     assert a.ask(m.Pop, "q", 5.0, True) is None
     assert [c.ask(m.Push, "q", encode(n)).number for n in range(3)] == [0, 0, 1]
     woken = store.woken()
-    assert [(rank, reply.value) for rank, reply in woken if isinstance(reply, m.Value)] == [(1, encode(0)), (0, encode(1))]
+    assert [(rank, reply.value) for rank, reply in woken if isinstance(reply, m.Value)] == [
+        (1, encode(0)),
+        (0, encode(1)),
+    ]
 
 
-def test_held_items_come_back_in_their_old_order_when_their_holder_dies(store: Store, a: Client, b: Client) -> None:
+def test_held_items_come_back_in_their_old_order_when_their_holder_dies(
+    store: Store, a: Client, b: Client
+) -> None:
     for n in range(6):
         a.ask(m.Push, "q", encode(n))
     c = store.client(2)
@@ -556,7 +618,9 @@ def test_an_item_that_comes_back_goes_to_who_waits(store: Store, a: Client, b: C
 # --- locks ---
 
 
-def test_a_lock_is_first_come_first_served_and_its_tokens_grow(store: Store, a: Client, b: Client) -> None:
+def test_a_lock_is_first_come_first_served_and_its_tokens_grow(
+    store: Store, a: Client, b: Client
+) -> None:
     c = store.client(2)
     first = a.ask(m.Lock, "l", "main", None)
     assert first.token == first.revision
@@ -576,7 +640,9 @@ def test_a_lock_is_first_come_first_served_and_its_tokens_grow(store: Store, a: 
     assert third.token > second.token
 
 
-def test_who_does_not_get_a_lock_learns_who_has_it_and_who_is_in_front(store: Store, a: Client, b: Client) -> None:
+def test_who_does_not_get_a_lock_learns_who_has_it_and_who_is_in_front(
+    store: Store, a: Client, b: Client
+) -> None:
     c = store.client(2)
     a.ask(m.Lock, "l", "main", None)
     store.now += 1.0
@@ -584,7 +650,9 @@ def test_who_does_not_get_a_lock_learns_who_has_it_and_who_is_in_front(store: St
     c.ask(m.Lock, "l", "main", 2.0)
     [(rank, late)] = store.at(1003.0)
     assert rank == 2
-    assert late == m.TimedOut(1, 1, holder=a.session.identity, held_for=3.0, queue=(b.session.identity,))
+    assert late == m.TimedOut(
+        1, 1, holder=a.session.identity, held_for=3.0, queue=(b.session.identity,)
+    )
     at_once = c.ask(m.Lock, "l", "main", 0.0)
     assert at_once.queue == (b.session.identity,)
 
@@ -597,7 +665,9 @@ def test_threads_of_one_session_share_no_lock(store: Store, a: Client) -> None:
     assert replies(store.woken(), m.Granted) == [0]
 
 
-def test_a_write_with_a_token_needs_the_lock_to_be_held_now(store: Store, a: Client, b: Client) -> None:
+def test_a_write_with_a_token_needs_the_lock_to_be_held_now(
+    store: Store, a: Client, b: Client
+) -> None:
     token = a.ask(m.Lock, "l", "main", None).token
     a.set("k", 1, fence=token)
     b.ask(m.Lock, "l", "main", None)
@@ -607,7 +677,10 @@ def test_a_write_with_a_token_needs_the_lock_to_be_held_now(store: Store, a: Cli
     assert str(b.session.identity) in stale.text
     assert dict(stale.details)["lock"] == "l"
     assert a.ask(m.Delete, "k", fence=token).code == "fence-stale"
-    assert a.ask(m.CompareAndSet, "k", encode(2), expected=encode(1), fence=token).code == "fence-stale"
+    assert (
+        a.ask(m.CompareAndSet, "k", encode(2), expected=encode(1), fence=token).code
+        == "fence-stale"
+    )
     assert a.ask(m.Set, "k", encode(2), fence=99).code == "fence-stale"
     assert a.get("k") == 1
     b.end()
@@ -621,7 +694,9 @@ def test_one_computes_and_the_others_get_its_value(store: Store, a: Client, b: C
     c = store.client(2)
     assert isinstance(a.ask(m.Claim, "data", None), m.Granted)
     assert b.ask(m.Claim, "data", None) is None
-    assert isinstance(b.send(b.request(m.Resolve, "data", b"\x01")), m.Absent)  # not the one who computes
+    assert isinstance(
+        b.send(b.request(m.Resolve, "data", b"\x01")), m.Absent
+    )  # not the one who computes
     assert isinstance(a.ask(m.Resolve, "data", b"\x07"), m.Done)
     [(rank, value)] = store.woken()
     assert rank == 1
@@ -633,18 +708,27 @@ def test_one_computes_and_the_others_get_its_value(store: Store, a: Client, b: C
     assert isinstance(c.get("data"), m.Absent)  # a name of its own, not a key
 
 
-def test_a_failure_is_told_to_those_who_wait_and_not_remembered(store: Store, a: Client, b: Client) -> None:
+def test_a_failure_is_told_to_those_who_wait_and_not_remembered(
+    store: Store, a: Client, b: Client
+) -> None:
     a.ask(m.Claim, "data", None)
     b.ask(m.Claim, "data", None)
     a.ask(m.Resolve, "data", b"\x07", failed=True)
     [(rank, failed)] = store.woken()
     assert isinstance(failed, m.Failed)
-    assert (rank, failed.code, failed.value, failed.present) == (1, "once-failed", b"\x07", (a.session.identity,))
+    assert (rank, failed.code, failed.value, failed.present) == (
+        1,
+        "once-failed",
+        b"\x07",
+        (a.session.identity,),
+    )
     assert isinstance(store.client(2).ask(m.Claim, "data", None), m.Granted)
 
 
 @pytest.mark.parametrize("how", ["dies", "retry"])
-def test_the_next_computes_when_the_first_does_not(store: Store, a: Client, b: Client, how: str) -> None:
+def test_the_next_computes_when_the_first_does_not(
+    store: Store, a: Client, b: Client, how: str
+) -> None:
     c = store.client(2)
     a.ask(m.Claim, "data", None)
     b.ask(m.Claim, "data", None)
@@ -654,7 +738,9 @@ def test_the_next_computes_when_the_first_does_not(store: Store, a: Client, b: C
     else:
         assert isinstance(a.ask(m.Resolve, "data", b"\x01", retry=True), m.Done)
     assert replies(store.woken(), m.Granted) == [1]
-    assert store.at(1001.0) == [(2, m.TimedOut(1, store.state.revision, holder=b.session.identity, held_for=1.0))]
+    assert store.at(1001.0) == [
+        (2, m.TimedOut(1, store.state.revision, holder=b.session.identity, held_for=1.0))
+    ]
 
 
 def test_ten_thousand_at_one_barrier_one_key_and_one_lock() -> None:
@@ -672,7 +758,9 @@ def crowd(many: int) -> None:
     store = Store(m.Limits(2**40, 2**40, 4096, 10**6, many, 4 * many))
     sessions = []
     for n in range(many):
-        session = store.state.open(0.0, n.to_bytes(16, "big"), 100.0, m.Identity("h", n, n), resume=False, acked=0)
+        session = store.state.open(
+            0.0, n.to_bytes(16, "big"), 100.0, m.Identity("h", n, n), resume=False, acked=0
+        )
         assert isinstance(session, Session)
         sessions.append(session)
     apply = store.state.apply
@@ -720,7 +808,9 @@ def test_a_watch_gets_every_change_in_order(store: Store, a: Client, b: Client) 
 
 
 def test_a_watch_covers_what_others_changed_even_if_nothing_matched(a: Client, b: Client) -> None:
-    """`until` and a TimedOut's `revision` say up to where all is known: a quiet prefix in a busy store is never compacted away."""
+    """`until` and a TimedOut's `revision` say up to where all is known: a quiet prefix in a busy
+    store is never compacted away.
+    """
     b.set("p", 1)
     b.set("q", 1)
     assert a.ask(m.Watch, "p", 0, 5.0).until == 2
@@ -750,7 +840,9 @@ def test_what_is_no_longer_known_is_never_a_gap() -> None:
     assert isinstance(oldest, int)
     assert 80 <= oldest < 100
     assert a.ask(m.Watch, "", oldest - 1, 5.0).code == "compacted"
-    assert [change.revision for change in a.ask(m.Watch, "", oldest, 5.0).changes] == list(range(oldest + 1, 101))
+    assert [change.revision for change in a.ask(m.Watch, "", oldest, 5.0).changes] == list(
+        range(oldest + 1, 101)
+    )
     assert a.ask(m.Watch, "", 101, 5.0).code == "compacted"  # another server's number
 
 
@@ -764,7 +856,9 @@ def test_history_is_bounded_in_bytes() -> None:
     assert 90 <= known < 100
 
 
-def test_expiry_and_the_end_of_a_session_are_changes_too(store: Store, a: Client, b: Client) -> None:
+def test_expiry_and_the_end_of_a_session_are_changes_too(
+    store: Store, a: Client, b: Client
+) -> None:
     b.set("ttl", 1, ttl=1.0)
     b.set("mine", 1, ephemeral=True)
     assert a.ask(m.Watch, "", 2, 50.0) is None
@@ -874,24 +968,43 @@ def test_goodbye_releases_and_is_remembered(store: Store, a: Client, b: Client) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"), [(5.0, 5.0), (0.0, limits.SHORTEST_TTL), (float("nan"), limits.SHORTEST_TTL), (1e30, limits.LONGEST_TTL)]
+    ("asked", "given"),
+    [
+        (5.0, 5.0),
+        (0.0, limits.SHORTEST_TTL),
+        (float("nan"), limits.SHORTEST_TTL),
+        (1e30, limits.LONGEST_TTL),
+    ],
 )
 def test_a_ttl_is_what_the_server_can_keep(store: Store, asked: float, given: float) -> None:
     assert store.client(0, ttl=asked).session.ttl == given
 
 
-def test_the_end_of_a_session_releases_everything_and_answers_nothing_to_itself(store: Store, a: Client, b: Client) -> None:
+def test_the_end_of_a_session_releases_everything_and_answers_nothing_to_itself(
+    store: Store, a: Client, b: Client
+) -> None:
     token = a.ask(m.Lock, "l", "main", None).token
     a.ask(m.Claim, "c", None)
     b.ask(m.Push, "q", b"\x01")
     a.ask(m.Pop, "q", None, True)
     a.set("mine", 1, ephemeral=True)
-    requests = [a.request(m.Lock, "l", "other", None), a.request(m.Claim, "c", None), a.request(m.Arrive, "b", 2, None)]
+    requests = [
+        a.request(m.Lock, "l", "other", None),
+        a.request(m.Claim, "c", None),
+        a.request(m.Arrive, "b", 2, None),
+    ]
     for request in requests:
         assert a.send(request) is None
-    for kind, *fields in [(m.Lock, "l", "main", None), (m.Claim, "c", None), (m.Pop, "q", 50.0), (m.Arrive, "b", 3, None)]:
+    for kind, *fields in [
+        (m.Lock, "l", "main", None),
+        (m.Claim, "c", None),
+        (m.Pop, "q", 50.0),
+        (m.Arrive, "b", 3, None),
+    ]:
         b.send(b.request(kind, *fields))  # type: ignore[arg-type]
-    assert [reply.code for _, reply in store.woken() if isinstance(reply, m.Failed)] == ["barrier-size"]
+    assert [reply.code for _, reply in store.woken() if isinstance(reply, m.Failed)] == [
+        "barrier-size"
+    ]
     b.send(b.request(m.Arrive, "b", 2, None))
     a.send(a.request(m.Arrive, "c", 2, None))
     b.send(b.request(m.Arrive, "c", 3, None))
@@ -910,7 +1023,14 @@ def test_the_end_of_a_session_releases_everything_and_answers_nothing_to_itself(
 
 
 def small(**named: int) -> Store:
-    limits = {"store_bytes": 10_000, "value_bytes": 4000, "key_bytes": 16, "keys": 3, "sessions": 2, "waiting": 2} | named
+    limits = {
+        "store_bytes": 10_000,
+        "value_bytes": 4000,
+        "key_bytes": 16,
+        "keys": 3,
+        "sessions": 2,
+        "waiting": 2,
+    } | named
     return Store(m.Limits(**limits))
 
 
@@ -966,7 +1086,12 @@ def test_names_keys_waiters_and_sessions_are_limited() -> None:
 
 def test_a_value_without_bytes_is_refused(a: Client) -> None:
     a.ask(m.Claim, "c", None)
-    for kind, *fields in [(m.Set, "k", b""), (m.CompareAndSet, "k", b""), (m.Push, "k", b""), (m.Resolve, "c", b"")]:
+    for kind, *fields in [
+        (m.Set, "k", b""),
+        (m.CompareAndSet, "k", b""),
+        (m.Push, "k", b""),
+        (m.Resolve, "c", b""),
+    ]:
         assert a.ask(kind, *fields).code == "bad-request"  # type: ignore[arg-type]
 
 
@@ -987,7 +1112,9 @@ def test_room_is_reserved_before_a_large_value_is_read() -> None:
     done = store.state.apply(store.now, a.session, request, Blob(4000))
     assert store.used == 4000 + quotas.KEY_BYTES + 1
     assert store.state.reserve(4000) is None
-    assert store.state.apply(store.now, a.session, request, Blob(4000)) == done  # repeated: its bytes are not needed
+    assert (
+        store.state.apply(store.now, a.session, request, Blob(4000)) == done
+    )  # repeated: its bytes are not needed
     assert store.used == 4000 + quotas.KEY_BYTES + 1
 
 
@@ -1005,7 +1132,9 @@ def test_one_value_in_many_replies_is_charged_once(store: Store) -> None:
     assert 5 * MIB <= store.used < 5 * MIB + 1000
 
 
-def test_a_value_that_only_replies_hold_is_charged_until_they_are_acknowledged(store: Store, a: Client, b: Client) -> None:
+def test_a_value_that_only_replies_hold_is_charged_until_they_are_acknowledged(
+    store: Store, a: Client, b: Client
+) -> None:
     a.ask(m.Set, "k", b"", large=Blob(MIB))
     b.ask(m.CompareAndSet, "k", b"\x01", modified=0)
     a.ask(m.CompareAndSet, "k", b"\x01", modified=0)
@@ -1045,10 +1174,18 @@ def test_an_empty_store_is_empty(store: Store, a: Client, b: Client) -> None:
     assert status.limits is ROOMY
 
 
-@pytest.mark.parametrize("value", [b"\xcc", b"\x01x", b"\xd3\x00", b"\xc4", b"\xc4\x05a", b"\xc6\xff\xff\xff\xff"])
-def test_a_value_that_only_begins_like_a_number_or_bytes_is_of_the_wrong_type(a: Client, value: bytes) -> None:
+@pytest.mark.parametrize(
+    "value", [b"\xcc", b"\x01x", b"\xd3\x00", b"\xc4", b"\xc4\x05a", b"\xc6\xff\xff\xff\xff"]
+)
+def test_a_value_that_only_begins_like_a_number_or_bytes_is_of_the_wrong_type(
+    a: Client, value: bytes
+) -> None:
     a.ask(m.Set, "k", value)
-    for asked in (a.ask(m.Add, "k", 1), a.ask(m.Add, "k", 1, text=True), a.ask(m.Append, "k", b"1")):
+    for asked in (
+        a.ask(m.Add, "k", 1),
+        a.ask(m.Add, "k", 1, text=True),
+        a.ask(m.Append, "k", b"1"),
+    ):
         assert asked.code == "wrong-type"
     assert a.ask(m.Get, "k").value == value
 
@@ -1058,7 +1195,9 @@ def test_locks_claims_and_queues_count_as_bytes(store: Store, a: Client) -> None
     lock = a.ask(m.Lock, long, "o" * 4000, 0.0)
     claim = a.ask(m.Claim, long, 0.0)
     a.ask(m.Push, long, b"\x01")
-    assert store.used == 2 * quotas.HELD_BYTES + quotas.QUEUE_BYTES + quotas.ITEM_BYTES + 4 * 4000 + 1
+    assert (
+        store.used == 2 * quotas.HELD_BYTES + quotas.QUEUE_BYTES + quotas.ITEM_BYTES + 4 * 4000 + 1
+    )
     a.ask(m.Unlock, long, lock.token)
     a.ask(m.Pop, long)
     a.ask(m.Resolve, long, b"", retry=True)
@@ -1085,14 +1224,23 @@ def test_the_owner_of_a_lock_is_not_longer_than_a_name(a: Client, b: Client) -> 
     assert b.ask(m.Lock, "l", "o" * 4097, None).code == "key-too-long"
 
 
-def test_a_change_is_told_to_watchers_of_any_prefix_and_costs_no_more_than_the_key_is_long(store: Store, a: Client, b: Client) -> None:
+def test_a_change_is_told_to_watchers_of_any_prefix_and_costs_no_more_than_the_key_is_long(
+    store: Store, a: Client, b: Client
+) -> None:
     since = store.state.revision
     for length in (4000, 3, 0, 2, 1, 5):
-        assert b.send(b.request(m.Watch, "abcde"[:length] if length < 9 else "z" * length, since, 60.0)) is None
+        assert (
+            b.send(
+                b.request(m.Watch, "abcde"[:length] if length < 9 else "z" * length, since, 60.0)
+            )
+            is None
+        )
     a.set("abc", 1)
     assert [type(reply).__name__ for _, reply in store.woken()] == ["Changes"] * 4
     assert store.state._history._lengths == [0, 1, 2, 3, 5, 4000]
     b.end()
     c = store.client(2)
     assert c.ask(m.Watch, "abcdefg", store.state.revision, 60.0) is None
-    assert store.state._history._lengths == [7], "of those that nobody waits for any more nothing is left"
+    assert store.state._history._lengths == [7], (
+        "of those that nobody waits for any more nothing is left"
+    )

@@ -1,4 +1,6 @@
-"""The store against plain dicts and lists: any sequence of requests, repetitions, cancellations, deaths and time."""
+"""The store against plain dicts and lists: any sequence of requests, repetitions, cancellations,
+deaths and time.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Blob:
 
 
 class Model(RuleBasedStateMachine):
-    """`keys` is a dict, a queue is a list, a lock is a list whose first is the holder, a barrier is a list of who is there."""
+    """`keys` is a dict, a queue is a list, a lock is a list whose first is the holder, a barrier is
+    a list of who is there.
+    """
 
     @initialize()
     def begin(self) -> None:
@@ -40,16 +44,24 @@ class Model(RuleBasedStateMachine):
         self.keys: dict[str, Any] = {}
         self.owners: dict[str, int] = {}  # of ephemeral keys
         self.expires: dict[str, float] = {}
-        self.queues: dict[str, list[tuple[int, Any]]] = {name: [] for name in KEYS}  # numbered values
+        self.queues: dict[str, list[tuple[int, Any]]] = {
+            name: [] for name in KEYS
+        }  # numbered values
         self.held: dict[int, dict[int, tuple[str, Any]]] = {}
         self.locks: dict[str, list[tuple[int, int]]] = {name: [] for name in KEYS}  # (rank, seq)
         self.tokens: dict[str, int] = {}
         self.seats: dict[str, list[tuple[int, int]]] = {name: [] for name in KEYS}
-        self.late: dict[str, tuple[set[int], int]] = {}  # of a barrier that broke: who was not there, and how many are still to come
-        self.expected: list[tuple[int, int, str]] = []  # answers to those who waited: rank, seq, type
+        self.late: dict[
+            str, tuple[set[int], int]
+        ] = {}  # of a barrier that broke: who was not there, and how many are still to come
+        self.expected: list[
+            tuple[int, int, str]
+        ] = []  # answers to those who waited: rank, seq, type
         self.sessions: dict[int, Session] = {}
         self.seqs = dict.fromkeys(RANKS, 0)
-        self.answered: dict[tuple[int, int], tuple[m.Request, Any]] = {}  # changing requests that are not acknowledged
+        self.answered: dict[
+            tuple[int, int], tuple[m.Request, Any]
+        ] = {}  # changing requests that are not acknowledged
         self.blobs: dict[int, Blob] = {}
         self.seen: dict[str, Any] = {}  # what one who watches knows
         self.watched = 0
@@ -67,7 +79,14 @@ class Model(RuleBasedStateMachine):
         self.held[rank] = {}
         self.seqs[rank] = 0
 
-    def ask(self, rank: int, kind: type[m.Request], *fields: Any, large: Blob | None = None, **named: Any) -> Any:
+    def ask(
+        self,
+        rank: int,
+        kind: type[m.Request],
+        *fields: Any,
+        large: Blob | None = None,
+        **named: Any,
+    ) -> Any:
         self.seqs[rank] += 1
         session = self.sessions[rank]
         request = kind(self.seqs[rank], session.acked_in_slot(0), *fields, **named)
@@ -91,7 +110,13 @@ class Model(RuleBasedStateMachine):
 
     # --- keys ---
 
-    @rule(rank=ranks, key=names, value=values, ephemeral=st.booleans(), ttl=st.sampled_from([None, None, 2.0, 5.0]))
+    @rule(
+        rank=ranks,
+        key=names,
+        value=values,
+        ephemeral=st.booleans(),
+        ttl=st.sampled_from([None, None, 2.0, 5.0]),
+    )
     def set(self, rank: int, key: str, value: Any, ephemeral: bool, ttl: float | None) -> None:
         done = self.ask(rank, m.Set, key, encode(value), ephemeral=ephemeral, ttl=ttl)
         assert bool(done.replaced) == (key in self.keys)
@@ -153,7 +178,9 @@ class Model(RuleBasedStateMachine):
         expected = sorted(key for key in self.keys if key.startswith(prefix))
         assert sorted(self.ask(rank, m.Keys, prefix).names) == expected
         assert self.ask(rank, m.Keys, prefix, True).number == len(expected)
-        assert list(self.ask(rank, m.Exists, KEYS).names) == [key for key in KEYS if key in self.keys]
+        assert list(self.ask(rank, m.Exists, KEYS).names) == [
+            key for key in KEYS if key in self.keys
+        ]
         for key in KEYS:
             assert self.read(self.ask(rank, m.Get, key)) == self.keys.get(key)
 
@@ -263,7 +290,9 @@ class Model(RuleBasedStateMachine):
             seats.append((rank, self.seqs[rank]))
 
     def broken(self, name: str, *left: tuple[int, int]) -> None:
-        """Seats of a barrier were left: everybody else there is told, and who has not come will be."""
+        """Seats of a barrier were left: everybody else there is told, and who has not come
+        will be.
+        """
         seats = self.seats[name]
         if left:
             self.expected += [(*seat, "Failed") for seat in seats if seat not in left]
@@ -275,7 +304,9 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.answered)
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
-        """A request that changes something comes again: it gets the same reply, and nothing changes."""
+        """A request that changes something comes again: it gets the same reply, and nothing
+        changes.
+        """
         rank, seq = data.draw(st.sampled_from(sorted(self.answered)))
         request, answer = self.answered[rank, seq]
         again = self.state.apply(self.now, self.sessions[rank], request)
@@ -299,7 +330,11 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         """Somebody does not wait any longer."""
-        rank, seq = data.draw(st.sampled_from(sorted((rank, seq) for rank in RANKS for seq in self.sessions[rank].waiting)))
+        rank, seq = data.draw(
+            st.sampled_from(
+                sorted((rank, seq) for rank in RANKS for seq in self.sessions[rank].waiting)
+            )
+        )
         self.state.apply(self.now, self.sessions[rank], m.Cancel(0, 0, seq))
         for line in self.locks.values():
             if (rank, seq) in line:
@@ -382,16 +417,32 @@ class Model(RuleBasedStateMachine):
             return
         state: Any = self.state
         entries = state._keys._entries.values()
-        assert {entry.key: decode(entry.value) if entry.value else "large" for entry in entries} == self.keys
+        assert {
+            entry.key: decode(entry.value) if entry.value else "large" for entry in entries
+        } == self.keys
         assert state.budget.keys == len(self.keys)
-        used = sum(KEY_BYTES + len(entry.key.encode()) + (entry.large.size if entry.large else len(entry.value)) for entry in entries)
+        used = sum(
+            KEY_BYTES
+            + len(entry.key.encode())
+            + (entry.large.size if entry.large else len(entry.value))
+            for entry in entries
+        )
         items = [(number, value) for queue in self.queues.values() for number, value in queue]
-        items += [(number, value) for held in self.held.values() for number, (_, value) in held.items()]
+        items += [
+            (number, value) for held in self.held.values() for number, (_, value) in held.items()
+        ]
         used += sum(ITEM_BYTES + len(encode(value)) for _, value in items)
         used += sum(QUEUE_BYTES + len(name) for name, queue in self.queues.items() if queue)
-        used += sum(HELD_BYTES + len(held.name) + len(held.owner) for held in state._locks._held.values())
+        used += sum(
+            HELD_BYTES + len(held.name) + len(held.owner) for held in state._locks._held.values()
+        )
         used += sum(HELD_BYTES + len(name) for name in state._claims._open)
-        lent = {id(kept.loan) for session in self.sessions.values() for kept in session.kept.values() if kept.loan is not None}
+        lent = {
+            id(kept.loan)
+            for session in self.sessions.values()
+            for kept in session.kept.values()
+            if kept.loan is not None
+        }
         loans = state.budget._loans
         assert lent == set(loans)
         used += sum(loan.size for loan in loans.values() if not loan.stored)
@@ -402,7 +453,9 @@ class Model(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         waiting = sorted((rank, seq) for rank in RANKS for seq in self.sessions[rank].waiting)
-        model = [entry for line in self.locks.values() for entry in line[1:]] + [seat for seats in self.seats.values() for seat in seats]
+        model = [entry for line in self.locks.values() for entry in line[1:]] + [
+            seat for seats in self.seats.values() for seat in seats
+        ]
         assert waiting == sorted(model)
         assert len(self.state.waiting) == len(model)
 

@@ -78,7 +78,11 @@ def test_times_that_are_all_over_are_forgotten_at_once() -> None:
 
 def test_a_waiter_is_taken_when_its_time_has_come_and_not_before() -> None:
     all_, key = Waiting(), lines()
-    late, early, never = waiter(key, "a", into=all_, until=9.0), waiter(key, "a", into=all_, until=3.0), waiter(key, "a", into=all_)
+    late, early, never = (
+        waiter(key, "a", into=all_, until=9.0),
+        waiter(key, "a", into=all_, until=3.0),
+        waiter(key, "a", into=all_),
+    )
     assert all_.deadlines.next == 3.0
     assert all_.expire(2.9) is None
     assert all_.expire(3.0) is early
@@ -90,7 +94,13 @@ def test_a_waiter_is_taken_when_its_time_has_come_and_not_before() -> None:
     assert key.all("a") == [never]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.just(NEVER), st.integers(0, 50).map(float))), max_size=200), st.integers(0, 60))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.one_of(st.just(NEVER), st.integers(0, 50).map(float))),
+        max_size=200,
+    ),
+    st.integers(0, 60),
+)
 def test_deadlines_are_what_was_set_last(changes: list[tuple[int, float]], now: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(w, "SWEEP", 1)
@@ -126,7 +136,9 @@ def test_what_is_answered_long_before_its_time_is_not_remembered_until_then() ->
 
 
 def test_a_long_line_is_served_one_after_another_without_looking_at_all_of_it() -> None:
-    """Four times as many cost some four times as much; with a plain dict in the place of the ordered one it is sixteen times."""
+    """Four times as many cost some four times as much; with a plain dict in the place of the
+    ordered one it is sixteen times.
+    """
 
     def serve(count: int) -> float:
         all_, key = Waiting(), lines()

@@ -12,10 +12,20 @@ from rallypoint.testing import ManualClock
 
 def test_it_stands_still_until_it_is_moved() -> None:
     clock = ManualClock(wall=1000.0)
-    assert (clock.monotonic(), clock.elapsed(), clock.wall(), clock.started) == (0.0, 0.0, 1000.0, 1000.0)
+    assert (clock.monotonic(), clock.elapsed(), clock.wall(), clock.started) == (
+        0.0,
+        0.0,
+        1000.0,
+        1000.0,
+    )
     clock.advance(2.5)
     clock.advance(0)
-    assert (clock.monotonic(), clock.elapsed(), clock.wall(), clock.started) == (2.5, 2.5, 1002.5, 1000.0)
+    assert (clock.monotonic(), clock.elapsed(), clock.wall(), clock.started) == (
+        2.5,
+        2.5,
+        1002.5,
+        1000.0,
+    )
     assert clock.date("%S") == "42"
 
 

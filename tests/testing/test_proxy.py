@@ -20,20 +20,28 @@ from rallypoint.errors import InternalError, UsageError
 from rallypoint.testing import ChaosProxy, ManualClock, ProxyStatistics
 
 PATIENCE = 30.0
-"""Seconds after which something that must happen has not: only a broken proxy, or a machine that stands still, needs them."""
+"""Seconds after which something that must happen has not: only a broken proxy, or a machine that
+stands still, needs them.
+"""
 
 Dial = Callable[[], socket.socket]
 
 
 class Echo:
-    """Sends back what it gets, and ends its side after the client's. `received` and `endings` are by connection."""
+    """Sends back what it gets, and ends its side after the client's. `received` and `endings` are
+    by connection.
+    """
 
     def __init__(self, family: int = socket.AF_INET, where: object = ("127.0.0.1", 0)) -> None:
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind(where)  # type: ignore[arg-type]
         self._listener.listen(1024)
         name = self._listener.getsockname()
-        self.address = f"unix://{name}" if isinstance(name, str) else f"tcp://{f'[{name[0]}]' if len(name) > 2 else name[0]}:{name[1]}"
+        self.address = (
+            f"unix://{name}"
+            if isinstance(name, str)
+            else f"tcp://{f'[{name[0]}]' if len(name) > 2 else name[0]}:{name[1]}"
+        )
         self.received: list[bytearray] = []
         self.endings: list[str] = []
         self.news = threading.Condition()
@@ -186,16 +194,22 @@ def rst(sock: socket.socket) -> None:
 # No fault
 
 
-def test_without_a_fault_bytes_pass_and_are_counted(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+def test_without_a_fault_bytes_pass_and_are_counted(
+    proxy: ChaosProxy, echo: Echo, dial: Dial
+) -> None:
     first, second = dial(), dial()
     assert (say(first, b"hello"), say(second, b"you")) == (b"hello", b"you")
     seen = proxy.statistics()
     assert (seen.connections, seen.open, seen.resets) == (2, 2, 0)
     assert (seen.to_server.bytes, seen.to_client.bytes) == (8, 8)
-    assert [(c.number, c.bytes_to_server, c.bytes_to_client, c.is_open) for c in proxy.connections] == [(0, 5, 5, True), (1, 3, 3, True)]
+    assert [
+        (c.number, c.bytes_to_server, c.bytes_to_client, c.is_open) for c in proxy.connections
+    ] == [(0, 5, 5, True), (1, 3, 3, True)]
 
 
-def test_an_end_passes_in_each_direction_by_itself(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+def test_an_end_passes_in_each_direction_by_itself(
+    proxy: ChaosProxy, echo: Echo, dial: Dial
+) -> None:
     sock = dial()
     sock.sendall(b"last words")
     sock.shutdown(socket.SHUT_WR)
@@ -212,8 +226,13 @@ def test_a_reset_of_the_client_reaches_the_server(proxy: ChaosProxy, echo: Echo)
     assert proxy.wait_for(lambda seen: not seen.open).resets == 0  # not the proxy's doing
 
 
-def test_a_reset_of_the_server_reaches_the_client_after_what_the_server_said(open_sockets: contextlib.ExitStack) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, ChaosProxy(server.getsockname()) as proxy:
+def test_a_reset_of_the_server_reaches_the_client_after_what_the_server_said(
+    open_sockets: contextlib.ExitStack,
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        ChaosProxy(server.getsockname()) as proxy,
+    ):
         sock = open_sockets.enter_context(connect(proxy))
         peer, _ = server.accept()
         peer.sendall(b"too busy")
@@ -224,8 +243,13 @@ def test_a_reset_of_the_server_reaches_the_client_after_what_the_server_said(ope
         proxy.wait_for(lambda seen: not seen.open)
 
 
-def test_a_server_that_answers_and_resets_before_the_proxy_looks(open_sockets: contextlib.ExitStack) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, ChaosProxy(server.getsockname()) as proxy:
+def test_a_server_that_answers_and_resets_before_the_proxy_looks(
+    open_sockets: contextlib.ExitStack,
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        ChaosProxy(server.getsockname()) as proxy,
+    ):
 
         def serve(seen: ProxyStatistics) -> bool:
             """In the proxy's thread, which cannot have seen yet that it is connected."""
@@ -243,7 +267,9 @@ def test_a_server_that_answers_and_resets_before_the_proxy_looks(open_sockets: c
         assert proxy.statistics().unreached == 0
 
 
-def test_a_reset_after_the_end_of_the_other_direction_is_noticed(proxy: ChaosProxy, open_sockets: contextlib.ExitStack) -> None:
+def test_a_reset_after_the_end_of_the_other_direction_is_noticed(
+    proxy: ChaosProxy, open_sockets: contextlib.ExitStack
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         proxy.retarget(f"tcp://127.0.0.1:{server.getsockname()[1]}")
         sock = open_sockets.enter_context(connect(proxy))
@@ -298,7 +324,10 @@ def test_a_target_that_is_not_there_resets_the_client(open_sockets: contextlib.E
 
 def test_every_address_of_a_name_is_tried(echo: Echo) -> None:
     # localhost may be ::1 first, where nobody listens.
-    with ChaosProxy(f"tcp://localhost:{echo.address.rpartition(':')[2]}") as proxy, connect(proxy) as sock:
+    with (
+        ChaosProxy(f"tcp://localhost:{echo.address.rpartition(':')[2]}") as proxy,
+        connect(proxy) as sock,
+    ):
         assert say(sock, b"hello") == b"hello"
 
 
@@ -317,7 +346,11 @@ def test_a_server_that_moved_is_found_again(proxy: ChaosProxy, echo: Echo, dial:
 def test_unix_sockets_on_either_side(tmp_path: Path, listen: str, target: str) -> None:
     server = Echo(socket.AF_UNIX, str(tmp_path / "echo")) if target == "unix" else Echo()
     door = f"unix://{tmp_path}/door" if listen == "unix" else "tcp://127.0.0.1:0"
-    with contextlib.closing(server), ChaosProxy(server.address, listen=door) as proxy, connect(proxy) as sock:
+    with (
+        contextlib.closing(server),
+        ChaosProxy(server.address, listen=door) as proxy,
+        connect(proxy) as sock,
+    ):
         assert say(sock, b"hello") == b"hello"
         with proxy.refuse(), pytest.raises(ConnectionRefusedError):
             connect(proxy)
@@ -343,7 +376,10 @@ def test_descriptors_pass_between_unix_sockets_and_no_copy_is_left(tmp_path: Pat
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "server"))
         server.listen()
-        with ChaosProxy(f"unix://{tmp_path}/server", listen=f"unix://{tmp_path}/door") as proxy, connect(proxy) as sock:
+        with (
+            ChaosProxy(f"unix://{tmp_path}/server", listen=f"unix://{tmp_path}/door") as proxy,
+            connect(proxy) as sock,
+        ):
             peer, _ = server.accept()
             peer.settimeout(PATIENCE)
             descriptors = count_descriptors()
@@ -365,14 +401,23 @@ def test_descriptors_pass_between_unix_sockets_and_no_copy_is_left(tmp_path: Pat
                 os.close(write_end)
                 assert os.read(read_end, 1) == b""
                 os.close(read_end)
-            assert array.array("i", [descriptors, descriptors - 2]).index(count_descriptors()) >= 0  # less the two that were reset
+            assert (
+                array.array("i", [descriptors, descriptors - 2]).index(count_descriptors()) >= 0
+            )  # less the two that were reset
             peer.close()
 
 
 def test_ipv6(open_sockets: contextlib.ExitStack) -> None:
-    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists() or not Path("/proc/net/if_inet6").read_text():
+    if (
+        not socket.has_ipv6
+        or not Path("/proc/net/if_inet6").exists()
+        or not Path("/proc/net/if_inet6").read_text()
+    ):
         pytest.skip("no IPv6 on this machine")
-    with contextlib.closing(Echo(socket.AF_INET6, ("::1", 0))) as server, ChaosProxy(server.address, listen="tcp://[::1]:0") as proxy:
+    with (
+        contextlib.closing(Echo(socket.AF_INET6, ("::1", 0))) as server,
+        ChaosProxy(server.address, listen="tcp://[::1]:0") as proxy,
+    ):
         assert proxy.address.startswith("tcp://[::1]:")
         assert say(open_sockets.enter_context(connect(proxy)), b"hello") == b"hello"
 
@@ -380,7 +425,9 @@ def test_ipv6(open_sockets: contextlib.ExitStack) -> None:
 # Slow lines
 
 
-def test_latency_is_added_in_each_direction(moved: ChaosProxy, echo: Echo, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+def test_latency_is_added_in_each_direction(
+    moved: ChaosProxy, echo: Echo, clock: ManualClock, open_sockets: contextlib.ExitStack
+) -> None:
     sock = open_sockets.enter_context(connect(moved))
     moved.latency(0.05)
     sock.sendall(b"hello")
@@ -403,14 +450,18 @@ def test_latency_holds_back_the_end_too(moved: ChaosProxy, echo: Echo, clock: Ma
         sock.sendall(b"bye")
         moved.wait_for(lambda seen: seen.to_server.held == 3)
     assert echo.endings == [""]
-    moved.wait_for(lambda _: all(connection.to_server.exhausted for connection in moved._engine.relays))
+    moved.wait_for(
+        lambda _: all(connection.to_server.exhausted for connection in moved._engine.relays)
+    )
     assert echo.endings == [""]
     clock.advance(1.0)
     echo.wait_for(lambda: echo.endings != [""])
     assert echo.received == [b"hellobye"]
 
 
-def test_jitter_varies_within_its_bounds(moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+def test_jitter_varies_within_its_bounds(
+    moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack
+) -> None:
     sock = open_sockets.enter_context(connect(moved))
     moved.latency(1.0, jitter=0.5, to="server")
     delays: list[int] = []
@@ -425,7 +476,9 @@ def test_jitter_varies_within_its_bounds(moved: ChaosProxy, clock: ManualClock, 
     assert len(set(delays)) > 3
 
 
-def test_what_is_under_way_arrives_when_the_latency_ends(moved: ChaosProxy, open_sockets: contextlib.ExitStack) -> None:
+def test_what_is_under_way_arrives_when_the_latency_ends(
+    moved: ChaosProxy, open_sockets: contextlib.ExitStack
+) -> None:
     sock = open_sockets.enter_context(connect(moved))
     with moved.latency(3600.0, to="server"):
         sock.sendall(b"hello")
@@ -436,7 +489,9 @@ def test_what_is_under_way_arrives_when_the_latency_ends(moved: ChaosProxy, open
 # Silence
 
 
-def test_in_a_black_hole_all_vanishes_and_nobody_is_told(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+def test_in_a_black_hole_all_vanishes_and_nobody_is_told(
+    proxy: ChaosProxy, echo: Echo, dial: Dial
+) -> None:
     sock = dial()
     say(sock, b"before")
     with proxy.black_hole():
@@ -455,7 +510,9 @@ def test_an_end_vanishes_in_a_black_hole(proxy: ChaosProxy, echo: Echo) -> None:
     say(sock, b"hello")
     hole = proxy.black_hole()
     rst(sock)
-    proxy.wait_for(lambda _: all(connection.to_server.exhausted for connection in proxy._engine.relays))
+    proxy.wait_for(
+        lambda _: all(connection.to_server.exhausted for connection in proxy._engine.relays)
+    )
     assert echo.endings == [""]
     assert proxy.statistics().open == 1
     hole.heal()
@@ -473,7 +530,9 @@ def test_a_black_hole_in_one_direction(proxy: ChaosProxy, echo: Echo, dial: Dial
     assert is_silent(sock)
 
 
-def test_a_connection_that_lost_nothing_goes_on_after_the_black_hole(proxy: ChaosProxy, dial: Dial) -> None:
+def test_a_connection_that_lost_nothing_goes_on_after_the_black_hole(
+    proxy: ChaosProxy, dial: Dial
+) -> None:
     sock = dial()
     say(sock, b"before")
     with proxy.black_hole():
@@ -481,7 +540,9 @@ def test_a_connection_that_lost_nothing_goes_on_after_the_black_hole(proxy: Chao
     assert say(sock, b"after") == b"after"
 
 
-def test_new_connections_in_a_black_hole_are_accepted_and_silent(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+def test_new_connections_in_a_black_hole_are_accepted_and_silent(
+    proxy: ChaosProxy, echo: Echo, dial: Dial
+) -> None:
     with proxy.black_hole():
         sock = dial()
         loser = dial()
@@ -520,7 +581,9 @@ def test_a_client_that_waits_gets_in_when_the_hole_ends(proxy: ChaosProxy) -> No
     assert found == [b"patient"]
 
 
-def test_frozen_nothing_moves_and_nothing_is_lost(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+def test_frozen_nothing_moves_and_nothing_is_lost(
+    proxy: ChaosProxy, echo: Echo, dial: Dial
+) -> None:
     sock = dial()
     say(sock, b"before")
     with proxy.freeze() as frost:
@@ -539,7 +602,9 @@ def test_frozen_nothing_moves_and_nothing_is_lost(proxy: ChaosProxy, echo: Echo,
     assert say(sock, b"after") == b"after"
 
 
-def test_refused_while_open_connections_go_on_and_the_port_stays_ours(proxy: ChaosProxy, dial: Dial) -> None:
+def test_refused_while_open_connections_go_on_and_the_port_stays_ours(
+    proxy: ChaosProxy, dial: Dial
+) -> None:
     sock = dial()
     port = int(proxy.address.rpartition(":")[2])
     for _ in range(3):
@@ -555,7 +620,9 @@ def test_refused_while_open_connections_go_on_and_the_port_stays_ours(proxy: Cha
 # Cuts
 
 
-def test_reset_cuts_all_connections_for_both_sides(proxy: ChaosProxy, echo: Echo, dial: Dial) -> None:
+def test_reset_cuts_all_connections_for_both_sides(
+    proxy: ChaosProxy, echo: Echo, dial: Dial
+) -> None:
     socks = [dial() for _ in range(3)]  # connect() has returned, no more
     proxy.reset()
     for sock in socks:
@@ -589,7 +656,9 @@ def test_reset_of_a_certain_connection(proxy: ChaosProxy, dial: Dial) -> None:
         proxy.connection_of(first)
 
 
-def test_reset_every_so_often(moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+def test_reset_every_so_often(
+    moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack
+) -> None:
     fault = moved.reset_every(0.05)
     for number in range(1, 4):
         sock = open_sockets.enter_context(connect(moved))
@@ -653,7 +722,9 @@ def test_a_reset_that_only_one_side_learns_of(proxy: ChaosProxy, echo: Echo, dia
 # When, and together
 
 
-def test_a_fault_that_begins_and_ends_by_itself(moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack) -> None:
+def test_a_fault_that_begins_and_ends_by_itself(
+    moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack
+) -> None:
     def is_open() -> bool:
         try:
             open_sockets.enter_context(connect(moved))
@@ -803,10 +874,16 @@ def test_it_says_what_it_is_and_does(echo: Echo) -> None:
         with connect(proxy) as sock:
             say(sock, b"hello")
             client = "tcp://{}:{}".format(*sock.getsockname())
-            assert repr(proxy.connections[0]) == f"<ProxiedConnection 0 from {client}: open, 5 B to the server, 5 B to the client>"
+            assert (
+                repr(proxy.connections[0])
+                == f"<ProxiedConnection 0 from {client}: open, 5 B to the server, 5 B to the client>"
+            )
             proxy.latency(0.05, jitter=0.01, to="client")
             plan = proxy.reset_every(30.0)
-            assert repr(proxy) == f"<ChaosProxy {names}: 1 connection, latency 0.05 s ± 0.01 s to client, reset every 30 s>"
+            assert (
+                repr(proxy)
+                == f"<ChaosProxy {names}: 1 connection, latency 0.05 s ± 0.01 s to client, reset every 30 s>"
+            )
             assert repr(plan) == "<Fault reset every 30 s: planned, 0 times so far>"
     assert repr(proxy) == f"<ChaosProxy {names}: closed>"
     assert repr(plan) == "<Fault reset every 30 s: over, 0 times so far>"
@@ -816,13 +893,21 @@ def test_it_says_what_it_is_and_does(echo: Echo) -> None:
     ("words", "begin"),
     [
         ("black hole that accepts nobody", lambda proxy: proxy.black_hole(accept=False)),
-        ("black hole to client after 3 s for 30 s", lambda proxy: proxy.after(3, lasting=30).black_hole(to="client")),
-        ("frozen every 5 s ± 1 s for 0.5 s", lambda proxy: proxy.every(5, jitter=1, lasting=0.5).freeze()),
+        (
+            "black hole to client after 3 s for 30 s",
+            lambda proxy: proxy.after(3, lasting=30).black_hole(to="client"),
+        ),
+        (
+            "frozen every 5 s ± 1 s for 0.5 s",
+            lambda proxy: proxy.every(5, jitter=1, lasting=0.5).freeze(),
+        ),
         ("refusing connections", lambda proxy: proxy.refuse()),
         ("reset of 1 at random every 2 s", lambda proxy: proxy.reset_every(2, count=1)),
     ],
 )
-def test_each_fault_has_its_words(moved: ChaosProxy, words: str, begin: Callable[[ChaosProxy], object]) -> None:
+def test_each_fault_has_its_words(
+    moved: ChaosProxy, words: str, begin: Callable[[ChaosProxy], object]
+) -> None:
     begin(moved)
     assert [fault.words() for fault in moved.faults] == [words]
 
@@ -847,7 +932,9 @@ def test_each_fault_has_its_words(moved: ChaosProxy, words: str, begin: Callable
         ("is no address", lambda proxy: proxy.retarget("unix://")),
     ],
 )
-def test_wrong_use_is_refused_and_begins_nothing(proxy: ChaosProxy, wrong: str, begin: Callable[[ChaosProxy], object]) -> None:
+def test_wrong_use_is_refused_and_begins_nothing(
+    proxy: ChaosProxy, wrong: str, begin: Callable[[ChaosProxy], object]
+) -> None:
     with pytest.raises(UsageError, match=wrong):
         begin(proxy)
     assert proxy.faults == ()
@@ -888,7 +975,11 @@ def test_after_close(proxy: ChaosProxy, dial: Dial) -> None:
     assert sock.recv(1) == b""
     assert not fault.active
     proxy.heal()
-    assert (proxy.connections, proxy.statistics().connections, proxy.statistics().open) == ((), 1, 0)
+    assert (proxy.connections, proxy.statistics().connections, proxy.statistics().open) == (
+        (),
+        1,
+        0,
+    )
     with pytest.raises(UsageError, match="closed"):
         proxy.reset()
     with pytest.raises(ConnectionRefusedError):
@@ -928,10 +1019,15 @@ def count_descriptors() -> int:
 
 
 def use_up(rounds: int) -> None:
-    """Many proxies one after another, each with connections in every state, before a server that ends with the last of them."""
+    """Many proxies one after another, each with connections in every state, before a server that
+    ends with the last of them.
+    """
     with contextlib.closing(Echo()) as echo:
         for round in range(rounds):
-            with ChaosProxy(echo.address, clock=ManualClock()) as proxy, contextlib.ExitStack() as stack:
+            with (
+                ChaosProxy(echo.address, clock=ManualClock()) as proxy,
+                contextlib.ExitStack() as stack,
+            ):
                 socks = [stack.enter_context(connect(proxy)) for _ in range(10)]
                 for sock in socks[:5]:
                     say(sock, b"hello")
@@ -972,10 +1068,17 @@ def test_connections_that_end_are_let_go_while_it_serves(proxy: ChaosProxy) -> N
     assert count_descriptors() == before
 
 
-@pytest.mark.parametrize("state", ["idle", "hole", "frozen", "half-closed", "dead in a hole", "dead when frozen", "blocked"])
+@pytest.mark.parametrize(
+    "state",
+    ["idle", "hole", "frozen", "half-closed", "dead in a hole", "dead when frozen", "blocked"],
+)
 def test_it_is_quiet_when_nothing_happens(state: str) -> None:
     """A level-triggered event that nobody takes care of would turn the loop as fast as it can."""
-    with socket.create_server(("127.0.0.1", 0)) as server, ChaosProxy(server.getsockname()) as proxy, contextlib.ExitStack() as stack:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        ChaosProxy(server.getsockname()) as proxy,
+        contextlib.ExitStack() as stack,
+    ):
         sock = stack.enter_context(connect(proxy))
         peer = stack.enter_context(server.accept()[0])
         if "hole" in state:

@@ -1,4 +1,6 @@
-"""The fixtures that users of pytest get: found by themselves, as the reference shows them, and at no cost to who does not use them."""
+"""The fixtures that users of pytest get: found by themselves, as the reference shows them, and at
+no cost to who does not use them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import pytest
 
 from .conftest import ROOT, run_pytest
 
-PAGE = (ROOT / "docs" / "reference" / "testing.md").read_text(encoding="utf-8").partition("## Fixtures for pytest")[2].partition("\n## ")[0]
+PAGE = (
+    (ROOT / "docs" / "reference" / "testing.md")
+    .read_text(encoding="utf-8")
+    .partition("## Fixtures for pytest")[2]
+    .partition("\n## ")[0]
+)
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 FIXTURES = {"store", "store_server", "chaos_proxy", "manual_clock"}
 
@@ -20,10 +27,16 @@ def test_every_fixture_works_as_its_example_says(tmp_path: Path, installed: Path
     done = run_pytest(tmp_path, installed)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert f"{len(EXAMPLES)} passed" in done.stdout
-    assert {name for name in FIXTURES if any(re.search(rf"def test.*\b{name}\b", example) for example in EXAMPLES)} == FIXTURES
+    assert {
+        name
+        for name in FIXTURES
+        if any(re.search(rf"def test.*\b{name}\b", example) for example in EXAMPLES)
+    } == FIXTURES
 
 
-def test_each_test_has_a_store_of_its_own_and_nothing_is_left(tmp_path: Path, installed: Path) -> None:
+def test_each_test_has_a_store_of_its_own_and_nothing_is_left(
+    tmp_path: Path, installed: Path
+) -> None:
     (tmp_path / "conftest.py").write_text(
         "import os, threading\n"
         "def pytest_runtest_logfinish(nodeid):\n"
@@ -48,20 +61,35 @@ def test_each_test_has_a_store_of_its_own_and_nothing_is_left(tmp_path: Path, in
 
 
 def test_who_does_not_use_them_pays_for_nothing(tmp_path: Path, installed: Path) -> None:
-    (tmp_path / "conftest.py").write_text("import sys\ndef pytest_unconfigure(config): print(*sys.modules, file=sys.stderr)\n")
+    (tmp_path / "conftest.py").write_text(
+        "import sys\ndef pytest_unconfigure(config): print(*sys.modules, file=sys.stderr)\n"
+    )
     (tmp_path / "test_it.py").write_text("def test(manual_clock): pass\n")
     done = run_pytest(tmp_path, installed)
     assert done.returncode == 0, done.stdout
     loaded = set(done.stderr.split())
     assert "rallypoint.testing.pytest_plugin" in loaded
-    heavy = {"torch", "numpy", "psutil", "rich", "cloudpickle", "msgspec", "rallypoint.store", "rallypoint.testing.proxy"}
+    heavy = {
+        "torch",
+        "numpy",
+        "psutil",
+        "rich",
+        "cloudpickle",
+        "msgspec",
+        "rallypoint.store",
+        "rallypoint.testing.proxy",
+    }
     assert loaded.isdisjoint(heavy), loaded & heavy
 
 
 def test_the_names_of_the_package_are_there_and_no_others() -> None:
     import rallypoint.testing
 
-    assert all(getattr(rallypoint.testing, name).__name__ == name for name in rallypoint.testing.__all__)
+    assert all(
+        getattr(rallypoint.testing, name).__name__ == name for name in rallypoint.testing.__all__
+    )
     assert {*rallypoint.testing.__all__} <= {*dir(rallypoint.testing)}
-    with pytest.raises(AttributeError, match=r"module 'rallypoint\.testing' has no attribute 'nothing'"):
+    with pytest.raises(
+        AttributeError, match=r"module 'rallypoint\.testing' has no attribute 'nothing'"
+    ):
         rallypoint.testing.nothing  # noqa: B018

@@ -23,7 +23,9 @@ EXAMPLES = re.findall(
 )
 
 
-def outcome(folder: Path, installed: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def outcome(
+    folder: Path, installed: Path, text: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(textwrap.dedent(text))
     done = run_pytest(folder, installed, *arguments)
     assert done.stderr == ""
@@ -38,7 +40,9 @@ def test_the_examples_of_the_reference(tmp_path: Path, installed: Path) -> None:
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
-def test_bodies_run_on_all_ranks_with_parameters_fixtures_and_classes(tmp_path: Path, installed: Path) -> None:
+def test_bodies_run_on_all_ranks_with_parameters_fixtures_and_classes(
+    tmp_path: Path, installed: Path
+) -> None:
     done = outcome(
         tmp_path,
         installed,
@@ -182,13 +186,22 @@ def test_every_other_end_of_a_rank(tmp_path: Path, installed: Path) -> None:
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert "SKIPPED [1] test_it.py:14: not today" in lines, done.stdout
-    assert "XFAIL test_it.py::test_xfail - reason: known" in lines or "XFAIL test_it.py::test_xfail - known" in lines, done.stdout
+    assert (
+        "XFAIL test_it.py::test_xfail - reason: known" in lines
+        or "XFAIL test_it.py::test_xfail - known" in lines
+    ), done.stdout
     assert any(line.startswith("XFAIL test_it.py::test_expected") for line in lines), done.stdout
     assert "FAILED test_it.py::test_killed - rank 1 was killed by SIGKILL" in lines, done.stdout
     assert "error[rank-killed]: rank 1 was killed by SIGKILL" in lines
-    assert any(line.startswith("FAILED test_it.py::test_hang - test_hang had returned in 0 of 2 ranks") for line in lines), done.stdout
+    assert any(
+        line.startswith("FAILED test_it.py::test_hang - test_hang had returned in 0 of 2 ranks")
+        for line in lines
+    ), done.stdout
     assert "         - ranks 0-1  test_it.py:31 in test_hang" in lines, done.stdout
-    assert "E       RuntimeError: breakpoint() in a rank of a test: a rank has no terminal" in done.stdout, done.stdout
+    assert (
+        "E       RuntimeError: breakpoint() in a rank of a test: a rank has no terminal"
+        in done.stdout
+    ), done.stdout
     assert "1 skipped" in lines[-1]
     assert "2 xfailed" in lines[-1]
 
@@ -224,11 +237,22 @@ MISUSES = """
 def test_what_cannot_be_is_said(tmp_path: Path, installed: Path) -> None:
     done = outcome(tmp_path, installed, MISUSES)
     assert done.returncode == 1
-    assert 'does not guard anything between processes: fixture guarded["lock"]\n' in done.stdout, done.stdout
-    assert "fixture capsys cannot cross into another process\n  why    fixtures are made in pytest's process" in done.stdout, done.stdout
-    assert "test_how_many: @pytest.mark.ranks: it takes the number of ranks: @pytest.mark.ranks(4" in done.stdout, done.stdout
+    assert 'does not guard anything between processes: fixture guarded["lock"]\n' in done.stdout, (
+        done.stdout
+    )
+    assert (
+        "fixture capsys cannot cross into another process\n  why    fixtures are made in pytest's process"
+        in done.stdout
+    ), done.stdout
+    assert (
+        "test_how_many: @pytest.mark.ranks: it takes the number of ranks: @pytest.mark.ranks(4"
+        in done.stdout
+    ), done.stdout
     assert "test_misspelled: @pytest.mark.ranks: it has no backed: " in done.stdout, done.stdout
-    assert "test_old: @pytest.mark.ranks is for test functions and methods, and not for unittest.TestCase" in done.stdout, done.stdout
+    assert (
+        "test_old: @pytest.mark.ranks is for test functions and methods, and not for unittest.TestCase"
+        in done.stdout
+    ), done.stdout
     assert "4 failed, 1 error" in done.stdout
 
 
@@ -247,21 +271,33 @@ def test_beside_xdist_and_to_the_first_failure(tmp_path: Path, installed: Path) 
     done = outcome(tmp_path, installed, text, "-n", "2")
     assert done.returncode == 1
     assert "2 failed, 2 passed" in done.stdout, done.stdout
-    assert "FAILED test_it.py::test_number[2] - rank 1: AssertionError: assert (2 < 2 or" in done.stdout, done.stdout
+    assert (
+        "FAILED test_it.py::test_number[2] - rank 1: AssertionError: assert (2 < 2 or"
+        in done.stdout
+    ), done.stdout
     done = outcome(tmp_path, installed, text, "-x")
     assert "1 failed, 2 passed" in done.stdout, done.stdout
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_the_debugger_says_where_it_stands(tmp_path: Path, installed: Path) -> None:
-    done = outcome(tmp_path, installed, "import pytest\n@pytest.mark.ranks(2)\ndef test_it():\n    assert 0\n", "--pdb")
+    done = outcome(
+        tmp_path,
+        installed,
+        "import pytest\n@pytest.mark.ranks(2)\ndef test_it():\n    assert 0\n",
+        "--pdb",
+    )
     assert "the ranks have ended: this is pytest's own process" in done.stdout, done.stdout
 
 
 def test_the_marker_is_registered_and_costs_nothing(tmp_path: Path, installed: Path) -> None:
-    (tmp_path / "conftest.py").write_text("import sys\ndef pytest_unconfigure(config): print(*sys.modules, file=sys.stderr)\n")
+    (tmp_path / "conftest.py").write_text(
+        "import sys\ndef pytest_unconfigure(config): print(*sys.modules, file=sys.stderr)\n"
+    )
     (tmp_path / "test_it.py").write_text("def test(): pass\n")
     done = run_pytest(tmp_path, installed, "--strict-markers")
     assert done.returncode == 0, done.stdout
-    assert {*done.stderr.split()}.isdisjoint({"torch", "rallypoint.testing.ranks", "rallypoint.launch", "msgspec", "cloudpickle"})
+    assert {*done.stderr.split()}.isdisjoint(
+        {"torch", "rallypoint.testing.ranks", "rallypoint.launch", "msgspec", "cloudpickle"}
+    )
     assert "@pytest.mark.ranks(nproc" in run_pytest(tmp_path, installed, "--markers").stdout

@@ -1,4 +1,6 @@
-"""Frames: any split of the stream gives the same ones, and what is not a frame is told at its header."""
+"""Frames: any split of the stream gives the same ones, and what is not a frame is told at its
+header.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ MESSAGE_BYTES = 300
 BODY_BYTES = 5000
 
 messages = some.binary(min_size=1, max_size=MESSAGE_BYTES)
-bodies = some.just(b"") | some.binary(max_size=200) | some.integers(201, BODY_BYTES).map(lambda size: (bytes(range(251)) * 20)[:size])
+bodies = (
+    some.just(b"")
+    | some.binary(max_size=200)
+    | some.integers(201, BODY_BYTES).map(lambda size: (bytes(range(251)) * 20)[:size])
+)
 frames = some.lists(some.tuples(messages, bodies), max_size=8)
 cuts = some.lists(some.integers(1, 900), min_size=1, max_size=12)
 
@@ -22,7 +28,9 @@ def stream_of(frames: list[tuple[bytes, bytes]]) -> bytes:
 
 
 def received(stream: bytes, cuts: list[int]) -> list[tuple[bytes, bytes]]:
-    """What a reader gets that reads `stream` in pieces of these lengths, over and over, and the rest of a body past the cutter."""
+    """What a reader gets that reads `stream` in pieces of these lengths, over and over, and the
+    rest of a body past the cutter.
+    """
     cutter = Cutter(MESSAGE_BYTES, BODY_BYTES)
     found: list[tuple[bytes, bytes]] = []
     at = turn = 0
@@ -45,12 +53,16 @@ def received(stream: bytes, cuts: list[int]) -> list[tuple[bytes, bytes]]:
 
 @given(frames, cuts)
 @example([(b"m", b""), (b"n" * MESSAGE_BYTES, b"b" * BODY_BYTES)], [1])
-def test_any_split_of_the_stream_gives_the_same_frames(frames: list[tuple[bytes, bytes]], cuts: list[int]) -> None:
+def test_any_split_of_the_stream_gives_the_same_frames(
+    frames: list[tuple[bytes, bytes]], cuts: list[int]
+) -> None:
     assert received(stream_of(frames), cuts) == frames
 
 
 @given(frames, some.integers(1, 2000))
-def test_a_stream_that_ends_early_gives_the_frames_before_its_end(frames: list[tuple[bytes, bytes]], short: int) -> None:
+def test_a_stream_that_ends_early_gives_the_frames_before_its_end(
+    frames: list[tuple[bytes, bytes]], short: int
+) -> None:
     stream = stream_of(frames)[:-short]
     cutter = Cutter(MESSAGE_BYTES, BODY_BYTES)
     cutter.feed(stream)
@@ -95,7 +107,9 @@ def test_a_body_that_is_not_there_yet_is_the_callers() -> None:
         (1, 2**64 - 1, "a frame whose body has 18446744073709551615 bytes, 5000 are allowed"),
     ],
 )
-def test_a_length_over_its_limit_is_refused_at_the_header(message: int, body: int, text: str) -> None:
+def test_a_length_over_its_limit_is_refused_at_the_header(
+    message: int, body: int, text: str
+) -> None:
     cutter = Cutter(MESSAGE_BYTES, BODY_BYTES)
     cutter.feed(header(1) + b"x" + header(message, body))
     assert cutter.next() == WireFrame(b"x", b"", 0)
@@ -137,7 +151,8 @@ def test_feeding_twice_before_asking_loses_nothing() -> None:
 
 
 def test_a_long_message_in_small_pieces_is_not_copied_for_every_piece() -> None:
-    # 48 MiB in pieces of 1 KiB: copied once it takes 0.1 s, copied for every piece more than a minute (pytest ends that).
+    # 48 MiB in pieces of 1 KiB: copied once it takes 0.1 s, copied for every piece more than a
+    # minute (pytest ends that).
     size = 48 * 1024 * 1024
     cutter = Cutter(size, 0)
     cutter.feed(header(size))

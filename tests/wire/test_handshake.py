@@ -11,16 +11,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.wire import handshake
-from rallypoint.wire.handshake import NONCE_BYTES, SESSION_BYTES, Accepting, HandshakeFailed, Joining, proof_of
-from rallypoint.wire.messages import TAG, VERSIONS, Challenge, Hello, Identity, Limits, Proof, Refusal, Welcome, encode
+from rallypoint.wire.handshake import (
+    NONCE_BYTES,
+    SESSION_BYTES,
+    Accepting,
+    HandshakeFailed,
+    Joining,
+    proof_of,
+)
+from rallypoint.wire.messages import (
+    TAG,
+    VERSIONS,
+    Challenge,
+    Hello,
+    Identity,
+    Limits,
+    Proof,
+    Refusal,
+    Welcome,
+    encode,
+)
 
 SECRET = b"a secret of at least sixteen bytes"
 WELCOME = Welcome(b"s" * 16, "0.1.0", Limits(1, 1, 1, 1, 1, 1), "", 0, 10.0)
 
 
-def joining(secret: bytes = SECRET, job: str = "", session: bytes = b"x" * SESSION_BYTES) -> Joining:
+def joining(
+    secret: bytes = SECRET, job: str = "", session: bytes = b"x" * SESSION_BYTES
+) -> Joining:
     who = Identity("node07", 123, 3)
-    return Joining(secret, job, "0.1.0", session=session, nonce=os.urandom(NONCE_BYTES), identity=who, ttl=10.0, resume=False, acked=0)
+    return Joining(
+        secret,
+        job,
+        "0.1.0",
+        session=session,
+        nonce=os.urandom(NONCE_BYTES),
+        identity=who,
+        ttl=10.0,
+        resume=False,
+        acked=0,
+    )
 
 
 def accepting(secret: bytes = SECRET, job: str = "", way: str = "unix") -> Accepting:
@@ -83,9 +113,13 @@ def test_the_servers_proof_cannot_be_sent_back_as_the_clients() -> None:
 @pytest.mark.parametrize("change", ["session", "job", "software", "nonce", "newest"])
 def test_a_proof_is_for_what_was_said_and_nothing_else(change: str) -> None:
     hello = joining(job="j").hello
-    other = {"session": b"y" * 16, "job": "k", "software": "9.9", "nonce": b"n" * 32, "newest": 7}[change]
+    other = {"session": b"y" * 16, "job": "k", "software": "9.9", "nonce": b"n" * 32, "newest": 7}[
+        change
+    ]
     changed = msgspec.structs.replace(hello, **{change: other})
-    assert proof_of(SECRET, "client", 1, hello, b"n", "j") != proof_of(SECRET, "client", 1, changed, b"n", "j")
+    assert proof_of(SECRET, "client", 1, hello, b"n", "j") != proof_of(
+        SECRET, "client", 1, changed, b"n", "j"
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,9 +133,12 @@ def test_a_proof_is_for_what_was_said_and_nothing_else(change: str) -> None:
         ("tcp 192.0.2.1 2950", "tcp 192.0.2.1 29500"),
     ],
 )
-def test_a_greeting_that_arrived_elsewhere_is_refused_before_the_server_proves_anything(dialled: str, arrived: str) -> None:
-    """Whoever was at an address that a client was given, or at the path of a Unix socket that a store announced, could forward the
-    handshake to the real store, and had an open connection there without knowing the secret."""
+def test_a_greeting_that_arrived_elsewhere_is_refused_before_the_server_proves_anything(
+    dialled: str, arrived: str
+) -> None:
+    """Whoever was at an address that a client was given, or at the path of a Unix socket that a
+    store announced, could forward the handshake to the real store, and had an open connection there
+    without knowing the secret."""
     with pytest.raises(HandshakeFailed) as caught:
         accepting(way=arrived).receive(joining().start(dialled))
     assert caught.value.reason == "store-relayed"
@@ -110,15 +147,22 @@ def test_a_greeting_that_arrived_elsewhere_is_refused_before_the_server_proves_a
     assert arrived in caught.value.refusal.text
 
 
-@pytest.mark.parametrize(("dialled", "arrived"), [("unix", "unix"), ("tcp ::1 29500", "tcp ::1 29500"), ("tcp", "tcp 10.0.0.1 29500")])
-def test_a_greeting_that_arrived_where_it_was_sent_or_is_forwarded_on_purpose_is_accepted(dialled: str, arrived: str) -> None:
+@pytest.mark.parametrize(
+    ("dialled", "arrived"),
+    [("unix", "unix"), ("tcp ::1 29500", "tcp ::1 29500"), ("tcp", "tcp 10.0.0.1 29500")],
+)
+def test_a_greeting_that_arrived_where_it_was_sent_or_is_forwarded_on_purpose_is_accepted(
+    dialled: str, arrived: str
+) -> None:
     assert isinstance(accepting(way=arrived).receive(joining().start(dialled)), Challenge)
 
 
 def test_who_passes_a_greeting_on_cannot_change_where_it_was_sent() -> None:
     client, server = joining(), accepting(way="tcp 192.0.2.1 29500")
     client.start("tcp 192.0.2.7 29500")
-    challenge = server.receive(encode(msgspec.structs.replace(client.hello, way="tcp 192.0.2.1 29500")))
+    challenge = server.receive(
+        encode(msgspec.structs.replace(client.hello, way="tcp 192.0.2.1 29500"))
+    )
     with pytest.raises(HandshakeFailed) as caught:
         client.receive(encode(challenge))
     assert caught.value.reason == "wrong-secret"
@@ -126,8 +170,8 @@ def test_who_passes_a_greeting_on_cannot_change_where_it_was_sent() -> None:
 
 @pytest.mark.parametrize("code", ["session-lost", "wrong-secret"])
 def test_what_only_the_server_can_know_is_not_taken_from_who_has_proved_nothing(code: str) -> None:
-    """A stranger's `session-lost` with `known` and nothing in `happened` was believed: the client then told its program that a request
-    which had been carried out had not."""
+    """A stranger's `session-lost` with `known` and nothing in `happened` was believed: the client
+    then told its program that a request which had been carried out had not."""
     with pytest.raises(HandshakeFailed) as caught:
         joining().receive(encode(Refusal(code, "", known=True)))
     assert caught.value.reason == "foreign"
@@ -141,7 +185,9 @@ def test_what_only_the_server_can_know_is_not_taken_from_who_has_proved_nothing(
 
 def test_another_version_is_told_both(monkeypatch: pytest.MonkeyPatch) -> None:
     client = joining()
-    newer = msgspec.structs.replace(client.hello, oldest=VERSIONS[1] + 1, newest=VERSIONS[1] + 3, software="3.0.0")
+    newer = msgspec.structs.replace(
+        client.hello, oldest=VERSIONS[1] + 1, newest=VERSIONS[1] + 3, software="3.0.0"
+    )
     with pytest.raises(HandshakeFailed) as caught:
         accepting().receive(encode(newer))
     text = str(caught.value)

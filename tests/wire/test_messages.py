@@ -22,11 +22,19 @@ KINDS: tuple[tuple[Any, Decode], ...] = (
     (AnyRequest, messages.decode_request),
     (AnyReply, messages.decode_reply),
 )
-EVERY = [pytest.param(message, decode, id=message.__name__) for union, decode in KINDS for message in get_args(union)]
-DECODERS = [pytest.param(decode, id=name) for name, (_, decode) in zip(("handshake", "request", "reply"), KINDS, strict=True)]
+EVERY = [
+    pytest.param(message, decode, id=message.__name__)
+    for union, decode in KINDS
+    for message in get_args(union)
+]
+DECODERS = [
+    pytest.param(decode, id=name)
+    for name, (_, decode) in zip(("handshake", "request", "reply"), KINDS, strict=True)
+]
 
-# What a decoder raises, and so what whoever calls one must catch. Python's own two come out of msgspec as they are: text that is not
-# UTF-8, and nesting (in what a newer version would have added to a message, which is passed over).
+# What a decoder raises, and so what whoever calls one must catch. Python's own two come out of
+# msgspec as they are: text that is not UTF-8, and nesting (in what a newer version would have added
+# to a message, which is passed over).
 REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -56,7 +64,11 @@ def any_of(hint: Any) -> some.SearchStrategy[Any]:
 
 def fields_of(struct: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(struct, include_extras=True)
-    return {name: hints[name] for name in struct.__struct_fields__ if get_origin(hints[name]) is not ClassVar}
+    return {
+        name: hints[name]
+        for name in struct.__struct_fields__
+        if get_origin(hints[name]) is not ClassVar
+    }
 
 
 every_message = some.one_of(*(any_of(message) for union, _ in KINDS for message in get_args(union)))
@@ -75,7 +87,9 @@ def test_every_message_comes_back_as_it_was(message: Any, decode: Decode) -> Non
 
 
 @pytest.mark.parametrize(("message", "decode"), EVERY)
-def test_what_a_newer_version_adds_to_a_message_is_passed_over(message: Any, decode: Decode) -> None:
+def test_what_a_newer_version_adds_to_a_message_is_passed_over(
+    message: Any, decode: Decode
+) -> None:
     @settings(max_examples=40)
     @given(any_of(message))
     def check(sent: Any) -> None:
@@ -134,7 +148,9 @@ def test_a_truncated_message_is_refused(message: Any, decode: Decode) -> None:
 @pytest.mark.parametrize(("message", "decode"), EVERY)
 @pytest.mark.parametrize("levels", [90, 2000, 500_000])
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\x01"])
-def test_deep_nesting_is_refused_wherever_it_is(message: Any, decode: Decode, levels: int, opening: bytes) -> None:
+def test_deep_nesting_is_refused_wherever_it_is(
+    message: Any, decode: Decode, levels: int, opening: bytes
+) -> None:
     deep = msgspec.Raw(opening * levels + b"\xc0")
     fields: list[Any] = msgspec.msgpack.decode(messages.encode(example_of(message)))
     for place in range(len(fields)):
@@ -146,13 +162,17 @@ def test_deep_nesting_is_refused_wherever_it_is(message: Any, decode: Decode, le
     elif levels > 100_000:
         with pytest.raises(RecursionError):
             decode(longer)
-    else:  # since Python 3.12 code in C may go deeper than code in Python, and what comes after the fields that we know is read over
+    else:
+        # since Python 3.12 code in C may go deeper than code in Python, and what comes after the
+        # fields that we know is read over
         with contextlib.suppress(RecursionError):
             decode(longer)
 
 
 def example_of(message: Any) -> Any:
-    """One message of this type, in which no field is None: a place for which anything else is wrong."""
+    """One message of this type, in which no field is None: a place for which anything else is
+    wrong.
+    """
     simple: dict[object, object] = {bool: True, int: 7, float: 0.5, str: "text", bytes: b"bytes"}
 
     def one(hint: Any) -> Any:
@@ -195,17 +215,27 @@ def test_what_changes_something_can_be_told_from_what_does_not() -> None:
 
 
 def test_the_bytes_of_the_protocol() -> None:
-    # A client and a server of different releases must agree on these; change VERSIONS before changing this test.
+    # A client and a server of different releases must agree on these; change VERSIONS before
+    # changing this test.
     hello = messages.Hello("rallypoint", 1, 1, "0.2", "job", b"s", b"n", "unix")
-    assert messages.encode(hello) == b"\x99\x01\xaarallypoint\x01\x01\xa30.2\xa3job\xc4\x01s\xc4\x01n\xa4unix"
+    assert (
+        messages.encode(hello)
+        == b"\x99\x01\xaarallypoint\x01\x01\xa30.2\xa3job\xc4\x01s\xc4\x01n\xa4unix"
+    )
     assert messages.encode(messages.Get(3, 2, "k")) == b"\x95\x02\x03\x02\xa1k\xc0"
     assert messages.encode(messages.Add(4, 3, "n", -1)) == b"\x96\x08\x04\x03\xa1n\xff\xc2"
-    assert messages.encode(messages.Value(3, 9, 8, b"\x01")) == b"\x96\x02\x03\x09\x08\xc4\x01\x01\x00"
+    assert (
+        messages.encode(messages.Value(3, 9, 8, b"\x01")) == b"\x96\x02\x03\x09\x08\xc4\x01\x01\x00"
+    )
     assert messages.encode(messages.Done(4, 10)) == b"\x95\x01\x04\x0a\x00\xa0"
 
 
 @pytest.mark.parametrize("number", [-1, 2**62 + 1, 2**63, 2**64 - 1])
 def test_a_request_has_a_number_that_the_server_can_count_with(number: int) -> None:
-    for request in (messages.Ping(number, 0), messages.Ping(1, number), messages.Cancel(0, 0, number)):
+    for request in (
+        messages.Ping(number, 0),
+        messages.Ping(1, number),
+        messages.Cancel(0, 0, number),
+    ):
         with pytest.raises(msgspec.ValidationError):
             messages.decode_request(messages.encode(request))

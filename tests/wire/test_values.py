@@ -1,4 +1,6 @@
-"""Values: what goes in comes out equal and of the same type, or is refused by its path; and bytes are a value or malformed."""
+"""Values: what goes in comes out equal and of the same type, or is refused by its path; and bytes
+are a value or malformed.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,28 @@ def numpy() -> Any:
 
 # --- any value, and whether two are the same ---
 
-ints = some.integers() | some.sampled_from([0, -1, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64 - 1, 2**64, 2**9000])
-texts = some.text(some.characters()) | some.sampled_from(["", "\ud800", "\udcff.txt"]) | some.integers(1, 70_000).map(lambda n: "é" * n)
-scalars = (
-    some.none() | some.booleans() | ints | some.floats() | texts | some.binary() | some.integers(4000, 70_000).map(lambda n: b"\xc1" * n)
+ints = some.integers() | some.sampled_from(
+    [0, -1, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64 - 1, 2**64, 2**9000]
 )
-hashables = some.recursive(scalars, lambda inner: some.tuples(inner, inner) | some.frozensets(inner, max_size=3), max_leaves=5)
+texts = (
+    some.text(some.characters())
+    | some.sampled_from(["", "\ud800", "\udcff.txt"])
+    | some.integers(1, 70_000).map(lambda n: "é" * n)
+)
+scalars = (
+    some.none()
+    | some.booleans()
+    | ints
+    | some.floats()
+    | texts
+    | some.binary()
+    | some.integers(4000, 70_000).map(lambda n: b"\xc1" * n)
+)
+hashables = some.recursive(
+    scalars,
+    lambda inner: some.tuples(inner, inner) | some.frozensets(inner, max_size=3),
+    max_leaves=5,
+)
 keys = some.booleans() | ints | some.text(some.characters(), max_size=8)
 
 
@@ -98,7 +116,9 @@ def _form(value: Any) -> str:
 
 
 def through(value: object, **options: Any) -> Any:
-    """The value as somebody reads it from the store: from `bytes` when it is small, from memory of its own when it is large."""
+    """The value as somebody reads it from the store: from `bytes` when it is small, from memory of
+    its own when it is large.
+    """
     encoded = encode(value)
     return decode(encoded if isinstance(encoded, bytes) else bytearray(join(encoded)), **options)
 
@@ -144,7 +164,14 @@ def test_what_goes_in_comes_out(value: Any) -> None:
         assert join(encode(back)) == data  # so that compare_and_set finds what was read
 
 
-@given(some.none() | some.booleans() | some.integers(-(2**63), 2**63 - 1) | some.floats() | some.text() | some.binary(max_size=70_000))
+@given(
+    some.none()
+    | some.booleans()
+    | some.integers(-(2**63), 2**63 - 1)
+    | some.floats()
+    | some.text()
+    | some.binary(max_size=70_000)
+)
 def test_a_scalar_is_the_bare_msgpack_scalar(value: Any) -> None:
     assert join(encode(value)) == msgspec.msgpack.encode(value)
 
@@ -155,10 +182,13 @@ def test_all_else_begins_with_the_mark(value: Any) -> None:
 
 
 def test_the_bytes_of_a_value() -> None:
-    # A server keeps values longer than its clients live: change the version in the head before changing this test.
+    # A server keeps values longer than its clients live: change the version in the head before
+    # changing this test.
     tree = msgspec.msgpack.encode([4, "a", "b", [0, 1, None], [8, 5000]])
     head = b"\xc1\x01\0\0" + struct.pack("<I", len(tree)) + tree
-    assert encode({"a": [1, None], "b": b"x" * 5000}) == head + b"\0" * (64 - len(head)) + b"x" * 5000
+    assert (
+        encode({"a": [1, None], "b": b"x" * 5000}) == head + b"\0" * (64 - len(head)) + b"x" * 5000
+    )
 
 
 @given(some.lists(hashables, max_size=8), some.randoms(use_true_random=False))
@@ -170,7 +200,25 @@ def test_equal_sets_have_equal_bytes(elements: list[Any], shuffle: random.Random
 
 
 def test_what_is_not_the_same_has_other_bytes() -> None:
-    different = [1, 1.0, True, "1", b"1", 0.0, -0.0, 0, False, None, [1], (1,), {1}, frozenset({1}), {1: 1}, OrderedDict({1: 1}), {1: 1.0}]
+    different = [
+        1,
+        1.0,
+        True,
+        "1",
+        b"1",
+        0.0,
+        -0.0,
+        0,
+        False,
+        None,
+        [1],
+        (1,),
+        {1},
+        frozenset({1}),
+        {1: 1},
+        OrderedDict({1: 1}),
+        {1: 1.0},
+    ]
     different += [{1: 0, 2: 0}, {2: 0, 1: 0}, [[]], [()], 2**64, str(2**64)]
     assert len({join(encode(value)) for value in different}) == len(different)
     assert encode(math.nan) == encode(math.nan)
@@ -209,7 +257,12 @@ def test_bytes_and_text_that_are_too_long_for_msgpack(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(values, "_pack", limited)
     monkeypatch.setattr(values, "_MSGPACK_BYTES", INLINE_BYTES + 50)
-    for value in ("a" * INLINE_BYTES, "é" * INLINE_BYTES, b"x" * INLINE_BYTES * 2, {"é" * INLINE_BYTES: ["a" * INLINE_BYTES * 2, "short"]}):
+    for value in (
+        "a" * INLINE_BYTES,
+        "é" * INLINE_BYTES,
+        b"x" * INLINE_BYTES * 2,
+        {"é" * INLINE_BYTES: ["a" * INLINE_BYTES * 2, "short"]},
+    ):
         encoded = join(encode(value))
         assert (encoded[0] == 0xC1) == (value != "a" * INLINE_BYTES)
         assert decode(bytearray(encoded)) == value
@@ -242,20 +295,44 @@ HERE = __name__
     ("value", "headline"),
     [
         (print, "value: a builtin_function_or_method cannot be stored"),
-        ({"cfg": {"lr_schedule": lambda step: 0.1}}, 'value["cfg"]["lr_schedule"]: a function cannot be stored'),
+        (
+            {"cfg": {"lr_schedule": lambda step: 0.1}},
+            'value["cfg"]["lr_schedule"]: a function cannot be stored',
+        ),
         ([1, ({"a": object()},)], 'value[1][0]["a"]: an object cannot be stored'),
-        ({"a": {3: {True: {1, 2, (4, Text("x"))}}}}, f'value["a"][3][True]{{...}}[1]: a {HERE}.Text (a subclass of str) cannot be stored'),
-        ({'quo"te': {"new\nline": ...}}, """value['quo"te']['new\\nline']: an ellipsis cannot be stored"""),
+        (
+            {"a": {3: {True: {1, 2, (4, Text("x"))}}}},
+            f'value["a"][3][True]{{...}}[1]: a {HERE}.Text (a subclass of str) cannot be stored',
+        ),
+        (
+            {'quo"te': {"new\nline": ...}},
+            """value['quo"te']['new\\nline']: an ellipsis cannot be stored""",
+        ),
         ({"k" * 200: ...}, f'value["{"k" * 55}...]: an ellipsis cannot be stored'),
         ({2**9000: ...}, f"value[{hex(2**9000)[:24]}...]: an ellipsis cannot be stored"),
         (Color.RED, f"value: a {HERE}.Color (a member of an Enum) cannot be stored"),
         (Point(1, 2), f"value: a {HERE}.Point (a subclass of tuple) cannot be stored"),
-        (collections.defaultdict(list), "value: a collections.defaultdict (a subclass of dict) cannot be stored"),
+        (
+            collections.defaultdict(list),
+            "value: a collections.defaultdict (a subclass of dict) cannot be stored",
+        ),
         (bytearray(b"x"), "value: a bytearray cannot be stored"),
-        ({"cfg": argparse.Namespace(lr=0.1)}, 'value["cfg"]: an argparse.Namespace cannot be stored'),
-        ([{(1, 2): 3}], "value[0]: a dict with the key (1, 2) (tuple; int, str and bool are possible) cannot be stored"),
-        ({None: 1}, "value: a dict with the key None (NoneType; int, str and bool are possible) cannot be stored"),
-        ({Color.RED: 1}, f"value: a dict with the key <Color.RED: 1> ({HERE}.Color; int, str and bool are possible) cannot be stored"),
+        (
+            {"cfg": argparse.Namespace(lr=0.1)},
+            'value["cfg"]: an argparse.Namespace cannot be stored',
+        ),
+        (
+            [{(1, 2): 3}],
+            "value[0]: a dict with the key (1, 2) (tuple; int, str and bool are possible) cannot be stored",
+        ),
+        (
+            {None: 1},
+            "value: a dict with the key None (NoneType; int, str and bool are possible) cannot be stored",
+        ),
+        (
+            {Color.RED: 1},
+            f"value: a dict with the key <Color.RED: 1> ({HERE}.Color; int, str and bool are possible) cannot be stored",
+        ),
     ],
     ids=lambda each: each[:40].replace("\\", "") if isinstance(each, str) else "",
 )
@@ -289,7 +366,9 @@ def test_the_help_is_a_line_to_type(value: object, sentence: str, command: str) 
 def test_absent_is_no_value(allow_pickle: bool) -> None:
     with pytest.raises(ValueUnsupported) as caught:
         encode({"a": [values.ABSENT]}, allow_pickle=allow_pickle)
-    assert str(caught.value) == 'value["a"][0]: ABSENT stands for "no such key" and cannot be stored'
+    assert (
+        str(caught.value) == 'value["a"][0]: ABSENT stands for "no such key" and cannot be stored'
+    )
     assert [command for _, command in caught.value.help] == ["store.delete(key)"]
 
 
@@ -301,10 +380,14 @@ def test_an_ordered_dict_keeps_its_metadata_and_no_other_attribute() -> None:
     assert same(back._metadata, state._metadata)
     assert not hasattr(through(OrderedDict(a=1)), "_metadata")
     state._metadata = {"layer": print}
-    assert refused({"model": state}).startswith('value["model"]._metadata["layer"]: a builtin_function')
+    assert refused({"model": state}).startswith(
+        'value["model"]._metadata["layer"]: a builtin_function'
+    )
     del state._metadata
     state.lr_schedule = 1
-    assert refused(state) == "value: an OrderedDict with an attribute 'lr_schedule' cannot be stored"
+    assert (
+        refused(state) == "value: an OrderedDict with an attribute 'lr_schedule' cannot be stored"
+    )
 
 
 def nested(depth: int, kind: str) -> object:
@@ -325,12 +408,18 @@ def test_nesting_has_a_limit(kind: str) -> None:
 def test_a_container_inside_itself_is_named() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    assert refused(loop) == "value[0]: a container inside itself cannot be stored, and this is value again"
+    assert (
+        refused(loop)
+        == "value[0]: a container inside itself cannot be stored, and this is value again"
+    )
     inner: dict[str, Any] = {"back": (1, [])}
     inner["back"][1].append(inner)
     value = {"a": [inner]}
     again = 'value["a"][0]'
-    assert refused(value) == f'{again}["back"][1][0]: a container inside itself cannot be stored, and this is {again} again'
+    assert (
+        refused(value)
+        == f'{again}["back"][1][0]: a container inside itself cannot be stored, and this is {again} again'
+    )
     shared = [1]
     assert same(through([shared, shared]), [[1], [1]])  # twice is not inside
 
@@ -359,7 +448,9 @@ def accepted_or_malformed(data: bytes) -> None:
         try:
             value = decode(form)
         except ValueUnsupported as error:
-            if error.code != "value-malformed" and not any(word in str(error) for word in ("pickle", "longdouble", "imported")):
+            if error.code != "value-malformed" and not any(
+                word in str(error) for word in ("pickle", "longdouble", "imported")
+            ):
                 raise
         else:
             encode(value)  # what was accepted is a value
@@ -382,13 +473,24 @@ def seeds() -> list[bytes]:
             numpy.zeros((0, 4)),
             numpy.zeros(2, "M8[25s]"),
         ]
-        found += [{"s": numpy.array(["ab", "c"]), "n": numpy.str_("x"), "b": numpy.bytes_(b"y"), "l": numpy.longdouble(1) / 3}]
+        found += [
+            {
+                "s": numpy.array(["ab", "c"]),
+                "n": numpy.str_("x"),
+                "b": numpy.bytes_(b"y"),
+                "l": numpy.longdouble(1) / 3,
+            }
+        ]
     if find_spec("torch"):
         import torch
 
         found += [
             torch.arange(6.0).reshape(2, 3),
-            {"t": torch.ones(3, dtype=torch.bfloat16), "e": torch.empty(2, 0), "s": torch.tensor(1j)},
+            {
+                "t": torch.ones(3, dtype=torch.bfloat16),
+                "e": torch.empty(2, 0),
+                "s": torch.tensor(1j),
+            },
         ]
         found += [[torch.Size([2, 3]), torch.float16, torch.device("cuda", 1), torch.device("cpu")]]
     return [join(encode(value)) for value in found] + [join(encode(print, allow_pickle=True))]
@@ -407,11 +509,32 @@ def test_spoiled_values_are_values_or_malformed(data: some.DataObject) -> None:
 
 
 names = some.sampled_from(
-    ["float32", "bool", "qint8", "int4", "Tensor", "<f4", "<f8", "|S0", "<U3", "<M8[s]", "|O", "<f16/63", "<f16", "|V8", "cpu"]
+    [
+        "float32",
+        "bool",
+        "qint8",
+        "int4",
+        "Tensor",
+        "<f4",
+        "<f8",
+        "|S0",
+        "<U3",
+        "<M8[s]",
+        "|O",
+        "<f16/63",
+        "<f16",
+        "|V8",
+        "cpu",
+    ]
 )
 numbers = some.integers(-3, 20) | some.sampled_from([2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
 leaves = some.none() | some.booleans() | numbers | names | some.binary(max_size=17) | some.floats()
-trees = some.recursive(leaves, lambda inner: some.tuples(some.integers(0, 18), some.lists(inner, max_size=5)).map(lambda n: [n[0], *n[1]]))
+trees = some.recursive(
+    leaves,
+    lambda inner: some.tuples(some.integers(0, 18), some.lists(inner, max_size=5)).map(
+        lambda n: [n[0], *n[1]]
+    ),
+)
 
 
 @settings(max_examples=500)
@@ -444,7 +567,11 @@ def test_names_of_numpy_dtypes_are_dtypes_or_malformed(name: str) -> None:
         ([9, ["float32"], 4], b"x" * 16, "a torch dtype "),
         ([9], b"", "a torch dtype None"),
         ([10, "|O", 1], b"x" * 8, "a numpy dtype '|O'"),
-        ([11, "<M8[0s]", b"x" * 8], b"", "a numpy dtype '<M8[0s]'"),  # numpy itself would end the process: division by zero
+        (
+            [11, "<M8[0s]", b"x" * 8],
+            b"",
+            "a numpy dtype '<M8[0s]'",
+        ),  # numpy itself would end the process: division by zero
         ([10, "<f4,<f4", 1], b"x" * 8, "a numpy dtype '<f4,<f4'"),
         ([10, "|V0", 2**62], b"", "a numpy dtype '|V0'"),
         ([11, "<f4", b"xxx"], b"", "a numpy value of dtype float32 with other than 4 bytes"),
@@ -486,7 +613,9 @@ def test_deep_trees_are_malformed() -> None:
 
 def every_dtype(torch: Any) -> list[Any]:
     found = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-    return sorted((dtype for dtype in found if not str(dtype).startswith(("torch.q", "torch.quint"))), key=str)
+    return sorted(
+        (dtype for dtype in found if not str(dtype).startswith(("torch.q", "torch.quint"))), key=str
+    )
 
 
 def bits(torch: Any, tensor: Any) -> bytes:
@@ -512,9 +641,19 @@ def test_tensors_of_every_dtype_and_shape(torch: Any) -> None:
     dtypes = every_dtype(torch)
     assert len(dtypes) >= 40
     for dtype in dtypes:
-        raw = torch.arange(24 * dtype.itemsize, dtype=torch.int64).to(torch.uint8) % (2 if dtype is torch.bool else 251)
+        raw = torch.arange(24 * dtype.itemsize, dtype=torch.int64).to(torch.uint8) % (
+            2 if dtype is torch.bool else 251
+        )
         full = raw.view(dtype).view(2, 3, 4)
-        for tensor in (full, full[0, 0, 0], full[:0], full.permute(2, 0, 1), full[:, ::2, 1], full[:1].expand(5, 3, 4), full[1:, 1:]):
+        for tensor in (
+            full,
+            full[0, 0, 0],
+            full[:0],
+            full.permute(2, 0, 1),
+            full[:, ::2, 1],
+            full[:1].expand(5, 3, 4),
+            full[1:, 1:],
+        ):
             back = through(tensor)
             assert alike(torch, back, tensor), (dtype, tensor.shape)
             assert back.is_contiguous()
@@ -535,7 +674,13 @@ def test_a_tensor_that_was_read_is_memory_of_its_own(torch: Any, elements: int) 
 
 def test_views_that_are_to_be_conjugated_or_negated(torch: Any) -> None:
     tensor = torch.randn(3, 4, dtype=torch.complex64)
-    for view in (tensor.conj(), tensor.conj().imag, tensor.mH, tensor.real, torch._neg_view(tensor)):
+    for view in (
+        tensor.conj(),
+        tensor.conj().imag,
+        tensor.mH,
+        tensor.real,
+        torch._neg_view(tensor),
+    ):
         back = through(view)
         assert torch.equal(back, view.resolve_conj().resolve_neg())
         assert not back.is_conj()
@@ -592,11 +737,20 @@ def test_sizes_dtypes_and_devices(torch: Any) -> None:
         back = through({"v": value})["v"]
         assert type(back) is type(value)
         assert back == value
-    assert through({torch.float32, torch.device("cpu"), torch.Size([1])}) == {torch.float32, torch.device("cpu"), torch.Size([1])}
+    assert through({torch.float32, torch.device("cpu"), torch.Size([1])}) == {
+        torch.float32,
+        torch.device("cpu"),
+        torch.Size([1]),
+    }
 
 
 def test_state_dicts_of_models_and_optimizers(torch: Any) -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8, 2).bfloat16())
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8, 2).bfloat16(),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), betas=(0.8, 0.99))
     sum(parameter.float().sum() for parameter in model.parameters()).backward()
     optimizer.step()
@@ -606,9 +760,17 @@ def test_state_dicts_of_models_and_optimizers(torch: Any) -> None:
     assert list(back) == list(state)
     assert all(alike(torch, back[name], state[name]) for name in state)
     assert same(vars(back), vars(state))
-    other = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8, 2).bfloat16())
+    other = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8, 2).bfloat16(),
+    )
     assert str(other.load_state_dict(back, strict=True)) == "<All keys matched successfully>"
-    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
     of_optimizer = optimizer.state_dict()
     back = through(of_optimizer)
@@ -627,16 +789,27 @@ def test_tensors_that_are_more_than_their_memory_are_refused(torch: Any) -> None
     cases = {
         'value["w"]: a sparse tensor (torch.sparse_coo) cannot be stored': eye.to_sparse(),
         'value["w"]: a sparse tensor (torch.sparse_csr) cannot be stored': eye.to_sparse_csr(),
-        'value["w"]: a quantized tensor cannot be stored': torch.quantize_per_tensor(eye, 0.1, 0, torch.qint8),
+        'value["w"]: a quantized tensor cannot be stored': torch.quantize_per_tensor(
+            eye, 0.1, 0, torch.qint8
+        ),
         'value["w"]: a nested tensor cannot be stored': torch.nested.nested_tensor([eye, eye]),
-        'value["w"]: a meta tensor (it has no data) cannot be stored': torch.empty(3, device="meta"),
-        'value["w"]: a tensor of 65 dimensions and 1 elements cannot be stored': torch.zeros([1] * 65),
-        f'value["w"]: a {Tagged.__module__}.{Tagged.__qualname__} (a subclass of torch.Tensor) cannot be stored': eye.as_subclass(Tagged),
+        'value["w"]: a meta tensor (it has no data) cannot be stored': torch.empty(
+            3, device="meta"
+        ),
+        'value["w"]: a tensor of 65 dimensions and 1 elements cannot be stored': torch.zeros(
+            [1] * 65
+        ),
+        f'value["w"]: a {Tagged.__module__}.{Tagged.__qualname__} (a subclass of torch.Tensor) cannot be stored': eye.as_subclass(
+            Tagged
+        ),
         'value["w"]: a torch.nn.modules.linear.Linear cannot be stored': torch.nn.Linear(1, 1),
     }
     for headline, value in cases.items():
         assert refused({"w": value}) == headline
-    assert refused({eye}) == "value{...}: a tensor in a set (it is equal to nothing but itself) cannot be stored"
+    assert (
+        refused({eye})
+        == "value{...}: a tensor in a set (it is equal to nothing but itself) cannot be stored"
+    )
     with pytest.raises(ValueUnsupported, match="a tensor without memory of its own"):
         torch.vmap(lambda row: encode(row) and row)(eye)
 
@@ -662,7 +835,11 @@ def test_what_would_be_copied_is_weighed_before(torch: Any) -> None:
 
 @pytest.mark.gpu
 def test_cuda_tensors_go_through_the_host(torch: Any) -> None:
-    for tensor in (torch.randn(300, 400, device="cuda"), torch.randn(4, 5, device="cuda").t(), torch.tensor(1j, device="cuda").conj()):
+    for tensor in (
+        torch.randn(300, 400, device="cuda"),
+        torch.randn(4, 5, device="cuda").t(),
+        torch.tensor(1j, device="cuda").conj(),
+    ):
         assert torch.equal(through(tensor), tensor.cpu())
         back = through([tensor], device="cuda")[0]
         assert back.is_cuda
@@ -675,10 +852,16 @@ def test_cuda_tensors_go_through_the_host(torch: Any) -> None:
 def test_arrays_and_scalars_of_every_dtype(numpy: Any) -> None:
     names = [name for name in numpy.typecodes["All"] if name not in "OSUVMm"]
     dtypes = [numpy.dtype(name).newbyteorder(order) for name in names for order in "<>"]
-    dtypes += map(numpy.dtype, ["S3", "U4", ">U4", "V5", "M8[ns]", ">M8[25s]", "m8[D]", "M8", "m8[us]"])
+    dtypes += map(
+        numpy.dtype, ["S3", "U4", ">U4", "V5", "M8[ns]", ">M8[25s]", "m8[D]", "M8", "m8[us]"]
+    )
     for dtype in dtypes:
         full = numpy.frombuffer(
-            bytes(24 * dtype.itemsize) if dtype.kind in "bU" else bytes(range(1, 241)) * 4 * dtype.itemsize, dtype, count=24
+            bytes(24 * dtype.itemsize)
+            if dtype.kind in "bU"
+            else bytes(range(1, 241)) * 4 * dtype.itemsize,
+            dtype,
+            count=24,
         )
         full = full.reshape(2, 3, 4)
         for array in (
@@ -700,11 +883,19 @@ def test_arrays_and_scalars_of_every_dtype(numpy: Any) -> None:
         back = through([scalar])[0]
         assert back.tobytes() == scalar.tobytes()
         assert back.dtype == scalar.dtype
-        assert type(back) is type(scalar) or numpy.dtype(type(scalar)) == numpy.dtype(type(back))  # longlong is int64 by another name
+        assert type(back) is type(scalar) or numpy.dtype(type(scalar)) == numpy.dtype(
+            type(back)
+        )  # longlong is int64 by another name
 
 
 def test_numpy_text_keeps_what_an_array_would_cut_off(numpy: Any) -> None:
-    for value in (numpy.str_("a\0"), numpy.str_(""), numpy.str_("\ud800"), numpy.bytes_(b"a\0\0"), numpy.bytes_(b"x" * 5000)):
+    for value in (
+        numpy.str_("a\0"),
+        numpy.str_(""),
+        numpy.str_("\ud800"),
+        numpy.bytes_(b"a\0\0"),
+        numpy.bytes_(b"x" * 5000),
+    ):
         back = through([value])[0]
         assert type(back) is type(value)
         assert back == value
@@ -733,12 +924,27 @@ def test_arrays_that_are_more_than_their_memory_are_refused(numpy: Any) -> None:
         pass
 
     record = numpy.zeros(2, [("x", "f4"), ("y", "i4")])
-    assert refused([numpy.array([object()])]) == "value[0]: a numpy array of dtype object (Python objects) cannot be stored"
-    assert refused(record) == "value: a numpy array of dtype [('x', '<f4'), ('y', '<i4')] cannot be stored"
-    assert refused(record[0]) == "value: a numpy value of dtype [('x', '<f4'), ('y', '<i4')] cannot be stored"
-    assert refused(numpy.zeros(2).view(Table)).endswith("Table (a subclass of numpy.ndarray) cannot be stored")
-    assert refused(numpy.ma.masked_array([1], [True])).endswith("(a subclass of numpy.ndarray) cannot be stored")
-    assert refused(numpy.ndarray((2,), "V0")) == "value: a numpy array of dtype |V0 cannot be stored"
+    assert (
+        refused([numpy.array([object()])])
+        == "value[0]: a numpy array of dtype object (Python objects) cannot be stored"
+    )
+    assert (
+        refused(record)
+        == "value: a numpy array of dtype [('x', '<f4'), ('y', '<i4')] cannot be stored"
+    )
+    assert (
+        refused(record[0])
+        == "value: a numpy value of dtype [('x', '<f4'), ('y', '<i4')] cannot be stored"
+    )
+    assert refused(numpy.zeros(2).view(Table)).endswith(
+        "Table (a subclass of numpy.ndarray) cannot be stored"
+    )
+    assert refused(numpy.ma.masked_array([1], [True])).endswith(
+        "(a subclass of numpy.ndarray) cannot be stored"
+    )
+    assert (
+        refused(numpy.ndarray((2,), "V0")) == "value: a numpy array of dtype |V0 cannot be stored"
+    )
 
 
 # --- pickle ---
@@ -746,14 +952,22 @@ def test_arrays_that_are_more_than_their_memory_are_refused(numpy: Any) -> None:
 
 def test_without_allow_pickle_nothing_is_pickled_or_unpickled() -> None:
     data = join(encode({"cfg": Config(lr=0.1)}, allow_pickle=True))
-    with pytest.raises(ValueUnsupported, match="the value was pickled, and this client does not unpickle") as caught:
+    with pytest.raises(
+        ValueUnsupported, match="the value was pickled, and this client does not unpickle"
+    ) as caught:
         decode(data)
     assert caught.value.code == "value-unsupported"
     assert caught.value.help[0][1] == "rallypoint.connect(..., allow_pickle=True)"
 
 
 def test_with_allow_pickle_only_what_is_no_value_is_pickled(torch: Any) -> None:
-    value = {"cfg": Config(lr=0.1), "w": torch.ones(50_000), "c": Color.RED, "s": torch.eye(2).to_sparse(), "k": {(1, 2): 3}}
+    value = {
+        "cfg": Config(lr=0.1),
+        "w": torch.ones(50_000),
+        "c": Color.RED,
+        "s": torch.eye(2).to_sparse(),
+        "k": {(1, 2): 3},
+    }
     encoded = encode(value, allow_pickle=True)
     assert size_of(encoded) < 205_000
     back: Any = decode(bytearray(join(encoded)), allow_pickle=True)
@@ -762,13 +976,20 @@ def test_with_allow_pickle_only_what_is_no_value_is_pickled(torch: Any) -> None:
     assert back["k"] == {(1, 2): 3}
     assert torch.equal(back["s"].to_dense(), torch.eye(2))
     assert torch.equal(back["w"], value["w"])
-    assert decode(join(encode({Color.RED, 5}, allow_pickle=True)), allow_pickle=True) == {Color.RED, 5}
+    assert decode(join(encode({Color.RED, 5}, allow_pickle=True)), allow_pickle=True) == {
+        Color.RED,
+        5,
+    }
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
     value = {"cfg": Config(lr=0.1, schedules=Config(lr_schedule=lambda step: 0.1))}
-    assert refused(value, allow_pickle=True).startswith('value["cfg"].schedules.lr_schedule: a function cannot be pickled (')
-    assert refused([lambda: 1], allow_pickle=True).startswith("value[0]: a function cannot be pickled (")
+    assert refused(value, allow_pickle=True).startswith(
+        'value["cfg"].schedules.lr_schedule: a function cannot be pickled ('
+    )
+    assert refused([lambda: 1], allow_pickle=True).startswith(
+        "value[0]: a function cannot be pickled ("
+    )
 
 
 def test_a_pickle_that_cannot_be_read_here_says_so() -> None:
@@ -784,7 +1005,12 @@ def test_a_pickle_that_cannot_be_read_here_says_so() -> None:
 @pytest.mark.parametrize("size", [1, 100, 65_537, 5_000_000])
 def test_alloc_gives_that_much_writable_memory(size: int) -> None:
     memory = alloc(size)
-    assert (len(memory), memory.format, memory.readonly, memory.contiguous) == (size, "B", False, True)
+    assert (len(memory), memory.format, memory.readonly, memory.contiguous) == (
+        size,
+        "B",
+        False,
+        True,
+    )
     memory[0], memory[-1] = 1, 1
     if "numpy" in sys.modules:
         assert sys.modules["numpy"].frombuffer(memory, "u1").ctypes.data % ALIGNMENT == 0
@@ -792,7 +1018,9 @@ def test_alloc_gives_that_much_writable_memory(size: int) -> None:
 
 def alone(program: str) -> str:
     """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -816,8 +1044,13 @@ print({"torch", "numpy", "pickle", "ctypes"} & (set(sys.modules) - before))
     assert alone(program).strip() == "set()"
 
 
-@pytest.mark.parametrize(("module", "tree"), [("torch", [9, "float32", 1]), ("numpy", [10, "<f4", 1]), ("torch", [16, "cpu", None])])
-def test_a_value_that_needs_a_module_which_is_not_there_names_it(module: str, tree: list[object]) -> None:
+@pytest.mark.parametrize(
+    ("module", "tree"),
+    [("torch", [9, "float32", 1]), ("numpy", [10, "<f4", 1]), ("torch", [16, "cpu", None])],
+)
+def test_a_value_that_needs_a_module_which_is_not_there_names_it(
+    module: str, tree: list[object]
+) -> None:
     program = f"""
 import sys
 sys.modules[{module!r}] = None
@@ -827,7 +1060,9 @@ try:
 except TypeError as error:
     print(error.code, error)
 """
-    assert alone(program).startswith(f"value-unsupported the value needs {module}, which cannot be imported here")
+    assert alone(program).startswith(
+        f"value-unsupported the value needs {module}, which cannot be imported here"
+    )
 
 
 def test_a_module_of_the_same_name_is_not_taken_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -849,10 +1084,15 @@ def test_the_state_of_a_scheduler_with_milestones() -> None:
     assert refused(marked) == "value: a Counter with an attribute 'source' cannot be stored"
 
 
-@pytest.mark.parametrize("number", [1j, 0j, complex(-0.0, float("inf")), complex(float("nan"), -0.0)])
+@pytest.mark.parametrize(
+    "number", [1j, 0j, complex(-0.0, float("inf")), complex(float("nan"), -0.0)]
+)
 def test_a_complex_number(number: complex) -> None:
     back = through([number])[0]
-    assert (struct.pack("<2d", back.real, back.imag), type(back)) == (struct.pack("<2d", number.real, number.imag), complex)
+    assert (struct.pack("<2d", back.real, back.imag), type(back)) == (
+        struct.pack("<2d", number.real, number.imag),
+        complex,
+    )
 
 
 @pytest.mark.parametrize(

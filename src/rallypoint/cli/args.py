@@ -32,10 +32,17 @@ class Given(msgspec.Struct, frozen=True):
 class CommandLine(msgspec.Struct, frozen=True):
     """A command line taken apart, its values still text."""
 
-    given: dict[str, tuple[Given, ...]]  # by key, oldest first; from the environment only when not typed
+    given: dict[
+        str, tuple[Given, ...]
+    ]  # by key, oldest first; from the environment only when not typed
     words: tuple[str, ...]  # the program and its arguments, untouched
-    typed: tuple[str, ...] = ()  # what stood before it, untouched: for a line that is to be typed again
-    refusal: UsageError | None = None  # what could not be taken apart; `read` raises it, when the wanted error format is known
+    typed: tuple[
+        str, ...
+    ] = ()  # what stood before it, untouched: for a line that is to be typed again
+    refusal: UsageError | None = (
+        # what could not be taken apart; `read` raises it, when the wanted error format is known
+        None
+    )
 
     @property
     def error_format(self) -> str:
@@ -48,23 +55,33 @@ class CommandLine(msgspec.Struct, frozen=True):
         return "help" in self.given
 
 
-def take_apart(argv: Sequence[str], environ: Mapping[str, str], command: Command = RUN) -> CommandLine:
+def take_apart(
+    argv: Sequence[str], environ: Mapping[str, str], command: Command = RUN
+) -> CommandLine:
     """Separate options from words, without reading any value. Raises nothing: `values` does."""
     if command.words == "own":
         return _take_apart_anywhere(argv, environ, command)
     return _take_apart(argv, environ, command)
 
 
-def _take_apart(argv: Sequence[str], environ: Mapping[str, str], command: Command, before: Sequence[str] = ()) -> CommandLine:
-    """Options end at the first word. `before`: words that stand in front of these, for a line to type again."""
+def _take_apart(
+    argv: Sequence[str], environ: Mapping[str, str], command: Command, before: Sequence[str] = ()
+) -> CommandLine:
+    """Options end at the first word. `before`: words that stand in front of these, for a line to
+    type again.
+    """
     typed: dict[str, tuple[Given, ...]] = {}
 
     class Take(argparse.Action):
-        def __call__(self, _parser: object, _namespace: object, value: Any, spelling: str | None = None) -> None:
+        def __call__(
+            self, _parser: object, _namespace: object, value: Any, spelling: str | None = None
+        ) -> None:
             given = Given(spelling=spelling or "", text=value if isinstance(value, str) else "")
             typed[self.dest] = (*typed.get(self.dest, ()), given)
 
-    parser = argparse.ArgumentParser(prog=f"rallypoint {command.name}", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        prog=f"rallypoint {command.name}", add_help=False, allow_abbrev=False, exit_on_error=False
+    )
     short = _abbreviations(command)
     for option in command.options:
         parser.add_argument(
@@ -83,14 +100,21 @@ def _take_apart(argv: Sequence[str], environ: Mapping[str, str], command: Comman
         namespace, unknown = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         spellings = (error.argument_name or "").split("/")
-        typed_so = (spelling for word in argv for spelling in spellings if word.partition("=")[0] == spelling)
+        typed_so = (
+            spelling
+            for word in argv
+            for spelling in spellings
+            if word.partition("=")[0] == spelling
+        )
         refusal = hints.incomplete(next(typed_so, spellings[0]), spellings[0], command)
     else:
         words = namespace.words[1:] if namespace.words[:1] == ["--"] else namespace.words
         typed_words = list(argv[: len(argv) - len(words)])
         told_to_end = typed_words[-1:] == ["--"]  # what follows is a word, however it looks
         typed_words = typed_words[:-1] if told_to_end else typed_words
-        unfit = unknown or [word for word in typed_words if command is RUN and hints.is_one_dashed(word)]
+        unfit = unknown or [
+            word for word in typed_words if command is RUN and hints.is_one_dashed(word)
+        ]
         refusal = _swallowed(typed, argv) if command is RUN else None
         if refusal is None and unfit:
             refusal = hints.unknown(unfit[0], (*before, *argv), command)
@@ -98,19 +122,26 @@ def _take_apart(argv: Sequence[str], environ: Mapping[str, str], command: Comman
             refusal = hints.no_word(words[0], (*before, *argv), command)
     given = dict(typed)
     for option in command.options:
-        variable = next((name for name in (option.variable, option.fallback) if name and name in environ), "")
+        variable = next(
+            (name for name in (option.variable, option.fallback) if name and name in environ), ""
+        )
         if variable and option.key not in given:
             given[option.key] = (Given(spelling=variable, text=environ[variable]),)
     return CommandLine(given=given, words=tuple(words), typed=tuple(typed_words), refusal=refusal)
 
 
 def _swallowed(typed: Mapping[str, tuple[Given, ...]], argv: Sequence[str]) -> UsageError | None:
-    found = (hints.swallowed(BY_KEY[key], given[-1].spelling, given[-1].text, argv) for key, given in typed.items())
+    found = (
+        hints.swallowed(BY_KEY[key], given[-1].spelling, given[-1].text, argv)
+        for key, given in typed.items()
+    )
     return next(filter(None, found), None)
 
 
 def _abbreviations(command: Command) -> dict[str, list[str]]:
-    """By option: the beginnings of torchrun's names that begin no other option's, which torchrun's parser takes, too."""
+    """By option: the beginnings of torchrun's names that begin no other option's, which torchrun's
+    parser takes, too.
+    """
     if command is not RUN:
         return {}
     begun: dict[str, set[str]] = {}
@@ -121,19 +152,33 @@ def _abbreviations(command: Command) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for beginning, keys in begun.items():
         key = next(iter(keys))
-        if len(keys) == 1 and BY_KEY[key].fate != "ours" and hints.hyphened(beginning) not in (*hints.SYNONYMS, *hints.NOT_HERE):
+        if (
+            len(keys) == 1
+            and BY_KEY[key].fate != "ours"
+            and hints.hyphened(beginning) not in (*hints.SYNONYMS, *hints.NOT_HERE)
+        ):
             found.setdefault(key, []).append(beginning)
-    found["nproc_per_node"] = [name for name, keys in begun.items() if keys == {"nproc_per_node"}]  # torchrun's long name, our short one
+    found["nproc_per_node"] = [
+        name for name, keys in begun.items() if keys == {"nproc_per_node"}
+    ]  # torchrun's long name, our short one
     return found
 
 
-def _take_apart_anywhere(argv: Sequence[str], environ: Mapping[str, str], command: Command) -> CommandLine:
-    """The words are the command's own, and no program's arguments: options may stand before them and after."""
+def _take_apart_anywhere(
+    argv: Sequence[str], environ: Mapping[str, str], command: Command
+) -> CommandLine:
+    """The words are the command's own, and no program's arguments: options may stand before them
+    and after.
+    """
     line, words = _take_apart(argv, environ, command), []
     while line.words and line.refusal is None:
         words.append(line.words[0])
-        rest = _take_apart(line.words[1:], environ, command, argv[: len(argv) - len(line.words) + 1])
-        line = CommandLine(given={**line.given, **rest.given}, words=rest.words, refusal=rest.refusal)
+        rest = _take_apart(
+            line.words[1:], environ, command, argv[: len(argv) - len(line.words) + 1]
+        )
+        line = CommandLine(
+            given={**line.given, **rest.given}, words=rest.words, refusal=rest.refusal
+        )
     return CommandLine(given=line.given, words=tuple(words), refusal=line.refusal)
 
 
@@ -143,7 +188,10 @@ def values(line: CommandLine, command: Command) -> dict[str, Any]:
         raise line.refusal
     if line.words and command.words == "none":
         raise hints.no_words(line.words, line.typed, command)
-    return {option.key: _value(option, line.given.get(option.key, ()), command) for option in command.options}
+    return {
+        option.key: _value(option, line.given.get(option.key, ()), command)
+        for option in command.options
+    }
 
 
 def _value(option: Option, given: tuple[Given, ...], command: Command) -> Any:
@@ -153,7 +201,9 @@ def _value(option: Option, given: tuple[Given, ...], command: Command) -> Any:
     if option.adds_up:
         return tuple(dict.fromkeys(_checked(option, one, command) for one in given))
     if option.key == "preload":
-        return tuple(dict.fromkeys(module for one in given for module in _checked(option, one, command)))
+        return tuple(
+            dict.fromkeys(module for one in given for module in _checked(option, one, command))
+        )
     return _checked(option, given[-1], command)
 
 
@@ -164,15 +214,23 @@ def _checked(option: Option, given: Given, command: Command) -> Any:
         try:
             return bool(int(given.text))
         except ValueError:
-            raise UsageError("usage", f"{given} is neither 0 nor 1", help=(("unset it, or set", f"{given.spelling}=1"),)) from None
+            raise UsageError(
+                "usage",
+                f"{given} is neither 0 nor 1",
+                help=(("unset it, or set", f"{given.spelling}=1"),),
+            ) from None
     try:
         return option.read(given.text)
     except ValueError as refusal:
         shown = _shortened(str(given)) if given.text else f"{given.spelling} ''"
-        raise UsageError("usage", f"{shown} {refusal}", help=hints.example(option, command)) from None
+        raise UsageError(
+            "usage", f"{shown} {refusal}", help=hints.example(option, command)
+        ) from None
 
 
-LONGEST_SHOWN = 200  # characters of what was given, in a message: two lines of a terminal tell which it was
+LONGEST_SHOWN = (
+    200  # characters of what was given, in a message: two lines of a terminal tell which it was
+)
 
 
 def _shortened(text: str) -> str:
@@ -181,7 +239,10 @@ def _shortened(text: str) -> str:
 
 
 def invoke(
-    command: Command, argv: Sequence[str], act: Callable[[CommandLine], int], environ: Mapping[str, str] = MappingProxyType({})
+    command: Command,
+    argv: Sequence[str],
+    act: Callable[[CommandLine], int],
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Do `act` with the command line and return the exit status; answer --help, and print errors.
 

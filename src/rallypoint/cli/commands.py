@@ -1,4 +1,6 @@
-"""The commands whose options stand in a table: their words, and what `--help` says around the options."""
+"""The commands whose options stand in a table: their words, and what `--help` says around the
+options.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from rallypoint.cli import options
 from rallypoint.cli.options import Option
 
 Words = Literal["program", "own", "none"]
-"""What is no option: a program and its arguments, behind our options and untouched; the command's own words, among its options; nothing."""
+"""What is no option: a program and its arguments, behind our options and untouched; the command's
+own words, among its options; nothing.
+"""
 
 
 def _nothing() -> str:
@@ -124,7 +128,8 @@ Nothing is changed, and no GPU is used but for the trial job at the end, which s
 """,
 )
 
-# Only for what is said of a wrong line: `explain` answers a code without this table, and its words may be a message, with dashes.
+# Only for what is said of a wrong line: `explain` answers a code without this table, and its words
+# may be a message, with dashes.
 EXPLAIN = Command(name="explain", options=options.EXPLAIN, words="own", head="")
 
 BY_NAME = {command.name: command for command in (RUN, SHOW, SERVE, STACKS, STOP, DOCTOR, EXPLAIN)}

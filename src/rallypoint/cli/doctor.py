@@ -32,7 +32,12 @@ def main(argv: list[str]) -> int:
             raise UsageError(
                 "usage",
                 "--port-range is for --listen and --peer: the checks of this machine look at the kernel's range",
-                help=(("on this machine", f"rallypoint doctor --listen 0 --port-range {port_range[0]}-{port_range[1]}"),),
+                help=(
+                    (
+                        "on this machine",
+                        f"rallypoint doctor --listen 0 --port-range {port_range[0]}-{port_range[1]}",
+                    ),
+                ),
             )
         _prepare()
         screen = _DoctorScreen(values["error_format"])
@@ -55,7 +60,9 @@ def examine(names: tuple[str, ...], screen: _DoctorScreen) -> int:
     return screen.end()
 
 
-def check_peers(peers: Iterable[tuple[str, int]], port_range: tuple[int, int] | None, screen: _DoctorScreen) -> int:
+def check_peers(
+    peers: Iterable[tuple[str, int]], port_range: tuple[int, int] | None, screen: _DoctorScreen
+) -> int:
     """Check the way to each of these machines and back; the exit status."""
     from rallypoint.diagnosis.doctor import peer_check
 
@@ -67,16 +74,26 @@ def check_peers(peers: Iterable[tuple[str, int]], port_range: tuple[int, int] | 
 
 
 def listen_for_peers(port: int, port_range: tuple[int, int] | None, screen: _DoctorScreen) -> int:
-    """Let other machines check the way to here and back, until none comes any more; the exit status."""
+    """Let other machines check the way to here and back, until none comes any more; the exit
+    status.
+    """
     from rallypoint.diagnosis.doctor import peer_check
 
     try:
         for finding in peer_check.run_server(port, port_range):
             screen.show(finding)
-    except (UsageError, EnvironmentProblem) as refused:  # its help speaks of other commands' options
+    except (
+        UsageError,
+        EnvironmentProblem,
+    ) as refused:  # its help speaks of other commands' options
         help = (("take any free port", "rallypoint doctor --listen 0"),)
         if port_range is not None and refused.code != "ports-exhausted":
-            help = (("take any free port of the range", f"{help[0][1]} --port-range {port_range[0]}-{port_range[1]}"),)
+            help = (
+                (
+                    "take any free port of the range",
+                    f"{help[0][1]} --port-range {port_range[0]}-{port_range[1]}",
+                ),
+            )
         raise type(refused)(refused.code, refused.headline, why=refused.why, help=help) from refused
     return screen.end()
 
@@ -94,7 +111,10 @@ def _refuse_both(roles: bool, selected: bool) -> None:
         raise UsageError(
             "usage",
             "--listen and --peer exclude each other: one machine listens, and the other calls",
-            help=(("on this machine", "rallypoint doctor --listen 29500"), ("on the other", "rallypoint doctor --peer HOST:29500")),
+            help=(
+                ("on this machine", "rallypoint doctor --listen 29500"),
+                ("on the other", "rallypoint doctor --peer HOST:29500"),
+            ),
         )
     if selected:
         raise UsageError(
@@ -111,17 +131,25 @@ def _names(only: tuple[tuple[str, ...], ...], skip: tuple[tuple[str, ...], ...])
     chosen = {name for names in only for name in names} or set(NAMES)
     left = chosen - {name for names in skip for name in names}
     if not left:
-        raise UsageError("usage", "--only and --skip leave no check", help=(("see the checks", "rallypoint doctor --help"),))
+        raise UsageError(
+            "usage",
+            "--only and --skip leave no check",
+            help=(("see the checks", "rallypoint doctor --help"),),
+        )
     return tuple(name for name in NAMES if name in left)
 
 
 class _DoctorScreen:
-    """Shows findings as they come, and counts them. On a terminal it says what is being waited for."""
+    """Shows findings as they come, and counts them. On a terminal it says what is being
+    waited for.
+    """
 
     def __init__(self, error_format: str) -> None:
         self._json = error_format == "json"
         self._found: list[Finding] = []
-        self._live = not self._json and bool(sys.stdout) and sys.stdout.isatty() and wants_color(sys.stdout)
+        self._live = (
+            not self._json and bool(sys.stdout) and sys.stdout.isatty() and wants_color(sys.stdout)
+        )
         self._pending = False
 
     def starting(self, name: str) -> None:
@@ -136,15 +164,23 @@ class _DoctorScreen:
         if self._json:
             text = doctor.json(finding)
         else:
-            text = doctor.text(finding, width=width(sys.stdout), color=wants_color(sys.stdout)) if sys.stdout else ""
+            text = (
+                doctor.text(finding, width=width(sys.stdout), color=wants_color(sys.stdout))
+                if sys.stdout
+                else ""
+            )
         write_out(f"{self._cleared()}{text}\n")
 
     def end(self) -> int:
         """The last line, and the exit status."""
         from rallypoint.diagnosis.doctor import doctor
 
-        status = exits.RAISED if any(finding.mark == "fault" for finding in self._found) else exits.OK
-        write_out(f"{self._cleared()}{doctor.json_summary(self._found, status) if self._json else doctor.summary(self._found)}\n")
+        status = (
+            exits.RAISED if any(finding.mark == "fault" for finding in self._found) else exits.OK
+        )
+        write_out(
+            f"{self._cleared()}{doctor.json_summary(self._found, status) if self._json else doctor.summary(self._found)}\n"
+        )
         return status
 
     def _cleared(self) -> str:
@@ -162,11 +198,23 @@ def trial(backend: Backend, ranks: int, timeout: float) -> TrialOutcome:
 
     clock = Clock()
     try:
-        measured = launch(measure, nproc=ranks, backend=backend, timeout=timeout, backend_timeout=min(timeout, MEETING))
+        measured = launch(
+            measure,
+            nproc=ranks,
+            backend=backend,
+            timeout=timeout,
+            backend_timeout=min(timeout, MEETING),
+        )
     except (WorkerError, LaunchTimeout) as failed:
         if isinstance(failed.report, Report):
             return TrialOutcome(clock.elapsed(), reports=(failed.report,))
         return TrialOutcome(clock.elapsed(), problem=str(failed), code="cause-unknown")
     except RallypointError as problem:
-        return TrialOutcome(clock.elapsed(), problem=problem.headline, code=problem.code, why=problem.why, help=problem.help)
+        return TrialOutcome(
+            clock.elapsed(),
+            problem=problem.headline,
+            code=problem.code,
+            why=problem.why,
+            help=problem.help,
+        )
     return TrialOutcome(clock.elapsed(), tuple(measured))

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def guarded(command: Callable[[], int], error_format: Callable[[], str] = lambda: "text") -> int:
-    """Run `command`; turn whatever it raises into a message on stderr and an exit status. `error_format` is asked only then."""
+    """Run `command`; turn whatever it raises into a message on stderr and an exit status.
+    `error_format` is asked only then.
+    """
     try:
         return command()
     except RallypointError as error:
@@ -34,7 +36,9 @@ def guarded(command: Callable[[], int], error_format: Callable[[], str] = lambda
     except Exception as error:
         try:
             return _complain(_translated(error), error_format())
-        except Exception:  # what shows errors is broken too: the bare traceback is better than nothing
+        except (
+            Exception
+        ):  # what shows errors is broken too: the bare traceback is better than nothing
             sys.excepthook(*sys.exc_info())
             return exits.INTERNAL
 
@@ -58,7 +62,11 @@ def _complain(error: RallypointError, error_format: str) -> int:
 
 def _translated(error: Exception) -> RallypointError:
     """What an exception that nobody expected says of this machine, or else of a fault in us."""
-    if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.ENOMEM) and not error.filename:  # of fork(2)
+    if (
+        isinstance(error, OSError)
+        and error.errno in (errno.EAGAIN, errno.ENOMEM)
+        and not error.filename
+    ):  # of fork(2)
         return EnvironmentProblem(
             "start-failed",
             f"this machine refuses another process: {error.strerror}",
@@ -90,7 +98,9 @@ def _internal(error: Exception) -> InternalError:
             f"rallypoint {__version__}, Python {platform.python_version()}, torch {torch_version.torch_version() or 'not installed'}",
             platform.platform(),
         ),
-        help=(("please report it, with everything printed here and the command that you typed", ""),),
+        help=(
+            ("please report it, with everything printed here and the command that you typed", ""),
+        ),
     )
     fault.__cause__ = error
     return fault
@@ -102,5 +112,9 @@ def show(report: Report, error_format: str) -> None:
         return
     from rallypoint.diagnosis import render
 
-    text = render.json(report) if error_format == "json" else render.text(report, width=width(sys.stderr), color=wants_color(sys.stderr))
+    text = (
+        render.json(report)
+        if error_format == "json"
+        else render.text(report, width=width(sys.stderr), color=wants_color(sys.stderr))
+    )
     write_err(text + "\n")

@@ -40,16 +40,22 @@ The exit status is 0 when a cause is named (or a page was shown), 1 when the log
 """
 
 QUIET = 2.0
-"""Seconds without a byte on stdin until it is said that stdin is read: a job that is piped in may take longer, and nothing is lost."""
+"""Seconds without a byte on stdin until it is said that stdin is read: a job that is piped in may
+take longer, and nothing is lost.
+"""
 
 LAST_WORDS = 2.0
-"""Seconds after Ctrl-C in which a pipe is still read. Whoever writes to it got the same SIGINT, and says last words."""
+"""Seconds after Ctrl-C in which a pipe is still read. Whoever writes to it got the same SIGINT, and
+says last words.
+"""
 
 _CODE = re.compile(r"\b(?:error|warning|stopped)\[([a-z]+(?:-[a-z0-9]+)*)\]")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what was asked for on stdout; the exit status: 0 when a cause is named, 1 when there is none, 2 for what cannot be read."""
+    """Print what was asked for on stdout; the exit status: 0 when a cause is named, 1 when there is
+    none, 2 for what cannot be read.
+    """
     asked = "text"
 
     def command() -> int:
@@ -64,7 +70,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _taken_apart(argv: Sequence[str]) -> tuple[list[str], str, bool]:
-    """The words, the format, whether help is wanted. By hand: a message may begin with dashes, and a code is to be answered at once."""
+    """The words, the format, whether help is wanted. By hand: a message may begin with dashes, and
+    a code is to be answered at once.
+    """
     words: list[str] = []
     chosen, wants_help, rest = "text", False, list(argv)
     while rest:
@@ -93,7 +101,9 @@ def _taken_apart(argv: Sequence[str]) -> tuple[list[str], str, bool]:
 
 
 def _is_option(word: str, first: bool) -> bool:
-    """Whether somebody means an option by it, and no word of a message: one that begins the line, or is near one that there is."""
+    """Whether somebody means an option by it, and no word of a message: one that begins the line,
+    or is near one that there is.
+    """
     if not re.fullmatch(r"--?[a-z][\w-]*(=\S*)?", word):
         return False
     name = word.lstrip("-").partition("=")[0].replace("_", "-")
@@ -108,7 +118,11 @@ def _explain(words: list[str], error_format: str) -> int:
         return 0
     if words == ["-"]:
         return _of_stdin(error_format)
-    if len(words) == 1 and (name := words[0].lower().replace("_", "-")) in QUESTIONS and not os.path.exists(words[0]):
+    if (
+        len(words) == 1
+        and (name := words[0].lower().replace("_", "-")) in QUESTIONS
+        and not os.path.exists(words[0])
+    ):
         if sys.stdout:
             from rallypoint.diagnosis import pages
 
@@ -123,7 +137,9 @@ def _explain(words: list[str], error_format: str) -> int:
             write_out("\n".join(pages.shown(page(code), wide, bold=bold) for code in codes))
         return 0
     if not "".join(words).strip():
-        raise UsageError("usage", "the message is empty", help=(("see the codes", "rallypoint explain"),))
+        raise UsageError(
+            "usage", "the message is empty", help=(("see the codes", "rallypoint explain"),)
+        )
     there = [os.path.exists(word) for word in words]
     if all(there):
         return _of_files(words, error_format)
@@ -134,7 +150,10 @@ def _explain(words: list[str], error_format: str) -> int:
             raise _no_file(words[0])
         if not words[0].endswith(("Error", "Exception")) and ":" not in words[0]:
             reports = _reports_of(words[0])  # EADDRINUSE, Killed
-            if reports[0].code == "cause-unknown" and (kind := _end_of_a_process(words[0])) is not None:
+            if (
+                reports[0].code == "cause-unknown"
+                and (kind := _end_of_a_process(words[0])) is not None
+            ):
                 return _tell_of_an_end(words[0], *kind)
             if reports[0].code == "cause-unknown" and not reports[0].evidence:
                 raise _no_code(words[0])
@@ -143,15 +162,23 @@ def _explain(words: list[str], error_format: str) -> int:
 
 
 def _code(words: Sequence[str]) -> str:
-    """The code that was meant by `rank-killed`, `rank_killed`, `rank killed`, `RANK-KILLED`, or a copied headline; "" if none was."""
+    """The code that was meant by `rank-killed`, `rank_killed`, `rank killed`, `RANK-KILLED`, or a
+    copied headline; "" if none was.
+    """
     text = " ".join(words)
     found = _CODE.search(text)
-    code = found.group(1) if found is not None and "\n" not in text else "-".join(text.lower().replace("_", " ").split())
+    code = (
+        found.group(1)
+        if found is not None and "\n" not in text
+        else "-".join(text.lower().replace("_", " ").split())
+    )
     return code if code in CATALOGUE else ""
 
 
 def _piped() -> bool:
-    """Whether something was sent to stdin: a pipe or a file; no terminal, and not /dev/null, which schedulers give."""
+    """Whether something was sent to stdin: a pipe or a file; no terminal, and not /dev/null, which
+    schedulers give.
+    """
     import stat
 
     try:
@@ -166,17 +193,30 @@ def _like_a_path(word: str) -> bool:
 
 
 def _no_file(word: str) -> UsageError:
-    return UsageError("usage", f"there is no file {word}", help=(("see what is there", f"ls -l {os.path.dirname(word) or '.'}"),))
+    return UsageError(
+        "usage",
+        f"there is no file {word}",
+        help=(("see what is there", f"ls -l {os.path.dirname(word) or '.'}"),),
+    )
 
 
 def _no_code(word: str) -> UsageError:
     if word.startswith("-"):
         return UsageError(
-            "option-unknown", f"rallypoint explain has no option {word}", help=(("see the options", "rallypoint explain --help"),)
+            "option-unknown",
+            f"rallypoint explain has no option {word}",
+            help=(("see the options", "rallypoint explain --help"),),
         )
     near = nearest(word)
-    helps = tuple(("the nearest is" if i == 0 else "or", f"rallypoint explain {name}") for i, name in enumerate(near))
-    return UsageError("usage", f"there is no code and no file {word}", help=helps or (("see the codes", "rallypoint explain"),))
+    helps = tuple(
+        ("the nearest is" if i == 0 else "or", f"rallypoint explain {name}")
+        for i, name in enumerate(near)
+    )
+    return UsageError(
+        "usage",
+        f"there is no code and no file {word}",
+        help=helps or (("see the codes", "rallypoint explain"),),
+    )
 
 
 def _tell_of_an_end(word: str, said: str, code: str) -> int:
@@ -184,12 +224,17 @@ def _tell_of_an_end(word: str, said: str, code: str) -> int:
     if sys.stdout:
         from rallypoint.diagnosis import pages
 
-        write_out(f"{word}: {said}\n\n" + pages.shown(page(code), width(sys.stdout), bold=wants_color(sys.stdout)))
+        write_out(
+            f"{word}: {said}\n\n"
+            + pages.shown(page(code), width(sys.stdout), bold=wants_color(sys.stdout))
+        )
     return 0
 
 
 def _end_of_a_process(word: str) -> tuple[str, str] | None:
-    """What a signal's name or an exit status says, and the code with the page about it; None when it is neither."""
+    """What a signal's name or an exit status says, and the code with the page about it; None when
+    it is neither.
+    """
     import signal
 
     name = word.upper() if word.upper().startswith("SIG") else f"SIG{word.upper()}"
@@ -198,7 +243,11 @@ def _end_of_a_process(word: str) -> tuple[str, str] | None:
         number = -number if number < 0 else number - 128
         found = {one.value: one for one in signal.Signals}.get(number)
         if found is None:
-            return ("an exit status that the program itself chose", "rank-exited") if 0 < int(word) < 128 else None
+            return (
+                ("an exit status that the program itself chose", "rank-exited")
+                if 0 < int(word) < 128
+                else None
+            )
         said = f"the exit status of a process that was ended by {found.name}"
     elif name in signal.Signals.__members__:
         found = signal.Signals[name]
@@ -219,7 +268,13 @@ def _of_files(paths: Sequence[str], error_format: str) -> int:
         found = []
         for path in paths:
             one = reader.Reader(path, *([prefixes.of_file(path)] if len(paths) > 1 else []))
-            found.append(one.read(log_files.chunks(path, lambda done, size, path=path: progress.at(path, done, size))))  # type: ignore[misc]
+            found.append(
+                one.read(
+                    log_files.chunks(
+                        path, lambda done, size, path=path: progress.at(path, done, size)
+                    )
+                )
+            )  # type: ignore[misc]
     return _tell(to_evidence.diagnose(reader.together(found)), error_format)
 
 
@@ -228,7 +283,9 @@ def _of_stdin(error_format: str) -> int:
 
     if not sys.stdin:
         raise UsageError(
-            "usage", "stdin is closed: there is nothing to read", help=(("give the log as a file", "rallypoint explain train.log"),)
+            "usage",
+            "stdin is closed: there is nothing to read",
+            help=(("give the log as a file", "rallypoint explain train.log"),),
         )
     with Progress() as progress, _UntilInterrupted(sys.stdin.buffer) as stream:
         if sys.stdin.isatty():
@@ -243,21 +300,30 @@ def _of_stdin(error_format: str) -> int:
     if not findings.empty:
         return _tell(to_evidence.diagnose(findings), error_format)
     raise UsageError(
-        "usage", "nothing came from stdin", help=(("send both streams of the job", "torchrun train.py 2>&1 | rallypoint explain"),)
+        "usage",
+        "nothing came from stdin",
+        help=(("send both streams of the job", "torchrun train.py 2>&1 | rallypoint explain"),),
     )
 
 
 class _UntilInterrupted:
-    """A pipe that ends soon after Ctrl-C, so that what came by then is told. A second Ctrl-C ends the command."""
+    """A pipe that ends soon after Ctrl-C, so that what came by then is told. A second Ctrl-C ends
+    the command.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._waiting = False
-        self._before: signal.Handlers | Callable[[int, FrameType | None], object] | int | None = None
+        self._before: signal.Handlers | Callable[[int, FrameType | None], object] | int | None = (
+            None
+        )
         self.interrupted = False
 
     def __enter__(self) -> _UntilInterrupted:
-        if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.default_int_handler):  # not ignored
+        if signal.getsignal(signal.SIGINT) in (
+            signal.SIG_DFL,
+            signal.default_int_handler,
+        ):  # not ignored
             self._before = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
@@ -283,7 +349,11 @@ class _UntilInterrupted:
 
         self._waiting = timeout is None and not self.interrupted
         try:
-            return bool(select.select([self._stream], [], [], 0 if self.interrupted and timeout is None else timeout)[0])
+            return bool(
+                select.select(
+                    [self._stream], [], [], 0 if self.interrupted and timeout is None else timeout
+                )[0]
+            )
         finally:
             self._waiting = False
 
@@ -296,11 +366,15 @@ class _UntilInterrupted:
 
 
 def _say_that_it_waits() -> None:
-    """Whoever called this without a word gets the codes, unless stdin is a pipe: then it may be one that nobody writes to."""
+    """Whoever called this without a word gets the codes, unless stdin is a pipe: then it may be one
+    that nobody writes to.
+    """
     import select
 
     if not select.select([sys.stdin], [], [], QUIET)[0] and sys.stderr:
-        sys.stderr.write("rallypoint: reading a log from stdin; for the codes: rallypoint explain < /dev/null\n")
+        sys.stderr.write(
+            "rallypoint: reading a log from stdin; for the codes: rallypoint explain < /dev/null\n"
+        )
         sys.stderr.flush()
 
 
@@ -313,9 +387,14 @@ _TYPELESS = "RuntimeError: "
 
 
 def _reports_of(message: str) -> tuple[Report, ...]:
-    """What a message tells of itself. A line that names no cause may be a classic one, which a few causes leave."""
+    """What a message tells of itself. A line that names no cause may be a classic one, which a few
+    causes leave.
+    """
     reports = _reports_of_words(message)
-    if "\n" in message.strip() or not (reports[0].code == "cause-unknown" or (reports[0].code == "rank-raised" and not reports[0].help)):
+    if "\n" in message.strip() or not (
+        reports[0].code == "cause-unknown"
+        or (reports[0].code == "rank-raised" and not reports[0].help)
+    ):
         return reports
     from rallypoint.diagnosis.error_patterns import pasted_lines
 
@@ -324,11 +403,15 @@ def _reports_of(message: str) -> tuple[Report, ...]:
 
 
 def _reports_of_words(message: str) -> tuple[Report, ...]:
-    """What a message tells of itself. One that was copied without its beginning is read once more, as the words of some exception."""
+    """What a message tells of itself. One that was copied without its beginning is read once more,
+    as the words of some exception.
+    """
     reports = _read_message(message)
     from rallypoint.diagnosis.causes.stops import in_unknown_words
 
-    known = reports[0].code != "cause-unknown" or (bool(reports[0].said) and not in_unknown_words(reports[0]))
+    known = reports[0].code != "cause-unknown" or (
+        bool(reports[0].said) and not in_unknown_words(reports[0])
+    )
     if known or "\n" in message:
         return reports
     as_exception = _read_message(_TYPELESS + message)
@@ -344,14 +427,23 @@ def _without_type(report: Report) -> Report:
     def plain(text: str) -> str:
         return text.replace(_TYPELESS, "")
 
-    said = tuple(msgspec.structs.replace(one, lines=tuple(map(plain, one.lines))) for one in report.said)
-    return msgspec.structs.replace(report, headline=plain(report.headline), evidence=tuple(map(plain, report.evidence)), said=said)
+    said = tuple(
+        msgspec.structs.replace(one, lines=tuple(map(plain, one.lines))) for one in report.said
+    )
+    return msgspec.structs.replace(
+        report,
+        headline=plain(report.headline),
+        evidence=tuple(map(plain, report.evidence)),
+        said=said,
+    )
 
 
 def _read_message(message: str) -> tuple[Report, ...]:
     from rallypoint.diagnosis.logs import reader, to_evidence
 
-    return to_evidence.diagnose(reader.Reader("").read([message.encode("utf-8", "surrogateescape")]))
+    return to_evidence.diagnose(
+        reader.Reader("").read([message.encode("utf-8", "surrogateescape")])
+    )
 
 
 def _counted(chunks: Iterator[bytes], count: Callable[[int], None]) -> Iterator[bytes]:
@@ -369,7 +461,9 @@ def _tell(reports: Sequence[Report], error_format: str) -> int:
     if error_format == "json":
         write_out(render.json(reports) + "\n")
     elif sys.stdout:
-        write_out(render.text(reports, width=width(sys.stdout), color=wants_color(sys.stdout)) + "\n")
+        write_out(
+            render.text(reports, width=width(sys.stdout), color=wants_color(sys.stdout)) + "\n"
+        )
     return reports[0].exit_status
 
 

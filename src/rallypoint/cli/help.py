@@ -10,7 +10,9 @@ from rallypoint.cli.options import FATES, Option
 from rallypoint.cli.output import filled
 
 BESIDE, FEWEST_BESIDE = 32, 40
-"""Columns before an option's sentence, and how many it needs to stand there; where there are fewer it stands below the option."""
+"""Columns before an option's sentence, and how many it needs to stand there; where there are fewer
+it stands below the option.
+"""
 
 
 def text(command: Command, columns: int) -> str:
@@ -20,7 +22,10 @@ def text(command: Command, columns: int) -> str:
     for fate, title in FATES.items():
         if fate in present:
             parts += [f"{title}:"] if len(present) > 1 else []
-            parts += [*_rows((option for option in command.options if option.fate == fate), columns), ""]
+            parts += [
+                *_rows((option for option in command.options if option.fate == fate), columns),
+                "",
+            ]
     foot = command.foot()
     return "\n".join([*parts, *([filled(foot, columns)] if foot else [])])
 
@@ -31,9 +36,14 @@ def _rows(options: Iterable[Option], columns: int) -> list[str]:
     indent = BESIDE if beside else 6
     for option in options:
         names = f"  {', '.join(option.names)} {option.metavar}".rstrip()
-        default = _default(option) if option.fate != "several-nodes" else ""  # the sentence says what it must be
+        default = (
+            _default(option) if option.fate != "several-nodes" else ""
+        )  # the sentence says what it must be
         told = f"{option.sentence} (default:\0{default})" if default else option.sentence
-        sentence = [line.replace("\0", " ") for line in textwrap.wrap(told, width=columns - indent, break_long_words=False)]
+        sentence = [
+            line.replace("\0", " ")
+            for line in textwrap.wrap(told, width=columns - indent, break_long_words=False)
+        ]
         if len(names) > BESIDE - 2 or not beside:
             parts.append(names)
         else:
@@ -47,11 +57,20 @@ def reference() -> str:
     parts = []
     for fate, title in FATES.items():
         last = "why it has no effect" if fate == "accepted" else "default"
-        parts += [f"### {title}", "", f"| option | variable | meaning | {last} |", "|---|---|---|---|"]
+        parts += [
+            f"### {title}",
+            "",
+            f"| option | variable | meaning | {last} |",
+            "|---|---|---|---|",
+        ]
         for option in RUN.options:
             if option.fate == fate:
-                names = ", ".join(f"`{name}`" for name in option.names) + (f" `{_cell(option.metavar)}`" if option.metavar else "")
-                variables = ", ".join(f"`{name}`" for name in (option.variable, option.fallback) if name)
+                names = ", ".join(f"`{name}`" for name in option.names) + (
+                    f" `{_cell(option.metavar)}`" if option.metavar else ""
+                )
+                variables = ", ".join(
+                    f"`{name}`" for name in (option.variable, option.fallback) if name
+                )
                 end = option.why if fate == "accepted" else _default(option)
                 parts.append(f"| {names} | {variables} | {_cell(option.sentence)} | {_cell(end)} |")
         parts.append("")
@@ -64,7 +83,11 @@ def _default(option: Option) -> str:
         return ""
     if option.key == "nnodes":
         return "1"
-    return ",".join(option.default) if isinstance(option.default, tuple) else format(option.default, "g" if option.key == "grace" else "")
+    return (
+        ",".join(option.default)
+        if isinstance(option.default, tuple)
+        else format(option.default, "g" if option.key == "grace" else "")
+    )
 
 
 def _cell(text: str) -> str:

@@ -118,7 +118,9 @@ def incomplete(spelling: str, whole: str, command: Command) -> UsageError:
 
 
 def swallowed(option: Option, spelling: str, text: str, argv: Sequence[str]) -> UsageError | None:
-    """Return the error for `-n train.py`: an option without a value has taken the program for it."""
+    """Return the error for `-n train.py`: an option without a value has taken the program
+    for it.
+    """
     if not (option.metavar and option.example and text.endswith(".py") and text in argv):
         return None
     try:
@@ -178,7 +180,9 @@ def _nearest_option(name: str, command: Command) -> str:
     near = nearest(long[2:], [one[2:] for one in names])  # the dashes are alike in all
     if near:
         return f"--{near}"
-    beginnings = {one[: len(long)]: one for one in sorted(names, key=len, reverse=True)}  # a typing error in an abbreviation
+    beginnings = {
+        one[: len(long)]: one for one in sorted(names, key=len, reverse=True)
+    }  # a typing error in an abbreviation
     near = nearest(long[2:], [one[2:] for one in beginnings], alike=0.8) if len(long) > 5 else ""
     return beginnings[f"--{near}"] if near else ""
 
@@ -242,7 +246,9 @@ def no_command(words: Sequence[str], commands: Collection[str]) -> UsageError:
         headline = f"rallypoint {name}: no command is given"
         return UsageError("usage", headline, help=(("say what to do with it", line),))
     if name in ("help", "version"):
-        line = f"rallypoint {shlex.join([*[one for one in rest[:1] if one in commands], f'--{name}'])}"
+        line = (
+            f"rallypoint {shlex.join([*[one for one in rest[:1] if one in commands], f'--{name}'])}"
+        )
         return UsageError("usage", missing, help=(("it is an option", line),))
     if name in CATALOGUE or name.endswith((".log", ".out", ".err")):
         near, rest = "explain", list(words)

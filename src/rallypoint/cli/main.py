@@ -65,4 +65,7 @@ def dispatch(words: list[str]) -> int:
 def help_text() -> str:
     width = max(map(len, COMMANDS)) + 3
     commands = "\n".join(f"       rallypoint {name} ..." for name in COMMANDS if name != "run")
-    return HELP.format(commands=commands, listed="\n".join(f"  {name:<{width}}{sentence}" for name, sentence in COMMANDS.items()))
+    return HELP.format(
+        commands=commands,
+        listed="\n".join(f"  {name:<{width}}{sentence}" for name, sentence in COMMANDS.items()),
+    )

@@ -1,4 +1,6 @@
-"""An option's text to its value, a function for each kind: `ValueError` says what is wrong, as the end of a sentence."""
+"""An option's text to its value, a function for each kind: `ValueError` says what is wrong, as the
+end of a sentence.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def read_seconds(text: str) -> float:
 def read_patience(text: str) -> float:
     seconds = read_seconds(text)
     if 0 < seconds < 1:
-        raise ValueError("is less than a second, and every rank stands still that long now and then; 0 means never")
+        raise ValueError(
+            "is less than a second, and every rank stands still that long now and then; 0 means never"
+        )
     return seconds
 
 
@@ -79,7 +83,11 @@ def read_port(text: str) -> int:
 def read_port_range(text: str) -> tuple[int, int]:
     ends = re.fullmatch(r"(\d+)[-:](\d+)", text)
     if not ends:
-        raise ValueError("is one port, and a range has two ends" if text.isdecimal() else "is not a range of ports")
+        raise ValueError(
+            "is one port, and a range has two ends"
+            if text.isdecimal()
+            else "is not a range of ports"
+        )
     low, high = int(ends[1]), int(ends[2])
     if not 1 <= low <= 65535 or not 1 <= high <= 65535:
         raise ValueError("is not a range of ports: they go from 1 to 65535")
@@ -106,14 +114,18 @@ def read_modules(text: str) -> tuple[str, ...]:
 
 
 def read_streams(text: str) -> int | dict[int, int]:
-    """torchrun's stream maps: `3`, or `0:1,1:2`. torchrun's own stop at local rank 9; ours do not."""
+    """torchrun's stream maps: `3`, or `0:1,1:2`. torchrun's own stop at local rank 9; ours
+    do not.
+    """
     if text in ("0", "1", "2", "3"):
         return int(text)
     by_rank: dict[int, int] = {}
     for part in text.split(","):
         pair = re.fullmatch(r"\s*(\d+):([0-3])\s*", part)
         if not pair:
-            raise ValueError("is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such a choice for each local rank")
+            raise ValueError(
+                "is neither 0 (none), 1 (stdout), 2 (stderr), 3 (both) nor such a choice for each local rank"
+            )
         by_rank[int(pair[1])] = int(pair[2])
     return by_rank
 
@@ -136,10 +148,16 @@ def read_words(text: str) -> tuple[str, ...]:
 
 
 def read_signals(text: str) -> tuple[str, ...]:
-    """The names as they were given; `unknown_signals` are left out later, with a line: torchrun warns of them and runs."""
+    """The names as they were given; `unknown_signals` are left out later, with a line: torchrun
+    warns of them and runs.
+    """
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):  # the last one tells the launcher of its children
+        if name in (
+            "SIGKILL",
+            "SIGSTOP",
+            "SIGCHLD",
+        ):  # the last one tells the launcher of its children
             raise ValueError(f"names {name}, which no launcher can take for this")
     return names
 
@@ -150,7 +168,9 @@ def read_notices(text: str) -> tuple[str, ...]:
 
     if text.strip() == "none":
         return ()
-    names = tuple(dict.fromkeys("SIG" + part.strip().upper().removeprefix("SIG") for part in text.split(",")))
+    names = tuple(
+        dict.fromkeys("SIG" + part.strip().upper().removeprefix("SIG") for part in text.split(","))
+    )
     for name in names:
         if name in ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGINT", "SIGTSTP"):
             raise ValueError(f"names {name}, which no launcher can take for this")
@@ -169,7 +189,11 @@ def unknown_signals(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         if name not in signal.Signals.__members__:
             long = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
             near = numbered.get(name) or (nearest(long, signal.Signals.__members__) if name else "")
-            yield name, f"names {name!r}, which is not a signal" + (f"; the nearest is {near}" if near else "")
+            yield (
+                name,
+                f"names {name!r}, which is not a signal"
+                + (f"; the nearest is {near}" if near else ""),
+            )
 
 
 def read_nodes(text: str) -> tuple[int, int]:
@@ -189,24 +213,32 @@ _NO_ENDPOINT = "is not HOST or HOST:PORT"
 
 
 def read_endpoint(text: str) -> tuple[str, int]:
-    """`HOST[:PORT]` with the port 0 when there is none; `[::1]:29500` for IPv6. A URL stands for itself."""
+    """`HOST[:PORT]` with the port 0 when there is none; `[::1]:29500` for IPv6. A URL stands for
+    itself.
+    """
     text = text.strip()
     if not text:
         return "", 0
     if "://" in text:
         return _checked_place(text), 0
-    parts = re.fullmatch(r"(?:\[([^\]]+)\]|([\w.-]+|[0-9a-fA-F:]*::[0-9a-fA-F:.]*))(?::(\d+))?", text)
+    parts = re.fullmatch(
+        r"(?:\[([^\]]+)\]|([\w.-]+|[0-9a-fA-F:]*::[0-9a-fA-F:.]*))(?::(\d+))?", text
+    )
     if not parts:
         raise ValueError(_NO_ENDPOINT)
     return _checked_host(parts[1] or parts[2]), read_port(parts[3] or "0")
 
 
 def _checked_place(url: str) -> str:
-    """A URL as it was given. Of `file://` ones the path must be whole; other schemes are for several nodes, and refused later."""
+    """A URL as it was given. Of `file://` ones the path must be whole; other schemes are for
+    several nodes, and refused later.
+    """
     if url.startswith("file://"):
         path = url.removeprefix("file://")
         if not path.startswith("/"):
-            raise ValueError(f"takes {path.partition('/')[0]!r} for a host: a whole path has three slashes, file:///{path}")
+            raise ValueError(
+                f"takes {path.partition('/')[0]!r} for a host: a whole path has three slashes, file:///{path}"
+            )
         if not path.strip("/"):
             raise ValueError("names no place")
     return url
@@ -223,11 +255,15 @@ _WITH_PORT = r"[^:]+:\d+|\[.*\]:\d+"
 
 
 def _checked_host(host: str) -> str:
-    """A host as it was given. What no resolver can be asked for makes Python's raise an exception that is no `OSError`."""
+    """A host as it was given. What no resolver can be asked for makes Python's raise an exception
+    that is no `OSError`.
+    """
     try:
         host.encode("idna")
     except UnicodeError:
-        raise ValueError("names no host: a label between its dots is empty, longer than 63 letters, or no text") from None
+        raise ValueError(
+            "names no host: a label between its dots is empty, longer than 63 letters, or no text"
+        ) from None
     return host
 
 
@@ -276,7 +312,10 @@ def read_checks(text: str) -> tuple[str, ...]:
     for name in names:
         if name not in NAMES:
             near = nearest(name.lower(), NAMES)
-            raise ValueError(f"names no check {name!r}" + (f"; the nearest is {near}" if near else f": there are {', '.join(NAMES)}"))
+            raise ValueError(
+                f"names no check {name!r}"
+                + (f"; the nearest is {near}" if near else f": there are {', '.join(NAMES)}")
+            )
     return names
 
 
@@ -286,10 +325,14 @@ def read_peer(text: str) -> tuple[str, int]:
         host, port = read_endpoint(text) if text.strip() else ("", 0)
     except ValueError as error:
         if str(error) != _NO_ENDPOINT:
-            raise ValueError(str(error).partition(", and 0")[0]) from None  # any free port, on another machine, is nobody's
+            raise ValueError(
+                str(error).partition(", and 0")[0]
+            ) from None  # any free port, on another machine, is nobody's
         host, port = "", 0
     if "://" in host or not host or not port:
-        raise ValueError("is not HOST:PORT, of a machine where rallypoint doctor --listen PORT runs")
+        raise ValueError(
+            "is not HOST:PORT, of a machine where rallypoint doctor --listen PORT runs"
+        )
     return host, port
 
 

@@ -1,4 +1,6 @@
-"""Every option of every command, in a table each: parser, `--help` and the reference page are made from it."""
+"""Every option of every command, in a table each: parser, `--help` and the reference page are made
+from it.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str  # for --help and the reference page
     fate: Fate = "ours"
     metavar: str = ""  # "" for a flag
-    read: Callable[[str], Any] = str  # text to value; ValueError says what is wrong with it, as the end of a sentence
+    read: Callable[[str], Any] = (
+        str  # text to value; ValueError says what is wrong with it, as the end of a sentence
+    )
     default: Any = None
     variable: str = ""  # torchrun's PET_*: the default when it is set
     fallback: str = ""  # a second variable, asked when the first is not set
     example: str = ""  # what a good one looks like, for the help of an error
     why: str = ""  # accepted: why it has no effect
     alone: bool = False  # no words of the command's beside it
-    adds_up: bool = False  # it may be given several times, and the value is a tuple of all that was given
+    adds_up: bool = (
+        False  # it may be given several times, and the value is a tuple of all that was given
+    )
 
     @property
     def key(self) -> str:
@@ -41,7 +47,13 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def spellings(self) -> tuple[str, ...]:
         """All that may be typed: hyphens and underscores."""
-        return tuple(dict.fromkeys(s for n in self.names for s in (n, "--" + n[2:].replace("-", "_") if n.startswith("--") else n)))
+        return tuple(
+            dict.fromkeys(
+                s
+                for n in self.names
+                for s in (n, "--" + n[2:].replace("-", "_") if n.startswith("--") else n)
+            )
+        )
 
 
 RUN: tuple[Option, ...] = (
@@ -274,7 +286,9 @@ SERVE: tuple[Option, ...] = (
 
 
 STACKS: tuple[Option, ...] = (
-    msgspec.structs.replace(BY_KEY["error_format"], sentence="how the ranks are written to stdout, and errors to stderr"),
+    msgspec.structs.replace(
+        BY_KEY["error_format"], sentence="how the ranks are written to stdout, and errors to stderr"
+    ),
     BY_KEY["help"],
 )
 

@@ -14,7 +14,8 @@ class OutputLost(Exception):
 
 
 def write_out(text: str) -> None:
-    """Write to stdout now: whatever a command prints there. Nothing when it was closed at the start, as Python's own `print`.
+    """Write to stdout now: whatever a command prints there. Nothing when it was closed at the
+    start, as Python's own `print`.
 
     `OutputLost`; `BrokenPipeError` when the reader has gone.
     """
@@ -41,7 +42,9 @@ def write_err(text: str) -> None:
 
 
 def discard_stdout() -> None:
-    """Lead stdout to nowhere: what could not be written is kept, and would fail again at the interpreter's end (exit status 120)."""
+    """Lead stdout to nowhere: what could not be written is kept, and would fail again at the
+    interpreter's end (exit status 120).
+    """
     if sys.stdout:
         _discard(sys.stdout)
 
@@ -53,7 +56,9 @@ def _discard(stream: TextIO) -> None:
 
 
 def wants_color(stream: TextIO) -> bool:
-    """https://no-color.org and https://force-color.org: set and not empty; otherwise colour is for terminals."""
+    """https://no-color.org and https://force-color.org: set and not empty; otherwise colour is for
+    terminals.
+    """
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -67,19 +72,27 @@ def help_width() -> int:
 
 
 def filled(text: str, columns: int) -> str:
-    """A text for `--help`, its paragraphs filled to so many columns; what is indented, and the lines of use, stay as they are."""
+    """A text for `--help`, its paragraphs filled to so many columns; what is indented, and the
+    lines of use, stay as they are.
+    """
     import textwrap
 
     def part(paragraph: str) -> str:
         if paragraph.startswith(("usage:", " ")):
             return paragraph
-        return "\n".join(textwrap.wrap(" ".join(paragraph.split()), columns, break_long_words=False, break_on_hyphens=False))
+        return "\n".join(
+            textwrap.wrap(
+                " ".join(paragraph.split()), columns, break_long_words=False, break_on_hyphens=False
+            )
+        )
 
     return "\n\n".join(map(part, text.strip("\n").split("\n\n"))) + "\n"
 
 
 def columns(stream: TextIO) -> int | None:
-    """Columns of a stream, for what need not be prose: COLUMNS, else the terminal's; None when there is neither."""
+    """Columns of a stream, for what need not be prose: COLUMNS, else the terminal's; None when
+    there is neither.
+    """
     try:
         fd = stream.fileno()
     except (OSError, ValueError):  # a stream without a descriptor
@@ -93,11 +106,14 @@ def width(stream: TextIO) -> int:
 
 
 FEWEST_BESIDE, BELOW = 24, 4
-"""Columns that a row's last words need to stand beside the others, and how far in they stand below them where there are fewer."""
+"""Columns that a row's last words need to stand beside the others, and how far in they stand below
+them where there are fewer.
+"""
 
 
 def beside(head: str, words: str, columns: int | None) -> str:
-    """A row whose last words may be long: beside its head, and filled there or below it where the row is longer than so many columns.
+    """A row whose last words may be long: beside its head, and filled there or below it where the
+    row is longer than so many columns.
 
     None: one line, however long. `head` ends with the blanks before the words.
     """
@@ -107,6 +123,13 @@ def beside(head: str, words: str, columns: int | None) -> str:
 
     below = bool(head.strip()) and columns - len(head) < FEWEST_BESIDE
     indent = min(BELOW, columns // 4) if below else len(head)
-    lines = textwrap.wrap(words, max(columns - indent, 8), break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        words, max(columns - indent, 8), break_long_words=False, break_on_hyphens=False
+    )
     first = [] if below else [head + lines.pop(0)]
-    return "\n".join([*([head.rstrip()] if below else first), *(" " * indent + line for line in lines)]) + "\n"
+    return (
+        "\n".join(
+            [*([head.rstrip()] if below else first), *(" " * indent + line for line in lines)]
+        )
+        + "\n"
+    )

@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from rallypoint.diagnosis.report import Report
     from rallypoint.launcher.program import Program
 
-# Compiling costs about 1 s per 2 MB of source; a larger one is generated, and its rank will say what is wrong with it.
+# Compiling costs about 1 s per 2 MB of source; a larger one is generated, and its rank will say
+# what is wrong with it.
 LARGEST_CHECKED_SCRIPT = 512 * 1024  # bytes
 
 
-def look_at(program: Program, environ: Mapping[str, str], typed: Sequence[str] = ()) -> Report | None:
-    """What is wrong with the program that can be seen without running it; None if nothing is. `typed`: the options before it."""
+def look_at(
+    program: Program, environ: Mapping[str, str], typed: Sequence[str] = ()
+) -> Report | None:
+    """What is wrong with the program that can be seen without running it; None if nothing is.
+    `typed`: the options before it.
+    """
     if program.kind == "script":
         return look_at_script(program, typed)
     if program.kind == "command":
@@ -31,7 +36,9 @@ def look_at(program: Program, environ: Mapping[str, str], typed: Sequence[str] =
 
 
 def look_at_script(program: Program, typed: Sequence[str] = ()) -> Report | None:
-    """A script that is missing, a folder without `__main__.py`, unreadable, no regular file, or does not compile."""
+    """A script that is missing, a folder without `__main__.py`, unreadable, no regular file, or
+    does not compile.
+    """
     path = program.target
     try:
         mode = os.stat(path).st_mode
@@ -42,12 +49,19 @@ def look_at_script(program: Program, typed: Sequence[str] = ()) -> Report | None
     if archives.main_of(path):
         return None
     if stat.S_ISDIR(mode):
-        helps = _near_files(program, path, typed) or [("see what is in it", f"ls {shlex.quote(path)}")]
+        helps = _near_files(program, path, typed) or [
+            ("see what is in it", f"ls {shlex.quote(path)}")
+        ]
         return _not_started(f"{path} is a folder without __main__.py, not a script", helps)
     if not stat.S_ISREG(mode):
-        return _not_started(f"{path} is not a file that every rank could read", [("save the script to a file first", "")])
+        return _not_started(
+            f"{path} is not a file that every rank could read",
+            [("save the script to a file first", "")],
+        )
     if not os.access(path, os.R_OK):
-        return _not_started(f"{path} may not be read by this user", [("let this user read it", f"chmod u+r {path}")])
+        return _not_started(
+            f"{path} may not be read by this user", [("let this user read it", f"chmod u+r {path}")]
+        )
     if os.path.getsize(path) > LARGEST_CHECKED_SCRIPT or path.endswith(".pyc"):
         return None
     with open(path, "rb") as file:
@@ -108,45 +122,84 @@ def _syntax_error(path: str, error: SyntaxError) -> Report:
 
 
 def look_at_module(program: Program, typed: Sequence[str] = ()) -> Report | None:
-    """A module whose first name leads nowhere. What is below a package is left to the rank: finding it would import the package."""
+    """A module whose first name leads nowhere. What is below a package is left to the rank: finding
+    it would import the package.
+    """
     top, dot, rest = program.target.partition(".")
     if _ignores_paths() or _is_there(top):
         return None
-    names = {entry.name.removesuffix(".py") for entry in os.scandir() if entry.is_dir() or entry.name.endswith(".py")}
+    names = {
+        entry.name.removesuffix(".py")
+        for entry in os.scandir()
+        if entry.is_dir() or entry.name.endswith(".py")
+    }
     near = nearest(top, filter(is_module_name, names))
-    helps = [(f"the nearest name is {near}", hints.retyped(typed, f"{near}{dot}{rest}", *program.args))] if near else []
-    helps.append(("start from the folder that holds it, or install it", f"{sys.executable} -m pip install -e ."))
+    helps = (
+        [(f"the nearest name is {near}", hints.retyped(typed, f"{near}{dot}{rest}", *program.args))]
+        if near
+        else []
+    )
+    helps.append(
+        (
+            "start from the folder that holds it, or install it",
+            f"{sys.executable} -m pip install -e .",
+        )
+    )
     return _not_started(f"the module {program.target} is not found", helps)
 
 
 def _ignores_paths() -> bool:
-    """Whether our own interpreter was told to leave out folders that the ranks' interpreters have."""
-    return bool(sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_user_site or sys.flags.no_site)
+    """Whether our own interpreter was told to leave out folders that the ranks'
+    interpreters have.
+    """
+    return bool(
+        sys.flags.isolated
+        or sys.flags.ignore_environment
+        or sys.flags.no_user_site
+        or sys.flags.no_site
+    )
 
 
 def _is_there(top: str) -> bool:
-    """Whether a name may be that of a module, for the ranks: in this folder, along `sys.path`, or where an installed finder looks."""
+    """Whether a name may be that of a module, for the ranks: in this folder, along `sys.path`, or
+    where an installed finder looks.
+    """
     from importlib.machinery import PathFinder
 
     try:
         return PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None or any(
             finder.find_spec(top, None) is not None for finder in sys.meta_path
         )
-    except Exception:  # a finder of somebody else's, or a folder that cannot be read: the rank will say it
+    except (
+        Exception
+    ):  # a finder of somebody else's, or a folder that cannot be read: the rank will say it
         return True
 
 
-def look_at_command(program: Program, environ: Mapping[str, str], typed: Sequence[str] = ()) -> Report | None:
-    """An executable that is not there, a folder, or not executable. Looked for along PATH as `execvp` does."""
+def look_at_command(
+    program: Program, environ: Mapping[str, str], typed: Sequence[str] = ()
+) -> Report | None:
+    """An executable that is not there, a folder, or not executable. Looked for along PATH as
+    `execvp` does.
+    """
     name = program.target
-    places = [name] if os.sep in name else [os.path.join(folder, name) for folder in os.get_exec_path(environ)]
+    places = (
+        [name]
+        if os.sep in name
+        else [os.path.join(folder, name) for folder in os.get_exec_path(environ)]
+    )
     for place in places:
         if os.path.isfile(place) and os.access(place, os.X_OK):
             return None
     here = os.path.join(".", name)
     if os.sep not in name:
         helps = (
-            [("a program of this folder is named with the folder", hints.retyped(typed, here, *program.args))]
+            [
+                (
+                    "a program of this folder is named with the folder",
+                    hints.retyped(typed, here, *program.args),
+                )
+            ]
             if os.path.isfile(name)
             else []
         )
@@ -156,18 +209,27 @@ def look_at_command(program: Program, environ: Mapping[str, str], typed: Sequenc
     if os.path.exists(name):
         helps = [("make it executable", f"chmod +x {name}")]
         if name.endswith(".py"):
-            helps.append(("or let Python run it", hints.retyped(typed, name, *program.args, as_script=True)))
+            helps.append(
+                ("or let Python run it", hints.retyped(typed, name, *program.args, as_script=True))
+            )
         return _not_started(f"{name} is not executable", helps)
     return _missing(program, typed)
 
 
 def look_at_log_dir(path: str) -> Report | None:
-    """--log-dir names something that is there and no folder. (The run folder looks after itself.)"""
+    """--log-dir names something that is there and no folder. (The run folder looks after
+    itself.)
+    """
     if not path or path == os.devnull or not os.path.exists(path) or os.path.isdir(path):
         return None
     from rallypoint.diagnosis.report import Help, Report
 
-    return Report(code="usage", headline=f"--log-dir {path} is not a folder", help=(Help("name another", "--log-dir logs"),), exit_status=2)
+    return Report(
+        code="usage",
+        headline=f"--log-dir {path} is not a folder",
+        help=(Help("name another", "--log-dir logs"),),
+        exit_status=2,
+    )
 
 
 def _missing(program: Program, typed: Sequence[str]) -> Report:
@@ -177,8 +239,15 @@ def _missing(program: Program, typed: Sequence[str]) -> Report:
         return _not_started(headline, [mended])
     helps = []
     as_file = path.replace(".", os.sep) + ".py"
-    if program.kind == "script" and is_module_name(path) and "." in path and os.path.exists(as_file):
-        helps.append(("a module is named with -m", hints.retyped((*typed, "-m"), path, *program.args)))
+    if (
+        program.kind == "script"
+        and is_module_name(path)
+        and "." in path
+        and os.path.exists(as_file)
+    ):
+        helps.append(
+            ("a module is named with -m", hints.retyped((*typed, "-m"), path, *program.args))
+        )
     helps += _near_files(program, os.path.dirname(path) or ".", typed)
     return _not_started(headline, helps or [("see what is in this folder", f"ls {os.getcwd()}")])
 
@@ -191,11 +260,15 @@ def _no_script(program: Program, typed: Sequence[str]) -> tuple[str, str] | None
     if name.startswith("-") and " " not in name:  # "-" alone was refused before
         return "options stand before --", hints.retyped(typed, program.target, *program.args)
     if name.isdecimal():
-        return "the number of ranks is given with -n", hints.retyped((*typed, "-n"), name, *program.args)
+        return "the number of ranks is given with -n", hints.retyped(
+            (*typed, "-n"), name, *program.args
+        )
     if hints.is_python(name):
         return "leave it out: python is understood", hints.retyped(typed, *program.args)
     if name in hints.LAUNCHERS:
-        return f"leave {name} out: this command takes its place", hints.retyped(typed, *program.args)
+        return f"leave {name} out: this command takes its place", hints.retyped(
+            typed, *program.args
+        )
     if shutil.which(program.target):
         sentence = "a program that is no Python script is started with --no-python"
         return sentence, hints.retyped((*typed, "--no-python"), program.target, *program.args)
@@ -214,12 +287,18 @@ def _near_files(program: Program, folder: str, typed: Sequence[str]) -> list[tup
     asked = os.path.basename(program.target.rstrip(os.sep))
     if program.kind == "script":  # compared without the ending, which all of them share
         names = [name.removesuffix(".py") for name in names if name.endswith(".py")]
-        near = [f"{name}.py" for name in difflib.get_close_matches(asked.removesuffix(".py"), names, n=3, cutoff=0.6)]
+        near = [
+            f"{name}.py"
+            for name in difflib.get_close_matches(asked.removesuffix(".py"), names, n=3, cutoff=0.6)
+        ]
     else:
         near = difflib.get_close_matches(asked, names, n=3, cutoff=0.6)
     prefix = "" if folder == "." and not program.target.startswith("." + os.sep) else folder
     return [
-        (f"the nearest name is {name}" if i == 0 else "or", hints.retyped(typed, os.path.join(prefix, name), *program.args))
+        (
+            f"the nearest name is {name}" if i == 0 else "or",
+            hints.retyped(typed, os.path.join(prefix, name), *program.args),
+        )
         for i, name in enumerate(near)
     ]
 

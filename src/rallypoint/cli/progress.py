@@ -6,13 +6,17 @@ import os
 import sys
 
 PROGRESS_AFTER = 1.0
-"""Seconds of reading until a terminal is told how far it is: what is done by then needs no progress."""
+"""Seconds of reading until a terminal is told how far it is: what is done by then needs no
+progress.
+"""
 
 PROGRESS_EVERY = 0.5  # seconds between two states of that line: people read no faster
 
 
 class Progress:
-    """One line on a terminal's stderr while a long log is read: how far it is. It is gone when the report comes."""
+    """One line on a terminal's stderr while a long log is read: how far it is. It is gone when the
+    report comes.
+    """
 
     def __init__(self) -> None:
         from rallypoint.clock import Clock
@@ -32,7 +36,12 @@ class Progress:
     def at(self, name: str, done: int, size: int) -> None:
         """`done` bytes of `size` were read; 0: nobody knows how many there are."""
         now = self._clock.monotonic()
-        if now < self._next or not sys.stderr or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        if (
+            now < self._next
+            or not sys.stderr
+            or not sys.stderr.isatty()
+            or os.environ.get("TERM") == "dumb"
+        ):
             return
         from rallypoint.diagnosis.render import plain
 

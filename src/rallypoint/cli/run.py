@@ -17,12 +17,21 @@ from rallypoint.launcher import torch_version
 if TYPE_CHECKING:
     from rallypoint.launcher.plan import Machine, Options, Plan
 
-RESOLVE_TIMEOUT = 2.0  # seconds for a name given with --master-addr: one that is not answered for is not known to be this machine's
+# seconds for a name given with --master-addr: one that is not answered for is not known to be this
+# machine's
+RESOLVE_TIMEOUT = 2.0
 
 
 def main(argv: list[str]) -> int:
-    """`rallypoint run` with its arguments; the exit status. Errors of usage are printed, not raised."""
-    return args.invoke(commands.RUN, argv, lambda line: start(run_options.read(line), os.environ, line.typed), os.environ)
+    """`rallypoint run` with its arguments; the exit status. Errors of usage are printed, not
+    raised.
+    """
+    return args.invoke(
+        commands.RUN,
+        argv,
+        lambda line: start(run_options.read(line), os.environ, line.typed),
+        os.environ,
+    )
 
 
 def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()) -> int:
@@ -42,7 +51,9 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         again = retyped(("--fresh", *typed), wanted.program.target, *wanted.program.args)
         help = (*error.help, ("for a program that needs no torch, start new interpreters", again))
         raise UsageError(error.code, error.headline, why=error.why, help=help) from None
-    trouble = precheck.look_at(made.program, environ, typed) or precheck.look_at_log_dir(wanted.log_dir)
+    trouble = precheck.look_at(made.program, environ, typed) or precheck.look_at_log_dir(
+        wanted.log_dir
+    )
     if trouble:
         show(trouble, wanted.error_format)
         return trouble.exit_status
@@ -52,7 +63,12 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         rendezvous_file.wait_for_disk(made.rendezvous)
         rendezvous_file.look(made.rendezvous)
     memory = _memory(made, environ)
-    made = plan.with_parts(made, precheck.source(made.program), preload_history.read(memory, here.now.timestamp()), memory)
+    made = plan.with_parts(
+        made,
+        precheck.source(made.program),
+        preload_history.read(memory, here.now.timestamp()),
+        memory,
+    )
     if wanted.dry_run:
         from rallypoint.diagnosis.render import printable
 
@@ -68,15 +84,22 @@ def _memory(made: Plan, environ: Mapping[str, str]) -> str:
     from rallypoint.record import preload_history
 
     program = made.program
-    name = os.path.realpath(program.target) if program.kind == "script" else f"{program.target} in {made.cwd}"
+    name = (
+        os.path.realpath(program.target)
+        if program.kind == "script"
+        else f"{program.target} in {made.cwd}"
+    )
     return preload_history.path_for(environ, program.kind, name, sys.executable, made.torch)
 
 
-# --- facts -----------------------------------------------------------------------------------------------------------
+# --- facts
+# --------------------------------------------------------------------------------------------------
 
 
 def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
-    """The facts that a plan depends on. Opens no GPU (but where no file shows them), asks no resolver, imports no torch."""
+    """The facts that a plan depends on. Opens no GPU (but where no file shows them), asks no
+    resolver, imports no torch.
+    """
     import datetime
     import secrets
 
@@ -108,7 +131,11 @@ def _working_folder() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        raise UsageError("usage", "the folder that you are in has been removed", help=(("go to one that exists", "cd ~"),)) from None
+        raise UsageError(
+            "usage",
+            "the folder that you are in has been removed",
+            help=(("go to one that exists", "cd ~"),),
+        ) from None
 
 
 def _interfaces() -> tuple[str, ...]:
@@ -121,8 +148,8 @@ def _interfaces() -> tuple[str, ...]:
 
 
 def _own_names(asked: str) -> tuple[str, ...]:
-    """This machine's name, short and long, and the asked address or name if it is one of ours: the kernel binds no other. The resolver is
-    asked for a name only when it is not known."""
+    """This machine's name, short and long, and the asked address or name if it is one of ours: the
+    kernel binds no other. The resolver is asked for a name only when it is not known."""
     import socket
 
     from rallypoint.launcher.plan import LOOPBACK
@@ -139,5 +166,9 @@ def _is_here(host: str) -> bool:
 
     places = probe.numeric(host, 0)
     if not places:
-        places = [place for ip in resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host].found for place in probe.numeric(ip, 0)]
+        places = [
+            place
+            for ip in resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host].found
+            for place in probe.numeric(ip, 0)
+        ]
     return any(probe.is_own(family, str(sockaddr[0])) for family, sockaddr in places)

@@ -21,10 +21,13 @@ from rallypoint.launcher.program import Program
 def read(line: CommandLine) -> Options:
     """Values from their texts, and what they mean together on one node.
 
-    Raises `UsageError`: `option-unknown`, `usage` for a value that is none, `several-nodes` for what only several nodes have.
+    Raises `UsageError`: `option-unknown`, `usage` for a value that is none, `several-nodes` for
+    what only several nodes have.
     """
     values = parser.values(line, RUN)
-    without_effect = (option for option in RUN.options if option.fate == "accepted" and option.key in line.given)
+    without_effect = (
+        option for option in RUN.options if option.fate == "accepted" and option.key in line.given
+    )
     notes = [f"{option.names[0]} has no effect here: {option.why}" for option in without_effect]
     unknown = dict(unknown_signals(values["signals_to_handle"]))
     notes += [f"--signals-to-handle {wrong}: it is left out" for wrong in unknown.values()]
@@ -44,7 +47,9 @@ def read(line: CommandLine) -> Options:
         run_id="" if values["standalone"] else values["rdzv_id"],
         role=values["role"],
         max_restarts=values["max_restarts"],
-        grace=values["grace"] if "grace" in line.given or values["shutdown_timeout"] is None else values["shutdown_timeout"],
+        grace=values["grace"]
+        if "grace" in line.given or values["shutdown_timeout"] is None
+        else values["shutdown_timeout"],
         stall=values["stall"],
         on_failure=values["on_failure"],
         debug_rank=values["debug_rank"],
@@ -89,7 +94,9 @@ def _notices(asked: tuple[str, ...] | None, signals: tuple[str, ...]) -> tuple[s
 
 
 def _behind(words: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Options of ours that stand behind the program, which gets them; and the other words. Whether it wants them only it knows."""
+    """Options of ours that stand behind the program, which gets them; and the other words. Whether
+    it wants them only it knows.
+    """
     found: list[str] = []
     rest = list(words[:1])
     at = 1
@@ -109,7 +116,10 @@ def _behind(words: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _program(
-    words: tuple[str, ...], values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]], typed: tuple[str, ...] = ()
+    words: tuple[str, ...],
+    values: Mapping[str, Any],
+    given: Mapping[str, tuple[Given, ...]],
+    typed: tuple[str, ...] = (),
 ) -> Program:
     if not words or not words[0]:
         raise _no_program(values, typed)
@@ -118,7 +128,11 @@ def _program(
         return Program(kind="script", target=target, args=args)
     if values["module"] and values["no_python"]:
         both = " and ".join(str(given[key][-1]) for key in ("module", "no_python"))
-        raise UsageError("usage", f"{both} exclude each other: a module needs Python", help=(("leave one of the two out", ""),))
+        raise UsageError(
+            "usage",
+            f"{both} exclude each other: a module needs Python",
+            help=(("leave one of the two out", ""),),
+        )
     if values["no_python"]:
         return Program(kind="command", target=target, args=args)
     if values["module"]:
@@ -133,11 +147,17 @@ def _program(
             dotted = target.removesuffix(".py").strip("./").replace("/", ".")
             helps = [("a file is given without -m", retyped(typed, *words, as_script=True))]
             if is_module_name(dotted):
-                helps.insert(0, ("name the module with dots, and without .py", retyped(typed, dotted, *args)))
+                helps.insert(
+                    0, ("name the module with dots, and without .py", retyped(typed, dotted, *args))
+                )
             raise UsageError("usage", f"-m {target} is not a module's name", help=tuple(helps))
         return Program(kind="module", target=target, args=args)
     if target == "-":
-        raise UsageError("usage", "a script from standard input cannot be read by every rank", help=(("save it to a file first", ""),))
+        raise UsageError(
+            "usage",
+            "a script from standard input cannot be read by every rank",
+            help=(("save it to a file first", ""),),
+        )
     return Program(kind="script", target=target, args=args)
 
 
@@ -157,13 +177,28 @@ def _no_program(values: Mapping[str, Any], typed: tuple[str, ...]) -> UsageError
     )
 
 
-def _meeting_point(values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]]) -> tuple[str, int, list[str]]:
-    """Address and port as asked ("" and 0: not asked), and what to say; which of torchrun's options wins is torchrun's rule."""
-    for key, alone in (("nnodes", values["nnodes"] == (1, 1)), ("node_rank", values["node_rank"] == 0)):
+def _meeting_point(
+    values: Mapping[str, Any], given: Mapping[str, tuple[Given, ...]]
+) -> tuple[str, int, list[str]]:
+    """Address and port as asked ("" and 0: not asked), and what to say; which of torchrun's options
+    wins is torchrun's rule.
+    """
+    for key, alone in (
+        ("nnodes", values["nnodes"] == (1, 1)),
+        ("node_rank", values["node_rank"] == 0),
+    ):
         if not alone:
             raise _several_nodes(str(given[key][-1]), BY_KEY[key].example)
     if values["standalone"]:
-        return "", 0, _ignored(("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port"), "--standalone", given)
+        return (
+            "",
+            0,
+            _ignored(
+                ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port"),
+                "--standalone",
+                given,
+            ),
+        )
     if values["rdzv_backend"] not in ("static", "c10d"):
         raise _several_nodes(str(given["rdzv_backend"][-1]), "--rdzv-backend c10d")
     host, port = values["rdzv_endpoint"]
@@ -179,16 +214,28 @@ def _meeting_point(values: Mapping[str, Any], given: Mapping[str, tuple[Given, .
 
 
 def _place(values: Mapping[str, Any]) -> str:
-    """The folder of `--rdzv-endpoint file://`, one for each --rdzv-id; "" when another kind was asked for, or none."""
+    """The folder of `--rdzv-endpoint file://`, one for each --rdzv-id; "" when another kind was
+    asked for, or none.
+    """
     url = "" if values["standalone"] else values["rdzv_endpoint"][0]
     if not url.startswith("file://"):
         return ""
     path = url.removeprefix("file://").rstrip("/")
-    return f"{path}.{re.sub(r'[^A-Za-z0-9_.-]', '_', values['rdzv_id'])}" if values["rdzv_id"] else path
+    return (
+        f"{path}.{re.sub(r'[^A-Za-z0-9_.-]', '_', values['rdzv_id'])}"
+        if values["rdzv_id"]
+        else path
+    )
 
 
-def _ignored(keys: tuple[str, ...], because: str, given: Mapping[str, tuple[Given, ...]]) -> list[str]:
-    return [f"{given[key][-1]} is ignored with {because}, as torchrun does" for key in keys if key in given]
+def _ignored(
+    keys: tuple[str, ...], because: str, given: Mapping[str, tuple[Given, ...]]
+) -> list[str]:
+    return [
+        f"{given[key][-1]} is ignored with {because}, as torchrun does"
+        for key in keys
+        if key in given
+    ]
 
 
 def _several_nodes(asked: str, instead: str) -> UsageError:

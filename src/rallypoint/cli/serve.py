@@ -24,11 +24,20 @@ SECRET_NAME = "secret"
 
 
 def main(argv: list[str]) -> int:
-    """`rallypoint serve` with its arguments; the exit status: 0 after SIGTERM or SIGHUP, 130 after Ctrl-C."""
+    """`rallypoint serve` with its arguments; the exit status: 0 after SIGTERM or SIGHUP, 130 after
+    Ctrl-C.
+    """
 
     def act(line: CommandLine) -> int:
         values = args.values(line, SERVE)
-        return serve(values["host"], values["port"], values["port_file"], values["secret_file"], values["max_bytes"], values["port_range"])
+        return serve(
+            values["host"],
+            values["port"],
+            values["port_file"],
+            values["secret_file"],
+            values["max_bytes"],
+            values["port_range"],
+        )
 
     return args.invoke(SERVE, argv, act)
 
@@ -50,7 +59,9 @@ def serve(
     from rallypoint.store.logger import logger
     from rallypoint.store.server.server import Server
 
-    port_kept = None if port_file is None else PortFile(port_file)  # looks at it, before anything is started
+    port_kept = (
+        None if port_file is None else PortFile(port_file)
+    )  # looks at it, before anything is started
     logger(loud=True)
     # First of all: between here and serving, a signal must not leave files behind.
     signals = SignalLog((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
@@ -67,17 +78,29 @@ def serve(
             raise EnvironmentProblem(
                 error.code,
                 error.headline,
-                help=(("make one", f"(umask 077 && head -c 32 /dev/urandom | base64 > {shlex.quote(secret_file)})"),),
+                help=(
+                    (
+                        "make one",
+                        f"(umask 077 && head -c 32 /dev/urandom | base64 > {shlex.quote(secret_file)})",
+                    ),
+                ),
             ) from error
         try:
-            server = Server(host=host, port=port, port_range=port_range, max_bytes=max_bytes, secret=secret)
+            server = Server(
+                host=host, port=port, port_range=port_range, max_bytes=max_bytes, secret=secret
+            )
         except (UsageError, EnvironmentProblem) as error:
             raise _with_options(error) from error
         try:
             if port_kept is not None:
                 port_kept.write(server.address.rpartition(":")[2])
             _announce(server, secret_file)
-            threading.Thread(target=_stop_at, args=(server, signals, came), name="rallypoint: signals", daemon=True).start()
+            threading.Thread(
+                target=_stop_at,
+                args=(server, signals, came),
+                name="rallypoint: signals",
+                daemon=True,
+            ).start()
             server.serve_forever()
         finally:
             server.stop()
@@ -101,9 +124,15 @@ def _announce(server: Server, secret_file: str) -> None:
 
 def _with_options(error: UsageError | EnvironmentProblem) -> UsageError | EnvironmentProblem:
     """An error about what `Server` was called with, its help in terms of our options."""
-    options = {'max_bytes="2GiB"': "--max-bytes 2GiB", "port=0": "--port 0", 'host="127.0.0.1"': "--host 127.0.0.1"}
+    options = {
+        'max_bytes="2GiB"': "--max-bytes 2GiB",
+        "port=0": "--port 0",
+        'host="127.0.0.1"': "--host 127.0.0.1",
+    }
     help = tuple((sentence, options.get(command, command)) for sentence, command in error.help)
-    if error.code == "port-invalid" and not help:  # --port lies outside --port-range: its reader has seen to the rest
+    if (
+        error.code == "port-invalid" and not help
+    ):  # --port lies outside --port-range: its reader has seen to the rest
         help = (("leave --port out: a free one of the range is taken", ""),)
     return type(error)(error.code, error.headline, why=error.why, help=help)
 
@@ -125,7 +154,9 @@ def _new_secret() -> tuple[str, str]:
 
     place, folder = os.environ.get("XDG_RUNTIME_DIR"), ""
     try:
-        folder = tempfile.mkdtemp(prefix="rallypoint-serve-", dir=place if place and os.access(place, os.W_OK) else None)
+        folder = tempfile.mkdtemp(
+            prefix="rallypoint-serve-", dir=place if place and os.access(place, os.W_OK) else None
+        )
         path = os.path.join(folder, SECRET_NAME)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w", encoding="ascii") as file:

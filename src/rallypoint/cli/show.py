@@ -1,4 +1,6 @@
-"""`rallypoint show`: a run again, from what its run folder holds; or the list of the runs that are kept."""
+"""`rallypoint show`: a run again, from what its run folder holds; or the list of the runs that are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ from rallypoint.record.run_folder import default_root, past_runs
 from rallypoint.record.timeline import Row
 
 MOST_ROWS = 60
-"""Lines of a timeline: two screens. A run with many restarts has its beginning and its end, and the number of the lines between."""
+"""Lines of a timeline: two screens. A run with many restarts has its beginning and its end, and the
+number of the lines between.
+"""
 
 LEAST_OF_COMMAND = 24
 """Columns of the list that a command needs beside the rest of its line."""
 
-MOST_RANKS_QUOTED = 3  # ranks at fault whose last lines are shown; what more of them said is mostly the same
+MOST_RANKS_QUOTED = (
+    3  # ranks at fault whose last lines are shown; what more of them said is mostly the same
+)
 MOST_LINES_QUOTED = 10  # of each: as in a report
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -50,7 +56,11 @@ def main(argv: list[str]) -> int:
         if values["list"]:
             return _show_list(words, root, now, as_json)
         if len(words) > 1:
-            raise UsageError("usage", f"show takes one run, and got {len(words)}", help=(("see what is kept", "rallypoint show --list"),))
+            raise UsageError(
+                "usage",
+                f"show takes one run, and got {len(words)}",
+                help=(("see what is kept", "rallypoint show --list"),),
+            )
         run = past_run.read(past_run.find(root, *words))
         if as_json or not sys.stdout:
             write_out(_json(document(run, now)))
@@ -63,23 +73,33 @@ def main(argv: list[str]) -> int:
 
 def _show_list(words: Sequence[str], root: str, now: float, as_json: bool) -> int:
     if words:
-        raise UsageError("usage", f"--list names no run, and got {words[0]}", help=(("see one run", f"rallypoint show {words[0]}"),))
+        raise UsageError(
+            "usage",
+            f"--list names no run, and got {words[0]}",
+            help=(("see one run", f"rallypoint show {words[0]}"),),
+        )
     runs = list(_kept(root))
     write_out(
-        _json([_summary(run, now) for run in runs]) if as_json else listed(runs, root, now, columns(sys.stdout) if sys.stdout else None)
+        _json([_summary(run, now) for run in runs])
+        if as_json
+        else listed(runs, root, now, columns(sys.stdout) if sys.stdout else None)
     )
     return 0
 
 
 def _kept(root: str) -> Iterator[KeptRun]:
-    """All runs of a folder of runs, newest first; but those that a launcher, which keeps so many, has removed since they were listed."""
+    """All runs of a folder of runs, newest first; but those that a launcher, which keeps so many,
+    has removed since they were listed.
+    """
     for past in past_runs(root):
         with contextlib.suppress(UsageError):
             yield past_run.read(past.path)
 
 
 def reports_of(run: KeptRun) -> tuple[tuple[Report, ...], str]:
-    """The reports, first cause first, and what is wrong with the file they stand in ("" if nothing is)."""
+    """The reports, first cause first, and what is wrong with the file they stand in ("" if nothing
+    is).
+    """
     if not run.report:
         return (), ""
     try:
@@ -92,7 +112,9 @@ def reports_of(run: KeptRun) -> tuple[tuple[Report, ...], str]:
 
 
 def text(run: KeptRun, now: float, *, wide: int = 92, color: bool = False) -> str:
-    """All of it, as a person reads it. Pure, but for the last lines of logs, which are read here."""
+    """All of it, as a person reads it. Pure, but for the last lines of logs, which are read
+    here.
+    """
     reports, damage = reports_of(run)
     blocks = [
         _labelled(_header(run, reports, now)),
@@ -121,12 +143,14 @@ def _header(run: KeptRun, reports: Sequence[Report], now: float) -> list[tuple[s
 def how(run: KeptRun, reports: Sequence[Report], now: float) -> str:
     """How the run ended, or that it has not."""
     if run.running:
-        return (
-            f"not yet: it has been running for {_span(max(now - run.began, run.took))}; where its ranks are: rallypoint stacks {_word(run)}"
-        )
+        return f"not yet: it has been running for {_span(max(now - run.began, run.took))}; where its ranks are: rallypoint stacks {_word(run)}"
     if run.status is None:
         last = f"; last heard of {_span(run.took)} after the start" if run.events else ""
-        return f"not known: {_NO_END}{last}" if run.events_cut else f"the launcher was killed, or the machine went down{last}"
+        return (
+            f"not known: {_NO_END}{last}"
+            if run.events_cut
+            else f"the launcher was killed, or the machine went down{last}"
+        )
     headline = reports[0].headline if reports else run.reported
     because = f": {render.plain(headline)}" if headline else ""
     return f"after {_span(run.took)} with exit status {run.status}{because}"
@@ -144,7 +168,10 @@ def _timeline(rows: Sequence[Row]) -> list[str]:
     shown = list(rows) if left_out <= 1 else [*rows[:half], *rows[-half:]]
     times = [f"+{row.at:.3f}s" for row in shown]
     far, who = max(map(len, times), default=0), max((len(row.who) for row in shown), default=0)
-    lines = [f"  {time.rjust(far)}  {row.who.ljust(who)}  {render.plain(row.what)}" for time, row in zip(times, shown, strict=True)]
+    lines = [
+        f"  {time.rjust(far)}  {row.who.ljust(who)}  {render.plain(row.what)}"
+        for time, row in zip(times, shown, strict=True)
+    ]
     if left_out > 1:
         lines.insert(half, f"  ... {left_out} lines in between are in events.jsonl")
     return lines
@@ -156,27 +183,46 @@ def _last_words(run: KeptRun, reports: Sequence[Report]) -> list[str]:
     blocks = []
     for rank in dict.fromkeys(rank for report in reports for rank in report.ranks):
         log = next((log for log in run.logs if log.rank == rank), None)
-        lines = [render.plain(line) for line in past_run.tail(log.path, MOST_LINES_QUOTED)] if log else []
+        lines = (
+            [render.plain(line) for line in past_run.tail(log.path, MOST_LINES_QUOTED)]
+            if log
+            else []
+        )
         if any(line and line not in quoted for line in lines):
-            blocks.append("\n".join([f"  rank {rank}'s log ends:", *(f"    | {line}".rstrip() for line in lines)]))
+            blocks.append(
+                "\n".join(
+                    [f"  rank {rank}'s log ends:", *(f"    | {line}".rstrip() for line in lines)]
+                )
+            )
     return blocks[:MOST_RANKS_QUOTED]
 
 
 def _logs(run: KeptRun, reports: Sequence[Report]) -> list[tuple[str, str]]:
-    """Where the logs are, and how large: of the ranks at fault, then those that were cut, then the largest. Empty ones are only counted."""
+    """Where the logs are, and how large: of the ranks at fault, then those that were cut, then the
+    largest. Empty ones are only counted.
+    """
     at_fault = {rank for report in reports for rank in report.ranks}
     full = sorted(
-        (log for log in run.logs if log.size or log.cut), key=lambda log: (log.rank not in at_fault, not log.cut, -log.size, log.rank)
+        (log for log in run.logs if log.size or log.cut),
+        key=lambda log: (log.rank not in at_fault, not log.cut, -log.size, log.rank),
     )
     lines = [
-        f"{os.path.basename(log.path)}  {_size(log.size)}{f', cut: {past_run.UNWRITABLE}' * log.cut}" for log in sorted(full[:LOGS_LISTED])
+        f"{os.path.basename(log.path)}  {_size(log.size)}{f', cut: {past_run.UNWRITABLE}' * log.cut}"
+        for log in sorted(full[:LOGS_LISTED])
     ]
     more, empty = len(full) - LOGS_LISTED, len(run.logs) - len(full)
     lines += [f"and {more} more"] if more > 0 else []
     lines += [f"{empty} rank{'s' * (empty > 1)} printed nothing"] if empty else []
     if not run.logs:
-        lines = ["none: a single rank has the terminal for itself" if run.plan.world.local_size == 1 else "none"]
-    return [("folder", run.path), *(("logs" if i == 0 else "", line) for i, line in enumerate(lines))]
+        lines = [
+            "none: a single rank has the terminal for itself"
+            if run.plan.world.local_size == 1
+            else "none"
+        ]
+    return [
+        ("folder", run.path),
+        *(("logs" if i == 0 else "", line) for i, line in enumerate(lines)),
+    ]
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> str:
@@ -187,21 +233,36 @@ def _labelled(lines: Sequence[tuple[str, str]]) -> str:
 
 
 def listed(runs: Sequence[KeptRun], root: str, now: float, columns: int | None = None) -> str:
-    """A line for each run: its name, when, how long, how many ranks, how it ended, the command. Fitted to so many columns: long commands
-    are filled beside the rest, and where there is no room for them each run has some lines of its own."""
+    """A line for each run: its name, when, how long, how many ranks, how it ended, the command.
+    Fitted to so many columns: long commands are filled beside the rest, and where there is no room
+    for them each run has some lines of its own."""
     if not runs:
         return f"no run is kept in {root}\n"
     rows = []
     for run in runs:
         reports, _ = reports_of(run)
         ranks = str(run.plan.world.local_size) if _command(run) else "-"
-        rows.append((run.name, _date(run.began), _duration(run, now), ranks, _end(run, reports), _command(run)))
+        rows.append(
+            (
+                run.name,
+                _date(run.began),
+                _duration(run, now),
+                ranks,
+                _end(run, reports),
+                _command(run),
+            )
+        )
     header = ("run", "began", "took", "ranks", "ended", "command")
     wide = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
-    heads = ["".join(f"{cell:<{w}}  " for cell, w in zip(row, wide, strict=False)) for row in (header, *rows)]
+    heads = [
+        "".join(f"{cell:<{w}}  " for cell, w in zip(row, wide, strict=False))
+        for row in (header, *rows)
+    ]
     if columns is not None and columns - len(heads[0]) < LEAST_OF_COMMAND:
         return "".join(_apart(row, columns) for row in rows)
-    return "".join(beside(head, row[-1], columns) for head, row in zip(heads, (header, *rows), strict=True))
+    return "".join(
+        beside(head, row[-1], columns) for head, row in zip(heads, (header, *rows), strict=True)
+    )
 
 
 def _apart(row: Sequence[str], columns: int) -> str:
@@ -241,16 +302,26 @@ def _summary(run: KeptRun, now: float) -> dict[str, Any]:
         "command": past_run.command(run.plan),
         "folder": run.plan.cwd,
         "ranks": run.plan.world.local_size,
-        "began": datetime.datetime.fromtimestamp(run.began).astimezone().isoformat(timespec="seconds"),
+        "began": datetime.datetime.fromtimestamp(run.began)
+        .astimezone()
+        .isoformat(timespec="seconds"),
         "seconds": max(now - run.began, run.took) if run.running else run.took,
-        "state": "running" if run.running else "ended" if run.status is not None else "unknown" if run.events_cut else "killed",
+        "state": "running"
+        if run.running
+        else "ended"
+        if run.status is not None
+        else "unknown"
+        if run.events_cut
+        else "killed",
         "exit_status": run.status,
         "code": reports[0].code if reports else None,
     }
 
 
 def document(run: KeptRun, now: float) -> dict[str, Any]:
-    """What `--error-format json` prints: the summary that --list has, the timeline, the reports as they stand in report.json, the logs."""
+    """What `--error-format json` prints: the summary that --list has, the timeline, the reports as
+    they stand in report.json, the logs.
+    """
     reports, damage = reports_of(run)
     return {
         **_summary(run, now),
@@ -277,7 +348,11 @@ def _span(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = round(seconds)
-    for unit, name, smaller, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for unit, name, smaller, small in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
         if whole >= unit:
             return f"{whole // unit} {name} {whole % unit // smaller} {small}"
     raise AssertionError(seconds)
@@ -289,4 +364,6 @@ def _size(size: int) -> str:
         return f"{size} byte{'s' * (size != 1)}"
     power = min((size.bit_length() - 1) // 10, len(_UNITS))
     amount = size / 1024**power
-    return f"{amount:.1f} {_UNITS[power - 1]}" if amount < 10 else f"{amount:.0f} {_UNITS[power - 1]}"
+    return (
+        f"{amount:.1f} {_UNITS[power - 1]}" if amount < 10 else f"{amount:.0f} {_UNITS[power - 1]}"
+    )

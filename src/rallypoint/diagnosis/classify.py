@@ -1,6 +1,8 @@
-"""What kind of failure something is: an exception by its words and frames, then a rank by all that it shows. Pure.
+"""What kind of failure something is: an exception by its words and frames, then a rank by all that
+it shows. Pure.
 
-Live jobs and logs ask here and nowhere else. The words themselves are in `error_patterns/`, a table for each origin.
+Live jobs and logs ask here and nowhere else. The words themselves are in `error_patterns/`, a table
+for each origin.
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ from enum import Enum
 from rallypoint.diagnosis.error_patterns import gloo, nccl, python, schedulers, torch
 from rallypoint.diagnosis.evidence import Raised
 
-# --- the cause that an exception names -------------------------------------------------------------------------------
+# --- the cause that an exception names
+# -------------------------------------------------------------------------------
 
 _TABLES = (python.CAUSES, torch.CAUSES, nccl.CAUSES, gloo.CAUSES, schedulers.CAUSES)
-_WORDS = {cause: tuple(table[cause] for table in _TABLES if cause in table) for table in _TABLES for cause in table}
+_WORDS = {
+    cause: tuple(table[cause] for table in _TABLES if cause in table)
+    for table in _TABLES
+    for cause in table
+}
 
 
 NCCL_WARNING = "NCCL WARN"
@@ -39,7 +46,9 @@ _SHARED_FILES = re.compile(r"(^|/)multiprocessing/(synchronize|heap|shared_memor
 _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
 _WORKERS_LOOP = re.compile(r"(^|/)torch/utils/data/(_utils/worker|dataloader)\.py$")
 _IN_CHILD = re.compile(r"(^|/)multiprocessing/process\.py$")
-_SPAWNED = re.compile(r"(^|/)multiprocessing/(spawn|forkserver|popen_spawn\w*)\.py$|^[A-Za-z]:[/\\]")
+_SPAWNED = re.compile(
+    r"(^|/)multiprocessing/(spawn|forkserver|popen_spawn\w*)\.py$|^[A-Za-z]:[/\\]"
+)
 
 
 def _through(error: Raised, files: re.Pattern[str]) -> bool:
@@ -96,7 +105,9 @@ def _shared_memory(error: Raised) -> bool:
 
 def _host_memory(error: Raised) -> bool:
     kind = _short(error.type)
-    by_type = kind == "MemoryError" or (kind == "OutOfMemoryError" and error.type.startswith("ray."))
+    by_type = kind == "MemoryError" or (
+        kind == "OutOfMemoryError" and error.type.startswith("ray.")
+    )
     return by_type or says("host-memory", error.message) is not None
 
 
@@ -104,19 +115,26 @@ def _cuda_forked(error: Raised) -> bool:
     """CUDA's "initialization error" means the same in a worker of a DataLoader, which is forked."""
     if says("cuda-forked", error.message) is not None:
         return True
-    loop = any(_WORKERS_LOOP.search(frame.file) and frame.function == "_worker_loop" for frame in error.frames)
+    loop = any(
+        _WORKERS_LOOP.search(frame.file) and frame.function == "_worker_loop"
+        for frame in error.frames
+    )
     not_started = bool(torch.CUDA_NOT_STARTED.search(error.message))
     return not_started and (loop or "_worker_loop" in error.message)
 
 
 def _cuda_perhaps_forked(error: Raised) -> bool:
-    """CUDA could not be started in a child of `multiprocessing` that nothing shows to have been spawned."""
+    """CUDA could not be started in a child of `multiprocessing` that nothing shows to have been
+    spawned.
+    """
     not_started = bool(torch.CUDA_NOT_STARTED.search(error.message))
     return not_started and _through(error, _IN_CHILD) and not _through(error, _SPAWNED)
 
 
 def _host_unresolved(error: Raised) -> bool:
-    """init_process_group, or torch's store, says that the host of the meeting point has no address."""
+    """init_process_group, or torch's store, says that the host of the meeting point has no
+    address.
+    """
     of_torch = error.call != "" or error.message.startswith("host not found")
     return of_torch and bool(python.UNRESOLVED.search(error.message))
 
@@ -171,7 +189,9 @@ def fits(cause: str, error: Raised) -> bool:
 
 
 def cause_of(error: Raised) -> str:
-    """Name the cause that an exception tells by itself; "" where its words are the program's own."""
+    """Name the cause that an exception tells by itself; "" where its words are the
+    program's own.
+    """
     return next((cause for cause in CAUSES if fits(cause, error)), "")
 
 
@@ -198,7 +218,9 @@ def recognised(line: str) -> bool:
 
 
 def says_why(error: Raised) -> bool:
-    """Tell whether an exception names a cause or speaks of another rank: what was raised from it says less."""
+    """Tell whether an exception names a cause or speaks of another rank: what was raised from it
+    says less.
+    """
     return names_cause(error.message) or meaning(error) is not Meaning.OWN
 
 
@@ -218,17 +240,22 @@ def memory_of(error: Raised) -> str:
     return next((kind for cause, kind in kinds.items() if fits(cause, error)), "")
 
 
-# --- facts in an exception's words -----------------------------------------------------------------------------------
+# --- facts in an exception's words
+# -----------------------------------------------------------------------------------
 
 PROCESSES_MOST = 65_536
-"""Processes that a job may have; a store that waits for more was given a number of bytes, or of something else."""
+"""Processes that a job may have; a store that waits for more was given a number of bytes, or of
+something else.
+"""
 
 _ARRIVED = re.compile(r"\barrived \((?P<who>.*?)\)(?:, missing: |, \d+ (?:is|are) missing|$)")
 _RANKS = re.compile(r"\branks? (\d+(?:-\d+)?(?:(?:, | and )\d+(?:-\d+)?)*)")
 
 
 def nccl_gave_up(error: Raised) -> bool:
-    """Tell an error of NCCL's without a cause that has a name: mostly all ranks have it, whatever was wrong in one."""
+    """Tell an error of NCCL's without a cause that has a name: mostly all ranks have it, whatever
+    was wrong in one.
+    """
     if says("nccl-failed", error.message) is None:
         return False
     named = says("device-shared", error.message) or says("kernel-failed", error.message)
@@ -248,16 +275,19 @@ def nccl_words(message: str) -> str:
 
 
 def is_nccl(backend: str) -> bool:
-    """Tell whether NCCL serves CUDA tensors in a group with this backend; "" is torch's default, which has it."""
+    """Tell whether NCCL serves CUDA tensors in a group with this backend; "" is torch's default,
+    which has it.
+    """
     asked = backend.lower()
     return not asked or asked == "nccl" or "cuda:nccl" in asked
 
 
 def loader_killed(error: Raised) -> tuple[int, int] | None:
-    """The pid of a DataLoader's worker and the signal that ended it; None when the error does not say so.
+    """The pid of a DataLoader's worker and the signal that ended it; None when the error does not
+    say so.
 
-    The rank is told by a signal of its own. When it was waiting for that worker torch says less, and the
-    rest stands in what that was raised from.
+    The rank is told by a signal of its own. When it was waiting for that worker torch says less,
+    and the rest stands in what that was raised from.
     """
     found = says_loader_killed(error.message.splitlines())
     if found is None and torch.LOADER_GONE.search(error.message):
@@ -291,7 +321,9 @@ def is_out_of_memory(error: Raised) -> bool:
 
 
 def memory_wanted(message: str) -> int:
-    """The bytes of the host's memory that an allocation was refused; 0 when the message has no number."""
+    """The bytes of the host's memory that an allocation was refused; 0 when the message has no
+    number.
+    """
     if (found := python.MEMORY_WANTED.search(message)) is not None:
         return int(found[1] or found[2])
     found = python.MEMORY_WANTED_BY_NUMPY.search(message)
@@ -301,7 +333,9 @@ def memory_wanted(message: str) -> int:
 
 
 def semaphores_full(error: Raised) -> bool:
-    """Tell whether `multiprocessing` found no room for a semaphore or a block of memory: both are files in /dev/shm."""
+    """Tell whether `multiprocessing` found no room for a semaphore or a block of memory: both are
+    files in /dev/shm.
+    """
     full = error.errno == errno.ENOSPC or "[Errno 28]" in error.message
     return full and bool(error.frames) and bool(_SHARED_FILES.search(error.frames[-1].file))
 
@@ -324,7 +358,9 @@ def came_to_barrier(message: str) -> frozenset[int]:
 
 
 def came_short(message: str) -> tuple[int, int] | None:
-    """How many ranks torch's store had heard of at the timeout, and how many it waited for; None where that is not said."""
+    """How many ranks torch's store had heard of at the timeout, and how many it waited for; None
+    where that is not said.
+    """
     found = torch.CAME_SHORT.search(message)
     if found is None:
         return None
@@ -339,13 +375,17 @@ def store_waits(message: str) -> bool:
 
 
 def keys_waited_for(message: str) -> str:
-    """The keys of torch's store that were waited for in vain, in torch's own words; "" where it does not say."""
+    """The keys of torch's store that were waited for in vain, in torch's own words; "" where it
+    does not say.
+    """
     found = torch.KEYS.search(message)
     return found["keys"].strip() if found is not None else ""
 
 
 def keys_of_program(message: str) -> tuple[str, ...]:
-    """The same as the program called them; () for torch's own keys, or none. Of several, one at least was not set."""
+    """The same as the program called them; () for torch's own keys, or none. Of several, one at
+    least was not set.
+    """
     waited_for = keys_waited_for(message)
     if not waited_for or torch.OWN_KEY.search(waited_for):
         return ()
@@ -359,9 +399,11 @@ def not_met(message: str) -> int:
 
 
 def symbol_missing(error: Raised) -> tuple[str, str, bool] | None:
-    """A library, the symbol that it misses, and whether the library is torch's own, so that another version is found.
+    """A library, the symbol that it misses, and whether the library is torch's own, so that another
+    version is found.
 
-    In an extension for torch the symbol is torch's. None where neither is: who differs from whom is open.
+    In an extension for torch the symbol is torch's. None where neither is: who differs from whom is
+    open.
     """
     found = python.SYMBOL.search(error.message)
     if found is None:
@@ -373,7 +415,9 @@ def symbol_missing(error: Raised) -> tuple[str, str, bool] | None:
 
 
 def url_lacks(error: Raised) -> str:
-    """What the URL that was given to init_process_group lacks: "host", "port", "path"; "" for any other error."""
+    """What the URL that was given to init_process_group lacks: "host", "port", "path"; "" for any
+    other error.
+    """
     found = torch.URL_LACKS.search(error.message)
     if found is not None:
         return found[1]
@@ -385,7 +429,8 @@ def url_lacks(error: Raised) -> str:
     return "host" if asserted and in_torch else ""
 
 
-# --- what an exception says about the other ranks --------------------------------------------------------------------
+# --- what an exception says about the other ranks
+# --------------------------------------------------------------------
 
 
 class Meaning(Enum):
@@ -410,7 +455,9 @@ AFTER_ANOTHER = {
 """Errors of rallypoint's store that mostly come of another rank, and what a report says of them."""
 
 SAID_TO_ALL = frozenset(("average-mismatch", "barrier-broken", "barrier-size"))
-"""Errors of rallypoint's store that all who met get at once, in the same words: together they are one cause."""
+"""Errors of rallypoint's store that all who met get at once, in the same words: together they are
+one cause.
+"""
 
 _LOST_WORDS = re.compile(
     r"Connection (closed|reset|refused|aborted) by (remote )?peer|Connection (refused|reset|closed|aborted)|Broken pipe|Socket Timeout"
@@ -422,9 +469,14 @@ _LOST_WORDS = re.compile(
 
 
 def says_lost(lines: Iterable[str]) -> bool:
-    """Tell whether lines hold a text that only a broken connection of torch's, gloo's or NCCL's leaves."""
+    """Tell whether lines hold a text that only a broken connection of torch's, gloo's or NCCL's
+    leaves.
+    """
     origins = (torch.LOST, gloo.LOST, nccl.LOST)
-    return any(any(lost.search(line) for lost in origins) and not gloo.CHECKED.search(line) for line in lines)
+    return any(
+        any(lost.search(line) for lost in origins) and not gloo.CHECKED.search(line)
+        for line in lines
+    )
 
 
 def says_waited(lines: Iterable[str]) -> bool:
@@ -459,7 +511,9 @@ def meaning(error: Raised) -> Meaning:
 
 
 def in_short(error: Raised) -> str:
-    """A consequence in a few words, "all_reduce: Connection closed by peer"; torch's own texts fill three lines."""
+    """A consequence in a few words, "all_reduce: Connection closed by peer"; torch's own texts fill
+    three lines.
+    """
     consequence = meaning(error) is not Meaning.OWN
     found = _LOST_WORDS.search(error.message) if consequence else None
     words = found.group(0) if found else f"{error.type}: {error.message}".partition("\n")[0]
@@ -469,7 +523,9 @@ def in_short(error: Raised) -> str:
 
 
 def is_consequence(error: Raised) -> bool:
-    """Tell whether an exception speaks of a lost or missing peer: the cause is then probably still to come."""
+    """Tell whether an exception speaks of a lost or missing peer: the cause is then probably still
+    to come.
+    """
     if error.code:
         return error.code in AFTER_ANOTHER
     return not fits("producer-gone", error) and meaning(error) is not Meaning.OWN
@@ -481,5 +537,7 @@ def is_stop(error: Raised) -> bool:
 
 
 def loader_broke_off(error: Raised) -> bool:
-    """A DataLoader's worker that breaks off is another matter than a producer: something ended it."""
+    """A DataLoader's worker that breaks off is another matter than a producer: something
+    ended it.
+    """
     return fits("producer-gone", error) and _through(error, _LOADER)

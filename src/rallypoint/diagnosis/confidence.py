@@ -1,17 +1,22 @@
 """When a log makes a cause certain: the one place where that is decided. Pure.
 
-A log is the part of a job that somebody kept, and its words are those of programs that nobody here may know. So `certain` is earned, by
-three things together; whatever lacks one of them is `likely` at most, and says which:
+A log is the part of a job that somebody kept, and its words are those of programs that nobody here
+may know. So `certain` is earned, by three things together; whatever lacks one of them is `likely`
+at most, and says which:
 
-1. The words. A text that only one cause leaves (torch's own "out of memory") needs no more. An exception without such a text is the
-   program's own when it left the program's own code, or is of a kind that nothing but the program's own code and data bring about
-   (KeyError, a shape that does not fit, a class of its own). What left code that deals with other processes, machines or devices is
-   not, nor is what speaks of them: who raised it is then known, and what was wrong is not. `of_error`.
+1. The words. A text that only one cause leaves (torch's own "out of memory") needs no more. An
+   exception without such a text is the program's own when it left the program's own code, or is of
+   a kind that nothing but the program's own code and data bring about (KeyError, a shape that does
+   not fit, a class of its own). What left code that deals with other processes, machines or devices
+   is not, nor is what speaks of them: who raised it is then known, and what was wrong is not.
+   `of_error`.
 2. The place. Nothing before it speaks of a failure in words that are not known here. `of_place`.
-3. The order. A process that ended, or a lost peer, before a stop: then the stop is somebody's answer to that. `answers`.
+3. The order. A process that ended, or a lost peer, before a stop: then the stop is somebody's
+   answer to that. `answers`.
 
-Who failed first is told by the launcher (torchrun's root cause, mpirun's "the first process to do so") before it is told by the order of
-lines, which are of many processes, and of buffers that are written late; `verdict` weighs that.
+Who failed first is told by the launcher (torchrun's root cause, mpirun's "the first process to do
+so") before it is told by the order of lines, which are of many processes, and of buffers that are
+written late; `verdict` weighs that.
 """
 
 from __future__ import annotations
@@ -30,14 +35,28 @@ from rallypoint.diagnosis.rank_kinds import Kind, Verdict
 from rallypoint.diagnosis.report import Report
 
 INTRODUCES = 2
-"""Lines before an error in which its announcement stands: "ERROR: training failed:", and the traceback. That is no failure of its own."""
+"""Lines before an error in which its announcement stands: "ERROR: training failed:", and the
+traceback. That is no failure of its own.
+"""
 
-PLACED = ("rank-raised", "rank-exited", "rank-killed", "rank-crashed", "start-failed", "interrupted")
-"""Codes that something else may have led to; the others name their cause by torch's, NCCL's or the kernel's own words for it."""
+PLACED = (
+    "rank-raised",
+    "rank-exited",
+    "rank-killed",
+    "rank-crashed",
+    "start-failed",
+    "interrupted",
+)
+"""Codes that something else may have led to; the others name their cause by torch's, NCCL's or the
+kernel's own words for it.
+"""
 
-_ANNOUNCES = re.compile(r":\s*$|\b[Ee]xceptions?\b|\b[Tt]raceback\b|\b[Ee]rror occurr?ed\b|\berror\.?$")
+_ANNOUNCES = re.compile(
+    r":\s*$|\b[Ee]xceptions?\b|\b[Tt]raceback\b|\b[Ee]rror occurr?ed\b|\berror\.?$"
+)
 
-# Code through which a program deals with other processes, machines and devices: what leaves it may be anybody's fault.
+# Code through which a program deals with other processes, machines and devices: what leaves it may
+# be anybody's fault.
 _BETWEEN = re.compile(
     r"(^|/)torch/(distributed|cuda|multiprocessing)/|(^|/)torch/nn/parallel/distributed\.py$"
     r"|(^|/)(multiprocessing|concurrent/futures|asyncio)/\w+\.py$|(^|/)(socket|subprocess|ssl|selectors|socketserver)\.py$"
@@ -50,22 +69,36 @@ _THEIR_TYPES = re.compile(
     r"|(^|\.)(\w*(Connection|Timeout|Socket|Network|Rendezvous|Misconfiguration|Horovod|Actor|Worker|Engine|Process|Shutdown|Cancelled|Died"
     r"|Dead|Crash|Accelerator|Nccl|NCCL|MPI)\w*|Dist\w*Error|C10dError|Ray\w*Error|gaierror)$"
 )
-# Kinds that a program's own code and data bring about, whatever their words; a key or a name in these may be called "port".
+# Kinds that a program's own code and data bring about, whatever their words; a key or a name in
+# these may be called "port".
 _OWN_KINDS = frozenset((
     "AttributeError", "FloatingPointError", "ImportError", "IndentationError", "IndexError", "KeyError", "ModuleNotFoundError", "NameError",
     "NotImplementedError", "OverflowError", "RecursionError", "StopIteration", "SyntaxError", "TabError", "TypeError", "UnboundLocalError",
     "UnicodeDecodeError", "UnicodeEncodeError", "UnicodeError", "ZeroDivisionError",
 ))  # fmt: skip
-_OF_FILES = frozenset(("FileExistsError", "FileNotFoundError", "IsADirectoryError", "NotADirectoryError", "PermissionError"))
-_OF_A_FILE = re.compile(r"^\[Errno \d+\] [^:]+: '")  # Python names the file, and what the system said of it: nothing is left open
-# The loader's own words, in which Python hands on that a library could not be loaded. What is installed is no code of the program's.
+_OF_FILES = frozenset(
+    (
+        "FileExistsError",
+        "FileNotFoundError",
+        "IsADirectoryError",
+        "NotADirectoryError",
+        "PermissionError",
+    )
+)
+_OF_A_FILE = re.compile(
+    r"^\[Errno \d+\] [^:]+: '"
+)  # Python names the file, and what the system said of it: nothing is left open
+# The loader's own words, in which Python hands on that a library could not be loaded. What is
+# installed is no code of the program's.
 _OF_A_LIBRARY = re.compile(
     r"undefined symbol|[Ss]ymbol not found|cannot open shared object file|failed to map segment|file too short|(invalid|wrong) ELF"
     r"|version `\w+[\w.]*' not found|cannot allocate memory in static TLS|DLL load failed|\[WinError (126|127|193|1114)\]"
     r"|[Ll]ibrary not loaded|image not found|dlopen\(|incompatible architecture|compiled using NumPy|numpy\.dtype size changed"
     r"|numpy\.core\.multiarray failed|lib\w+\.(so|dylib)\b"
 )
-_PICKLED = re.compile(r"[Cc]an(?:'|no)t pickle|Can't get local object|not picklable")  # what the program gave to multiprocessing
+_PICKLED = re.compile(
+    r"[Cc]an(?:'|no)t pickle|Can't get local object|not picklable"
+)  # what the program gave to multiprocessing
 # Of these the kind alone says nothing: everybody raises them.
 _ANYBODYS = frozenset(
     (
@@ -108,7 +141,10 @@ _OUTSIDE = (
     ),
     (
         "memory, or space on a disk",
-        re.compile(r"\bmemory\b|\bpaging\b|\bswap\b|\bmmap\b|/dev/shm|no space left|quota|\ballocat(e|ion|ing)\b", re.IGNORECASE),
+        re.compile(
+            r"\bmemory\b|\bpaging\b|\bswap\b|\bmmap\b|/dev/shm|no space left|quota|\ballocat(e|ion|ing)\b",
+            re.IGNORECASE,
+        ),
     ),
     (
         "a process that is gone",
@@ -128,7 +164,10 @@ _OUTSIDE = (
     ),
     (
         "something that was shut down",
-        re.compile(r"shut(ting)?[ -]?down|\b(already|been|was|is) (closed|stopped|aborted|cancell?ed)|\baborted\b", re.IGNORECASE),
+        re.compile(
+            r"shut(ting)?[ -]?down|\b(already|been|was|is) (closed|stopped|aborted|cancell?ed)|\baborted\b",
+            re.IGNORECASE,
+        ),
     ),
 )
 
@@ -136,23 +175,33 @@ _WORDS = 1500  # characters of a message that are looked into; what is longer is
 
 
 def of_error(error: Raised) -> str:
-    """Why an exception without a text that names a cause is not certain to be the program's own; "" when it is."""
+    """Why an exception without a text that names a cause is not certain to be the program's own; ""
+    when it is.
+    """
     error = tracebacks.from_loader(error) or error
     module, _, kind = error.type.rpartition(".")
-    theirs = bool(_THEIR_TYPES.search(error.type)) and not (module and not _THEIR_TYPES.match(error.type))
+    theirs = bool(_THEIR_TYPES.search(error.type)) and not (
+        module and not _THEIR_TYPES.match(error.type)
+    )
     if theirs:
         return f"{kind} comes of what a program has to do with other processes and machines, and what was wrong there is not in the log"
     inner = error.frames[-1] if error.frames else None
     if _OF_A_LIBRARY.search(error.message):
         return "a library could not be loaded, or is not the version that is wanted: what is installed is at fault, and which part is open"
-    if kind in ("ImportError", "ModuleNotFoundError") or _OF_A_FILE.search(error.message) or _PICKLED.search(error.message):
+    if (
+        kind in ("ImportError", "ModuleNotFoundError")
+        or _OF_A_FILE.search(error.message)
+        or _PICKLED.search(error.message)
+    ):
         return ""
     if inner is not None and _BETWEEN.search(inner.file):
         where = stacks.library_path(inner.file)
         return f"it was raised in {where}, which deals with other processes, machines or devices: the program may not be at fault"
     if kind in _OWN_KINDS:
         return ""
-    if not (module or kind in _OF_FILES):  # another library's own class speaks of its own hosts, which are no ranks
+    if not (
+        module or kind in _OF_FILES
+    ):  # another library's own class speaks of its own hosts, which are no ranks
         text = (wording.first_line(error.message) or error.message)[:_WORDS]
         for what, words in _OUTSIDE:
             if words.search(text) and not _OF_THE_PROGRAM.search(text):
@@ -166,25 +215,38 @@ def of_error(error: Raised) -> str:
 
 
 def of_place(code: str, place: Place | None, spoken: Sequence[Sighting]) -> Sighting | None:
-    """The first line before a cause that speaks of a failure in words that are not known; None when there is none, or when it does not
-    matter: the code names its cause by itself, or the same process went on for long after that line."""
+    """The first line before a cause that speaks of a failure in words that are not known; None when
+    there is none, or when it does not matter: the code names its cause by itself, or the same
+    process went on for long after that line."""
     if code not in PLACED or place is None:
         return None
-    before = [s for s in spoken if s.place.log == place.log and s.place.line < place.line and not s.went_on]
-    before = [s for s in before if s.place.line < place.line - INTRODUCES or not _ANNOUNCES.search(s.text)]
+    before = [
+        s
+        for s in spoken
+        if s.place.log == place.log and s.place.line < place.line and not s.went_on
+    ]
+    before = [
+        s for s in before if s.place.line < place.line - INTRODUCES or not _ANNOUNCES.search(s.text)
+    ]
     return min(before, key=lambda s: s.place.line, default=None)
 
 
 def answers(stop: Sighting, seen: Iterable[Sighting]) -> bool:
-    """Tell whether a launcher's stop by a signal stands after a failure in the same log: whoever ends a job for one sends the same."""
+    """Tell whether a launcher's stop by a signal stands after a failure in the same log: whoever
+    ends a job for one sends the same.
+    """
     if stop.end is not None and stop.end.by:  # Slurm names its reason: the time limit, a preemption
         return False
-    failures = (s for s in seen if not s.went_on and s.sign in (Sign.ENDED, Sign.RAISED, Sign.WATCHDOG))
+    failures = (
+        s for s in seen if not s.went_on and s.sign in (Sign.ENDED, Sign.RAISED, Sign.WATCHDOG)
+    )
     return any(s.place.log == stop.place.log and s.place.line < stop.place.line for s in failures)
 
 
 def placed(report: Report, findings: Findings) -> Report:
-    """The report as likely where the log speaks of another failure before it, in words that are not known here."""
+    """The report as likely where the log speaks of another failure before it, in words that are not
+    known here.
+    """
     if report.confidence != "certain" or not report.logs:
         return report
     log, _, line = report.logs[0].rpartition(":")
@@ -196,12 +258,18 @@ def placed(report: Report, findings: Findings) -> Report:
     at = f"line {before.place.line}"
     told = f"{at}: {wording.cut(before.text, 200)}"
     why = f"{at}, before it, speaks of a failure, too, in words that are not known here"
-    return msgspec.structs.replace(report, confidence="likely", why=why, evidence=(told, *report.evidence))
+    return msgspec.structs.replace(
+        report, confidence="likely", why=why, evidence=(told, *report.evidence)
+    )
 
 
 def of_attempts(reports: Sequence[Report]) -> tuple[Report, ...]:
-    """The causes of attempts after which the job was started again: none of them is certain to have ended it."""
-    doubt = "the launcher started all ranks again after it, and the log does not say what came of that"
+    """The causes of attempts after which the job was started again: none of them is certain to have
+    ended it.
+    """
+    doubt = (
+        "the launcher started all ranks again after it, and the log does not say what came of that"
+    )
     return tuple(
         msgspec.structs.replace(report, confidence="likely", why=doubt)
         if report.confidence == "certain" and report.exit_status == 0

@@ -37,7 +37,9 @@ class Meeting(msgspec.Struct, frozen=True):
     line: str = ""  # "train.py:7" that set the address, or made the call
     device: str = ""  # what identifies the GPU that it joins with, "" when the backend needs none
     device_name: str = ""  # as torch calls it in that rank: "cuda:1"
-    device_how: str = ""  # "chosen" by the program, "given" by LOCAL_RANK, "used" before, "short": there is none for LOCAL_RANK
+    # "chosen" by the program, "given" by LOCAL_RANK, "used" before, "short": there is none for
+    # LOCAL_RANK
+    device_how: str = ""
     turn: int = 0  # how often this rank had called init_process_group before
     timeout: float = 0.0  # seconds that the rank gives torch to meet the others; 0: not known
     guarded: bool = False  # the program would catch torch's error, and perhaps try again
@@ -49,14 +51,19 @@ class RankEvidence(msgspec.Struct, frozen=True):
     rank: int
     local_rank: int
     pid: int
-    phase: str  # started, preparing, importing, joining (in init_process_group), running, finishing, done
+    # started, preparing, importing, joining (in init_process_group), running, finishing, done
+    phase: str
     phase_at: float = 0.0
     ended: Ended | None = None
     raised: Raised | None = None  # left the program uncaught: the first of the __context__ chain
-    handled: tuple[Raised, ...] = ()  # left set_device, init_process_group or a collective, or on its way, oldest first
+    handled: tuple[
+        Raised, ...
+    ] = ()  # left set_device, init_process_group or a collective, or on its way, oldest first
     meeting: Meeting | None = None
     sent: tuple[str, ...] = ()  # signals that this launcher had sent it, by name
-    stack: tuple[Frame, ...] = ()  # the main thread's, outermost first, when last asked or when it crashed
+    stack: tuple[
+        Frame, ...
+    ] = ()  # the main thread's, outermost first, when last asked or when it crashed
     stack_text: str = ""  # the whole dump as faulthandler wrote it
     said: tuple[str, ...] = ()  # its last lines on stderr and stdout, oldest first, without prefix
     said_traceback: bool = False  # the raised traceback already stands in `said` / on the terminal
@@ -66,21 +73,29 @@ class RankEvidence(msgspec.Struct, frozen=True):
     left_at: str = ""  # "train.py:10 in main": the sys.exit that ended it, when the code is not 0
     left_when: float = 0.0  # when it did; 0: it was not seen to
     left_saying: str = ""  # what it said by that: the text of `sys.exit("...")`, argparse's message
-    closed_at: float = 0.0  # when it closed its process group in good order; 0: it has not, or has opened another one since
+    # when it closed its process group in good order; 0: it has not, or has opened another one since
+    closed_at: float = 0.0
     closed_line: str = ""  # "train.py:30" that did
     not_executed: int = 0  # errno of an execve that failed: the program never ran
-    unanswered: tuple[str, int] | None = None  # where torch's store has not answered it for as long as it gives torch
+    unanswered: tuple[str, int] | None = (
+        None  # where torch's store has not answered it for as long as it gives torch
+    )
     error_file: str = ""  # the message that @record wrote, if any (JSON text)
     # In logs, which know less of a process:
     name: str = ""  # what a report calls it where the log does not tell its rank: "local rank 1"
     order: int = 0  # the line where it shows first what it shows
     told_by: str = ""  # who says how it ended: "torchrun says so on node7, pid 933"
     killed_by: str = ""  # who says that it was killed for memory: "the kernel", "slurmstepd", "Ray"
-    uncaught: Raised | None = None  # an exception of C++ that nobody caught, in words that name no cause
+    uncaught: Raised | None = (
+        None  # an exception of C++ that nobody caught, in words that name no cause
+    )
     collective: Collective | None = None  # what it was in when NCCL's watchdog gave up
     went_on: bool = False  # the same process went on for long afterwards
     doubt: str = ""  # why what it shows may be no cause all the same
-    cuda_forks: tuple[tuple[str, str], ...] = ()  # where it forked with CUDA up, and what had used CUDA first: "train.py:30", "train.py:12"
+    cuda_forks: tuple[
+        tuple[str, str], ...
+        # where it forked with CUDA up, and what had used CUDA first: "train.py:30", "train.py:12"
+    ] = ()
 
 
 class MemoryEvidence(msgspec.Struct, frozen=True):
@@ -126,10 +141,14 @@ class JobEvidence(msgspec.Struct, frozen=True):
     function: bool = False  # the program is a function that `rallypoint.launch` calls in each rank
     behind: str = ""  # options of `rallypoint run` that stand behind the program, which got them
     moved: str = ""  # the command with these before the program
-    folder: str = ""  # that paths are shown relative to, with a "/" at its end; "": the one from which `program` was typed
+    # that paths are shown relative to, with a "/" at its end; "": the one from which `program` was
+    # typed
+    folder: str = ""
     devices: Found | None = None  # the GPUs, when an error is about them
     python: str = ""  # the interpreter that the ranks run, as a shell takes it; "": not known
-    reached: Reached | None = None  # what is at the meeting point that ranks could not reach, when somebody looked
+    reached: Reached | None = (
+        None  # what is at the meeting point that ranks could not reach, when somebody looked
+    )
     now: float = 0.0
     log: Findings | None = None  # of a job that a log tells of: all that was seen in it
 
@@ -137,8 +156,12 @@ class JobEvidence(msgspec.Struct, frozen=True):
 class MemoryCounters(msgspec.Struct, frozen=True):
     """The memory counters of this process's cgroup, and of the machine, at one moment."""
 
-    oom_kills: int = 0  # processes of the cgroup that the kernel has killed for memory, since the cgroup exists
-    limit: int = 0  # bytes; the smallest limit of the cgroup and those above it; 0: none, or unknown
+    oom_kills: int = (
+        0  # processes of the cgroup that the kernel has killed for memory, since the cgroup exists
+    )
+    limit: int = (
+        0  # bytes; the smallest limit of the cgroup and those above it; 0: none, or unknown
+    )
     current: int = 0  # bytes charged to the cgroup that has that limit
     path: str = ""  # the file that oom_kills was read from; "" when there is none
     total: int = 0  # bytes of the machine; 0: unknown
@@ -150,23 +173,31 @@ _NO_LIMIT = 1 << 60
 _KILLED = re.compile(r"Kill(?:ed)? process (\d+)")
 # The kernel stamps its log with a clock that may run a little behind CLOCK_MONOTONIC.
 _LOG_SLACK = 1.0
-# One read gives one record, and the kernel's ring holds some ten thousand: a bound for a kernel that writes faster than we read.
+# One read gives one record, and the kernel's ring holds some ten thousand: a bound for a kernel
+# that writes faster than we read.
 _LOG_RECORDS = 200_000
 _LOG_RECORD_BYTES = 8192
 
 
 def memory_counters(root: str = "/") -> MemoryCounters:
-    """What the kernel counts for this process's cgroup now, version 2 or 1, and for the machine; zeros where it tells nothing.
+    """What the kernel counts for this process's cgroup now, version 2 or 1, and for the machine;
+    zeros where it tells nothing.
 
-    In a container the path of /proc/self/cgroup may lie outside what is mounted; then the nearest folder above it counts.
-    `root` is for tests.
+    In a container the path of /proc/self/cgroup may lie outside what is mounted; then the nearest
+    folder above it counts. `root` is for tests.
     """
     v1, v2 = _cgroup_paths(os.path.join(root, "proc/self/cgroup"))
-    told = dict(re.findall(r"^(\w+):\s+(\d+) kB", _words(os.path.join(root, "proc/meminfo")), re.MULTILINE))
+    told = dict(
+        re.findall(r"^(\w+):\s+(\d+) kB", _words(os.path.join(root, "proc/meminfo")), re.MULTILINE)
+    )
     total, available = (int(told.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
     mounts = os.path.join(root, "sys/fs/cgroup")
     if v1:
-        found = _counters(os.path.join(mounts, "memory"), v1, ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes"))
+        found = _counters(
+            os.path.join(mounts, "memory"),
+            v1,
+            ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        )
         if found.path:
             return msgspec.structs.replace(found, total=total, available=available)
     for mount in (mounts, os.path.join(mounts, "unified")):
@@ -177,23 +208,38 @@ def memory_counters(root: str = "/") -> MemoryCounters:
 
 
 def difference(
-    before: MemoryCounters, after: MemoryCounters, killed_pids: tuple[int, ...] = (), kernel_log_read: bool = False
+    before: MemoryCounters,
+    after: MemoryCounters,
+    killed_pids: tuple[int, ...] = (),
+    kernel_log_read: bool = False,
 ) -> MemoryEvidence:
-    """What two looks at the counters, one at the kernel's log, and our own limit, which the ranks have inherited, say together."""
+    """What two looks at the counters, one at the kernel's log, and our own limit, which the ranks
+    have inherited, say together.
+    """
     counted = bool(after.path) and after.path == before.path
     kills = max(after.oom_kills - before.oom_kills, 0) if counted else 0
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     space = most if most != resource.RLIM_INFINITY else 0
     return MemoryEvidence(
-        kills, counted, after.limit, after.current, killed_pids, kernel_log_read, after.total, after.available, address_space=space
+        kills,
+        counted,
+        after.limit,
+        after.current,
+        killed_pids,
+        kernel_log_read,
+        after.total,
+        after.available,
+        address_space=space,
     )
 
 
 def kernel_oom_kills(since: float, path: str = "/dev/kmsg") -> tuple[tuple[int, ...], bool]:
-    """The pids that the kernel's log says were killed for memory, and whether the log could be read.
+    """The pids that the kernel's log says were killed for memory, and whether the log could be
+    read.
 
-    `since` is CLOCK_MONOTONIC in seconds. Never waits. The pids are those of the machine: inside a container with pids of its own
-    they match no rank (such a container can rarely read the log at all).
+    `since` is CLOCK_MONOTONIC in seconds. Never waits. The pids are those of the machine: inside a
+    container with pids of its own they match no rank (such a container can rarely read the log at
+    all).
     """
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -206,7 +252,9 @@ def kernel_oom_kills(since: float, path: str = "/dev/kmsg") -> tuple[tuple[int, 
                 record = os.read(log, _LOG_RECORD_BYTES)
             except BlockingIOError:
                 break
-            except BrokenPipeError:  # this record was overwritten while we read; the next one is the oldest that is left
+            except (
+                BrokenPipeError
+            ):  # this record was overwritten while we read; the next one is the oldest that is left
                 continue
             if not record:
                 break
@@ -214,7 +262,12 @@ def kernel_oom_kills(since: float, path: str = "/dev/kmsg") -> tuple[tuple[int, 
             for line in record.decode(errors="replace").splitlines():
                 head, semicolon, message = line.partition(";")
                 fields = head.split(",")
-                if not semicolon or len(fields) < 3 or not fields[2].isdigit() or int(fields[2]) / 1e6 < since - _LOG_SLACK:
+                if (
+                    not semicolon
+                    or len(fields) < 3
+                    or not fields[2].isdigit()
+                    or int(fields[2]) / 1e6 < since - _LOG_SLACK
+                ):
                     continue
                 pids += [int(pid) for pid in _KILLED.findall(message)]
     except OSError:
@@ -243,7 +296,11 @@ def _counters(mount: str, cgroup: str, names: tuple[str, str, str]) -> MemoryCou
     parts = [part for part in cgroup.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
         folder = os.path.join(mount, *parts[:depth])
-        if not source and (found := re.search(r"^oom_kill (\d+)", _words(os.path.join(folder, events)), re.MULTILINE)):
+        if not source and (
+            found := re.search(
+                r"^oom_kill (\d+)", _words(os.path.join(folder, events)), re.MULTILINE
+            )
+        ):
             kills, source = int(found.group(1)), os.path.join(folder, events)
         bound = _number(os.path.join(folder, limit_name))
         if 0 < bound < _NO_LIMIT and (not limit or bound < limit):

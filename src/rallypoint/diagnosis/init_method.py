@@ -1,6 +1,7 @@
 """What is wrong with an `init_method` as it is written.
 
-A module of its own: every rank asks before it lets torch try, and needs nothing else of this layer's rules for that.
+A module of its own: every rank asks before it lets torch try, and needs nothing else of this
+layer's rules for that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from rallypoint.diagnosis.report import Help, Report
 
 
 def check(url: str) -> Report | None:
-    """What is wrong with an `init_method` as it is written, with the corrected text; None when nothing is known to be."""
+    """What is wrong with an `init_method` as it is written, with the corrected text; None when
+    nothing is known to be.
+    """
     scheme, _, rest = url.partition(":")
     problem = correct = ""
     if scheme == "file":
@@ -39,15 +42,26 @@ def check(url: str) -> Report | None:
     if correct:
         helps = (Help("write", f'init_method="{correct}"'),)
     elif scheme == "file":
-        helps = (Help("write the whole path, with three slashes", 'init_method="file:///shared/folder/name"'),)
+        helps = (
+            Help(
+                "write the whole path, with three slashes",
+                'init_method="file:///shared/folder/name"',
+            ),
+        )
     else:
         helps = (Help("write", 'init_method="tcp://HOST:PORT"'),)
     helps += (Help("or leave init_method out: rallypoint sets the address"),)
-    return Report(code="init-method-invalid", headline=f'init_method="{url}" cannot work: {problem}', help=helps)
+    return Report(
+        code="init-method-invalid",
+        headline=f'init_method="{url}" cannot work: {problem}',
+        help=helps,
+    )
 
 
 def _check_tcp(rest: str) -> tuple[str, str]:
-    """The problem with what follows `tcp:`, and the corrected whole; ("", "") when there is none."""
+    """The problem with what follows `tcp:`, and the corrected whole; ("", "") when there is
+    none.
+    """
     place = rest.lstrip("/")
     netloc, mark, query = place.partition("?")
     netloc = netloc.rstrip("/")

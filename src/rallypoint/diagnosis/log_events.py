@@ -29,7 +29,8 @@ NOBODY = Speaker()
 class Sign(Enum):
     """What a place in a log is."""
 
-    RAISED = "raised"  # an exception: with a traceback, or a line that has an exception's form or a text of torch's
+    # an exception: with a traceback, or a line that has an exception's form or a text of torch's
+    RAISED = "raised"
     ENDED = "ended"  # somebody says how a process ended
     KILLED_FOR_MEMORY = "killed for memory"  # the kernel's or Slurm's word that it did
     INTERRUPTED = "interrupted"  # the launcher was told to stop, or the time of the job was over
@@ -38,11 +39,13 @@ class Sign(Enum):
     NCCL = "nccl"  # NCCL's own warning
     LOST = "lost"  # a line of torch's that says that a peer or the store is gone or did not come
     UNREACHED = "unreached"  # a connection to the meeting point failed, with its reason
-    TOO_LARGE = "too large"  # torch's store refuses a message for its size, and closes the connection of whoever sent it
+    # torch's store refuses a message for its size, and closes the connection of whoever sent it
+    TOO_LARGE = "too large"
     REPORTED = "reported"  # the headline of a report of rallypoint's own
     NOT_STARTED = "not started"  # the interpreter, or Slurm, did not find the program
     STALLED = "stalled"  # Horovod lists who waits for whom
-    SAME_RANK = "same rank"  # as many processes as a group has came to it, and some of them as the same rank
+    # as many processes as a group has came to it, and some of them as the same rank
+    SAME_RANK = "same rank"
     SPOKEN = "spoken"  # a line that plainly speaks of a failure, in words that are not known here
 
 
@@ -57,7 +60,8 @@ class End(msgspec.Struct, frozen=True):
     host: str = ""
     by: str = ""  # who says so: "torchrun", "srun", ...
     first: bool = False  # the launcher says that this was the first
-    status: str = ""  # Windows' own word for a crash, which has no signals there: "0xC0000005 (access violation)"
+    # Windows' own word for a crash, which has no signals there: "0xC0000005 (access violation)"
+    status: str = ""
 
 
 class Collective(msgspec.Struct, frozen=True):
@@ -73,7 +77,8 @@ class Collective(msgspec.Struct, frozen=True):
 class Place(msgspec.Struct, frozen=True):
     """Where in the logs."""
 
-    log: str  # the name of the log, as the report shows it; "" when it came from nowhere that can be opened
+    # the name of the log, as the report shows it; "" when it came from nowhere that can be opened
+    log: str
     line: int
     last: int = 0  # the last line that belongs to it
 
@@ -95,7 +100,9 @@ class Sighting(msgspec.Struct, frozen=True):
     collective: Collective | None = None
     lines: tuple[str, ...] = ()  # its own words, without prefix
     times: int = 1
-    ranks: tuple[int, ...] = ()  # that the words name: both ranks of a shared GPU, the tasks that Slurm lists
+    ranks: tuple[
+        int, ...
+    ] = ()  # that the words name: both ranks of a shared GPU, the tasks that Slurm lists
     went_on: bool = False  # the same process went on for long: it was handled
     followed: bool = False  # the same process said something after it, and the log ends soon after
 

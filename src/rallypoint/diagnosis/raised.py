@@ -15,7 +15,9 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 CUDA_START = "torch.cuda"
-"""The `call` of an error that left torch's first use of CUDA in a process: `.cuda()`, `.to("cuda")`."""
+"""The `call` of an error that left torch's first use of CUDA in a process: `.cuda()`,
+`.to("cuda")`.
+"""
 
 
 class Raised(msgspec.Struct, frozen=True):
@@ -26,11 +28,16 @@ class Raised(msgspec.Struct, frozen=True):
     frames: tuple[Frame, ...]  # outermost first, ours and runpy's left out
     traceback: str  # as Python prints it (with causes and contexts), our frames left out
     at: float = 0.0  # seconds since the job's start
-    call: str = ""  # the torch call that it left: "init_process_group", "set_device", "all_reduce", ...; "" if none
+    # the torch call that it left: "init_process_group", "set_device", "all_reduce", ...; "" if none
+    call: str = ""
     caught_at: Frame | None = None  # the except line of the program that caught it, if it did
-    on_its_way: bool = False  # seen while the program closed its group: it had not left the program yet, and perhaps never did
+    # seen while the program closed its group: it had not left the program yet, and perhaps never
+    # did
+    on_its_way: bool = False
     errno: int = 0
     filename: str = ""  # OSError's or SyntaxError's
-    code: str = ""  # of an exception of ours (init-method-invalid, store-file-stale), or of what our hook recognised (group-twice)
+    # of an exception of ours (init-method-invalid, store-file-stale), or of what our hook
+    # recognised (group-twice)
+    code: str = ""
     why: tuple[str, ...] = ()  # with a code: the facts
     help: tuple[tuple[str, str], ...] = ()  # with a code: (sentence, line to type)

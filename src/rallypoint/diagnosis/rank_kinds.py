@@ -11,10 +11,12 @@ from rallypoint.diagnosis.causes.wording import CRASHES, signal_name
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
 
 SIGKILL, SIGABRT = 9, 6
-# Seconds after a lost connection in which what its rank raises is taken for a consequence of it, when somebody had gone: enough for
-# clearing up, too little for a program that has opened a new group without who is missing and works on.
+# Seconds after a lost connection in which what its rank raises is taken for a consequence of it,
+# when somebody had gone: enough for clearing up, too little for a program that has opened a new
+# group without who is missing and works on.
 AFTERMATH = 5.0
-# Seconds by which the launcher may hear of an end later than the peers do: sockets close before the parent is told.
+# Seconds by which the launcher may hear of an end later than the peers do: sockets close before the
+# parent is told.
 HEARD_LATE = 0.25
 
 
@@ -71,10 +73,15 @@ def look_at(job: JobEvidence) -> tuple[JobEvidence, list[Verdict]]:
 
 
 def _placed(ranks: list[RankEvidence]) -> tuple[RankEvidence, ...]:
-    """A rank has told where it is by its phase, which says "importing" until it joins a group: in a job that joins none, it runs."""
+    """A rank has told where it is by its phase, which says "importing" until it joins a group: in a
+    job that joins none, it runs.
+    """
     if any(rank.meeting is not None or rank.phase in ("joining", "running") for rank in ranks):
         return tuple(ranks)
-    return tuple(msgspec.structs.replace(rank, phase="running") if rank.phase == "importing" else rank for rank in ranks)
+    return tuple(
+        msgspec.structs.replace(rank, phase="running") if rank.phase == "importing" else rank
+        for rank in ranks
+    )
 
 
 def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
@@ -90,12 +97,19 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
         return Verdict(rank, Kind.NOT_RUN)
     if ended is None:
         return _leaving(rank, job) or Verdict(rank, Kind.STOPPED if rank.sent else Kind.ALIVE)
-    # Whom we only asked, and who died of SIGKILL all the same, was killed by somebody else: the kernel needs a second for a large process.
+    # Whom we only asked, and who died of SIGKILL all the same, was killed by somebody else: the
+    # kernel needs a second for a large process.
     asked = bool(rank.sent) and not (ended.signal == SIGKILL and "SIGKILL" not in rank.sent)
     if asked or _by_launcher(rank, job):
         well = ended.code == 0 and not ended.signal and not rank.sent
-        return Verdict(rank, Kind.FINISHED) if well else _leaving(rank, job) or Verdict(rank, Kind.STOPPED)
-    peer = next((one for one in reversed(rank.handled) if kind_of(one) in (Kind.LOST, Kind.WAITED)), None)
+        return (
+            Verdict(rank, Kind.FINISHED)
+            if well
+            else _leaving(rank, job) or Verdict(rank, Kind.STOPPED)
+        )
+    peer = next(
+        (one for one in reversed(rank.handled) if kind_of(one) in (Kind.LOST, Kind.WAITED)), None
+    )
     own = next((one for one in rank.handled if kind_of(one) is Kind.RAISED), None)
     if ended.signal:
         if ended.signal == SIGKILL or (ended.signal not in CRASHES and peer is None):
@@ -106,8 +120,11 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
             return Verdict(rank, Kind.RAISED, mismatch)
         return Verdict(rank, Kind.ABORTED if ended.signal == SIGABRT else Kind.CRASHED)
     if ended.code == 0:
-        # What was on its way while it closed the group may have been caught for good reason, and is no cause while others show one.
-        return Verdict(rank, Kind.SWALLOWED if own and not own.on_its_way else Kind.FINISHED, own or peer)
+        # What was on its way while it closed the group may have been caught for good reason, and is
+        # no cause while others show one.
+        return Verdict(
+            rank, Kind.SWALLOWED if own and not own.on_its_way else Kind.FINISHED, own or peer
+        )
     if rank.handled and peer is rank.handled[-1]:
         return Verdict(rank, kind_of(peer), peer)
     if own is None and classify.says_lost(rank.said):
@@ -118,7 +135,9 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
 
 
 def _verdict_in_log(rank: RankEvidence) -> Verdict:
-    """What a process shows of which a log tells. Nobody sees there what it caught, and how far it was."""
+    """What a process shows of which a log tells. Nobody sees there what it caught, and how far it
+    was.
+    """
     error, ended = rank.raised, rank.ended
     if rank.went_on and error is None:
         return Verdict(rank, Kind.HANDLED)
@@ -139,7 +158,9 @@ def _verdict_in_log(rank: RankEvidence) -> Verdict:
 
 
 def only_aborted(rank: RankEvidence) -> bool:
-    """Tell whether a process ended by SIGABRT, and neither a dump nor an exception of C++ says for what."""
+    """Tell whether a process ended by SIGABRT, and neither a dump nor an exception of C++ says for
+    what.
+    """
     if rank.ended is None or rank.ended.signal != SIGABRT or rank.uncaught is not None:
         return False
     dump = rank.stack_text.partition("\n")[0]
@@ -167,19 +188,25 @@ def _leaving(rank: RankEvidence, job: JobEvidence) -> Verdict | None:
 
 
 def _last_exception(rank: RankEvidence, job: JobEvidence) -> Raised | None:
-    """What left the program: as our hook saw it, as `@record` wrote it, or as the log shows it. Not the KeyboardInterrupt of our SIGINT."""
+    """What left the program: as our hook saw it, as `@record` wrote it, or as the log shows it. Not
+    the KeyboardInterrupt of our SIGINT.
+    """
     error = rank.raised
     if error is None and rank.error_file:
         error = tracebacks.error_file(rank.error_file)
     if error is None and rank.ended is not None and rank.ended.code == 1:
         error = tracebacks.exception_in(rank.said)
     kind = error.type.rpartition(".")[2] if error is not None else ""
-    ours = kind == "SystemExit" or (kind == "KeyboardInterrupt" and bool(rank.sent or job.interrupted_by))
+    ours = kind == "SystemExit" or (
+        kind == "KeyboardInterrupt" and bool(rank.sent or job.interrupted_by)
+    )
     return None if ours else error
 
 
 def _never_joined(rank: RankEvidence, error: Raised) -> Raised | None:
-    """Why a rank has no group when it asks for one: the program went on after init_process_group had failed."""
+    """Why a rank has no group when it asks for one: the program went on after init_process_group
+    had failed.
+    """
     if classify.says("group-missing", error.message) is None or rank.phase == "running":
         return None
     return next((one for one in reversed(rank.handled) if one.call == "init_process_group"), None)
@@ -187,12 +214,21 @@ def _never_joined(rank: RankEvidence, error: Raised) -> Raised | None:
 
 def _aborted_by_gloo(rank: RankEvidence) -> Raised | None:
     """What gloo found wrong in a thread of its own, where nobody catches it."""
-    words = next((line for line in rank.said if classify.says("sizes-differ", line) is not None), None)
+    words = next(
+        (line for line in rank.said if classify.says("sizes-differ", line) is not None), None
+    )
     if words is None or rank.ended is None:
         return None
     frames = stacks.last_stack(rank) or stacks.main_frames(rank.stack_text)
     call = stacks.collective(frames)
-    return Raised("gloo::EnforceNotMet", words.strip().removeprefix("what():").strip(), frames, "", rank.ended.at, call[0] if call else "")
+    return Raised(
+        "gloo::EnforceNotMet",
+        words.strip().removeprefix("what():").strip(),
+        frames,
+        "",
+        rank.ended.at,
+        call[0] if call else "",
+    )
 
 
 def kind_of(error: Raised) -> Kind:
@@ -214,7 +250,9 @@ def kind_of(error: Raised) -> Kind:
 
 
 def _by_launcher(rank: RankEvidence, job: JobEvidence) -> bool:
-    """Ended with the launcher: by the signal that it got, too (batch systems signal every process), or by the death of its parent."""
+    """Ended with the launcher: by the signal that it got, too (batch systems signal every process),
+    or by the death of its parent.
+    """
     ended = rank.ended
     if ended is None:
         return False
@@ -223,11 +261,14 @@ def _by_launcher(rank: RankEvidence, job: JobEvidence) -> bool:
     return job.helper is not None and ended.signal == SIGKILL
 
 
-# --- one rank beside the others --------------------------------------------------------------------------------------
+# --- one rank beside the others
+# --------------------------------------------------------------------------------------
 
 
 def _stopped_after(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
-    """What a rank raised after we had told it to stop is no cause of its own, unless it came before every other one."""
+    """What a rank raised after we had told it to stop is no cause of its own, unless it came before
+    every other one.
+    """
     if verdict.kind not in (Kind.RAISED, Kind.LEAVING) or not verdict.rank.sent:
         return verdict
     others = [moment(one) for one in verdicts if one.kind in OF_CAUSES and not one.rank.sent]
@@ -237,7 +278,9 @@ def _stopped_after(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
 
 
 def _after_a_loss(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
-    """What a rank raised just after it had caught the loss of a peer is no cause, when another had failed or left by then without one."""
+    """What a rank raised just after it had caught the loss of a peer is no cause, when another had
+    failed or left by then without one.
+    """
     raised = verdict.error
     if verdict.kind not in (Kind.RAISED, Kind.LEAVING) or raised is None or not raised.at:
         return verdict
@@ -246,7 +289,11 @@ def _after_a_loss(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
         return verdict
     gone = (*OF_CAUSES, Kind.FINISHED)
     for one in verdicts:
-        had_gone = one.kind in gone and one.rank is not verdict.rank and moment(one) <= raised.at + HEARD_LATE
+        had_gone = (
+            one.kind in gone
+            and one.rank is not verdict.rank
+            and moment(one) <= raised.at + HEARD_LATE
+        )
         if had_gone and loss_before(one.rank, one.error) is None:
             return Verdict(verdict.rank, kind_of(peer), peer)
     return verdict
@@ -255,26 +302,38 @@ def _after_a_loss(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
 def loss_before(rank: RankEvidence, error: Raised | None) -> Raised | None:
     """The loss of a peer that a rank had caught shortly before an error, or before its end."""
     at = error.at if error is not None else rank.ended.at if rank.ended is not None else 0.0
-    losses = [one for one in rank.handled if one is not error and kind_of(one) in (Kind.LOST, Kind.WAITED)]
+    losses = [
+        one for one in rank.handled if one is not error and kind_of(one) in (Kind.LOST, Kind.WAITED)
+    ]
     return next((one for one in reversed(losses) if one.at <= at <= one.at + AFTERMATH), None)
 
 
 def _shared(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
-    """An error that a rank swallowed is no cause when another rank swallowed the same and went on, or when nobody was left behind."""
+    """An error that a rank swallowed is no cause when another rank swallowed the same and went on,
+    or when nobody was left behind.
+    """
     if verdict.kind is not Kind.SWALLOWED or verdict.error is None:
         return verdict
     same = (verdict.error.type, verdict.error.call)
     for one in verdicts:
-        if one.rank.ended is None and any((error.type, error.call) == same for error in one.rank.handled):
+        if one.rank.ended is None and any(
+            (error.type, error.call) == same for error in one.rank.handled
+        ):
             return Verdict(verdict.rank, Kind.FINISHED)
     left = any(one.kind not in (Kind.FINISHED, Kind.SWALLOWED) for one in verdicts)
-    return verdict if left or all(one.kind is Kind.SWALLOWED for one in verdicts) else Verdict(verdict.rank, Kind.FINISHED)
+    return (
+        verdict
+        if left or all(one.kind is Kind.SWALLOWED for one in verdicts)
+        else Verdict(verdict.rank, Kind.FINISHED)
+    )
 
 
 def moment(verdict: Verdict) -> float:
     if verdict.error is not None and verdict.error.at:
         return verdict.error.at
-    if verdict.kind is Kind.EXITED and verdict.rank.left_when:  # torch's interpreter takes a quarter of a second to close down
+    if (
+        verdict.kind is Kind.EXITED and verdict.rank.left_when
+    ):  # torch's interpreter takes a quarter of a second to close down
         return verdict.rank.left_when
     return verdict.rank.ended.at if verdict.rank.ended is not None else 0.0
 

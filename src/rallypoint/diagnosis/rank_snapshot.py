@@ -1,6 +1,8 @@
-"""Where every rank of a running job stands: grouped, the odd one first, and one sentence that says it.
+"""Where every rank of a running job stands: grouped, the odd one first, and one sentence that says
+it.
 
-Pure: the agent gathers (`launcher/agent/hang_monitor.py`), this says what it shows. `rallypoint stacks` prints it, `--stall` reports it.
+Pure: the agent gathers (`launcher/agent/hang_monitor.py`), this says what it shows. `rallypoint
+stacks` prints it, `--stall` reports it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from rallypoint.diagnosis.report import Confidence, Help, Report
 from rallypoint.world import ranges, ranks_phrase
 
 Missing = Literal[
-    "", "stopped", "held", "kernel", "ended", "not started", "starting", "closing", "other program", "not looked into", "no answer"
+    "",
+    "stopped",
+    "held",
+    "kernel",
+    "ended",
+    "not started",
+    "starting",
+    "closing",
+    "other program",
+    "not looked into",
+    "no answer",
 ]
 """Why there is no Python stack of a rank; "" when there is one."""
 
@@ -26,16 +38,21 @@ Source = Callable[[str, int], str]
 
 MOST_LINES = 40  # of `rallypoint stacks`: what one screen shows without scrolling
 MOST_FRAMES = 8  # of one group; the outermost of more are left out: the innermost say what it does
-SENTENCE_GROUPS = 3  # places that the sentence names; more make no sentence, and the blocks below name them
+SENTENCE_GROUPS = (
+    3  # places that the sentence names; more make no sentence, and the blocks below name them
+)
 MOST_GROUPS = 12  # blocks of their own; the ranks at other places are counted
 EVIDENCE_LINES = 7  # of a report, as everywhere
 LINE_CHARACTERS = 160  # of one frame: a generated function's name may be longer
 PID_CHARACTERS = 30  # of a group's list of pids, before it is cut to three
 COMMAND_CHARACTERS = 60  # of another program's command line in a sentence
-# Seconds for which ranks that are in different collectives must be known to stand there before it is called likely. A rank that is merely
-# late leaves its collective in milliseconds; five seconds is more than a slow network needs for a large one.
+# Seconds for which ranks that are in different collectives must be known to stand there before it
+# is called likely. A rank that is merely late leaves its collective in milliseconds; five seconds
+# is more than a slow network needs for a large one.
 SURELY = 5.0
-AT_REST = 0.05  # of a processor: a rank in backward() that uses more may be at work on its gradients
+AT_REST = (
+    0.05  # of a processor: a rank in backward() that uses more may be at work on its gradients
+)
 WAITING = 0.5  # of a processor: a rank in a collective that uses less is said to wait in it
 
 _PHASES = {
@@ -47,7 +64,14 @@ _PHASES = {
     "finishing": "leaving",
     "done": "leaving",
 }
-_STATES = {"R": "on a processor", "S": "asleep", "D": "in the kernel", "T": "stopped", "t": "held by a debugger", "Z": "ended"}
+_STATES = {
+    "R": "on a processor",
+    "S": "asleep",
+    "D": "in the kernel",
+    "T": "stopped",
+    "t": "held by a debugger",
+    "Z": "ended",
+}
 
 
 class RankStanding(msgspec.Struct, frozen=True):
@@ -57,11 +81,16 @@ class RankStanding(msgspec.Struct, frozen=True):
     pid: int
     phase: str
     phase_for: float = 0.0  # how long it has been in its phase
-    state: str = ""  # of the main thread, as in /proc: R, S, D, T, t, Z; "" when there is no process
+    state: str = (
+        ""  # of the main thread, as in /proc: R, S, D, T, t, Z; "" when there is no process
+    )
     kernel: str = ""  # the kernel function that it sleeps in; "" when it runs, or we may not know
-    cpu: float = 0.0  # processors that the rank used while it was looked at; 1.0 is one of them, all of the time
+    # processors that the rank used while it was looked at; 1.0 is one of them, all of the time
+    cpu: float = 0.0
     frames: tuple[Frame, ...] = ()  # the main thread's, outermost first
-    stands_for: float | None = None  # how long the main thread is known to have stood there at least; None: not known
+    stands_for: float | None = (
+        None  # how long the main thread is known to have stood there at least; None: not known
+    )
     missing: Missing = ""
     detail: str = ""  # the other program's command line, or how it ended
 
@@ -76,12 +105,16 @@ class Standing(msgspec.Struct, frozen=True):
     age: float  # seconds since the job's start
     attempt: int = 0
     run_dir: str = ""
-    folder: str = ""  # that paths are shown relative to, with a "/" at its end; "": the one from which `program` was typed
+    # that paths are shown relative to, with a "/" at its end; "": the one from which `program` was
+    # typed
+    folder: str = ""
     launcher: int = 0  # pid
 
     @property
     def root(self) -> str:
-        return self.folder or stacks.root_of(self.program, [frame for rank in self.ranks for frame in rank.frames])
+        return self.folder or stacks.root_of(
+            self.program, [frame for rank in self.ranks for frame in rank.frames]
+        )
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -106,7 +139,9 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def hidden_wait(self) -> str:
-        """Where they wait for the others without a collective in their stack; "" when one is there, or they may be at work."""
+        """Where they wait for the others without a collective in their stack; "" when one is there,
+        or they may be at work.
+        """
         if self.collective or self.cpu > AT_REST or (self.stands_for or 0.0) < SURELY:
             return ""
         return stacks.waits_in_ddp(self.frames)
@@ -115,7 +150,9 @@ class Group(msgspec.Struct, frozen=True):
     def stands_for(self) -> float | None:
         """How long all of them are known to have stood there."""
         known = [one.stands_for for one in self.ranks]
-        return min(time for time in known if time is not None) if known and None not in known else None
+        return (
+            min(time for time in known if time is not None) if known and None not in known else None
+        )
 
     @property
     def cpu(self) -> float:
@@ -125,13 +162,18 @@ class Group(msgspec.Struct, frozen=True):
 def groups(standing: Standing) -> tuple[Group, ...]:
     """The ranks by place, the odd ones first.
 
-    First who cannot go on by itself (stopped, in the kernel, silent), then who is in no collective, then small groups before large ones.
-    The use of processors only orders what is equal in all that, the idle first: a wait of NCCL's spins.
+    First who cannot go on by itself (stopped, in the kernel, silent), then who is in no collective,
+    then small groups before large ones. The use of processors only orders what is equal in all
+    that, the idle first: a wait of NCCL's spins.
     """
     together: dict[tuple[object, ...], list[RankStanding]] = {}
     for one in sorted(standing.ranks, key=lambda rank: rank.rank):
         frames = stacks.trimmed(one.frames)
-        key = (frames,) if frames else (one.missing, one.detail, one.phase if one.missing == "not looked into" else "")
+        key = (
+            (frames,)
+            if frames
+            else (one.missing, one.detail, one.phase if one.missing == "not looked into" else "")
+        )
         together.setdefault(key, []).append(one)
     made = [Group(tuple(ranks), stacks.trimmed(ranks[0].frames)) for ranks in together.values()]
     return tuple(sorted(made, key=_oddness))
@@ -147,12 +189,13 @@ def _oddness(group: Group) -> tuple[int, int, float, int]:
     return kind, len(group.ranks), round(group.cpu, 1), group.first.rank
 
 
-# --- in words --------------------------------------------------------------------------------------------------------
+# --- in words
+# --------------------------------------------------------------------------------------------------
 
 
 def sentence(standing: Standing, *, since: bool = True) -> str:
-    """What the ranks do, in one sentence: those that wait first, then whom they may be waiting for. `since`: with for how long, where that
-    is known."""
+    """What the ranks do, in one sentence: those that wait first, then whom they may be waiting for.
+    `since`: with for how long, where that is known."""
     found = list(groups(standing))
     if not found:
         return "no rank has been started"
@@ -160,7 +203,8 @@ def sentence(standing: Standing, *, since: bool = True) -> str:
     gone = [group for group in found if group.first.missing == "ended"]
     if not present:
         return "; ".join(_clause(group, standing, since) for group in gone[:SENTENCE_GROUPS])
-    # The largest group is mostly the one that waits; the others follow as they stand in the list, the odd one first.
+    # The largest group is mostly the one that waits; the others follow as they stand in the list,
+    # the odd one first.
     largest = max(present, key=lambda group: (bool(group.collective), len(group.ranks)))
     ordered = [largest, *(group for group in present if group is not largest), *gone]
     told, rest = ordered[:SENTENCE_GROUPS], ordered[SENTENCE_GROUPS:]
@@ -176,7 +220,9 @@ def sentence(standing: Standing, *, since: bool = True) -> str:
 def _clause(group: Group, standing: Standing, since: bool) -> str:
     subject = _subject(group.numbers, standing.world_size)
     known = since and group.stands_for and group.first.missing not in ("ended", "not started")
-    return f"{subject} {_doing(group, standing.root)}" + (f" for {duration(group.stands_for)}" if known else "")
+    return f"{subject} {_doing(group, standing.root)}" + (
+        f" for {duration(group.stands_for)}" if known else ""
+    )
 
 
 def _subject(numbers: Sequence[int], world_size: int) -> str:
@@ -212,7 +258,9 @@ def _doing(group: Group, root: str) -> str:
             case "other program":
                 return f"{'runs' if be == 'is' else 'run'} another program, {_cut(one.detail, COMMAND_CHARACTERS)}"
             case "not looked into":
-                return f"{be} {_STATES.get(one.state, 'alive')} (with --plain no rank is asked where)"
+                return (
+                    f"{be} {_STATES.get(one.state, 'alive')} (with --plain no rank is asked where)"
+                )
             case _:
                 return f"{'does' if be == 'is' else 'do'} not answer; {be} {_STATES.get(one.state, 'alive')}"
     place = group.frames[stacks.own_index(group.frames)]
@@ -240,7 +288,8 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
-# --- the collectives do not match ------------------------------------------------------------------------------------
+# --- the collectives do not match
+# ------------------------------------------------------------------------------------
 
 
 class Mismatch(msgspec.Struct, frozen=True):
@@ -267,13 +316,18 @@ class Mismatch(msgspec.Struct, frozen=True):
 
 
 def mismatch(standing: Standing) -> Mismatch | None:
-    """Whether the ranks wait for each other in calls that do not match; None when nothing shows that.
+    """Whether the ranks wait for each other in calls that do not match; None when nothing shows
+    that.
 
-    It is said only when every rank that lives is in a collective and moves no more: a rank elsewhere may be the one that all wait for.
-    The same collective on different lines is often right (`broadcast` in both branches of an `if rank == 0`), and so is a different one in
-    a group of some ranks only; what makes it suspicious is that nobody goes on. So it is never certain: stacks are seen here, not groups.
+    It is said only when every rank that lives is in a collective and moves no more: a rank
+    elsewhere may be the one that all wait for. The same collective on different lines is often
+    right (`broadcast` in both branches of an `if rank == 0`), and so is a different one in a group
+    of some ranks only; what makes it suspicious is that nobody goes on. So it is never certain:
+    stacks are seen here, not groups.
     """
-    living = [group for group in groups(standing) if group.first.missing not in ("ended", "not started")]
+    living = [
+        group for group in groups(standing) if group.first.missing not in ("ended", "not started")
+    ]
     if not living or not all(group.collective or group.hidden_wait for group in living):
         return None
     calls = {(group.collective or group.hidden_wait, _place_of(group)): group for group in living}
@@ -289,18 +343,24 @@ def _place_of(group: Group) -> tuple[str, int]:
     return frame.file, frame.line
 
 
-# --- a report --------------------------------------------------------------------------------------------------------
+# --- a report
+# --------------------------------------------------------------------------------------------------
 
 
 def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
-    """No rank has moved for `seconds`. `seen`: how often their stacks were looked at meanwhile, 0 when /proc alone shows it.
+    """No rank has moved for `seconds`. `seen`: how often their stacks were looked at meanwhile, 0
+    when /proc alone shows it.
 
     Its code is `collective-mismatch` when that is what the stacks show, else `job-stalled`.
     """
     found = [group for group in groups(standing) if group.first.missing != "ended"]
     wrong = mismatch(standing)
     odd = found[0]
-    how = "none of their main threads has run" if not seen else f"they were found there each of {seen} times"
+    how = (
+        "none of their main threads has run"
+        if not seen
+        else f"they were found there each of {seen} times"
+    )
     evidence = [*_lines(found, standing), f"for {duration(seconds)} {how}"]
     where = f"pid {odd.first.pid}"
     if odd.frames:
@@ -312,7 +372,9 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
             code="collective-mismatch",
             headline=f"{sentence(standing, since=False)}: {wrong}",
             where=where,
-            why=_DDP_WAITS if wrong.of_steps else "a collective returns when every rank of the group has called it, in the same order",
+            why=_DDP_WAITS
+            if wrong.of_steps
+            else "a collective returns when every rank of the group has called it, in the same order",
             confidence=wrong.confidence,
             evidence=tuple(evidence),
             then=then,
@@ -328,9 +390,7 @@ def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
         waiting = [number for group in waits for number in group.numbers]
         why = f"{_subject(waiting, standing.world_size)} {_wait(waiting)} until {ranks_phrase(late)} {_make(late)} the same call"
     elif len(found) == 1 and waits:
-        why = (
-            f"all of them are in the same {waits[0].collective}: what it waits for is below it, in the network or in a group of some ranks"
-        )
+        why = f"all of them are in the same {waits[0].collective}: what it waits for is below it, in the network or in a group of some ranks"
     return Report(
         code="job-stalled",
         headline=f"no rank has moved for {duration(seconds)}: {sentence(standing, since=False)}",
@@ -353,13 +413,24 @@ _DDP_WAITS = (
 
 def _way_out(wrong: Mismatch) -> tuple[Help, ...]:
     if not wrong.of_steps:
-        return (Help("let every rank make the same calls in the same order, outside of branches that only some take"),)
+        return (
+            Help(
+                "let every rank make the same calls in the same order, outside of branches that only some take"
+            ),
+        )
     helps = (
         Help("give every rank as many batches", "DistributedSampler(dataset, drop_last=True)"),
         Help("or let the ranks that are done answer the others", "with model.join():"),
     )
     alone = any("forward" in group.hidden_wait for group in wrong.groups)
-    return (*helps[:1], Help("and call the model itself where only some ranks evaluate", "model.module(batch)")) if alone else helps
+    return (
+        (
+            *helps[:1],
+            Help("and call the model itself where only some ranks evaluate", "model.module(batch)"),
+        )
+        if alone
+        else helps
+    )
 
 
 def _wait(numbers: Sequence[int]) -> str:
@@ -372,37 +443,66 @@ def _make(numbers: Sequence[int]) -> str:
 
 def _helps(odd: Group) -> tuple[Help, ...]:
     if odd.first.missing == "stopped":
-        return (Help(f"let {'it' if len(odd.ranks) == 1 else 'them'} go on", "kill -CONT " + " ".join(str(one.pid) for one in odd.ranks)),)
+        return (
+            Help(
+                f"let {'it' if len(odd.ranks) == 1 else 'them'} go on",
+                "kill -CONT " + " ".join(str(one.pid) for one in odd.ranks),
+            ),
+        )
     if odd.first.missing == "kernel":
-        return (Help("see what the kernel waits for, mostly a disk or a network file system", f"sudo cat /proc/{odd.first.pid}/stack"),)
+        return (
+            Help(
+                "see what the kernel waits for, mostly a disk or a network file system",
+                f"sudo cat /proc/{odd.first.pid}/stack",
+            ),
+        )
     return ()
 
 
 def _lines(found: Sequence[Group], standing: Standing) -> list[str]:
-    """A line for each group, the odd one first: what its processes do or, where the sentence could not name them all, where they stand."""
+    """A line for each group, the odd one first: what its processes do or, where the sentence could
+    not name them all, where they stand.
+    """
     named = len(found) <= SENTENCE_GROUPS + 1
-    rows = [(ranks_phrase(group.numbers), _facts(group) if named else _doing(group, standing.root)) for group in found]
+    rows = [
+        (ranks_phrase(group.numbers), _facts(group) if named else _doing(group, standing.root))
+        for group in found
+    ]
     if len(rows) > EVIDENCE_LINES - 1:
         rest = [number for group in found[EVIDENCE_LINES - 2 :] for number in group.numbers]
-        rows = [*rows[: EVIDENCE_LINES - 2], (ranks_phrase(rest), f"at {len(found) - EVIDENCE_LINES + 2} other places")]
+        rows = [
+            *rows[: EVIDENCE_LINES - 2],
+            (ranks_phrase(rest), f"at {len(found) - EVIDENCE_LINES + 2} other places"),
+        ]
     wide = max(len(who) for who, _ in rows)
     return [f"{who.ljust(wide)}  {doing}" for who, doing in rows]
 
 
-# --- on a screen -----------------------------------------------------------------------------------------------------
+# --- on a screen
+# --------------------------------------------------------------------------------------------------
 
 
-def text(standing: Standing, *, width: int = 92, source: Source | None = None, others: Sequence[str] = ()) -> str:
-    """The sentence, then a block for each group with its stack, in at most `MOST_LINES` lines. `source` tells the text of a program's line,
-    from file and number, "" when it is not known; `others` are the names of jobs that run, too."""
+def text(
+    standing: Standing, *, width: int = 92, source: Source | None = None, others: Sequence[str] = ()
+) -> str:
+    """The sentence, then a block for each group with its stack, in at most `MOST_LINES` lines.
+    `source` tells the text of a program's line, from file and number, "" when it is not known;
+    `others` are the names of jobs that run, too."""
     found = groups(standing)
     lines = wrapped(plain(sentence(standing)), max(width, 40))
     wrong = mismatch(standing)
     if wrong is not None:
-        lines += ["", f"collective-mismatch: {wrong} ({wrong.confidence})", "more   rallypoint explain collective-mismatch"]
+        lines += [
+            "",
+            f"collective-mismatch: {wrong} ({wrong.confidence})",
+            "more   rallypoint explain collective-mismatch",
+        ]
     foot = ["", _foot(standing)]
     if others:
-        foot.append(f"also running: {', '.join(others[:3])}" + (f" and {len(others) - 3} more" if len(others) > 3 else ""))
+        foot.append(
+            f"also running: {', '.join(others[:3])}"
+            + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        )
     shown, rest = list(found[:MOST_GROUPS]), list(found[MOST_GROUPS:])
     room = MOST_LINES - len(lines) - len(foot) - (2 if rest else 0)
     blocks: list[list[str]] = []
@@ -417,24 +517,41 @@ def text(standing: Standing, *, width: int = 92, source: Source | None = None, o
         lines += ["", *block] if spaced or i == 0 else block
     if rest:
         numbers = [number for group in rest for number in group.numbers]
-        lines += ["", f"{ranks_phrase(numbers)}: at {len(rest)} other places; --error-format json has them all"]
+        lines += [
+            "",
+            f"{ranks_phrase(numbers)}: at {len(rest)} other places; --error-format json has them all",
+        ]
     return "\n".join([*lines, *foot])
 
 
 def _block(group: Group, standing: Standing, most: int, source: Source | None) -> list[str]:
     head = f"{ranks_phrase(group.numbers)}  {_facts(group)}"
     if not group.frames:
-        lines = [head, f"    {_doing(group, standing.root)}", *(f"    {help.command}" for help in _helps(group))]
+        lines = [
+            head,
+            f"    {_doing(group, standing.root)}",
+            *(f"    {help.command}" for help in _helps(group)),
+        ]
         return [_cut(plain(line), LINE_CHARACTERS) for line in lines[: most + 1]]
     if most == 0:
-        return [_cut(plain(f"{head} · {stacks.place(group.frames, standing.root)}"), LINE_CHARACTERS)]
+        return [
+            _cut(plain(f"{head} · {stacks.place(group.frames, standing.root)}"), LINE_CHARACTERS)
+        ]
     own = group.frames[stacks.own_index(group.frames)]
-    frames = [frame for frame in group.frames if frame is own or frame.function not in stacks.WRAPPERS]
+    frames = [
+        frame for frame in group.frames if frame is own or frame.function not in stacks.WRAPPERS
+    ]
     left_out = len(frames) - most
     if left_out > 0:
         # The program's own line stays, whatever lies below it.
         at = frames.index(own)
-        frames = frames[-most:] if at >= left_out else [own, *frames[-(most - 1) :]] if most > 1 else [own]
+        frames = (
+            frames[-most:]
+            if at >= left_out
+            else [own, *frames[-(most - 1) :]]
+            if most > 1
+            else [own]
+        )
     lines = [head]
     if left_out > 0:
         lines.append(f"    ... {left_out} more {'frame' if left_out == 1 else 'frames'}")
@@ -463,7 +580,9 @@ def _facts(group: Group) -> str:
     phases = {one.phase for one in group.ranks}
     if len(phases) == 1:
         times = [one.phase_for for one in group.ranks]
-        parts.append(f"{_PHASES.get(group.first.phase, group.first.phase)} for {duration(min(times))}")
+        parts.append(
+            f"{_PHASES.get(group.first.phase, group.first.phase)} for {duration(min(times))}"
+        )
     if group.first.missing in ("stopped", "held"):
         return " · ".join(parts)
     states = {one.state for one in group.ranks}
@@ -480,10 +599,13 @@ def _foot(standing: Standing) -> str:
     ranks = f"{standing.world_size} rank{'s' * (standing.world_size != 1)}"
     attempt = f", attempt {standing.attempt}" if standing.attempt else ""
     folder = f"; logs in {standing.run_dir}" if standing.run_dir else ""
-    return plain(f"job {standing.job}: {standing.program}, {ranks}, started {duration(standing.age)} ago{attempt}{folder}")
+    return plain(
+        f"job {standing.job}: {standing.program}, {ranks}, started {duration(standing.age)} ago{attempt}{folder}"
+    )
 
 
-# --- for a program ---------------------------------------------------------------------------------------------------
+# --- for a program
+# --------------------------------------------------------------------------------------------------
 
 
 def as_data(standing: Standing) -> dict[str, object]:
@@ -500,7 +622,12 @@ def as_data(standing: Standing) -> dict[str, object]:
         "attempt": standing.attempt,
         "launcher": standing.launcher,
         "groups": [
-            {"ranks": group.numbers, "place": _doing(group, standing.root), "frames": group.frames, "collective": group.collective}
+            {
+                "ranks": group.numbers,
+                "place": _doing(group, standing.root),
+                "frames": group.frames,
+                "collective": group.collective,
+            }
             for group in groups(standing)
         ],
         "ranks": standing.ranks,

@@ -1,8 +1,10 @@
-"""Why the ranks could not meet: torch's words about the meeting point, and what was seen there, told as one of several causes.
+"""Why the ranks could not meet: torch's words about the meeting point, and what was seen there,
+told as one of several causes.
 
-torch says the same of a port where nobody listens, a name without an address and a host that drops packets: "The client socket has timed
-out after 3000ms while trying to connect to (node07, 29500)". So the launcher looks for itself (`host/probe.py`), and what it saw is the
-cause. Pure: `where` says whether and where to look, `report` judges what was seen.
+torch says the same of a port where nobody listens, a name without an address and a host that drops
+packets: "The client socket has timed out after 3000ms while trying to connect to (node07, 29500)".
+So the launcher looks for itself (`host/probe.py`), and what it saw is the cause. Pure: `where` says
+whether and where to look, `report` judges what was seen.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ from rallypoint.host.probe import Reached, Tried
 from rallypoint.world import ranks_phrase
 
 LOOK_TIMEOUT = 0.3
-"""Seconds for a look. A report is promised half a second after the ranks' own deadline, and a host in the same building answers, or
-refuses, in a thousandth of that. What answers in none of it has not answered the ranks either, which tried for longer."""
+"""Seconds for a look. A report is promised half a second after the ranks' own deadline, and a host
+in the same building answers, or refuses, in a thousandth of that. What answers in none of it has
+not answered the ranks either, which tried for longer."""
 
 _NONCE = 0x7A11
-_VALIDATE, _MAGIC, _PING = 0, 0x3C85F7CE, 13  # torch 2.3 to 2.13, TCPStoreBackend.hpp: what every client of its store says first
+_VALIDATE, _MAGIC, _PING = (
+    0,
+    0x3C85F7CE,
+    13,
+)  # torch 2.3 to 2.13, TCPStoreBackend.hpp: what every client of its store says first
 
 GREETING = struct.pack("<BIBI", _VALIDATE, _MAGIC, _PING, _NONCE)
 """What a look says: the same as the ranks' torch said there before."""
@@ -39,16 +46,28 @@ _CONNECTING = re.compile(
     r"|failed to connect/validate to host \[?([^ ]+?)\]?:(\d{1,5}) - timed out",
     re.IGNORECASE,
 )
-_PING_FAILED = re.compile(r"Ping failed, invalid value returned from server\. Expected: \d+, Got: (-?\d+)")
-_NOT_RESOLVED = re.compile(r"addresses of \(\[?([^,\]]{1,255})\]?, \d+\) cannot be retrieved \(gai error: -?\d+ - ([^)]{1,300})\)")
-_BROKEN = re.compile(r"Failed to recv, got 0 bytes|Broken pipe|Connection reset by peer", re.IGNORECASE)
-_REMOTE = re.compile(r"\bfailed on SocketImpl\(.{0,300}remote=\[(?:::ffff:)?([^\]]{1,300})\]:(\d{1,5})\)")
-_GAVE_UP = re.compile(r"waitForInput: socket SocketImpl\(.{0,300}remote=\[(?:::ffff:)?[^\]]{1,300}\]:(\d{1,5})\) timed out after \d+ms")
+_PING_FAILED = re.compile(
+    r"Ping failed, invalid value returned from server\. Expected: \d+, Got: (-?\d+)"
+)
+_NOT_RESOLVED = re.compile(
+    r"addresses of \(\[?([^,\]]{1,255})\]?, \d+\) cannot be retrieved \(gai error: -?\d+ - ([^)]{1,300})\)"
+)
+_BROKEN = re.compile(
+    r"Failed to recv, got 0 bytes|Broken pipe|Connection reset by peer", re.IGNORECASE
+)
+_REMOTE = re.compile(
+    r"\bfailed on SocketImpl\(.{0,300}remote=\[(?:::ffff:)?([^\]]{1,300})\]:(\d{1,5})\)"
+)
+_GAVE_UP = re.compile(
+    r"waitForInput: socket SocketImpl\(.{0,300}remote=\[(?:::ffff:)?[^\]]{1,300}\]:(\d{1,5})\) timed out after \d+ms"
+)
 _TIMEOUT = re.compile(r"timed out after (\d+) ?ms", re.IGNORECASE)
 
 
 def where(error: Raised, meeting: Meeting | None) -> tuple[str, int] | None:
-    """The host and port that torch could not reach, by the error's own words or the meeting's; None when that is not what it says."""
+    """The host and port that torch could not reach, by the error's own words or the meeting's; None
+    when that is not what it says.
+    """
     found = _CONNECTING.search(error.message)
     if found is not None:
         host, port = (found[1], found[2]) if found[1] else (found[3], found[4])
@@ -65,20 +84,32 @@ def place(meeting: Meeting) -> tuple[str, int] | None:
 
 
 def store_of(error: Raised, said: Sequence[str]) -> tuple[str, int] | None:
-    """The host and port of the store of torch's whose connection broke in the middle, by torch's own log; None for any other error."""
-    if error.call or not error.type.endswith("DistNetworkError") or not _BROKEN.search(error.message):
+    """The host and port of the store of torch's whose connection broke in the middle, by torch's
+    own log; None for any other error.
+    """
+    if (
+        error.call
+        or not error.type.endswith("DistNetworkError")
+        or not _BROKEN.search(error.message)
+    ):
         return None
     found = [match for line in said if (match := _REMOTE.search(line)) is not None]
     return (found[-1][1], int(found[-1][2])) if found else None
 
 
 def gave_up(said: Sequence[str], port: int) -> bool:
-    """Whether torch said that the time for an answer from its store there is up. It then takes its request back, and waits for that."""
-    return any((match := _GAVE_UP.search(line)) is not None and int(match[1]) == port for line in said)
+    """Whether torch said that the time for an answer from its store there is up. It then takes its
+    request back, and waits for that.
+    """
+    return any(
+        (match := _GAVE_UP.search(line)) is not None and int(match[1]) == port for line in said
+    )
 
 
 def store_lost(case: Case, reached: Reached, error: Raised) -> Report | None:
-    """A store of torch's that broke a connection: it is gone, or it is there and will not have what it was sent. None: not known."""
+    """A store of torch's that broke a connection: it is gone, or it is there and will not have what
+    it was sent. None: not known.
+    """
     if reached.outcome == "refused":
         return report_form.account(
             case,
@@ -90,7 +121,10 @@ def store_lost(case: Case, reached: Reached, error: Raised) -> Report | None:
             said=report_form.traceback_said(case.first, error),
             help=(
                 Help("let the process that serves the store outlive those that use it"),
-                Help("or use the job's own store, which rallypoint serves as long as the job lasts", "store = rallypoint.connect()"),
+                Help(
+                    "or use the job's own store, which rallypoint serves as long as the job lasts",
+                    "store = rallypoint.connect()",
+                ),
             ),
         )
     if explains(reached):
@@ -111,7 +145,9 @@ def store_lost(case: Case, reached: Reached, error: Raised) -> Report | None:
 
 
 def of_words(error: Raised, meeting: Meeting | None) -> Reached | None:
-    """What torch's own words say of a foreign service, for want of a look: the four bytes that it read as a number."""
+    """What torch's own words say of a foreign service, for want of a look: the four bytes that it
+    read as a number.
+    """
     found = _PING_FAILED.search(error.message)
     if found is None:
         return None
@@ -122,7 +158,9 @@ def of_words(error: Raised, meeting: Meeting | None) -> Reached | None:
 
 def unreached_at(words: str) -> tuple[str, str] | None:
     """The host and port that torch says it was connecting to when its time was up."""
-    found = re.search(r"(?:while trying to connect to|to any network address of) \(([^,]{1,300}), (\d+)\)", words)
+    found = re.search(
+        r"(?:while trying to connect to|to any network address of) \(([^,]{1,300}), (\d+)\)", words
+    )
     found = found or re.search(r"while trying to connect to ([\w.-]{1,300}):(\d+)", words)
     return (found[1], found[2]) if found is not None else None
 
@@ -149,7 +187,9 @@ def attempted(text: str) -> Reached | None:
 
 
 def too_large_in_log(case: Case, refused: Sighting) -> Report:
-    """torch's store closed a connection for the size of what came, and does not say whose it was."""
+    """torch's store closed a connection for the size of what came, and does not say whose
+    it was.
+    """
     found = re.search(r"size: (\d+), max: (\d+)", refused.text)
     sent, most = (wording.size(int(number)) for number in found.groups()) if found else ("0", "0")
     who = ranks_phrase(case.numbers) if case.numbers else "a rank"
@@ -174,20 +214,32 @@ _OTHER_WAYS = (
 
 
 def explains(reached: Reached) -> bool:
-    """Whether what was seen says why nobody meets there: everything but a store of torch's that answers."""
+    """Whether what was seen says why nobody meets there: everything but a store of torch's that
+    answers.
+    """
     return not reached.first.startswith(ANSWER)
 
 
 def is_final(reached: Reached) -> bool:
-    """Whether time alone changes nothing of what was seen. (Where nothing listens somebody may still begin to.)"""
-    return (reached.outcome == "unresolved" and not reached.unanswered) or (reached.outcome == "answered" and explains(reached))
+    """Whether time alone changes nothing of what was seen. (Where nothing listens somebody may
+    still begin to.)
+    """
+    return (reached.outcome == "unresolved" and not reached.unanswered) or (
+        reached.outcome == "answered" and explains(reached)
+    )
 
 
 def in_short(reached: Reached, line: str) -> str:
-    """What was seen at a meeting point, for the roll call: ranks have waited there for a while, and may yet meet. `line` names it."""
+    """What was seen at a meeting point, for the roll call: ranks have waited there for a while, and
+    may yet meet. `line` names it.
+    """
     if reached.outcome == "unresolved":
         said = reached.unresolved
-        seen = f"for {reached.host} {said}" if reached.unanswered else f"{reached.host} has no address" + (f" ({said})" if said else "")
+        seen = (
+            f"for {reached.host} {said}"
+            if reached.unanswered
+            else f"{reached.host} has no address" + (f" ({said})" if said else "")
+        )
     elif reached.outcome == "answered":
         seen = f"a foreign service is at {reached.address}: it answers {probe.shown(reached.first)}"
     else:
@@ -196,10 +248,18 @@ def in_short(reached: Reached, line: str) -> str:
 
 
 def report(case: Case, reached: Reached, error: Raised | None) -> Report:
-    """The cause. `case.ranks`: those that could not reach it; `error`: what the first of them raised, if it came to that."""
+    """The cause. `case.ranks`: those that could not reach it; `error`: what the first of them
+    raised, if it came to that.
+    """
     rank = case.first
-    torch_said = (f"torch's own words: {wording.first_line(error.message)}",) if error is not None else ()
-    line = rank.meeting.line if rank.meeting is not None and place(rank.meeting) == (reached.host, reached.port) else ""
+    torch_said = (
+        (f"torch's own words: {wording.first_line(error.message)}",) if error is not None else ()
+    )
+    line = (
+        rank.meeting.line
+        if rank.meeting is not None and place(rank.meeting) == (reached.host, reached.port)
+        else ""
+    )
     code, headline, why, helps = _judged(case, reached, error, line)
     evidence = (*_seen(case, reached), *_rules(reached), *_hosts(case, reached), *torch_said)
     return Report(
@@ -209,7 +269,9 @@ def report(case: Case, reached: Reached, error: Raised | None) -> Report:
         why=why,
         confidence="likely" if _doubtful(reached) else case.confidence,
         evidence=evidence,
-        then="" if reached.stopped and any(one.pid == reached.stopped for one in case.job.ranks) else case.then,  # it is no bystander
+        then=""
+        if reached.stopped and any(one.pid == reached.stopped for one in case.job.ranks)
+        else case.then,  # it is no bystander
         help=helps,
         logs=report_form.logs(case),
         ranks=case.numbers,
@@ -219,33 +281,55 @@ def report(case: Case, reached: Reached, error: Raised | None) -> Report:
 def _doubtful(reached: Reached) -> bool:
     """Whether what was seen may have another reason than the one that is told."""
     if reached.outcome == "silent":
-        return not reached.stopped  # a store on a machine that is far too busy may be silent for as long as a look takes
-    return reached.outcome == "refused" and reached.rejected is not None and not reached.rejected.certain
+        return (
+            not reached.stopped
+        )  # a store on a machine that is far too busy may be silent for as long as a look takes
+    return (
+        reached.outcome == "refused"
+        and reached.rejected is not None
+        and not reached.rejected.certain
+    )
 
 
-def _judged(case: Case, reached: Reached, error: Raised | None, line: str) -> tuple[str, str, str, tuple[Help, ...]]:
+def _judged(
+    case: Case, reached: Reached, error: Raised | None, line: str
+) -> tuple[str, str, str, tuple[Help, ...]]:
     """Code, headline, why and help."""
     who, address, host = case.subject, reached.address, reached.host
     one_command = "or start the ranks with one command, which needs no address"
     leave_out = Help(one_command, "rallypoint run -n 2 train.py")
     if case.job.log is None:
         named = f" ({line})" if line else ""
-        leave_out = Help(f"or leave the address out of the program{named}: rallypoint holds a meeting point for init_process_group")
+        leave_out = Help(
+            f"or leave the address out of the program{named}: rallypoint holds a meeting point for init_process_group"
+        )
     outcome = reached.outcome
     if outcome == "unresolved":
         said = _resolvers_words(case, host) or ("" if reached.unanswered else reached.unresolved)
         return (
             "address-unresolved",
-            f"{who} could not reach {address}: " + (f"{host} has no address here ({said})" if said else f"for {host} {reached.unresolved}"),
+            f"{who} could not reach {address}: "
+            + (
+                f"{host} has no address here ({said})"
+                if said
+                else f"for {host} {reached.unresolved}"
+            ),
             f"{line} names it" if line else "",
-            (Help("ask this machine's resolver", f"getent hosts {host}"), Help("or give the address instead of the name"), leave_out),
+            (
+                Help("ask this machine's resolver", f"getent hosts {host}"),
+                Help("or give the address instead of the name"),
+                leave_out,
+            ),
         )
     if outcome == "refused" and reached.rejected is not None:
         return (
             "firewall-blocks",
             f"{who} could not reach {address}: the connection is refused, and somebody listens there",
             str(reached.rejected),
-            (Help("see the rule among the others, as root", "nft list ruleset; iptables-save"), leave_out),
+            (
+                Help("see the rule among the others, as root", "nft list ruleset; iptables-save"),
+                leave_out,
+            ),
         )
     if outcome == "refused":
         return (
@@ -253,7 +337,9 @@ def _judged(case: Case, reached: Reached, error: Raised | None, line: str) -> tu
             f"{who} found nobody at {address}: nothing listens there",
             f"rank 0 of the group is who listens at its meeting point, and nobody did{_within(case, error)}",
             (
-                Help("let rank 0 of the group listen there before the others give up, with the same address and port in all of them"),
+                Help(
+                    "let rank 0 of the group listen there before the others give up, with the same address and port in all of them"
+                ),
                 leave_out,
             ),
         )
@@ -267,41 +353,78 @@ def _judged(case: Case, reached: Reached, error: Raised | None, line: str) -> tu
             "address-unreachable",
             f"{who} could not reach {address}: {how}",
             f"{line} names it" if line else "",
-            (Help("see which way packets to it go, and whether a firewall drops them", f"ip route get {_first_ip(reached)}"), leave_out),
+            (
+                Help(
+                    "see which way packets to it go, and whether a firewall drops them",
+                    f"ip route get {_first_ip(reached)}",
+                ),
+                leave_out,
+            ),
         )
     if outcome == "answered":
         return (
             "store-foreign",
             f"{who} met a foreign service at {address}: it answered {probe.shown(reached.first)}",
-            _holders(case, reached)[0] if reached.holders else "what answers there is no store of torch's",
-            (Help("choose a port that no other service has" + (f" ({line})" if line else "")), leave_out),
+            _holders(case, reached)[0]
+            if reached.holders
+            else "what answers there is no store of torch's",
+            (
+                Help("choose a port that no other service has" + (f" ({line})" if line else "")),
+                leave_out,
+            ),
         )
-    said = "it accepts the connection, and says nothing" if outcome == "silent" else "it accepts the connection, and closes it"
-    helps: tuple[Help, ...] = (Help("see what it is", f"ss -ltnp 'sport = :{reached.port}'"), leave_out)
-    why = _holders(case, reached)[0] if reached.holders else "a store of torch's answers in a millisecond"
+    said = (
+        "it accepts the connection, and says nothing"
+        if outcome == "silent"
+        else "it accepts the connection, and closes it"
+    )
+    helps: tuple[Help, ...] = (
+        Help("see what it is", f"ss -ltnp 'sport = :{reached.port}'"),
+        leave_out,
+    )
+    why = (
+        _holders(case, reached)[0]
+        if reached.holders
+        else "a store of torch's answers in a millisecond"
+    )
     if reached.stopped:
-        said, helps = f"its process (pid {reached.stopped}) is stopped (state T)", (Help("let it go on", f"kill -CONT {reached.stopped}"),)
+        said, helps = (
+            f"its process (pid {reached.stopped}) is stopped (state T)",
+            (Help("let it go on", f"kill -CONT {reached.stopped}"),),
+        )
     return "store-silent", f"{who} got no answer at {address}: {said}", why, helps
 
 
 def _seen(case: Case, reached: Reached) -> tuple[str, ...]:
-    """What was tried, a line for each address; who has the port on this machine, where that is not said already."""
+    """What was tried, a line for each address; who has the port on this machine, where that is not
+    said already.
+    """
     tried = tuple(str(one) for one in reached.tried)
     if reached.outcome == "refused" and reached.rejected is not None:
         tried = tuple(line.replace(": nothing listens there", ": refused") for line in tried)
     holders = _holders(case, reached)
     said = holders[1:] if reached.outcome in ("answered", "silent", "closed") else holders
-    return (*tried[:4], *([f"and {len(tried) - 4} more addresses"] if len(tried) > 4 else []), *said)
+    return (
+        *tried[:4],
+        *([f"and {len(tried) - 4} more addresses"] if len(tried) > 4 else []),
+        *said,
+    )
 
 
 def _rules(reached: Reached) -> tuple[str, ...]:
     if reached.outcome != "dropped":
         return ()
-    return reached.rules if reached.here else ("which firewall drops it, if one does, cannot be seen from here",)
+    return (
+        reached.rules
+        if reached.here
+        else ("which firewall drops it, if one does, cannot be seen from here",)
+    )
 
 
 def _holders(case: Case, reached: Reached) -> tuple[str, ...]:
-    """Who listens on that port on this machine: strangers by their command, our own by what they are."""
+    """Who listens on that port on this machine: strangers by their command, our own by what they
+    are.
+    """
     ranks = {rank.pid: rank.rank for rank in case.job.ranks}
     lines = []
     for line in reached.holders:
@@ -319,24 +442,43 @@ def _hosts(case: Case, reached: Reached) -> tuple[str, ...]:
     if reached.outcome not in ("refused", "dropped"):
         return ()
     there = [(rank, rank.meeting) for rank in case.job.ranks if rank.meeting is not None]
-    came = [rank.rank for rank, meeting in there if meeting.rank == 0 and place(meeting) == (reached.host, reached.port)]
+    came = [
+        rank.rank
+        for rank, meeting in there
+        if meeting.rank == 0 and place(meeting) == (reached.host, reached.port)
+    ]
     numbers = sorted(meeting.rank for _, meeting in there if meeting.rank >= 0)
     if came or not numbers:
         return ()
     sizes = {meeting.world_size for _, meeting in there}
     of = f" of {sizes.pop()}" if len(sizes) == 1 and min(sizes) > 0 else ""
-    return (f"no rank of this job came as rank 0: they called init_process_group as {ranks_phrase(numbers)}{of}",)
+    return (
+        f"no rank of this job came as rank 0: they called init_process_group as {ranks_phrase(numbers)}{of}",
+    )
 
 
 def _resolvers_words(case: Case, host: str) -> str:
-    """What the resolver told torch of that name, by torch's own log: it had more time for its answer than a look has."""
-    found = [match for rank in case.ranks for line in rank.said if (match := _NOT_RESOLVED.search(line)) is not None and match[1] == host]
+    """What the resolver told torch of that name, by torch's own log: it had more time for its
+    answer than a look has.
+    """
+    found = [
+        match
+        for rank in case.ranks
+        for line in rank.said
+        if (match := _NOT_RESOLVED.search(line)) is not None and match[1] == host
+    ]
     return str(found[-1][2]) if found else ""
 
 
 def _within(case: Case, error: Raised | None) -> str:
     found = _TIMEOUT.search(error.message) if error is not None else None
-    seconds = int(found[1]) / 1000 if found else case.first.meeting.timeout if case.first.meeting is not None else 0.0
+    seconds = (
+        int(found[1]) / 1000
+        if found
+        else case.first.meeting.timeout
+        if case.first.meeting is not None
+        else 0.0
+    )
     return f" within {seconds:g} s" if seconds else ""
 
 

@@ -15,13 +15,17 @@ from rallypoint.errors import InternalError, RallypointError, UsageError
 _LABEL = 7  # columns of "where  ", "why    ", ...: the longest label and two blanks
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movement
-    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|\x9c|$)"  # OSC, DCS, SOS, PM, APC: titles, links, up to their end
+    # OSC, DCS, SOS, PM, APC: titles, links, up to their end
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|\x9c|$)"
     r"|\x9b[0-?]*[ -/]*[@-~]"  # CSI as one byte
     r"|\x1b[ -/]*[0-~]",  # the two- and three-byte ones
     re.DOTALL,
 )
-# Controls but tab, and the marks that turn the direction of writing: a report must show what is there.
-_CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Controls but tab, and the marks that turn the direction of writing: a report must show what is
+# there.
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 _NUMBERED = re.compile(r"\b(errno|line|node|pid|port|rank|signal|status|uid) (?=\d)")
 
@@ -29,7 +33,9 @@ _RED, _CYAN, _OFF = "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
 
 
 def plain(words: str) -> str:
-    """One line of somebody's words without control sequences; of a line that redrew itself (`\\r`) only the last state."""
+    """One line of somebody's words without control sequences; of a line that redrew itself (`\\r`)
+    only the last state.
+    """
     line = _ESCAPES.sub("", words)
     if "\r" in line:
         line = next((part for part in reversed(line.split("\r")) if part.strip()), "")
@@ -37,7 +43,9 @@ def plain(words: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Lines that hold somebody's words, a file's name or a command line, without control sequences."""
+    """Lines that hold somebody's words, a file's name or a command line, without control
+    sequences.
+    """
     return "\n".join(plain(line) for line in text.split("\n"))
 
 
@@ -53,7 +61,10 @@ def cleaned(report: Report) -> Report:
         then=plain(report.then),
         timeline=tuple(Moment(m.at, plain(m.who), plain(m.what)) for m in report.timeline),
         said=tuple(Said(plain(s.who), tuple(plain(line) for line in s.lines)) for s in report.said),
-        help=tuple(Help(plain(h.sentence), "\n".join(plain(line) for line in h.command.splitlines())) for h in report.help),
+        help=tuple(
+            Help(plain(h.sentence), "\n".join(plain(line) for line in h.command.splitlines()))
+            for h in report.help
+        ),
         logs=tuple(plain(log) for log in report.logs),
         ranks=report.ranks,
         exit_status=report.exit_status,
@@ -61,14 +72,18 @@ def cleaned(report: Report) -> Report:
 
 
 def wrapped(words: str, width: int) -> list[str]:
-    """The words in lines of this width, never empty. A number stays on the line of its noun: `pid 4711` is what people look for."""
+    """The words in lines of this width, never empty. A number stays on the line of its noun: `pid
+    4711` is what people look for.
+    """
     glued = _NUMBERED.sub(r"\1" + "\0", words)
     lines = textwrap.wrap(glued, width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines] or [""]
 
 
 def text(reports: Report | Sequence[Report], *, width: int = 92, color: bool = False) -> str:
-    """The reports as people read them, without a newline at the end. Whether colour is wanted is the caller's to know."""
+    """The reports as people read them, without a newline at the end. Whether colour is wanted is
+    the caller's to know.
+    """
     listed = (reports,) if isinstance(reports, Report) else tuple(reports)
     blocks = ["\n".join(_lines(cleaned(report), max(width, 40), color)) for report in listed]
     if len(blocks) > 1:
@@ -77,8 +92,14 @@ def text(reports: Report | Sequence[Report], *, width: int = 92, color: bool = F
 
 
 def json(reports: Report | Sequence[Report]) -> str:
-    """The reports as one JSON object on one line: `exit_status` of the first cause, and `reports` with the fields of `Report`."""
-    listed = [cleaned(reports)] if isinstance(reports, Report) else [cleaned(report) for report in reports]
+    """The reports as one JSON object on one line: `exit_status` of the first cause, and `reports`
+    with the fields of `Report`.
+    """
+    listed = (
+        [cleaned(reports)]
+        if isinstance(reports, Report)
+        else [cleaned(report) for report in reports]
+    )
     status = listed[0].exit_status if listed else 0
     return msgspec.json.encode({"exit_status": status, "reports": listed}).decode()
 
@@ -88,7 +109,14 @@ def report_of(error: RallypointError) -> Report:
     status = 2 if isinstance(error, UsageError) else 70 if isinstance(error, InternalError) else 1
     why = error.why[0] if error.why else ""
     helps = tuple(Help(sentence, command) for sentence, command in error.help)
-    return Report(code=error.code, headline=error.headline, why=why, evidence=error.why[1:], help=helps, exit_status=status)
+    return Report(
+        code=error.code,
+        headline=error.headline,
+        why=why,
+        evidence=error.why[1:],
+        help=helps,
+        exit_status=status,
+    )
 
 
 def error_text(error: RallypointError, *, width: int = 92, color: bool = False) -> str:
@@ -155,11 +183,18 @@ def _timeline(moments: Sequence[Moment]) -> list[str]:
     times = [f"+{moment.at:.3f}s" for moment in moments]
     far = max((len(time) for time in times), default=0)
     who = max((len(moment.who) for moment in moments), default=0)
-    return [f"  {time.rjust(far)}  {m.who.ljust(who)}  {m.what}" for time, m in zip(times, moments, strict=True)]
+    return [
+        f"  {time.rjust(far)}  {m.who.ljust(who)}  {m.what}"
+        for time, m in zip(times, moments, strict=True)
+    ]
 
 
 def _said(said: Said) -> list[str]:
-    return [f"  {said.who} said:", *(f"    | {line}".rstrip() for line in said.lines)] if said.lines else []
+    return (
+        [f"  {said.who} said:", *(f"    | {line}".rstrip() for line in said.lines)]
+        if said.lines
+        else []
+    )
 
 
 def _help(help: Help, width: int, color: bool) -> list[str]:
@@ -169,5 +204,8 @@ def _help(help: Help, width: int, color: bool) -> list[str]:
 
 
 def _ends(report: Report, color: bool) -> list[str]:
-    lines = [(" " * (2 + _LABEL) if i else _label("logs", color)) + log for i, log in enumerate(report.logs)]
+    lines = [
+        (" " * (2 + _LABEL) if i else _label("logs", color)) + log
+        for i, log in enumerate(report.logs)
+    ]
     return [*lines, f"{_label('more', color)}rallypoint explain {report.code}"]

@@ -1,7 +1,7 @@
 """Every rank's stacks, grouped; the odd one first.
 
-Reads what `faulthandler` writes (Python 3.11 to 3.14), leaves out our own frames and the interpreter's, and says a stack in one line:
-`train.py:42 in step (torch all_reduce)`.
+Reads what `faulthandler` writes (Python 3.11 to 3.14), leaves out our own frames and the
+interpreter's, and says a stack in one line: `train.py:42 in step (torch all_reduce)`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,42 @@ import msgspec
 from rallypoint.diagnosis.evidence import Frame, RankEvidence
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_HEADER = re.compile(r"^(Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(?P<name>[^\]]*)\])?(?: \(most recent call first\))?:")
+_HEADER = re.compile(
+    r"^(Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(?P<name>[^\]]*)\])?(?: \(most recent call first\))?:"
+)
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
-# The launcher. The store is no part of it: programs call it, and a report says so as it does of torch ("rallypoint wait").
-_OURS = re.compile(r"(^|/)rallypoint/(launcher|diagnosis|cli|host|record)/(\w+/)*\w+\.py$|(^|/)rallypoint/__main__\.py$")
-_INTERPRETER = re.compile(r"^<frozen (runpy|importlib.*)>$|(^|/)(runpy|importlib/_bootstrap\w*)\.py$")
-# The text of `python -c`. Our own processes begin with a line of it, and dataclasses write functions that say they stand in it, with names
-# in underscores; a function with another name is one that somebody typed there, and started with `launch`.
+# The launcher. The store is no part of it: programs call it, and a report says so as it does of
+# torch ("rallypoint wait").
+_OURS = re.compile(
+    r"(^|/)rallypoint/(launcher|diagnosis|cli|host|record)/(\w+/)*\w+\.py$|(^|/)rallypoint/__main__\.py$"
+)
+_INTERPRETER = re.compile(
+    r"^<frozen (runpy|importlib.*)>$|(^|/)(runpy|importlib/_bootstrap\w*)\.py$"
+)
+# The text of `python -c`. Our own processes begin with a line of it, and dataclasses write
+# functions that say they stand in it, with names in underscores; a function with another name is
+# one that somebody typed there, and started with `launch`.
 _TYPED = "<string>"
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/(?P<path>.+)$")
 _STDLIB = re.compile(r"(?:.*/lib(?:64)?/python3\.\d+t?|[A-Za-z]:/.*/[Ll]ib)/(?P<path>.+)$")
 # Names inside torch that say nothing: decorators around the call that the program made.
 WRAPPERS = frozenset(
-    ("wrapper", "wrapper_func", "wrapped", "_wrapped_call_impl", "_call_impl", "inner", "decorate_context", "_fn", "__call__")
+    (
+        "wrapper",
+        "wrapper_func",
+        "wrapped",
+        "_wrapped_call_impl",
+        "_call_impl",
+        "inner",
+        "decorate_context",
+        "_fn",
+        "__call__",
+    )
 )
 
-# Functions of torch.distributed that return only when the other ranks of the group have called them, too. Sending and receiving are not
-# among them: these meet one other rank, and rightly stand in different lines.
+# Functions of torch.distributed that return only when the other ranks of the group have called
+# them, too. Sending and receiving are not among them: these meet one other rank, and rightly stand
+# in different lines.
 COLLECTIVES = frozenset(
     (
         "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_tensor", "all_reduce",
@@ -40,12 +59,16 @@ COLLECTIVES = frozenset(
         "scatter", "scatter_object_list", "_sync_module_states", "_verify_param_shape_across_processes",
     )
 )  # fmt: skip
-_DISTRIBUTED = re.compile(r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives|nn/functional|utils)\.py$")
+_DISTRIBUTED = re.compile(
+    r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives|nn/functional|utils)\.py$"
+)
 _DDP = re.compile(r"(^|/)torch/nn/parallel/distributed\.py$")
 _BACKWARD = re.compile(r"(^|/)torch/(_tensor|autograd/(__init__|graph))\.py$")
 _LOADER = re.compile(r"(^|/)torch/utils/data/dataloader\.py$")
 # A rank in one of these is being looked at by a person.
-_DEBUGGERS = re.compile(r"(^|/)(pdb|bdb|pudb/\w+|IPython/terminal/debugger|IPython/core/debugger|ipdb/\w+|debugpy/.+|pydevd\w*)\.py$")
+_DEBUGGERS = re.compile(
+    r"(^|/)(pdb|bdb|pudb/\w+|IPython/terminal/debugger|IPython/core/debugger|ipdb/\w+|debugpy/.+|pydevd\w*)\.py$"
+)
 
 MOST_THREADS = 100  # that faulthandler writes
 
@@ -66,9 +89,11 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def parse(dump: str) -> tuple[Thread, ...]:
-    """The threads of the last dump in `dump`, as faulthandler orders them: the newest first, the main thread last.
+    """The threads of the last dump in `dump`, as faulthandler orders them: the newest first, the
+    main thread last.
 
-    Lines that are no part of a Python stack are passed over. A dump that was cut short gives what is whole.
+    Lines that are no part of a Python stack are passed over. A dump that was cut short gives what
+    is whole.
     """
     dumps: list[list[Thread]] = [[]]
     frames: list[Frame] | None = None
@@ -76,17 +101,29 @@ def parse(dump: str) -> tuple[Thread, ...]:
 
     def close() -> None:
         if frames is not None:
-            dumps[-1].append(Thread(current, tuple(reversed([f for f in frames if not hidden(f)])), name))
+            dumps[-1].append(
+                Thread(current, tuple(reversed([f for f in frames if not hidden(f)])), name)
+            )
 
     for line in dump.splitlines():
         header = _HEADER.match(line)
         if header:
             close()
-            frames, current, name = [], header.group(1) == "Current thread", header.group("name") or ""
+            frames, current, name = (
+                [],
+                header.group(1) == "Current thread",
+                header.group("name") or "",
+            )
         elif (found := _FRAME.match(line)) is not None:
             if frames is not None:
                 number = found.group("line")
-                frames.append(Frame(found.group("file"), int(number) if number.isdigit() else 0, found.group("function")))
+                frames.append(
+                    Frame(
+                        found.group("file"),
+                        int(number) if number.isdigit() else 0,
+                        found.group("function"),
+                    )
+                )
         elif not line.startswith("  ") and frames is not None:
             close()
             frames = None
@@ -100,19 +137,26 @@ def parse(dump: str) -> tuple[Thread, ...]:
 
 
 def _last_dump(threads: list[Thread]) -> tuple[Thread, ...]:
-    """A rank that was asked twice has two dumps in one text: exactly one thread of each is the current one and the main thread ends it."""
+    """A rank that was asked twice has two dumps in one text: exactly one thread of each is the
+    current one and the main thread ends it.
+    """
     marks = [i for i, thread in enumerate(threads) if thread.current]
     if len(marks) < 2:
         return tuple(threads)
     size = len(threads) // len(marks)
-    return tuple(threads[-size:]) if size * len(marks) == len(threads) else tuple(threads[marks[-2] + 1 :])
+    return (
+        tuple(threads[-size:])
+        if size * len(marks) == len(threads)
+        else tuple(threads[marks[-2] + 1 :])
+    )
 
 
 def main_frames(dump: str) -> tuple[Frame, ...]:
     """The main thread's stack, outermost first: faulthandler writes it last. () when there is none.
 
-    Of more than a hundred threads it writes the newest hundred only. Then it is the one that took the signal, which the kernel gives to the
-    main thread if it can; () when that is not among them either.
+    Of more than a hundred threads it writes the newest hundred only. Then it is the one that took
+    the signal, which the kernel gives to the main thread if it can; () when that is not among them
+    either.
     """
     threads = parse(dump)
     if len(threads) >= MOST_THREADS:
@@ -121,7 +165,9 @@ def main_frames(dump: str) -> tuple[Frame, ...]:
 
 
 def current_frames(dump: str) -> tuple[Frame, ...]:
-    """The stack of the thread that crashed or took the signal, outermost first; () when the dump names none."""
+    """The stack of the thread that crashed or took the signal, outermost first; () when the dump
+    names none.
+    """
     return next((thread.frames for thread in parse(dump) if thread.current), ())
 
 
@@ -131,14 +177,18 @@ def last_stack(rank: RankEvidence) -> tuple[Frame, ...]:
 
 
 def hidden(frame: Frame) -> bool:
-    """True for frames that are neither the program's nor a library's: the launcher's, runpy's, importlib's, those of a first line."""
+    """True for frames that are neither the program's nor a library's: the launcher's, runpy's,
+    importlib's, those of a first line.
+    """
     if frame.file == _TYPED:
         return frame.function == "<module>" or frame.function.startswith("__")
     return bool(_OURS.search(frame.file) or _INTERPRETER.search(frame.file))
 
 
 def library(frame: Frame) -> str:
-    """ "torch" for a frame of site-packages/torch, "threading" for one of the standard library, "" for the program's own."""
+    """ "torch" for a frame of site-packages/torch, "threading" for one of the standard library, ""
+    for the program's own.
+    """
     if frame.file.startswith(_PACKAGE):  # also where it is not installed, but run from its source
         return "rallypoint"
     found = _PACKAGES.match(frame.file)
@@ -146,13 +196,19 @@ def library(frame: Frame) -> str:
         found = _STDLIB.match(frame.file)
     if found is not None:
         return found.group("path").partition("/")[0].removesuffix(".py")
-    return frame.file.strip("<>").removeprefix("frozen ") if frame.file.startswith("<frozen ") else ""
+    return (
+        frame.file.strip("<>").removeprefix("frozen ") if frame.file.startswith("<frozen ") else ""
+    )
 
 
 def own_index(frames: tuple[Frame, ...]) -> int:
-    """The index of the innermost frame that belongs to the program and not to a library; the last one when none does; -1 for ()."""
+    """The index of the innermost frame that belongs to the program and not to a library; the last
+    one when none does; -1 for ().
+    """
     own = [i for i, frame in enumerate(frames) if not library(frame)]
-    in_files = [i for i in own if frames[i].file != _TYPED]  # libraries, too, make functions from text
+    in_files = [
+        i for i in own if frames[i].file != _TYPED
+    ]  # libraries, too, make functions from text
     return (in_files or own or [len(frames) - 1])[-1]
 
 
@@ -162,7 +218,9 @@ def own_frame(frames: tuple[Frame, ...]) -> Frame | None:
 
 
 def root_of(program: str, frames: Iterable[Frame]) -> str:
-    """The folder that paths may be shown relative to: the one from which `program` was typed; "" when no frame tells."""
+    """The folder that paths may be shown relative to: the one from which `program` was typed; ""
+    when no frame tells.
+    """
     typed = program.removeprefix("./")
     if not typed or typed.startswith(("/", "..")):
         return ""
@@ -184,17 +242,23 @@ def describe(frame: Frame, root: str = "") -> str:
 
 
 def place(frames: tuple[Frame, ...], root: str = "") -> str:
-    """A stack in one line: the program's innermost frame, and the library call that it is in; "" for ()."""
+    """A stack in one line: the program's innermost frame, and the library call that it is in; ""
+    for ().
+    """
     if not frames:
         return ""
     index = own_index(frames)
-    inner = [frame for frame in frames[index + 1 :] if frame.function not in WRAPPERS] or list(frames[index + 1 :])
+    inner = [frame for frame in frames[index + 1 :] if frame.function not in WRAPPERS] or list(
+        frames[index + 1 :]
+    )
     called = f" ({library(inner[0])} {inner[0].function})" if inner and library(inner[0]) else ""
     return describe(frames[index], root) + called
 
 
 def collective(frames: tuple[Frame, ...]) -> tuple[str, int] | None:
-    """The collective that a stack is in, as the program calls it, and the index of its frame; None when it is in none."""
+    """The collective that a stack is in, as the program calls it, and the index of its frame; None
+    when it is in none.
+    """
     for i, frame in enumerate(frames):
         if frame.function in COLLECTIVES and _DISTRIBUTED.search(frame.file):
             wraps = any(one.function == "__init__" and _DDP.search(one.file) for one in frames[:i])
@@ -203,35 +267,51 @@ def collective(frames: tuple[Frame, ...]) -> tuple[str, int] | None:
 
 
 def waits_in_ddp(frames: tuple[Frame, ...]) -> str:
-    """Where a stack may wait for the other ranks though no collective stands in it: "backward()", in which DDP averages gradients, or
-    "DDP's forward()", in which it sends buffers; "" for other places."""
+    """Where a stack may wait for the other ranks though no collective stands in it: "backward()",
+    in which DDP averages gradients, or "DDP's forward()", in which it sends buffers; "" for other
+    places."""
     inner = frames[own_index(frames) + 1 :] if frames else ()
     if any(_DDP.search(frame.file) for frame in inner):
         return "DDP's forward()"
-    return "backward()" if any(_BACKWARD.search(frame.file) and "backward" in frame.function for frame in inner) else ""
+    return (
+        "backward()"
+        if any(_BACKWARD.search(frame.file) and "backward" in frame.function for frame in inner)
+        else ""
+    )
 
 
 def called(frames: tuple[Frame, ...]) -> str:
-    """The call that the program's innermost line is in, as a person would name it: "all_reduce", "DataLoader.__next__", "threading.join",
-    "torch's backward()"; "" when it is in none, or in one without Python frames (`time.sleep`)."""
+    """The call that the program's innermost line is in, as a person would name it: "all_reduce",
+    "DataLoader.__next__", "threading.join", "torch's backward()"; "" when it is in none, or in one
+    without Python frames (`time.sleep`)."""
     found = collective(frames)
     if found is not None:
         return found[0]
-    inner = [frame for frame in frames[own_index(frames) + 1 :] if frame.function not in WRAPPERS] if frames else []
+    inner = (
+        [frame for frame in frames[own_index(frames) + 1 :] if frame.function not in WRAPPERS]
+        if frames
+        else []
+    )
     if not inner:
         return ""
     frame = inner[0]
     if frame.function == "<module>" and library(frame):
         return f"the import of {library(frame)}"
     if _LOADER.search(frame.file):
-        return "DataLoader.__next__" if any(one.function == "__next__" for one in inner) else f"DataLoader.{frame.function}"
+        return (
+            "DataLoader.__next__"
+            if any(one.function == "__next__" for one in inner)
+            else f"DataLoader.{frame.function}"
+        )
     if _STDLIB.match(frame.file) and not _PACKAGES.match(frame.file):
         return f"{os.path.basename(frame.file).removesuffix('.py')}.{frame.function}"
     return f"{library(frame)}'s {frame.function}()" if library(frame) else frame.function
 
 
 def trimmed(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """A stack without what the standard library does inside the call that it is in: a wait that polls is at one place, not at several."""
+    """A stack without what the standard library does inside the call that it is in: a wait that
+    polls is at one place, not at several.
+    """
     end = len(frames)
     while end > 1 and _is_standard(frames[end - 1]) and _is_standard(frames[end - 2]):
         end -= 1
@@ -248,13 +328,17 @@ def _is_standard(frame: Frame) -> bool:
 
 
 def library_path(path: str) -> str:
-    """The file of a library without the folder that it is installed in: `torch/distributed/distributed_c10d.py`; others as they are."""
+    """The file of a library without the folder that it is installed in:
+    `torch/distributed/distributed_c10d.py`; others as they are.
+    """
     found = _PACKAGES.match(path) or _STDLIB.match(path)
     return found.group("path") if found else path
 
 
 def group(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[Group, ...]:
-    """Ranks with the same stack together, the odd one (the smallest group) first; equally large ones by their lowest rank."""
+    """Ranks with the same stack together, the odd one (the smallest group) first; equally large
+    ones by their lowest rank.
+    """
     together: dict[tuple[Frame, ...], list[int]] = {}
     for rank in sorted(stacks):
         together.setdefault(stacks[rank], []).append(rank)

@@ -1,4 +1,6 @@
-"""What a Python traceback in a rank's words tells: the exception, and what it was raised from or passed on."""
+"""What a Python traceback in a rank's words tells: the exception, and what it was raised from or
+passed on.
+"""
 
 from __future__ import annotations
 
@@ -14,54 +16,86 @@ _IN_PROCESS = re.compile(r"^-- Process (\d+) terminated with the following error
 
 
 def in_process(error: Raised) -> tuple[str, Raised] | None:
-    """The number of a process that `mp.spawn` had started, and what it raised there; None for any other error."""
+    """The number of a process that `mp.spawn` had started, and what it raised there; None for any
+    other error.
+    """
     found = _IN_PROCESS.search(error.message)
-    inner = exception_in(error.message[found.end() :].rstrip().splitlines()) if found is not None else None
-    return (found[1], msgspec.structs.replace(inner, at=error.at, call=error.call)) if found is not None and inner is not None else None
+    inner = (
+        exception_in(error.message[found.end() :].rstrip().splitlines())
+        if found is not None
+        else None
+    )
+    return (
+        (found[1], msgspec.structs.replace(inner, at=error.at, call=error.call))
+        if found is not None and inner is not None
+        else None
+    )
 
 
 _DIRECTLY = "\nThe above exception was the direct cause of the following exception:\n"
 
 
 def wrapped(error: Raised) -> Raised | None:
-    """Of an exception that was raised `from` another the first of those, as the traceback shows it; None for any other."""
+    """Of an exception that was raised `from` another the first of those, as the traceback shows it;
+    None for any other.
+    """
     before, joint, _ = error.traceback.partition(_DIRECTLY)
     inner = exception_in(before.rstrip().splitlines()) if joint else None
     return msgspec.structs.replace(inner, at=error.at) if inner is not None else None
 
 
-_IN_LOADER = re.compile(r"^Caught \w+ in DataLoader worker process (\d+)\.\s*Original Traceback", re.MULTILINE)
+_IN_LOADER = re.compile(
+    r"^Caught \w+ in DataLoader worker process (\d+)\.\s*Original Traceback", re.MULTILINE
+)
 
 
 def in_loader(message: str) -> tuple[str, str]:
-    """The number of a DataLoader's worker and the line that names what it raised, "ValueError: bad image"; ("", "") for another message."""
+    """The number of a DataLoader's worker and the line that names what it raised, "ValueError: bad
+    image"; ("", "") for another message.
+    """
     found = _IN_LOADER.search(message)
-    lines = [line for line in message[found.end() :].splitlines() if _EXCEPTION.match(line)] if found is not None else []
+    lines = (
+        [line for line in message[found.end() :].splitlines() if _EXCEPTION.match(line)]
+        if found is not None
+        else []
+    )
     return (found[1], lines[-1]) if found is not None and lines else ("", "")
 
 
 def from_loader(error: Raised) -> Raised | None:
-    """What a DataLoader's worker raised, with its frames: torch puts the worker's traceback into the message. None for any other error."""
+    """What a DataLoader's worker raised, with its frames: torch puts the worker's traceback into
+    the message. None for any other error.
+    """
     found = _IN_LOADER.search(error.message)
     if found is None:
         return None
-    return exception_in([_TRACEBACK, *error.message[found.end() :].partition("\n")[2].rstrip().splitlines()])
+    return exception_in(
+        [_TRACEBACK, *error.message[found.end() :].partition("\n")[2].rstrip().splitlines()]
+    )
 
 
-AFTER_END = 12  # lines that may follow the last traceback: what threads and atexit still say, and the notes of an error of ours
+# lines that may follow the last traceback: what threads and atexit still say, and the notes of an
+# error of ours
+AFTER_END = 12
 
-_EXPLAIN = re.compile(r"\brallypoint explain ([a-z]+(?:-[a-z]+)+)\s*$")  # the last line that Python shows of an error of ours
+_EXPLAIN = re.compile(
+    r"\brallypoint explain ([a-z]+(?:-[a-z]+)+)\s*$"
+)  # the last line that Python shows of an error of ours
 _TRACEBACK = "Traceback (most recent call last):"
-_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's own excepthook puts it before each line once there is a group
+_RANK = re.compile(
+    r"^\[rank\d+\]: ?"
+)  # torch's own excepthook puts it before each line once there is a group
 _DURING = "During handling of the above exception, another exception occurred:"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 
 
 def exception_in(lines: Sequence[str]) -> Raised | None:
-    """The exception that a Python traceback at the end of a log tells of; None when the log does not end in one.
+    """The exception that a Python traceback at the end of a log tells of; None when the log does
+    not end in one.
 
-    Of exceptions raised while another was handled it is the first one, as for `RankEvidence.raised`.
+    Of exceptions raised while another was handled it is the first one, as for
+    `RankEvidence.raised`.
     """
     lines = [_RANK.sub("", line) for line in lines]
     starts = [i for i, line in enumerate(lines) if line == _TRACEBACK]
@@ -82,7 +116,9 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
 
 
 def went_on(lines: Sequence[str]) -> bool:
-    """Whether something was written after the last traceback: then it may have been shown of an error that was handled."""
+    """Whether something was written after the last traceback: then it may have been shown of an
+    error that was handled.
+    """
     lines = [_RANK.sub("", line) for line in lines]
     start = max((i for i, line in enumerate(lines) if line == _TRACEBACK), default=-1)
     block = _block(lines, start) if start >= 0 else None
@@ -102,19 +138,34 @@ def _block(lines: Sequence[str], start: int) -> tuple[Raised, int] | None:
     for at in range(start + 1, len(lines)):
         line = lines[at]
         if (frame := _FRAME.match(line)) is not None:
-            source = lines[at + 1].strip() if at + 1 < len(lines) and lines[at + 1].startswith("    ") else ""
-            frames.append(Frame(frame.group("file"), int(frame.group("line")), frame.group("function") or "", source))
+            source = (
+                lines[at + 1].strip()
+                if at + 1 < len(lines) and lines[at + 1].startswith("    ")
+                else ""
+            )
+            frames.append(
+                Frame(
+                    frame.group("file"),
+                    int(frame.group("line")),
+                    frame.group("function") or "",
+                    source,
+                )
+            )
         elif line and not line.startswith(" "):
             told = _EXCEPTION.match(line)
             if told is None:
                 return None
             shown = "\n".join(lines[start : at + 1])
-            return Raised(told.group("type"), told.group("message") or "", tuple(frames), shown), at + 1
+            return Raised(
+                told.group("type"), told.group("message") or "", tuple(frames), shown
+            ), at + 1
     return None
 
 
 ERROR_FILE_MOST = 32_000
-"""Characters of one text in an error file that are read, as many as a rank's own words have: an assertion may show a whole list."""
+"""Characters of one text in an error file that are read, as many as a rank's own words have: an
+assertion may show a whole list.
+"""
 
 
 def _cut(text: str) -> str:
@@ -125,9 +176,11 @@ def _cut(text: str) -> str:
 
 
 def error_file(text: str) -> Raised | None:
-    """The exception in the file that `torch.distributed.elastic`'s `@record` writes; None when it is not such a file.
+    """The exception in the file that `torch.distributed.elastic`'s `@record` writes; None when it
+    is not such a file.
 
-    `{"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "..."}}}`, or `message` a string.
+    `{"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback ...",
+    "timestamp": "..."}}}`, or `message` a string.
     """
     try:
         told = json.loads(text)
@@ -140,7 +193,10 @@ def error_file(text: str) -> Raised | None:
     if not isinstance(message, str) or not message:
         return None
     stack = extra.get("py_callstack") if isinstance(extra, dict) else None
-    message, traceback = _cut(message), _cut(stack.rstrip("\n") if isinstance(stack, str) else message)
+    message, traceback = (
+        _cut(message),
+        _cut(stack.rstrip("\n") if isinstance(stack, str) else message),
+    )
     from_stack = exception_in(traceback.splitlines())
     kind, colon, rest = message.partition(": ")
     if colon and re.fullmatch(r"[A-Za-z_][\w.]*", kind):

@@ -25,10 +25,15 @@ one that is repeated after the usual 5 s has already cost every connection of a 
 
 _SILENT = Answer("", "name")
 
-# Addresses that are set aside for documentation (RFC 5737, RFC 3849): the way to them is the default route, and nobody is there.
-_FAR: dict[int, tuple[socket.AddressFamily, str]] = {4: (socket.AF_INET, "198.51.100.1"), 6: (socket.AF_INET6, "2001:db8::1")}
+# Addresses that are set aside for documentation (RFC 5737, RFC 3849): the way to them is the
+# default route, and nobody is there.
+_FAR: dict[int, tuple[socket.AddressFamily, str]] = {
+    4: (socket.AF_INET, "198.51.100.1"),
+    6: (socket.AF_INET6, "2001:db8::1"),
+}
 
-# How likely it is that other machines come in here, the likeliest first; below all of them, bridges lead to containers of this machine.
+# How likely it is that other machines come in here, the likeliest first; below all of them, bridges
+# lead to containers of this machine.
 _ORDER = ("infiniband", "ethernet", "wireless", "virtual", "container", "tunnel")
 
 
@@ -37,7 +42,8 @@ class Problem:
     """Something about names or addresses that is not as it should be."""
 
     code: str  # of the catalogue
-    grave: bool  # True: jobs on this machine alone fail; False: they run, and jobs on several machines may not
+    # True: jobs on this machine alone fail; False: they run, and jobs on several machines may not
+    grave: bool
     sentence: str  # what is wrong: subject first, no full stop
     why: tuple[str, ...] = ()  # facts anyone could check
     help: tuple[tuple[str, str], ...] = ()  # (sentence, command or "")
@@ -53,7 +59,9 @@ class Host:
     source: Mapping[int, str] = field(
         default_factory=dict
     )  # by IP version: the address from which this host reaches far ones; absent: no way
-    answers: Mapping[str, Answer] = field(default_factory=dict)  # of the resolver, by what was asked
+    answers: Mapping[str, Answer] = field(
+        default_factory=dict
+    )  # of the resolver, by what was asked
 
     @property
     def own(self) -> Answer:
@@ -65,8 +73,12 @@ class Host:
         for interface in self.interfaces:
             if any(address.ip == ip for address in interface.addresses):
                 return interface
-        if ip.startswith("127."):  # the whole network is this machine, and only its first address is listed
-            return next((interface for interface in self.interfaces if interface.kind == "loopback"), None)
+        if ip.startswith(
+            "127."
+        ):  # the whole network is this machine, and only its first address is listed
+            return next(
+                (interface for interface in self.interfaces if interface.kind == "loopback"), None
+            )
         return None
 
     def reachable(self) -> tuple[tuple[Interface, InterfaceAddress], ...]:
@@ -102,19 +114,34 @@ class Host:
         what to know about that."""
         parts = [str(self.own) if self.own.asked else self.name]
         reachable = self.reachable()
-        listed = ", ".join(f"{address.ip} ({interface.name}, {interface.kind})" for interface, address in reachable)
-        parts.append(f"others may reach it at {listed}" if listed else "no address that another machine could reach")
+        listed = ", ".join(
+            f"{address.ip} ({interface.name}, {interface.kind})" for interface, address in reachable
+        )
+        parts.append(
+            f"others may reach it at {listed}"
+            if listed
+            else "no address that another machine could reach"
+        )
         if reachable:
             first, address = reachable[0]
             if first.kind == "container":
-                parts.append(f"{first.name} leads out of a container: who reaches {address.ip} is decided outside of it")
+                parts.append(
+                    f"{first.name} leads out of a container: who reaches {address.ip} is decided outside of it"
+                )
             elif first.kind == "tunnel":
-                parts.append(f"{first.name} is a tunnel (VPN): only its other members reach {address.ip}")
+                parts.append(
+                    f"{first.name} is a tunnel (VPN): only its other members reach {address.ip}"
+                )
         return tuple(parts)
 
     def problems(self) -> tuple[Problem, ...]:
         """Return what is wrong, the gravest first. Pure."""
-        return tuple(sorted([*_loopback(self), *_own_name(self), *_backwards(self), *_ipv6(self)], key=lambda problem: not problem.grave))
+        return tuple(
+            sorted(
+                [*_loopback(self), *_own_name(self), *_backwards(self), *_ipv6(self)],
+                key=lambda problem: not problem.grave,
+            )
+        )
 
 
 def look(timeout: float = LOOK_TIMEOUT) -> Host:
@@ -131,7 +158,9 @@ def look(timeout: float = LOOK_TIMEOUT) -> Host:
     except OSError as error:
         found, unread = (), os.strerror(error.errno) if error.errno else str(error)
     answers = resolver.ask({name, "localhost"}, set(source.values()), timeout=timeout)
-    others = {other for ip in source.values() if (answer := answers.get(ip)) for other in answer.found[:1]} - answers.keys()
+    others = {
+        other for ip in source.values() if (answer := answers.get(ip)) for other in answer.found[:1]
+    } - answers.keys()
     if others and (left := timeout - clock.elapsed()) > 0:
         answers |= resolver.ask(others, timeout=left)
     return Host(name, found, unread, source, answers)
@@ -162,8 +191,14 @@ def chosen(environ: Mapping[str, str], found: Sequence[str]) -> tuple[Problem, .
         asked = [part for part in value.lstrip("=").split(",") if part]
         if not asked or value.startswith("^") or not found:
             continue
-        missing = [part for part in asked if not (part in found if exact else any(name.startswith(part) for name in found))]
-        if not missing or (variable.startswith("NCCL") and len(missing) < len(asked)):  # NCCL is content with one of them
+        missing = [
+            part
+            for part in asked
+            if not (part in found if exact else any(name.startswith(part) for name in found))
+        ]
+        if not missing or (
+            variable.startswith("NCCL") and len(missing) < len(asked)
+        ):  # NCCL is content with one of them
             continue
         wrong.append(
             Problem(
@@ -179,7 +214,8 @@ def chosen(environ: Mapping[str, str], found: Sequence[str]) -> tuple[Problem, .
     return tuple(wrong)
 
 
-# --- what is wrong -------------------------------------------------------------------------------------------------------
+# --- what is wrong
+# --------------------------------------------------------------------------------------------------
 
 
 def _loopback(host: Host) -> list[Problem]:
@@ -189,15 +225,25 @@ def _loopback(host: Host) -> list[Problem]:
     if lo is not None and lo.up and any(address.ip == "127.0.0.1" for address in lo.addresses):
         return []
     if lo is None:
-        said, helps = "there is no loopback interface", (("ask whoever made this container or sandbox for one", ""),)
+        said, helps = (
+            "there is no loopback interface",
+            (("ask whoever made this container or sandbox for one", ""),),
+        )
     elif not lo.up:
-        said, helps = f"the loopback interface {lo.name} is down", (("switch it on, as root", f"ip link set {lo.name} up"),)
+        said, helps = (
+            f"the loopback interface {lo.name} is down",
+            (("switch it on, as root", f"ip link set {lo.name} up"),),
+        )
     else:
         said, helps = (
             f"the loopback interface {lo.name} has no 127.0.0.1",
             (("add it, as root", f"ip address add 127.0.0.1/8 dev {lo.name}"),),
         )
-    return [Problem("loopback-down", True, said, why=("ranks on one machine meet at 127.0.0.1",), help=helps)]
+    return [
+        Problem(
+            "loopback-down", True, said, why=("ranks on one machine meet at 127.0.0.1",), help=helps
+        )
+    ]
 
 
 def _own_name(host: Host) -> list[Problem]:
@@ -205,7 +251,11 @@ def _own_name(host: Host) -> list[Problem]:
     look for this one."""
     own, first = host.own, host.own.found[0] if host.own.found else ""
     reachable = [address.ip for _, address in host.reachable()]
-    entry = (("say it in /etc/hosts, as root", f"echo '{reachable[0]}  {host.name}' >> /etc/hosts"),) if reachable else ()
+    entry = (
+        (("say it in /etc/hosts, as root", f"echo '{reachable[0]}  {host.name}' >> /etc/hosts"),)
+        if reachable
+        else ()
+    )
     if not own.asked:
         return []
     if not first:
@@ -219,7 +269,10 @@ def _own_name(host: Host) -> list[Problem]:
                 why=(
                     "gloo asks for it in every rank; without an address it takes the loopback interface, which is enough for one machine",
                 ),
-                help=entry or (("add the name to /etc/hosts", f"echo '127.0.1.1  {host.name}' >> /etc/hosts"),),
+                help=entry
+                or (
+                    ("add the name to /etc/hosts", f"echo '127.0.1.1  {host.name}' >> /etc/hosts"),
+                ),
             )
         ]
     interface = host.interface_of(first)
@@ -238,13 +291,20 @@ def _own_name(host: Host) -> list[Problem]:
         ]
     if not reachable or first in reachable or interface is None:
         return []
-    about = f"an address of {interface.name}" + {"loopback": "", "bridge": ", a bridge to containers"}.get(interface.kind, "")
+    about = f"an address of {interface.name}" + {
+        "loopback": "",
+        "bridge": ", a bridge to containers",
+    }.get(interface.kind, "")
     return [
         Problem(
             "address-loopback",
             False,
             f"this machine's own name {host.name} stands for {first}, where no other machine reaches it",
-            why=(f"{first} is {about}", f"others may reach it at {', '.join(reachable)}", "on one machine this does no harm"),
+            why=(
+                f"{first} is {about}",
+                f"others may reach it at {', '.join(reachable)}",
+                "on one machine this does no harm",
+            ),
             help=(
                 (
                     f"before a job on several machines, let {host.name} stand for {reachable[0]} in /etc/hosts",
@@ -268,7 +328,9 @@ def _backwards(host: Host) -> list[Problem]:
                     "address-one-way",
                     False,
                     f"the resolver gave no answer within {answer.took:.1f} s when it was asked for the name of {ip}",
-                    why=("torch asks for the name of its peer at every connection, and waits for the answer",),
+                    why=(
+                        "torch asks for the name of its peer at every connection, and waits for the answer",
+                    ),
                     help=(
                         (
                             "let it wait a second instead of five, if names that you need come in time",
@@ -286,7 +348,9 @@ def _backwards(host: Host) -> list[Problem]:
                         "address-one-way",
                         False,
                         f"{ip} is called {name}, and {sentence}",
-                        why=(f"whoever connects by that name reaches {'another address' if back.found else 'nobody'}",),
+                        why=(
+                            f"whoever connects by that name reaches {'another address' if back.found else 'nobody'}",
+                        ),
                         help=(("ask the resolver both ways", f"getent hosts {ip} {name}"),),
                     )
                 )
@@ -296,7 +360,9 @@ def _backwards(host: Host) -> list[Problem]:
 def _leads_elsewhere(host: Host, ip: str, name: str, back: Answer) -> str:
     """Return what the resolver says of the name that it gave for an address, "" when that is the
     same address."""
-    if name == host.name and (not back.found or scope(back.found[0]) == "host"):  # of its own name more is said elsewhere
+    if name == host.name and (
+        not back.found or scope(back.found[0]) == "host"
+    ):  # of its own name more is said elsewhere
         return ""
     if back.silent:
         return f"the resolver gave no answer for that name within {back.took:.1f} s"
@@ -307,7 +373,9 @@ def _leads_elsewhere(host: Host, ip: str, name: str, back: Answer) -> str:
 
 def _ipv6(host: Host) -> list[Problem]:
     wrong = []
-    has_six = any(address.ip == "::1" for interface in host.interfaces for address in interface.addresses)
+    has_six = any(
+        address.ip == "::1" for interface in host.interfaces for address in interface.addresses
+    )
     for asked in dict.fromkeys(("localhost", host.name)):
         found = host.answers[asked].found if asked in host.answers else ()
         six = next((ip for ip in found if ":" in ip), "")
@@ -319,20 +387,34 @@ def _ipv6(host: Host) -> list[Problem]:
                 "ipv6-half-configured",
                 False,
                 f"{asked} stands for {six}{order}, and this machine has no ::1: IPv6 is switched off",
-                why=("a program that tries only the first address fails; torch tries the next one, with a warning",),
-                help=(("remove the name from the line with the IPv6 address", "sudoedit /etc/hosts"),),
+                why=(
+                    "a program that tries only the first address fails; torch tries the next one, with a warning",
+                ),
+                help=(
+                    ("remove the name from the line with the IPv6 address", "sudoedit /etc/hosts"),
+                ),
             )
         )
-    unready = [(address.ip, interface.name) for interface in host.interfaces for address in interface.addresses if not address.ready]
+    unready = [
+        (address.ip, interface.name)
+        for interface in host.interfaces
+        for address in interface.addresses
+        if not address.ready
+    ]
     if unready:
         (ip, name), *others = unready
-        which = f"{ip} of {name}" + (f" and {len(others)} other address{'es' if len(others) > 1 else ''}" if others else "")
+        which = f"{ip} of {name}" + (
+            f" and {len(others)} other address{'es' if len(others) > 1 else ''}" if others else ""
+        )
         wrong.append(
             Problem(
                 "ipv6-half-configured",
                 False,
                 f"{which} cannot be used: another machine has it, or the kernel still asks for one",
-                why=("its flags are tentative or dadfailed", *(f"so are those of {ip} of {name}" for ip, name in others)),
+                why=(
+                    "its flags are tentative or dadfailed",
+                    *(f"so are those of {ip} of {name}" for ip, name in others),
+                ),
                 help=(("see its flags", f"ip -6 address show dev {name}"),),
             )
         )

@@ -31,8 +31,9 @@ BUSY_SHARE = 0.1
 """Share of a GPU's memory that a stranger must hold to be worth a line: a desktop or a bare context
 holds less."""
 
-# The first driver of each major version of CUDA. Within one, a program built for a later minor version runs on an earlier driver.
-# Source: NVIDIA, "CUDA Compatibility", minor version compatibility.
+# The first driver of each major version of CUDA. Within one, a program built for a later minor
+# version runs on an earlier driver. Source: NVIDIA, "CUDA Compatibility", minor version
+# compatibility.
 _CUDA_OF_DRIVER = ((580, 13), (525, 12), (450, 11), (410, 10))
 
 
@@ -40,7 +41,8 @@ class Process(msgspec.Struct, frozen=True):
     """A process that has memory of a GPU."""
 
     pid: int
-    memory: int = 0  # bytes; 0: the driver does not tell (in a container, or on a GPU that is cut into instances)
+    # bytes; 0: the driver does not tell (in a container, or on a GPU that is cut into instances)
+    memory: int = 0
     command: str = ""  # "" when it is not ours to see
     session: int = 0  # the leader of its session: that of a rank, for what a rank has started
 
@@ -52,7 +54,9 @@ class Device(msgspec.Struct, frozen=True):
     name: str = ""
     memory: int = 0  # bytes; 0: not known
     used: int = 0
-    instances: tuple[str, ...] = ()  # what it is cut into (MIG): UUIDs, "" for each that has none known
+    instances: tuple[
+        str, ...
+    ] = ()  # what it is cut into (MIG): UUIDs, "" for each that has none known
     processes: tuple[Process, ...] = ()
 
 
@@ -62,11 +66,17 @@ class Look(msgspec.Struct, frozen=True):
 
     devices: tuple[Device, ...] = ()
     driver: str = ""  # "550.54.14"; "": none was seen
-    cuda: str = ""  # the newest CUDA that this driver knows: "12.4" from NVML, "12" by the driver's number
+    cuda: str = (
+        ""  # the newest CUDA that this driver knows: "12.4" from NVML, "12" by the driver's number
+    )
     source: Literal["files", "nvml"] = "files"
     problem: str = ""  # why NVML told nothing
-    hidden: bool = False  # there are GPUs that no file shows (Windows' Linux): only NVML could count them
-    newer: bool = False  # a newer library may stand before this driver (package cuda-compat): its number then says little
+    hidden: bool = (
+        False  # there are GPUs that no file shows (Windows' Linux): only NVML could count them
+    )
+    # a newer library may stand before this driver (package cuda-compat): its number then says
+    # little
+    newer: bool = False
 
 
 class Build(msgspec.Struct, frozen=True):
@@ -78,7 +88,13 @@ class Build(msgspec.Struct, frozen=True):
 
     def described(self) -> str:
         """`torch 2.13.0+cpu was built without CUDA`."""
-        made_for = f"for CUDA {self.cuda}" if self.cuda else f"for {self.other}" if self.other else "without CUDA"
+        made_for = (
+            f"for CUDA {self.cuda}"
+            if self.cuda
+            else f"for {self.other}"
+            if self.other
+            else "without CUDA"
+        )
         return f"torch {self.version} was built {made_for}"
 
 
@@ -86,10 +102,17 @@ class Visible(msgspec.Struct, frozen=True):
     """GPUs that CUDA_VISIBLE_DEVICES leaves."""
 
     given: str | None
-    indices: tuple[int, ...]  # of `Look.devices`, in the order in which CUDA numbers them; -1: one that could not be looked up
-    instance: bool = False  # what is visible is a part of a GPU (MIG), and CUDA shows a process one such part
+    indices: tuple[
+        int, ...
+        # of `Look.devices`, in the order in which CUDA numbers them; -1: one that could not be
+        # looked up
+    ]
+    instance: bool = (
+        False  # what is visible is a part of a GPU (MIG), and CUDA shows a process one such part
+    )
     stopped: str = ""  # why entries were not read, a clause
-    by_bus: bool = False  # CUDA numbers as the bus does (CUDA_DEVICE_ORDER=PCI_BUS_ID); else the fastest comes first
+    # CUDA numbers as the bus does (CUDA_DEVICE_ORDER=PCI_BUS_ID); else the fastest comes first
+    by_bus: bool = False
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -105,7 +128,12 @@ class Found(msgspec.Struct, frozen=True):
     def facts(self) -> tuple[str, ...]:
         """Return what was found where, a line each: torch, driver, GPUs, the variable."""
         named = [self.build.described()] if self.build is not None else []
-        return (*named, _of_driver(self.look), _of_devices(self.look), *_of_variable(self.look, self.visible))
+        return (
+            *named,
+            _of_driver(self.look),
+            _of_devices(self.look),
+            *_of_variable(self.look, self.visible),
+        )
 
     def strangers(self, own: Iterable[int]) -> tuple[str, ...]:
         """Return who else holds a tenth or more of a visible GPU's memory, a line each. `own`: pids
@@ -117,19 +145,26 @@ class Found(msgspec.Struct, frozen=True):
                 continue
             device = self.look.devices[index]
             for one in device.processes:
-                if one.pid in ours or one.session in ours or one.memory < BUSY_SHARE * device.memory:
+                if (
+                    one.pid in ours
+                    or one.session in ours
+                    or one.memory < BUSY_SHARE * device.memory
+                ):
                     continue
                 what = f" ({one.command[:60]})" if one.command else ""
-                lines.append(f"GPU {index}: pid {one.pid}{what} holds {_size(one.memory)} of its {_size(device.memory)}")
+                lines.append(
+                    f"GPU {index}: pid {one.pid}{what} holds {_size(one.memory)} of its {_size(device.memory)}"
+                )
         return tuple(lines)
 
 
-# --- conclusions: pure -----------------------------------------------------------------------------------------------
+# --- conclusions: pure
+# -----------------------------------------------------------------------------------------------
 
 
 def resolve(look: Look, environ: Mapping[str, str]) -> Visible:
-    """Return the GPUs that a program would see: CUDA stops reading CUDA_VISIBLE_DEVICES at the first entry
-    that names none.
+    """Return the GPUs that a program would see: CUDA stops reading CUDA_VISIBLE_DEVICES at the
+    first entry that names none.
 
     As torch reads it (`torch.cuda._parse_visible_devices`): the first entry decides whether the
     list has numbers, `GPU-...` or `MIG-...`; a UUID may be cut short as long as it is unique; a
@@ -143,7 +178,11 @@ def resolve(look: Look, environ: Mapping[str, str]) -> Visible:
 def _read_list(given: str | None, look: Look) -> Visible:
     if given is None:
         cut = [index for index, device in enumerate(look.devices) if device.instances]
-        return Visible(None, (cut[0],), instance=True) if cut else Visible(None, tuple(range(len(look.devices))))
+        return (
+            Visible(None, (cut[0],), instance=True)
+            if cut
+            else Visible(None, tuple(range(len(look.devices))))
+        )
     if not look.devices:
         return Visible(given, (), stopped="" if given else "it is empty")
     kind = next((prefix for prefix in ("GPU-", "MIG-") if given.startswith(prefix)), "")
@@ -152,10 +191,14 @@ def _read_list(given: str | None, look: Look) -> Visible:
     for entry in (part.strip() for part in given.split(",")):
         index, why = _entry(entry, kind, look)
         if why:
-            return Visible(given, *_numbered(found, look, kind), stopped=why if given else "it is empty")
+            return Visible(
+                given, *_numbered(found, look, kind), stopped=why if given else "it is empty"
+            )
         mark = index if not kind else entry
         if mark in seen:
-            return Visible(given, (), stopped=f"{entry} stands in it twice, and CUDA then shows none")
+            return Visible(
+                given, (), stopped=f"{entry} stands in it twice, and CUDA then shows none"
+            )
         seen.append(mark)
         found.append(index)
     return Visible(given, *_numbered(found, look, kind))
@@ -171,9 +214,15 @@ def _entry(entry: str, kind: str, look: Look) -> tuple[int, str]:
         return (index, "") if 0 <= index < len(look.devices) else (-1, f"there is no GPU {index}")
     if not entry.startswith(kind):
         return -1, f"{entry!r} does not begin with {kind} as the first entry does"
-    uuids = [(index, one) for index, device in enumerate(look.devices) for one in (device.instances if kind == "MIG-" else (device.uuid,))]
+    uuids = [
+        (index, one)
+        for index, device in enumerate(look.devices)
+        for one in (device.instances if kind == "MIG-" else (device.uuid,))
+    ]
     if not all(one for _, one in uuids) or not uuids:
-        return -1, "" if kind == "GPU-" or any(device.instances for device in look.devices) else "no GPU here is cut into instances (MIG)"
+        return -1, "" if kind == "GPU-" or any(
+            device.instances for device in look.devices
+        ) else "no GPU here is cut into instances (MIG)"
     hits = [index for index, one in uuids if one.startswith(entry)]
     if len(hits) == 1:
         return hits[0], ""
@@ -197,7 +246,11 @@ def missing(found: Found) -> str:
     if look.hidden and look.source == "files":
         return ""
     if not look.devices:
-        return "no NVIDIA GPU is here" if look.driver else "no NVIDIA driver is loaded, and no GPU is here"
+        return (
+            "no NVIDIA GPU is here"
+            if look.driver
+            else "no NVIDIA driver is loaded, and no GPU is here"
+        )
     if build is not None and _major(build.cuda) > _major(look.cuda) > 0 and not look.newer:
         return f"the driver {look.driver} knows CUDA up to {look.cuda}, and torch {build.version} was built for CUDA {build.cuda}"
     if not found.visible.indices:
@@ -214,21 +267,33 @@ def _of_driver(look: Look) -> str:
     if not look.driver:
         return "no NVIDIA driver was found" + (f" ({look.problem})" if look.problem else "")
     knows = f", which knows CUDA up to {look.cuda}" if look.cuda else ""
-    return f"the NVIDIA driver is {look.driver}{knows}" + (f" ({look.problem})" if look.problem else "")
+    return f"the NVIDIA driver is {look.driver}{knows}" + (
+        f" ({look.problem})" if look.problem else ""
+    )
 
 
 def _of_devices(look: Look) -> str:
     if not look.devices:
-        return "GPUs that no file shows" if look.hidden and look.source == "files" else "no NVIDIA GPU: there is no /dev/nvidia<n>"
+        return (
+            "GPUs that no file shows"
+            if look.hidden and look.source == "files"
+            else "no NVIDIA GPU: there is no /dev/nvidia<n>"
+        )
     names = dict.fromkeys(device.name or "a GPU whose name is not known" for device in look.devices)
     cut = sum(len(device.instances) for device in look.devices)
-    return f"{count(len(look.devices))}: {', '.join(names)}" + (f", cut into {cut} instances (MIG)" if cut else "")
+    return f"{count(len(look.devices))}: {', '.join(names)}" + (
+        f", cut into {cut} instances (MIG)" if cut else ""
+    )
 
 
 def _of_variable(look: Look, visible: Visible) -> tuple[str, ...]:
-    more: tuple[str, ...] = ("CUDA shows a process one instance (MIG) only",) if visible.instance else ()
+    more: tuple[str, ...] = (
+        ("CUDA shows a process one instance (MIG) only",) if visible.instance else ()
+    )
     if len({device.name for device in look.devices}) > 1 and not visible.by_bus:
-        more += ("CUDA numbers the fastest GPU first, nvidia-smi by the bus: with CUDA_DEVICE_ORDER=PCI_BUS_ID they agree",)
+        more += (
+            "CUDA numbers the fastest GPU first, nvidia-smi by the bus: with CUDA_DEVICE_ORDER=PCI_BUS_ID they agree",
+        )
     if visible.given is None:
         return ("CUDA_VISIBLE_DEVICES is not set", *more)
     if visible.indices:
@@ -236,7 +301,11 @@ def _of_variable(look: Look, visible: Visible) -> tuple[str, ...]:
         left = f"an instance of GPU {which}" if visible.instance else f"GPU {which}"
     else:
         left = "no GPU"
-    why = f": {visible.stopped}, and what follows is not read" if visible.stopped and visible.indices else ""
+    why = (
+        f": {visible.stopped}, and what follows is not read"
+        if visible.stopped and visible.indices
+        else ""
+    )
     why = why or (f": {visible.stopped}" if visible.stopped else "")
     return (f"CUDA_VISIBLE_DEVICES={visible.given!r} leaves {left}{why}", *more)
 
@@ -250,43 +319,68 @@ def _size(number: int) -> str:
     return f"{number / (1 << 30):.1f} GiB"
 
 
-# --- the look at files -----------------------------------------------------------------------------------------------
+# --- the look at files
+# -----------------------------------------------------------------------------------------------
 
 
 def look(root: str = "/") -> Look:
     """Return what files say. Opens no device, loads nothing, cannot hang. `root` is for tests."""
-    devices_folder, driver_folder = os.path.join(root, "dev"), os.path.join(root, "proc/driver/nvidia")
-    minors = sorted(int(found[1]) for name in _names(devices_folder) if (found := re.fullmatch(r"nvidia(\d+)", name)))
+    devices_folder, driver_folder = (
+        os.path.join(root, "dev"),
+        os.path.join(root, "proc/driver/nvidia"),
+    )
+    minors = sorted(
+        int(found[1])
+        for name in _names(devices_folder)
+        if (found := re.fullmatch(r"nvidia(\d+)", name))
+    )
     told: dict[int, tuple[int, Device]] = {}
-    for place, folder in enumerate(_names(os.path.join(driver_folder, "gpus"))):  # named by PCI address, so in the bus's order
+    for place, folder in enumerate(
+        _names(os.path.join(driver_folder, "gpus"))
+    ):  # named by PCI address, so in the bus's order
         fields = dict(
             (name.strip(), value.strip())
             for name, _, value in (
-                line.partition(":") for line in _text(os.path.join(driver_folder, "gpus", folder, "information")).splitlines()
+                line.partition(":")
+                for line in _text(
+                    os.path.join(driver_folder, "gpus", folder, "information")
+                ).splitlines()
             )
         )
         if fields.get("Device Minor", "").isdigit():
             uuid = fields.get("GPU UUID", "")
             told[int(fields["Device Minor"])] = (
                 place,
-                Device(uuid if re.fullmatch(r"GPU-[0-9a-f-]+", uuid) else "", fields.get("Model", "")),
+                Device(
+                    uuid if re.fullmatch(r"GPU-[0-9a-f-]+", uuid) else "", fields.get("Model", "")
+                ),
             )
     devices = []
     for _, minor, device in sorted(
-        (told.get(minor, (minor, Device()))[0], minor, told.get(minor, (minor, Device()))[1]) for minor in minors
+        (told.get(minor, (minor, Device()))[0], minor, told.get(minor, (minor, Device()))[1])
+        for minor in minors
     ):
         parts = _instances(os.path.join(driver_folder, "capabilities", f"gpu{minor}", "mig"))
         devices.append(msgspec.structs.replace(device, instances=("",) * parts))
-    version = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", _text(os.path.join(driver_folder, "version")))
+    version = re.search(
+        r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", _text(os.path.join(driver_folder, "version"))
+    )
     driver = version[1] if version else ""
     hidden = not devices and "dxg" in _names(devices_folder)
-    newer = "compat" in os.environ.get("LD_LIBRARY_PATH", "") or os.path.isdir(os.path.join(root, "usr/local/cuda/compat"))
+    newer = "compat" in os.environ.get("LD_LIBRARY_PATH", "") or os.path.isdir(
+        os.path.join(root, "usr/local/cuda/compat")
+    )
     return Look(tuple(devices), driver, _cuda_of(driver), hidden=hidden, newer=newer)
 
 
 def _instances(folder: str) -> int:
     """Return how many compute instances a GPU is cut into: mig/gi<n>/ci<n>."""
-    return sum(name.startswith("ci") for part in _names(folder) if part.startswith("gi") for name in _names(os.path.join(folder, part)))
+    return sum(
+        name.startswith("ci")
+        for part in _names(folder)
+        if part.startswith("gi")
+        for name in _names(os.path.join(folder, part))
+    )
 
 
 def _cuda_of(driver: str) -> str:
@@ -318,15 +412,27 @@ def torch_build(folders: Sequence[str] | None = None) -> Build | None:
     from importlib.machinery import PathFinder
 
     here = os.getcwd() if folders is None else ""
-    searched = [folder for folder in (sys.path if folders is None else folders) if folder and os.path.abspath(folder) != here]
+    searched = [
+        folder
+        for folder in (sys.path if folders is None else folders)
+        if folder and os.path.abspath(folder) != here
+    ]
     spec = PathFinder.find_spec("torch", searched)
     if spec is None or not spec.origin:
         return None
     text = _text(os.path.join(os.path.dirname(spec.origin), "version.py"))
-    told = {name: value for name, value in re.findall(r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)}
+    told = {
+        name: value
+        for name, value in re.findall(
+            r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE
+        )
+    }
     if "__version__" not in told:
         return None
-    other = next((f"{name} {told[key]}" for key, name in (("hip", "ROCm"), ("xpu", "XPU")) if told.get(key)), "")
+    other = next(
+        (f"{name} {told[key]}" for key, name in (("hip", "ROCm"), ("xpu", "XPU")) if told.get(key)),
+        "",
+    )
     return Build(told["__version__"], told.get("cuda", ""), other)
 
 
@@ -337,7 +443,8 @@ def find(environ: Mapping[str, str], seen: Look | None = None) -> Found:
     return Found(looked, resolve(looked, environ), torch_build())
 
 
-# --- the look through NVML -------------------------------------------------------------------------------------------
+# --- the look through NVML
+# -------------------------------------------------------------------------------------------
 
 
 def look_closely(deadline: float = DEADLINE) -> Look:
@@ -350,7 +457,11 @@ def look_closely(deadline: float = DEADLINE) -> Look:
     if not (files.devices or files.driver or files.hidden):
         return files
     answer, problem = _ask(deadline)
-    return msgspec.structs.replace(files, problem=problem) if answer is None else msgspec.structs.replace(answer, newer=files.newer)
+    return (
+        msgspec.structs.replace(files, problem=problem)
+        if answer is None
+        else msgspec.structs.replace(answer, newer=files.newer)
+    )
 
 
 def _ask(deadline: float) -> tuple[Look | None, str]:
@@ -366,7 +477,9 @@ def _ask(deadline: float) -> tuple[Look | None, str]:
             sys.executable,
             [sys.executable, "-c", _CHILD, str(writer)],
             dict(os.environ),
-            file_actions=[(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)],
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)
+            ],
         )
     except OSError as error:
         os.close(reader)
@@ -439,7 +552,10 @@ def _device(nvml: Any, index: int) -> Device:
         memory=memory.total if memory is not None else 0,
         used=memory.used if memory is not None else 0,
         instances=tuple(_parts(nvml, handle)),
-        processes=tuple(_process(one) for one in _answer(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)),
+        processes=tuple(
+            _process(one)
+            for one in _answer(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+        ),
     )
 
 
@@ -472,7 +588,8 @@ def _words(text: str | bytes) -> str:
     return text.decode("utf-8", "replace") if isinstance(text, bytes) else text
 
 
-# --- this process ----------------------------------------------------------------------------------------------------
+# --- this process
+# --------------------------------------------------------------------------------------------------
 
 _NOT_INITIALISED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _driver: Any = None

@@ -45,7 +45,9 @@ def _state() -> _State | None:
         return None
     libc.__res_state.restype = ctypes.POINTER(_State)
     state: _State = libc.__res_state().contents
-    if not state.options & _INITIALISED and not hasattr(libc, "__res_init"):  # before glibc 2.34 it is in a library of its own
+    if not state.options & _INITIALISED and not hasattr(
+        libc, "__res_init"
+    ):  # before glibc 2.34 it is in a library of its own
         return None
     if not state.options & _INITIALISED and libc.__res_init() != 0:
         return None

@@ -59,7 +59,8 @@ class OwnedFds:
         self.close()
 
 
-# --- beside a pickle for a process of ours -----------------------------------------------------------
+# --- beside a pickle for a process of ours
+# -----------------------------------------------------------
 
 
 class _PickledFds(threading.local):
@@ -138,7 +139,8 @@ def _duplicate(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
-# --- in any other pickle -----------------------------------------------------------------------------
+# --- in any other pickle
+# -----------------------------------------------------------------------------
 
 
 class ByAddress:
@@ -181,9 +183,14 @@ class ByAddress:
         return UsageError(
             code,
             f"shared memory that pid {self._pid} on {self._host} sent cannot be taken over: {why}",
-            why=("through a queue, a pipe or a file goes only where the memory is: the sender must have it until the receiver does",),
+            why=(
+                "through a queue, a pipe or a file goes only where the memory is: the sender must have it until the receiver does",
+            ),
             help=(
-                ("give it to the process when that starts", "multiprocessing.Process(target=work, args=(shared,))"),
+                (
+                    "give it to the process when that starts",
+                    "multiprocessing.Process(target=work, args=(shared,))",
+                ),
                 ("or keep it, and the process, in the sender until it has arrived", ""),
             ),
         )

@@ -26,14 +26,18 @@ LOOK_TIMEOUT = 3.0
 waits longer only for a lock that another one holds (iptables' xtables.lock), and that may be for
 ever."""
 
-# No `-t filter`: that would load the table's kernel module where nobody uses it, and leave out what drops in other tables.
+# No `-t filter`: that would load the table's kernel module where nobody uses it, and leave out what
+# drops in other tables.
 _TOOLS = (("nft", "-j", "list", "ruleset"), ("iptables-save",), ("ip6tables-save",))
 
 _HOOKS = ("prerouting", "input", "output")
 """Hooks at which a packet to this machine may be dropped; `output` only where it comes from here,
 too."""
 
-_SBIN = ("/usr/sbin", "/sbin")  # where root's tools are; a shell that became root by `su` has them not in PATH
+_SBIN = (
+    "/usr/sbin",
+    "/sbin",
+)  # where root's tools are; a shell that became root by `su` has them not in PATH
 
 _DEEPEST = 16  # chains below each other; nft refuses more
 
@@ -43,7 +47,9 @@ _VERDICTS = ("accept", "drop", "reject", "return")
 class Ask(NamedTuple):
     """One condition of a rule."""
 
-    what: str  # "port", "interface", "out", "state", "version", "protocol", "source", "destination"; "" for any other
+    # "port", "interface", "out", "state", "version", "protocol", "source", "destination"; "" for
+    # any other
+    what: str
     values: tuple[str, ...]
     negated: bool = False
     version: int = 0  # of IP, whose packets alone have that field; 0: both
@@ -54,7 +60,9 @@ class Rule(NamedTuple):
 
     text: str
     asks: tuple[Ask, ...]
-    does: str  # "accept", "drop", "reject", "return", "jump NAME", "goto NAME" (no way leads back), or "" for what only counts or logs
+    # "accept", "drop", "reject", "return", "jump NAME", "goto NAME" (no way leads back), or "" for
+    # what only counts or logs
+    does: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +96,18 @@ class Blocked(NamedTuple):
     does: str  # "drop" (the caller waits) or "reject" (the caller is told)
     where: str  # "nft: inet filter input"
     rule: str  # the rule as it is listed
-    certain: bool  # False: a rule before it, or it itself, asks for something that is not known here
+    certain: (
+        bool  # False: a rule before it, or it itself, asks for something that is not known here
+    )
 
     def __str__(self) -> str:
         said = f"{self.where}: {self.rule}"
         verb = "drops" if self.does == "drop" else "rejects"
-        return f"the firewall {verb} it ({said})" if self.certain else f"the firewall may {self.does} it ({said})"
+        return (
+            f"the firewall {verb} it ({said})"
+            if self.certain
+            else f"the firewall may {self.does} it ({said})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +116,9 @@ class Firewall:
 
     chains: tuple[Chain, ...] = ()
     read: tuple[str, ...] = ()  # the tools whose answer was read
-    unread: tuple[str, ...] = ()  # a sentence for each tool that gave none; empty: all rules were read
+    unread: tuple[
+        str, ...
+    ] = ()  # a sentence for each tool that gave none; empty: all rules were read
 
     def blocked(self, port: int, interface: str = "lo", version: int = 4) -> Blocked | None:
         """Return what keeps a new TCP connection to `port` that comes in over `interface`; None
@@ -119,7 +135,9 @@ class Firewall:
             blocked
             for packet in packets
             for chain in self.chains
-            if chain.policy and version in chain.versions and (chain.hook != "output" or interface == "lo")
+            if chain.policy
+            and version in chain.versions
+            and (chain.hook != "output" or interface == "lo")
             for blocked in _blocks(chain, packet, chains)
         ]
         return min(found, key=lambda one: not one.certain, default=None)
@@ -133,7 +151,9 @@ def read_firewall(timeout: float = LOOK_TIMEOUT) -> Firewall:
     chains: list[Chain] = []
     read, unread = [], []
     for tool, *arguments in _TOOLS:
-        path = shutil.which(tool, path=os.pathsep.join((os.environ.get("PATH", os.defpath), *_SBIN)))
+        path = shutil.which(
+            tool, path=os.pathsep.join((os.environ.get("PATH", os.defpath), *_SBIN))
+        )
         if path is None:
             unread.append(f"{tool} is not installed")
             continue
@@ -146,10 +166,13 @@ def read_firewall(timeout: float = LOOK_TIMEOUT) -> Firewall:
                 check=False,
                 env={**os.environ, "LC_ALL": "C"},
             )
-            # A launcher that reaps every child takes the exit status, which is 0 then: what was said counts, too.
+            # A launcher that reaps every child takes the exit status, which is 0 then: what was
+            # said counts, too.
             if done.returncode or (done.stderr and not done.stdout):
                 said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-                unread.append(f"{tool} refused: {said[0] if said else f'exit status {done.returncode}'}")
+                unread.append(
+                    f"{tool} refused: {said[0] if said else f'exit status {done.returncode}'}"
+                )
                 continue
             text = done.stdout.decode("utf-8", "replace")
             chains += nft_chains(text) if tool == "nft" else iptables_chains(text, tool)
@@ -166,7 +189,8 @@ def read_firewall(timeout: float = LOOK_TIMEOUT) -> Firewall:
     return Firewall(tuple(chains), tuple(read), tuple(unread))
 
 
-# --- iptables-save -----------------------------------------------------------------------------------
+# --- iptables-save
+# -----------------------------------------------------------------------------------
 
 _IPTABLES_ASKS = {
     "-p": "protocol", "--dport": "port", "--dports": "port", "-i": "interface", "-o": "out", "--ctstate": "state",
@@ -194,7 +218,15 @@ def iptables_chains(text: str, tool: str = "iptables-save") -> list[Chain]:
             for name, of_chain in rules.items():
                 hooked = name.lower() in _HOOKS and table != "nat"
                 policy, hook = (policies[name].lower(), name.lower()) if hooked else ("", "")
-                found.append(Chain(tool, name if table == "filter" else f"{table} {name}", tuple(of_chain), policy, hook))
+                found.append(
+                    Chain(
+                        tool,
+                        name if table == "filter" else f"{table} {name}",
+                        tuple(of_chain),
+                        policy,
+                        hook,
+                    )
+                )
     return found
 
 
@@ -209,18 +241,29 @@ def _iptables_rule(line: str, words: Sequence[str]) -> Rule:
         if word in ("-g", "--goto"):
             does = f"goto {value}"
         elif word in ("-j", "--jump"):
-            does = value.lower() if value.lower() in _VERDICTS else "" if value == "LOG" else f"jump {value}"
+            does = (
+                value.lower()
+                if value.lower() in _VERDICTS
+                else ""
+                if value == "LOG"
+                else f"jump {value}"
+            )
         elif word not in _WITHOUT_MEANING:
             asks.append(
                 Ask(
-                    _IPTABLES_ASKS.get(word, ""), tuple(value.replace(":", "-").split(",") if "port" in word else value.split(",")), negated
+                    _IPTABLES_ASKS.get(word, ""),
+                    tuple(
+                        value.replace(":", "-").split(",") if "port" in word else value.split(",")
+                    ),
+                    negated,
                 )
             )
         negated = False
     return Rule(line, tuple(asks), does)
 
 
-# --- nft ---------------------------------------------------------------------------------------------
+# --- nft
+# ---------------------------------------------------------------------------------------------
 
 _NFT_ASKS = {
     "tcp dport": ("port", 0), "th dport": ("port", 0), "iif": ("interface", 0), "iifname": ("interface", 0), "oif": ("out", 0),
@@ -244,7 +287,9 @@ def nft_chains(text: str) -> list[Chain]:
             if kind == "chain":
                 chains[f"{told['family']} {told['table']} {told['name']}"] = told
             elif kind == "rule":
-                rules.setdefault(f"{told['family']} {told['table']} {told['chain']}", []).extend(_nft_rules(told["expr"]))
+                rules.setdefault(f"{told['family']} {told['table']} {told['chain']}", []).extend(
+                    _nft_rules(told["expr"])
+                )
     found = []
     for name, told in chains.items():
         hook = told.get("hook", "") if told.get("type") != "nat" else ""
@@ -290,9 +335,19 @@ def _nft_ask(left: dict[str, Any], right: Any, negated: bool = False) -> tuple[s
     ((kind, told),) = left.items()
     field = told.get("field") or told.get("key") if isinstance(told, dict) else None
     name = (
-        f"{told['protocol']} {field}" if kind == "payload" and "protocol" in told else f"ct {field}" if kind == "ct" else str(field or kind)
+        f"{told['protocol']} {field}"
+        if kind == "payload" and "protocol" in told
+        else f"ct {field}"
+        if kind == "ct"
+        else str(field or kind)
     )
-    listed = right["set"] if isinstance(right, dict) and "set" in right else right if isinstance(right, list) else [right]
+    listed = (
+        right["set"]
+        if isinstance(right, dict) and "set" in right
+        else right
+        if isinstance(right, list)
+        else [right]
+    )
     values = tuple(map(_nft_value, listed))
     text = f"{name} {'!= ' * negated}{'{ ' + ', '.join(values) + ' }' if len(values) > 1 else values[0]}"
     if name.startswith(tuple(f"{protocol} " for protocol in _OTHER_PROTOCOLS)):
@@ -314,7 +369,8 @@ def _nft_value(value: Any) -> str:
     return str(value)
 
 
-# --- rules to a verdict ------------------------------------------------------------------------------
+# --- rules to a verdict
+# ------------------------------------------------------------------------------
 
 
 class _Packet(NamedTuple):
@@ -344,13 +400,19 @@ def _blocks(hooked: Chain, packet: _Packet, chains: dict[tuple[str, str], Chain]
             verb, _, target = rule.does.partition(" ")
             if target:
                 there = chains.get(chain.sibling(target))
-                end = through(there, certain, depth + 1) if there is not None and depth < _DEEPEST else ""
+                end = (
+                    through(there, certain, depth + 1)
+                    if there is not None and depth < _DEEPEST
+                    else ""
+                )
                 if there is None or depth == _DEEPEST or (verb == "goto" and not certain):
                     passed = True  # no chain: a module that may do anything
                 elif certain and (end or verb == "goto"):
                     return end
             elif verb in ("drop", "reject"):
-                found = Blocked(verb, f"{chain.tool}: {chain.name}", rule.text, certain and not passed)
+                found = Blocked(
+                    verb, f"{chain.tool}: {chain.name}", rule.text, certain and not passed
+                )
                 if certain:
                     return found
                 doubtful.append(found)
@@ -362,7 +424,9 @@ def _blocks(hooked: Chain, packet: _Packet, chains: dict[tuple[str, str], Chain]
 
     end = through(hooked, True, 0)
     if not end and hooked.policy in ("drop", "reject"):
-        end = Blocked(hooked.policy, f"{hooked.tool}: {hooked.name}", f"policy {hooked.policy}", not passed)
+        end = Blocked(
+            hooked.policy, f"{hooked.tool}: {hooked.name}", f"policy {hooked.policy}", not passed
+        )
     return [end] if isinstance(end, Blocked) else [] if end else doubtful[:1]
 
 
@@ -379,7 +443,9 @@ def _hits(ask: Ask, packet: _Packet, hook: str) -> bool | None:
     values = {value.lower() for value in ask.values}
     if ask.what in ("interface", "out"):
         comes = (ask.what == "out") == (hook == "output")
-        named = any(value[-1] in "+*" and packet.interface.startswith(value[:-1]) for value in ask.values)
+        named = any(
+            value[-1] in "+*" and packet.interface.startswith(value[:-1]) for value in ask.values
+        )
         hit = comes and (named or packet.interface in ask.values)
     elif any(value.startswith("@") for value in values):
         hit = None

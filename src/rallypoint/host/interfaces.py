@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Literal
 
-Kind = Literal["loopback", "ethernet", "wireless", "infiniband", "bridge", "container", "tunnel", "virtual"]
+Kind = Literal[
+    "loopback", "ethernet", "wireless", "infiniband", "bridge", "container", "tunnel", "virtual"
+]
 """Purpose of an interface. "container": one end of a pair that leads into a container, or out of
 this one; "tunnel": a VPN or another tunnel; "virtual": made by software, and none of the others."""
 
@@ -39,7 +41,9 @@ class InterfaceAddress:
 
     ip: str
     scope: Scope
-    ready: bool = True  # False: IPv6 that the kernel still checks for a double on the link, or found one: it cannot be bound
+    # False: IPv6 that the kernel still checks for a double on the link, or found one: it cannot be
+    # bound
+    ready: bool = True
 
     @property
     def version(self) -> int:
@@ -68,8 +72,16 @@ def interfaces() -> tuple[Interface, ...]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for name, stats in psutil.net_if_stats().items():
             flags = stats.flags.split(",")
-            kind = "loopback" if "loopback" in flags else _kind(name, _driver(sock, name), "pointopoint" in flags)
-            ips = [one.address.partition("%")[0] for one in listed.get(name, ()) if one.family in (socket.AF_INET, socket.AF_INET6)]
+            kind = (
+                "loopback"
+                if "loopback" in flags
+                else _kind(name, _driver(sock, name), "pointopoint" in flags)
+            )
+            ips = [
+                one.address.partition("%")[0]
+                for one in listed.get(name, ())
+                if one.family in (socket.AF_INET, socket.AF_INET6)
+            ]
             addresses = tuple(InterfaceAddress(ip, scope(ip), ip not in unready) for ip in ips)
             found.append(Interface(name, kind, "up" in flags, stats.isup, addresses))
     return tuple(found)
@@ -79,7 +91,9 @@ def _driver(sock: socket.socket, name: str) -> str:
     """Return the name of an interface's driver, as ethtool does; "" when it has none."""
     told = ctypes.create_string_buffer(struct.pack("=I", _GDRVINFO), _DRVINFO_BYTES)
     with contextlib.suppress(OSError):
-        fcntl.ioctl(sock, _SIOCETHTOOL, struct.pack("16sP16x", name.encode()[:15], ctypes.addressof(told)))
+        fcntl.ioctl(
+            sock, _SIOCETHTOOL, struct.pack("16sP16x", name.encode()[:15], ctypes.addressof(told))
+        )
         return told.raw[4:36].rstrip(b"\0").decode("ascii", "replace")
     return ""
 
@@ -91,7 +105,9 @@ def _kind(name: str, driver: str, point_to_point: bool) -> Kind:
         return "infiniband"
     if point_to_point:
         return "tunnel"
-    return "wireless" if name.startswith("wl") else "ethernet"  # udev's names for wireless cards (systemd.net-naming-scheme(7))
+    return (
+        "wireless" if name.startswith("wl") else "ethernet"
+    )  # udev's names for wireless cards (systemd.net-naming-scheme(7))
 
 
 def _unready() -> set[str]:

@@ -45,7 +45,9 @@ class Segment:
 
     __slots__ = ("__weakref__", "_fd", "_free", "capacity", "size")
 
-    def __init__(self, fd: int, size: int, capacity: int, free: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self, fd: int, size: int, capacity: int, free: Callable[[int, int], None] | None = None
+    ) -> None:
         """Takes the descriptor over. `free(fd, capacity)` may be called from any thread and must
         not raise."""
         self._fd = fd
@@ -86,7 +88,9 @@ class Segment:
             self._fd = -1
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) < 0:  # a signal handler may have raised in the middle of __init__
+        if (
+            getattr(self, "_fd", -1) < 0
+        ):  # a signal handler may have raised in the middle of __init__
             return
         if self._free is not None:
             self._free(self._fd, self.capacity)
@@ -101,7 +105,9 @@ class Unfit(Exception):
 def create(capacity: int) -> int:
     """Return a fresh memfd of this many bytes, sealed. Raises OSError when there is no descriptor
     left."""
-    fd = system_calls.memfd_create("rallypoint", system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
+    fd = system_calls.memfd_create(
+        "rallypoint", system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING
+    )
     try:
         os.ftruncate(fd, capacity)
         fcntl.fcntl(fd, system_calls.F_ADD_SEALS, SEALS)
@@ -148,8 +154,8 @@ class Pool:
         self._free: dict[int, list[int]] = {}  # capacity: descriptors
         self._bytes = 0
         self._count = 0
-        # A segment is dropped wherever its last reference goes, in the middle of `take` if the collector runs there: so that
-        # only appends, which is one step for the interpreter.
+        # A segment is dropped wherever its last reference goes, in the middle of `take` if the
+        # collector runs there: so that only appends, which is one step for the interpreter.
         self.dropped: deque[tuple[int, int]] = deque()
         self._back = _Back(self.dropped)
 
@@ -262,7 +268,14 @@ def mapped(fd: int, size: int, offset: int = 0, *, private: bool = False) -> mem
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
     address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
@@ -285,7 +298,11 @@ def attach(pid: int, fd: int, inode: int, size: int) -> memoryview:
     here = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(here)
-        if found.st_ino != inode or fcntl.fcntl(here, system_calls.F_GET_SEALS) & SEALS != SEALS or found.st_size < size:
+        if (
+            found.st_ino != inode
+            or fcntl.fcntl(here, system_calls.F_GET_SEALS) & SEALS != SEALS
+            or found.st_size < size
+        ):
             raise Unfit(f"descriptor {fd} of pid {pid} is not the segment that was published")
         return mapped(here, found.st_size)
     finally:

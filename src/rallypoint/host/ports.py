@@ -83,7 +83,12 @@ class HeldPort:
     def __enter__(self) -> HeldPort:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
 
 
@@ -93,14 +98,18 @@ class PortHolder(NamedTuple):
 
     port: int
     host: str
-    state: str  # "listening", "bound", "connected", "ownerless" (what is left of a connection, or its beginning), "time-wait"
+    # "listening", "bound", "connected", "ownerless" (what is left of a connection, or its
+    # beginning), "time-wait"
+    state: str
     uid: int
     pid: int = 0
     command: str = ""
     started: float = 0.0  # seconds since 1970, 0 if unknown
     peer: str = ""
     group: str = ""  # the control group it was made in, looked up only where no process is seen
-    job: str = ""  # the rallypoint job that the process belongs to, if it is one of the launcher's own or a forked rank
+    # the rallypoint job that the process belongs to, if it is one of the launcher's own or a forked
+    # rank
+    job: str = ""
 
     @property
     def user(self) -> str:
@@ -109,7 +118,9 @@ class PortHolder(NamedTuple):
 
     def accepts_at(self, ip: str) -> bool:
         """Tell whether it listens at this address of this machine: at itself, or at all of them."""
-        return self.state == "listening" and _same_place(self.host, ip) and ip not in ("0.0.0.0", "::")
+        return (
+            self.state == "listening" and _same_place(self.host, ip) and ip not in ("0.0.0.0", "::")
+        )
 
     def line(self, now: float | None = None) -> str:
         """`python train.py (pid 5112, user ada, started 3 h ago) is listening on
@@ -125,14 +136,24 @@ class PortHolder(NamedTuple):
             "connected": f"is connected from {address} to {self.peer}",
         }[self.state]
         if not self.pid:
-            why = "in another container" if os.geteuid() == 0 or self.uid == os.geteuid() else "only that user and root see which"
+            why = (
+                "in another container"
+                if os.geteuid() == 0 or self.uid == os.geteuid()
+                else "only that user and root see which"
+            )
             why += f"; control group {self.group}" if self.group else ""
             return f"a process of user {self.user} ({why}) {does}"
-        since = f", started {_ago((Clock().wall() if now is None else now) - self.started)}" if self.started else ""
+        since = (
+            f", started {_ago((Clock().wall() if now is None else now) - self.started)}"
+            if self.started
+            else ""
+        )
         return f"{self.command or 'a process'} (pid {self.pid}, user {self.user}{since}) {does}"
 
 
-def hold_port(port: int = 0, host: str = "127.0.0.1", port_range: tuple[int, int] | None = None) -> HeldPort:
+def hold_port(
+    port: int = 0, host: str = "127.0.0.1", port_range: tuple[int, int] | None = None
+) -> HeldPort:
     """Bind and listen, and keep it. `port` 0 is any free one, of `port_range` (both ends included)
     if given.
 
@@ -151,7 +172,8 @@ def hold_port(port: int = 0, host: str = "127.0.0.1", port_range: tuple[int, int
         except OSError as error:
             raise _problem(error, ip, port) from error
     if port_range is None:
-        # With SO_REUSEADDR the kernel may give one number to two binders; then only the first of them may listen.
+        # With SO_REUSEADDR the kernel may give one number to two binders; then only the first of
+        # them may listen.
         held = _first(family, ip, [0] * TRIES)
         low, high = _ephemeral()
     else:
@@ -185,7 +207,9 @@ def held_by(low: int, high: int) -> list[tuple[str, int]]:
     user ada)`. TIME_WAIT does not count."""
     ports: dict[str, set[int]] = {}
     for holder in _holders_of([entry for entry in _sockets(low, high) if entry.state != TIME_WAIT]):
-        unseen = f"processes of user {holder.user}" + (f" in {holder.group}" if holder.group else "")
+        unseen = f"processes of user {holder.user}" + (
+            f" in {holder.group}" if holder.group else ""
+        )
         name = f"{holder.command} (pid {holder.pid}, user {holder.user})" if holder.pid else unseen
         ports.setdefault(name, set()).add(holder.port)
     return sorted(((name, len(held)) for name, held in ports.items()), key=lambda item: -item[1])
@@ -207,7 +231,9 @@ def check_loopback(ip: str) -> None:
     if not (ip == "::1" or ip.startswith("127.")):
         return
     try:
-        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(
+            socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM
+        ) as probe:
             probe.connect((ip, 9))
     except OSError as error:
         if error.errno != errno.ENETUNREACH:
@@ -224,8 +250,8 @@ def _try(family: socket.AddressFamily, ip: str, port: int) -> HeldPort:
     # Close-on-exec, as Python makes all its sockets.
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # SO_REUSEADDR: connections of an earlier job in TIME_WAIT do not count. Never SO_REUSEPORT: with it a stranger
-        # could share the port and take half of the connections.
+        # SO_REUSEADDR: connections of an earlier job in TIME_WAIT do not count. Never SO_REUSEPORT:
+        # with it a stranger could share the port and take half of the connections.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((ip, port))
         listener.listen(BACKLOG)
@@ -254,12 +280,17 @@ def _first(family: socket.AddressFamily, ip: str, ports: Sequence[int]) -> HeldP
 
 def _check(port: int, port_range: tuple[int, int] | None) -> None:
     if not 0 <= port <= 65535:
-        raise UsageError("port-invalid", f"{port} is no port number: 1-65535, or 0 for any free one")
+        raise UsageError(
+            "port-invalid", f"{port} is no port number: 1-65535, or 0 for any free one"
+        )
     if port_range is None:
         return
     low, high = port_range
     if not 1 <= low <= high <= 65535:
-        raise UsageError("port-invalid", f"{low}-{high} is no range of ports: two numbers from 1 to 65535, the smaller first")
+        raise UsageError(
+            "port-invalid",
+            f"{low}-{high} is no range of ports: two numbers from 1 to 65535, the smaller first",
+        )
     if port and not low <= port <= high:
         raise UsageError("port-invalid", f"port {port} lies outside the allowed range {low}-{high}")
 
@@ -277,11 +308,18 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
 
     answer = resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host]
     if not answer.found:
-        said = f"the resolver gave no answer within {answer.took:.0f} s" if answer.silent else answer.error
+        said = (
+            f"the resolver gave no answer within {answer.took:.0f} s"
+            if answer.silent
+            else answer.error
+        )
         raise EnvironmentProblem(
             "address-unresolved",
             f"the host name {host} has no address: {said}",
-            help=(("ask this machine's resolver", f"getent hosts {host}"), ("or give the address instead of the name", "")),
+            help=(
+                ("ask this machine's resolver", f"getent hosts {host}"),
+                ("or give the address instead of the name", ""),
+            ),
         )
     ip = next((ip for ip in answer.found if ":" not in ip), answer.found[0])
     return socket.AF_INET6 if ":" in ip else socket.AF_INET, ip
@@ -292,20 +330,38 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
     address = _address(ip, port)
     if error.errno == errno.EADDRINUSE:
         found = holders(port)
-        blocking = [holder for holder in found if holder.state != "time-wait" and _same_place(holder.host, ip)]
-        listening = {holder.pid for holder in blocking if holder.pid and holder.state == "listening"}  # its connections say nothing more
-        blocking = [holder for holder in blocking if holder.state == "listening" or holder.pid not in listening]
+        blocking = [
+            holder
+            for holder in found
+            if holder.state != "time-wait" and _same_place(holder.host, ip)
+        ]
+        listening = {
+            holder.pid for holder in blocking if holder.pid and holder.state == "listening"
+        }  # its connections say nothing more
+        blocking = [
+            holder
+            for holder in blocking
+            if holder.state == "listening" or holder.pid not in listening
+        ]
         why = tuple(holder.line() for holder in blocking)
         first = f": {why[0]}" if why else ""
         helps = [("leave the port out: a free one is then held from the start", "")]
         if blocking and blocking[0].pid not in (0, os.getpid()) and blocking[0].uid == os.geteuid():
             # What listens for a job is a helper of its launcher, which heeds no SIGTERM.
-            end = f"rallypoint stop {blocking[0].job}" if blocking[0].job else f"kill {blocking[0].pid}"
+            end = (
+                f"rallypoint stop {blocking[0].job}"
+                if blocking[0].job
+                else f"kill {blocking[0].pid}"
+            )
             helps.append(("or end who holds it, if nobody needs it any more", end))
         return EnvironmentProblem(
             "port-in-use",
             f"port {port} on {ip} is taken{first}",
-            why=why[1:] if why else ("a process has bound it without listening, which this kernel does not show (Linux does from 6.8 on)",),
+            why=why[1:]
+            if why
+            else (
+                "a process has bound it without listening, which this kernel does not show (Linux does from 6.8 on)",
+            ),
             help=tuple(helps),
         )
     if error.errno in (errno.EACCES, errno.EPERM) and port:
@@ -317,7 +373,9 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
             why=(os.strerror(error.errno),),
             help=(("list this machine's addresses", "ip -brief address"),),
         )
-    return EnvironmentProblem("port-unavailable", f"cannot listen on {address}: {os.strerror(error.errno or 0)}")
+    return EnvironmentProblem(
+        "port-unavailable", f"cannot listen on {address}: {os.strerror(error.errno or 0)}"
+    )
 
 
 def _forbidden(ports: Sequence[int], forbidden: Collection[int]) -> EnvironmentProblem:
@@ -329,15 +387,26 @@ def _forbidden(ports: Sequence[int], forbidden: Collection[int]) -> EnvironmentP
     privileged = bool(int(status.get("CapEff", "0"), 16) & 1 << _CAP_NET_BIND_SERVICE)
     by_rule = [port for port in forbidden if port >= first_free or privileged]
     taken = len(ports) - len(forbidden)
-    which = f"none of the ports {ports[0]}-{ports[-1]} may" if len(ports) > 1 else f"port {ports[0]} may not"
+    which = (
+        f"none of the ports {ports[0]}-{ports[-1]} may"
+        if len(ports) > 1
+        else f"port {ports[0]} may not"
+    )
     headline = f"{which} be bound by user {_user(os.geteuid())}"
     if not by_rule:
         why = [f"ports below {first_free} need root or CAP_NET_BIND_SERVICE"]
         if taken:
             why.append(f"others hold the {taken} of the range that need neither")
-        help = (f"choose from {first_free} to 65535; without a port or a range any free one is taken", "")
+        help = (
+            f"choose from {first_free} to 65535; without a port or a range any free one is taken",
+            "",
+        )
         return EnvironmentProblem("port-forbidden", headline, why=tuple(why), help=(help,))
-    number = "this process has the right to bind any port" if privileged else f"only ports below {first_free} need a privilege here"
+    number = (
+        "this process has the right to bind any port"
+        if privileged
+        else f"only ports below {first_free} need a privilege here"
+    )
     why = [f"a rule of this machine's forbids it: {number}"]
     selinux = _words("/sys/fs/selinux/enforce") == "1"
     if selinux:
@@ -345,7 +414,9 @@ def _forbidden(ports: Sequence[int], forbidden: Collection[int]) -> EnvironmentP
     if status.get("Seccomp") == "2":
         why.append("this process runs under a seccomp filter, as in most containers")
     if not why[1:]:
-        why.append("which one is not seen from here: SELinux is off, and there is no seccomp filter; Landlock and BPF do not show")
+        why.append(
+            "which one is not seen from here: SELinux is off, and there is no seccomp filter; Landlock and BPF do not show"
+        )
     if taken:
         why.append(f"others hold the {taken} of the range that are not forbidden")
     helps = [("try other ports; without a port or a range the kernel chooses", "")]
@@ -383,11 +454,20 @@ def _exhausted(ip: str, low: int, high: int, asked: bool) -> EnvironmentProblem:
     why = [f"{name} holds {count}" for name, count in held_by(low, high)[:5]]
     if not asked:
         why.insert(0, f"the kernel gives out ports {low}-{high} (net.ipv4.ip_local_port_range)")
-        help = ("let the kernel give out more ports, as root", "sysctl -w net.ipv4.ip_local_port_range='10240 65535'")
+        help = (
+            "let the kernel give out more ports, as root",
+            "sysctl -w net.ipv4.ip_local_port_range='10240 65535'",
+        )
     else:
         if low <= last and first <= high:
-            why.append(f"every outgoing connection of this machine takes a port of {first}-{last}, too")
-        more = (low, min(65535, low + 10 * size - 1)) if low + size <= 65535 else (max(1024, high - 10 * size + 1), high)
+            why.append(
+                f"every outgoing connection of this machine takes a port of {first}-{last}, too"
+            )
+        more = (
+            (low, min(65535, low + 10 * size - 1))
+            if low + size <= 65535
+            else (max(1024, high - 10 * size + 1), high)
+        )
         help = ("allow more ports (in Python port_range=)", "--port-range {}-{}".format(*more))
     return EnvironmentProblem(
         "ports-exhausted",
@@ -421,10 +501,19 @@ def _sockets(low: int, high: int) -> Iterator[_Socket]:
             continue
         for line in lines:
             fields = line.split()
-            if not low <= int(fields[1][-4:], 16) <= high:  # a busy server has tens of thousands of others
+            if (
+                not low <= int(fields[1][-4:], 16) <= high
+            ):  # a busy server has tens of thousands of others
                 continue
             host, port = _decode(fields[1])
-            yield _Socket(host, port, _address(*_decode(fields[2])), int(fields[3], 16), int(fields[7]), int(fields[9]))
+            yield _Socket(
+                host,
+                port,
+                _address(*_decode(fields[2])),
+                int(fields[3], 16),
+                int(fields[7]),
+                int(fields[9]),
+            )
     for bound in bound_sockets():
         if low <= bound.port <= high:
             yield _Socket(bound.host, bound.port, "", BOUND, bound.uid, bound.inode)
@@ -435,7 +524,9 @@ def _decode(text: str) -> tuple[str, int]:
     address, port = text.split(":")
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     raw = struct.pack(f"={len(words)}I", *words)
-    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, raw), int(port, 16)
+    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, raw), int(
+        port, 16
+    )
 
 
 def _holders_of(sockets: Sequence[_Socket]) -> list[PortHolder]:
@@ -448,7 +539,9 @@ def _holders_of(sockets: Sequence[_Socket]) -> list[PortHolder]:
         pids = owners.get(entry.inode, [])
         state = names.get(entry.state, "connected" if entry.inode else "ownerless")
         plain = PortHolder(entry.port, entry.host, state, entry.uid, peer=entry.peer)
-        found += [_described(plain, pid) for pid in pids] or [plain._replace(group=groups.get(entry.inode, ""))]
+        found += [_described(plain, pid) for pid in pids] or [
+            plain._replace(group=groups.get(entry.inode, ""))
+        ]
     order = ("listening", "bound", "connected", "ownerless", "time-wait")
     return sorted(found, key=lambda holder: (order.index(holder.state), holder.pid))
 
@@ -481,7 +574,8 @@ def _links(folder: str) -> Iterable[str]:
             yield os.readlink(f"{folder}/{fd}")
 
 
-_OURS = "from rallypoint.launcher."  # in the command line of every process that the launcher starts for itself
+# in the command line of every process that the launcher starts for itself
+_OURS = "from rallypoint.launcher."
 
 
 def _described(holder: PortHolder, pid: int) -> PortHolder:

@@ -50,7 +50,15 @@ Place = tuple[socket.AddressFamily, tuple[object, ...]]
 
 Outcome = Literal["answered", "closed", "silent", "refused", "unreachable", "dropped"]
 
-UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.ENETDOWN}
+UNREACHABLE = {
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ETIMEDOUT,
+    errno.EADDRNOTAVAIL,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENETDOWN,
+}
 """Errors of the kernel when a packet finds no way, or may not be sent. (Everything else is the
 answer of whoever is there.)"""
 
@@ -64,7 +72,9 @@ class Tried(msgspec.Struct, frozen=True):
     first: bytes = b""  # what it answered
 
     def __str__(self) -> str:
-        return f"{self.where}: {_OUTCOMES[self.outcome]}" + (f" ({os.strerror(self.errno)}, errno {self.errno})" if self.errno else "")
+        return f"{self.where}: {_OUTCOMES[self.outcome]}" + (
+            f" ({os.strerror(self.errno)}, errno {self.errno})" if self.errno else ""
+        )
 
 
 _OUTCOMES: dict[Outcome, str] = {
@@ -86,10 +96,19 @@ class Reached(msgspec.Struct, frozen=True):
     unresolved: str = ""  # the resolver's words, or that it gave no answer; then nothing was tried
     unanswered: bool = False  # the latter
     here: bool = False  # one of the addresses is this machine's
-    holders: tuple[str, ...] = ()  # who listens on the port on this machine, a line each, when it is this machine's
+    holders: tuple[
+        str, ...
+    ] = ()  # who listens on the port on this machine, a line each, when it is this machine's
     stopped: int = 0  # the pid of one of them that stands still (state T)
-    rules: tuple[str, ...] = ()  # what this machine's firewall has to do with it, when packets to itself are dropped; unread is said
-    rejected: Blocked | None = None  # the rule of this machine's firewall that refuses, or may refuse, what somebody listens for
+    rules: tuple[
+        str, ...
+        # what this machine's firewall has to do with it, when packets to itself are dropped; unread
+        # is said
+    ] = ()
+    rejected: Blocked | None = (
+        # the rule of this machine's firewall that refuses, or may refuse, what somebody listens for
+        None
+    )
     seconds: float = 0.0  # that the look took
 
     @property
@@ -125,7 +144,11 @@ def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
         answer = resolver.ask([host], timeout=timeout * RESOLVER_SHARE)[host]
         places = [place for ip in answer.found[:ADDRESSES_MOST] for place in numeric(ip, port)]
         unanswered = answer.silent
-        unresolved = "" if places else answer.error or f"the resolver gave no answer within {answer.took:.1f} s"
+        unresolved = (
+            ""
+            if places
+            else answer.error or f"the resolver gave no answer within {answer.took:.1f} s"
+        )
     tried = _try_all(places, greeting, timeout, clock)
     ips = {described(family, sockaddr): str(sockaddr[0]) for family, sockaddr in places}
     here = any(is_own(family, str(sockaddr[0])) for family, sockaddr in places)
@@ -139,7 +162,19 @@ def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
         rejected = _rejecting(port, version=6 if ":" in refusing[0] else 4)
     elif here and any(one.outcome in ("dropped", "unreachable") for one in tried):
         rules = _rules(port)
-    return Reached(host, port, tried, unresolved, unanswered, here, lines, _stopped(listening), rules, rejected, clock.elapsed())
+    return Reached(
+        host,
+        port,
+        tried,
+        unresolved,
+        unanswered,
+        here,
+        lines,
+        _stopped(listening),
+        rules,
+        rejected,
+        clock.elapsed(),
+    )
 
 
 class Looking:
@@ -150,8 +185,12 @@ class Looking:
         self.result: Reached | None = None
         self.address = (host, port)
         self._asked = (host, port, greeting, timeout)
-        with contextlib.suppress(RuntimeError):  # as many processes as this user may have, or this container: nothing is seen there
-            threading.Thread(target=self._look, name=f"rallypoint: look at {host}", daemon=True).start()
+        with contextlib.suppress(
+            RuntimeError
+        ):  # as many processes as this user may have, or this container: nothing is seen there
+            threading.Thread(
+                target=self._look, name=f"rallypoint: look at {host}", daemon=True
+            ).start()
 
     def _look(self) -> None:
         self.result = look(*self._asked)
@@ -181,8 +220,9 @@ def arrived(sock: socket.socket) -> None:
     if error:
         raise OSError(error, os.strerror(error))
     if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
-        # The port is one of those that the kernel gives to clients, and it gave this very one to us: TCP then connects a
-        # socket with itself. One attempt in 28,000, and there are jobs that make as many.
+        # The port is one of those that the kernel gives to clients, and it gave this very one to
+        # us: TCP then connects a socket with itself. One attempt in 28,000, and there are jobs that
+        # make as many.
         raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
@@ -190,14 +230,21 @@ def told(error: OSError) -> tuple[Literal["refused", "unreachable"], str]:
     """Classify why a connection was not made, apart by whom: what is there, or the way to it; and
     in words."""
     if error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.EAGAIN):
-        text = {errno.ENOENT: "there is no such socket", errno.EAGAIN: "its queue of connections is full"}
+        text = {
+            errno.ENOENT: "there is no such socket",
+            errno.EAGAIN: "its queue of connections is full",
+        }
         return "refused", text.get(error.errno, "nothing listens there")
     return "unreachable" if error.errno in UNREACHABLE else "refused", error.strerror or str(error)
 
 
 def described(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> str:
     """`127.0.0.1:29500`, `[::1]:29500`, the path of a Unix socket."""
-    return str(sockaddr[0]) if family == socket.AF_UNIX else address_of(str(sockaddr[0]), int(str(sockaddr[1])))
+    return (
+        str(sockaddr[0])
+        if family == socket.AF_UNIX
+        else address_of(str(sockaddr[0]), int(str(sockaddr[1])))
+    )
 
 
 def address_of(host: str, port: int) -> str:
@@ -255,7 +302,10 @@ def elsewhere(host: str, timeout: float) -> tuple[str, str] | None:
         places = [place for ip in answer.found for place in numeric(ip, 0)]
     if any(is_own(family, str(sockaddr[0])) for family, sockaddr in places):
         return None
-    return "address-unavailable", f"{host} is not this machine: {places[0][1][0]} is none of its addresses"
+    return (
+        "address-unavailable",
+        f"{host} is not this machine: {places[0][1][0]} is none of its addresses",
+    )
 
 
 def listener(host: str, port: int) -> PortHolder | None:
@@ -269,10 +319,16 @@ def listener(host: str, port: int) -> PortHolder | None:
 def shown(first: bytes) -> str:
     """Return the first line of what somebody answered, as text if it is text."""
     line = first[:64].splitlines()[0] if first.strip() else first[:64]
-    return repr(line.decode("ascii")) if line.isascii() and all(32 <= byte < 127 or byte == 9 for byte in line) else line[:16].hex(" ")
+    return (
+        repr(line.decode("ascii"))
+        if line.isascii() and all(32 <= byte < 127 or byte == 9 for byte in line)
+        else line[:16].hex(" ")
+    )
 
 
-def _try_all(places: list[Place], greeting: bytes, timeout: float, clock: Clock) -> tuple[Tried, ...]:
+def _try_all(
+    places: list[Place], greeting: bytes, timeout: float, clock: Clock
+) -> tuple[Tried, ...]:
     found: dict[str, Tried] = {}
     ways: dict[int, _Way] = {}
     poll = select.poll()
@@ -326,13 +382,17 @@ class _Way:
             if not self._connected:
                 arrived(self.sock)
                 self._connected = True
-                self.sock.send(self._greeting, socket.MSG_NOSIGNAL)  # a few bytes into an empty buffer: all of them at once
+                self.sock.send(
+                    self._greeting, socket.MSG_NOSIGNAL
+                )  # a few bytes into an empty buffer: all of them at once
                 return None
             first = self.sock.recv(FIRST_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:
-            return Tried(self.where, "closed" if self._connected else told(error)[0], error.errno or 0)
+            return Tried(
+                self.where, "closed" if self._connected else told(error)[0], error.errno or 0
+            )
         return Tried(self.where, "answered" if first else "closed", first=first)
 
     def say_no_more(self) -> None:
@@ -372,4 +432,6 @@ def _listeners(port: int) -> tuple[PortHolder, ...]:
 def _stopped(listening: tuple[PortHolder, ...]) -> int:
     from rallypoint.host import processes  # here: it loads ctypes, and servers rarely stand still
 
-    return next((holder.pid for holder in listening if holder.pid and processes.is_stopped(holder.pid)), 0)
+    return next(
+        (holder.pid for holder in listening if holder.pid and processes.is_stopped(holder.pid)), 0
+    )

@@ -20,9 +20,16 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _RESTART_SYSCALL = "219" if os.uname().machine == "x86_64" else "128"
 
-# Prepared once: in a forked worker every object that is made on the way writes to pages that are shared until then.
+# Prepared once: in a forked worker every object that is made on the way writes to pages that are
+# shared until then.
 _libc_prctl = ctypes.CDLL(None, use_errno=True).prctl
-_libc_prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+_libc_prctl.argtypes = [
+    ctypes.c_int,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+]
 
 
 def _where_proc_is() -> str:
@@ -33,7 +40,11 @@ def _where_proc_is() -> str:
     signalled. An unreadable file is "not known" everywhere below.
     """
     try:
-        return "/proc" if os.readlink("/proc/self") == str(os.getpid()) else "/proc/of-another-namespace"
+        return (
+            "/proc"
+            if os.readlink("/proc/self") == str(os.getpid())
+            else "/proc/of-another-namespace"
+        )
     except OSError:
         return "/proc"
 
@@ -83,7 +94,9 @@ def prepare_to_supervise() -> tuple[int, int]:
     soft, hard = limit
     if soft != resource.RLIM_INFINITY and soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would reap our children before we have asked how they ended
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # ignored, the kernel would reap our children before we have asked how they ended
     become_subreaper()
     return limit
 
@@ -109,7 +122,10 @@ def _check_system_calls() -> None:
         raise EnvironmentProblem(
             "start-failed",
             "this machine, or the sandbox around this process, lacks what the launcher needs",
-            why=(*lacking, f"this is Linux {os.uname().release}; 5.4 and later have all system calls that are needed"),
+            why=(
+                *lacking,
+                f"this is Linux {os.uname().release}; 5.4 and later have all system calls that are needed",
+            ),
             help=(
                 (
                     "see which of them the sandbox, its filter (seccomp) or the kernel withholds",
@@ -134,7 +150,9 @@ def open_standard_descriptors() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # the lowest free number: this one
 
 
 def die_with(parent: int) -> None:
@@ -188,7 +206,8 @@ class Activity(NamedTuple):
     """Snapshot of a process's main thread at one moment. Two of them say whether it has run in
     between."""
 
-    state: str  # R running, S asleep, D in the kernel, T stopped, t held by a debugger, Z ended but not reaped
+    # R running, S asleep, D in the kernel, T stopped, t held by a debugger, Z ended but not reaped
+    state: str
     cpu: int  # clock ticks that it has used
     waits: int  # times it has given up the processor by itself
     switches: int  # times it has left the processor in any way
@@ -284,7 +303,11 @@ def is_handling(pid: int, number: int) -> bool:
         return False
     if _signal_mask(pid, pid, b"ShdPnd") & bit:
         return True
-    return any((_signal_mask(pid, int(thread), b"SigBlk") | _signal_mask(pid, int(thread), b"SigPnd")) & bit for thread in threads)
+    return any(
+        (_signal_mask(pid, int(thread), b"SigBlk") | _signal_mask(pid, int(thread), b"SigPnd"))
+        & bit
+        for thread in threads
+    )
 
 
 def _signal_mask(pid: int, thread: int, key: bytes) -> int:
@@ -344,7 +367,10 @@ def other_threads(pid: int) -> dict[int, ThreadActivity]:
         for entry in os.listdir(f"{_PROC}/{pid}/task"):
             if entry == str(pid):
                 continue
-            with contextlib.suppress(OSError), open(f"{_PROC}/{pid}/task/{entry}/status", "rb") as file:  # it has ended
+            with (
+                contextlib.suppress(OSError),
+                open(f"{_PROC}/{pid}/task/{entry}/status", "rb") as file,
+            ):  # it has ended
                 name, state, switches = "", "", 0
                 for line in file:
                     if line.startswith(b"Name:"):
@@ -386,7 +412,9 @@ def has_marker(pid: int, marker: bytes) -> bool:
         return False
 
 
-def family(marker: bytes, sessions: Iterable[int], *, ancestor: int = 0, spare: Iterable[int] = ()) -> list[ProcessStatus]:
+def family(
+    marker: bytes, sessions: Iterable[int], *, ancestor: int = 0, spare: Iterable[int] = ()
+) -> list[ProcessStatus]:
     """Return every living process that belongs to a job: in a session that one of its ranks leads,
     started with its marker, or a descendant of `ancestor` (which is left out itself).
 
@@ -401,7 +429,11 @@ def family(marker: bytes, sessions: Iterable[int], *, ancestor: int = 0, spare: 
     for one in everyone.values():
         if one.pid in left_out or one.state in "ZX":
             continue
-        if one.session in ours or (marker and has_marker(one.pid, marker)) or (ancestor and _descends(one, ancestor, everyone)):
+        if (
+            one.session in ours
+            or (marker and has_marker(one.pid, marker))
+            or (ancestor and _descends(one, ancestor, everyone))
+        ):
             found.append(one)
     return found
 
@@ -415,7 +447,9 @@ def _everyone() -> Iterator[ProcessStatus]:
         return
     for entry in entries:
         if entry.isdigit():
-            with contextlib.suppress(PermissionError):  # of another user, and /proc is mounted with hidepid=1
+            with contextlib.suppress(
+                PermissionError
+            ):  # of another user, and /proc is mounted with hidepid=1
                 if (one := status(entry)) is not None:
                     yield one
 
@@ -432,7 +466,12 @@ def _descends(one: ProcessStatus, ancestor: int, everyone: Mapping[int, ProcessS
 
 
 def kill_family(
-    marker: bytes, sessions: Iterable[int], *, deadline: float, ancestor: int = 0, spare: Iterable[int] = ()
+    marker: bytes,
+    sessions: Iterable[int],
+    *,
+    deadline: float,
+    ancestor: int = 0,
+    spare: Iterable[int] = (),
 ) -> list[ProcessStatus]:
     """SIGKILL for every process of a job until none is left; returns those that would not die
     within `deadline` seconds.
@@ -450,7 +489,10 @@ def kill_family(
         for one in living:
             try:
                 pidfd = system_calls.pidfd_open(one.pid)
-            except (ProcessLookupError, FileNotFoundError):  # FileNotFoundError: the number is a thread's by now
+            except (
+                ProcessLookupError,
+                FileNotFoundError,
+            ):  # FileNotFoundError: the number is a thread's by now
                 continue
             held.append(pidfd)
             again = status(one.pid)
@@ -481,7 +523,10 @@ def send(pidfd: int, number: int) -> bool:
     """Signal exactly the process behind a pidfd; False when it has ended."""
     try:
         system_calls.pidfd_send_signal(pidfd, number)
-    except (ProcessLookupError, PermissionError):  # PermissionError: it became somebody else's (sudo); the caller sees that it lives on
+    except (
+        ProcessLookupError,
+        PermissionError,
+    ):  # PermissionError: it became somebody else's (sudo); the caller sees that it lives on
         return False
     return True
 
@@ -504,7 +549,11 @@ def send_group(leader: int, number: int) -> bool:
 def group_members(leader: int) -> list[ProcessStatus]:
     """Return the living processes of a session that `leader` (ended or not) led, itself left
     out."""
-    return [one for one in _everyone() if one.session == leader and one.pid != leader and one.state not in "ZX"]
+    return [
+        one
+        for one in _everyone()
+        if one.session == leader and one.pid != leader and one.state not in "ZX"
+    ]
 
 
 def end_of_unreaped(pid: int) -> tuple[int, int] | None:
@@ -516,7 +565,9 @@ def end_of_unreaped(pid: int) -> tuple[int, int] | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    if fields[0] != b"Z" or (os.geteuid() and owner != os.geteuid()):  # of another user's process the kernel shows 0
+    if fields[0] != b"Z" or (
+        os.geteuid() and owner != os.geteuid()
+    ):  # of another user's process the kernel shows 0
         return None
     number = int(fields[49])  # exit_code of proc_pid_stat(5), in the form of wait(2)
     return os.waitstatus_to_exitcode(number) if os.WIFEXITED(number) else 0, os.WTERMSIG(number)
@@ -552,7 +603,12 @@ def sealed_memory_file(label: str, content: bytes) -> int:
 
     fd = system_calls.memfd_create(label, system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING)
     os.write(fd, content)
-    seals = system_calls.F_SEAL_WRITE | system_calls.F_SEAL_GROW | system_calls.F_SEAL_SHRINK | system_calls.F_SEAL_SEAL
+    seals = (
+        system_calls.F_SEAL_WRITE
+        | system_calls.F_SEAL_GROW
+        | system_calls.F_SEAL_SHRINK
+        | system_calls.F_SEAL_SEAL
+    )
     fcntl.fcntl(fd, system_calls.F_ADD_SEALS, seals)
     return fd
 

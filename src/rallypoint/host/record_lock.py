@@ -55,13 +55,25 @@ _SLICE = 0.05
 """Seconds of one wait in the kernel, between which signal handlers run. A waiter that is stopped
 may swallow the wake-up for the others, who look again after this time."""
 
-_PROCESS_SHARED, _ROBUST, _ERRORCHECK, _CLOCK_MONOTONIC = 1, 1, 2, 1  # pthread.h, bits/time.h of glibc
+_PROCESS_SHARED, _ROBUST, _ERRORCHECK, _CLOCK_MONOTONIC = (
+    1,
+    1,
+    2,
+    1,
+)  # pthread.h, bits/time.h of glibc
 
 _libc = ctypes.CDLL(None)
 _clocklock = getattr(_libc, "pthread_mutex_clocklock", None)
 """pthread_mutex_clocklock(3), which glibc has since 2.30; None on older ones and on musl."""
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -90,7 +102,12 @@ class LockHolder(NamedTuple):
         """Tell whether the process lives on. A pid that was given to another process since does not
         count, nor does one that is on its way out: its locks go a moment before it does."""
         found = processes.status(self.pid)
-        return found is not None and found.state not in "ZX" and found.started == self.started and not _is_exiting(self.pid)
+        return (
+            found is not None
+            and found.state not in "ZX"
+            and found.started == self.started
+            and not _is_exiting(self.pid)
+        )
 
 
 class RecordLock:
@@ -104,25 +121,34 @@ class RecordLock:
     def __init__(self, fd: int, token: bytes) -> None:
         """Use `create`. Takes the descriptor over."""
         self.token = token
-        self.left: LockHolder | None = None  # while held: the holder that died with it, and is not `settled`
+        self.left: LockHolder | None = (
+            None  # while held: the holder that died with it, and is not `settled`
+        )
         self.note = 0  # while held: the note
         self._fd = fd
-        # By hand: Python would unmap an mmap object when it ends, before the kernel looks whether this thread holds the mutex.
-        self._address = _libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        # By hand: Python would unmap an mmap object when it ends, before the kernel looks whether
+        # this thread holds the mutex.
+        self._address = _libc.mmap(
+            None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0
+        )
         if self._address == ctypes.c_void_p(-1).value:
             os.close(fd)
             raise MemoryError("the memory of a lock cannot be mapped")
         weakref.finalize(self, _release_memory, self._address, fd).atexit = False
         self._mutex = ctypes.c_void_p(self._address)
         self._word = ctypes.c_uint32.from_address(self._address)
-        self._bytes = memoryview((ctypes.c_ubyte * mmap.PAGESIZE).from_address(self._address)).cast("B")
+        self._bytes = memoryview((ctypes.c_ubyte * mmap.PAGESIZE).from_address(self._address)).cast(
+            "B"
+        )
         self._forget()
 
     def _forget(self) -> None:
         """Note that no thread of this process holds it or asks for it."""
         self._inside: set[int] = set()  # threads that hold it or are in `acquire`
         self._owner = 0  # the thread that holds it, from a moment after it has it
-        self._former: bytes | None = None  # what a release writes where the holder stands; None: nothing to be written
+        self._former: bytes | None = (
+            None  # what a release writes where the holder stands; None: nothing to be written
+        )
         self._in_parent = False
 
     @classmethod
@@ -170,7 +196,8 @@ class RecordLock:
     def _write(self, at: int, data: bytes) -> None:
         self._bytes[at : at + len(data)] = data
 
-    # -- acquire ------------------------------------------------------------------------------------
+    # -- acquire
+    # ------------------------------------------------------------------------------------
 
     def acquire(self, timeout: float = math.inf, who: str = "", doing: str = "") -> bool:
         """Take the lock; False when it was not free within `timeout` seconds (0: do not wait).
@@ -185,7 +212,10 @@ class RecordLock:
         """
         me = threading.get_ident()
         if me in self._inside and (self._owner != me or self._has_mutex()):
-            raise WouldDeadlock("lock-twice", "this thread asks for a lock that it holds already: it would wait for itself for ever")
+            raise WouldDeadlock(
+                "lock-twice",
+                "this thread asks for a lock that it holds already: it would wait for itself for ever",
+            )
         try:
             self._inside.add(me)
             if not self._lock_mutex(_clock.monotonic() + timeout):
@@ -214,9 +244,13 @@ class RecordLock:
     def _wait(self, seconds: float) -> int:
         """Wait in the kernel for the mutex; the error number, 0 when it is locked."""
         if _clocklock is not None:
-            result = _clocklock(self._mutex, _CLOCK_MONOTONIC, ctypes.byref(_timespec(_clock.monotonic() + seconds)))
+            result = _clocklock(
+                self._mutex, _CLOCK_MONOTONIC, ctypes.byref(_timespec(_clock.monotonic() + seconds))
+            )
         else:
-            result = _libc.pthread_mutex_timedlock(self._mutex, ctypes.byref(_timespec(_clock.wall() + seconds)))
+            result = _libc.pthread_mutex_timedlock(
+                self._mutex, ctypes.byref(_timespec(_clock.wall() + seconds))
+            )
         return int(result)
 
     def _publish(self, who: str, doing: str) -> None:
@@ -227,7 +261,9 @@ class RecordLock:
         self._former = former
         own = _this_process()
         told = _cut(doing, 16) if self.left is None else b""
-        self._write(_HOLDER_AT, _HOLDER.pack(own.pid, own.started, _clock.monotonic(), _cut(who, 48), told))
+        self._write(
+            _HOLDER_AT, _HOLDER.pack(own.pid, own.started, _clock.monotonic(), _cut(who, 48), told)
+        )
 
     def settled(self) -> None:
         """While held: note that what `left` says is dealt with, and the next holder need not
@@ -245,7 +281,8 @@ class RecordLock:
         self.note = note
         self._write(_NOTE_AT, bytes((note,)))
 
-    # -- release ------------------------------------------------------------------------------------
+    # -- release
+    # ------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Release it, also if a signal handler raises meanwhile. UsageError when the calling thread
@@ -287,7 +324,8 @@ class RecordLock:
             said = "this thread gives back a lock that it does not hold"
         return UsageError("usage", said)
 
-    # -- holder -------------------------------------------------------------------------------------
+    # -- holder
+    # -------------------------------------------------------------------------------------
 
     def holder(self) -> LockHolder | None:
         """Return the process that holds it now, or has died with it; None when it is free. It may
@@ -298,11 +336,14 @@ class RecordLock:
             if thread != self._word.value & _THREAD_BITS:
                 continue
             written = None if entry == _NOBODY else _holder(entry, holds=thread != 0)
-            if not thread or (written is not None and os.path.exists(f"/proc/{written.pid}/task/{thread}")):
+            if not thread or (
+                written is not None and os.path.exists(f"/proc/{written.pid}/task/{thread}")
+            ):
                 return written
         return LockHolder(thread, "", "", math.nan, 0, True) if thread else None
 
-    # -- ways into a process ------------------------------------------------------------------------
+    # -- ways into a process
+    # ------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrived, (self.token, fd_passing.sent(self._fd))
@@ -325,7 +366,9 @@ def _arrived(token: bytes, passed: Any) -> RecordLock:
             os.close(fd)
             if here is not None:
                 return here
-            raise UsageError("usage", "the descriptor that arrived is not that of the lock which was sent")
+            raise UsageError(
+                "usage", "the descriptor that arrived is not that of the lock which was sent"
+            )
         here = _living[token] = RecordLock(fd, token)
         return here
 
@@ -362,7 +405,9 @@ def _after_fork() -> None:
     global _own, _registry
     _own, _registry = None, threading.RLock()
     for lock in list(_living.values()):
-        in_parent = lock._owner == threading.get_ident()  # the number of a thread is the same in the child
+        in_parent = (
+            lock._owner == threading.get_ident()
+        )  # the number of a thread is the same in the child
         lock._forget()
         lock._in_parent = in_parent
 
@@ -380,7 +425,9 @@ def _is_exiting(pid: int) -> bool:
 
 def _holder(entry: bytes, *, holds: bool) -> LockHolder:
     pid, started, since, who, doing = _HOLDER.unpack(entry)
-    return LockHolder(pid, who.rstrip(b"\0").decode(), doing.rstrip(b"\0").decode(), since, started, holds)
+    return LockHolder(
+        pid, who.rstrip(b"\0").decode(), doing.rstrip(b"\0").decode(), since, started, holds
+    )
 
 
 def _cut(text: str, length: int) -> bytes:

@@ -56,7 +56,9 @@ class Answer:
     asked: str
     kind: Literal["name", "address"]
     found: tuple[str, ...] = ()  # without repetitions, in the resolver's order
-    error: str = ""  # its words when it found nothing; "" with nothing found: no answer before the deadline
+    error: str = (
+        ""  # its words when it found nothing; "" with nothing found: no answer before the deadline
+    )
     took: float = 0.0  # seconds until the answer, or until nobody waited any more
 
     @property
@@ -67,10 +69,16 @@ class Answer:
     def __str__(self) -> str:
         if self.found:
             return f"{self.asked} is {', '.join(self.found)}"
-        return f"{self.asked}: {self.error}" if self.error else f"{self.asked}: no answer within {self.took:.1f} s"
+        return (
+            f"{self.asked}: {self.error}"
+            if self.error
+            else f"{self.asked}: no answer within {self.took:.1f} s"
+        )
 
 
-def ask(names: Iterable[str] = (), addresses: Iterable[str] = (), *, timeout: float) -> dict[str, Answer]:
+def ask(
+    names: Iterable[str] = (), addresses: Iterable[str] = (), *, timeout: float
+) -> dict[str, Answer]:
     """Look up all of these at once; the answers by what was asked. Names and addresses must not
     overlap. Never raises for a bad name.
 
@@ -78,7 +86,10 @@ def ask(names: Iterable[str] = (), addresses: Iterable[str] = (), *, timeout: fl
     `silent`. Nothing is left running.
     """
     clock = Clock()
-    wanted: dict[str, Literal["name", "address"]] = {**dict.fromkeys(names, "name"), **dict.fromkeys(addresses, "address")}
+    wanted: dict[str, Literal["name", "address"]] = {
+        **dict.fromkeys(names, "name"),
+        **dict.fromkeys(addresses, "address"),
+    }
     if not wanted or timeout <= 0:
         return {asked: Answer(asked, kind) for asked, kind in wanted.items()}
     found: dict[str, Answer] = {}
@@ -98,7 +109,10 @@ def ask(names: Iterable[str] = (), addresses: Iterable[str] = (), *, timeout: fl
             data = os.read(pipe, _READ_BYTES)
             if not data:
                 said = f"the interpreter that asks the resolver ended early (exit status {process.wait()})"
-                return {asked: found.get(asked) or Answer(asked, kind, error=said, took=clock.elapsed()) for asked, kind in wanted.items()}
+                return {
+                    asked: found.get(asked) or Answer(asked, kind, error=said, took=clock.elapsed())
+                    for asked, kind in wanted.items()
+                }
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 kind, asked, values, said = json.loads(line)
@@ -107,9 +121,12 @@ def ask(names: Iterable[str] = (), addresses: Iterable[str] = (), *, timeout: fl
         process.kill()
         process.stdin.close()
         process.stdout.close()
-        process.wait()  # it was killed: this takes no time, unless the kernel cannot end it, and then nobody could
+        # it was killed: this takes no time, unless the kernel cannot end it, and then nobody could
+        process.wait()
     took = clock.elapsed()
-    return {asked: found.get(asked) or Answer(asked, kind, took=took) for asked, kind in wanted.items()}
+    return {
+        asked: found.get(asked) or Answer(asked, kind, took=took) for asked, kind in wanted.items()
+    }
 
 
 def _start(questions: str) -> subprocess.Popen[bytes]:
@@ -117,5 +134,10 @@ def _start(questions: str) -> subprocess.Popen[bytes]:
     It ends when its stdin does."""
     command = [sys.executable or "python3", "-I", "-S", "-c", _PROGRAM, questions]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, close_fds=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        close_fds=True,
     )

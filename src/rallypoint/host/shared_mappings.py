@@ -26,7 +26,9 @@ class Mapping(NamedTuple):
             fd = int(number)
             try:
                 found = os.fstat(fd)
-                if (found.st_ino, found.st_dev) == (self.inode, self.device) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+                if (found.st_ino, found.st_dev) == (self.inode, self.device) and fcntl.fcntl(
+                    fd, fcntl.F_GETFL
+                ) & os.O_ACCMODE == os.O_RDWR:
                     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
             except OSError:  # the one that listed them; or another thread closed it
                 continue
@@ -61,8 +63,17 @@ def _shared_mappings() -> Iterator[Mapping]:
             if line[line.index(b" ") + 4 : line.index(b" ") + 5] != b"s":
                 continue
             span, _, offset, device, inode, *path = line.rstrip(b"\n").split(maxsplit=5)
-            if inode == b"0" or (path and path[0].startswith(b"/dev/") and not path[0].startswith(b"/dev/shm")):
+            if inode == b"0" or (
+                path and path[0].startswith(b"/dev/") and not path[0].startswith(b"/dev/shm")
+            ):
                 continue  # of a device
             first, end = (int(one, 16) for one in span.split(b"-"))
             major, minor = (int(one, 16) for one in device.split(b":"))
-            yield Mapping(first, end, int(offset, 16), os.makedev(major, minor), int(inode), os.fsdecode(path[0]) if path else "")
+            yield Mapping(
+                first,
+                end,
+                int(offset, 16),
+                os.makedev(major, minor),
+                int(inode),
+                os.fsdecode(path[0]) if path else "",
+            )

@@ -7,13 +7,16 @@ import signal
 from collections.abc import Iterable
 from types import FrameType
 
-# The signal that asks a worker for its stacks. One that does nothing to a process without a handler: a rank may execute another program
-# between our look whether it has one and the signal, or while the signal waits for it. Of those SIGURG is the one that nobody else uses:
-# the kernel sends it only to who asked for it (F_SETOWN), debuggers pass it on without a word, and Go has taken it for the same reasons.
+# The signal that asks a worker for its stacks. One that does nothing to a process without a
+# handler: a rank may execute another program between our look whether it has one and the signal, or
+# while the signal waits for it. Of those SIGURG is the one that nobody else uses: the kernel sends
+# it only to who asked for it (F_SETOWN), debuggers pass it on without a word, and Go has taken it
+# for the same reasons.
 EVIDENCE_SIGNAL = signal.SIGURG
 
-# The signal that asks whether Python's own handlers run: its handler blocks it, which /proc shows. It is sent with one that asks a rank
-# to stop, never to a rank that is to go on: unlike the one above it cannot be kept from ending a system call early (EINTR).
+# The signal that asks whether Python's own handlers run: its handler blocks it, which /proc shows.
+# It is sent with one that asks a rank to stop, never to a rank that is to go on: unlike the one
+# above it cannot be kept from ending a system call early (EINTR).
 ATTENTION_SIGNAL = signal.SIGRTMIN + 8
 
 
@@ -41,7 +44,11 @@ class SignalLog:
     def read(self) -> list[signal.Signals]:
         """Return the signals since the last call, oldest first. Does not wait."""
         try:
-            return [signal.Signals(number) for number in os.read(self._read, 4096) if number in self._former]
+            return [
+                signal.Signals(number)
+                for number in os.read(self._read, 4096)
+                if number in self._former
+            ]
         except BlockingIOError:
             return []
 
@@ -75,7 +82,11 @@ def ignored() -> tuple[int, ...]:
     """Return the signals that are ignored in this process and are not so by Python itself: what a
     child should ignore, too."""
     by_python = {signal.SIGPIPE, signal.SIGXFSZ}
-    return tuple(int(s) for s in signal.valid_signals() if s not in by_python and signal.getsignal(s) == signal.SIG_IGN)
+    return tuple(
+        int(s)
+        for s in signal.valid_signals()
+        if s not in by_python and signal.getsignal(s) == signal.SIG_IGN
+    )
 
 
 def name(number: int) -> str:

@@ -24,7 +24,9 @@ GROUPS_TIMEOUT = 0.05
 be told within a tenth of one. A machine with ten thousand groups may need more, and then this is
 not told."""
 
-_ANSWER_BYTES = 1 << 18  # more than the kernel puts into one message (32 KiB), so that none is cut off
+_ANSWER_BYTES = (
+    1 << 18
+)  # more than the kernel puts into one message (32 KiB), so that none is cut off
 
 # include/uapi/linux/{sock_diag,inet_diag,netlink}.h, include/net/tcp_states.h
 _NETLINK_SOCK_DIAG, _BY_FAMILY, _DONE, _ERROR = 4, 20, 3, 2
@@ -32,9 +34,15 @@ _REQUEST_DUMP = 0x1 | 0x300  # NLM_F_REQUEST | NLM_F_DUMP
 _ESTABLISHED, _LISTENING, _BOUND_INACTIVE = 1 << 1, 1 << 10, 1 << 13
 _CGROUP_ID = 21
 _HEADER = struct.Struct("=IHHII")
-_ASK = struct.Struct("=BBBxI48x")  # family, protocol, extensions, states, and a socket id that is not looked at
-_TOLD = struct.Struct("=BBBB2s2x16s16x12x12xII")  # family, state, timer, tries, port (big-endian), address, ..., uid, inode
-_QUEUES = struct.Struct("=4x2s2s16x16x12x4xII4xI")  # port, the other side's, bytes received and not read, sent and not acknowledged, inode
+_ASK = struct.Struct(
+    "=BBBxI48x"
+)  # family, protocol, extensions, states, and a socket id that is not looked at
+_TOLD = struct.Struct(
+    "=BBBB2s2x16s16x12x12xII"
+)  # family, state, timer, tries, port (big-endian), address, ..., uid, inode
+_QUEUES = struct.Struct(
+    "=4x2s2s16x16x12x4xII4xI"
+)  # port, the other side's, bytes received and not read, sent and not acknowledged, inode
 _ATTRIBUTE, _NUMBER = struct.Struct("=HH"), struct.Struct("=Q")
 
 
@@ -50,7 +58,9 @@ class BoundSocket(NamedTuple):
 def bound_sockets() -> Iterator[BoundSocket]:
     """List those of this network namespace, IPv4 and IPv6; none where the kernel does not tell."""
     for family, body in _told(_BOUND_INACTIVE):
-        _, _, _, _, port, raw, uid, inode = _TOLD.unpack_from(body)  # their state is told as TCP_CLOSE: all that comes was asked for
+        _, _, _, _, port, raw, uid, inode = _TOLD.unpack_from(
+            body
+        )  # their state is told as TCP_CLOSE: all that comes was asked for
         host = socket.inet_ntop(family, raw[:4] if family == socket.AF_INET else raw)
         yield BoundSocket(host, int.from_bytes(port, "big"), uid, inode)
 
@@ -64,7 +74,9 @@ def unanswered(port: int) -> dict[int, int]:
     dropped, it stays so.
     """
     wanted = port.to_bytes(2, "big")
-    asking: list[tuple[bytes, int, int]] = []  # the port of this side, bytes not acknowledged, inode
+    asking: list[
+        tuple[bytes, int, int]
+    ] = []  # the port of this side, bytes not acknowledged, inode
     unread: dict[bytes, int] = {}
     for _, body in _told(_ESTABLISHED):
         here, there, received, sent, inode = _QUEUES.unpack_from(body)
@@ -72,7 +84,11 @@ def unanswered(port: int) -> dict[int, int]:
             asking.append((here, sent, inode))
         if here == wanted and received:
             unread[there] = received
-    return {inode: sent + unread.get(here, 0) for here, sent, inode in asking if inode and (sent or here in unread)}
+    return {
+        inode: sent + unread.get(here, 0)
+        for here, sent, inode in asking
+        if inode and (sent or here in unread)
+    }
 
 
 def control_groups(inodes: set[int]) -> dict[int, str]:
@@ -108,7 +124,11 @@ def _paths(wanted: set[int]) -> dict[int, str]:
         except OSError:  # it was removed meanwhile
             continue
         waiting += [entry.path for entry in entries]
-        found |= {entry.inode(): entry.path.removeprefix(root) for entry in entries if entry.inode() in wanted}
+        found |= {
+            entry.inode(): entry.path.removeprefix(root)
+            for entry in entries
+            if entry.inode() in wanted
+        }
     return found
 
 
@@ -116,15 +136,21 @@ def _told(states: int) -> Iterator[tuple[socket.AddressFamily, memoryview]]:
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             yield from ((family, body) for body in _dump(family, states))
-        except OSError:  # no such netlink family in a sandbox, or no IPv6: who asks has /proc/net, too
+        except (
+            OSError
+        ):  # no such netlink family in a sandbox, or no IPv6: who asks has /proc/net, too
             continue
 
 
 def _dump(family: socket.AddressFamily, states: int) -> Iterator[memoryview]:
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as sock:
+    with socket.socket(
+        socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG
+    ) as sock:
         sock.settimeout(ANSWER_TIMEOUT)
         ask = _ASK.pack(family, socket.IPPROTO_TCP, 0, states)
-        sock.sendto(_HEADER.pack(_HEADER.size + len(ask), _BY_FAMILY, _REQUEST_DUMP, 1, 0) + ask, (0, 0))
+        sock.sendto(
+            _HEADER.pack(_HEADER.size + len(ask), _BY_FAMILY, _REQUEST_DUMP, 1, 0) + ask, (0, 0)
+        )
         while True:
             data = memoryview(sock.recv(_ANSWER_BYTES))
             if not data:

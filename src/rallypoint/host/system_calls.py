@@ -48,14 +48,18 @@ def _pidfd_send_signal(pidfd: int, number: int) -> None:
 def _memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
     machine = os.uname().machine
     if machine not in _MEMFD_CREATE:
-        raise NotImplementedError(f"memfd_create on {machine}: this Python has it not, and its number is not known here")
+        raise NotImplementedError(
+            f"memfd_create on {machine}: this Python has it not, and its number is not known here"
+        )
     return _ask(_MEMFD_CREATE[machine], os.fsencode(name), ctypes.c_uint(flags))
 
 
 def signalfd(number: int) -> int:
     """Return a descriptor (close-on-exec, does not wait) that is readable when a signal which this
     thread blocks has come; 128 bytes of it are one such signal. signalfd(2). Raises OSError."""
-    mask = (1 << (number - 1)).to_bytes(128, sys.byteorder)  # sigset_t; the C library passes on what the kernel wants of it
+    mask = (1 << (number - 1)).to_bytes(
+        128, sys.byteorder
+    )  # sigset_t; the C library passes on what the kernel wants of it
     fd = _libc.signalfd(-1, mask, os.O_CLOEXEC | os.O_NONBLOCK)
     if fd < 0:
         error = ctypes.get_errno()
@@ -67,7 +71,9 @@ pidfd_open: Callable[[int], int] = getattr(os, "pidfd_open", _pidfd_open)
 """A descriptor (close-on-exec) for a process, readable when that has ended. pidfd_open(2), Linux
 5.3. Raises OSError."""
 
-pidfd_send_signal: Callable[[int, int], None] = getattr(signal, "pidfd_send_signal", _pidfd_send_signal)
+pidfd_send_signal: Callable[[int, int], None] = getattr(
+    signal, "pidfd_send_signal", _pidfd_send_signal
+)
 """Signal exactly the process behind a pidfd. pidfd_send_signal(2), Linux 5.1. Raises OSError."""
 
 memfd_create: Callable[[str, int], int] = getattr(os, "memfd_create", _memfd_create)

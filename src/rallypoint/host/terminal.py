@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 WIDEST = 100  # columns: prose that is wider is hard to read
-NARROWEST = 20  # columns: where there are fewer, no sentence can be filled, and the terminal may break the lines itself
+# columns: where there are fewer, no sentence can be filled, and the terminal may break the lines
+# itself
+NARROWEST = 20
 UNKNOWN = 92  # columns of prose where there is no terminal: a log, a pipe
 
 

@@ -19,7 +19,11 @@ from typing import Any
 
 from rallypoint.errors import EnvironmentProblem
 
-NOSIGNAL, CLOEXEC, TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+NOSIGNAL, CLOEXEC, TRUNCATED = (
+    int(socket.MSG_NOSIGNAL),
+    int(socket.MSG_CMSG_CLOEXEC),
+    int(socket.MSG_CTRUNC),
+)
 """Flags of the calls that send and receive, as plain numbers: an operator on the enum's members is
 Python code of two microseconds, and was a tenth of a small request of the store."""
 
@@ -93,12 +97,15 @@ def uid_of(sock: socket.socket) -> int:
 
 
 def way_of(family: int, name: Any) -> str:
-    """Name one end of a connection as both sides can tell it: "unix", or "tcp 192.0.2.1 29500". `name`
-    is what `getpeername` returns on one side and `getsockname` on the other: the same, unless
-    somebody in between passes the connection on."""
+    """Name one end of a connection as both sides can tell it: "unix", or "tcp 192.0.2.1 29500".
+    `name` is what `getpeername` returns on one side and `getsockname` on the other: the same,
+    unless somebody in between passes the connection on."""
     if family == socket.AF_UNIX:
         return "unix"
-    host, port = str(name[0]).partition("%")[0], name[1]  # a scope (fe80::1%eth0) is called differently on either side
+    host, port = (
+        str(name[0]).partition("%")[0],
+        name[1],
+    )  # a scope (fe80::1%eth0) is called differently on either side
     if family == socket.AF_INET6:
         packed = socket.inet_pton(socket.AF_INET6, host)
         if packed.startswith(_MAPPED):
@@ -108,7 +115,9 @@ def way_of(family: int, name: Any) -> str:
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
     """pid and uid of the other end: who connected or, seen from there, who listened (unix(7))."""
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    pid, uid, _ = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return int(pid), int(uid)
 
 
@@ -131,8 +140,13 @@ def remove(path: str) -> None:
 def _places() -> list[tuple[str, str]]:
     """Return where to try, and how to name it in an error."""
     found = []
-    for name, place in (("XDG_RUNTIME_DIR", os.environ.get("XDG_RUNTIME_DIR")), ("TMPDIR", os.environ.get("TMPDIR"))):
-        if place and os.path.isabs(place):  # a relative one is to be ignored (XDG), and would mean something else elsewhere
+    for name, place in (
+        ("XDG_RUNTIME_DIR", os.environ.get("XDG_RUNTIME_DIR")),
+        ("TMPDIR", os.environ.get("TMPDIR")),
+    ):
+        if place and os.path.isabs(
+            place
+        ):  # a relative one is to be ignored (XDG), and would mean something else elsewhere
             found.append((place, f"{name}={os.fsencode(place).decode('utf-8', 'replace')}"))
     return [*found, ("/tmp", "/tmp")]
 
@@ -167,7 +181,9 @@ def _make(place: str, name: str) -> tuple[socket.socket, str]:
 def _claim(place: str) -> tuple[str, int]:
     """Make a fresh folder and its lock. Somebody's sweep may take it between two of these lines;
     then another is made."""
-    for _ in range(100):  # a sweep happens once in a process's start: two in a row that hit this are unheard of
+    for _ in range(
+        100
+    ):  # a sweep happens once in a process's start: two in a row that hit this are unheard of
         folder = os.path.join(place, f"rallypoint-{os.urandom(6).hex()}")
         lock = -1
         _held[folder] = (lock, os.getpid())
@@ -178,7 +194,11 @@ def _claim(place: str) -> tuple[str, int]:
             raise
         try:
             os.chmod(folder, 0o700)  # the umask may have taken some of it
-            lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            lock = os.open(
+                os.path.join(folder, _LOCK),
+                os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+                0o600,
+            )
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_nlink:
                 os.write(lock, _machine())
@@ -212,7 +232,9 @@ def _remove_if_dead(folder: str) -> None:
     """OSError when its owner lives."""
     try:
         lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:  # it is being made, and its maker takes another; or the maker died then
+    except (
+        FileNotFoundError
+    ):  # it is being made, and its maker takes another; or the maker died then
         os.rmdir(folder)
         return
     try:

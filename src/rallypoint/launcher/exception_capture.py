@@ -16,18 +16,21 @@ from rallypoint.launcher import interruptions
 from rallypoint.launcher.protocol import cut
 
 _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TYPED = "<string>"  # the text of `python -c`: our own processes begin so, and people call `launch` from one
+# the text of `python -c`: our own processes begin so, and people call `launch` from one
+_TYPED = "<string>"
 _RUNPY = "<frozen runpy>"  # a fresh `python -m` has it, too, but hides it
 SOURCE_LINE_MOST = 500  # characters of a source line: generated code has lines of a megabyte
 FRAMES_MOST = 60  # of one exception: a recursion has a thousand that say the same
 SOURCE_BYTES_MOST = 2 * 1024 * 1024  # a larger source file is not searched for its except clauses
 
-_SERIAL = "_rallypoint_serial"  # where an exception remembers that it was told about: builtin exceptions take no weak references
+# where an exception remembers that it was told about: builtin exceptions take no weak references
+_SERIAL = "_rallypoint_serial"
 
 
 def is_ours(filename: str, function: str = "<module>") -> bool:
-    """Whether a code object belongs to the launcher: to its files, or to the first line of one of its processes. A function with a name
-    that was typed behind `-c` is the user's; those that dataclasses write have names with underscores. As `stacks.hidden` has it."""
+    """Whether a code object belongs to the launcher: to its files, or to the first line of one of
+    its processes. A function with a name that was typed behind `-c` is the user's; those that
+    dataclasses write have names with underscores. As `stacks.hidden` has it."""
     if filename == _TYPED:
         return function == "<module>" or function.startswith("__")
     return filename.startswith(_OUR_FOLDER) or filename == _RUNPY
@@ -66,13 +69,19 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_of_chain(error: BaseException) -> BaseException:
-    """The exception that began it: back along `__context__` ("during handling of the above ..."), where nobody said `raise ... from`.
+    """The exception that began it: back along `__context__` ("during handling of the above ..."),
+    where nobody said `raise ... from`.
 
-    `finally: dist.destroy_process_group()` after a failed init ends in an AssertionError that hides the reason; an explicit `from`
-    is the program's own word for what it means and is kept. What `except ImportError:` catches was expected there: its other way failed.
+    `finally: dist.destroy_process_group()` after a failed init ends in an AssertionError that hides
+    the reason; an explicit `from` is the program's own word for what it means and is kept. What
+    `except ImportError:` catches was expected there: its other way failed.
     """
     seen = {id(error)}
-    while error.__cause__ is None and not error.__suppress_context__ and (before := error.__context__) is not None:
+    while (
+        error.__cause__ is None
+        and not error.__suppress_context__
+        and (before := error.__context__) is not None
+    ):
         if id(before) in seen or _was_expected(before, error):
             break
         error = before
@@ -80,7 +89,8 @@ def first_of_chain(error: BaseException) -> BaseException:
     return error
 
 
-# What programs catch to go another way. Broader ones are also caught to clear up: then what failed first is the cause.
+# What programs catch to go another way. Broader ones are also caught to clear up: then what failed
+# first is the cause.
 _EXPECTED = frozenset(
     ("ImportError", "ModuleNotFoundError", "AttributeError", "KeyError", "IndexError", "LookupError", "StopIteration", "Empty",
      "FileNotFoundError", "FileExistsError", "NotImplementedError")
@@ -88,24 +98,34 @@ _EXPECTED = frozenset(
 
 
 def _was_expected(before: BaseException, error: BaseException) -> bool:
-    """Whether `error` comes from an except clause that names the kind of `before`, and that kind is one to try something else for."""
+    """Whether `error` comes from an except clause that names the kind of `before`, and that kind is
+    one to try something else for.
+    """
     names = {kind.__name__ for kind in type(before).__mro__} & _EXPECTED
-    return bool(names) and any(_in_clause(frame.f_code.co_filename, line, names) for frame, line in traceback.walk_tb(error.__traceback__))
+    return bool(names) and any(
+        _in_clause(frame.f_code.co_filename, line, names)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def _in_clause(filename: str, line: int, names: set[str]) -> bool:
     """Whether a line lies in the body of an except clause that names one of these."""
     tree = None if is_ours(filename) else _tree(filename)
-    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)] if tree is not None else []
+    handlers = (
+        [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+        if tree is not None
+        else []
+    )
     inside = [one for one in handlers if one.lineno <= line <= (one.end_lineno or 0)]
     return any(one.type is not None and _fits(one.type, names) for one in inside)
 
 
 def on_its_way(frame: FrameType | None) -> Exception | None:
-    """The exception that the program is clearing up after in `frame`, or in a function that called it; None when there is none.
+    """The exception that the program is clearing up after in `frame`, or in a function that called
+    it; None when there is none.
 
-    What a `finally`, an except clause or a `with` has in hand. Not what an outer except clause has caught to go another way
-    (`except ImportError:`): that is over.
+    What a `finally`, an except clause or a `with` has in hand. Not what an outer except clause has
+    caught to go another way (`except ImportError:`): that is over.
     """
     error = sys.exc_info()[1]
     if not isinstance(error, Exception) or error.__traceback__ is None:
@@ -120,7 +140,9 @@ def on_its_way(frame: FrameType | None) -> Exception | None:
 def type_name(kind: type[BaseException]) -> str:
     """As Python prints it: without `builtins.` and `__main__.`."""
     module = kind.__module__
-    return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
+    return (
+        kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
+    )
 
 
 def message_of(error: BaseException) -> str:
@@ -128,7 +150,9 @@ def message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as problem:
-        if interruptions.raised_by_handler(problem):  # not its fault: the program's, on its way to the program
+        if interruptions.raised_by_handler(
+            problem
+        ):  # not its fault: the program's, on its way to the program
             raise
         return f"<message cannot be shown: {type_name(type(problem))}>"
 
@@ -141,10 +165,18 @@ def traceback_text(error: BaseException) -> str:
         while waiting:
             one = waiting.pop()
             if one is not None:
-                one.stack[:] = [frame for frame in one.stack if not is_ours(frame.filename, frame.name)]
-                waiting += [one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())]
+                one.stack[:] = [
+                    frame for frame in one.stack if not is_ours(frame.filename, frame.name)
+                ]
+                waiting += [
+                    one.__cause__,
+                    one.__context__,
+                    *(getattr(one, "exceptions", None) or ()),
+                ]
         return "".join(shown.format())
-    except Exception as problem:  # an exception whose __str__ or __notes__ raises must not hide that there was one
+    except (
+        Exception
+    ) as problem:  # an exception whose __str__ or __notes__ raises must not hide that there was one
         if interruptions.raised_by_handler(problem):
             raise
         return f"{type_name(type(error))}: {message_of(error)}\n(its traceback cannot be shown: {type_name(type(problem))})\n"
@@ -163,19 +195,28 @@ def frames_of(tb: TracebackType | None) -> tuple[Frame, ...]:
 
 
 def sayable(text: str) -> str:
-    """Text that can be sent and printed: names that are not UTF-8 (surrogates in Python) are written as `\\udce9`."""
+    """Text that can be sent and printed: names that are not UTF-8 (surrogates in Python) are
+    written as `\\udce9`.
+    """
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _frame(filename: str, line: int, function: str) -> Frame:
-    return Frame(sayable(filename), line, sayable(function), sayable(linecache.getline(filename, line).strip())[:SOURCE_LINE_MOST])
+    return Frame(
+        sayable(filename),
+        line,
+        sayable(function),
+        sayable(linecache.getline(filename, line).strip())[:SOURCE_LINE_MOST],
+    )
 
 
 def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = None) -> Raised:
     """The exception that began `error`'s chain, with the whole chain's traceback."""
     first = first_of_chain(error)
     number = first.errno if isinstance(first, OSError) and isinstance(first.errno, int) else 0
-    filename = getattr(first, "filename", None) if isinstance(first, OSError | SyntaxError) else None
+    filename = (
+        getattr(first, "filename", None) if isinstance(first, OSError | SyntaxError) else None
+    )
     ours = first if isinstance(first, RallypointError) else None
     return Raised(
         type=sayable(type_name(type(first))),
@@ -211,7 +252,10 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     """The nearest caller that is neither ours nor torch's."""
     while frame is not None:
         code = frame.f_code
-        if not is_ours(code.co_filename, code.co_name) and f"{os.sep}torch{os.sep}" not in code.co_filename:
+        if (
+            not is_ours(code.co_filename, code.co_name)
+            and f"{os.sep}torch{os.sep}" not in code.co_filename
+        ):
             break
         frame = frame.f_back
     return frame
@@ -234,9 +278,11 @@ def shown_path(path: str) -> str:
 
 
 def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
-    """The except clause that will catch `error`, which is on its way through `frame` and its callers; None when there is none.
+    """The except clause that will catch `error`, which is on its way through `frame` and its
+    callers; None when there is none.
 
-    Read from the source: the nearest `try` around each caller's current line with a clause whose words fit the exception.
+    Read from the source: the nearest `try` around each caller's current line with a clause whose
+    words fit the exception.
     """
     names = {kind.__name__ for kind in type(error).__mro__}
     while frame is not None:
@@ -253,9 +299,13 @@ def _clause(filename: str, line: int, names: set[str]) -> int | None:
     tree = _tree(filename)
     if tree is None:
         return None
-    best: tuple[int, int] | None = None  # (start of the try body, line of the clause): the innermost starts last
+    best: tuple[int, int] | None = (
+        None  # (start of the try body, line of the clause): the innermost starts last
+    )
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
+        if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (
+            node.body[-1].end_lineno or 0
+        ):
             for handler in node.handlers:
                 if _fits(handler.type, names):
                     if best is None or node.body[0].lineno > best[0]:
@@ -271,14 +321,22 @@ def _tree(filename: str) -> ast.Module | None:
         return None
     try:
         return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, SystemError):  # not the text that runs, or not Python; or deep in a stack (3.11)
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        SystemError,
+    ):  # not the text that runs, or not Python; or deep in a stack (3.11)
         return None
 
 
 def unguarded_line(frame: FrameType | None) -> str:
-    """`train.py:30`: the line of the program's top level that runs now, when a mere import of the program would run it as well; "" when
-    it stands below `if __name__ == "__main__":`, or cannot be seen."""
-    while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"):
+    """`train.py:30`: the line of the program's top level that runs now, when a mere import of the
+    program would run it as well; "" when it stands below `if __name__ == "__main__":`, or cannot be
+    seen."""
+    while frame is not None and not (
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+    ):
         frame = frame.f_back
     source = "".join(linecache.getlines(frame.f_code.co_filename)) if frame is not None else ""
     if frame is None or not source or len(source) > SOURCE_BYTES_MOST:
@@ -287,8 +345,13 @@ def unguarded_line(frame: FrameType | None) -> str:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return ""
-    at = next((node for node in tree.body if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)), None)
-    asks = isinstance(at, ast.If) and any(isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(at.test))
+    at = next(
+        (node for node in tree.body if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)),
+        None,
+    )
+    asks = isinstance(at, ast.If) and any(
+        isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(at.test)
+    )
     return "" if at is None or asks else line_of(frame)
 
 

@@ -25,7 +25,9 @@ def describe(code: int, signal: int = 0) -> str:
 
 
 def meaning(code: int) -> str:
-    """What an exit code usually says beyond its number, by the shells' custom; "" for one without such a meaning."""
+    """What an exit code usually says beyond its number, by the shells' custom; "" for one without
+    such a meaning.
+    """
     if code == 126:
         return "a shell's word for: found, but could not be executed"
     if code == 127:
@@ -36,9 +38,11 @@ def meaning(code: int) -> str:
 
 
 def of_rank(code: int, signal: int = 0) -> int:
-    """The status we leave with when a rank that ended so is the cause: its own, so that a script's codes get through.
+    """The status we leave with when a rank that ended so is the cause: its own, so that a script's
+    codes get through.
 
-    A rank that is at fault although it exited with 0 (it swallowed an error) makes 1: a failed job never looks well.
+    A rank that is at fault although it exited with 0 (it swallowed an error) makes 1: a failed job
+    never looks well.
     """
     if signal:
         return of_signal(signal)
@@ -53,8 +57,9 @@ def of_signal(signal: int) -> int:
 def status(*, reports: Sequence[Report] = (), interrupted_by: str = "") -> int:
     """The status of the whole run.
 
-    `reports`: the causes found, the first one first; a rank that failed before anybody interrupted counts. `interrupted_by`: the
-    name of the signal that the launcher itself got, "" if none. Neither: the job went well.
+    `reports`: the causes found, the first one first; a rank that failed before anybody interrupted
+    counts. `interrupted_by`: the name of the signal that the launcher itself got, "" if none.
+    Neither: the job went well.
     """
     if reports:
         return reports[0].exit_status

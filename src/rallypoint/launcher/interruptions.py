@@ -1,7 +1,8 @@
-"""Signal handlers of the program's that raise while we have something to tell: torch's for SIGCHLD does, when a DataLoader's worker died.
+"""Signal handlers of the program's that raise while we have something to tell: torch's for SIGCHLD
+does, when a DataLoader's worker died.
 
-Python runs handlers between any two steps of the main thread, ours included. What one raises is the program's and must reach it, but
-what we are telling must be told first, whole and once.
+Python runs handlers between any two steps of the main thread, ours included. What one raises is the
+program's and must reach it, but what we are telling must be told first, whole and once.
 """
 
 from __future__ import annotations
@@ -18,17 +19,28 @@ TRIES = 3  # each one that fails took a signal of its own, in the millisecond th
 
 def raised_by_handler(error: BaseException) -> bool:
     """Whether a handler of a signal raised it, and not the code that it came through."""
-    handlers = [handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))]
-    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:  # it is C code, without a frame
+    handlers = [
+        handler
+        for number in signal.valid_signals()
+        if callable(handler := signal.getsignal(number))
+    ]
+    if (
+        isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers
+    ):  # it is C code, without a frame
         return True
-    functions = [one if hasattr(one, "__code__") or hasattr(one, "__func__") else type(one).__call__ for one in handlers]
-    codes = {getattr(getattr(function, "__func__", function), "__code__", None) for function in functions}
+    functions = [
+        one if hasattr(one, "__code__") or hasattr(one, "__func__") else type(one).__call__
+        for one in handlers
+    ]
+    codes = {
+        getattr(getattr(function, "__func__", function), "__code__", None) for function in functions
+    }
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def whole(work: Callable[[], _Result]) -> _Result:
-    """What `work` returns. When a handler raises in it, it is begun again, and then that is raised: `work` must know what is done
-    already."""
+    """What `work` returns. When a handler raises in it, it is begun again, and then that is raised:
+    `work` must know what is done already."""
     first: BaseException | None = None
     for _ in range(TRIES):
         try:

@@ -1,8 +1,9 @@
-"""Variables that libraries read when they load: those that the program sets itself come too late for the ones in the template.
+"""Variables that libraries read when they load: those that the program sets itself come too late
+for the ones in the template.
 
-The list was found by watching every `getenv` of `import torch, torch.distributed` (2.13, CPU), and each entry by setting it before
-and after that import: before it takes effect, after it has none. docs/concepts/template.md has the ones that were tried and do not
-belong here.
+The list was found by watching every `getenv` of `import torch, torch.distributed` (2.13, CPU), and
+each entry by setting it before and after that import: before it takes effect, after it has none.
+docs/concepts/template.md has the ones that were tried and do not belong here.
 """
 
 from __future__ import annotations
@@ -42,31 +43,45 @@ _NAMES = frozenset(
     }
 )
 
-# What parts of torch that are imported late read as they load: of `import torch._dynamo, torch._inductor.compile_fx` (2.13) every look at
-# os.environ. A test asks for it again.
+# What parts of torch that are imported late read as they load: of `import torch._dynamo,
+# torch._inductor.compile_fx` (2.13) every look at os.environ. A test asks for it again.
 _OF_PARTS = (
     "AOTINDUCTOR_", "AOT_", "CUTEDSL_", "CUTLASS_", "ENABLE_", "FAKE_ALLOW_META", "INDUCTOR_", "LOG_AUTOTUNE_RESULTS", "LOG_TLPARSE",
     "LOGLEVEL", "MPMATH_", "NETWORKX_", "PARTITIONER_", "PT2_", "PYTORCH_REORDER_", "PYTORCH_SINK_", "SAGE_ROOT", "SYMPY_",
     "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_CACHING_", "TORCH_COMPILE", "TORCH_DYNAMO_", "TORCH_FAKE_", "TORCH_STRICT_", "TRITON_",
     "UNSAFE_SKIP_FSDP_", "CXX", "DUMP_AOTI_",
 )  # fmt: skip
-_READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})  # whenever they are needed; torch sets them itself, too
+_READ_AGAIN = frozenset(
+    {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+)  # whenever they are needed; torch sets them itself, too
 
 parts_are_loaded = False
 """Whether this process was forked from a template that had imported such parts."""
 
 _read_by_parts: dict[str, str] | None = None
-_read: dict[str, str] | None = None  # what the libraries found; None: nothing was loaded before the program
+_read: dict[str, str] | None = (
+    None  # what the libraries found; None: nothing was loaded before the program
+)
 _folder = ""
 
 
 def read_when_loaded(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Of an environment, what libraries read as they load: a template that has read other values does for no one else."""
-    return tuple(sorted((name, value) for name, value in environment.items() if name in _NAMES or name.startswith((*_LOADED, *_OF_PARTS))))
+    """Of an environment, what libraries read as they load: a template that has read other values
+    does for no one else.
+    """
+    return tuple(
+        sorted(
+            (name, value)
+            for name, value in environment.items()
+            if name in _NAMES or name.startswith((*_LOADED, *_OF_PARTS))
+        )
+    )
 
 
 def remember(folder: str) -> None:
-    """The program is about to begin, in a fork: what the environment says now is what the libraries have read. `folder`: the program's."""
+    """The program is about to begin, in a fork: what the environment says now is what the libraries
+    have read. `folder`: the program's.
+    """
     global _read, _read_by_parts, _folder
     _read, _read_by_parts, _folder = _now(), _of_parts(), os.path.join(folder, "")
 
@@ -77,16 +92,22 @@ def is_of_parts(name: str) -> bool:
 
 
 def set_for_parts() -> dict[str, str]:
-    """What the program has set by now, and with another value than it was started with, that parts of torch read as they load: variable
-    -> where it is set, or ""."""
+    """What the program has set by now, and with another value than it was started with, that parts
+    of torch read as they load: variable -> where it is set, or ""."""
     if _read_by_parts is None:
         return {}
     now = _of_parts()
-    return {name: _place(name) for name in sorted(_read_by_parts.keys() | now.keys()) if _read_by_parts.get(name) != now.get(name)}
+    return {
+        name: _place(name)
+        for name in sorted(_read_by_parts.keys() | now.keys())
+        if _read_by_parts.get(name) != now.get(name)
+    }
 
 
 def set_late() -> Iterator[tuple[str, str]]:
-    """(variable, where it is set: `train.py:3` or "") for each whose value differs from what was read."""
+    """(variable, where it is set: `train.py:3` or "") for each whose value differs from what was
+    read.
+    """
     if _read is None:
         return
     now = _now()
@@ -102,11 +123,17 @@ def _of_parts() -> dict[str, str]:
 
 
 def _now() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_FAMILIES)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _NAMES or name.startswith(_FAMILIES)
+    }
 
 
 def _place(name: str) -> str:
-    """The first line in the program's own files that sets the variable, as far as the words of a line can tell."""
+    """The first line in the program's own files that sets the variable, as far as the words of a
+    line can tell.
+    """
     from rallypoint.launcher import exception_capture
 
     quoted = rf"""["']{name}["']"""

@@ -21,13 +21,27 @@ from rallypoint.world import World, ranges
 if TYPE_CHECKING:
     from rallypoint.record.preload_history import Learnt
 
-OLDEST_TORCH = (2, 8)  # the first whose TCPStore, by default with libuv, takes a socket that listens already: `master_listen_fd`
-STALL = 300.0  # seconds; more than most steps, evaluations and checkpoints take, and less than a person waits before looking
-FEWEST_EPHEMERAL = 8192  # ports that a machine should have for its connections; 64 ranks of gloo's take 4,032 at once
-LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1", "0:0:0:0:0:0:0:1": "::1", "ip6-localhost": "::1"}
-# Seconds in init_process_group after which the ranks that have not come are named. Imports and data of
-# healthy ranks differ by less, and people who wait longer begin to look for themselves. Each following
-# call comes after twice the time: torch's 30 minutes are seven calls.
+OLDEST_TORCH = (
+    2,
+    8,
+    # the first whose TCPStore, by default with libuv, takes a socket that listens already:
+    # `master_listen_fd`
+)
+# seconds; more than most steps, evaluations and checkpoints take, and less than a person waits
+# before looking
+STALL = 300.0
+# ports that a machine should have for its connections; 64 ranks of gloo's take 4,032 at once
+FEWEST_EPHEMERAL = 8192
+LOOPBACK = {
+    "127.0.0.1": "127.0.0.1",
+    "localhost": "127.0.0.1",
+    "::1": "::1",
+    "0:0:0:0:0:0:0:1": "::1",
+    "ip6-localhost": "::1",
+}
+# Seconds in init_process_group after which the ranks that have not come are named. Imports and data
+# of healthy ranks differ by less, and people who wait longer begin to look for themselves. Each
+# following call comes after twice the time: torch's 30 minutes are seven calls.
 ROLL_CALL = 30.0
 STDOUT, STDERR = 1, 2  # bits of torchrun's --redirects and --tee
 
@@ -38,21 +52,31 @@ class LogPlan(msgspec.Struct, frozen=True):
     redirects: tuple[int, ...]
     tee: tuple[int, ...]
     console: tuple[int, ...]  # local ranks whose words reach the terminal
-    log_dir: str = ""  # in it comes <run id>_<random>/attempt_<n>/<local rank>/stdout.log; "" means no torchrun-style files
+    # in it comes <run id>_<random>/attempt_<n>/<local rank>/stdout.log; "" means no torchrun-style
+    # files
+    log_dir: str = ""
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
-    prefixes: tuple[str, ...] | None = None  # before each line of a local rank; None: `[rank] ` with several ranks
+    prefixes: tuple[str, ...] | None = (
+        None  # before each line of a local rank; None: `[rank] ` with several ranks
+    )
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Everything that is decided before anything starts. `--dry-run` prints it; the agent carries it out."""
+    """Everything that is decided before anything starts. `--dry-run` prints it; the agent carries
+    it out.
+    """
 
     job: str  # unique id of this run; also RALLYPOINT_JOB in every process of it
     program: Program
     world: World
-    start: Literal["template", "fresh", "exec"]  # forked from the template · new interpreters · a program of any kind
+    start: Literal[
+        "template", "fresh", "exec"
+    ]  # forked from the template · new interpreters · a program of any kind
     preload: tuple[str, ...]
-    environment: dict[str, str]  # variables that we set or change for every worker (not the inherited ones)
+    environment: dict[
+        str, str
+    ]  # variables that we set or change for every worker (not the inherited ones)
     rank_environment: tuple[dict[str, str], ...]  # by local rank
     master_addr: str
     master_port: int  # 0: any free one
@@ -71,43 +95,64 @@ class Plan(msgspec.Struct, frozen=True):
     notices: tuple[str, ...]  # names of those that are handed to the ranks while the job goes on
     notes: tuple[str, ...] = ()  # said once at the start, a line each
     remarks: tuple[str, ...] = ()  # what we chose without being asked; said by --dry-run only
-    parts: tuple[str, ...] = ()  # of torch: what the program will import late, imported once in the template instead
+    parts: tuple[
+        str, ...
+    ] = ()  # of torch: what the program will import late, imported once in the template instead
     learns: bool = False  # whether what all ranks import of torch is remembered for the next start
     memory: str = ""  # the file where that is kept, "" when it is not
-    torch: str = ""  # installed version by metadata, "" when there is none (then nobody can serve torch's TCPStore)
-    stall: float | None = None  # seconds for which no rank moves before that is reported; 0: never; None: not asked, see `patience`
+    # installed version by metadata, "" when there is none (then nobody can serve torch's TCPStore)
+    torch: str = ""
+    stall: float | None = (
+        # seconds for which no rank moves before that is reported; 0: never; None: not asked, see
+        # `patience`
+        None
+    )
     task: Task | None = None  # what the ranks of `launch` run
     rendezvous: str = ""  # a folder that this job alone has while it runs; see rendezvous_file.py
-    roll_call: float = ROLL_CALL  # seconds in init_process_group after which those who have not come are named
+    roll_call: float = (
+        ROLL_CALL  # seconds in init_process_group after which those who have not come are named
+    )
     cwd: str = ""  # where it was started: the program's path is relative to it
     behind: str = ""  # options of ours that stand behind the program and so are its own, as typed
     moved: str = ""  # the command with these before the program
 
     def patience(self, size: int) -> float | None:
-        """Seconds in which none of `size` ranks moves, after which a stall is reported; None: it is not.
+        """Seconds in which none of `size` ranks moves, after which a stall is reported; None: it is
+        not.
 
-        Without `--stall` a single rank is left alone: a server, or a program that waits for a person, may stand still for hours.
+        Without `--stall` a single rank is left alone: a server, or a program that waits for a
+        person, may stand still for hours.
         """
         if self.start == "exec" or self.plain or (self.stall is None and size == 1):
             return None
         return STALL if self.stall is None else self.stall or None
 
 
-# DDP's constructor, and every optimizer at its first use, import torch._dynamo: one to three seconds, in every rank.
-_USES_DYNAMO = re.compile(rb"optim|DistributedDataParallel|fully_shard|FullyShardedDataParallel|torch\.compile|accelerate|lightning")
-# What a program sets before torch._dynamo is imported, because that reads it: `os.environ["TORCHDYNAMO_DISABLE"] = "1"`.
+# DDP's constructor, and every optimizer at its first use, import torch._dynamo: one to three
+# seconds, in every rank.
+_USES_DYNAMO = re.compile(
+    rb"optim|DistributedDataParallel|fully_shard|FullyShardedDataParallel|torch\.compile|accelerate|lightning"
+)
+# What a program sets before torch._dynamo is imported, because that reads it:
+# `os.environ["TORCHDYNAMO_DISABLE"] = "1"`.
 _SETS_DYNAMO = re.compile(rb"""["'](TORCHDYNAMO_|TORCHINDUCTOR_(?!CACHE_DIR)|TORCH_COMPILE)""")
 
 
 def with_parts(plan: Plan, source: bytes, learnt: Learnt, memory: str) -> Plan:
-    """The plan, with the parts of torch in the template that this program will want: `learnt` is what its earlier runs have shown, kept in
-    the file `memory`; `source` is its text.
+    """The plan, with the parts of torch in the template that this program will want: `learnt` is
+    what its earlier runs have shown, kept in the file `memory`; `source` is its text.
 
-    The text is a guess for the first run, which costs one import when it is wrong, and saves one in each rank when it is right. Only for
-    several forked ranks, and none where the text names variables that torch._dynamo reads; what was learnt not under `--plain`, where
-    nobody looks what the ranks import.
+    The text is a guess for the first run, which costs one import when it is wrong, and saves one in
+    each rank when it is right. Only for several forked ranks, and none where the text names
+    variables that torch._dynamo reads; what was learnt not under `--plain`, where nobody looks what
+    the ranks import.
     """
-    if plan.start != "template" or plan.world.size == 1 or not plan.learns or _SETS_DYNAMO.search(source):
+    if (
+        plan.start != "template"
+        or plan.world.size == 1
+        or not plan.learns
+        or _SETS_DYNAMO.search(source)
+    ):
         return msgspec.structs.replace(plan, learns=False)
     remarks = list(plan.remarks)
     parts: list[str] = []
@@ -117,9 +162,14 @@ def with_parts(plan: Plan, source: bytes, learnt: Learnt, memory: str) -> Plan:
             "torch._dynamo is imported once, before the ranks are forked: the program's optimizer or DDP would import it in each of them"
         )
     if plan.plain:
-        return msgspec.structs.replace(plan, parts=tuple(parts), learns=False, remarks=tuple(remarks))
+        return msgspec.structs.replace(
+            plan, parts=tuple(parts), learns=False, remarks=tuple(remarks)
+        )
     parts += learnt.parts
-    remarks += [f"{name} is imported once, before the ranks are forked: in an earlier run each of them did" for name in learnt.parts]
+    remarks += [
+        f"{name} is imported once, before the ranks are forked: in an earlier run each of them did"
+        for name in learnt.parts
+    ]
     remarks += [f"{name} is left to the ranks: {why}" for name, why in learnt.spoilt.items()]
     return msgspec.structs.replace(plan, parts=tuple(parts), memory=memory, remarks=tuple(remarks))
 
@@ -129,7 +179,9 @@ class Options(msgspec.Struct, frozen=True):
 
     program: Program
     nproc: int | Literal["auto", "cpu", "gpu"] | None = None  # None: not asked
-    backend: str = ""  # that will be opened for the program (`launch`); "": it opens its own, or none
+    backend: str = (
+        ""  # that will be opened for the program (`launch`); "": it opens its own, or none
+    )
     fresh: bool = False
     preload: tuple[str, ...] = ()
     master_addr: str = ""  # "": not asked
@@ -164,7 +216,9 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The facts about this machine that a plan depends on. Gathered by the caller, so that `make` stays pure."""
+    """The facts about this machine that a plan depends on. Gathered by the caller, so that `make`
+    stays pure.
+    """
 
     cpus: int  # that this process may use
     gpus: devices.Look
@@ -177,14 +231,18 @@ class Machine(msgspec.Struct, frozen=True):
     runs: str  # the folder of the user's runs
     build: devices.Build | None = None  # what its torch was built for
     interfaces: tuple[str, ...] = ()  # names of its network interfaces; () when they are not known
-    ephemeral: tuple[int, int] = (32768, 60999)  # the ports of which the kernel gives one to each connection
+    ephemeral: tuple[int, int] = (
+        32768,
+        60999,
+    )  # the ports of which the kernel gives one to each connection
 
 
 def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan:
     """Decide everything about a job on one node. Pure.
 
-    Raises `UsageError`: `device-missing` (more was asked than there is), `torch-missing`, `torch-too-old`,
-    `several-nodes` (a meeting point on another machine), `usage` (options that contradict each other).
+    Raises `UsageError`: `device-missing` (more was asked than there is), `torch-missing`,
+    `torch-too-old`, `several-nodes` (a meeting point on another machine), `usage` (options that
+    contradict each other).
     """
     notes = list(options.notes)
     start = _start(options, machine)
@@ -200,10 +258,18 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
     world = World(local_size=size)
     job = f"{machine.now:%Y%m%d-%H%M%S}-{machine.suffix}"
     run_id = options.run_id or job
-    run_dir = os.path.join(machine.cwd, options.run_dir) if options.run_dir else os.path.join(machine.runs, job)
+    run_dir = (
+        os.path.join(machine.cwd, options.run_dir)
+        if options.run_dir
+        else os.path.join(machine.runs, job)
+    )
     address, note = _meeting_address(options.master_addr, machine)
     notes += note
-    if options.port_range and options.master_port and not options.port_range[0] <= options.master_port <= options.port_range[1]:
+    if (
+        options.port_range
+        and options.master_port
+        and not options.port_range[0] <= options.master_port <= options.port_range[1]
+    ):
         low, high = options.port_range
         raise UsageError(
             "usage",
@@ -229,8 +295,12 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
             "TORCHELASTIC_ENABLE_FILE_TIMER has no effect here: torchrun's watchdog by file timers is not built; --stall SECONDS reports "
             "ranks that stand still"
         )
-    if environ.get("RALLYPOINT_STORE") and "RALLYPOINT_JOB" not in environ and start != "exec":  # in a rank it is its own job's
-        notes.append("RALLYPOINT_STORE is not used: a job has its own store; to join that one, give connect() its address and secret_file=")
+    if (
+        environ.get("RALLYPOINT_STORE") and "RALLYPOINT_JOB" not in environ and start != "exec"
+    ):  # in a rank it is its own job's
+        notes.append(
+            "RALLYPOINT_STORE is not used: a job has its own store; to join that one, give connect() its address and secret_file="
+        )
     return Plan(
         job=job,
         program=options.program,
@@ -292,10 +362,15 @@ def _start(options: Options, machine: Machine) -> Literal["template", "fresh", "
             why=("workers are forked from one process that has imported torch",),
             help=(
                 ("install torch there", f"{install} torch"),
-                ("without a GPU the CPU build is smaller", f"{install} torch --index-url https://download.pytorch.org/whl/cpu"),
+                (
+                    "without a GPU the CPU build is smaller",
+                    f"{install} torch --index-url https://download.pytorch.org/whl/cpu",
+                ),
             ),
         )
-    found = re.match(r"(\d+)\.(\d+)", machine.torch)  # no match: a version we cannot judge, left to the user
+    found = re.match(
+        r"(\d+)\.(\d+)", machine.torch
+    )  # no match: a version we cannot judge, left to the user
     if found and (int(found[1]), int(found[2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise UsageError(
@@ -306,9 +381,13 @@ def _start(options: Options, machine: Machine) -> Literal["template", "fresh", "
     return "fresh" if options.fresh else "template"
 
 
-def _local_size(options: Options, environ: Mapping[str, str], machine: Machine) -> tuple[int, list[str]]:
+def _local_size(
+    options: Options, environ: Mapping[str, str], machine: Machine
+) -> tuple[int, list[str]]:
     """The number of ranks on this node, and what to say about it."""
-    build = None if options.program.kind == "command" else machine.build  # another program has a torch of its own, or none
+    build = (
+        None if options.program.kind == "command" else machine.build
+    )  # another program has a torch of its own, or none
     found = devices.Found(machine.gpus, devices.resolve(machine.gpus, environ), build)
     lack = devices.missing(found)
     gpus = 0 if lack else len(found.visible)
@@ -327,15 +406,27 @@ def _local_size(options: Options, environ: Mapping[str, str], machine: Machine) 
             if seen and not found.visible and found.visible.given is not None:
                 help.insert(0, ("let the job see the GPUs", "unset CUDA_VISIBLE_DEVICES"))
             elif seen and lack:
-                help.insert(0, ("install a torch that can use them", "https://pytorch.org/get-started/locally/"))
-            what = f"-n gpu: the {devices.count(seen)} here cannot be used" if found.visible else "-n gpu: no NVIDIA GPU is visible here"
+                help.insert(
+                    0,
+                    (
+                        "install a torch that can use them",
+                        "https://pytorch.org/get-started/locally/",
+                    ),
+                )
+            what = (
+                f"-n gpu: the {devices.count(seen)} here cannot be used"
+                if found.visible
+                else "-n gpu: no NVIDIA GPU is visible here"
+            )
             raise UsageError("device-missing", what, why=_with_facts(lack, found), help=tuple(help))
         return gpus, []
     return options.nproc, []
 
 
 def _check_backend(options: Options, found: devices.Found, lack: str) -> None:
-    """NCCL wants a GPU for each rank. What cannot be known from here (another vendor's torch, GPUs that no file shows) is let through."""
+    """NCCL wants a GPU for each rank. What cannot be known from here (another vendor's torch, GPUs
+    that no file shows) is let through.
+    """
     size = options.nproc if isinstance(options.nproc, int) else 1
     visible = len(found.visible)
     gloo = ("or take the backend that needs no GPU", f'launch(..., nproc={size}, backend="gloo")')
@@ -346,13 +437,21 @@ def _check_backend(options: Options, found: devices.Found, lack: str) -> None:
             why=_with_facts(lack, found),
             help=(("take the backend that needs no GPU", gloo[1]),),
         )
-    unknown = (found.build is not None and found.build.other) or (found.look.hidden and not found.look.devices)
+    unknown = (found.build is not None and found.build.other) or (
+        found.look.hidden and not found.look.devices
+    )
     if size > visible and not unknown:
         raise UsageError(
             "device-missing",
             f"backend={options.backend!r} needs a GPU for each rank: {size} ranks, and {devices.count(visible)} visible",
             why=found.facts(),
-            help=(("start a rank for each GPU", f"launch(..., nproc={visible}, backend={options.backend!r})"), gloo),
+            help=(
+                (
+                    "start a rank for each GPU",
+                    f"launch(..., nproc={visible}, backend={options.backend!r})",
+                ),
+                gloo,
+            ),
         )
 
 
@@ -367,26 +466,38 @@ def _meeting_address(asked: str, machine: Machine) -> tuple[str, list[str]]:
     if not name or name in LOOPBACK:
         return LOOPBACK.get(name, "127.0.0.1"), []
     if name in (known.lower() for known in machine.names):
-        return "127.0.0.1", [f"{asked} is this machine, and every rank runs on it: they meet at 127.0.0.1"]
+        return "127.0.0.1", [
+            f"{asked} is this machine, and every rank runs on it: they meet at 127.0.0.1"
+        ]
     raise UsageError(
         "several-nodes",
         f"{asked} is not known as an address of this machine, and one rallypoint run starts the ranks of one node only",
-        why=(f"this machine is {', '.join(machine.names) or 'without a name'}", "jobs on several nodes come with multi-node support"),
+        why=(
+            f"this machine is {', '.join(machine.names) or 'without a name'}",
+            "jobs on several nodes come with multi-node support",
+        ),
         help=(("leave the address out: ranks on one node meet at 127.0.0.1", ""),),
     )
 
 
 def _interfaces_that_are_missing(environ: Mapping[str, str], machine: Machine) -> list[str]:
-    """Nothing is set here: on one node gloo's and NCCL's own choice always works (docs/design.md). What the user set may not."""
+    """Nothing is set here: on one node gloo's and NCCL's own choice always works (docs/design.md).
+    What the user set may not.
+    """
     if not any(name in environ for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")):
         return []
     from rallypoint.host.addresses import chosen  # here: it loads what most starts do without
 
-    return [f"{problem.sentence}: {', '.join(machine.interfaces)}" for problem in chosen(environ, machine.interfaces)]
+    return [
+        f"{problem.sentence}: {', '.join(machine.interfaces)}"
+        for problem in chosen(environ, machine.interfaces)
+    ]
 
 
 def _ports_of_the_ranks(options: Options, machine: Machine) -> list[str]:
-    """What --port-range does not reach. Gloo listens on a port of its own in every rank, and so does NCCL; neither can be told which."""
+    """What --port-range does not reach. Gloo listens on a port of its own in every rank, and so
+    does NCCL; neither can be told which.
+    """
     if options.port_range is None:
         return []
     (low, high), (first, last) = options.port_range, machine.ephemeral
@@ -402,7 +513,9 @@ def _ports_of_the_ranks(options: Options, machine: Machine) -> list[str]:
 def _environment(
     options: Options, environ: Mapping[str, str], world: World, job: str, run_id: str, cpus: int
 ) -> tuple[dict[str, str], list[str]]:
-    """What every rank's environment gets: torchrun's contract, less what the agent sets for each attempt."""
+    """What every rank's environment gets: torchrun's contract, less what the agent sets for each
+    attempt.
+    """
     size = str(world.size)
     variables = {
         "RALLYPOINT_JOB": job,
@@ -424,24 +537,36 @@ def _environment(
         threads = threads_of_a_rank(cpus, world.local_size)
         variables["OMP_NUM_THREADS"] = str(threads)
         shared = f"{world.local_size} ranks share {cpus} processors"
-        remarks.append(f"OMP_NUM_THREADS={threads}: it was not set, and {shared} (torchrun sets 1 whatever there is)")
+        remarks.append(
+            f"OMP_NUM_THREADS={threads}: it was not set, and {shared} (torchrun sets 1 whatever there is)"
+        )
     return variables, remarks
 
 
-def _rank_environment(options: Options, environ: Mapping[str, str], world: World) -> tuple[dict[str, str], ...]:
+def _rank_environment(
+    options: Options, environ: Mapping[str, str], world: World
+) -> tuple[dict[str, str], ...]:
     """What differs between ranks, by local rank."""
     rows = []
     for seat in world.seats():
-        row = {"RANK": str(seat.rank), "LOCAL_RANK": str(seat.local_rank), "ROLE_RANK": str(seat.rank)}
+        row = {
+            "RANK": str(seat.rank),
+            "LOCAL_RANK": str(seat.local_rank),
+            "ROLE_RANK": str(seat.rank),
+        }
         if options.virtual_local_rank:
             row["LOCAL_RANK"] = "0"
-            row["CUDA_VISIBLE_DEVICES"] = _own_gpu(environ.get("CUDA_VISIBLE_DEVICES"), seat.local_rank, world.local_size)
+            row["CUDA_VISIBLE_DEVICES"] = _own_gpu(
+                environ.get("CUDA_VISIBLE_DEVICES"), seat.local_rank, world.local_size
+            )
         rows.append(row)
     return tuple(rows)
 
 
 def _own_gpu(listed: str | None, local_rank: int, local_size: int) -> str:
-    """The one GPU that a rank sees under --virtual-local-rank: its own entry of the list that we were given."""
+    """The one GPU that a rank sees under --virtual-local-rank: its own entry of the list that we
+    were given.
+    """
     if listed is None:
         return str(local_rank)
     entries = [entry.strip() for entry in listed.split(",")]
@@ -455,21 +580,39 @@ def _own_gpu(listed: str | None, local_rank: int, local_size: int) -> str:
     return entries[local_rank]
 
 
-def _logs(options: Options, world: World, run_dir: str, machine: Machine) -> tuple[LogPlan, list[str]]:
-    """torchrun's log flags for each local rank. Ranks that a map names and the job has not are said, not refused: as torchrun."""
+def _logs(
+    options: Options, world: World, run_dir: str, machine: Machine
+) -> tuple[LogPlan, list[str]]:
+    """torchrun's log flags for each local rank. Ranks that a map names and the job has not are
+    said, not refused: as torchrun.
+    """
     size = world.local_size
     notes = []
-    for flag, asked in (("-r", options.redirects), ("-t", options.tee), ("--local-ranks-filter", options.local_ranks_filter)):
+    for flag, asked in (
+        ("-r", options.redirects),
+        ("-t", options.tee),
+        ("--local-ranks-filter", options.local_ranks_filter),
+    ):
         absent = [rank for rank in asked if rank >= size] if not isinstance(asked, int) else []
         if absent:
-            notes.append(f"{flag} names local ranks that this job has not: {ranges(absent)}; {_ranks_there_are(size)}")
+            notes.append(
+                f"{flag} names local ranks that this job has not: {ranges(absent)}; {_ranks_there_are(size)}"
+            )
     redirects, tee = _by_rank(options.redirects, size), _by_rank(options.tee, size)
     folder = ""
     if options.log_dir == os.path.devnull:  # torchrun's way to say: no files at all
         redirects = tee = (0,) * size
     elif options.log_dir or any(redirects) or any(tee):
-        folder = os.path.join(machine.cwd, options.log_dir) if options.log_dir else os.path.join(run_dir, "logs")
-    console = tuple(rank for rank in range(size) if not options.local_ranks_filter or rank in options.local_ranks_filter)
+        folder = (
+            os.path.join(machine.cwd, options.log_dir)
+            if options.log_dir
+            else os.path.join(run_dir, "logs")
+        )
+    console = tuple(
+        rank
+        for rank in range(size)
+        if not options.local_ranks_filter or rank in options.local_ranks_filter
+    )
     plan = LogPlan(
         redirects=redirects,
         tee=tee,
@@ -483,15 +626,24 @@ def _logs(options: Options, world: World, run_dir: str, machine: Machine) -> tup
 
 
 def _prefixes(options: Options, world: World) -> tuple[str, ...] | None:
-    """What stands before each line of a local rank, from torchrun's template; unknown names in it stay as they are."""
+    """What stands before each line of a local rank, from torchrun's template; unknown names in it
+    stay as they are.
+    """
     if options.log_line_prefix_template is None:
         return None
     template = Template(options.log_line_prefix_template)
-    return tuple(template.safe_substitute(role_name=options.role, rank=seat.rank, local_rank=seat.local_rank) for seat in world.seats())
+    return tuple(
+        template.safe_substitute(role_name=options.role, rank=seat.rank, local_rank=seat.local_rank)
+        for seat in world.seats()
+    )
 
 
 def _by_rank(asked: int | dict[int, int], size: int) -> tuple[int, ...]:
-    return (asked,) * size if isinstance(asked, int) else tuple(asked.get(rank, 0) for rank in range(size))
+    return (
+        (asked,) * size
+        if isinstance(asked, int)
+        else tuple(asked.get(rank, 0) for rank in range(size))
+    )
 
 
 def _ranks_there_are(size: int) -> str:
@@ -503,9 +655,9 @@ def describe(plan: Plan) -> str:
     import shlex
 
     program = plan.program
-    typed = {"script": "", "module": "-m ", "command": "--no-python ", "function": ""}[program.kind] + shlex.join(
-        [program.target, *program.args]
-    )
+    typed = {"script": "", "module": "-m ", "command": "--no-python ", "function": ""}[
+        program.kind
+    ] + shlex.join([program.target, *program.args])
     torch = f"torch {plan.torch}" if plan.torch else "no torch installed"
     preloaded = "".join(f", {module}" for module in (*plan.parts, *plan.preload))
     start = {
@@ -517,20 +669,34 @@ def describe(plan: Plan) -> str:
     if plan.master_port:
         port = str(plan.master_port)
     else:
-        port = "a free port of {}-{}".format(*plan.port_range) if plan.port_range else "any free port"
+        port = (
+            "a free port of {}-{}".format(*plan.port_range) if plan.port_range else "any free port"
+        )
     lines = [
         ("job", plan.job),
         ("program", typed),
         ("ranks", f"{plan.world.local_size} on this node"),
         ("start", start),
         ("meet at", f"{host}, {port}, a new one for every attempt"),
-        *([("place", f"{plan.rendezvous}, this job's alone while it runs")] if plan.rendezvous else []),
+        *(
+            [("place", f"{plan.rendezvous}, this job's alone while it runs")]
+            if plan.rendezvous
+            else []
+        ),
         ("restarts", str(plan.max_restarts)),
         ("on failure", plan.on_failure),
         ("grace", f"{plan.grace:g} s between asking a rank to stop and SIGKILL"),
-        *([("stall", f"reported when no rank has moved for {patience:g} s")] if (patience := plan.patience(plan.world.size)) else []),
+        *(
+            [("stall", f"reported when no rank has moved for {patience:g} s")]
+            if (patience := plan.patience(plan.world.size))
+            else []
+        ),
         ("signals", "SIGINT" + "".join(f", {name}" for name in plan.signals)),
-        *([("notices", f"{', '.join(plan.notices)}: handed to the ranks, the job goes on")] if plan.notices else []),
+        *(
+            [("notices", f"{', '.join(plan.notices)}: handed to the ranks, the job goes on")]
+            if plan.notices
+            else []
+        ),
         ("stdin", f"rank {plan.debug_rank}"),
         ("run folder", plan.run_dir),
         *_describe_logs(plan.logs, plan.world.local_size),
@@ -538,11 +704,20 @@ def describe(plan: Plan) -> str:
     if plan.plain:
         lines.append(("plain", "the workers are not looked into"))
     text = [f"{name:<12}{value}" for name, value in lines]
-    text += ["", "every rank's environment, besides what it inherits:", *_assignments(plan.environment)]
+    text += [
+        "",
+        "every rank's environment, besides what it inherits:",
+        *_assignments(plan.environment),
+    ]
     store = "" if plan.start == "exec" else "RALLYPOINT_STORE, "  # see launcher/agent/attempt.py
-    text += [f"  MASTER_ADDR, MASTER_PORT, {store}TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_ERROR_FILE are set for each attempt"]
+    text += [
+        f"  MASTER_ADDR, MASTER_PORT, {store}TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_ERROR_FILE are set for each attempt"
+    ]
     text += ["", "each rank's own:"]
-    text += [f"  {rank}  " + " ".join(line.strip() for line in _assignments(own)) for rank, own in enumerate(plan.rank_environment)]
+    text += [
+        f"  {rank}  " + " ".join(line.strip() for line in _assignments(own))
+        for rank, own in enumerate(plan.rank_environment)
+    ]
     for title, said in (("notes", plan.notes), ("chosen without being asked", plan.remarks)):
         if said:
             text += ["", f"{title}:", *(f"  {line}" for line in said)]
@@ -557,11 +732,20 @@ def _describe_logs(logs: LogPlan, size: int) -> Iterable[tuple[str, str]]:
     for title, streams in (("redirected", logs.redirects), ("teed", logs.tee)):
         if any(streams):
             named = {1: "stdout", 2: "stderr", 3: "stdout and stderr"}
-            parts = [(ranges(r for r, s in enumerate(streams) if s == bits), name) for bits, name in named.items()]
-            yield title, "; ".join(f"{name} of local ranks {ranks}" for ranks, name in parts if ranks)
+            parts = [
+                (ranges(r for r, s in enumerate(streams) if s == bits), name)
+                for bits, name in named.items()
+            ]
+            yield (
+                title,
+                "; ".join(f"{name} of local ranks {ranks}" for ranks, name in parts if ranks),
+            )
     if logs.prefixes is not None:
         yield "prefixes", ", ".join(map(repr, logs.prefixes))
-    for title, words in (("stdout with", logs.stdout_filters), ("stderr with", logs.stderr_filters)):
+    for title, words in (
+        ("stdout with", logs.stdout_filters),
+        ("stderr with", logs.stderr_filters),
+    ):
         if words:
             yield title, " or ".join(repr(word) for word in words)
 

@@ -1,7 +1,9 @@
-"""Parts of torch that a program imports late, and which of them may be imported once, in the template, without being asked for.
+"""Parts of torch that a program imports late, and which of them may be imported once, in the
+template, without being asked for.
 
-Only torch's own: what another package reads, starts or registers when it is imported (a rank's number, a folder that is removed at exit,
-a handler of the root logger) is known to nobody here, so that one is left to the ranks, or to `--preload`.
+Only torch's own: what another package reads, starts or registers when it is imported (a rank's
+number, a folder that is removed at exit, a handler of the root logger) is known to nobody here, so
+that one is left to the ranks, or to `--preload`.
 """
 
 from __future__ import annotations
@@ -10,15 +12,22 @@ import sys
 from collections.abc import Iterable
 
 NONE = "none"
-"""In place of a module's name in `--preload`: no part of torch is imported in the template unless it is named."""
+"""In place of a module's name in `--preload`: no part of torch is imported in the template unless
+it is named.
+"""
 
 LEAST = 0.1
-"""Seconds that the import of a part takes in a rank before it is worth learning. A fork takes hundredths."""
+"""Seconds that the import of a part takes in a rank before it is worth learning. A fork takes
+hundredths.
+"""
 
 DEADLINE = 60
-"""Seconds after which the template gives up the import of a part. The slowest takes some seconds on a busy machine."""
+"""Seconds after which the template gives up the import of a part. The slowest takes some seconds on
+a busy machine.
+"""
 
-# What torch's own parts import beside torch and the standard library: its requirements, and what those generate.
+# What torch's own parts import beside torch and the standard library: its requirements, and what
+# those generate.
 _BROUGHT = frozenset(
     {
         "filelock", "fsspec", "functorch", "jinja2", "markupsafe", "mpmath", "networkx", "numpy", "optree", "packaging", "sympy", "torch",
@@ -27,12 +36,21 @@ _BROUGHT = frozenset(
 )  # fmt: skip
 _GENERATED = ("_remote_module_", "_sysconfigdata_", "cython_runtime", "_cython_")
 
-# These are there for other packages, or change the process for good: tensorboard, onnx, a compiler, torch's own tests.
-_LEFT_TO_THE_RANKS = ("torch.contrib", "torch.onnx", "torch.testing", "torch.utils.cpp_extension", "torch.utils.tensorboard")
+# These are there for other packages, or change the process for good: tensorboard, onnx, a compiler,
+# torch's own tests.
+_LEFT_TO_THE_RANKS = (
+    "torch.contrib",
+    "torch.onnx",
+    "torch.testing",
+    "torch.utils.cpp_extension",
+    "torch.utils.tensorboard",
+)
 
 
 def may_be_early(name: str, brought: Iterable[str]) -> bool:
-    """Whether a module of torch can be imported before the program begins. `brought`: the modules that came with it."""
+    """Whether a module of torch can be imported before the program begins. `brought`: the modules
+    that came with it.
+    """
     if any(name == left or name.startswith(f"{left}.") for left in _LEFT_TO_THE_RANKS):
         return False
     roots = {module.partition(".")[0] for module in brought} - _BROUGHT - sys.stdlib_module_names
@@ -42,4 +60,6 @@ def may_be_early(name: str, brought: Iterable[str]) -> bool:
 def of_all(told: Iterable[Iterable[str]]) -> tuple[str, ...]:
     """The modules that every rank has told, in the order of the first."""
     ranks = [tuple(names) for names in told]
-    return tuple(name for name in ranks[0] if all(name in other for other in ranks)) if ranks else ()
+    return (
+        tuple(name for name in ranks[0] if all(name in other for other in ranks)) if ranks else ()
+    )

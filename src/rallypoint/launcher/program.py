@@ -1,4 +1,6 @@
-"""What ranks are to run: a program, or a function of a caller's. A module of its own for the template, which needs no more of a plan."""
+"""What ranks are to run: a program, or a function of a caller's. A module of its own for the
+template, which needs no more of a plan.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class Program(msgspec.Struct, frozen=True):
     args: tuple[str, ...] = ()
 
     def for_rank(self, local_rank: int) -> Program:
-        """The same with torchrun's macro replaced in its arguments: `${local_rank}`, and `$$`, which stands for one `$`."""
+        """The same with torchrun's macro replaced in its arguments: `${local_rank}`, and `$$`,
+        which stands for one `$`.
+        """
         if not any("$" in arg for arg in self.args):
             return self
         args = tuple(Template(arg).safe_substitute(local_rank=local_rank) for arg in self.args)
@@ -24,7 +28,9 @@ class Program(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A function that ranks run instead of a script (`launch`). Function and arguments are in the parcel."""
+    """A function that ranks run instead of a script (`launch`). Function and arguments are in the
+    parcel.
+    """
 
     name: str  # of the function, for people: "train"
     line: str  # where `launch` was called: "train.py:30"
@@ -32,8 +38,12 @@ class Task(msgspec.Struct, frozen=True):
     parcel: int  # how many descriptors it has
     folder: str  # the working directory of the caller
     paths: tuple[str, ...]  # its sys.path
-    without: tuple[str, ...] = ()  # variables that the template has and the caller has not (any more)
+    without: tuple[
+        str, ...
+    ] = ()  # variables that the template has and the caller has not (any more)
     pass_rank: bool = False
     backend: str = ""  # "": no process group
     backend_timeout: float | None = None  # seconds; None: torch's own
-    sources: tuple[tuple[str, str], ...] = ()  # name and text of what is in no file: a notebook's cells
+    sources: tuple[
+        tuple[str, str], ...
+    ] = ()  # name and text of what is in no file: a notebook's cells

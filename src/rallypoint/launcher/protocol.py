@@ -1,7 +1,8 @@
 """What agent, template and workers say to each other, one packet each.
 
-All of them are `SOCK_SEQPACKET` socket pairs made by the agent: a packet is whole or absent, keeps its order, and carries
-descriptors (SCM_RIGHTS). Nothing here leaves the machine or outlives the job, so there is no version and no proof.
+All of them are `SOCK_SEQPACKET` socket pairs made by the agent: a packet is whole or absent, keeps
+its order, and carries descriptors (SCM_RIGHTS). Nothing here leaves the machine or outlives the
+job, so there is no version and no proof.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from rallypoint.diagnosis.report import Report
 from rallypoint.host import processes
 from rallypoint.launcher.program import Program, Task
 
-# A packet must fit the socket's send buffer (212,992 bytes by default on Linux). The largest is a traceback.
+# A packet must fit the socket's send buffer (212,992 bytes by default on Linux). The largest is a
+# traceback.
 PACKET_BYTES = 192 * 1024
 DESCRIPTORS = 250  # of one packet; the kernel takes 253 (SCM_MAX_FD)
-TEXT_BYTES = 48 * 1024  # of one message or traceback; the rest is cut in the middle, the log has all of it
+TEXT_BYTES = (
+    48 * 1024
+)  # of one message or traceback; the rest is cut in the middle, the log has all of it
 
 Phase = Literal["started", "preparing", "importing", "joining", "running", "finishing", "done"]
 
@@ -34,25 +38,34 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     """agent -> template: what it is there for. The first packet, and the only one of its kind."""
 
     program: Program
-    parts: tuple[str, ...]  # of torch, imported before the preload modules; what goes wrong with one is `Ready.unclean`
+    parts: tuple[
+        str, ...
+    ]  # of torch, imported before the preload modules; what goes wrong with one is `Ready.unclean`
     preload: tuple[str, ...]
     imports: bool  # False: a starter of fresh interpreters, which imports nothing
     hooks: bool  # look into the workers (not --plain)
     signal_mask: tuple[int, ...]  # the workers'; the template itself takes no signal but SIGKILL
     openblas_threads: str | None  # what the user had set; None: nothing
-    paths: tuple[str, ...] | None = None  # sys.path for the preload modules of a caller of `launch`; None: the program's folder comes first
+    paths: tuple[str, ...] | None = (
+        # sys.path for the preload modules of a caller of `launch`; None: the program's folder comes
+        # first
+        None
+    )
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
-    """agent -> template: fork a worker. Descriptors: stdin, stdout, stderr, control channel, evidence memfd, the store's secret when
-    there is a `store`, the terminal when this rank has it, the task's parcel."""
+    """agent -> template: fork a worker. Descriptors: stdin, stdout, stderr, control channel,
+    evidence memfd, the store's secret when there is a `store`, the terminal when this rank has it,
+    the task's parcel."""
 
     rank: int
     local_rank: int
     environment: dict[str, str]
     ignored: tuple[int, ...]  # signals that were ignored when the job started (nohup)
     takes_traceback: bool  # the agent prints an uncaught exception; the worker need not
-    stderr_is_kept: bool  # stderr is a file of the user's (`-r`): it gets the traceback all the same
+    stderr_is_kept: (
+        bool  # stderr is a file of the user's (`-r`): it gets the traceback all the same
+    )
     debugger: bool  # breakpoint() works in this rank
     held: str  # host:port that the agent holds for init_process_group
     began: float  # wall clock of the attempt's start: a rendezvous file older than this is stale
@@ -63,20 +76,26 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartHost(msgspec.Struct, frozen=True, tag=True):
-    """agent -> template: fork a c10d host. Descriptors: the listening socket, a pipe's end that says when it serves."""
+    """agent -> template: fork a c10d host. Descriptors: the listening socket, a pipe's end that
+    says when it serves.
+    """
 
     host: str
     port: int
 
 
 class ImportParts(msgspec.Struct, frozen=True, tag=True):
-    """agent -> template: import these parts of torch too, for those who will be forked later. `Ready` is the answer."""
+    """agent -> template: import these parts of torch too, for those who will be forked later.
+    `Ready` is the answer.
+    """
 
     parts: tuple[str, ...]
 
 
 class Reap(msgspec.Struct, frozen=True, tag=True):
-    """agent -> template: the group was signalled (or is to be forgotten); the number may be freed."""
+    """agent -> template: the group was signalled (or is to be forgotten); the number may be
+    freed.
+    """
 
     pid: int
 
@@ -86,13 +105,17 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """template -> agent: everything is imported. `unclean`: why it must not be forked ("" if it may), and after which import."""
+    """template -> agent: everything is imported. `unclean`: why it must not be forked ("" if it
+    may), and after which import.
+    """
 
     seconds: float
     torch: str = ""
     unclean: str = ""
     module: str = ""
-    files: tuple[tuple[str, int, int], ...] = ()  # what the preload modules were read from: path, time in ns, size
+    files: tuple[
+        tuple[str, int, int], ...
+    ] = ()  # what the preload modules were read from: path, time in ns, size
 
 
 class ImportFailed(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +134,9 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotForked(msgspec.Struct, frozen=True, tag=True):
-    """template -> agent: it could not be started: an error number, or the template is no longer clean."""
+    """template -> agent: it could not be started: an error number, or the template is no longer
+    clean.
+    """
 
     rank: int
     errno: int
@@ -150,7 +175,9 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: sys.exit with something other than success; `line` is the place, "train.py:10 in main", `words` what it said."""
+    """worker -> agent: sys.exit with something other than success; `line` is the place,
+    "train.py:10 in main", `words` what it said.
+    """
 
     code: int
     line: str
@@ -158,8 +185,8 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
 
 
 class Caught(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: an exception left a torch.distributed call, or is on its way while the program closes its group; whether the
-    program catches it is seen later.
+    """worker -> agent: an exception left a torch.distributed call, or is on its way while the
+    program closes its group; whether the program catches it is seen later.
 
     `serial` counts per worker; an `Uncaught` whose `serials` name it takes it back."""
 
@@ -168,40 +195,48 @@ class Caught(msgspec.Struct, frozen=True, tag=True):
 
 
 class Uncatch(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: the exception of `Caught(serial)` was not handled after all: it leaves the program."""
+    """worker -> agent: the exception of `Caught(serial)` was not handled after all: it leaves the
+    program.
+    """
 
     serial: int
 
 
 class ClosesGroup(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: the program closes the process group, with no exception on its way; `line`: where, "" if not known."""
+    """worker -> agent: the program closes the process group, with no exception on its way; `line`:
+    where, "" if not known.
+    """
 
     line: str
 
 
 class Meets(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: init_process_group was called, and `AtPhase("joining")` follows. `differs`: it is not where the agent holds a
-    socket."""
+    """worker -> agent: init_process_group was called, and `AtPhase("joining")` follows. `differs`:
+    it is not where the agent holds a socket."""
 
     meeting: Meeting
     differs: bool
 
 
 class Debugging(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: the debugger of `breakpoint()` waits for a person's line, or (`waits` False) the program goes on."""
+    """worker -> agent: the debugger of `breakpoint()` waits for a person's line, or (`waits` False)
+    the program goes on.
+    """
 
     waits: bool
 
 
 class Spawns(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: the program starts ranks of its own (mp.spawn). The agent answers `Released` when it is the only rank."""
+    """worker -> agent: the program starts ranks of its own (mp.spawn). The agent answers `Released`
+    when it is the only rank.
+    """
 
     line: str
 
 
 class OfSpawned(msgspec.Struct, frozen=True, tag=True):
-    """process that the only rank has spawned -> agent, by the rank's line: process `index` of `size` says this. With the first come its
-    pidfd and the memfd of its stacks."""
+    """process that the only rank has spawned -> agent, by the rank's line: process `index` of
+    `size` says this. With the first come its pidfd and the memfd of its stacks."""
 
     index: int
     size: int
@@ -210,14 +245,18 @@ class OfSpawned(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForksCuda(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: the program forks at `line` with CUDA up, which `first` had used first ("" if not known). Once for each line."""
+    """worker -> agent: the program forks at `line` with CUDA up, which `first` had used first (""
+    if not known). Once for each line.
+    """
 
     line: str
     first: str
 
 
 class Child(msgspec.Struct, frozen=True):
-    """A process that the program had started with multiprocessing. `line`: where; `unguarded`: an import of the program does it again."""
+    """A process that the program had started with multiprocessing. `line`: where; `unguarded`: an
+    import of the program does it again.
+    """
 
     name: str
     pid: int
@@ -228,7 +267,9 @@ class Child(msgspec.Struct, frozen=True):
 
 
 class ChildrenFailed(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: the program has ended, and never asked how these of its children did. `more`: how many were not kept."""
+    """worker -> agent: the program has ended, and never asked how these of its children did.
+    `more`: how many were not kept.
+    """
 
     children: tuple[Child, ...]
     more: int
@@ -242,13 +283,17 @@ class Imported(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImportedPart(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: a part of torch was imported, took long, and could have been imported before the fork."""
+    """worker -> agent: a part of torch was imported, took long, and could have been imported before
+    the fork.
+    """
 
     name: str
 
 
 class SetLate(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent: the program set a variable that libraries in the template had read before. `line`: where, "" if not known."""
+    """worker -> agent: the program set a variable that libraries in the template had read before.
+    `line`: where, "" if not known.
+    """
 
     name: str
     line: str
@@ -261,14 +306,18 @@ class NotExecuted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):
-    """worker -> agent -> caller: the function of `launch` has returned, or raised, in this rank; the parcel's descriptors come along."""
+    """worker -> agent -> caller: the function of `launch` has returned, or raised, in this rank;
+    the parcel's descriptors come along.
+    """
 
     rank: int
     kind: Literal["value", "error"]
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """caller -> standby: launch this. Descriptors: a pipe for stdout, one for stderr, the task's parcel."""
+    """caller -> standby: launch this. Descriptors: a pipe for stdout, one for stderr, the task's
+    parcel.
+    """
 
     task: Task
     preload: tuple[str, ...]  # what the template imports; the same in every call
@@ -277,7 +326,9 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     max_restarts: int
     on_failure: Literal["stop", "continue"]
     timeout: float | None
-    grace: float | None  # between SIGTERM and SIGKILL; None: 30 s, and next to nothing after `timeout`
+    grace: (
+        float | None
+    )  # between SIGTERM and SIGKILL; None: 30 s, and next to nothing after `timeout`
     run_dir: str  # "": a folder that is removed again when all goes well
     port_range: tuple[int, int] | None
     columns: int  # of the caller's terminal, 0 when there is none
@@ -308,7 +359,9 @@ class Verdict(msgspec.Struct, frozen=True):
     overdue: bool
     reports: tuple[Report, ...]
     text: str  # the reports, rendered
-    ends: tuple[tuple[int, int] | None, ...]  # exit code and signal of each rank; None: it never started
+    ends: tuple[
+        tuple[int, int] | None, ...
+    ]  # exit code and signal of each rank; None: it never started
     run_dir: str
     usable: bool = True  # False: the standby ends, and takes no other call
 
@@ -326,14 +379,18 @@ class Noticed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag=True):
-    """agent -> guard: look after this process (its pidfd comes along); it leads a session of its own."""
+    """agent -> guard: look after this process (its pidfd comes along); it leads a session of its
+    own.
+    """
 
     pid: int
     is_template: bool = False  # all that descends from it is the job's
 
 
 class Inherit(msgspec.Struct, frozen=True, tag=True):
-    """agent -> guard: a socket of the agent's, to be removed with its folder when the agent is killed. It replaces the last of its name."""
+    """agent -> guard: a socket of the agent's, to be removed with its folder when the agent is
+    killed. It replaces the last of its name.
+    """
 
     path: str
 
@@ -349,7 +406,9 @@ class Farewell(msgspec.Struct, frozen=True, tag=True):
 
 
 class Aside(msgspec.Struct, frozen=True, tag=True):
-    """A message that fits no packet (a long command line, a path that is not UTF-8): it is in the memfd that comes first."""
+    """A message that fits no packet (a long command line, a path that is not UTF-8): it is in the
+    memfd that comes first.
+    """
 
 
 Message = (
@@ -366,7 +425,9 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def exact(value: msgspec.Struct) -> bytes:
-    """A struct as bytes, with what a packet refuses: arguments and paths that are not UTF-8 (surrogates in Python)."""
+    """A struct as bytes, with what a packet refuses: arguments and paths that are not UTF-8
+    (surrogates in Python).
+    """
     return json.dumps(msgspec.to_builtins(value)).encode()
 
 
@@ -392,10 +453,19 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def send(sock: socket.socket, message: Message, fds: Sequence[int] = (), *, flags: int = 0, sent: list[int] | None = None) -> None:
-    """Send one packet. OSError (EPIPE, ECONNRESET) when the other side is gone, EAGAIN with MSG_DONTWAIT when it does not read.
+def send(
+    sock: socket.socket,
+    message: Message,
+    fds: Sequence[int] = (),
+    *,
+    flags: int = 0,
+    sent: list[int] | None = None,
+) -> None:
+    """Send one packet. OSError (EPIPE, ECONNRESET) when the other side is gone, EAGAIN with
+    MSG_DONTWAIT when it does not read.
 
-    `sent`: filled in the moment that the packet is sent, for a caller whose signal handlers may raise before this returns."""
+    `sent`: filled in the moment that the packet is sent, for a caller whose signal handlers may
+    raise before this returns."""
     sent = [] if sent is None else sent
     try:
         packet = _encoder.encode(message)
@@ -413,21 +483,34 @@ def send(sock: socket.socket, message: Message, fds: Sequence[int] = (), *, flag
 
 
 def limit_sends(sock: socket.socket, seconds: float) -> None:
-    """Let `send` raise BlockingIOError when the other side has not read for so long that the socket is full: it was stopped, mostly."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)))
+    """Let `send` raise BlockingIOError when the other side has not read for so long that the socket
+    is full: it was stopped, mostly.
+    """
+    sock.setsockopt(
+        socket.SOL_SOCKET,
+        socket.SO_SNDTIMEO,
+        struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6)),
+    )
 
 
-def _send(sock: socket.socket, packet: bytes, fds: Sequence[int], flags: int, sent: list[int]) -> None:
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
+def _send(
+    sock: socket.socket, packet: bytes, fds: Sequence[int], flags: int, sent: list[int]
+) -> None:
+    ancillary = (
+        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
+    )
     # In one step of the interpreter, between sending and remembering which no handler can run.
     sent.extend(map(sock.sendmsg, ([packet],), (ancillary,), (flags | socket.MSG_NOSIGNAL,)))
 
 
 def receive(sock: socket.socket, *, flags: int = 0) -> tuple[Message | None, list[int]]:
-    """One packet and its descriptors (close-on-exec); (None, []) when the other side has gone. BlockingIOError as recv; OSError
-    (EMFILE) when this process has no room for the descriptors, which are lost with the packet."""
+    """One packet and its descriptors (close-on-exec); (None, []) when the other side has gone.
+    BlockingIOError as recv; OSError (EMFILE) when this process has no room for the descriptors,
+    which are lost with the packet."""
     try:
-        data, ancillary, told, _ = sock.recvmsg(PACKET_BYTES, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, told, _ = sock.recvmsg(
+            PACKET_BYTES, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
+        )
     except ConnectionResetError:  # the peer died with unread packets
         return None, []
     fds: list[int] = []
@@ -459,5 +542,7 @@ def cut(text: str, limit: int = TEXT_BYTES) -> str:
         return text
     half = limit // 2
     return (
-        data[:half].decode("utf-8", "ignore") + f"\n[... {len(data) - limit} bytes left out ...]\n" + data[-half:].decode("utf-8", "ignore")
+        data[:half].decode("utf-8", "ignore")
+        + f"\n[... {len(data) - limit} bytes left out ...]\n"
+        + data[-half:].decode("utf-8", "ignore")
     )

@@ -1,12 +1,16 @@
-"""A job's place on a file system that machines share: one job at a time has it, and it says where that job's ranks meet.
+"""A job's place on a file system that machines share: one job at a time has it, and it says where
+that job's ranks meet.
 
-The place is a folder; in it stand records `1.json`, `2.json`, ...: the highest is who had the place last. A record appears whole, by
-link(2), which also over NFS succeeds for one of all who try it at once. Who finds that the highest one's job is gone makes the next;
-none is ever made twice, because the highest one stays (marked as ended) until there is a higher one. So two that start at once agree,
-without a lock: none is left behind by a job that is killed, and none is missed on a file system that has no locks.
+The place is a folder; in it stand records `1.json`, `2.json`, ...: the highest is who had the place
+last. A record appears whole, by link(2), which also over NFS succeeds for one of all who try it at
+once. Who finds that the highest one's job is gone makes the next; none is ever made twice, because
+the highest one stays (marked as ended) until there is a higher one. So two that start at once
+agree, without a lock: none is left behind by a job that is killed, and none is missed on a file
+system that has no locks.
 
-Whether a job is gone is seen from the launcher's process: the same boot of the same machine and the same pid with the same start time. Of
-another machine's it cannot be seen, and then the place is taken.
+Whether a job is gone is seen from the launcher's process: the same boot of the same machine and the
+same pid with the same start time. Of another machine's it cannot be seen, and then the place is
+taken.
 """
 
 from __future__ import annotations
@@ -28,17 +32,21 @@ from rallypoint.host import processes, system_calls
 from rallypoint.record.disk_writer import DiskWriter
 
 TRIES = 16
-"""How often the place is looked at again because somebody was quicker. Each time that is another job, which then has it: a second look
-is already rare."""
+"""How often the place is looked at again because somebody was quicker. Each time that is another
+job, which then has it: a second look is already rare."""
 
 DISK_TIMEOUT = 10.0
-"""Seconds for a file system to answer at all. One that is mounted when it is first asked for takes a few; a dead one takes for ever."""
+"""Seconds for a file system to answer at all. One that is mounted when it is first asked for takes
+a few; a dead one takes for ever.
+"""
 
 GIVE_BACK_TIMEOUT = 2.0
 """Seconds for it at the very end, when the job is over and a person waits for the prompt."""
 
 HIDDEN = -1
-"""Instead of a process's start: it exists, and /proc shows it only to its own user (mounted with hidepid)."""
+"""Instead of a process's start: it exists, and /proc shows it only to its own user (mounted with
+hidepid).
+"""
 
 _RECORD = re.compile(r"([1-9]\d*)\.json")
 _LARGEST = 1 << 16  # bytes of a record; one has some three hundred
@@ -71,8 +79,8 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def fate(record: Record, here: ProcessIdentity, started: Callable[[int], int | None]) -> Fate:
-    """Whether a record's job still runs, seen from `here`; `started`: the start of a process in ticks, `HIDDEN`, or None when there is no
-    such process. Pure."""
+    """Whether a record's job still runs, seen from `here`; `started`: the start of a process in
+    ticks, `HIDDEN`, or None when there is no such process. Pure."""
     owner = record.owner
     if record.ended:
         return "gone"
@@ -101,23 +109,34 @@ class RendezvousFile:
         return f"<RendezvousFile {self._folder}: job {record.job}, attempt {record.attempt}, at {where}>"
 
     def publish(self, attempt: int, address: str) -> None:
-        """Say where the ranks of this attempt meet. `EnvironmentProblem` when it cannot be written (a full disk), or the disk gives no
-        answer for `DISK_TIMEOUT` seconds: no rank runs yet, or any more."""
+        """Say where the ranks of this attempt meet. `EnvironmentProblem` when it cannot be written
+        (a full disk), or the disk gives no answer for `DISK_TIMEOUT` seconds: no rank runs yet, or
+        any more."""
         try:
-            self._writer.ask(lambda: self._change(msgspec.structs.replace(self._record, attempt=attempt, address=address)), DISK_TIMEOUT)
+            self._writer.ask(
+                lambda: self._change(
+                    msgspec.structs.replace(self._record, attempt=attempt, address=address)
+                ),
+                DISK_TIMEOUT,
+            )
         except TimeoutError:
             raise _silent(self._folder, DISK_TIMEOUT) from None
 
     def give_back(self) -> None:
-        """The job is over. May be called twice; raises nothing, and takes `GIVE_BACK_TIMEOUT` seconds at most: who cannot write any more is
-        found to be gone all the same."""
+        """The job is over. May be called twice; raises nothing, and takes `GIVE_BACK_TIMEOUT`
+        seconds at most: who cannot write any more is found to be gone all the same."""
         with contextlib.suppress(EnvironmentProblem, TimeoutError):
-            self._writer.ask(lambda: self._change(msgspec.structs.replace(self._record, address="", ended=True)), GIVE_BACK_TIMEOUT)
+            self._writer.ask(
+                lambda: self._change(msgspec.structs.replace(self._record, address="", ended=True)),
+                GIVE_BACK_TIMEOUT,
+            )
 
     def _change(self, record: Record) -> None:
         try:
             if _read(self.path) != self._record:
-                return  # somebody removed the place by hand, and perhaps another job has it: it is ours no longer
+                # somebody removed the place by hand, and perhaps another job has it: it is ours no
+                # longer
+                return
             temporary = _written(self._folder, record)
             try:
                 os.replace(temporary, self.path)
@@ -131,10 +150,14 @@ class RendezvousFile:
         self._record = record
 
 
-def wait_for_disk(folder: str, timeout: float = DISK_TIMEOUT, ask: Callable[[str], object] = os.path.exists) -> None:
-    """Refuse a place whose file system does not answer ("rendezvous-unwritable"), after `timeout` seconds.
+def wait_for_disk(
+    folder: str, timeout: float = DISK_TIMEOUT, ask: Callable[[str], object] = os.path.exists
+) -> None:
+    """Refuse a place whose file system does not answer ("rendezvous-unwritable"), after `timeout`
+    seconds.
 
-    The kernel holds whoever asks a dead network file system, deaf to SIGKILL: so a child asks. The caller must have one thread.
+    The kernel holds whoever asks a dead network file system, deaf to SIGKILL: so a child asks. The
+    caller must have one thread.
     """
 
     def visit() -> None:
@@ -146,26 +169,37 @@ def wait_for_disk(folder: str, timeout: float = DISK_TIMEOUT, ask: Callable[[str
         if processes.wait_for_ends([pidfd], timeout):
             os.waitpid(child, 0)
             return
-        processes.send(pidfd, signal.SIGKILL)  # when it comes back to life; who that is then is the kernel's affair
+        processes.send(
+            pidfd, signal.SIGKILL
+        )  # when it comes back to life; who that is then is the kernel's affair
     finally:
         os.close(pidfd)
     raise _silent(folder, timeout)
 
 
 def look(folder: str) -> None:
-    """Refuse a place that cannot be made, before anything is started. `EnvironmentProblem` ("rendezvous-unwritable")."""
+    """Refuse a place that cannot be made, before anything is started. `EnvironmentProblem`
+    ("rendezvous-unwritable").
+    """
     above = os.path.dirname(folder) or "/"
     if os.path.isdir(folder):
         if not os.access(folder, os.W_OK | os.X_OK):
             raise EnvironmentProblem(
-                "rendezvous-unwritable", f"the meeting place {folder} may not be written by this user", help=_LEAVE_OUT
+                "rendezvous-unwritable",
+                f"the meeting place {folder} may not be written by this user",
+                help=_LEAVE_OUT,
             )
     elif os.path.lexists(folder):
         raise EnvironmentProblem(
             "rendezvous-unwritable",
             f"the meeting place {folder} is a file, and not one that a launcher made",
-            why=('init_method="file:///..." of torch leaves such files; --rdzv-endpoint makes a folder',),
-            help=(("name one that is not there yet", f"--rdzv-endpoint file://{folder}-place"), *_LEAVE_OUT),
+            why=(
+                'init_method="file:///..." of torch leaves such files; --rdzv-endpoint makes a folder',
+            ),
+            help=(
+                ("name one that is not there yet", f"--rdzv-endpoint file://{folder}-place"),
+                *_LEAVE_OUT,
+            ),
         )
     elif not os.path.isdir(above):
         raise EnvironmentProblem(
@@ -185,7 +219,8 @@ def look(folder: str) -> None:
 def take(folder: str, job: str) -> RendezvousFile:
     """Have the place for this job, whose launcher is this process. A dead job's is taken over.
 
-    Raises `EnvironmentProblem`: "rendezvous-in-use" names who has it, "rendezvous-unwritable" why it cannot be had at all.
+    Raises `EnvironmentProblem`: "rendezvous-in-use" names who has it, "rendezvous-unwritable" why
+    it cannot be had at all.
     """
     look(folder)
     here = own_identity()
@@ -199,7 +234,10 @@ def take(folder: str, job: str) -> RendezvousFile:
                 return place
     except OSError as error:
         raise _unwritable(folder, error) from error
-    raise EnvironmentProblem("rendezvous-in-use", f"other jobs take the meeting place {folder} one after the other: tried {TRIES} times")
+    raise EnvironmentProblem(
+        "rendezvous-in-use",
+        f"other jobs take the meeting place {folder} one after the other: tried {TRIES} times",
+    )
 
 
 def _try(folder: str, record: Record) -> RendezvousFile | None:
@@ -220,11 +258,14 @@ def _try(folder: str, record: Record) -> RendezvousFile | None:
     except FileExistsError:
         if os.stat(temporary).st_nlink == 1:
             return None
-        # It is ours: over NFS an answer that is lost is asked for again, and the second one says that the name is taken (link(2)).
+        # It is ours: over NFS an answer that is lost is asked for again, and the second one says
+        # that the name is taken (link(2)).
     finally:
         os.unlink(temporary)
     numbers = _numbers(folder)
-    if max(numbers, default=0) > number:  # we slept through a whole job: the number was used, and removed, since we looked
+    if (
+        max(numbers, default=0) > number
+    ):  # we slept through a whole job: the number was used, and removed, since we looked
         os.unlink(path)
         return None
     for old in numbers:
@@ -264,7 +305,9 @@ def _numbers(folder: str) -> list[int]:
 
 
 def _read(path: str) -> Record | None:
-    """A record; None when it was removed meanwhile. `EnvironmentProblem` for what is none: it is not ours to replace."""
+    """A record; None when it was removed meanwhile. `EnvironmentProblem` for what is none: it is
+    not ours to replace.
+    """
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(_LARGEST), type=Record)
@@ -282,7 +325,9 @@ def _read(path: str) -> Record | None:
 def _written(folder: str, record: Record) -> str:
     """A new file with the record in it, safe on the disk; its path."""
     path = os.path.join(folder, f".{record.owner.pid}-{secrets.token_hex(6)}")
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
+    with open(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb"
+    ) as file:
         try:
             file.write(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
             file.flush()
@@ -293,14 +338,18 @@ def _written(folder: str, record: Record) -> str:
     return path
 
 
-_LEAVE_OUT = (("leave --rdzv-endpoint out: ranks on one node need no meeting place of their own", ""),)
+_LEAVE_OUT = (
+    ("leave --rdzv-endpoint out: ranks on one node need no meeting place of their own", ""),
+)
 
 
 def _in_use(folder: str, record: Record, how: Fate, now: float) -> EnvironmentProblem:
     owner = record.owner
     another = (("give this job a place of its own", f"--rdzv-endpoint file://{folder}-2"),)
     who = f"pid {owner.pid} on {owner.host}, started by {record.user} {_ago(now - record.since)}"
-    meets = (f"its ranks meet at {record.address}, attempt {record.attempt}",) if record.address else ()
+    meets = (
+        (f"its ranks meet at {record.address}, attempt {record.attempt}",) if record.address else ()
+    )
     if how == "runs":
         return EnvironmentProblem(
             "rendezvous-in-use",
@@ -311,12 +360,23 @@ def _in_use(folder: str, record: Record, how: Fate, now: float) -> EnvironmentPr
     where = owner.host
     if owner.boot == _text("/proc/sys/kernel/random/boot_id"):
         hidden = owner.pids == os.readlink("/proc/self/ns/pid")
-        where = f"user {record.user}, whose processes /proc hides (hidepid)" if hidden else "another container of this machine"
+        where = (
+            f"user {record.user}, whose processes /proc hides (hidepid)"
+            if hidden
+            else "another container of this machine"
+        )
     return EnvironmentProblem(
         "rendezvous-in-use",
         f"the meeting place {folder} belongs to {where}, and from here it cannot be seen whether its job still runs",
-        why=(f"job {record.job}: {who}", *meets, "joining a job that runs elsewhere comes with multi-node support"),
-        help=(*another, ("or, when that job is known to be gone, remove the place", f"rm -r {folder}")),
+        why=(
+            f"job {record.job}: {who}",
+            *meets,
+            "joining a job that runs elsewhere comes with multi-node support",
+        ),
+        help=(
+            *another,
+            ("or, when that job is known to be gone, remove the place", f"rm -r {folder}"),
+        ),
     )
 
 
@@ -331,7 +391,9 @@ def _silent(folder: str, timeout: float) -> EnvironmentProblem:
 
 def _unwritable(folder: str, error: OSError) -> EnvironmentProblem:
     return EnvironmentProblem(
-        "rendezvous-unwritable", f"the meeting place {folder} cannot be written: {os.strerror(error.errno or 0)}", help=_LEAVE_OUT
+        "rendezvous-unwritable",
+        f"the meeting place {folder} cannot be written: {os.strerror(error.errno or 0)}",
+        help=_LEAVE_OUT,
     )
 
 

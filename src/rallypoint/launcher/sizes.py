@@ -1,10 +1,15 @@
-"""How many ranks one machine may have, and each one's share of it. Loads nothing: `launch` asks before it does anything else."""
+"""How many ranks one machine may have, and each one's share of it. Loads nothing: `launch` asks
+before it does anything else.
+"""
 
 from __future__ import annotations
 
-LARGEST_LOCAL_SIZE = 4096  # ranks on one node: far above any node in use, far below what a typing error could ask of a machine
+# ranks on one node: far above any node in use, far below what a typing error could ask of a machine
+LARGEST_LOCAL_SIZE = 4096
 
 
 def threads_of_a_rank(cpus: int, local_size: int) -> int:
-    """How many threads the libraries of one of several ranks should take: its share of the processors that this process may use."""
+    """How many threads the libraries of one of several ranks should take: its share of the
+    processors that this process may use.
+    """
     return max(1, cpus // local_size)

@@ -7,7 +7,9 @@ import sys
 
 
 def torch_version() -> str:
-    """The installed torch by metadata, without importing it; "" when there is none, "unknown" when it has no metadata."""
+    """The installed torch by metadata, without importing it; "" when there is none, "unknown" when
+    it has no metadata.
+    """
     from importlib.machinery import PathFinder
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
@@ -15,6 +17,9 @@ def torch_version() -> str:
     try:
         return installed("torch")
     except PackageNotFoundError:
-        # A source build on PYTHONPATH has no metadata. The working directory does not count: a user's own torch.py is no torch.
-        elsewhere = [folder for folder in sys.path if folder and os.path.abspath(folder) != os.getcwd()]
+        # A source build on PYTHONPATH has no metadata. The working directory does not count: a
+        # user's own torch.py is no torch.
+        elsewhere = [
+            folder for folder in sys.path if folder and os.path.abspath(folder) != os.getcwd()
+        ]
         return "unknown" if PathFinder.find_spec("torch", elsewhere) else ""

@@ -21,17 +21,20 @@ LARGEST = 1 << 31
 
 
 def barrier(store: Client, name: str, size: int, timeout: float | timedelta | None = 30.0) -> int:
-    """Wait until `size` have arrived at this name, and return which round it was: a number that grows from round to round of a name, and
-    is the same for all of them. One request, from each.
+    """Wait until `size` have arrived at this name, and return which round it was: a number that
+    grows from round to round of a name, and is the same for all of them. One request, from each.
 
-    A name may be used again: each call is the caller's next round. Threads of one process take a seat each. `timeout`: seconds; None:
-    for as long as the server lives; 0: fail unless all others are there already.
+    A name may be used again: each call is the caller's next round. Threads of one process take a
+    seat each. `timeout`: seconds; None: for as long as the server lives; 0: fail unless all others
+    are there already.
 
-    Raises BarrierTimeout (`barrier-timeout`) when not everybody came in time. BarrierBroken (`barrier-broken`) at once in everybody who
-    waits when one of them gives up (its timeout, Ctrl-C, an exception of a signal handler) or its session ends; and once in each who
-    comes to such a round too late. BarrierMismatch (`barrier-size`) in all when two give another size. All three name who came and,
-    as far as that can be told, who did not. After any of them the caller is at no barrier, and the next call is the next round; after a
-    StoreTimeout or SessionLost it may be that the others have passed.
+    Raises BarrierTimeout (`barrier-timeout`) when not everybody came in time. BarrierBroken
+    (`barrier-broken`) at once in everybody who waits when one of them gives up (its timeout,
+    Ctrl-C, an exception of a signal handler) or its session ends; and once in each who comes to
+    such a round too late. BarrierMismatch (`barrier-size`) in all when two give another size. All
+    three name who came and, as far as that can be told, who did not. After any of them the caller
+    is at no barrier, and the next call is the next round; after a StoreTimeout or SessionLost it
+    may be that the others have passed.
     """
     if name.__class__ is not str or not name.isascii():
         name = key_of(name)
@@ -47,10 +50,14 @@ def barrier(store: Client, name: str, size: int, timeout: float | timedelta | No
 def _size(given: object) -> int:
     """A size that is no plain int, or no size at all."""
     if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise TypeError(f"size={given!r}: the number of those who meet at a barrier is an int, not {described(given)}")
+        raise TypeError(
+            f"size={given!r}: the number of those who meet at a barrier is an int, not {described(given)}"
+        )
     size = operator.index(given)
     if not 0 < size < LARGEST:
-        raise UsageError("usage", f"size={size}: at least one comes to a barrier, and fewer than {LARGEST}")
+        raise UsageError(
+            "usage", f"size={size}: at least one comes to a barrier, and fewer than {LARGEST}"
+        )
     return size
 
 
@@ -59,7 +66,11 @@ def _timed_out(name: str, size: int, seconds: float, reply: AnyReply) -> Barrier
 
     assert isinstance(reply, TimedOut), reply
     came = attendance(size, reply.arrived, reply.present, reply.absent)
-    after = f"timed out after {seconds:.1f} s" if math.isfinite(seconds) and seconds else "was not complete"
+    after = (
+        f"timed out after {seconds:.1f} s"
+        if math.isfinite(seconds) and seconds
+        else "was not complete"
+    )
     return BarrierTimeout(
         "barrier-timeout",
         f'the barrier "{name}" of {size} {after}: {came}',
@@ -69,4 +80,6 @@ def _timed_out(name: str, size: int, seconds: float, reply: AnyReply) -> Barrier
     )
 
 
-_HELP = (("if the others need longer, give it more time", "store.barrier(name, size, timeout=...)"),)
+_HELP = (
+    ("if the others need longer, give it more time", "store.barrier(name, size, timeout=...)"),
+)

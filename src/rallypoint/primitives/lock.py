@@ -1,10 +1,11 @@
 """A lock that all clients of a store share: first come, first served, leased, fenced.
 
-Held by a thread of a process, for as long as that process gives signs of life: a lock of a process that died is passed on. What this
-cannot give is what no lock over a network can: a holder that was stopped, and goes on without knowing, is a second holder for a moment.
-`grant.lost` tells it so as early as it can be known; the token of the grant, given to whatever is written to (`store.set(...,
-fence=grant.token)`), makes a late write harmless. (Chubby's sequencers, etcd's `concurrency` package, and the debate about Redlock,
-have come to this.)
+Held by a thread of a process, for as long as that process gives signs of life: a lock of a process
+that died is passed on. What this cannot give is what no lock over a network can: a holder that was
+stopped, and goes on without knowing, is a second holder for a moment. `grant.lost` tells it so as
+early as it can be known; the token of the grant, given to whatever is written to (`store.set(...,
+fence=grant.token)`), makes a late write harmless. (Chubby's sequencers, etcd's `concurrency`
+package, and the debate about Redlock, have come to this.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from types import EllipsisType, TracebackType
 from typing import Any
 
 from rallypoint.clock import Clock
-from rallypoint.errors import LeaseLost, LockTimeout, RallypointError, SessionLost, StoreClosed, UsageError, WouldDeadlock
+from rallypoint.errors import (
+    LeaseLost,
+    LockTimeout,
+    RallypointError,
+    SessionLost,
+    StoreClosed,
+    UsageError,
+    WouldDeadlock,
+)
 from rallypoint.store import limits
 from rallypoint.store.client.arguments import key_of, positive, seconds_of
 from rallypoint.store.client.client import Client
@@ -35,7 +44,9 @@ QUEUE_SHOWN = 4
 """Of those who wait in front, so many are named in a headline; `LockTimeout.queue` has more."""
 
 STALE_SECONDS = 0.01
-"""Between two questions whether the server has been told by now what an interrupted thread gave up: some round trips."""
+"""Between two questions whether the server has been told by now what an interrupted thread gave up:
+some round trips.
+"""
 
 STALE_TRIES = 500
 """Then, after at least 5 s, what the server says stands."""
@@ -45,8 +56,9 @@ _process = (0, "")  # its pid, and a name that no other process of any machine h
 
 
 class Grant:
-    """A lock that was had, from then until it was given back or lost. `token`: the revision of the store at the grant; tokens grow, over
-    all locks. `lost`: a `threading.Event` that is set when somebody else may have the lock."""
+    """A lock that was had, from then until it was given back or lost. `token`: the revision of the
+    store at the grant; tokens grow, over all locks. `lost`: a `threading.Event` that is set when
+    somebody else may have the lock."""
 
     __slots__ = ("_lease", "_since", "_store", "lost", "name", "pid")
 
@@ -64,7 +76,9 @@ class Grant:
 
     @property
     def left(self) -> float:
-        """Seconds for which the lock is surely held if no further sign of life gets through; 0 when it is lost."""
+        """Seconds for which the lock is surely held if no further sign of life gets through; 0 when
+        it is lost.
+        """
         return self._lease.left
 
     @property
@@ -75,9 +89,16 @@ class Grant:
     def check(self) -> None:
         """Raise LeaseLost if the lock is lost. Costs a look at the clock and asks nobody."""
         if self.pid != os.getpid():
-            raise LeaseLost("lock-lost", _of_parent(self.name, self.pid), why=("what a process holds its forked children do not",))
+            raise LeaseLost(
+                "lock-lost",
+                _of_parent(self.name, self.pid),
+                why=("what a process holds its forked children do not",),
+            )
         if self._lease.over:
-            raise _lost(self, "the server passes a lock on when its holder was silent for that long: somebody else may have it")
+            raise _lost(
+                self,
+                "the server passes a lock on when its holder was silent for that long: somebody else may have it",
+            )
 
     def __repr__(self) -> str:
         left = self._lease.left  # which looks at the clock
@@ -86,46 +107,67 @@ class Grant:
 
 
 class Lock:
-    """A lock, by its name: `with store.lock("checkpoint") as grant: ...`. Made by `Store.lock`, which asks nobody.
+    """A lock, by its name: `with store.lock("checkpoint") as grant: ...`. Made by `Store.lock`,
+    which asks nobody.
 
-    - **First come, first served.** A thread that asks waits behind all that asked before, of whatever process.
-    - **Leased.** The lock is passed on when its holder's session ends (at once when the process ends; when it is killed, see
-      `docs/concepts/coordination.md`), and when the holder gave no sign of life for `ttl` seconds: it was stopped, its network is gone,
-      something holds the interpreter lock. Signs of life are given by themselves, at least three per `ttl`, for as long as it is held.
-    - **Lost** is told: `grant.lost` is set, `grant.check()` raises, and the `with` block ends in LeaseLost. When another exception is on
-      its way it gets a note instead.
-    - **Fenced.** `store.set(key, value, fence=grant.token)` is refused once the grant is over; so with `delete`, `compare_and_set`,
-      `update`.
-    - **Held by a thread.** Waiting for it in the thread that has it, by whatever object, is WouldDeadlock (`lock-twice`), and so is waiting
-      for what is held by somebody who waits, over others perhaps, for what this thread has (`lock-cycle`). Both are told at once.
-      Threads of one process queue up like others. A forked child holds nothing of its parent's.
-    - **Signals.** Handlers run while it waits. One that raises (Ctrl-C) takes the caller out of the queue at once, and gives the lock
-      back if it was granted in that moment. Between `acquire()` and a `try` of your own there is a gap in which it could be had and not
-      given back; `with` has none there. It has one between the end of its block and the first instructions of `__exit__`: the lock is
-      then given back when the Lock object goes, which is at once if it was made in the `with` statement.
+    - **First come, first served.** A thread that asks waits behind all that asked before, of
+      whatever process.
+    - **Leased.** The lock is passed on when its holder's session ends (at once when the process
+      ends; when it is killed, see `docs/concepts/coordination.md`), and when the holder gave no
+      sign of life for `ttl` seconds: it was stopped, its network is gone, something holds the
+      interpreter lock. Signs of life are given by themselves, at least three per `ttl`, for as long
+      as it is held.
+    - **Lost** is told: `grant.lost` is set, `grant.check()` raises, and the `with` block ends in
+      LeaseLost. When another exception is on its way it gets a note instead.
+    - **Fenced.** `store.set(key, value, fence=grant.token)` is refused once the grant is over; so
+      with `delete`, `compare_and_set`, `update`.
+    - **Held by a thread.** Waiting for it in the thread that has it, by whatever object, is
+      WouldDeadlock (`lock-twice`), and so is waiting for what is held by somebody who waits, over
+      others perhaps, for what this thread has (`lock-cycle`). Both are told at once. Threads of one
+      process queue up like others. A forked child holds nothing of its parent's.
+    - **Signals.** Handlers run while it waits. One that raises (Ctrl-C) takes the caller out of the
+      queue at once, and gives the lock back if it was granted in that moment. Between `acquire()`
+      and a `try` of your own there is a gap in which it could be had and not given back; `with` has
+      none there. It has one between the end of its block and the first instructions of `__exit__`:
+      the lock is then given back when the Lock object goes, which is at once if it was made in the
+      `with` statement.
 
-    `ttl`: seconds, from 0.05 to a week. One that is longer than the store's own (`connect(ttl=)`) keeps the session for as long while it
-    is held. `timeout`: seconds to wait; None: for as long as the server lives.
+    `ttl`: seconds, from 0.05 to a week. One that is longer than the store's own (`connect(ttl=)`)
+    keeps the session for as long while it is held. `timeout`: seconds to wait; None: for as long as
+    the server lives.
     """
 
-    def __init__(self, store: Client, name: str, *, ttl: float | timedelta = 10.0, timeout: float | timedelta | None = None) -> None:
+    def __init__(
+        self,
+        store: Client,
+        name: str,
+        *,
+        ttl: float | timedelta = 10.0,
+        timeout: float | timedelta | None = None,
+    ) -> None:
         self.name = key_of(name)
         self.ttl = limits.lease(positive("ttl", ttl))
         self.timeout = seconds_of(timeout)
         self._store = store
-        self._grants: dict[int, list[Grant]] = {}  # by thread: the newest last; of those before it the lease was lost
+        self._grants: dict[
+            int, list[Grant]
+        ] = {}  # by thread: the newest last; of those before it the lease was lost
 
     # --- having it ---
 
     def acquire(self, *, timeout: float | timedelta | EllipsisType | None = ...) -> Grant:
-        """Wait for the lock, for `timeout` seconds (as given to `lock()`, if not here; None: for as long as the server lives).
+        """Wait for the lock, for `timeout` seconds (as given to `lock()`, if not here; None: for as
+        long as the server lives).
 
-        Raises LockTimeout, which names the holder and those in front; then this caller does not stand in the queue any more.
-        WouldDeadlock at once. What the store raises (`StoreTimeout`, `SessionLost`, ...) leaves nobody in the queue and no lock held.
+        Raises LockTimeout, which names the holder and those in front; then this caller does not
+        stand in the queue any more. WouldDeadlock at once. What the store raises (`StoreTimeout`,
+        `SessionLost`, ...) leaves nobody in the queue and no lock held.
         """
         seconds = self.timeout if isinstance(timeout, EllipsisType) else seconds_of(timeout)
         reply = self._ask(seconds)
-        if reply.__class__ is Grant:  # without a call, in which a signal could strike: nobody would have the lock in hand
+        if (
+            reply.__class__ is Grant
+        ):  # without a call, in which a signal could strike: nobody would have the lock in hand
             return reply
         raise self._timed_out(reply, seconds)  # type: ignore[arg-type]  # which mypy does not see
 
@@ -135,10 +177,12 @@ class Lock:
         return reply if reply.__class__ is Grant else None
 
     def release(self) -> None:
-        """Give the lock back that this thread has; who waits longest has it then, before this returns.
+        """Give the lock back that this thread has; who waits longest has it then, before this
+        returns.
 
-        Raises LeaseLost when it was lost before; UsageError when this thread does not have it, a forked child included. When the store
-        gives no answer (StoreTimeout), or a signal handler raises, it is given back as soon as the store answers again.
+        Raises LeaseLost when it was lost before; UsageError when this thread does not have it, a
+        forked child included. When the store gives no answer (StoreTimeout), or a signal handler
+        raises, it is given back as soon as the store answers again.
         """
         mine = self._mine()
         if not mine:
@@ -146,7 +190,11 @@ class Lock:
         grant = mine[-1]
         if grant.pid != os.getpid():
             del self._grants[get_ident()]
-            raise UsageError("usage", _of_parent(self.name, grant.pid), help=(("ask for it here, if it is needed here", ""),))
+            raise UsageError(
+                "usage",
+                _of_parent(self.name, grant.pid),
+                help=(("ask for it here, if it is needed here", ""),),
+            )
         self._give_back(grant)
 
     def __enter__(self) -> Grant:
@@ -155,7 +203,12 @@ class Lock:
             return reply
         raise self._timed_out(reply, self.timeout)  # type: ignore[arg-type]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         grant = None
         try:
             grant = self._newest()
@@ -196,7 +249,13 @@ class Lock:
         return f"<Lock {shown(self.name)}: {state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (type(self), self._store, self.name, self.ttl, None if self.timeout == math.inf else self.timeout)
+        return _again, (
+            type(self),
+            self._store,
+            self.name,
+            self.ttl,
+            None if self.timeout == math.inf else self.timeout,
+        )
 
     # --- within ---
 
@@ -206,14 +265,18 @@ class Lock:
         return mine[-1] if mine and mine[-1].pid == os.getpid() else None
 
     def _mine(self) -> list[Grant]:
-        """What this thread has, or its parent had where it was forked; without what an exception has kept in the list."""
+        """What this thread has, or its parent had where it was forked; without what an exception
+        has kept in the list.
+        """
         mine = self._grants.get(get_ident(), [])
         while mine and mine[-1]._lease.state != "held":
             mine.pop()
         return mine
 
     def _ask(self, seconds: float, *, block: bool = False) -> Grant | wire.TimedOut:
-        """Wait for so many seconds. What a signal handler raises in here leaves nothing behind. `block`: for a `with` statement."""
+        """Wait for so many seconds. What a signal handler raises in here leaves nothing behind.
+        `block`: for a `with` statement.
+        """
         store, name, me, owner = self._store, self.name, get_ident(), _owner()
         began = now = _clock.monotonic()
         tries = 0
@@ -241,12 +304,17 @@ class Lock:
                 lease.hold()
                 mine = self._grants.setdefault(me, [])
                 mine.append(grant)
-                self._grants[me] = mine  # a signal handler that used this object may have thrown it away while it was empty
+                self._grants[me] = (
+                    # a signal handler that used this object may have thrown it away while it was
+                    # empty
+                    mine
+                )
                 if not lease.over:
                     self._count_wait(lease, now - began)
                     lease.figures.acquisitions += 1
                     return grant
-                # This process was silent while it waited: it may have had the lock, and lost it. It goes to the end of the queue.
+                # This process was silent while it waited: it may have had the lock, and lost it. It
+                # goes to the end of the queue.
                 if not lease.gone:
                     session.request(wire.Unlock, (name, lease.token))
                 lease.state = "done"
@@ -256,9 +324,14 @@ class Lock:
                 self._forget(grant)
                 held = names_held(me)
                 tries += 1
-                if lease.nested or (name in held if error.code == "lock-twice" else held) or tries > STALE_TRIES:
+                if (
+                    lease.nested
+                    or (name in held if error.code == "lock-twice" else held)
+                    or tries > STALE_TRIES
+                ):
                     raise _explained(error) from None
-                # What the server means was given up by this thread, which an exception interrupted; it is about to be told.
+                # What the server means was given up by this thread, which an exception interrupted;
+                # it is about to be told.
                 lease.leave()
                 select.poll().poll(STALE_SECONDS * 1000.0)
                 now = _clock.monotonic()
@@ -299,7 +372,9 @@ class Lock:
             self._forget(grant)
             lease.end(error.headline)
             lease.figures.losses += 1
-            raise _lost(grant, "it was released with the session, and somebody else may have had it since") from error
+            raise _lost(
+                grant, "it was released with the session, and somebody else may have had it since"
+            ) from error
         except BaseException:
             if lease.state == "held":
                 lease.state = "unwanted"
@@ -312,7 +387,9 @@ class Lock:
             lease.end("the server had passed it on")
             lease.figures.losses += 1
             why = "the server still had it for this process: nobody else has had it meanwhile"
-            raise _lost(grant, why if still else "the server had passed it on when it was to be given back")
+            raise _lost(
+                grant, why if still else "the server had passed it on when it was to be given back"
+            )
 
     def _count_wait(self, lease: Lease, waited: float) -> None:
         lease.figures.wait_seconds += waited
@@ -329,12 +406,24 @@ class Lock:
         if queue:
             more = f" and {len(queue) - QUEUE_SHOWN} more" if len(queue) > QUEUE_SHOWN else ""
             text += f"; in front of this caller waited {', '.join(queue[:QUEUE_SHOWN])}{more}"
-        return LockTimeout("lock-timeout", text, holder=holder, held_for=reply.held_for, queue=queue)
+        return LockTimeout(
+            "lock-timeout", text, holder=holder, held_for=reply.held_for, queue=queue
+        )
 
     def _not_held(self) -> UsageError:
-        others = [thread for thread, grants in list(self._grants.items()) if grants and grants[-1].pid == os.getpid()]
-        whose = "another thread of this process has it" if others else "it was not acquired here, or was given back before"
-        return UsageError("usage", f"this thread does not hold the lock {shown(self.name)}: {whose}")
+        others = [
+            thread
+            for thread, grants in list(self._grants.items())
+            if grants and grants[-1].pid == os.getpid()
+        ]
+        whose = (
+            "another thread of this process has it"
+            if others
+            else "it was not acquired here, or was given back before"
+        )
+        return UsageError(
+            "usage", f"this thread does not hold the lock {shown(self.name)}: {whose}"
+        )
 
 
 def _again(kind: type[Lock], store: Client, name: str, ttl: float, timeout: float | None) -> Lock:
@@ -353,7 +442,12 @@ def _owner() -> str:
         mine = (os.getpid(), os.urandom(6).hex())
         if _process[0] != mine[0]:  # one step: another thread may be here, too
             _process = mine
-    name = threading.current_thread().name.replace("#", "")[:THREAD_NAME].encode("utf-8", "backslashreplace").decode()
+    name = (
+        threading.current_thread()
+        .name.replace("#", "")[:THREAD_NAME]
+        .encode("utf-8", "backslashreplace")
+        .decode()
+    )
     return f"{name}#{_process[1]}.{threading.get_native_id()}"
 
 
@@ -368,7 +462,12 @@ def _lost(grant: Grant, why: str) -> LeaseLost:
             f"what was written with fence={grant.token} before that stands, and is refused after it; what was written without may have "
             "met somebody else's",
         ),
-        help=(("if silence of that length is normal here, give it a longer lease", f"store.lock({shown(grant.name)}, ttl=60)"),),
+        help=(
+            (
+                "if silence of that length is normal here, give it a longer lease",
+                f"store.lock({shown(grant.name)}, ttl=60)",
+            ),
+        ),
     )
 
 
@@ -378,8 +477,16 @@ def _explained(error: WouldDeadlock) -> WouldDeadlock:
             "it is the thread that holds a lock, whatever object it has asked with, and two tasks of an event loop are one thread: "
             "it would wait for itself"
         )
-        help = ("do all that needs the lock in one `with` block, or give the inner one another name", "")
+        help = (
+            "do all that needs the lock in one `with` block, or give the inner one another name",
+            "",
+        )
     else:
-        why = "nobody in the circle would ever go on; who asked last is told, and holds what it held"
-        help = ("take several locks in the same order everywhere", "for name in sorted(names): stack.enter_context(store.lock(name))")
+        why = (
+            "nobody in the circle would ever go on; who asked last is told, and holds what it held"
+        )
+        help = (
+            "take several locks in the same order everywhere",
+            "for name in sorted(names): stack.enter_context(store.lock(name))",
+        )
     return WouldDeadlock(error.code, error.headline, why=(why,), help=(help,))

@@ -27,43 +27,60 @@ from rallypoint.wire.values import Parts, shown
 T = TypeVar("T")
 
 MESSAGE_CHARACTERS = 2_000
-"""Of an exception's message that are passed on. Together with the traceback they must fit into a message (`INLINE_BYTES`), at up to four
-bytes each; people read less."""
+"""Of an exception's message that are passed on. Together with the traceback they must fit into a
+message (`INLINE_BYTES`), at up to four bytes each; people read less."""
 
 TRACEBACK_CHARACTERS = 10_000
 """Of its traceback likewise: some hundred lines. The middle is left out when there are more."""
 
 _computing: set[tuple[int, int, str, str]] = set()
-"""What the threads of this process compute now: process (a forked child computes nothing), thread, store and name."""
+"""What the threads of this process compute now: process (a forked child computes nothing), thread,
+store and name.
+"""
 
 
-def once(client: Client, name: str, fn: Callable[[], T], *, timeout: float | timedelta | None = None, retry: bool = False) -> T:
-    """The value of `fn()`, which is called in one of all the processes and threads that ask under this name; the others wait for it.
+def once(
+    client: Client,
+    name: str,
+    fn: Callable[[], T],
+    *,
+    timeout: float | timedelta | None = None,
+    retry: bool = False,
+) -> T:
+    """The value of `fn()`, which is called in one of all the processes and threads that ask under
+    this name; the others wait for it.
 
-    The value is one that the store can hold, None and large tensors among them, and remembered for good: whoever asks later gets it at
-    once, in this process, too. The one who computed gets what `fn` returned, the others each a copy of their own.
+    The value is one that the store can hold, None and large tensors among them, and remembered for
+    good: whoever asks later gets it at once, in this process, too. The one who computed gets what
+    `fn` returned, the others each a copy of their own.
 
-    When `fn` raises an Exception, that is raised here; everybody who waits gets OnceFailed with its class, message and traceback, and
-    whoever asks after that tries again. With `retry` (that of the caller who computes is what counts) nobody is told, and who has waited
-    longest computes. So does he when the process that computes dies, or loses its session, and when `fn` ends by
-    KeyboardInterrupt or SystemExit: these are for one process, not for all. A value that cannot be stored (ValueUnsupported,
-    LimitExceeded) is a failure of `fn`.
+    When `fn` raises an Exception, that is raised here; everybody who waits gets OnceFailed with its
+    class, message and traceback, and whoever asks after that tries again. With `retry` (that of the
+    caller who computes is what counts) nobody is told, and who has waited longest computes. So does
+    he when the process that computes dies, or loses its session, and when `fn` ends by
+    KeyboardInterrupt or SystemExit: these are for one process, not for all. A value that cannot be
+    stored (ValueUnsupported, LimitExceeded) is a failure of `fn`.
 
-    `timeout`: seconds to wait for somebody else's value, None: for ever. StoreTimeout (`wait-timeout`) names who computes, and for how
-    long; nothing is left behind. A call from inside `fn`, in the same thread, of the same name raises WouldDeadlock; a circle over
-    several names or threads is not noticed: give a timeout.
+    `timeout`: seconds to wait for somebody else's value, None: for ever. StoreTimeout
+    (`wait-timeout`) names who computes, and for how long; nothing is left behind. A call from
+    inside `fn`, in the same thread, of the same name raises WouldDeadlock; a circle over several
+    names or threads is not noticed: give a timeout.
 
-    A process whose session is lost while it computes (it was stopped, or held the GIL, for longer than `ttl`) does not know that
-    another one computes, too: `fn` may run twice then. There is still one value, which all get.
+    A process whose session is lost while it computes (it was stopped, or held the GIL, for longer
+    than `ttl`) does not know that another one computes, too: `fn` may run twice then. There is
+    still one value, which all get.
     """
     name = key_of(name)
     if not callable(fn):
-        raise TypeError(f"once() takes a function that is called without arguments, not {described(fn)}")
+        raise TypeError(
+            f"once() takes a function that is called without arguments, not {described(fn)}"
+        )
     seconds = seconds_of(timeout)
     me = (os.getpid(), threading.get_ident(), client.address, name)
     if me in _computing:
         raise WouldDeadlock(
-            "usage", f"once({shown(name)}) was called by the function that computes {shown(name)}: it would wait for itself, for ever"
+            "usage",
+            f"once({shown(name)}) was called by the function that computes {shown(name)}: it would wait for itself, for ever",
         )
     value: Any = None
     data: bytes | Parts | None = None
@@ -71,7 +88,9 @@ def once(client: Client, name: str, fn: Callable[[], T], *, timeout: float | tim
     try:
         while True:
             loan = Loan(client, partial(_back, name))
-            reply, body = client.ask(Claim, name, None if seconds == math.inf else seconds, wait=seconds, into=loan)
+            reply, body = client.ask(
+                Claim, name, None if seconds == math.inf else seconds, wait=seconds, into=loan
+            )
             if isinstance(reply, TimedOut):
                 raise _timed_out(client, name, seconds, reply)
             if isinstance(reply, Value):
@@ -84,7 +103,9 @@ def once(client: Client, name: str, fn: Callable[[], T], *, timeout: float | tim
                     data = client.encoded(value, called=f"once({shown(name)})")
                 except Exception as error:
                     if not retry:
-                        loan.back_by(Resolve, (name, _account(error), 0, True, False, 0, reply.token))
+                        loan.back_by(
+                            Resolve, (name, _account(error), 0, True, False, 0, reply.token)
+                        )
                     raise
                 finally:
                     _computing.discard(me)
@@ -98,10 +119,16 @@ def once(client: Client, name: str, fn: Callable[[], T], *, timeout: float | tim
 
 def _back(name: str, reply: AnyReply) -> Back | None:
     """What lets the next in line compute."""
-    return (Resolve, (name, b"", 0, False, True, 0, reply.token)) if isinstance(reply, Granted) else None
+    return (
+        (Resolve, (name, b"", 0, False, True, 0, reply.token))
+        if isinstance(reply, Granted)
+        else None
+    )
 
 
-def _told(client: Client, name: str, data: bytes | Parts, loan: Loan, token: int, retry: bool) -> bool:
+def _told(
+    client: Client, name: str, data: bytes | Parts, loan: Loan, token: int, retry: bool
+) -> bool:
     """Give the value to all; False when the claim was somebody else's by then."""
     try:
         answer, _ = client.ask(Resolve, name, data, 0, False, False, 0, token)
@@ -120,10 +147,18 @@ def _told(client: Client, name: str, data: bytes | Parts, loan: Loan, token: int
 
 
 def _account(error: Exception) -> bytes:
-    """What others are told of an exception: name of its class, message and traceback, from `fn` on. `failure` reads it."""
+    """What others are told of an exception: name of its class, message and traceback, from `fn` on.
+    `failure` reads it.
+    """
     kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    below = error.__traceback__.tb_next if error.__traceback__ is not None else None  # the first frame is that of `once`
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    below = (
+        error.__traceback__.tb_next if error.__traceback__ is not None else None
+    )  # the first frame is that of `once`
     try:
         message = str(error)
     except Exception as another:
@@ -132,13 +167,21 @@ def _account(error: Exception) -> bytes:
         told = "".join(traceback.format_exception(kind, error, below))
     except Exception as another:
         told = f"(its traceback cannot be had: {type(another).__name__} while it was written)"
-    account = values.encode((name[:200], _shortened(message, MESSAGE_CHARACTERS), _shortened(told, TRACEBACK_CHARACTERS)))
+    account = values.encode(
+        (
+            name[:200],
+            _shortened(message, MESSAGE_CHARACTERS),
+            _shortened(told, TRACEBACK_CHARACTERS),
+        )
+    )
     assert isinstance(account, bytes)
     return account
 
 
 def _shortened(text: str, most: int) -> str:
-    """The beginning and, three times as long, the end of a text that is longer. Characters that UTF-8 cannot write are written out."""
+    """The beginning and, three times as long, the end of a text that is longer. Characters that
+    UTF-8 cannot write are written out.
+    """
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) > most:
         head, tail = text[: most // 4], text[-(most - most // 4) :]

@@ -1,7 +1,8 @@
 """Queues whose items survive their takers.
 
-The server keeps the order, and who waits for the next item (`store/state/queues.py`). An item that was taken belongs to the taker's session
-until it is acknowledged; when the session ends, it stands in the queue again where it stood.
+The server keeps the order, and who waits for the next item (`store/state/queues.py`). An item that
+was taken belongs to the taker's session until it is acknowledged; when the session ends, it stands
+in the queue again where it stood.
 """
 
 from __future__ import annotations
@@ -16,18 +17,32 @@ from rallypoint.errors import QueueEmpty, SessionLost, UsageError
 from rallypoint.primitives.release import Back, Loan
 from rallypoint.store.client.arguments import key_of, seconds_of
 from rallypoint.store.client.client import Client
-from rallypoint.wire.messages import Absent, AnyReply, Done, Integer, Length, Pop, Push, Settle, TimedOut, Value
+from rallypoint.wire.messages import (
+    Absent,
+    AnyReply,
+    Done,
+    Integer,
+    Length,
+    Pop,
+    Push,
+    Settle,
+    TimedOut,
+    Value,
+)
 from rallypoint.wire.values import Parts, join, shown
 
 
 class Queue:
-    """A queue that all clients of a store share under one name. `store.queue(name)` makes one; that asks the store nothing.
+    """A queue that all clients of a store share under one name. `store.queue(name)` makes one; that
+    asks the store nothing.
 
-    First in, first out, in the order in which the server got them; who has waited longest gets the next one. Values are those of the
-    store, tensors of any size among them, and what comes out is a copy. A queue has no end of its own: it holds what the store has
-    room for, and a `put` over that raises LimitExceeded.
+    First in, first out, in the order in which the server got them; who has waited longest gets the
+    next one. Values are those of the store, tensors of any size among them, and what comes out is a
+    copy. A queue has no end of its own: it holds what the store has room for, and a `put` over that
+    raises LimitExceeded.
 
-    Works from any thread. In a forked child, too; what was taken before the fork belongs to the parent.
+    Works from any thread. In a forked child, too; what was taken before the fork belongs to the
+    parent.
     """
 
     __slots__ = ("_client", "name")
@@ -39,8 +54,9 @@ class Queue:
     def put(self, value: object) -> None:
         """Put a value at the end; returns when the server has it.
 
-        When it raises, the value is not in the queue, except that StoreTimeout, SessionLost and StoreClosed say in `outcome` what is
-        known about that, and that after an exception of a signal handler it is not known.
+        When it raises, the value is not in the queue, except that StoreTimeout, SessionLost and
+        StoreClosed say in `outcome` what is known about that, and that after an exception of a
+        signal handler it is not known.
         """
         client = self._client
         client.ask(Push, self.name, client.encoded(value, called=f"the queue {shown(self.name)}"))
@@ -48,9 +64,10 @@ class Queue:
     def get(self, timeout: float | timedelta | None = None) -> Any:
         """Take the first value and acknowledge it: it is gone from the queue when this returns.
 
-        Waits `timeout` seconds for one, None: for as long as the server lives. Raises QueueEmpty then, which is a TimeoutError and a
-        `queue.Empty`. After any exception, also a signal handler's, the item is where it was; a process that dies in here has not taken
-        it. What a process does with a value after `get` is lost with the process: see `take`.
+        Waits `timeout` seconds for one, None: for as long as the server lives. Raises QueueEmpty
+        then, which is a TimeoutError and a `queue.Empty`. After any exception, also a signal
+        handler's, the item is where it was; a process that dies in here has not taken it. What a
+        process does with a value after `get` is lost with the process: see `take`.
         """
         taken = Taken(self._client, self.name, seconds_of(timeout))
         value = taken.__enter__()
@@ -66,19 +83,24 @@ class Queue:
         return self.get(0.0)
 
     def take(self, timeout: float | timedelta | None = None) -> Taken:
-        """For a `with` block that works on one item: `with q.take() as value: ...`. Waits like `get`.
+        """For a `with` block that works on one item: `with q.take() as value: ...`. Waits like
+        `get`.
 
-        The item is acknowledged when the block ends, and then it is gone. When the block ends by an exception, when the process
-        dies, or when its session is lost, the item goes back to where it stood, and the next one who asks gets it. So an item is
-        worked on at least once: a process that was taken for dead may still be at it.
+        The item is acknowledged when the block ends, and then it is gone. When the block ends by an
+        exception, when the process dies, or when its session is lost, the item goes back to where
+        it stood, and the next one who asks gets it. So an item is worked on at least once: a
+        process that was taken for dead may still be at it.
 
-        Then the end of the block raises SessionLost: the item went back, and somebody else may have it. It also comes back when the
-        server does not answer at the end of the block (StoreTimeout), as soon as it does.
+        Then the end of the block raises SessionLost: the item went back, and somebody else may have
+        it. It also comes back when the server does not answer at the end of the block
+        (StoreTimeout), as soon as it does.
         """
         return Taken(self._client, self.name, seconds_of(timeout))
 
     def __len__(self) -> int:
-        """How many values are in the queue now, without those that somebody has taken and not acknowledged."""
+        """How many values are in the queue now, without those that somebody has taken and not
+        acknowledged.
+        """
         reply, _ = self._client.ask(Length, self.name)
         assert isinstance(reply, Integer)
         return reply.number
@@ -124,7 +146,12 @@ class Taken:
             loan.give_back()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         loan = self._loan
         try:
             if not loan.mine:
@@ -142,12 +169,16 @@ class Taken:
     def _acknowledge(self) -> None:
         loan = self._loan
         try:
-            reply, _ = self._client.ask(Settle, self._name, self._number, True, self._pop, into=self._accepted)
+            reply, _ = self._client.ask(
+                Settle, self._name, self._number, True, self._pop, into=self._accepted
+            )
             loan.settle()
         except SessionLost as lost:
             loan.settle()
             if lost.outcome != "happened":
-                lost.add_note(f"  asked  acknowledging {self._called()}: it went back, and somebody else may have it")
+                lost.add_note(
+                    f"  asked  acknowledging {self._called()}: it went back, and somebody else may have it"
+                )
                 raise
         except ConnectionError:
             loan.settle()
@@ -164,11 +195,15 @@ class Taken:
         self._state = "acknowledged"
 
     def _put_again(self, value: object) -> None:
-        """An exception of a signal handler struck when the item was gone and not yet returned: it becomes the last of the queue."""
+        """An exception of a signal handler struck when the item was gone and not yet returned: it
+        becomes the last of the queue.
+        """
         session = self._accepted.session
         if session is not None and isinstance(self._accepted.reply, Done):
             data = self._client.encoded(value)
-            session.keep_alive.ask_later(Push, (self._name, join(data) if isinstance(data, Parts) else data))
+            session.keep_alive.ask_later(
+                Push, (self._name, join(data) if isinstance(data, Parts) else data)
+            )
 
     def _called(self) -> str:
         return f"the item of the queue {shown(self._name)} that was taken {self._clock.elapsed():.1f} s ago"

@@ -1,8 +1,9 @@
 """What is held goes back, whatever interrupts that.
 
-The server hands something out (an item of a queue, the task to compute something), and takes it back when it is asked to or when the
-session ends. Before that comes about a signal handler may raise, at any moment, and the server may not answer; what is held would be
-stuck for as long as the process lives.
+The server hands something out (an item of a queue, the task to compute something), and takes it
+back when it is asked to or when the session ends. Before that comes about a signal handler may
+raise, at any moment, and the server may not answer; what is held would be stuck for as long as the
+process lives.
 """
 
 from __future__ import annotations
@@ -27,15 +28,21 @@ class Loan:
         ...
         loan.settle()  # it is this process's for good, or gone
 
-    What is not settled goes back at the latest when nobody has this object any more: the keep-alive's thread sees to it.
+    What is not settled goes back at the latest when nobody has this object any more: the
+    keep-alive's thread sees to it.
     """
 
-    reply: AnyReply | None = None  # class attributes: an exception may strike before all is set, and then the destructor runs
+    reply: AnyReply | None = (
+        # class attributes: an exception may strike before all is set, and then the destructor runs
+        None
+    )
     session: Session | None = None
     _settled = False
 
     def __init__(self, client: Client, back: Callable[[AnyReply], Back | None]) -> None:
-        """`back`: what gives back what a reply has handed out; None when it has handed out nothing."""
+        """`back`: what gives back what a reply has handed out; None when it has handed out
+        nothing.
+        """
         self._client = client
         self._pid = os.getpid()
         self._back = back
@@ -59,9 +66,14 @@ class Loan:
         self._settled = True
 
     def give_back(self) -> None:
-        """Return when it is back. When a signal handler raises, which goes on from here, or there is no answer in time, the keep-alive's
-        thread sees to it. When the session is over that has given it back."""
-        back = self._back(self.reply) if self.reply is not None and not self._settled and self.mine else None
+        """Return when it is back. When a signal handler raises, which goes on from here, or there
+        is no answer in time, the keep-alive's thread sees to it. When the session is over that has
+        given it back."""
+        back = (
+            self._back(self.reply)
+            if self.reply is not None and not self._settled and self.mine
+            else None
+        )
         if back is None:
             return
         try:
@@ -77,7 +89,11 @@ class Loan:
 
     def give_back_later(self) -> None:
         """Leave it to the keep-alive's thread. Waits for nobody, and takes no lock."""
-        back = self._back(self.reply) if self.reply is not None and not self._settled and self.mine else None
+        back = (
+            self._back(self.reply)
+            if self.reply is not None and not self._settled and self.mine
+            else None
+        )
         if back is not None and self.session is not None:
             self.session.keep_alive.ask_later(*back)
         self.settle()

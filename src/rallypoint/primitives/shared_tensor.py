@@ -1,11 +1,14 @@
 """A tensor in shared memory of one host, with a lock that survives the death of its holder.
 
-The memory is a memfd: it has no name, takes nothing from /dev/shm, and goes with its last user. The lock is a `RecordLock`, which the
-kernel frees when its holder is killed; the next holder is told so.
+The memory is a memfd: it has no name, takes nothing from /dev/shm, and goes with its last user. The
+lock is a `RecordLock`, which the kernel frees when its holder is killed; the next holder is told
+so.
 
-`add_` and `copy_` are whole or absent, at any size, whenever their process is killed. They write the result beside the tensor first
-(a redo record), then leave a note in the lock, then copy it over, then remove the note. Who gets the lock and finds the note copies
-again, which does no harm, before anything else. The other way, two halves that take turns, would give `tensor` a changing address.
+`add_` and `copy_` are whole or absent, at any size, whenever their process is killed. They write
+the result beside the tensor first (a redo record), then leave a note in the lock, then copy it
+over, then remove the note. Who gets the lock and finds the note copies again, which does no harm,
+before anything else. The other way, two halves that take turns, would give `tensor` a changing
+address.
 """
 
 from __future__ import annotations
@@ -39,24 +42,29 @@ _WHOLE = ("add_", "copy_")
 """What a holder may die in without leaving anything half changed."""
 
 _SMALLEST = 16
-"""Bytes: an empty tensor has memory, too, since no file of 0 bytes can be mapped; and as many as the largest element has."""
+"""Bytes: an empty tensor has memory, too, since no file of 0 bytes can be mapped; and as many as
+the largest element has.
+"""
 
 
 class SharedTensor:
     """A tensor that the processes of one host share, zeros at first, with a lock.
 
-    `shape`: an int or a sequence of ints. `dtype`: a torch.dtype of whole bytes per element; torch's default without one.
+    `shape`: an int or a sequence of ints. `dtype`: a torch.dtype of whole bytes per element;
+    torch's default without one.
 
-    `tensor` is the memory itself: an ordinary CPU tensor, always the same object and address, which lives for as long as anybody uses
-    it, also when the SharedTensor is gone. Reading and writing it is not guarded: do that inside `with shared.locked()`. `add_` and
-    `copy_` take the lock themselves, unless the calling thread has it.
+    `tensor` is the memory itself: an ordinary CPU tensor, always the same object and address, which
+    lives for as long as anybody uses it, also when the SharedTensor is gone. Reading and writing it
+    is not guarded: do that inside `with shared.locked()`. `add_` and `copy_` take the lock
+    themselves, unless the calling thread has it.
 
-    It goes to other processes by fork, as an argument of `multiprocessing.Process` or a pool's initializer (fork, spawn, forkserver),
-    and through queues, pipes and cloudpickle, where the sender must keep it until it has arrived. In a process it is one object, however
-    often it arrives. After a fork parent and child share it; a lock that was held stays the parent's.
+    It goes to other processes by fork, as an argument of `multiprocessing.Process` or a pool's
+    initializer (fork, spawn, forkserver), and through queues, pipes and cloudpickle, where the
+    sender must keep it until it has arrived. In a process it is one object, however often it
+    arrives. After a fork parent and child share it; a lock that was held stays the parent's.
 
-    Threads exclude each other as processes do. Signal handlers run at once in a waiting call of the main thread; if one raises, the lock
-    is not held, and `add_` or `copy_` is whole or absent.
+    Threads exclude each other as processes do. Signal handlers run at once in a waiting call of the
+    main thread; if one raises, the lock is not held, and `add_` or `copy_` is whole or absent.
     """
 
     __slots__ = ("__weakref__", "_address", "_beside", "_lock", "_main", "_tensor")
@@ -67,7 +75,9 @@ class SharedTensor:
         size = _checked_shape(shape)
         dtype = torch.get_default_dtype() if dtype is None else _checked_dtype(dtype)
         length = max(_SMALLEST, math.prod(size) * dtype.itemsize)
-        fd = memory.create(_beside_at(length) + length)  # what stands beside costs nothing before it is written
+        fd = memory.create(
+            _beside_at(length) + length
+        )  # what stands beside costs nothing before it is written
         try:
             self._open(RecordLock.create(), fd, size, dtype)
         finally:
@@ -75,7 +85,9 @@ class SharedTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> Self:
-        """A new one with the shape, dtype and values of a tensor, which may be on any device. It is a copy."""
+        """A new one with the shape, dtype and values of a tensor, which may be on any device. It is
+        a copy.
+        """
         shared = cls(tuple(tensor.shape), tensor.dtype)
         shared._main.copy_(tensor.detach())
         return shared
@@ -85,12 +97,17 @@ class SharedTensor:
         import torch
 
         length = max(_SMALLEST, math.prod(size) * dtype.itemsize)
-        # As torch itself opens shared memory that arrives: `tensor` may go through torch.multiprocessing, and stays this memory. A tensor
-        # over a mapping of our own would be moved to a copy in /dev/shm when it is sent.
+        # As torch itself opens shared memory that arrives: `tensor` may go through
+        # torch.multiprocessing, and stays this memory. A tensor over a mapping of our own would be
+        # moved to a copy in /dev/shm when it is sent.
         with torch.inference_mode(False):
             storage = torch.UntypedStorage._new_shared_fd_cpu(fd, length)  # type: ignore[attr-defined]
-            self._tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, size, _strides(size))
-            self._main = self._tensor.detach()  # what a program does to its object (requires_grad_, resize_) is not done to this one
+            self._tensor = torch.empty(0, dtype=dtype, device="cpu").set_(
+                storage, 0, size, _strides(size)
+            )
+            self._main = (
+                self._tensor.detach()
+            )  # what a program does to its object (requires_grad_, resize_) is not done to this one
         self._address = self._main.data_ptr()
         self._beside: torch.Tensor | None = None
         self._lock = lock
@@ -98,8 +115,8 @@ class SharedTensor:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory as a tensor. Unguarded; while an `add_` or `copy_` is under way elsewhere it may be half changed, which nobody who
-        holds the lock ever sees."""
+        """The memory as a tensor. Unguarded; while an `add_` or `copy_` is under way elsewhere it
+        may be half changed, which nobody who holds the lock ever sees."""
         self._check_place()
         return self._tensor
 
@@ -122,19 +139,25 @@ class SharedTensor:
     def _what(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}, {self.nbytes} bytes"
 
-    # -- the lock -----------------------------------------------------------------------------------------------------------------
+    # -- the lock
+    # ----------------------------------------------------------------------------------------------
 
-    def locked(self, timeout: float | timedelta | None = None, on_abandoned: OnAbandoned = "raise") -> Locked:
+    def locked(
+        self, timeout: float | timedelta | None = None, on_abandoned: OnAbandoned = "raise"
+    ) -> Locked:
         """Hold the lock for a `with` block; `as` gives the tensor.
 
-        `timeout`: seconds to wait for it, 0 for not at all; None waits without an end. LockTimeout, which names the holder, afterwards.
-        When the last holder died in its block, what it was changing may be half changed: LockAbandoned says who, once, to the next one
-        who asks; the lock is free then. `on_abandoned="continue"` has the lock instead, for who can tell, or need not know.
-        WouldDeadlock (`lock-twice`) when the calling thread has it already. Who waits stands in the kernel's queue; fairness is not
-        promised.
+        `timeout`: seconds to wait for it, 0 for not at all; None waits without an end. LockTimeout,
+        which names the holder, afterwards. When the last holder died in its block, what it was
+        changing may be half changed: LockAbandoned says who, once, to the next one who asks; the
+        lock is free then. `on_abandoned="continue"` has the lock instead, for who can tell, or need
+        not know. WouldDeadlock (`lock-twice`) when the calling thread has it already. Who waits
+        stands in the kernel's queue; fairness is not promised.
         """
         if on_abandoned not in ("raise", "continue"):
-            raise UsageError("usage", f'on_abandoned={on_abandoned!r} is neither "raise" nor "continue"')
+            raise UsageError(
+                "usage", f'on_abandoned={on_abandoned!r} is neither "raise" nor "continue"'
+            )
         return Locked(self, seconds_of(timeout), on_abandoned, "")
 
     def _take(self, timeout: float, on_abandoned: OnAbandoned, doing: str) -> None:
@@ -143,7 +166,12 @@ class SharedTensor:
             raise WouldDeadlock(
                 "lock-twice",
                 f"this thread asks for the lock of {self!r}, which it holds already: it would wait for itself for ever",
-                help=(("inside the block use what is there", "shared.tensor, shared.add_(x), shared.copy_(x)"),),
+                help=(
+                    (
+                        "inside the block use what is there",
+                        "shared.tensor, shared.add_(x), shared.copy_(x)",
+                    ),
+                ),
             )
         try:
             if not lock.acquire(timeout, _who_we_are(), doing):
@@ -164,8 +192,9 @@ class SharedTensor:
             raise
 
     def _give_back(self) -> None:
-        """Also when a signal handler has raised in the middle of `add_` or `copy_`: what is complete beside the tensor is copied first.
-        If that is broken off, too, the next holder does it."""
+        """Also when a signal handler has raised in the middle of `add_` or `copy_`: what is
+        complete beside the tensor is copied first. If that is broken off, too, the next holder does
+        it."""
         try:
             if self._lock.mine:
                 self._redo()
@@ -192,7 +221,9 @@ class SharedTensor:
 
     def _abandoned(self, left: LockHolder) -> LockAbandoned:
         if left.runs:
-            headline = f"{self._name(left)} lost the lock of SharedTensor {self._what()} while it held it"
+            headline = (
+                f"{self._name(left)} lost the lock of SharedTensor {self._what()} while it held it"
+            )
             why = f"it still runs, and took the lock {_ago(left)}: it has closed a descriptor of the lock's file, with which the lock goes"
         else:
             headline = f"{self._name(left)} died while it held the lock of SharedTensor {self._what()}, so it may be half changed"
@@ -202,8 +233,14 @@ class SharedTensor:
             headline,
             why=(why, "this is said once; the lock is free, and the next one who asks gets it"),
             help=(
-                ("bring the tensor into order under the lock", 'with shared.locked(on_abandoned="continue"):'),
-                ("or change it only by calls that are whole or absent", "shared.add_(x), shared.copy_(x)"),
+                (
+                    "bring the tensor into order under the lock",
+                    'with shared.locked(on_abandoned="continue"):',
+                ),
+                (
+                    "or change it only by calls that are whole or absent",
+                    "shared.add_(x), shared.copy_(x)",
+                ),
             ),
         )
 
@@ -223,34 +260,64 @@ class SharedTensor:
             return "another thread of this process"
         return f"{holder.who} (pid {holder.pid})" if holder.who else f"pid {holder.pid}"
 
-    # -- whole or absent ----------------------------------------------------------------------------------------------------------
+    # -- whole or absent
+    # ----------------------------------------------------------------------------------------------
 
-    def add_(self, x: Any, alpha: float = 1, *, timeout: float | timedelta | None = None, on_abandoned: OnAbandoned = "raise") -> Self:
+    def add_(
+        self,
+        x: Any,
+        alpha: float = 1,
+        *,
+        timeout: float | timedelta | None = None,
+        on_abandoned: OnAbandoned = "raise",
+    ) -> Self:
         """`tensor += alpha * x` under the lock, whole or absent when this process is killed.
 
-        `x`: a tensor on any device or a number, which broadcasts and is converted as for `torch.Tensor.add_`, and fails with torch's
-        error when it cannot; nothing is changed then. `timeout`, `on_abandoned`: see `locked`; they do not matter when the calling
-        thread has the lock. A holder that died inside an `add_` or `copy_` of its own leaves nothing half changed, and is not told of.
+        `x`: a tensor on any device or a number, which broadcasts and is converted as for
+        `torch.Tensor.add_`, and fails with torch's error when it cannot; nothing is changed then.
+        `timeout`, `on_abandoned`: see `locked`; they do not matter when the calling thread has the
+        lock. A holder that died inside an `add_` or `copy_` of its own leaves nothing half changed,
+        and is not told of.
         """
         import torch
 
         value = _here(x)
 
         def add(out: torch.Tensor) -> None:
-            if isinstance(value, torch.Tensor) and value.shape != out.shape and not _fits(value.shape, out.shape):
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape != out.shape
+                and not _fits(value.shape, out.shape)
+            ):
                 out.add_(value, alpha=alpha)  # torch's error
             torch.add(self._main, value, alpha=alpha, out=out)
 
         return self._change("add_", add, seconds_of(timeout), on_abandoned)
 
-    def copy_(self, x: Any, *, timeout: float | timedelta | None = None, on_abandoned: OnAbandoned = "raise") -> Self:
-        """`tensor[...] = x` under the lock, whole or absent when this process is killed. See `add_`."""
+    def copy_(
+        self,
+        x: Any,
+        *,
+        timeout: float | timedelta | None = None,
+        on_abandoned: OnAbandoned = "raise",
+    ) -> Self:
+        """`tensor[...] = x` under the lock, whole or absent when this process is killed. See
+        `add_`.
+        """
         import torch
 
         value = torch.as_tensor(_here(x), device="cpu")
-        return self._change("copy_", lambda out: out.copy_(value), seconds_of(timeout), on_abandoned)
+        return self._change(
+            "copy_", lambda out: out.copy_(value), seconds_of(timeout), on_abandoned
+        )
 
-    def _change(self, doing: str, write: Callable[[torch.Tensor], object], timeout: float, on_abandoned: OnAbandoned) -> Self:
+    def _change(
+        self,
+        doing: str,
+        write: Callable[[torch.Tensor], object],
+        timeout: float,
+        on_abandoned: OnAbandoned,
+    ) -> Self:
         if self._lock.mine:
             self._write(write)
         else:
@@ -265,13 +332,16 @@ class SharedTensor:
             self._lock.leave_note(_REDO)
             self._redo()
         except BaseException:
-            # Who has the lock for a block may catch this there, and go on writing to the tensor: it must not be copied over that later.
+            # Who has the lock for a block may catch this there, and go on writing to the tensor: it
+            # must not be copied over that later.
             self._redo()
             self._lock.leave_note(0)  # the file's may stand though ours does not
             raise
 
     def _redo(self) -> None:
-        """While the lock is held: finish what is complete beside the tensor, here or in a process that died."""
+        """While the lock is held: finish what is complete beside the tensor, here or in a process
+        that died.
+        """
         if self._lock.note == _REDO:
             beside = self._beside_it()
             _compute(lambda: self._main.copy_(beside))
@@ -295,11 +365,14 @@ class SharedTensor:
             raise UsageError(
                 "usage",
                 f"the tensor of SharedTensor {self._what()} is no longer the shared memory: torch.multiprocessing has moved it",
-                why=('with the sharing strategy "file_system" torch copies a tensor that it sends, and puts the copy in its place',),
+                why=(
+                    'with the sharing strategy "file_system" torch copies a tensor that it sends, and puts the copy in its place',
+                ),
                 help=(("send the SharedTensor, not its tensor", "queue.put(shared)"),),
             )
 
-    # -- ways into a process, and out of it ---------------------------------------------------------------------------------------
+    # -- ways into a process, and out of it
+    # ---------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_place()
@@ -309,12 +382,14 @@ class SharedTensor:
 
 
 class Locked:
-    """`with shared.locked():`; see there. One `with` at a time. It has no destructor except while it holds the lock: what a signal
-    handler raises in one is lost, a Ctrl-C too."""
+    """`with shared.locked():`; see there. One `with` at a time. It has no destructor except while
+    it holds the lock: what a signal handler raises in one is lost, a Ctrl-C too."""
 
     __slots__ = ("_doing", "_on_abandoned", "_shared", "_timeout")
 
-    def __init__(self, shared: SharedTensor, timeout: float, on_abandoned: OnAbandoned, doing: str) -> None:
+    def __init__(
+        self, shared: SharedTensor, timeout: float, on_abandoned: OnAbandoned, doing: str
+    ) -> None:
         self._doing = doing
         self._shared = shared
         self._timeout = timeout
@@ -325,10 +400,19 @@ class Locked:
         self.__class__ = _Inside
         return self._shared._tensor
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         lock = self._shared._lock
         try:
-            if kind is None or lock.mine:  # in a child that was forked in the block it is not; the program's own error says more
+            if (
+                kind is None or lock.mine
+                # in a child that was forked in the block it is not; the program's own error says
+                # more
+            ):
                 self._shared._give_back()
         except BaseException:
             if lock.mine:
@@ -345,7 +429,8 @@ class _Inside(Locked):
     __slots__ = ()
 
     def __del__(self) -> None:
-        # A signal handler can raise at the very entry of __exit__, where nothing catches it. This comes when its traceback goes.
+        # A signal handler can raise at the very entry of __exit__, where nothing catches it. This
+        # comes when its traceback goes.
         if self._shared._lock.mine:
             self._shared._give_back()
 
@@ -356,8 +441,9 @@ _we: tuple[int, str] = (0, "")
 
 
 def _compute(step: Callable[[], object]) -> None:
-    """With one thread where torch's others did not come along, see `_forked`. What it works on has no gradient, so nothing is recorded;
-    a `no_grad` around it would take longer than the step itself on a small tensor."""
+    """With one thread where torch's others did not come along, see `_forked`. What it works on has
+    no gradient, so nothing is recorded; a `no_grad` around it would take longer than the step
+    itself on a small tensor."""
     if not _bereft:
         step()
         return
@@ -381,8 +467,9 @@ def _forking() -> None:
 
 
 def _forked() -> None:
-    """A child has none of its parent's other threads. If OpenMP's were among them, its next computation with several waits for them
-    for ever (GCC's libgomp), and would do so here with the lock in its hand."""
+    """A child has none of its parent's other threads. If OpenMP's were among them, its next
+    computation with several waits for them for ever (GCC's libgomp), and would do so here with the
+    lock in its hand."""
     global _bereft
     _bereft = _bereft or _threads_at_fork > 1
 
@@ -390,7 +477,13 @@ def _forked() -> None:
 os.register_at_fork(before=_forking, after_in_child=_forked)
 
 
-def _arrived(kind: type[SharedTensor], lock: RecordLock, passed: Any, size: tuple[int, ...], dtype: torch.dtype) -> SharedTensor:
+def _arrived(
+    kind: type[SharedTensor],
+    lock: RecordLock,
+    passed: Any,
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+) -> SharedTensor:
     """The tensor that was in a pickle: the one that this process has already, if so."""
     here = _living.get(lock.token)
     if here is not None and isinstance(passed, fd_passing.ByAddress):
@@ -406,7 +499,9 @@ def _arrived(kind: type[SharedTensor], lock: RecordLock, passed: Any, size: tupl
 
 
 def _who_we_are() -> str:
-    """What others are told about this process beside its pid: "rank 2", "SpawnProcess-3", or nothing."""
+    """What others are told about this process beside its pid: "rank 2", "SpawnProcess-3", or
+    nothing.
+    """
     global _we
     if _we[0] != os.getpid():
         _we = (os.getpid(), _rank_or_name())
@@ -427,9 +522,15 @@ def _rank_or_name() -> str:
 
 def _checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     try:
-        size = (operator.index(shape),) if not isinstance(shape, Sequence) else tuple(map(operator.index, shape))
+        size = (
+            (operator.index(shape),)
+            if not isinstance(shape, Sequence)
+            else tuple(map(operator.index, shape))
+        )
     except TypeError:
-        raise TypeError(f"a shape is an int or a sequence of ints, not {described(shape)}") from None
+        raise TypeError(
+            f"a shape is an int or a sequence of ints, not {described(shape)}"
+        ) from None
     if any(length < 0 for length in size):
         raise UsageError("usage", f"the shape {size} has a negative length")
     return size
@@ -441,7 +542,11 @@ def _checked_dtype(dtype: object) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: a torch.dtype, not {described(dtype)}")
     if str(dtype).startswith("torch.q"):  # their scale is no part of the memory
-        raise UsageError("usage", f"a SharedTensor cannot be quantized ({dtype})", help=(("share its int_repr()", ""),))
+        raise UsageError(
+            "usage",
+            f"a SharedTensor cannot be quantized ({dtype})",
+            help=(("share its int_repr()", ""),),
+        )
     return dtype
 
 
@@ -470,7 +575,9 @@ def _here(x: Any) -> Any:
 
 def _fits(size: torch.Size, into: torch.Size) -> bool:
     """Whether it broadcasts to `into`, and not beyond."""
-    return len(size) <= len(into) and all(a in (1, b) for a, b in zip(reversed(size), reversed(into), strict=False))
+    return len(size) <= len(into) and all(
+        a in (1, b) for a, b in zip(reversed(size), reversed(into), strict=False)
+    )
 
 
 def _seconds_since(holder: LockHolder | None) -> float:

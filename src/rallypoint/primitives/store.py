@@ -12,7 +12,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rallypoint.errors import RallypointError
-from rallypoint.primitives.barrier import barrier  # here: to look it up at every call costs as much as the rest of it, where it is cold
+from rallypoint.primitives.barrier import (
+    barrier,
+)  # here: to look it up at every call costs as much as the rest of it, where it is cold
 from rallypoint.store.client.client import Client, resolve
 
 if TYPE_CHECKING:
@@ -25,30 +27,39 @@ T = TypeVar("T")
 class Store(Client):
     """A coordination store, made by `rallypoint.connect`.
 
-    Works from any thread, in a forked child (which gets a session of its own), and as an argument of `multiprocessing.Process`. Every
-    method may raise `StoreTimeout`, `SessionLost`, `StoreClosed`, `StoreUnreachable` (all three latter are ConnectionErrors) and
-    `LimitExceeded`; what a call leaves behind after each is in `docs/reference/store.md`. `timeout` of the store bounds every answer
-    that waits for nobody; a large value may take longer for as long as its bytes move.
+    Works from any thread, in a forked child (which gets a session of its own), and as an argument
+    of `multiprocessing.Process`. Every method may raise `StoreTimeout`, `SessionLost`,
+    `StoreClosed`, `StoreUnreachable` (all three latter are ConnectionErrors) and `LimitExceeded`;
+    what a call leaves behind after each is in `docs/reference/store.md`. `timeout` of the store
+    bounds every answer that waits for nobody; a large value may take longer for as long as its
+    bytes move.
     """
 
     def close(self) -> None:
-        """End the session: what it holds is released at once. Threads that wait here get StoreClosed. May be called again."""
+        """End the session: what it holds is released at once. Threads that wait here get
+        StoreClosed. May be called again.
+        """
         super().close()
         segments = sys.modules.get("rallypoint.primitives.average.segments")
         if segments is not None:  # it has averaged
             segments.forget(self)
 
-    def lock(self, name: str, *, ttl: float | timedelta = 10.0, timeout: float | timedelta | None = None) -> Lock:
-        """A lock that all clients of the store share under this name: first come, first served, leased, fenced. See `Lock`.
+    def lock(
+        self, name: str, *, ttl: float | timedelta = 10.0, timeout: float | timedelta | None = None
+    ) -> Lock:
+        """A lock that all clients of the store share under this name: first come, first served,
+        leased, fenced. See `Lock`.
 
-        `ttl`: seconds without a sign of life from this process after which it is passed on. `timeout`: seconds to wait for it; None:
-        for as long as the server lives.
+        `ttl`: seconds without a sign of life from this process after which it is passed on.
+        `timeout`: seconds to wait for it; None: for as long as the server lives.
         """
         from rallypoint.primitives.lock import Lock
 
         return Lock(self, name, ttl=ttl, timeout=timeout)
 
-    barrier = barrier  # not through a method of this class: where 64 processes wake up on two processors, a call less is measured
+    # not through a method of this class: where 64 processes wake up on two processors, a call less
+    # is measured
+    barrier = barrier
 
     def queue(self, name: str) -> Queue:
         """A queue that all clients of the store share under this name. See `Queue`."""
@@ -56,9 +67,16 @@ class Store(Client):
 
         return Queue(self, name)
 
-    def once(self, name: str, fn: Callable[[], T], *, timeout: float | timedelta | None = None, retry: bool = False) -> T:
-        """The value of `fn()`, called in one process of all that ask under this name; the others wait for its value. See
-        `primitives/once.py` for what becomes of exceptions."""
+    def once(
+        self,
+        name: str,
+        fn: Callable[[], T],
+        *,
+        timeout: float | timedelta | None = None,
+        retry: bool = False,
+    ) -> T:
+        """The value of `fn()`, called in one process of all that ask under this name; the others
+        wait for its value. See `primitives/once.py` for what becomes of exceptions."""
         from rallypoint.primitives.once import once
 
         return once(self, name, fn, timeout=timeout, retry=retry)
@@ -75,15 +93,28 @@ class Store(Client):
         out: Any = None,
         details: bool = False,
     ) -> Any:
-        """The mean of a tensor, or of a dict of tensors, over `size` callers. See `primitives/average/average.py`."""
+        """The mean of a tensor, or of a dict of tensors, over `size` callers. See
+        `primitives/average/average.py`.
+        """
         from rallypoint.primitives.average.average import average
 
-        return average(self, name, value, size, weight=weight, quorum=quorum, timeout=timeout, out=out, details=details)
+        return average(
+            self,
+            name,
+            value,
+            size,
+            weight=weight,
+            quorum=quorum,
+            timeout=timeout,
+            out=out,
+            details=details,
+        )
 
 
 for _name, _method in vars(Client).items():
     if not _name.startswith("_") and callable(_method):
-        _method.__qualname__ = f"Store.{_name}"  # Python's own errors name the class that users know: "Store.update() missing 1 ..."
+        # Python's own errors name the class that users know: "Store.update() missing 1 ..."
+        _method.__qualname__ = f"Store.{_name}"
 
 
 def connect(
@@ -98,19 +129,22 @@ def connect(
     strict: bool = False,
     same_host: bool = True,
 ) -> Store:
-    """Connect to a store. Without an address: to the job's own, or to the one that RALLYPOINT_STORE and RALLYPOINT_SECRET_FILE name.
+    """Connect to a store. Without an address: to the job's own, or to the one that RALLYPOINT_STORE
+    and RALLYPOINT_SECRET_FILE name.
 
-    `timeout`: seconds, a number or a timedelta, and not None: it has an end. Within it a connection must come about (it is tried again
-    while nobody listens there or the name does not resolve, since the server may be starting), and the server must answer whatever
-    waits for nobody.
-    `ttl`: seconds without a sign of life from this process after which the server ends its session and releases what it holds. 10 s
-    is soon enough for those who wait for a lock of a dead process, and longer than a process is usually kept from running. A thread
-    gives the sign of life: code that holds the GIL for longer loses the session (`SessionLost`); give such a process a longer `ttl`.
-    `allow_pickle`: also take and return values that have to be pickled. Only with a store whose every client you would let run code here.
-    `strict`: a lost update is an error, not a warning. `same_host=False`: stay on this address and use no shared memory.
+    `timeout`: seconds, a number or a timedelta, and not None: it has an end. Within it a connection
+    must come about (it is tried again while nobody listens there or the name does not resolve,
+    since the server may be starting), and the server must answer whatever waits for nobody. `ttl`:
+    seconds without a sign of life from this process after which the server ends its session and
+    releases what it holds. 10 s is soon enough for those who wait for a lock of a dead process, and
+    longer than a process is usually kept from running. A thread gives the sign of life: code that
+    holds the GIL for longer loses the session (`SessionLost`); give such a process a longer `ttl`.
+    `allow_pickle`: also take and return values that have to be pickled. Only with a store whose
+    every client you would let run code here. `strict`: a lost update is an error, not a warning.
+    `same_host=False`: stay on this address and use no shared memory.
 
-    Raises StoreUnreachable (see there for its codes), UsageError (`no-store`, `address-malformed`, `secret-missing`, `secret-too-short`),
-    EnvironmentProblem (`secret-unreadable`).
+    Raises StoreUnreachable (see there for its codes), UsageError (`no-store`, `address-malformed`,
+    `secret-missing`, `secret-too-short`), EnvironmentProblem (`secret-unreadable`).
     """
     try:
         return Store(

@@ -29,7 +29,9 @@ class DiskWriter:
 
     def __init__(self, linger: float = 0.0) -> None:
         """`linger`: seconds for which the thread waits for more before it ends."""
-        self.error: BaseException | None = None  # what escaped from an act that nobody waits for: a fault of ours
+        self.error: BaseException | None = (
+            None  # what escaped from an act that nobody waits for: a fault of ours
+        )
         self.given_up = False
         self._linger = linger
         self._changed = threading.Condition()
@@ -118,7 +120,9 @@ class Backlog(DiskWriter):
     is dropped.
     """
 
-    def __init__(self, clock: Clock, most: int, patience: float, linger: float, give_up: Callable[[], None]) -> None:
+    def __init__(
+        self, clock: Clock, most: int, patience: float, linger: float, give_up: Callable[[], None]
+    ) -> None:
         """`give_up` is called once, by a caller that waits then. Seconds."""
         super().__init__(linger)
         self._clock = clock

@@ -18,7 +18,8 @@ What = Literal[
     "template-started",  # pid
     "template-ready",  # seconds
     "template-unclean",  # because: which module did what; fresh interpreters are used
-    "template-renewed",  # because, parts: another template is started, which leaves these parts of torch to the ranks
+    # because, parts: another template is started, which leaves these parts of torch to the ranks
+    "template-renewed",
     "port-held",  # host, port
     "c10d-ready",  # address
     "store-serves",  # address: the first client of the job's store has come
@@ -38,7 +39,8 @@ What = Literal[
     "stop-sent",  # rank; signal; because
     "killed",  # rank; because: SIGKILL sent by the launcher
     "reaped",  # rank; user, system: seconds; resident: bytes
-    "children-failed",  # rank; pids of processes that its program had started, and did not ask how they ended
+    # rank; pids of processes that its program had started, and did not ask how they ended
+    "children-failed",
     "left-running",  # rank; pids that outlived a successful rank
     "attempt-ended",  # attempt; because
     "report",  # code, headline

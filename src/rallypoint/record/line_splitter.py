@@ -27,7 +27,9 @@ THINNED_BY = 60.0
 divided by this: two a second for half a minute, one in ten seconds after ten minutes."""
 
 UPDATE_SETTLES = 0.05
-"""Seconds before a first update is shown: the `\\n` of a `\\r\\n`, or the rest of the bar, is on its way by then."""
+"""Seconds before a first update is shown: the `\\n` of a `\\r\\n`, or the rest of the bar, is on
+its way by then.
+"""
 
 LINE_LIMIT = 1 << 20
 """Bytes of an unfinished line that are kept. A longer one flows through as it comes, so memory is
@@ -54,8 +56,9 @@ class Piece(NamedTuple):
 class LineSplitter:
     """One stream of one rank. Feed it bytes and the time; it gives back what to show, in order.
 
-    With `carriage`, a `\\r` that no `\\n` follows ends an update: of all updates of one line only the last is part of a
-    "lines" piece. Without it `\\r` is a byte like any other. Bytes are never decoded.
+    With `carriage`, a `\\r` that no `\\n` follows ends an update: of all updates of one line only
+    the last is part of a "lines" piece. Without it `\\r` is a byte like any other. Bytes are never
+    decoded.
     """
 
     def __init__(self, carriage: bool = True, limit: int = LINE_LIMIT, thins: bool = False) -> None:
@@ -64,7 +67,8 @@ class LineSplitter:
         self._first_update: float | None = None
         self._carriage = carriage
         self._limit = limit
-        self._pending = b""  # the unfinished line; with updates in it: the last whole one, \r, the one being written
+        # the unfinished line; with updates in it: the last whole one, \r, the one being written
+        self._pending = b""
         self._open = False  # a part of the unfinished line was given out
         self._shown: bytes | None = None  # the update given out last for this line
         self._shown_at = float("-inf")
@@ -110,14 +114,17 @@ class LineSplitter:
         text = (self._pending + data).replace(b"\r\n", b"\n")
         pieces = []
         if self._open:
-            # What was shown of this line cannot be taken back (a log keeps it): the updates start a line of their own.
+            # What was shown of this line cannot be taken back (a log keeps it): the updates start a
+            # line of their own.
             first = text.find(b"\r")
             if b"\n" not in text[:first] and first >= 0:
                 pieces.append(self._whole(text[:first] + b"\n"))
                 text = text[first:]
         head, newline, rest = text.rpartition(b"\n")
         if newline:
-            pieces.append(self._whole(b"".join(_last_update(line) + b"\n" for line in head.split(b"\n"))))
+            pieces.append(
+                self._whole(b"".join(_last_update(line) + b"\n" for line in head.split(b"\n")))
+            )
         self._pending = b""
         return pieces + self._wait(rest, now)
 
@@ -146,7 +153,11 @@ class LineSplitter:
         """Return seconds from one update to the next."""
         if self._first_update is None:
             self._first_update = now
-        return min(THINNED_TO, max(UPDATE_EVERY, (now - self._first_update) / THINNED_BY)) if self._thins else UPDATE_EVERY
+        return (
+            min(THINNED_TO, max(UPDATE_EVERY, (now - self._first_update) / THINNED_BY))
+            if self._thins
+            else UPDATE_EVERY
+        )
 
     def _part(self) -> Piece:
         piece = Piece("part", self._pending, self._open)
@@ -188,13 +199,18 @@ class Interruptions:
         if INTERRUPTED.fullmatch(line):
             self._inside = True
             return True
-        taken = self._inside and (not line.strip() or line.startswith((b"Exception raised from ", b"frame #", b"<omitting python frames>")))
+        taken = self._inside and (
+            not line.strip()
+            or line.startswith((b"Exception raised from ", b"frame #", b"<omitting python frames>"))
+        )
         self._inside = taken and bool(line.strip())
         return taken
 
 
 def _last_update(line: bytes) -> bytes:
-    """Return what a line shows after its updates: the last that is not empty (`50%\\r60%\\r` shows `60%`)."""
+    """Return what a line shows after its updates: the last that is not empty (`50%\\r60%\\r` shows
+    `60%`).
+    """
     if b"\r" not in line:
         return line
     return next((update for update in reversed(line.split(b"\r")) if update), b"")

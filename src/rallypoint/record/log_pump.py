@@ -83,7 +83,9 @@ class _RankLog(Sink):
     def remember(self, stream: object, piece: Piece) -> None:
         """Keep the end of what was said."""
         if piece.kind == "part":
-            self.begun[stream] = (self.begun.get(stream, b"") + piece.data[:TAIL_BYTES])[:TAIL_BYTES]
+            self.begun[stream] = (self.begun.get(stream, b"") + piece.data[:TAIL_BYTES])[
+                :TAIL_BYTES
+            ]
         elif piece.kind == "lines":
             last = piece.data[:-1].rsplit(b"\n", TAIL_LINES)
             begun = self.begun.pop(stream, b"")
@@ -113,7 +115,11 @@ class _Filter(Sink):
         if piece.kind == "part":
             self._begun[stream] = self._begun.get(stream, b"") + piece.data[:READ_SIZE]
         elif piece.kind == "lines":
-            header = f"[{self._header}{stream.local_rank}]:".encode() if self._header is not None else stream.prefix
+            header = (
+                f"[{self._header}{stream.local_rank}]:".encode()
+                if self._header is not None
+                else stream.prefix
+            )
             data = self._begun.pop(stream, b"") + piece.data
             for line in data.splitlines(keepends=True):
                 if any(needle in line for needle in self._needles):
@@ -123,7 +129,9 @@ class _Filter(Sink):
 class _Stream:
     """One pipe of one rank, and where its bytes go."""
 
-    def __init__(self, log: _RankLog, name: StreamName, local_rank: int, fd: int, prefix: bytes) -> None:
+    def __init__(
+        self, log: _RankLog, name: StreamName, local_rank: int, fd: int, prefix: bytes
+    ) -> None:
         self.log = log
         self.name = name
         self.local_rank = local_rank
@@ -187,20 +195,32 @@ class LogPump:
         in their logs, and not shown."""
         self._clock = clock or Clock()
         if prefixes is None:
-            prefixes = [f"[{rank}] " if (len(ranks) > 1 if prefix is None else prefix) else "" for rank in ranks]
+            prefixes = [
+                f"[{rank}] " if (len(ranks) > 1 if prefix is None else prefix) else ""
+                for rank in ranks
+            ]
             self._own_header = False
         else:
             self._own_header = True
-        self._prefixes = {rank: text.encode(errors="surrogateescape") for rank, text in zip(ranks, prefixes, strict=True)}
+        self._prefixes = {
+            rank: text.encode(errors="surrogateescape")
+            for rank, text in zip(ranks, prefixes, strict=True)
+        }
         self._alone = len(ranks) == 1 and not any(prefixes)
-        self._shown = {rank for local, rank in enumerate(ranks) if console is None or local in console}
+        self._shown = {
+            rank for local, rank in enumerate(ranks) if console is None or local in console
+        }
         self._local = {rank: local for local, rank in enumerate(ranks)}
         self._stdout = _Console(stdout_fd)
         # One text, and one cursor, when both lead to the same place.
         self._stderr = self._stdout if _same_file(stdout_fd, stderr_fd) else _Console(stderr_fd)
         self._trouble = Trouble(self._say_in_turn)
-        self._lock = threading.Lock()  # of tails and line counts, and of the state once the thread is gone
-        self._disk = Backlog(self._clock, BACKLOG_BYTES, DISK_PATIENCE, DISK_LINGER, self._give_up_files)
+        self._lock = (
+            threading.Lock()
+        )  # of tails and line counts, and of the state once the thread is gone
+        self._disk = Backlog(
+            self._clock, BACKLOG_BYTES, DISK_PATIENCE, DISK_LINGER, self._give_up_files
+        )
         self._torchruns: list[KeptFile] = []
         self._logs: dict[int, _RankLog] = {}
         self._filters: dict[StreamName, _Filter] = {}
@@ -219,7 +239,15 @@ class LogPump:
             self._logs[rank] = _RankLog(rank, KeptFile(path, self._trouble) if path else None)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "failed" if self.error else "running" if self._thread.is_alive() else "not started"
+        state = (
+            "closed"
+            if self._closed
+            else "failed"
+            if self.error
+            else "running"
+            if self._thread.is_alive()
+            else "not started"
+        )
         return f"<LogPump of {len(self._logs)} ranks, {len(self._streams)} open pipes: {state}>"
 
     @property
@@ -231,7 +259,9 @@ class LogPump:
         """Start the thread. What was said or attached before is done then."""
         self._thread.start()
 
-    def attach(self, rank: int, stream: StreamName, fd: int, *, tee: int | None = None, show: bool = True) -> None:
+    def attach(
+        self, rank: int, stream: StreamName, fd: int, *, tee: int | None = None, show: bool = True
+    ) -> None:
         """Read a worker's pipe from now on; the descriptors are the pump's, which closes them.
 
         "both" is a pipe that carries stdout and stderr; it is shown on stdout. `tee`: a descriptor
@@ -244,7 +274,9 @@ class LogPump:
         anew."""
         self._submit(lambda: self._attempt(number))
 
-    def duplicate(self, stream: StreamName, path: str, needles: Sequence[str], header: str = "default") -> None:
+    def duplicate(
+        self, stream: StreamName, path: str, needles: Sequence[str], header: str = "default"
+    ) -> None:
         """torchrun's --duplicate-std*-filters: from now on lines of teed streams attached later
         that contain one of `needles` go to `path` as well, as `[<header><local rank>]:line`."""
         self._submit(lambda: self._duplicate(stream, path, needles, header), ordered=False)
@@ -362,14 +394,17 @@ class LogPump:
             while not (self._closing and not self._orders):
                 self._round()
             self._flush()
-        except BaseException as error:  # kept for the agent to report; the workers must not hang in write() meanwhile
+        except (
+            BaseException
+        ) as error:  # kept for the agent to report; the workers must not hang in write() meanwhile
             self.error = error
             self._discard_all()
 
     def _round(self) -> None:
         ready = self._wait()
         now = self._clock.monotonic()
-        # Whoever is in the middle of a long line comes last: the others get their turn when the floor was taken away.
+        # Whoever is in the middle of a long line comes last: the others get their turn when the
+        # floor was taken away.
         for stream in sorted(ready, key=lambda stream: stream.splitter.flowing):
             self._read(stream, now)
             if self._floor is not None:
@@ -404,7 +439,11 @@ class LogPump:
             due = [min(self._floor_used + FLOOR_SILENCE, self._floor_taken + FLOOR_LONGEST)]
             due += [self._orders[0].asked + FLOOR_SILENCE] if self._orders else []
         else:
-            due = [stream.splitter.due for stream in self._streams.values() if stream.splitter.due is not None]
+            due = [
+                stream.splitter.due
+                for stream in self._streams.values()
+                if stream.splitter.due is not None
+            ]
         return max(0.0, min(due) - now) if due else None
 
     def _keep_floor(self, now: float) -> None:
@@ -418,7 +457,9 @@ class LogPump:
         except BlockingIOError:
             return 0
         except OSError as error:
-            if error.errno != errno.EIO:  # EIO: the other side of a terminal is closed, which is its end of file
+            if (
+                error.errno != errno.EIO
+            ):  # EIO: the other side of a terminal is closed, which is its end of file
                 raise
             data = b""
         if not data:
@@ -456,7 +497,9 @@ class LogPump:
     def _obey(self, now: float) -> None:
         """Do what was asked for, in order. What has to come after the ranks' words waits while a
         long line is on its way."""
-        waiting = len(self._orders)  # one that comes during the sweep may be about words that the sweep has passed by
+        waiting = len(
+            self._orders
+        )  # one that comes during the sweep may be about words that the sweep has passed by
         swept = False
         for _ in range(waiting):
             order = self._orders[0]
@@ -532,7 +575,8 @@ class LogPump:
                 waiting.poll()
             except OSError as error:
                 console.fd = None
-                # A reader that left (head, a closed terminal) is no news; a full disk under `> file` is.
+                # A reader that left (head, a closed terminal) is no news; a full disk under `>
+                # file` is.
                 if error.errno not in (errno.EPIPE, errno.EIO, errno.EBADF):
                     self._trouble("the output", error, "the job goes on without it")
 
@@ -586,12 +630,16 @@ class LogPump:
             with self._lock:
                 log.forget()
 
-    def _duplicate(self, stream: StreamName, path: str, needles: Sequence[str], header: str) -> None:
+    def _duplicate(
+        self, stream: StreamName, path: str, needles: Sequence[str], header: str
+    ) -> None:
         before = self._filters.pop(stream, None)
         if before is not None:
             self._disk.submit(before.file.close)
         if needles:
-            self._filters[stream] = _Filter(KeptFile(path, self._trouble), needles, None if self._own_header else header)
+            self._filters[stream] = _Filter(
+                KeptFile(path, self._trouble), needles, None if self._own_header else header
+            )
             self._torchruns.append(self._filters[stream].file)
 
     def _note(self, rank: int, text: str, show: bool) -> None:
@@ -624,10 +672,16 @@ class LogPump:
 
     def _say_now(self, text: str) -> None:
         if self._stderr.fd is not None:
-            self._stderr.screen.show(self, b"", Piece("lines", text.rstrip("\n").encode(errors="backslashreplace") + b"\n"))
+            self._stderr.screen.show(
+                self,
+                b"",
+                Piece("lines", text.rstrip("\n").encode(errors="backslashreplace") + b"\n"),
+            )
 
 
-def worker_columns(ranks: Sequence[int], stdout_fd: int = 1, *, prefixes: Sequence[str] | None = None) -> int:
+def worker_columns(
+    ranks: Sequence[int], stdout_fd: int = 1, *, prefixes: Sequence[str] | None = None
+) -> int:
     """Columns that a worker's line has beside its prefix, for COLUMNS; 0 when our stdout is no
     terminal. `prefixes`: as for `LogPump`."""
     size = _size_of(stdout_fd)

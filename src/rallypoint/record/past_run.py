@@ -125,7 +125,10 @@ def find(root: str, word: str = "", command: str = "show") -> str:
     if os.path.isdir(os.path.join(root, word)) and word not in ("", ".", "..", "latest"):
         return os.path.join(root, word)
     if not runs:
-        helps = (("start one", "rallypoint run -n 4 train.py"), ("or name the folder that --run-dir named", f"rallypoint {command} DIR"))
+        helps = (
+            ("start one", "rallypoint run -n 4 train.py"),
+            ("or name the folder that --run-dir named", f"rallypoint {command} DIR"),
+        )
         raise UsageError("usage", f"no run is kept in {root}", help=helps)
     if word in ("", "latest"):
         return runs[0].path
@@ -133,18 +136,31 @@ def find(root: str, word: str = "", command: str = "show") -> str:
     if len(fitting) == 1:
         return fitting[0].path
     if fitting:
-        raise UsageError("usage", f"{len(fitting)} runs have {word} in their names", help=_choices(fitting, command))
-    raise UsageError("usage", f"no run is called {word}, nor has it in its name", help=(("see what is kept", "rallypoint show --list"),))
+        raise UsageError(
+            "usage",
+            f"{len(fitting)} runs have {word} in their names",
+            help=_choices(fitting, command),
+        )
+    raise UsageError(
+        "usage",
+        f"no run is called {word}, nor has it in its name",
+        help=(("see what is kept", "rallypoint show --list"),),
+    )
 
 
 def _choices(runs: Sequence[PastRun], command: str, most: int = 3) -> tuple[tuple[str, str], ...]:
-    return tuple(("the newest is" if i == 0 else "or", f"rallypoint {command} {run.job}") for i, run in enumerate(runs[:most]))
+    return tuple(
+        ("the newest is" if i == 0 else "or", f"rallypoint {command} {run.job}")
+        for i, run in enumerate(runs[:most])
+    )
 
 
 def _folder(path: str) -> str:
     path = os.path.abspath(path)
     if not os.path.isdir(path):
-        raise UsageError("usage", f"{path} is no folder", help=(("see what is kept", "rallypoint show --list"),))
+        raise UsageError(
+            "usage", f"{path} is no folder", help=(("see what is kept", "rallypoint show --list"),)
+        )
     return path
 
 
@@ -157,7 +173,9 @@ def read(path: str) -> KeptRun:
     try:
         written = os.stat(planned).st_mtime
     except (FileNotFoundError, NotADirectoryError):
-        raise UsageError("usage", f"{path} is no run folder: there is no plan.json in it", help=see) from None
+        raise UsageError(
+            "usage", f"{path} is no run folder: there is no plan.json in it", help=see
+        ) from None
     except OSError as error:
         raise UsageError("usage", f"{path} cannot be read: {reason_of(error)}", help=see) from error
     plan = KeptPlan()
@@ -185,9 +203,17 @@ def _missing(run: KeptRun) -> Iterator[str]:
     if run.events_cut:
         yield f"events.jsonl ends early: {UNWRITABLE}"
     over = not run.running
-    if over and not os.path.exists(os.path.join(run.path, "report.json")) and (run.status or run.reported):
+    if (
+        over
+        and not os.path.exists(os.path.join(run.path, "report.json"))
+        and (run.status or run.reported)
+    ):
         yield "there is no report.json: it could not be written (a full disk?), or was removed; it was shown when the job ended"
-    missing = [rank for rank in range(run.plan.world.local_size) if rank not in {log.rank for log in run.logs}]
+    missing = [
+        rank
+        for rank in range(run.plan.world.local_size)
+        if rank not in {log.rank for log in run.logs}
+    ]
     if over and run.logs and missing:
         yield f"there is no log of {ranks_phrase(missing)}: it could not be written (a full disk?), or was removed"
 
@@ -237,7 +263,9 @@ def _events(path: str, damage: list[str]) -> tuple[Event, ...]:
     except OSError as error:
         damage.append(f"events.jsonl cannot be read: {reason_of(error)}")
     if lost:
-        damage.append(f"{lost} line{'s' * (lost > 1)} of events.jsonl cannot be read: damaged, or written by another version")
+        damage.append(
+            f"{lost} line{'s' * (lost > 1)} of events.jsonl cannot be read: damaged, or written by another version"
+        )
     return tuple(found)
 
 
@@ -253,8 +281,15 @@ def _report(path: str, damage: list[str]) -> bytes:
 
 def _logs(path: str, damage: list[str]) -> tuple[Log, ...]:
     try:
-        entries = [(found, entry) for entry in os.scandir(path) if (found := _LOG.fullmatch(entry.name))]
-        return tuple(sorted(Log(int(found[1]), entry.path, entry.stat().st_size, _is_cut(entry.path)) for found, entry in entries))
+        entries = [
+            (found, entry) for entry in os.scandir(path) if (found := _LOG.fullmatch(entry.name))
+        ]
+        return tuple(
+            sorted(
+                Log(int(found[1]), entry.path, entry.stat().st_size, _is_cut(entry.path))
+                for found, entry in entries
+            )
+        )
     except OSError as error:
         damage.append(f"the logs cannot be listed: {reason_of(error)}")
         return ()
@@ -296,4 +331,8 @@ def command(plan: KeptPlan) -> str:
 
 def _from(path: str, folder: str) -> str:
     """Return a path as one types it in a folder."""
-    return os.path.relpath(path, folder) if folder and path.startswith(os.path.join(folder, "")) else path
+    return (
+        os.path.relpath(path, folder)
+        if folder and path.startswith(os.path.join(folder, ""))
+        else path
+    )

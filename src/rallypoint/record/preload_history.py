@@ -18,7 +18,9 @@ import msgspec
 
 from rallypoint.record.run_folder import default_root, write_whole
 
-FORGOTTEN_AFTER = 30 * 86400.0  # seconds since it was written: what a program no longer imports is not imported for it for ever
+FORGOTTEN_AFTER = (
+    30 * 86400.0
+)  # seconds since it was written: what a program no longer imports is not imported for it for ever
 MOST_BYTES = 16 * 1024  # of a file; ours have some hundred
 _PART = re.compile(r"torch(\.[A-Za-z_][A-Za-z0-9_]*)+", re.ASCII)
 
@@ -35,7 +37,9 @@ class Learnt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def path_for(environ: Mapping[str, str], kind: str, program: str, python: str, torch: str) -> str:
     """Return the file of a program. `program`: a script's path, or a module's name and the folder
     in which it was started."""
-    key = hashlib.sha256("\0".join((kind, program, python, torch)).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    key = hashlib.sha256(
+        "\0".join((kind, program, python, torch)).encode("utf-8", "surrogateescape")
+    ).hexdigest()[:32]
     return os.path.join(os.path.dirname(default_root(environ)), "learnt", f"{key}.json")
 
 
@@ -46,20 +50,33 @@ def read(path: str, now: float) -> Learnt:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or now - status.st_mtime > FORGOTTEN_AFTER:
+            if (
+                not stat.S_ISREG(status.st_mode)
+                or status.st_uid != os.geteuid()
+                or now - status.st_mtime > FORGOTTEN_AFTER
+            ):
                 return Learnt()
             found = msgspec.json.decode(file.read(MOST_BYTES), type=Learnt)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return Learnt()
-    return found if all(_PART.fullmatch(name) for name in (*found.parts, *found.spoilt)) else Learnt()
+    return (
+        found if all(_PART.fullmatch(name) for name in (*found.parts, *found.spoilt)) else Learnt()
+    )
 
 
-def add(path: str, program: str, torch: str, parts: Sequence[str], spoilt: Mapping[str, str], now: float) -> None:
+def add(
+    path: str, program: str, torch: str, parts: Sequence[str], spoilt: Mapping[str, str], now: float
+) -> None:
     """Add to the file what a run has shown. Of two runs that end at the same moment, one may be
     lost. Raises OSError."""
     before = read(path, now)
     bad = {**before.spoilt, **spoilt}
-    after = Learnt(program, torch, tuple(name for name in dict.fromkeys((*before.parts, *parts)) if name not in bad), bad)
+    after = Learnt(
+        program,
+        torch,
+        tuple(name for name in dict.fromkeys((*before.parts, *parts)) if name not in bad),
+        bad,
+    )
     if after == before:
         return
     folder = os.path.dirname(path)

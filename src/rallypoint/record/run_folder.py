@@ -56,7 +56,10 @@ SECRET = re.compile(
 DB_PASS and OPENAI_KEY, not COMPASS and MONKEY; PWD and OLDPWD are folders, MYSQL_PWD is not, and
 TOKENIZERS_PARALLELISM is no token."""
 
-SECRET_VALUE = re.compile(r"://[^/?#\s]*@|-----BEGIN [A-Z ]*PRIVATE KEY|\bBearer\s|[?&;](?:password|pwd|token)=", re.IGNORECASE)
+SECRET_VALUE = re.compile(
+    r"://[^/?#\s]*@|-----BEGIN [A-Z ]*PRIVATE KEY|\bBearer\s|[?&;](?:password|pwd|token)=",
+    re.IGNORECASE,
+)
 """Pattern in a value that is not shown, whatever its name: a URL with a user or a password in it, a
 private key, a header."""
 
@@ -92,7 +95,10 @@ def default_root(environ: Mapping[str, str]) -> str:
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with `***` for every value that looks like a secret, by its name or by
     itself."""
-    return {name: "***" if SECRET.search(name) or SECRET_VALUE.search(value) else value for name, value in environment.items()}
+    return {
+        name: "***" if SECRET.search(name) or SECRET_VALUE.search(value) else value
+        for name, value in environment.items()
+    }
 
 
 def reason_of(error: OSError) -> str:
@@ -107,7 +113,10 @@ def writable(error: OSError, path: str, option: str) -> tuple[tuple[str, str], .
     permissions."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         above = shlex.quote(os.path.dirname(os.path.abspath(path)))
-        return ("see what fills that disk", f"df -h {above}; df -i {above}"), ("or name a folder on another one", option)
+        return ("see what fills that disk", f"df -h {above}; df -i {above}"), (
+            "or name a folder on another one",
+            option,
+        )
     return (("name a folder that you may write to", option),)
 
 
@@ -117,12 +126,14 @@ def as_json(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value, enc_hook=str)
     except UnicodeEncodeError:
-        return json.dumps(msgspec.to_builtins(value, enc_hook=str), ensure_ascii=False).encode("utf-8", "replace")
+        return json.dumps(msgspec.to_builtins(value, enc_hook=str), ensure_ascii=False).encode(
+            "utf-8", "replace"
+        )
 
 
 class Trouble:
-    """Teller that says once that a file cannot be written: one line for the first, one more if it is not the
-    only one."""
+    """Teller that says once that a file cannot be written: one line for the first, one more if it
+    is not the only one."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -137,14 +148,22 @@ class Trouble:
         if told == 1:
             self._say(f"rallypoint: cannot write {path}: {reason}; {lost}")
         elif told == 2:
-            self._say(f"rallypoint: cannot write {path} either: {reason}; {lost}. Further such files are not named")
+            self._say(
+                f"rallypoint: cannot write {path} either: {reason}; {lost}. Further such files are not named"
+            )
 
 
 class KeptFile:
     """A file that is appended to for as long as that works. The first error is told to `trouble`,
     and no other follows."""
 
-    def __init__(self, path: str, trouble: Trouble, lost: str = "its output is no longer kept", fd: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        trouble: Trouble,
+        lost: str = "its output is no longer kept",
+        fd: int | None = None,
+    ) -> None:
         self.path = path
         self.given_up = False
         """True when what came last is not in it."""
@@ -155,7 +174,9 @@ class KeptFile:
         self._ours = fd is None
         if fd is None:
             try:
-                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, WHOLE)
+                self._fd = os.open(
+                    path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, WHOLE
+                )
             except OSError as error:
                 self.given_up = True
                 trouble(path, error, lost)
@@ -191,13 +212,16 @@ class KeptFile:
         """May be called twice."""
         fd, self._fd = self._fd, None
         if fd is not None:
-            # Some file systems (NFS, quota) say only now that the data did not fit; write() said what it could.
+            # Some file systems (NFS, quota) say only now that the data did not fit; write() said
+            # what it could.
             with contextlib.suppress(OSError):
                 os.close(fd)
 
 
 def _mark_cut(fd: int) -> None:
-    with contextlib.suppress(OSError):  # a file system that has no modes, or is gone: then nobody is told later
+    with contextlib.suppress(
+        OSError
+    ):  # a file system that has no modes, or is gone: then nobody is told later
         if stat.S_ISREG(os.fstat(fd).st_mode):  # never a device that somebody has put in its place
             os.fchmod(fd, CUT)
 
@@ -300,7 +324,9 @@ class PastRun(NamedTuple):
     running: bool
 
 
-def open_run_folder(path: str, job: str, say: Callable[[str], None], *, asked_for: bool) -> RunFolder:
+def open_run_folder(
+    path: str, job: str, say: Callable[[str], None], *, asked_for: bool
+) -> RunFolder:
     """Make and lock the folder of a run.
 
     Not `asked_for` (the default place): when it cannot be made, one line is said and the run goes
@@ -359,7 +385,11 @@ def past_runs(root: str) -> list[PastRun]:
                 started = os.fstat(file.fileno()).st_mtime
         except (OSError, msgspec.DecodeError):
             continue
-        if isinstance(plan, dict) and isinstance(job := plan.get("job"), str) and (name == job or name.startswith(f"{job}-")):
+        if (
+            isinstance(plan, dict)
+            and isinstance(job := plan.get("job"), str)
+            and (name == job or name.startswith(f"{job}-"))
+        ):
             runs.append(PastRun(name, path, started, is_running(path)))
     return sorted(runs, key=lambda run: (run.started, run.job), reverse=True)
 
@@ -373,10 +403,14 @@ def is_running(path: str) -> bool:
         fd = os.open(os.path.join(path, "running"), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
-    try:  # asked, not tried: for as long as the trial had it, a launcher that starts would be refused its own folder
+    # asked, not tried: for as long as the trial had it, a launcher that starts would be refused its
+    # own folder
+    try:
         reply = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         return bool(_FLOCK.unpack(reply)[0] != fcntl.F_UNLCK)
-    except OSError:  # a file system without locks (ENOLCK): nobody can tell, and what runs must not be removed
+    except (
+        OSError
+    ):  # a file system without locks (ENOLCK): nobody can tell, and what runs must not be removed
         return True
     finally:
         os.close(fd)
@@ -406,16 +440,25 @@ def _running_elsewhere(root: str) -> list[PastRun]:
     with contextlib.suppress(OSError), os.scandir(_elsewhere(root)) as links:
         for link in links:
             with contextlib.suppress(OSError):  # TimeoutError is one, too
-                run = DiskWriter().ask(functools.partial(_running_at, os.readlink(link.path)), LINK_TIMEOUT)
+                run = DiskWriter().ask(
+                    functools.partial(_running_at, os.readlink(link.path)), LINK_TIMEOUT
+                )
                 if run is not None:
                     found.append(run)
-                elif link.name.rsplit("-", 2)[0] == here or now - link.stat(follow_symlinks=False).st_mtime > LINK_KEPT:
+                elif (
+                    link.name.rsplit("-", 2)[0] == here
+                    or now - link.stat(follow_symlinks=False).st_mtime > LINK_KEPT
+                ):
                     os.unlink(link.path)
     return found
 
 
 def _running_at(path: str) -> PastRun | None:
-    return PastRun(path, path, os.stat(os.path.join(path, "plan.json")).st_mtime, True) if is_running(path) else None
+    return (
+        PastRun(path, path, os.stat(os.path.join(path, "plan.json")).st_mtime, True)
+        if is_running(path)
+        else None
+    )
 
 
 def door_of(path: str) -> LauncherAddress | None:
@@ -452,12 +495,15 @@ def remove_old_runs(root: str, keep: int = KEPT_RUNS, most: int | None = None) -
     count, total = len(over), sum(sizes.values())
     recent, older = over[:RECENT_RUNS], over[RECENT_RUNS:]
     older.reverse()
-    older.sort(key=lambda run: not _went_well(run.path))  # stable: the oldest come first among those that went well, and among the others
+    older.sort(
+        key=lambda run: not _went_well(run.path)
+    )  # stable: the oldest come first among those that went well, and among the others
     removed = []
     for run in (*older, *recent[:0:-1]):
         if count <= keep and total <= most:
             break
-        # Two launchers may be at it at once, and a file may be open on NFS: what cannot go now goes next time.
+        # Two launchers may be at it at once, and a file may be open on NFS: what cannot go now goes
+        # next time.
         shutil.rmtree(run.path, ignore_errors=True)
         removed.append(run.path)
         count, total = count - 1, total - sizes[run.path]
@@ -467,10 +513,16 @@ def remove_old_runs(root: str, keep: int = KEPT_RUNS, most: int | None = None) -
 def bytes_to_keep(environ: Mapping[str, str]) -> int:
     """Return what `RALLYPOINT_KEPT_BYTES` says, in bytes or as 500MiB or 2GiB; `KEPT_BYTES` when it
     says nothing that can be understood."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B?)?", environ.get("RALLYPOINT_KEPT_BYTES", "").strip(), re.IGNORECASE)
+    match = re.fullmatch(
+        r"(\d+(?:\.\d+)?) ?([KMGT]i?B?)?",
+        environ.get("RALLYPOINT_KEPT_BYTES", "").strip(),
+        re.IGNORECASE,
+    )
     if match is None:
         return KEPT_BYTES
-    return int(float(match[1]) * (1 << 10 * (1 + "KMGT".index(match[2][0].upper())) if match[2] else 1))
+    return int(
+        float(match[1]) * (1 << 10 * (1 + "KMGT".index(match[2][0].upper())) if match[2] else 1)
+    )
 
 
 def _went_well(path: str) -> bool:
@@ -519,7 +571,11 @@ def _take(path: str) -> int:
             help=(("name a folder that is empty or not there yet", "--run-dir DIR"),),
         )
     held = path in _locked_here
-    lock = -1 if held else os.open(os.path.join(path, "running"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = (
+        -1
+        if held
+        else os.open(os.path.join(path, "running"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    )
     if held or not _lock(lock):
         if not held:
             os.close(lock)
@@ -557,7 +613,8 @@ def _lock(fd: int) -> bool:
 
 def write_whole(path: str, text: bytes) -> None:
     """Write a private file whole or not at all. Raises OSError."""
-    temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.new"  # a container that shares the folder has the same numbers
+    # a container that shares the folder has the same numbers
+    temporary = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.new"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:

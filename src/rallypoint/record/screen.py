@@ -19,7 +19,9 @@ MOVEMENT = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]|\x1b[78DEHMc]")
 """Control sequences other than colours (`m`): they move the cursor or erase, which several ranks
 cannot do on one screen."""
 
-CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
 
 MOST_ROWS = 12
 """Rows of the area at the bottom: half of a small terminal. Further ranks are counted in one more
@@ -69,7 +71,9 @@ class Sink:
         if data:
             self.break_line()
             # One replace for thousands of lines: this is what keeps the pump cheap.
-            self.out.append((prefix + data[:-1].replace(b"\n", b"\n" + prefix) + b"\n") if prefix else data)
+            self.out.append(
+                (prefix + data[:-1].replace(b"\n", b"\n" + prefix) + b"\n") if prefix else data
+            )
 
     def _part(self, stream: object, prefix: bytes, data: bytes) -> None:
         self.break_line(unless=stream)
@@ -84,7 +88,9 @@ class Screen(Sink):
     def __init__(self, size: Callable[[], tuple[int, int]] | None = None) -> None:
         super().__init__()
         self._size = size
-        self._updates: dict[object, tuple[bytes, bytes]] = {}  # stream -> prefix, what its line shows now
+        self._updates: dict[
+            object, tuple[bytes, bytes]
+        ] = {}  # stream -> prefix, what its line shows now
         self._live = ""
         self._drawn = 0  # rows of the area that stand on the terminal
         self._stale = False  # the area on the terminal is not what it should be
@@ -101,7 +107,11 @@ class Screen(Sink):
         shown = self._updates.pop(stream, None)
         if shown is not None:
             self._stale = True
-            if not self.terminal and piece.kind == "lines" and piece.data.startswith(shown[1] + b"\n"):
+            if (
+                not self.terminal
+                and piece.kind == "lines"
+                and piece.data.startswith(shown[1] + b"\n")
+            ):
                 piece = piece._replace(data=piece.data[len(shown[1]) + 1 :])  # stands there already
         if self.terminal and b"\x1b" in piece.data:
             piece = piece._replace(data=without_movements(piece.data))

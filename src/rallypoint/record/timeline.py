@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 from rallypoint.record.events import Event, What
 from rallypoint.world import ranks_phrase
 
-CAUSAL: tuple[What, ...] = ("handled-error", "raised", "ended", "signal-received", "template-unclean")
+CAUSAL: tuple[What, ...] = (
+    "handled-error",
+    "raised",
+    "ended",
+    "signal-received",
+    "template-unclean",
+)
 """Events that may explain a failure: what came before it and what came after are told apart."""
 
 
@@ -46,7 +52,9 @@ def whole(events: Iterable[Event]) -> list[Row]:
             stage.ranks.append(event.rank)
             stage.last = event.at
             continue
-        rows.append(_Stage(event.what, text, event.at, event.at, [] if event.rank is None else [event.rank]))
+        rows.append(
+            _Stage(event.what, text, event.at, event.at, [] if event.rank is None else [event.rank])
+        )
         if event.rank is not None:
             open_[event.what, text] = rows[-1]
     return [stage.row() for stage in rows]
@@ -59,12 +67,15 @@ def sentence(event: Event) -> str:
 
 def who(event: Event) -> str:
     """`rank 2`, or `launcher` for what it did itself: it is the launcher that stops and kills."""
-    return "launcher" if event.rank is None or event.what in _DONE_TO_RANKS else f"rank {event.rank}"
+    return (
+        "launcher" if event.rank is None or event.what in _DONE_TO_RANKS else f"rank {event.rank}"
+    )
 
 
 _LEFT_OUT: tuple[What, ...] = ("reaped",)  # said of every rank that ended, and tells no more
 _CLOSES: tuple[What, ...] = (*CAUSAL, "attempt-started", "attempt-ended", "report")
-_APART = 0.1  # seconds between the first and the last rank from which on a line says when the last one came
+# seconds between the first and the last rank from which on a line says when the last one came
+_APART = 0.1
 
 
 class _Stage:
@@ -75,10 +86,20 @@ class _Stage:
 
     def row(self) -> Row:
         row = _row(self.what, self.first, self.text, self.ranks)
-        return row if self.last - self.first < _APART else row._replace(what=f"{row.what} (the last one at +{self.last:.3f}s)")
+        return (
+            row
+            if self.last - self.first < _APART
+            else row._replace(what=f"{row.what} (the last one at +{self.last:.3f}s)")
+        )
 
 
-_DONE_TO_RANKS: tuple[What, ...] = ("stop-sent", "killed", "evidence-asked", "worker-started", "reaped")
+_DONE_TO_RANKS: tuple[What, ...] = (
+    "stop-sent",
+    "killed",
+    "evidence-asked",
+    "worker-started",
+    "reaped",
+)
 
 
 def _row(what: What, at: float, text: str, ranks: list[int]) -> Row:
@@ -101,7 +122,11 @@ def _ended(details: dict[str, Any]) -> str:
 
 def _error(details: dict[str, Any]) -> str:
     first = str(details.get("message", "")).partition("\n")[0][:100]
-    return f"{details.get('type', 'an error')}: {first}" if first else str(details.get("type", "an error"))
+    return (
+        f"{details.get('type', 'an error')}: {first}"
+        if first
+        else str(details.get("type", "an error"))
+    )
 
 
 def _reason(because: str) -> str:
@@ -112,7 +137,9 @@ _SENTENCES: dict[What, Callable[[dict[str, Any], str], str]] = {
     "job-started": lambda d, because: f"started {d.get('program', 'the job')}",
     "template-started": lambda d, because: "started the template",
     "template-ready": lambda d, because: "template ready",
-    "template-renewed": lambda d, because: f"template started again without {', '.join(d.get('parts', ()))}{_reason(because)}",
+    "template-renewed": lambda d, because: (
+        f"template started again without {', '.join(d.get('parts', ()))}{_reason(because)}"
+    ),
     "template-unclean": lambda d, because: f"template not clean{_reason(because)}",
     "port-held": lambda d, because: f"held {d.get('host', '')}:{d.get('port', '')}",
     "c10d-ready": lambda d, because: "c10d store ready",
@@ -123,7 +150,9 @@ _SENTENCES: dict[What, Callable[[dict[str, Any], str], str]] = {
     "store-serves": lambda d, because: "the job's store has its first client",
     "worker-started": lambda d, because: "started {ranks}",
     "phase": lambda d, because: str(d.get("phase", "phase unknown")),
-    "group-closed": lambda d, because: "closed its process group" + (f" at {d['line']}" if d.get("line") else ""),
+    "group-closed": lambda d, because: (
+        "closed its process group" + (f" at {d['line']}" if d.get("line") else "")
+    ),
     "handled-error": lambda d, because: (
         f"closed its group with {_error(d)} on its way"
         if d.get("on_its_way")
@@ -134,11 +163,17 @@ _SENTENCES: dict[What, Callable[[dict[str, Any], str], str]] = {
     "evidence-asked": lambda d, because: "asked the ranks where they are" + _reason(because),
     "roll-call": lambda d, because: "called the roll" + _reason(because),
     "signal-received": lambda d, because: f"got {d.get('signal', 'a signal')}",
-    "stop-sent": lambda d, because: f"sent {d.get('signal', 'a signal')} to {{ranks}}{_reason(because)}",
+    "stop-sent": lambda d, because: (
+        f"sent {d.get('signal', 'a signal')} to {{ranks}}{_reason(because)}"
+    ),
     "killed": lambda d, because: f"killed {{ranks}}{_reason(because)}",
     "reaped": lambda d, because: "reaped {ranks}",
-    "children-failed": lambda d, because: "processes that it had started failed: " + ", ".join(str(pid) for pid in d.get("pids", ())),
-    "left-running": lambda d, because: "left processes running: " + ", ".join(str(pid) for pid in d.get("pids", ())),
+    "children-failed": lambda d, because: (
+        "processes that it had started failed: " + ", ".join(str(pid) for pid in d.get("pids", ()))
+    ),
+    "left-running": lambda d, because: (
+        "left processes running: " + ", ".join(str(pid) for pid in d.get("pids", ()))
+    ),
     "attempt-ended": lambda d, because: f"ended attempt {d.get('attempt', 0)}{_reason(because)}",
     "report": lambda d, because: f"reported {d.get('code', '')}",
     "job-ended": lambda d, because: f"ended with {d.get('status', 0)}",

@@ -35,7 +35,9 @@ class TorchrunFiles:
                 os.makedirs(log_dir, exist_ok=True)
             else:
                 log_dir = tempfile.mkdtemp(prefix="torchelastic_")
-            self.path = tempfile.mkdtemp(prefix=f"{run_id.replace('/', '_')}_", dir=os.path.abspath(log_dir))
+            self.path = tempfile.mkdtemp(
+                prefix=f"{run_id.replace('/', '_')}_", dir=os.path.abspath(log_dir)
+            )
         except OSError as error:
             raise _unwritable(log_dir, error) from error
 
@@ -46,7 +48,9 @@ class TorchrunFiles:
         """Make the folders of an attempt, empty. `EnvironmentProblem` `log-dir-unwritable` as
         above."""
         folder = self.attempt(attempt)
-        shutil.rmtree(folder, ignore_errors=True)  # it exists only when an attempt of that number was begun before
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # it exists only when an attempt of that number was begun before
         try:
             for local_rank in range(self._local_size):
                 os.makedirs(os.path.join(folder, str(local_rank)))

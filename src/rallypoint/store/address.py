@@ -21,16 +21,24 @@ class Address(NamedTuple):
     def __str__(self) -> str:
         if self.path:
             return f"unix://{self.path}"
-        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+        return (
+            f"tcp://[{self.host}]:{self.port}"
+            if ":" in self.host
+            else f"tcp://{self.host}:{self.port}"
+        )
 
 
 def is_forwarded(address: Address) -> bool:
-    """Whether connections to this address are passed on, and the user has said that this is meant."""
+    """Whether connections to this address are passed on, and the user has said that this is
+    meant.
+    """
     return str(address) in _forwarded()
 
 
 def set_forwarded(address: str, forwarded: bool) -> None:
-    """Say in this process's environment, which its children inherit, that connections to `address` are passed on; or no more."""
+    """Say in this process's environment, which its children inherit, that connections to `address`
+    are passed on; or no more.
+    """
     others = [text for text in _forwarded() if text != address]
     if found := [*others, address] if forwarded else others:
         os.environ[FORWARDED] = ",".join(found)
@@ -39,12 +47,17 @@ def set_forwarded(address: str, forwarded: bool) -> None:
 
 
 def _forwarded() -> list[str]:
-    return [found for text in os.environ.get(FORWARDED, "").split(",") if (found := text.strip().removesuffix("/"))]
+    return [
+        found
+        for text in os.environ.get(FORWARDED, "").split(",")
+        if (found := text.strip().removesuffix("/"))
+    ]
 
 
 def parse(text: str) -> Address:
-    """Raises UsageError `address-malformed`, with an address that would do, for anything else than the three forms above. Spaces around
-    it and one slash behind it, as copying leaves them there, are no part of it."""
+    """Raises UsageError `address-malformed`, with an address that would do, for anything else than
+    the three forms above. Spaces around it and one slash behind it, as copying leaves them there,
+    are no part of it."""
     given, text = text, text.strip()
     if bare := text.strip("\"'"):
         if bare != text:
@@ -57,7 +70,9 @@ def parse(text: str) -> Address:
             raise _malformed(given, "there is no scheme in front of it", f"unix://{text}")
     if kind == "unix":
         if not rest.startswith("/"):
-            raise _malformed(given, "the path of a Unix socket is absolute", f"unix:///{rest.lstrip('/')}")
+            raise _malformed(
+                given, "the path of a Unix socket is absolute", f"unix:///{rest.lstrip('/')}"
+            )
         return Address(path=rest)
     if kind != "tcp":
         raise _malformed(given, f"{kind} is no scheme of a store", f"tcp://{rest}")
@@ -67,11 +82,17 @@ def parse(text: str) -> Address:
     elif ":" in host:
         if rest.endswith("]") or (not _is_ipv6(host) and _is_ipv6(rest)):
             raise _malformed(given, "there is no port", f"tcp://[{rest.strip('[]')}]:29500")
-        raise _malformed(given, "an IPv6 address stands in brackets", f"tcp://[{host.strip('[]')}]:{digits if _is_port(digits) else 29500}")
+        raise _malformed(
+            given,
+            "an IPv6 address stands in brackets",
+            f"tcp://[{host.strip('[]')}]:{digits if _is_port(digits) else 29500}",
+        )
     if not colon or not digits.isascii() or not digits.isdigit():
         raise _malformed(given, "there is no port", f"tcp://{host if colon else rest}:29500")
     if not _is_port(digits):
-        raise _malformed(given, f"a port lies between 1 and 65535, not at {digits}", f"tcp://{host}:29500")
+        raise _malformed(
+            given, f"a port lies between 1 and 65535, not at {digits}", f"tcp://{host}:29500"
+        )
     if not host or any(letter in host for letter in "/ @?#"):
         raise _malformed(given, "there is no host name", f"tcp://127.0.0.1:{digits}")
     if not separator:
@@ -94,4 +115,8 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _malformed(text: str, why: str, right: str) -> UsageError:
-    return UsageError("address-malformed", f"{text!r} is not the address of a store: {why}", help=(("write it so", right),))
+    return UsageError(
+        "address-malformed",
+        f"{text!r} is not the address of a store: {why}",
+        help=(("write it so", right),),
+    )

@@ -1,13 +1,16 @@
 """The same store as a torch.distributed.Store.
 
-`Store.c10d()` makes one for `init_process_group(store=...)`. Whatever a program does with torch's TCPStore it can do with this; what
-is different is different on purpose, is listed in `docs/guides/from-tcpstore.md`, and was measured against torch 2.13 in the tests.
+`Store.c10d()` makes one for `init_process_group(store=...)`. Whatever a program does with torch's
+TCPStore it can do with this; what is different is different on purpose, is listed in
+`docs/guides/from-tcpstore.md`, and was measured against torch 2.13 in the tests.
 
-How torch calls it, found out by experiment with torch 2.13: its C++ half asks the Python half by name, with str keys, bytes values and
-timedelta timeouts, for `set`, `get`, `add`, `check`, `wait`, `compare_set`, `append`, `multi_get`, `multi_set`, `has_extended_api`,
-`clone`, and, under these spellings, `deleteKey` and `getNumKeys`. `barrier` is C++ that uses `add`, `set` and `wait`; the timeout is
-kept there, for a PrefixStore reads and sets it without asking Python. Queues and `list_keys` exist for Python callers only: through a
-PrefixStore they are a NotImplementedError of torch's.
+How torch calls it, found out by experiment with torch 2.13: its C++ half asks the Python half by
+name, with str keys, bytes values and timedelta timeouts, for `set`, `get`, `add`, `check`, `wait`,
+`compare_set`, `append`, `multi_get`, `multi_set`, `has_extended_api`, `clone`, and, under these
+spellings, `deleteKey` and `getNumKeys`. `barrier` is C++ that uses `add`, `set` and `wait`; the
+timeout is kept there, for a PrefixStore reads and sets it without asking Python. Queues and
+`list_keys` exist for Python callers only: through a PrefixStore they are a NotImplementedError of
+torch's.
 """
 
 from __future__ import annotations
@@ -56,23 +59,29 @@ from rallypoint.wire.messages import (
 from rallypoint.wire.values import Parts
 
 _kept: list[Any] = []
-"""Every c10d store of this process. torch's C++ holds only its own half of one, which without the Python half aborts every later call
-("Not implemented", measured with `init_process_group(store=store.c10d())`), and does not say when it lets go. So they are kept, and the
-client with them: some hundred bytes for each call of `c10d` and each clone, of which a process group makes a handful."""
+"""Every c10d store of this process. torch's C++ holds only its own half of one, which without the
+Python half aborts every later call ("Not implemented", measured with
+`init_process_group(store=store.c10d())`), and does not say when it lets go. So they are kept, and
+the client with them: some hundred bytes for each call of `c10d` and each clone, of which a process
+group makes a handful."""
 
 _INT64 = 1 << 63
 
 WAITED_KEYS = 1024
-"""Keys that one request waits for. Of more, all must come before the next ones are looked at: the server serves others in between."""
+"""Keys that one request waits for. Of more, all must come before the next ones are looked at: the
+server serves others in between.
+"""
 
 CHECKED_KEYS = 16_384
 """Keys that one request asks about, for the same reason."""
 
 
 def c10d(store: Client, prefix: str = "c10d/") -> Any:
-    """A `torch.distributed.Store` whose keys and queues are those of `store` under `prefix`; its timeout is torch's, 300 s.
+    """A `torch.distributed.Store` whose keys and queues are those of `store` under `prefix`; its
+    timeout is torch's, 300 s.
 
-    Works from any thread; one that waits does not hold up another. It keeps `store` alive until the process ends or closes it.
+    Works from any thread; one that waits does not hold up another. It keeps `store` alive until the
+    process ends or closes it.
     """
     kept: Any = _class()(store, _text(prefix))
     _kept.append(kept)
@@ -102,10 +111,12 @@ def _arrived(store: Client, prefix: str, timeout: timedelta) -> Any:
 
 
 class _Operations:
-    """What torch 2.13's stores can do, as requests. Values are bytes; str and bytearray are taken as well, as torch takes them.
+    """What torch 2.13's stores can do, as requests. Values are bytes; str and bytearray are taken
+    as well, as torch takes them.
 
-    Where torch waits, so does this, for at most `timeout`, and then raises DistStoreError. DistNetworkError is raised when the server
-    cannot be asked, or is closed, or gives no answer; the RallypointError with all that is known about it is its `__cause__`.
+    Where torch waits, so does this, for at most `timeout`, and then raises DistStoreError.
+    DistNetworkError is raised when the server cannot be asked, or is closed, or gives no answer;
+    the RallypointError with all that is known about it is its `__cause__`.
     """
 
     timeout: timedelta  # torch's
@@ -164,8 +175,9 @@ class _Operations:
         self._wait(names, self._seconds(timeout), names)
 
     def compare_set(self, key: str, expected: bytes | str, new: bytes | str) -> bytes:
-        """Write `new` if the key holds `expected`, where b"" also means that there is none; returns what is there then. As in torch's
-        stores `expected` comes back when there is no key, and nothing is written: `Client.compare_and_set` tells the two apart."""
+        """Write `new` if the key holds `expected`, where b"" also means that there is none; returns
+        what is there then. As in torch's stores `expected` comes back when there is no key, and
+        nothing is written: `Client.compare_and_set` tells the two apart."""
         name, wanted, value = self._name(key), _bytes(expected), _bytes(new)
         data, compared = self._encoded(value, name), self._encoded(wanted, name)
         while True:
@@ -182,7 +194,9 @@ class _Operations:
                     return wanted
                 else:
                     modified = 0
-            reply, body = self._ask(CompareAndSet, name, data, 0, None if modified is not None else compared, modified)
+            reply, body = self._ask(
+                CompareAndSet, name, data, 0, None if modified is not None else compared, modified
+            )
             if isinstance(reply, Done):
                 return value
             if modified is None:
@@ -216,11 +230,21 @@ class _Operations:
                     _raise(limit)
             except (EnvironmentProblem, UsageError) as error:
                 _raise(error)
-        # The server does not append to what is large, or something large: read, join and write here, unless somebody came between.
+        # The server does not append to what is large, or something large: read, join and write
+        # here, unless somebody came between.
         while True:
             found, body = self._ask(Get, name)
-            before, modified = (self._decoded(found, body), found.modified) if isinstance(found, Value) else (b"", 0)
-            if isinstance(self._ask(CompareAndSet, name, self._encoded(before + data, name), 0, None, modified)[0], Done):
+            before, modified = (
+                (self._decoded(found, body), found.modified)
+                if isinstance(found, Value)
+                else (b"", 0)
+            )
+            if isinstance(
+                self._ask(
+                    CompareAndSet, name, self._encoded(before + data, name), 0, None, modified
+                )[0],
+                Done,
+            ):
                 return
 
     # --- several at once ---
@@ -237,7 +261,9 @@ class _Operations:
         found: dict[str, bytes] = {}
         missing = tuple(dict.fromkeys(names))
         while missing:
-            for name, (reply, body) in zip(missing, self._ask_many([(Get, (name,)) for name in missing]), strict=True):
+            for name, (reply, body) in zip(
+                missing, self._ask_many([(Get, (name,)) for name in missing]), strict=True
+            ):
                 if isinstance(reply, Value):
                     found[name] = self._decoded(reply, body)
             missing = tuple([name for name in missing if name not in found])
@@ -246,22 +272,35 @@ class _Operations:
         return [found[name] for name in names]
 
     def multi_set(self, keys: Iterable[str], values: Iterable[bytes | str]) -> None:
-        """Write several keys, one after the other, without waiting for each answer. When this returns, the server has all."""
+        """Write several keys, one after the other, without waiting for each answer. When this
+        returns, the server has all.
+        """
         names = self._names(keys)
         given = [_bytes(value) for value in _several(values)]
         if len(names) != len(given):
-            raise _torch("DistStoreError")(f"multi_set(): {len(names)} keys and {len(given)} values")
-        self._ask_many([(Set, (name, self._encoded(value, name))) for name, value in zip(names, given, strict=True)])
+            raise _torch("DistStoreError")(
+                f"multi_set(): {len(names)} keys and {len(given)} values"
+            )
+        self._ask_many(
+            [
+                (Set, (name, self._encoded(value, name)))
+                for name, value in zip(names, given, strict=True)
+            ]
+        )
 
     # --- queues ---
 
     def queue_push(self, key: str, value: bytes | str) -> None:
-        """Put a value at the end of a queue. Queues have names of their own: no key is made by this."""
+        """Put a value at the end of a queue. Queues have names of their own: no key is made by
+        this.
+        """
         name = self._name(key)
         self._ask(Push, name, self._encoded(_bytes(value), name))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue, waiting for one if `block`, otherwise QueueEmptyError."""
+        """Take the first value of a queue, waiting for one if `block`, otherwise
+        QueueEmptyError.
+        """
         seconds = self._seconds(None) if block else None
         reply, body = self._ask(Pop, self._name(key), seconds, wait=seconds)
         if isinstance(reply, Value):
@@ -279,7 +318,9 @@ class _Operations:
     # --- for torch ---
 
     def clone(self) -> Any:
-        """Another store over the same keys, with a timeout of its own. Both use one connection, on which nobody holds up another."""
+        """Another store over the same keys, with a timeout of its own. Both use one connection, on
+        which nobody holds up another.
+        """
         return _arrived(self._store, self._prefix, self.timeout)
 
     deleteKey = delete_key  # how C++ calls them
@@ -295,24 +336,33 @@ class _Operations:
         return tuple([prefix + _text(key) for key in _several(keys)])
 
     def _seconds(self, timeout: timedelta | float | None) -> float:
-        """How long to wait; None: the store's timeout. As in TCPStore 0 does not wait; below 0 does not either."""
+        """How long to wait; None: the store's timeout. As in TCPStore 0 does not wait; below 0 does
+        not either.
+        """
         if timeout is None:
             timeout = self.timeout
-        return max(0.0, timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout))
+        return max(
+            0.0, timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        )
 
-    def _ask(self, kind: type[Request], *fields: Any, wait: float | None = None) -> tuple[AnyReply, memoryview | None]:
+    def _ask(
+        self, kind: type[Request], *fields: Any, wait: float | None = None
+    ) -> tuple[AnyReply, memoryview | None]:
         try:
             try:
                 return self._store.ask(kind, *fields, wait=wait)
             except SessionLost as lost:
-                # This process stood still for too long. Nothing that torch keeps here goes with a session, so it need not know.
+                # This process stood still for too long. Nothing that torch keeps here goes with a
+                # session, so it need not know.
                 if not lost.same_server or lost.outcome != "did not happen":
                     raise
                 return self._store.ask(kind, *fields, wait=wait)
         except (EnvironmentProblem, UsageError) as error:
             _raise(error)
 
-    def _ask_many(self, requests: list[tuple[type[Request], tuple[Any, ...]]]) -> list[tuple[AnyReply, memoryview | None]]:
+    def _ask_many(
+        self, requests: list[tuple[type[Request], tuple[Any, ...]]]
+    ) -> list[tuple[AnyReply, memoryview | None]]:
         try:
             replies = self._store.ask_many(requests)
             for (kind, fields), (reply, _) in zip(requests, replies, strict=True):
@@ -322,7 +372,13 @@ class _Operations:
             _raise(error)
         return replies
 
-    def _wait(self, names: tuple[str, ...], seconds: float, missing: tuple[str, ...], allowed: float | None = None) -> None:
+    def _wait(
+        self,
+        names: tuple[str, ...],
+        seconds: float,
+        missing: tuple[str, ...],
+        allowed: float | None = None,
+    ) -> None:
         """`missing` and `allowed` are for the error."""
         until = self._now() + seconds
         for start in range(0, len(names), WAITED_KEYS):
@@ -330,11 +386,16 @@ class _Operations:
             reply, _ = self._ask(Exists, names[start : start + WAITED_KEYS], left, wait=left)
             if isinstance(reply, TimedOut):
                 cut = len(self._prefix)
-                self._timed_out(seconds if allowed is None else allowed, [name[cut:] for name in reply.missing or missing])
+                self._timed_out(
+                    seconds if allowed is None else allowed,
+                    [name[cut:] for name in reply.missing or missing],
+                )
 
     def _timed_out(self, seconds: float, keys: list[str]) -> NoReturn:
         # TCPStore's words: what reads logs knows them.
-        raise _torch("DistStoreError")(f"wait timeout after {round(seconds * 1000)}ms, keys: {', '.join(map(str, keys))}")
+        raise _torch("DistStoreError")(
+            f"wait timeout after {round(seconds * 1000)}ms, keys: {', '.join(map(str, keys))}"
+        )
 
     def _encoded(self, value: bytes, name: str) -> bytes | Parts:
         """`name`: of the key, or the queue, that it is for."""
@@ -349,7 +410,9 @@ class _Operations:
         except (EnvironmentProblem, UsageError) as error:
             _raise(error)
         if type(value) is not bytes:
-            raise _torch("DistStoreError")(f"the value is no bytes but a {type(value).__name__}: something else than a c10d store wrote it")
+            raise _torch("DistStoreError")(
+                f"the value is no bytes but a {type(value).__name__}: something else than a c10d store wrote it"
+            )
         return value
 
 
@@ -389,4 +452,6 @@ def _torch(name: str) -> type[Exception]:
 def _raise(error: RallypointError) -> NoReturn:
     """As one of torch's errors. Network: nobody answered. Store: the server refused."""
     network = isinstance(error, StoreUnreachable | SessionLost | StoreClosed | StoreTimeout)
-    raise _torch("DistNetworkError" if network else "DistStoreError")(f"{error.headline} ({error.code})") from error
+    raise _torch("DistNetworkError" if network else "DistStoreError")(
+        f"{error.headline} ({error.code})"
+    ) from error

@@ -1,7 +1,9 @@
-"""The store of the job that this process belongs to: its address, and the secret without which nobody gets in.
+"""The store of the job that this process belongs to: its address, and the secret without which
+nobody gets in.
 
-A rank is told by the launcher (`enter`), with the secret as a descriptor that its forks inherit and that no other program gets.
-Elsewhere RALLYPOINT_STORE and RALLYPOINT_SECRET_FILE say it. The secret itself is kept nowhere: it is read when it is needed.
+A rank is told by the launcher (`enter`), with the secret as a descriptor that its forks inherit and
+that no other program gets. Elsewhere RALLYPOINT_STORE and RALLYPOINT_SECRET_FILE say it. The secret
+itself is kept nowhere: it is read when it is needed.
 """
 
 from __future__ import annotations
@@ -17,17 +19,24 @@ if TYPE_CHECKING:
     from rallypoint.wire.messages import Identity
 
 SHORTEST_SECRET = 16
-"""Bytes: 128 bits, when they are random, are beyond guessing; whatever is shorter was made up by a person."""
+"""Bytes: 128 bits, when they are random, are beyond guessing; whatever is shorter was made up by a
+person.
+"""
 
 SECRET_BYTES = 32
-"""Of a secret that is made here: as long as the SHA-256 that is keyed with it. More adds nothing."""
+"""Of a secret that is made here: as long as the SHA-256 that is keyed with it. More adds nothing.
+"""
 
 SECRET_FILE_BYTES = 4096
-"""The largest file that is taken for a secret: many times any key, and no data set that was named by mistake."""
+"""The largest file that is taken for a secret: many times any key, and no data set that was named
+by mistake.
+"""
 
 
 class Place:
-    """A store's address, the job it belongs to ("" when that is not known), and who this process is there."""
+    """A store's address, the job it belongs to ("" when that is not known), and who this process is
+    there.
+    """
 
     __slots__ = ("_read", "address", "job", "rank")
 
@@ -48,7 +57,9 @@ class Place:
         return Identity(os.uname().nodename, os.getpid(), self.rank)
 
     def secret(self) -> bytes:
-        """The secret, read anew. `EnvironmentProblem` ("secret-unreadable"), `UsageError` ("secret-too-short")."""
+        """The secret, read anew. `EnvironmentProblem` ("secret-unreadable"), `UsageError`
+        ("secret-too-short").
+        """
         return self._read()
 
 
@@ -57,7 +68,9 @@ _without = ""  # why the job of this process has no store
 
 
 def enter(address: str, secret_fd: int, job: str, rank: int) -> None:
-    """This process is a rank of a job with this store. The descriptor stays open for as long as the process lives."""
+    """This process is a rank of a job with this store. The descriptor stays open for as long as the
+    process lives.
+    """
     global _place, _without
     _place, _without = Place(address, job, rank, _Descriptor(secret_fd).read), ""
 
@@ -69,7 +82,8 @@ def enter_without(why: str) -> None:
 
 
 def current() -> Place | None:
-    """The store of this process's job, else the one that RALLYPOINT_STORE and RALLYPOINT_SECRET_FILE name, else None (see `no_store`).
+    """The store of this process's job, else the one that RALLYPOINT_STORE and
+    RALLYPOINT_SECRET_FILE name, else None (see `no_store`).
 
     The secret is not looked at before `Place.secret()`.
     """
@@ -78,11 +92,15 @@ def current() -> Place | None:
     address, path = os.environ.get("RALLYPOINT_STORE"), os.environ.get("RALLYPOINT_SECRET_FILE")
     if not address or not path:
         return None
-    return Place(address, os.environ.get("RALLYPOINT_JOB", ""), None, lambda: _from_environment(path))
+    return Place(
+        address, os.environ.get("RALLYPOINT_JOB", ""), None, lambda: _from_environment(path)
+    )
 
 
 def exported_address() -> str:
-    """The address in RALLYPOINT_STORE, "" without one. `UsageError` ("address-malformed"), which names the variable, when it is none."""
+    """The address in RALLYPOINT_STORE, "" without one. `UsageError` ("address-malformed"), which
+    names the variable, when it is none.
+    """
     import shlex
 
     from rallypoint.store.address import parse
@@ -92,19 +110,26 @@ def exported_address() -> str:
         if address:
             parse(address)
     except UsageError as error:
-        help = tuple((sentence, f"export RALLYPOINT_STORE={shlex.quote(right)}") for sentence, right in error.help)
+        help = tuple(
+            (sentence, f"export RALLYPOINT_STORE={shlex.quote(right)}")
+            for sentence, right in error.help
+        )
         raise UsageError(error.code, f"RALLYPOINT_STORE={error.headline}", help=help) from None
     return address
 
 
 def _from_environment(path: str) -> bytes:
-    """The secret for a store that the environment names; an error about either variable names it."""
+    """The secret for a store that the environment names; an error about either variable
+    names it.
+    """
     exported_address()
     return secret_from_file(path, f"RALLYPOINT_SECRET_FILE={path}")
 
 
 def no_store() -> UsageError:
-    """The error for a process in which `current()` is None: what is missing here, and what to do about it."""
+    """The error for a process in which `current()` is None: what is missing here, and what to do
+    about it.
+    """
     if _without:
         return UsageError("no-store", "this job has no store", why=(_without,), help=(_OWN_STORE,))
     if address := os.environ.get("RALLYPOINT_STORE"):
@@ -113,31 +138,49 @@ def no_store() -> UsageError:
                 "secret-missing",
                 f"the store that RALLYPOINT_STORE names, {address}, cannot be joined without its secret",
                 help=(
-                    ("name the file with its secret, as `rallypoint serve` prints it", "export RALLYPOINT_SECRET_FILE=..."),
+                    (
+                        "name the file with its secret, as `rallypoint serve` prints it",
+                        "export RALLYPOINT_SECRET_FILE=...",
+                    ),
                     ("or give both", "rallypoint.connect(address, secret_file=...)"),
                 ),
             )
         return UsageError(
             "no-store",
             "this process has no secret for the store that RALLYPOINT_STORE names",
-            why=("a job's secret is handed to its ranks, and what they fork has it; a new program (spawn, subprocess) has not",),
+            why=(
+                "a job's secret is handed to its ranks, and what they fork has it; a new program (spawn, subprocess) has not",
+            ),
             help=(
-                ("pass the store object itself: it connects where it arrives", "multiprocessing.Process(target=work, args=(store,))"),
-                ("for a store that you have started yourself, name the file with its secret", "export RALLYPOINT_SECRET_FILE=..."),
+                (
+                    "pass the store object itself: it connects where it arrives",
+                    "multiprocessing.Process(target=work, args=(store,))",
+                ),
+                (
+                    "for a store that you have started yourself, name the file with its secret",
+                    "export RALLYPOINT_SECRET_FILE=...",
+                ),
             ),
         )
     if os.environ.get("RALLYPOINT_JOB"):
         return UsageError(
             "no-store",
             "this process of a job has no store",
-            why=("a job's store is for the ranks that are Python programs, and for what they fork: not for a program of --no-python",),
+            why=(
+                "a job's store is for the ranks that are Python programs, and for what they fork: not for a program of --no-python",
+            ),
             help=(("start a Python program as one", "rallypoint run script.py"), _OWN_STORE),
         )
     if os.environ.get("RALLYPOINT_SECRET_FILE"):
         return UsageError(
             "no-store",
             "there is no store to connect to: RALLYPOINT_SECRET_FILE is set, and RALLYPOINT_STORE is not",
-            help=(("name its address as well, as `rallypoint serve` prints it", "export RALLYPOINT_STORE=tcp://HOST:PORT"),),
+            help=(
+                (
+                    "name its address as well, as `rallypoint serve` prints it",
+                    "export RALLYPOINT_STORE=tcp://HOST:PORT",
+                ),
+            ),
         )
     return UsageError(
         "no-store",
@@ -153,7 +196,9 @@ _OWN_STORE = (
 
 
 class _Descriptor:
-    """A secret in an open file; knows it again, since a program that closes every descriptor may have given the number away."""
+    """A secret in an open file; knows it again, since a program that closes every descriptor may
+    have given the number away.
+    """
 
     __slots__ = ("_fd", "_file")
 
@@ -171,21 +216,30 @@ class _Descriptor:
         raise EnvironmentProblem(
             "secret-unreadable",
             "the job's secret cannot be read any more: this program has closed the descriptor that rallypoint gave it",
-            why=(f"descriptor {self._fd}, close-on-exec, is not the file that it was at the start",),
-            help=(("connect before all descriptors are closed, and use that store", "store = rallypoint.connect()"),),
+            why=(
+                f"descriptor {self._fd}, close-on-exec, is not the file that it was at the start",
+            ),
+            help=(
+                (
+                    "connect before all descriptors are closed, and use that store",
+                    "store = rallypoint.connect()",
+                ),
+            ),
         )
 
 
 def secret_from_file(path: str, shown: str = "") -> bytes:
     """The secret in a file. `shown`: how errors name the file, if not by its path.
 
-    `EnvironmentProblem` ("secret-unreadable") when it cannot be read, when it is another user's than ours or root's, or when others
-    than its owner may read or change it;
-    `UsageError` ("secret-too-short").
+    `EnvironmentProblem` ("secret-unreadable") when it cannot be read, when it is another user's
+    than ours or root's, or when others than its owner may read or change it; `UsageError`
+    ("secret-too-short").
     """
     shown = shown or path
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe without a writer must not hold us up
+        fd = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        )  # a pipe without a writer must not hold us up
     except OSError as error:
         raise _unreadable(shown, os.strerror(error.errno or 0)) from error
     try:
@@ -199,22 +253,35 @@ def secret_from_file(path: str, shown: str = "") -> bytes:
     return checked_secret(content, f"the secret in {shown}")
 
 
-_MAKE_ONE = ("make one of your own, and name that", "(umask 077 && head -c 32 /dev/urandom | base64 > my-secret)")
+_MAKE_ONE = (
+    "make one of your own, and name that",
+    "(umask 077 && head -c 32 /dev/urandom | base64 > my-secret)",
+)
 
 
 def _private(path: str, content: bytes) -> tuple[tuple[str, str], ...]:
-    """The help for a file that others may use. One that does not look like a secret may be one that others need: nobody may be led to
-    type `chmod 600 /etc/passwd`."""
+    """The help for a file that others may use. One that does not look like a secret may be one that
+    others need: nobody may be led to type `chmod 600 /etc/passwd`."""
     if len(content.splitlines()) <= 1:
-        return ("keep it to yourself", f"chmod 600 {path}"), ("and make a new secret, if somebody may have read this one", "")
-    return (("it has several lines, as no secret has: make one of your own, and name that", _MAKE_ONE[1]),)
+        return ("keep it to yourself", f"chmod 600 {path}"), (
+            "and make a new secret, if somebody may have read this one",
+            "",
+        )
+    return (
+        (
+            "it has several lines, as no secret has: make one of your own, and name that",
+            _MAKE_ONE[1],
+        ),
+    )
 
 
 def _check_file(path: str, shown: str, found: os.stat_result, content: bytes) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise _unreadable(shown, "it is not a regular file")
     if found.st_uid not in (0, os.geteuid()):  # its owner can read it, and change it at any time
-        raise _unreadable(shown, f"it belongs to another user (uid {found.st_uid})", help=(_MAKE_ONE,))
+        raise _unreadable(
+            shown, f"it belongs to another user (uid {found.st_uid})", help=(_MAKE_ONE,)
+        )
     if found.st_mode & 0o077:
         raise _unreadable(
             shown,
@@ -222,11 +289,15 @@ def _check_file(path: str, shown: str, found: os.stat_result, content: bytes) ->
             help=_private(path, content),
         )
     if found.st_size > SECRET_FILE_BYTES:
-        raise _unreadable(shown, f"{found.st_size} bytes are no secret; at most {SECRET_FILE_BYTES} are read")
+        raise _unreadable(
+            shown, f"{found.st_size} bytes are no secret; at most {SECRET_FILE_BYTES} are read"
+        )
 
 
 def _unreadable(shown: str, why: str, help: tuple[tuple[str, str], ...] = ()) -> EnvironmentProblem:
-    return EnvironmentProblem("secret-unreadable", f"the secret in {shown} cannot be used: {why}", help=help)
+    return EnvironmentProblem(
+        "secret-unreadable", f"the secret in {shown} cannot be used: {why}", help=help
+    )
 
 
 def new_secret() -> bytes:
@@ -238,18 +309,27 @@ def new_secret() -> bytes:
 
 
 def checked_secret(secret: bytes | str, name: str = "the secret") -> bytes:
-    """A secret as bytes (text as UTF-8), without line breaks at its end: it may have come from a file that an editor wrote. All of
-    them go, not one, so that a secret which has been here once stays what it is.
+    """A secret as bytes (text as UTF-8), without line breaks at its end: it may have come from a
+    file that an editor wrote. All of them go, not one, so that a secret which has been here once
+    stays what it is.
 
-    TypeError for anything but bytes and text, `UsageError` ("secret-too-short") below 16 bytes; the secret itself is never shown.
+    TypeError for anything but bytes and text, `UsageError` ("secret-too-short") below 16 bytes; the
+    secret itself is never shown.
     """
-    if not isinstance(secret, (bytes, bytearray, memoryview, str)):  # bytes(n) would be n zeros, which anybody can guess
+    if not isinstance(
+        secret, (bytes, bytearray, memoryview, str)
+    ):  # bytes(n) would be n zeros, which anybody can guess
         raise TypeError(f"a secret is bytes or str, not {type(secret).__name__}")
     data = (secret.encode() if isinstance(secret, str) else bytes(secret)).rstrip(b"\r\n")
     if len(data) < SHORTEST_SECRET:
         raise UsageError(
             "secret-too-short",
             f"{name} has {len(data)} bytes, and at least {SHORTEST_SECRET} are needed",
-            help=(("make one that cannot be guessed", "(umask 077 && head -c 32 /dev/urandom | base64 > secret)"),),
+            help=(
+                (
+                    "make one that cannot be guessed",
+                    "(umask 077 && head -c 32 /dev/urandom | base64 > secret)",
+                ),
+            ),
         )
     return data

@@ -10,39 +10,52 @@ from rallypoint.errors import UsageError
 from rallypoint.wire.messages import Limits
 
 SHARE = 4
-"""The store may take one in this many bytes of the machine's memory: the job it serves needs the rest, and two stores that meet on
-one machine by accident must not bring it down together."""
+"""The store may take one in this many bytes of the machine's memory: the job it serves needs the
+rest, and two stores that meet on one machine by accident must not bring it down together."""
 
 SMALLEST_STORE = 1024 * 1024
-"""Bytes; below this not even the keys of one `init_process_group` fit, and a forgotten unit (`--max-bytes 2`) is the likelier cause."""
+"""Bytes; below this not even the keys of one `init_process_group` fit, and a forgotten unit
+(`--max-bytes 2`) is the likelier cause.
+"""
 
 KEY_BYTES = 4096
-"""As long as a path may be: torch's own keys, prefix upon prefix, reach some hundred bytes. A key is held twice and named in errors."""
+"""As long as a path may be: torch's own keys, prefix upon prefix, reach some hundred bytes. A key
+is held twice and named in errors.
+"""
 
 KEYS = 1_000_000
-"""About half a gigabyte of bookkeeping if all are used; a listing of them (`Keys`) still fits one message."""
+"""About half a gigabyte of bookkeeping if all are used; a listing of them (`Keys`) still fits one
+message.
+"""
 
 SESSIONS = 65_536
-"""Six times the 10,000 that we measure; a connection each is what this costs, and the kernel's limit of open files comes first."""
+"""Six times the 10,000 that we measure; a connection each is what this costs, and the kernel's
+limit of open files comes first.
+"""
 
 WAITING = 262_144
 """Four for each session: its main thread, a watch, and two to spare. One costs under a kilobyte."""
 
 SHORTEST_TTL = 0.05
-"""Seconds. Below this a client's keep-alive cannot be in time on a busy machine, and tests need no less."""
+"""Seconds. Below this a client's keep-alive cannot be in time on a busy machine, and tests need no
+less.
+"""
 
 LONGEST_TTL = 7 * 24 * 3600.0
 """Seconds. What a dead client holds is released after a week at the latest."""
 
 _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4} | {
-    spelling: 1024**power for power, letter in enumerate("kmgt", 1) for spelling in (letter, letter + "ib")
+    spelling: 1024**power
+    for power, letter in enumerate("kmgt", 1)
+    for spelling in (letter, letter + "ib")
 }
 
 
 def limits(max_bytes: int | str | None = None, *, example: str = "--max-bytes 2GiB") -> Limits:
-    """The limits of a server. `max_bytes`: what keys and values may take in all, a number or text such as "2GiB"; None: a quarter of
-    this machine's memory. Raises UsageError for a size that is none, or too small to be meant; `example` is how the caller would have
-    given one that would do."""
+    """The limits of a server. `max_bytes`: what keys and values may take in all, a number or text
+    such as "2GiB"; None: a quarter of this machine's memory. Raises UsageError for a size that is
+    none, or too small to be meant; `example` is how the caller would have given one that would do.
+    """
     store = memory() // SHARE if max_bytes is None else size(max_bytes)
     if store < SMALLEST_STORE:
         if max_bytes is None:
@@ -63,36 +76,59 @@ def lease(ttl: float) -> float:
 
 
 def size(given: int | str) -> int:
-    """Bytes: 2147483648, "2GiB", "1.5G", "500MB" (MB is a million, M and MiB are 1024 x 1024). Raises UsageError."""
+    """Bytes: 2147483648, "2GiB", "1.5G", "500MB" (MB is a million, M and MiB are 1024 x 1024).
+    Raises UsageError.
+    """
     if isinstance(given, int) and not isinstance(given, bool):
         if given >= 0:
             return given
         raise _no_size(str(given))
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given) if isinstance(given, str) else None
+    found = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)
+        if isinstance(given, str)
+        else None
+    )
     if not found or found[2].lower() not in _UNITS:
         raise _no_size(repr(given))
-    return int(float(found[1]) * _UNITS[found[2].lower()]) if "." in found[1] else int(found[1]) * _UNITS[found[2].lower()]
+    return (
+        int(float(found[1]) * _UNITS[found[2].lower()])
+        if "." in found[1]
+        else int(found[1]) * _UNITS[found[2].lower()]
+    )
 
 
 def memory(root: str = "/") -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's where that is smaller."""
+    """Bytes of memory that this process may use: the machine's, or its control group's where that
+    is smaller.
+    """
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     found += [limit for limit in map(_number, _group_files(root)) if limit > 0]
     return min(found)
 
 
 def _group_files(root: str) -> list[str]:
-    """The files that may hold a limit: of our own control group and of every one above it, versions 2 and 1."""
+    """The files that may hold a limit: of our own control group and of every one above it, versions
+    2 and 1.
+    """
     mount = os.path.join(root, "sys/fs/cgroup")
     files = []
-    with contextlib.suppress(OSError), open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8") as lines:
+    with (
+        contextlib.suppress(OSError),
+        open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8") as lines,
+    ):
         for line in lines:
             _, controllers, group = line.rstrip("\n").split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            folder, name = (os.path.join(mount, "memory"), "memory.limit_in_bytes") if controllers else (mount, "memory.max")
+            folder, name = (
+                (os.path.join(mount, "memory"), "memory.limit_in_bytes")
+                if controllers
+                else (mount, "memory.max")
+            )
             parts = [part for part in group.split("/") if part]
-            files += [os.path.join(folder, *parts[:depth], name) for depth in range(len(parts), -1, -1)]
+            files += [
+                os.path.join(folder, *parts[:depth], name) for depth in range(len(parts), -1, -1)
+            ]
     return files
 
 
@@ -106,4 +142,6 @@ def _number(path: str) -> int:
 
 
 def _no_size(text: str) -> UsageError:
-    return UsageError("usage", f"{text} is not a size in bytes", help=(("write a number with its unit", "2GiB"),))
+    return UsageError(
+        "usage", f"{text} is not a size in bytes", help=(("write a number with its unit", "2GiB"),)
+    )

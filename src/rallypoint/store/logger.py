@@ -1,4 +1,6 @@
-"""The logger `rallypoint`: silent in a program that has not set up logging, unless RALLYPOINT_LOG asks for it."""
+"""The logger `rallypoint`: silent in a program that has not set up logging, unless RALLYPOINT_LOG
+asks for it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,13 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def logger(*, loud: bool = False) -> logging.Logger:
-    """The logger, with a handler: one that writes to stderr when RALLYPOINT_LOG names a level or `loud` is set, else one that does
-    nothing (without it, Python would print warnings to stderr). A program's own handlers are left alone."""
+    """The logger, with a handler: one that writes to stderr when RALLYPOINT_LOG names a level or
+    `loud` is set, else one that does nothing (without it, Python would print warnings to stderr). A
+    program's own handlers are left alone."""
     log = logging.getLogger("rallypoint")
-    if log.handlers and not (loud and all(isinstance(handler, logging.NullHandler) for handler in log.handlers)):
+    if log.handlers and not (
+        loud and all(isinstance(handler, logging.NullHandler) for handler in log.handlers)
+    ):
         return log
     wanted = os.environ.get("RALLYPOINT_LOG", "").upper()
     if wanted not in LEVELS and not loud:
@@ -28,8 +33,9 @@ def logger(*, loud: bool = False) -> logging.Logger:
 
 
 def notice(text: str) -> None:
-    """A warning for whoever waits in front of this program: also printed where logging is not set up. Nobody asks for a log beforehand in
-    order to learn that it is an address with a typing error that he waits for."""
+    """A warning for whoever waits in front of this program: also printed where logging is not set
+    up. Nobody asks for a log beforehand in order to learn that it is an address with a typing error
+    that he waits for."""
     log = logger()
     log.warning(text)
     if log.isEnabledFor(logging.WARNING) and sys.stderr and not _is_handled(log):

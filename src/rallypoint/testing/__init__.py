@@ -11,7 +11,17 @@ if TYPE_CHECKING:
     from rallypoint.testing.network import Network
     from rallypoint.testing.proxy import ChaosProxy, ProxiedConnection
 
-__all__ = ["ChaosProxy", "Fault", "Faults", "ListenerFaults", "ManualClock", "Network", "ProxiedConnection", "ProxyStatistics", "Traffic"]
+__all__ = [
+    "ChaosProxy",
+    "Fault",
+    "Faults",
+    "ListenerFaults",
+    "ManualClock",
+    "Network",
+    "ProxiedConnection",
+    "ProxyStatistics",
+    "Traffic",
+]
 
 _WHERE = {
     "ManualClock": "clock",
@@ -27,7 +37,8 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> object:
-    # Loaded when first used: pytest imports this package at its start, also where nobody tests a store.
+    # Loaded when first used: pytest imports this package at its start, also where nobody tests a
+    # store.
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

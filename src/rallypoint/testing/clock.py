@@ -1,6 +1,7 @@
 """A clock you move: time stands still until the test says otherwise.
 
-Whatever takes a `Clock` takes a `ManualClock`, so a test of "after 30 seconds" needs no 30 seconds and no luck.
+Whatever takes a `Clock` takes a `ManualClock`, so a test of "after 30 seconds" needs no 30 seconds
+and no luck.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
 
 WALL = 1_700_000_000.0
-"""Seconds since 1970 at which a new clock stands unless told otherwise: a fixed moment (2023-11-14, 22:13:20 UTC), so that dates
-in what a test prints are the same every day."""
+"""Seconds since 1970 at which a new clock stands unless told otherwise: a fixed moment (2023-11-14,
+22:13:20 UTC), so that dates in what a test prints are the same every day."""
 
 
 class ManualClock(Clock):
@@ -24,12 +25,15 @@ class ManualClock(Clock):
     >>> clock.elapsed()
     30.0
 
-    What waits for the kernel until a deadline (a server in `epoll`, a thread in `Event.wait`) cannot see that the clock was
-    moved; it asks to be told, with `when_moved`. `ChaosProxy(clock=...)` does.
+    What waits for the kernel until a deadline (a server in `epoll`, a thread in `Event.wait`)
+    cannot see that the clock was moved; it asks to be told, with `when_moved`.
+    `ChaosProxy(clock=...)` does.
     """
 
     def __init__(self, *, wall: float = WALL) -> None:
-        """`wall`: seconds since 1970 that the wall clock shows at first. The monotonic one starts at 0."""
+        """`wall`: seconds since 1970 that the wall clock shows at first. The monotonic one starts
+        at 0.
+        """
         self._lock = threading.Lock()
         self._monotonic = 0.0
         self._wall = wall
@@ -48,27 +52,30 @@ class ManualClock(Clock):
         return self._wall
 
     def advance(self, seconds: float) -> None:
-        """Move both clocks forward, in one step. Returns when everyone who asked with `when_moved` was told, in the order of
-        asking; what they raise is raised here. `UsageError` when `seconds` is negative: a monotonic clock is never set back."""
+        """Move both clocks forward, in one step. Returns when everyone who asked with `when_moved`
+        was told, in the order of asking; what they raise is raised here. `UsageError` when
+        `seconds` is negative: a monotonic clock is never set back."""
         if not seconds >= 0:
             raise UsageError("usage", f"a clock is moved forward, not by {seconds!r} s")
         with self._lock:
             self._monotonic += seconds
             self._wall += seconds
             listeners = list(self._listeners.values())
-        # Not under the lock: whoever is told may wait for another thread, which may move the clock or ask to be told itself.
+        # Not under the lock: whoever is told may wait for another thread, which may move the clock
+        # or ask to be told itself.
         for tell in listeners:
             tell()
 
     def set_wall(self, wall: float) -> None:
-        """Let the wall clock jump to `wall` seconds since 1970, back too, as it does when someone sets the date; the monotonic
-        clock stays. Nobody is told: whatever waits by the wall clock is wrong."""
+        """Let the wall clock jump to `wall` seconds since 1970, back too, as it does when someone
+        sets the date; the monotonic clock stays. Nobody is told: whatever waits by the wall clock
+        is wrong."""
         with self._lock:
             self._wall = wall
 
     def when_moved(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """Have `tell()` called after every `advance`, in the thread that called it. Returns a function that ends this; it may be
-        called twice."""
+        """Have `tell()` called after every `advance`, in the thread that called it. Returns a
+        function that ends this; it may be called twice."""
         token = object()
         with self._lock:
             self._listeners[token] = tell

@@ -112,7 +112,9 @@ class ProxyEngine:
             )
             for way in BOTH
         )
-        return ProxyStatistics(self._accepted, len(self.relays), self._unreached, self._resets, to_server, to_client)
+        return ProxyStatistics(
+            self._accepted, len(self.relays), self._unreached, self._resets, to_server, to_client
+        )
 
     def accept_all(self) -> None:
         """Accept every client that has connected: before a fault begins, and before a look."""

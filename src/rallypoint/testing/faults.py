@@ -139,7 +139,9 @@ class Faults:
     `UsageError`, and nothing begins.
     """
 
-    def __init__(self, engine: FaultEngine, when: FaultTime = FaultTime(), only: object | None = None) -> None:
+    def __init__(
+        self, engine: FaultEngine, when: FaultTime = FaultTime(), only: object | None = None
+    ) -> None:
         self._engine = engine
         self._when = when
         self._only = only
@@ -179,7 +181,8 @@ class Faults:
         return self._begin(FaultKind("frozen"), to)
 
     def reset(self, *, to: To = "both") -> Fault:
-        """Cut connections with RST: both sides get `ConnectionResetError`, bytes under way are lost.
+        """Cut connections with RST: both sides get `ConnectionResetError`, bytes under way are
+        lost.
 
         With `to="client"` only the client learns of it, and the server is left with a half-open
         connection: what it sends vanishes; `heal()` of the proxy resets it. `to="server"` likewise.

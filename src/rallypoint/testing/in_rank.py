@@ -1,7 +1,9 @@
-"""`@pytest.mark.ranks(4)`, a rank's side: run the test's body, and show a failure as pytest does, where its frames are.
+"""`@pytest.mark.ranks(4)`, a rank's side: run the test's body, and show a failure as pytest does,
+where its frames are.
 
-Only a rank imports pytest's inner parts here: what it shows with is `ExceptionInfo.getrepr`, which is public; how a comparison is
-explained is not, and where another pytest does that otherwise, the assert's plain explanation is left.
+Only a rank imports pytest's inner parts here: what it shows with is `ExceptionInfo.getrepr`, which
+is public; how a comparison is explained is not, and where another pytest does that otherwise, the
+assert's plain explanation is left.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-_EXPLAINED_LINES, _CUT_FROM = 8, 12  # of a comparison, without -vv: as pytest does, which since version 9 cuts before we see it
+_EXPLAINED_LINES, _CUT_FROM = (
+    8,
+    12,
+)  # of a comparison, without -vv: as pytest does, which since version 9 cuts before we see it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,9 @@ class Body:
     def __init__(self, name: str) -> None:
         self.__qualname__ = name
 
-    def __call__(self, *, body: Callable[..., object], given: dict[str, Any], setting: Setting) -> str:
+    def __call__(
+        self, *, body: Callable[..., object], given: dict[str, Any], setting: Setting
+    ) -> str:
         """Run `body(**given)`; the type of what it returned, "" for None."""
         __tracebackhide__ = True
         sys.breakpointhook = _no_breakpoint
@@ -80,7 +87,11 @@ def _tell(setting: Setting, error: BaseException) -> None:
         kind = "xfailed"
     elif isinstance(error, pytest.exit.Exception):
         kind = "exit"
-    message = str(getattr(error, "msg", "")) if kind != "failed" else f"{type(error).__qualname__}: {error}"
+    message = (
+        str(getattr(error, "msg", ""))
+        if kind != "failed"
+        else f"{type(error).__qualname__}: {error}"
+    )
     place = ("", 0)
     shown = None
     try:
@@ -89,8 +100,16 @@ def _tell(setting: Setting, error: BaseException) -> None:
         if shown.reprcrash is not None:
             place = (shown.reprcrash.path, shown.reprcrash.lineno)
         data = pickle.dumps(Told(kind, message, shown if kind == "failed" else None, place))
-    except Exception as problem:  # a __repr__ that raises in a way that pytest does not expect: the report is shown instead
-        data = pickle.dumps(Told(kind, f"{message} (not shown as pytest does: {type(problem).__name__}: {problem})", None, place))
+    except Exception as problem:
+        # a __repr__ that raises in a way that pytest does not expect: the report is shown instead
+        data = pickle.dumps(
+            Told(
+                kind,
+                f"{message} (not shown as pytest does: {type(problem).__name__}: {problem})",
+                None,
+                place,
+            )
+        )
     path = os.path.join(setting.folder, f"rank{os.environ['RANK']}")
     with open(path, "wb") as file:
         file.write(data)
@@ -105,10 +124,14 @@ def _shown(info: Any, setting: Setting) -> Any:
     style = options.get("tbstyle", "auto")
     entries = info.traceback
     if not full:
-        kept = entries.cut(path=setting.path)  # our own frames stand before those of the test's file
+        kept = entries.cut(
+            path=setting.path
+        )  # our own frames stand before those of the test's file
         entries = (kept if len(kept) < len(entries) else entries).filter(info)
         if style == "auto" and len(entries) > 2:
-            entries = type(entries)((entries[0], *(one.with_repr_style("short") for one in entries[1:-1]), entries[-1]))
+            entries = type(entries)(
+                (entries[0], *(one.with_repr_style("short") for one in entries[1:-1]), entries[-1])
+            )
         info.traceback = entries
     if isinstance(info.value, pytest.fail.Exception) and not info.value.pytrace:
         style, full = "value", False
@@ -164,14 +187,26 @@ def _explain_comparisons(setting: Setting) -> None:
 
     def explain(op: str, left: object, right: object) -> str | None:
         try:
-            lines = list(pytest_assertrepr_compare(config=config, op=op, left=left, right=right) or ())
-        except Exception:  # another pytest asks for more of its config: then there is no explanation
+            lines = list(
+                pytest_assertrepr_compare(config=config, op=op, left=left, right=right) or ()
+            )
+        except (
+            Exception
+        ):  # another pytest asks for more of its config: then there is no explanation
             return None
         if not lines:
             return None
         if len(lines) >= _CUT_FROM and config.get_verbosity() < 2 and "CI" not in os.environ:
-            lines = [*lines[:_EXPLAINED_LINES], "", f"...{len(lines) - _EXPLAINED_LINES} lines hidden, use '-vv' to show"]
+            lines = [
+                *lines[:_EXPLAINED_LINES],
+                "",
+                f"...{len(lines) - _EXPLAINED_LINES} lines hidden, use '-vv' to show",
+            ]
         text = "\n~".join(line.replace("\n", "\\n") for line in lines)
-        return text.replace("%", "%%") if config.getoption("assertmode", "rewrite") == "rewrite" else text
+        return (
+            text.replace("%", "%%")
+            if config.getoption("assertmode", "rewrite") == "rewrite"
+            else text
+        )
 
     util._reprcompare = explain

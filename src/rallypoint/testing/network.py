@@ -1,7 +1,9 @@
-"""A server and its clients in one process, joined by socket pairs: no port, no name, no firewall, and connections that you cut.
+"""A server and its clients in one process, joined by socket pairs: no port, no name, no firewall,
+and connections that you cut.
 
-What crosses is the real protocol between the real client and the real server; only the network is not there. For what a network
-does to bytes on their way (latency, black holes, resets in the middle of an answer) stand a `ChaosProxy` between them.
+What crosses is the real protocol between the real client and the real server; only the network is
+not there. For what a network does to bytes on their way (latency, black holes, resets in the middle
+of an answer) stand a `ChaosProxy` between them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from rallypoint.store.client.client import Options
 from rallypoint.store.server.server import Server
 
 ADDRESS = Address("192.0.2.1", 1)
-"""Where clients believe the server to be: an address that is set aside for documentation (RFC 5737), so that nothing is ever there."""
+"""Where clients believe the server to be: an address that is set aside for documentation (RFC
+5737), so that nothing is ever there.
+"""
 
 
 class Network:
@@ -56,7 +60,12 @@ class Network:
         self.server.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Closes the stores that are left, and stops the server."""
         self.accept()
         for store in list(self._stores):
@@ -110,7 +119,9 @@ class Network:
             except UsageError as stopped:
                 mine.close()
                 theirs.close()
-                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)) from stopped
+                raise ConnectionRefusedError(
+                    errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)
+                ) from stopped
             self.opened += 1
             self._ends.add(mine)
         return mine

@@ -160,7 +160,9 @@ class ChaosProxy(ListenerFaults):
             check_positive("lasting", lasting)
         return ListenerFaults(self._engine, FaultTime(after=seconds, lasting=lasting))
 
-    def every(self, interval: float, *, jitter: float = 0.0, lasting: float | None = None) -> ListenerFaults:
+    def every(
+        self, interval: float, *, jitter: float = 0.0, lasting: float | None = None
+    ) -> ListenerFaults:
         """Plan a fault that begins every `interval` seconds, give or take `jitter`.
 
         It begins the first time in one `interval` from now, and lasts `lasting` seconds each time
@@ -176,9 +178,13 @@ class ChaosProxy(ListenerFaults):
             if lasting > interval - jitter:
                 text = "it would begin again before it has ended"
                 raise UsageError("usage", f"lasting {lasting!r} s every {interval!r} s: {text}")
-        return ListenerFaults(self._engine, FaultTime(every=interval, jitter=jitter, lasting=lasting))
+        return ListenerFaults(
+            self._engine, FaultTime(every=interval, jitter=jitter, lasting=lasting)
+        )
 
-    def after_bytes(self, size: int, *, of: To = "both", again: bool = False, lasting: float | None = None) -> Faults:
+    def after_bytes(
+        self, size: int, *, of: To = "both", again: bool = False, lasting: float | None = None
+    ) -> Faults:
         """Plan a fault of each connection by itself, when `size` bytes have passed there.
 
         They are counted to the byte, in the direction `of` ("both": in the two together), from now
@@ -194,7 +200,9 @@ class ChaosProxy(ListenerFaults):
         when = FaultTime(size=size, of=directions(of), again=again, lasting=lasting)
         return Faults(self._engine, when)
 
-    def reset_every(self, interval: float, *, count: int | None = None, jitter: float = 0.0) -> Fault:
+    def reset_every(
+        self, interval: float, *, count: int | None = None, jitter: float = 0.0
+    ) -> Fault:
         """Plan `every(interval).reset()`: all connections, or `count` chosen by the seed."""
         return self.every(interval, jitter=jitter).reset(count=count)
 
@@ -264,7 +272,9 @@ class ChaosProxy(ListenerFaults):
 
         return self._engine.loop.call(get)
 
-    def wait_for(self, condition: Callable[[ProxyStatistics], object], timeout: float = 30.0) -> ProxyStatistics:
+    def wait_for(
+        self, condition: Callable[[ProxyStatistics], object], timeout: float = 30.0
+    ) -> ProxyStatistics:
         """Wait until `condition(statistics)` is true, and return those statistics.
 
         `proxy.wait_for(lambda seen: seen.resets >= 3)`. It is looked at whenever something has

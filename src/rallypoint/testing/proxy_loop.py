@@ -25,7 +25,9 @@ NAME = "the chaos proxy"
 class ProxyLoop:
     """One thread with an epoll. `each_round` runs after every round, `at_end` last."""
 
-    def __init__(self, clock: Clock, *, at_end: Callable[[], None], each_round: Callable[[], None]) -> None:
+    def __init__(
+        self, clock: Clock, *, at_end: Callable[[], None], each_round: Callable[[], None]
+    ) -> None:
         self.now = clock.monotonic
         self._manual = isinstance(clock, ManualClock)
         self._unsubscribe: Callable[[], None] = lambda: None

@@ -1,7 +1,9 @@
-"""`@pytest.mark.ranks(4)`, pytest's side: a test's body goes to its ranks, and what became of it comes back as the test's own outcome.
+"""`@pytest.mark.ranks(4)`, pytest's side: a test's body goes to its ranks, and what became of it
+comes back as the test's own outcome.
 
-A failure is shown by the rank that had it, with pytest's own means (`in_rank.py`): there are the frames, the source and the values that
-a rewritten assert compared. Here it is put into the test's report.
+A failure is shown by the rank that had it, with pytest's own means (`in_rank.py`): there are the
+frames, the source and the values that a rewritten assert compared. Here it is put into the test's
+report.
 """
 
 from __future__ import annotations
@@ -26,14 +28,20 @@ from rallypoint.testing.in_rank import Setting, Told
 from rallypoint.world import ranges
 
 TIMEOUT = 300.0
-"""Seconds for the body of a test that says nothing else: a hang is to fail, and to say where each rank was, before CI gives up."""
+"""Seconds for the body of a test that says nothing else: a hang is to fail, and to say where each
+rank was, before CI gives up.
+"""
 
 OPTIONS = frozenset({"nproc", "backend", "timeout", "backend_timeout", "env", "preload"})
 
 PRELOAD = ("pytest",)
 """Most test modules import it, and a rank shows its failure with it."""
 
-_INIS = ("truncation_limit_lines", "truncation_limit_chars", "assertion_text_diff_style")  # those that pytest's comparison asks for
+_INIS = (
+    "truncation_limit_lines",
+    "truncation_limit_chars",
+    "assertion_text_diff_style",
+)  # those that pytest's comparison asks for
 
 _PLACE = re.compile(r'kwargs\["given"\]\["(\w+)"\]')
 
@@ -45,7 +53,9 @@ skipped_key = pytest.StashKey[tuple[str, int]]()
 
 
 def run(item: pytest.Function, marker: pytest.Mark) -> None:
-    """Run the body on its ranks; raises what the causing rank raised, and skips where a rank did."""
+    """Run the body on its ranks; raises what the causing rank raised, and skips where a
+    rank did.
+    """
     __tracebackhide__ = True
     import rallypoint
 
@@ -53,12 +63,24 @@ def run(item: pytest.Function, marker: pytest.Mark) -> None:
     given = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
     for name, value in given.items():
         if _is_pytests(value):
-            _refuse(item, UsageError("launch-argument", f'kwargs["given"]["{name}"] cannot cross into another process'))
-    folder = item._request.getfixturevalue("tmp_path_factory").mktemp("ranks")  # of a failed test pytest keeps it for a while
+            _refuse(
+                item,
+                UsageError(
+                    "launch-argument",
+                    f'kwargs["given"]["{name}"] cannot cross into another process',
+                ),
+            )
+    folder = item._request.getfixturevalue("tmp_path_factory").mktemp(
+        "ranks"
+    )  # of a failed test pytest keeps it for a while
     try:
         returned = rallypoint.launch(
             in_rank.Body(item.name),
-            kwargs={"body": _bare(item.obj), "given": given, "setting": _setting(item, str(folder))},
+            kwargs={
+                "body": _bare(item.obj),
+                "given": given,
+                "setting": _setting(item, str(folder)),
+            },
             nproc=wanted.pop("nproc"),
             run_dir=folder / "run",
             preload=(*PRELOAD, *wanted.pop("preload", ())),
@@ -82,8 +104,15 @@ def run(item: pytest.Function, marker: pytest.Mark) -> None:
 
 def check(item: pytest.Item) -> None:
     """Fail a test that has the marker and would be run once, here, in silence."""
-    if not isinstance(item, pytest.Function) or hasattr(item, "_testcase") or _is_unittest(item.cls):
-        pytest.fail(f"{item.name}: @pytest.mark.ranks is for test functions and methods, and not for unittest.TestCase or doctests", False)
+    if (
+        not isinstance(item, pytest.Function)
+        or hasattr(item, "_testcase")
+        or _is_unittest(item.cls)
+    ):
+        pytest.fail(
+            f"{item.name}: @pytest.mark.ranks is for test functions and methods, and not for unittest.TestCase or doctests",
+            False,
+        )
 
 
 def show(item: pytest.Item, report: pytest.TestReport) -> None:
@@ -95,14 +124,20 @@ def show(item: pytest.Item, report: pytest.TestReport) -> None:
 
 
 def _is_unittest(kind: type | None) -> bool:
-    return kind is not None and any((one.__module__, one.__name__) == ("unittest.case", "TestCase") for one in kind.__mro__)
+    return kind is not None and any(
+        (one.__module__, one.__name__) == ("unittest.case", "TestCase") for one in kind.__mro__
+    )
 
 
 def _is_pytests(value: object) -> bool:
-    """Whether a fixture is a part of pytest's own process: request, capsys, caplog, ... A monkeypatch may go: what it does in a rank
-    ends with the rank."""
+    """Whether a fixture is a part of pytest's own process: request, capsys, caplog, ... A
+    monkeypatch may go: what it does in a rank ends with the rank."""
     module = getattr(value, "__module__", None) or type(value).__module__
-    return isinstance(module, str) and module.startswith("_pytest.") and not isinstance(value, pytest.MonkeyPatch)
+    return (
+        isinstance(module, str)
+        and module.startswith("_pytest.")
+        and not isinstance(value, pytest.MonkeyPatch)
+    )
 
 
 def _wanted(item: pytest.Function, marker: pytest.Mark) -> dict[str, Any]:
@@ -111,8 +146,13 @@ def _wanted(item: pytest.Function, marker: pytest.Mark) -> dict[str, Any]:
         wanted.setdefault("nproc", marker.args[0])
     unknown = wanted.keys() - OPTIONS
     if len(marker.args) > 1 or "nproc" not in wanted or unknown:
-        what = f"it has no {', '.join(sorted(unknown))}" if unknown else "it takes the number of ranks"
-        pytest.fail(f'{item.name}: @pytest.mark.ranks: {what}: @pytest.mark.ranks(4, backend="gloo", timeout=60)', False)
+        what = (
+            f"it has no {', '.join(sorted(unknown))}" if unknown else "it takes the number of ranks"
+        )
+        pytest.fail(
+            f'{item.name}: @pytest.mark.ranks: {what}: @pytest.mark.ranks(4, backend="gloo", timeout=60)',
+            False,
+        )
     return wanted
 
 
@@ -124,10 +164,18 @@ def _bare(body: Any) -> Any:
 
     if type(body) is not FunctionType:
         return body
-    bare = FunctionType(body.__code__, body.__globals__, body.__name__, body.__defaults__, body.__closure__)
+    bare = FunctionType(
+        body.__code__, body.__globals__, body.__name__, body.__defaults__, body.__closure__
+    )
     bare.__kwdefaults__ = body.__kwdefaults__
-    bare.__module__, bare.__qualname__, bare.__doc__ = body.__module__, body.__qualname__, body.__doc__
-    bare.__dict__.update({name: value for name, value in body.__dict__.items() if name != "pytestmark"})
+    bare.__module__, bare.__qualname__, bare.__doc__ = (
+        body.__module__,
+        body.__qualname__,
+        body.__doc__,
+    )
+    bare.__dict__.update(
+        {name: value for name, value in body.__dict__.items() if name != "pytestmark"}
+    )
     return bare
 
 
@@ -144,7 +192,9 @@ def _setting(item: pytest.Function, folder: str) -> Setting:
         folder=folder,
         path=str(item.path),
         started_in=str(config.invocation_params.dir),
-        options={name: value for name, value in vars(config.option).items() if isinstance(value, plain)},
+        options={
+            name: value for name, value in vars(config.option).items() if isinstance(value, plain)
+        },
         inis=inis,
         filters=list(warnings.filters),
     )
@@ -176,7 +226,9 @@ def _conclude(item: pytest.Function, error: WorkerError, told: dict[int, Told]) 
     report = error.report
     assert isinstance(report, Report)
     if cause in told and told[cause].shown is not None:
-        alike = [rank for rank in failed if rank in told and told[rank].message == told[cause].message]
+        alike = [
+            rank for rank in failed if rank in told and told[rank].message == told[cause].message
+        ]
         item.stash[shown_key] = _shown(told[cause].shown, alike, len(failed), report)
     else:
         item.stash[shown_key] = _text(item, str(error), report.headline)
@@ -190,12 +242,23 @@ def _refuse(item: pytest.Function, error: RallypointError) -> NoReturn:
         error = UsageError(
             error.code,
             _PLACE.sub(r"fixture \1", error.headline),
-            why=(*(_PLACE.sub(r"\1", line) for line in error.why), "fixtures are made in pytest's process, and copied into each rank"),
-            help=error.help or ((f"leave {found[1]} out of a test with ranks, or make what it needs in the test's body", ""),),
+            why=(
+                *(_PLACE.sub(r"\1", line) for line in error.why),
+                "fixtures are made in pytest's process, and copied into each rank",
+            ),
+            help=error.help
+            or (
+                (
+                    f"leave {found[1]} out of a test with ranks, or make what it needs in the test's body",
+                    "",
+                ),
+            ),
         )
     text = "".join(traceback.format_exception_only(error))
     if isinstance(error, LaunchTimeout):
-        text = str(error).replace("rallypoint.launch(..., timeout=None)", "@pytest.mark.ranks(..., timeout=None)")
+        text = str(error).replace(
+            "rallypoint.launch(..., timeout=None)", "@pytest.mark.ranks(..., timeout=None)"
+        )
     item.stash[shown_key] = _text(item, text, error.headline)
     raise error from None
 
@@ -217,4 +280,6 @@ def _text(item: pytest.Function, text: str, message: str) -> Any:
     path, line, _ = item.reportinfo()
     location = ReprFileLocation(os.fspath(path), (line or 0) + 1, message)
     entry = ReprEntryNative([f"{one}\n" for one in text.splitlines()])
-    return ReprExceptionInfo(reprtraceback=ReprTraceback([entry], None, style="native"), reprcrash=location)
+    return ReprExceptionInfo(
+        reprtraceback=ReprTraceback([entry], None, style="native"), reprcrash=location
+    )

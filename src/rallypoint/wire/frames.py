@@ -56,10 +56,15 @@ class Cutter:
         self.body_bytes = body_bytes
         self._data = b""
         self._at = 0  # what comes before it in `_data` was returned
-        self._later: list[bytes] = []  # arrived after `_data`: joined only once, or a long message would be copied for every read
+        self._later: list[
+            bytes
+            # arrived after `_data`: joined only once, or a long message would be copied for every
+            # read
+        ] = []
         self._later_bytes = 0
         self._need = 0  # with fewer bytes than this there is no frame yet
-        self.empty = True  # all that has arrived was returned: an attribute, for it is asked before each small request
+        # all that has arrived was returned: an attribute, for it is asked before each small request
+        self.empty = True
 
     def __len__(self) -> int:
         """Return how many bytes have arrived and were not returned yet."""
@@ -76,7 +81,14 @@ class Cutter:
         how many bytes of message and body are missing: these must not be fed."""
         data = b"".join((self._data[self._at :], *self._later))
         length, body = HEADER.unpack_from(data)
-        self._data, self._at, self._later, self._later_bytes, self._need, self.empty = b"", 0, [], 0, 0, True
+        self._data, self._at, self._later, self._later_bytes, self._need, self.empty = (
+            b"",
+            0,
+            [],
+            0,
+            0,
+            True,
+        )
         return data[HEADER_BYTES : HEADER_BYTES + 64], HEADER_BYTES + length + body - len(data)
 
     def feed(self, data: bytes) -> None:
@@ -115,7 +127,11 @@ class Cutter:
             first = self._data[start : start + 64]
             if length == 0:
                 raise FrameError("a frame without a message", first)
-            what, size, limit = ("message", length, self.message_bytes) if length > self.message_bytes else ("body", body, self.body_bytes)
+            what, size, limit = (
+                ("message", length, self.message_bytes)
+                if length > self.message_bytes
+                else ("body", body, self.body_bytes)
+            )
             raise FrameError(f"a frame whose {what} has {size} bytes, {limit} are allowed", first)
         end = start + HEADER_BYTES + length
         if start + there < end:

@@ -66,7 +66,14 @@ class HandshakeFailed(Exception):
         self.refusal = refusal
 
 
-def proof_of(secret: bytes, role: Literal["client", "server"], version: int, hello: Hello, challenge_nonce: bytes, job: str) -> bytes:
+def proof_of(
+    secret: bytes,
+    role: Literal["client", "server"],
+    version: int,
+    hello: Hello,
+    challenge_nonce: bytes,
+    job: str,
+) -> bytes:
     """Return the 32 bytes with which `role` proves that it knows the secret."""
     said = msgspec.msgpack.encode((TAG, role, version, hello, challenge_nonce, job))
     return hmac.digest(secret, said, "sha256")
@@ -101,7 +108,12 @@ class Accepting:
 
     def _challenge(self, hello: Hello) -> Challenge:
         self.state = "closed"
-        if hello.tag != TAG or len(hello.nonce) != NONCE_BYTES or len(hello.session) != SESSION_BYTES or hello.oldest > hello.newest:
+        if (
+            hello.tag != TAG
+            or len(hello.nonce) != NONCE_BYTES
+            or len(hello.session) != SESSION_BYTES
+            or hello.oldest > hello.newest
+        ):
             raise HandshakeFailed("foreign", "a greeting that is not rallypoint's")
         oldest, newest = VERSIONS
         version = min(newest, hello.newest)
@@ -110,7 +122,9 @@ class Accepting:
                 f"the client speaks protocol {_range(hello.oldest, hello.newest)} (rallypoint {hello.software[:40]}), "
                 f"the server {_range(oldest, newest)} (rallypoint {self._software})"
             )
-            raise HandshakeFailed("version-skew", text, Refusal("version-skew", text, oldest, newest, self._software))
+            raise HandshakeFailed(
+                "version-skew", text, Refusal("version-skew", text, oldest, newest, self._software)
+            )
         if hello.job and self._job and hello.job != self._job:
             text = f"this is the store of job {self._job}, not of {hello.job[:80]}"
             raise HandshakeFailed("wrong-job", text, Refusal("wrong-job", text))
@@ -123,7 +137,9 @@ class Accepting:
 
     def _verified(self, proof: Proof) -> Proof:
         assert self.hello is not None
-        expected = proof_of(self._secret, "client", self._version, self.hello, self._nonce, self._job)
+        expected = proof_of(
+            self._secret, "client", self._version, self.hello, self._nonce, self._job
+        )
         if not hmac.compare_digest(proof.proof, expected):
             self.state = "closed"
             text = "the client does not know this store's secret"
@@ -165,7 +181,10 @@ class Joining:
         if isinstance(said, Refusal) and self.state in ("hello", "proof"):
             early, self.state = self.state == "hello", "closed"
             if said.code not in REFUSALS or (early and said.code in PROVED):
-                raise HandshakeFailed("foreign", f"it refused with {said.code[:40]!r}, which the protocol does not have there")
+                raise HandshakeFailed(
+                    "foreign",
+                    f"it refused with {said.code[:40]!r}, which the protocol does not have there",
+                )
             raise HandshakeFailed(said.code, said.text, said)  # type: ignore[arg-type]
         if self.state == "hello" and isinstance(said, Challenge):
             return self._prove(said)
@@ -177,13 +196,23 @@ class Joining:
 
     def _prove(self, challenge: Challenge) -> bytes:
         self.state = "closed"
-        if challenge.tag != TAG or len(challenge.nonce) != NONCE_BYTES or not VERSIONS[0] <= challenge.version <= VERSIONS[1]:
+        if (
+            challenge.tag != TAG
+            or len(challenge.nonce) != NONCE_BYTES
+            or not VERSIONS[0] <= challenge.version <= VERSIONS[1]
+        ):
             raise HandshakeFailed("foreign", "an answer that is not rallypoint's")
-        expected = proof_of(self._secret, "server", challenge.version, self.hello, challenge.nonce, challenge.job)
+        expected = proof_of(
+            self._secret, "server", challenge.version, self.hello, challenge.nonce, challenge.job
+        )
         if not hmac.compare_digest(challenge.proof, expected):
-            raise HandshakeFailed("wrong-secret", "the server does not know the secret that this client was given")
+            raise HandshakeFailed(
+                "wrong-secret", "the server does not know the secret that this client was given"
+            )
         self.state = "proof"
-        proof = proof_of(self._secret, "client", challenge.version, self.hello, challenge.nonce, challenge.job)
+        proof = proof_of(
+            self._secret, "client", challenge.version, self.hello, challenge.nonce, challenge.job
+        )
         return encode(Proof(proof, *self._rest))
 
 

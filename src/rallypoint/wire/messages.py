@@ -33,8 +33,8 @@ until there is one, answers at once that it does not understand, and is recognis
 for more until the deadline otherwise."""
 
 SLOT_BITS = 40
-"""Bits of a request's number that count within its slot; above them stands the slot. The sender has one request under way in a slot, or
-a batch of them: `acked` speaks of the slot's own."""
+"""Bits of a request's number that count within its slot; above them stands the slot. The sender has
+one request under way in a slot, or a batch of them: `acked` speaks of the slot's own."""
 
 VERSIONS = (1, 1)
 """The oldest and newest version of the protocol that this code speaks."""
@@ -83,20 +83,28 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     identity: Identity | None = None  # None: nobody has connected with this rank
     rank: int | None = None
-    phase: str = ""  # what the launcher saw last, in a job of ours: "importing for 41 s: train.py:3"
-    silent: float | None = None  # seconds since the last sign of life of his session; None: he has none
+    phase: str = (
+        ""  # what the launcher saw last, in a job of ours: "importing for 41 s: train.py:3"
+    )
+    silent: float | None = (
+        None  # seconds since the last sign of life of his session; None: he has none
+    )
     ended: str = ""  # when and why his session ended: "3.2 s ago: it said goodbye"
 
     def __str__(self) -> str:
         known = [self.phase] if self.phase else []
-        gone = self.phase.startswith("ended ")  # its process has: that its session has, too, says nothing more
+        gone = self.phase.startswith(
+            "ended "
+        )  # its process has: that its session has, too, says nothing more
         if self.ended and not gone:
             known.append(f"its session ended {self.ended}")
         elif self.silent is not None:
             known.append(f"last heard of {self.silent:.1f} s ago")
         elif (self.identity is not None or not self.phase) and not gone:
             known.append("not connected to the store")
-        process = f"pid {self.identity.pid} on {self.identity.host}" if self.identity is not None else ""
+        process = (
+            f"pid {self.identity.pid} on {self.identity.host}" if self.identity is not None else ""
+        )
         rank = self.rank if self.identity is None else self.identity.rank
         if rank is None:
             return f"{process} ({', '.join(known)})"
@@ -110,7 +118,8 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     value: bytes
 
 
-# --- the handshake: Hello, Challenge, Proof, Welcome; or a Refusal instead of the second or the fourth ---
+# --- the handshake: Hello, Challenge, Proof, Welcome; or a Refusal instead of the second or the
+# fourth ---
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -176,7 +185,15 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag=5):
     passing: bool = False  # it may be over in a moment, and is worth another attempt
 
 
-REFUSALS = ("version-skew", "wrong-job", "store-relayed", "wrong-secret", "session-lost", "store-full", "store-closed")
+REFUSALS = (
+    "version-skew",
+    "wrong-job",
+    "store-relayed",
+    "wrong-secret",
+    "session-lost",
+    "store-full",
+    "store-closed",
+)
 
 
 # --- requests ---
@@ -185,7 +202,10 @@ REFUSALS = ("version-skew", "wrong-job", "store-relayed", "wrong-secret", "sessi
 class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Beginning of every request."""
 
-    changes: ClassVar[bool] = False  # the reply is kept until it is acknowledged, so that a repeated request is not run again
+    changes: ClassVar[bool] = (
+        # the reply is kept until it is acknowledged, so that a repeated request is not run again
+        False
+    )
 
     seq: Number
     acked: Number
@@ -377,7 +397,9 @@ class Lock(Request, frozen=True, tag=17):
 
     changes: ClassVar[bool] = True
     name: str
-    owner: str  # which thread of the session; what is behind "#" makes it the same one in other sessions that it has
+    # which thread of the session; what is behind "#" makes it the same one in other sessions that
+    # it has
+    owner: str
     timeout: float | None
     ttl: float | None = None
 
@@ -566,7 +588,21 @@ AnyRequest = (
     Ping | Get | Set | CompareAndSet | Delete | Keys | Exists | Add | Append | Push | Pop | Settle | Length | Watch | Claim | Resolve
     | Lock | Unlock | Arrive | Status | Bye | Cancel | Release
 )  # fmt: skip
-AnyReply = Done | Value | Absent | Integer | Names | Granted | Changes | TimedOut | Failed | State | Closing | Freed | Met
+AnyReply = (
+    Done
+    | Value
+    | Absent
+    | Integer
+    | Names
+    | Granted
+    | Changes
+    | TimedOut
+    | Failed
+    | State
+    | Closing
+    | Freed
+    | Met
+)
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors that the decoders raise for bytes that are no message: text that is not UTF-8 and deep

@@ -71,7 +71,20 @@ _MSGPACK_BYTES = 1 << 32  # a str or bytes of msgpack is shorter
 
 # What a node is. Never renumbered: a server keeps values longer than a client lives.
 _LIST, _TUPLE, _SET, _FROZENSET, _DICT, _ORDERED = range(6)
-_INT, _TEXT, _BYTES, _TENSOR, _ARRAY, _NUMBER, _NUMPY_STR, _NUMPY_BYTES, _SIZE, _DTYPE, _DEVICE, _PICKLE = range(6, 18)
+(
+    _INT,
+    _TEXT,
+    _BYTES,
+    _TENSOR,
+    _ARRAY,
+    _NUMBER,
+    _NUMPY_STR,
+    _NUMPY_BYTES,
+    _SIZE,
+    _DTYPE,
+    _DEVICE,
+    _PICKLE,
+) = range(6, 18)
 _COMPLEX, _COUNTER = 18, 19
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # in a tree as they are
@@ -81,10 +94,12 @@ _KEYS = frozenset({int, str, bool})
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
-# The name of a numpy dtype whose bytes are all there is to it. A longdouble has its number of mantissa bits behind it. Nothing wider
-# may reach numpy: dtype("M8[0s]") divides by zero, and that ends the process.
+# The name of a numpy dtype whose bytes are all there is to it. A longdouble has its number of
+# mantissa bits behind it. Nothing wider may reach numpy: dtype("M8[0s]") divides by zero, and that
+# ends the process.
 _RAW_DTYPE = re.compile(
-    r"([<>|][biufcSUV][1-9]\d{0,9}|[<>][mM]8(?:\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)(?:/(\d{1,3}))?", re.ASCII
+    r"([<>|][biufcSUV][1-9]\d{0,9}|[<>][mM]8(?:\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)(?:/(\d{1,3}))?",
+    re.ASCII,
 )
 _RAW_KINDS = "biufcmMSUV"
 
@@ -174,11 +189,17 @@ def encode(value: object, *, allow_pickle: bool = False, limit: int | None = Non
                 encoded = _pack(value)
             except ValueError:  # a str with lone surrogates, or of more than 4 GiB
                 return _encode(value, allow_pickle, limit)
-            return encoded if len(encoded) <= INLINE_BYTES else Parts((memoryview(encoded),), len(encoded))
+            return (
+                encoded
+                if len(encoded) <= INLINE_BYTES
+                else Parts((memoryview(encoded),), len(encoded))
+            )
     return _encode(value, allow_pickle, limit)
 
 
-def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False, device: Any = None) -> object:
+def decode(
+    data: bytes | bytearray | memoryview, *, allow_pickle: bool = False, device: Any = None
+) -> object:
     """Return the value whose bytes `data` is. `data` is a contiguous buffer of bytes.
 
     From a writable buffer, which must belong to the caller alone, nothing is copied: tensors and
@@ -200,7 +221,9 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False, 
             raise _malformed(f"a bare {type(scalar).__name__}")
         _, version, length = _HEAD.unpack_from(data)
         if version != _VERSION:
-            raise _malformed(f"its format has version {version}, this rallypoint reads version {_VERSION}")
+            raise _malformed(
+                f"its format has version {version}, this rallypoint reads version {_VERSION}"
+            )
         view = memoryview(data)
         start = _HEAD.size + length
         if start > len(view):
@@ -208,7 +231,10 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False, 
         tree = _unpack(view[_HEAD.size : start])
     except (IndexError, struct.error):
         raise _malformed("it ends too early") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter is no DecodeError: text that is not UTF-8
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+    ) as error:  # the latter is no DecodeError: text that is not UTF-8
         raise _malformed(str(error)) from None
     except RecursionError:
         raise _malformed("it is nested too deep") from None
@@ -248,7 +274,10 @@ class _TooDeep(_Refused):
     that deep."""
 
     def __init__(self) -> None:
-        super().__init__(f"containers nested more than {MAX_DEPTH} deep cannot be stored", ("keep it flatter, or in several keys", ""))
+        super().__init__(
+            f"containers nested more than {MAX_DEPTH} deep cannot be stored",
+            ("keep it flatter, or in several keys", ""),
+        )
 
     def error(self) -> ValueUnsupported:
         first: dict[int, int] = {}
@@ -274,13 +303,16 @@ def _encode(value: object, allow_pickle: bool, limit: int | None) -> bytes | Par
         try:
             tree = _pack(writer.node(value, 0))
         except (OverflowError, ValueError):
-            # An int, str or bytes that msgpack has no form for. They are rare, so nobody looks for them the first time.
+            # An int, str or bytes that msgpack has no form for. They are rare, so nobody looks for
+            # them the first time.
             writer = _ValueWriter(allow_pickle, limit=limit, careful=True)
             tree = _pack(writer.node(value, 0))
     except _Refused as refused:
         raise refused.error() from refused.__cause__
     if len(tree) >= 1 << 32:  # its length has 4 bytes
-        raise ValueUnsupported("value-unsupported", "value: more than 4 GiB beside its tensors, arrays and bytes")
+        raise ValueUnsupported(
+            "value-unsupported", "value: more than 4 GiB beside its tensors, arrays and bytes"
+        )
     return _laid_out(_HEAD.pack(_MARK, _VERSION, len(tree)) + tree, writer.buffers)
 
 
@@ -324,7 +356,14 @@ class _ValueWriter:
 
     __slots__ = ("allow_pickle", "buffers", "careful", "copied", "hashed", "limit")
 
-    def __init__(self, allow_pickle: bool, *, limit: int | None = None, careful: bool = False, hashed: bool = False) -> None:
+    def __init__(
+        self,
+        allow_pickle: bool,
+        *,
+        limit: int | None = None,
+        careful: bool = False,
+        hashed: bool = False,
+    ) -> None:
         self.allow_pickle = allow_pickle
         self.limit = limit
         self.copied = 0  # bytes
@@ -353,7 +392,11 @@ class _ValueWriter:
     def refuse(self, value: object, what: str, *help: tuple[str, str]) -> object:
         if self.allow_pickle:
             return self.pickled(value)
-        raise _Refused(f"{what} cannot be stored", *help, ("or let this client pickle it", "rallypoint.connect(..., allow_pickle=True)"))
+        raise _Refused(
+            f"{what} cannot be stored",
+            *help,
+            ("or let this client pickle it", "rallypoint.connect(..., allow_pickle=True)"),
+        )
 
     def plain(self, value: object, depth: int) -> object:
         return value
@@ -361,7 +404,10 @@ class _ValueWriter:
     def absent(self, value: object, depth: int) -> object:
         """Refuse it, also with pickle: it would come back as another object, and is looked for by
         identity."""
-        raise _Refused('ABSENT stands for "no such key" and cannot be stored', ("to have no such key, remove it", "store.delete(key)"))
+        raise _Refused(
+            'ABSENT stands for "no such key" and cannot be stored',
+            ("to have no such key, remove it", "store.delete(key)"),
+        )
 
     def int_(self, value: int, depth: int) -> object:
         if not self.careful or -_INT64 <= value < 2 * _INT64:
@@ -425,7 +471,11 @@ class _ValueWriter:
         if attributes := vars(value):
             if list(attributes) != ["_metadata"]:
                 other = next(name for name in attributes if name != "_metadata")
-                return self.refuse(value, f"an OrderedDict with an attribute {other!r}", ("make it a dict", "dict({})"))
+                return self.refuse(
+                    value,
+                    f"an OrderedDict with an attribute {other!r}",
+                    ("make it a dict", "dict({})"),
+                )
             try:
                 head[1] = self.node(attributes["_metadata"], depth + 1)
             except _Refused as refused:
@@ -435,7 +485,11 @@ class _ValueWriter:
 
     def counter(self, value: Counter[object], depth: int) -> object:
         if attributes := vars(value):
-            return self.refuse(value, f"a Counter with an attribute {next(iter(attributes))!r}", ("make it a dict", "dict({})"))
+            return self.refuse(
+                value,
+                f"a Counter with an attribute {next(iter(attributes))!r}",
+                ("make it a dict", "dict({})"),
+            )
         return self.items([_COUNTER], value, depth)  # type: ignore[arg-type]
 
     def items(self, head: list[object], value: dict[object, object], depth: int) -> object:
@@ -467,15 +521,23 @@ class _ValueWriter:
         if reason := _unsuited(value):
             return self.refuse(value, *reason)
         if self.hashed:
-            return self.refuse(value, "a tensor in a set (it is equal to nothing but itself)", ("use a list or a tuple", ""))
-        if not (value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg()):
+            return self.refuse(
+                value,
+                "a tensor in a set (it is equal to nothing but itself)",
+                ("use a list or a tuple", ""),
+            )
+        if not (
+            value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg()
+        ):
             self.copy(value.nbytes)
             value = _settled(value)
         if size := value.nbytes:
             try:
                 memory = _memory(value, size)
             except RuntimeError as error:  # inside vmap or grad a tensor is a placeholder
-                return self.refuse(value, f"a tensor without memory of its own ({error})".replace("\n", " "))
+                return self.refuse(
+                    value, f"a tensor without memory of its own ({error})".replace("\n", " ")
+                )
             self.buffers.append(memory)
         return [_TENSOR, str(value.dtype)[6:], *value.shape]  # "torch.float32"
 
@@ -486,7 +548,9 @@ class _ValueWriter:
         if not value.flags.c_contiguous:
             self.copy(value.nbytes)
             value = value.copy(order="C")
-        self.buffer(memoryview(value.reshape(-1).view("u1")))  # datetimes have no buffer of their own
+        self.buffer(
+            memoryview(value.reshape(-1).view("u1"))
+        )  # datetimes have no buffer of their own
         return [_ARRAY, name, *value.shape]
 
     def number(self, value: Any, depth: int) -> object:
@@ -496,7 +560,10 @@ class _ValueWriter:
         return [_NUMBER, name, value.tobytes()]
 
     def numpy_str(self, value: Any, depth: int) -> object:
-        return [_NUMPY_STR, self.str_(str.__str__(value), depth)]  # str() would drop zeros at the end
+        return [
+            _NUMPY_STR,
+            self.str_(str.__str__(value), depth),
+        ]  # str() would drop zeros at the end
 
     def numpy_bytes(self, value: Any, depth: int) -> object:
         return [_NUMPY_BYTES, self.bytes_(bytes(value), depth)]
@@ -508,7 +575,9 @@ class _ValueWriter:
             data = pickle.dumps(value, protocol=5)
         except Exception as error:  # whatever __reduce__ of somebody's class raises
             path, culprit = _unpicklable(value)
-            refused = _Refused(f"{article(_name(type(culprit)))} cannot be pickled ({type(error).__name__}: {error})")
+            refused = _Refused(
+                f"{article(_name(type(culprit)))} cannot be pickled ({type(error).__name__}: {error})"
+            )
             if path:
                 refused.at(path, value)
             raise refused from error
@@ -582,7 +651,8 @@ def _memory(tensor: Any, size: int) -> memoryview:
 def _byte_array() -> Any:
     import ctypes
 
-    # One type for all lengths, cut afterwards: making a type for each length takes 7 us, more than all the rest.
+    # One type for all lengths, cut afterwards: making a type for each length takes 7 us, more than
+    # all the rest.
     return ctypes.c_ubyte * sys.maxsize
 
 
@@ -591,7 +661,8 @@ def _settled(tensor: Any) -> Any:
     them."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.is_contiguous() and tensor.itemsize == 1:
-        # Several kinds of one byte (int4 and its like) cannot be copied with strides; their bytes can.
+        # Several kinds of one byte (int4 and its like) cannot be copied with strides; their bytes
+        # can.
         return tensor.view(sys.modules["torch"].uint8).contiguous().view(tensor.dtype).cpu()
     return tensor.contiguous().cpu()
 
@@ -606,9 +677,15 @@ def _unsuited(tensor: Any) -> tuple[str, tuple[str, str]] | None:
     if tensor.layout is not torch.strided:
         return f"a sparse tensor ({tensor.layout})", ("store it dense", "{}.to_dense()")
     if tensor.is_meta:
-        return "a meta tensor (it has no data)", ("store its shape and dtype", "({}.shape, {}.dtype)")
+        return "a meta tensor (it has no data)", (
+            "store its shape and dtype",
+            "({}.shape, {}.dtype)",
+        )
     if not _shape_fits(tensor.shape, tensor.itemsize):
-        return f"a tensor of {tensor.ndim} dimensions and {tensor.numel()} elements", (f"{MAX_DIMENSIONS} dimensions are possible", "")
+        return f"a tensor of {tensor.ndim} dimensions and {tensor.numel()} elements", (
+            f"{MAX_DIMENSIONS} dimensions are possible",
+            "",
+        )
     return None
 
 
@@ -616,7 +693,9 @@ def _shape_fits(shape: Iterable[int], itemsize: int) -> bool:
     """Tell whether every stride of an array of this shape is a number of 64 bits, also when the
     array is empty."""
     dimensions = tuple(shape)
-    return len(dimensions) <= MAX_DIMENSIONS and (all(dimensions) or math.prod(n or 1 for n in dimensions) * itemsize < _INT64)
+    return len(dimensions) <= MAX_DIMENSIONS and (
+        all(dimensions) or math.prod(n or 1 for n in dimensions) * itemsize < _INT64
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -624,10 +703,18 @@ def _array_dtype(dtype: Any) -> str | None:
     """Return the name of a numpy dtype from which numpy makes an equal one, or None if its bytes
     are not all there is to it."""
     numpy: Any = sys.modules["numpy"]
-    if dtype.kind not in _RAW_KINDS or dtype.hasobject or dtype.names or dtype.subdtype or not dtype.itemsize:
+    if (
+        dtype.kind not in _RAW_KINDS
+        or dtype.hasobject
+        or dtype.names
+        or dtype.subdtype
+        or not dtype.itemsize
+    ):
         return None
     name: str = dtype.str
-    if not _RAW_DTYPE.fullmatch(name) or numpy.dtype(name) != dtype:  # a dtype of another package: ml_dtypes.bfloat16 is "<V2"
+    if (
+        not _RAW_DTYPE.fullmatch(name) or numpy.dtype(name) != dtype
+    ):  # a dtype of another package: ml_dtypes.bfloat16 is "<V2"
         return None
     return f"{name}/{_mantissa(numpy)}" if dtype in (numpy.longdouble, numpy.clongdouble) else name
 
@@ -642,7 +729,13 @@ def _mantissa(numpy: Any) -> int:
 
 
 _INSTEAD = (
-    ("torch", "Tensor", " (a subclass of torch.Tensor)", "store the tensors that it is made of", ""),
+    (
+        "torch",
+        "Tensor",
+        " (a subclass of torch.Tensor)",
+        "store the tensors that it is made of",
+        "",
+    ),
     ("torch.nn", "Module", "", "store its state", "{}.state_dict()"),
     ("numpy", "ndarray", " (a subclass of numpy.ndarray)", "make it an array", "numpy.array({})"),
     ("builtins", "bytearray", "", "store a copy", "bytes({})"),
@@ -687,7 +780,11 @@ def _why_not_array(value: Any) -> tuple[str, tuple[str, str]]:
 
 
 def _name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ in {"builtins", "__main__"}
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def article(noun: str) -> str:
@@ -695,7 +792,9 @@ def article(noun: str) -> str:
     if noun[:1].isupper() and not noun[1:2].islower():  # spoken letter by letter
         vowel = noun[0] in "AEFHILMNORSX"
     else:
-        vowel = noun[:1].lower() in tuple("aeiou") and not noun.lower().startswith(("uu", "uni", "use", "usa", "uti", "ure", "eu", "one"))
+        vowel = noun[:1].lower() in tuple("aeiou") and not noun.lower().startswith(
+            ("uu", "uni", "use", "usa", "uti", "ure", "eu", "one")
+        )
     return f"an {noun}" if vowel else f"a {noun}"
 
 
@@ -748,7 +847,11 @@ class _ValueReader:
             tag = node[0]  # type: ignore[index]
             if type(tag) is int and 0 <= tag < len(_READ):
                 return _READ[tag](self, node, depth)  # type: ignore[arg-type]
-        raise _malformed("it is nested too deep" if depth > MAX_DEPTH else f"its tree has a node {str(node)[:40]!r}")
+        raise _malformed(
+            "it is nested too deep"
+            if depth > MAX_DEPTH
+            else f"its tree has a node {str(node)[:40]!r}"
+        )
 
     def take(self, size: object) -> memoryview:
         """Return the next buffer."""
@@ -759,7 +862,9 @@ class _ValueReader:
         start = self.at + -self.at % ALIGNMENT
         end = start + size
         if end > len(self.view):
-            raise _malformed(f"a buffer of {size} bytes where {max(0, len(self.view) - start)} are left")
+            raise _malformed(
+                f"a buffer of {size} bytes where {max(0, len(self.view) - start)} are left"
+            )
         self.at = end
         return self.view[start:end]
 
@@ -793,7 +898,9 @@ class _ValueReader:
             raise _malformed("a complex number that is not two floats")
         return complex(node[1], node[2])  # type: ignore[call-overload]
 
-    def pairs(self, found: dict[Any, object], node: list[object], start: int, depth: int) -> dict[Any, object]:
+    def pairs(
+        self, found: dict[Any, object], node: list[object], start: int, depth: int
+    ) -> dict[Any, object]:
         count, odd = divmod(len(node) - start, 2)
         if odd:
             raise _malformed("a dict with a key and no value")
@@ -839,7 +946,9 @@ class _ValueReader:
         dtype = _numpy_dtype(_text_of(node))
         data = node[2] if len(node) == 3 else None
         if type(data) is not bytes or len(data) != dtype.itemsize:
-            raise _malformed(f"a numpy value of dtype {dtype} with other than {dtype.itemsize} bytes")
+            raise _malformed(
+                f"a numpy value of dtype {dtype} with other than {dtype.itemsize} bytes"
+            )
         return numpy.frombuffer(bytearray(data), dtype)[0]
 
     def of(self, kind: type, node: list[object], depth: int) -> object:
@@ -857,7 +966,11 @@ class _ValueReader:
     def device(self, node: list[object], depth: int) -> object:
         torch = _torch()
         kind, index = node[1:] if len(node) == 3 else (None, None)
-        if type(kind) is str and kind.isalnum() and (index is None or (type(index) is int and 0 <= index < 128)):
+        if (
+            type(kind) is str
+            and kind.isalnum()
+            and (index is None or (type(index) is int and 0 <= index < 128))
+        ):
             try:
                 return torch.device(kind) if index is None else torch.device(kind, index)
             except RuntimeError:
@@ -870,14 +983,22 @@ class _ValueReader:
             raise ValueUnsupported(
                 "value-unsupported",
                 "the value was pickled, and this client does not unpickle",
-                help=(("if you trust everybody who can write to this store", "rallypoint.connect(..., allow_pickle=True)"),),
+                help=(
+                    (
+                        "if you trust everybody who can write to this store",
+                        "rallypoint.connect(..., allow_pickle=True)",
+                    ),
+                ),
             )
         import pickle
 
         try:
             return pickle.loads(data)
         except Exception as error:  # whatever a pickle raises: a class that is not here, for one
-            raise ValueUnsupported("value-unsupported", f"the value cannot be unpickled: {type(error).__name__}: {error}") from error
+            raise ValueUnsupported(
+                "value-unsupported",
+                f"the value cannot be unpickled: {type(error).__name__}: {error}",
+            ) from error
 
 
 _READ: tuple[Callable[[_ValueReader, list[object], int], object], ...] = (
@@ -928,8 +1049,17 @@ def _numpy() -> Any:
 def _absent(name: str, error: ImportError) -> ValueUnsupported:
     import shlex  # here: nobody else needs it
 
-    help = ((f"install {name} where this value is read", f"{shlex.quote(sys.executable)} -m pip install {name}"),)
-    return ValueUnsupported("value-unsupported", f"the value needs {name}, which cannot be imported here: {error}", help=help)
+    help = (
+        (
+            f"install {name} where this value is read",
+            f"{shlex.quote(sys.executable)} -m pip install {name}",
+        ),
+    )
+    return ValueUnsupported(
+        "value-unsupported",
+        f"the value needs {name}, which cannot be imported here: {error}",
+        help=help,
+    )
 
 
 def _text_of(node: list[object]) -> str | None:
@@ -948,7 +1078,9 @@ def _only(node: list[object], kind: type) -> Any:
 def _shape(node: list[object], itemsize: int) -> tuple[list[Any], int]:
     """Return the shape in the node of a tensor or array, and how many bytes it has."""
     shape: list[Any] = node[2:]
-    if not all(type(n) is int and 0 <= n < _INT64 for n in shape) or not _shape_fits(shape, itemsize):
+    if not all(type(n) is int and 0 <= n < _INT64 for n in shape) or not _shape_fits(
+        shape, itemsize
+    ):
         raise _malformed(f"a shape {str(shape)[:40]}")
     return shape, math.prod(shape) * itemsize
 
@@ -978,5 +1110,9 @@ def _numpy_dtype(name: str | None) -> Any:
         if dtype is not None and _array_dtype(dtype) == name:
             return dtype
         if dtype is not None and match[2]:
-            raise ValueUnsupported("value-unsupported", "a numpy longdouble of another kind of processor", help=(("store float64", ""),))
+            raise ValueUnsupported(
+                "value-unsupported",
+                "a numpy longdouble of another kind of processor",
+                help=(("store float64", ""),),
+            )
     raise _malformed(f"a numpy dtype {name!r:.40}")

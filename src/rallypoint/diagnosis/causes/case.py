@@ -1,4 +1,6 @@
-"""What every account is told of: the job, the ranks at fault, and the words for where they were and how they ended."""
+"""What every account is told of: the job, the ranks at fault, and the words for where they were and
+how they ended.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ NOT_KNOWN = "where it was is not known"
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What every account needs: the job, the ranks at fault (first one first), what the others did, how sure we are."""
+    """What every account needs: the job, the ranks at fault (first one first), what the others did,
+    how sure we are.
+    """
 
     job: JobEvidence
     ranks: tuple[RankEvidence, ...]
@@ -50,9 +54,16 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def root(self) -> str:
-        errors = [error for rank in self.job.ranks for error in (rank.raised, *rank.handled) if error is not None]
+        errors = [
+            error
+            for rank in self.job.ranks
+            for error in (rank.raised, *rank.handled)
+            if error is not None
+        ]
         frames = [frame for error in errors for frame in error.frames]
-        return self.job.folder or stacks.root_of(self.job.program, [*frames, *(frame for rank in self.job.ranks for frame in rank.stack)])
+        return self.job.folder or stacks.root_of(
+            self.job.program, [*frames, *(frame for rank in self.job.ranks for frame in rank.stack)]
+        )
 
 
 def who(rank: RankEvidence) -> str:
@@ -74,11 +85,17 @@ def subject(ranks: Sequence[int], world_size: int) -> str:
 
 def again(job: JobEvidence, ranks: int) -> str:
     """The line that starts the same job with so many ranks."""
-    return f"rallypoint.launch({job.program}, nproc={ranks})" if job.function else f"rallypoint run -n {ranks} {job.program}"
+    return (
+        f"rallypoint.launch({job.program}, nproc={ranks})"
+        if job.function
+        else f"rallypoint run -n {ranks} {job.program}"
+    )
 
 
 def python_of(job: JobEvidence) -> str:
-    """The ranks' Python in a line to type: with its whole path, since the shell's `python` may be another, or none."""
+    """The ranks' Python in a line to type: with its whole path, since the shell's `python` may be
+    another, or none.
+    """
     return job.python or "python"
 
 
@@ -88,7 +105,9 @@ def went_home(job: JobEvidence) -> str:
 
 
 def where(case: Case, rank: RankEvidence, error: Raised) -> str:
-    """The program's innermost line, and the process; of what a DataLoader's worker raised, the line there."""
+    """The program's innermost line, and the process; of what a DataLoader's worker raised, the line
+    there.
+    """
     inner = tracebacks.from_loader(error)
     if inner is not None and not all(stacks.library(frame) for frame in inner.frames):
         whose = f"pid {rank.pid}" if rank.pid else who(rank)
@@ -101,31 +120,48 @@ def where(case: Case, rank: RankEvidence, error: Raised) -> str:
 
 
 def whereabout(case: Case, rank: RankEvidence) -> str:
-    """Where a rank stands, or stood at its end, and the process. What libraries do while the interpreter closes down is no place."""
-    return located(stacks.place(_of_program(rank, stacks.last_stack(rank)), case.root) or phase_of(rank), rank)
+    """Where a rank stands, or stood at its end, and the process. What libraries do while the
+    interpreter closes down is no place.
+    """
+    return located(
+        stacks.place(_of_program(rank, stacks.last_stack(rank)), case.root) or phase_of(rank), rank
+    )
 
 
 def _of_program(rank: RankEvidence, frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """The frames of a rank, () when they are but what libraries, ours among them, do once the program is over."""
-    over = rank.phase in ("finishing", "done") or all(stacks.library(frame) == "rallypoint" for frame in frames)
+    """The frames of a rank, () when they are but what libraries, ours among them, do once the
+    program is over.
+    """
+    over = rank.phase in ("finishing", "done") or all(
+        stacks.library(frame) == "rallypoint" for frame in frames
+    )
     return () if over and all(stacks.library(frame) for frame in frames) else frames
 
 
 def located(place: str, rank: RankEvidence) -> str:
     """A place and the process: "train.py:88 in step, pid 4711"."""
-    process = f"pid {rank.pid}" if rank.pid else f"rank {rank.rank}" if place and rank.rank >= 0 else ""
+    process = (
+        f"pid {rank.pid}" if rank.pid else f"rank {rank.rank}" if place and rank.rank >= 0 else ""
+    )
     return ", ".join(filter(None, (place, process)))
 
 
 def whereabouts(job: JobEvidence, ranks: Sequence[RankEvidence], root: str) -> tuple[str, ...]:
-    """A line for each place at which ranks stand, or for what is known instead: "ranks 1-2  train.py:6 in build"."""
+    """A line for each place at which ranks stand, or for what is known instead: "ranks 1-2
+    train.py:6 in build".
+    """
     placed = {rank.rank: frames for rank in ranks if (frames := _of_program(rank, rank.stack))}
-    lines = [(ranks_phrase(group.ranks), stacks.place(group.frames, root)) for group in stacks.group(placed)]
+    lines = [
+        (ranks_phrase(group.ranks), stacks.place(group.frames, root))
+        for group in stacks.group(placed)
+    ]
     elsewhere: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.rank not in placed:
             ended = rank.ended is not None and not rank.sent
-            elsewhere.setdefault(how_ended(job, rank) if ended else phase_of(rank) or NOT_KNOWN, []).append(rank.rank)
+            elsewhere.setdefault(
+                how_ended(job, rank) if ended else phase_of(rank) or NOT_KNOWN, []
+            ).append(rank.rank)
     lines += [(ranks_phrase(numbers), at) for at, numbers in elsewhere.items()]
     wide = max((len(who) for who, _ in lines), default=0)
     return listed([f"{who.ljust(wide)}  {at}" for who, at in lines])
@@ -133,7 +169,11 @@ def whereabouts(job: JobEvidence, ranks: Sequence[RankEvidence], root: str) -> t
 
 def phase_of(rank: RankEvidence) -> str:
     """How far a rank had come, in words, and since when; "" when nothing is known of it."""
-    entered = f" (since {since(rank.phase_at)})" if rank.phase_at and rank.phase in ("joining", "running", "importing") else ""
+    entered = (
+        f" (since {since(rank.phase_at)})"
+        if rank.phase_at and rank.phase in ("joining", "running", "importing")
+        else ""
+    )
     return PHASES.get(rank.phase, rank.phase) + entered
 
 
@@ -153,9 +193,15 @@ def process_ids(numbers: Sequence[int]) -> str:
 
 
 def resident(ranks: Iterable[RankEvidence]) -> list[str]:
-    """A line of evidence with what these ranks held in memory when last looked at; [] when nobody looked."""
+    """A line of evidence with what these ranks held in memory when last looked at; [] when nobody
+    looked.
+    """
     held = [f"rank {rank.rank} {size(rank.resident)}" for rank in ranks if rank.resident]
-    return [f"resident at the last look: {', '.join(held[:8])}{', ...' if len(held) > 8 else ''}"] if held else []
+    return (
+        [f"resident at the last look: {', '.join(held[:8])}{', ...' if len(held) > 8 else ''}"]
+        if held
+        else []
+    )
 
 
 def how_ended(job: JobEvidence, rank: RankEvidence) -> str:
@@ -164,11 +210,17 @@ def how_ended(job: JobEvidence, rank: RankEvidence) -> str:
         return "has not ended"
     if job.function and rank.ended.code == rank.ended.signal == 0:
         return went_home(job)
-    return f"died: {signal_name(rank.ended.signal)}" if rank.ended.signal else f"exited with code {rank.ended.code}"
+    return (
+        f"died: {signal_name(rank.ended.signal)}"
+        if rank.ended.signal
+        else f"exited with code {rank.ended.code}"
+    )
 
 
 def status_of(rank: RankEvidence) -> int:
-    """The exit status that a rank's end gives the job: its code, or 128 and its signal; 1 for one that ended well or not at all."""
+    """The exit status that a rank's end gives the job: its code, or 128 and its signal; 1 for one
+    that ended well or not at all.
+    """
     if rank.ended is None:
         return 1
     return 128 + rank.ended.signal if rank.ended.signal else rank.ended.code or 1

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from rallypoint.diagnosis import classify, stacks
-from rallypoint.diagnosis.causes.case import NOT_KNOWN, Case, likely, located, phase_of, status_of, was
+from rallypoint.diagnosis.causes.case import (
+    NOT_KNOWN,
+    Case,
+    likely,
+    located,
+    phase_of,
+    status_of,
+    was,
+)
 from rallypoint.diagnosis.causes.report_form import account, logs, timeline, told
 from rallypoint.diagnosis.causes.wording import HEADLINE_MESSAGE, cut, listed, named
 from rallypoint.diagnosis.evidence import Frame, Raised, RankEvidence
@@ -25,7 +33,9 @@ def missing(case: Case, waiters: Sequence[RankEvidence], error: Raised) -> Repor
     lines = []
     for group in groups if len(groups) > 1 else ():
         here = next(rank for rank in case.ranks if rank.rank == group.ranks[0])
-        lines.append(f"{ranks_phrase(group.ranks)}: {stacks.place(group.frames, case.root) or phase_of(here) or NOT_KNOWN}")
+        lines.append(
+            f"{ranks_phrase(group.ranks)}: {stacks.place(group.frames, case.root) or phase_of(here) or NOT_KNOWN}"
+        )
     return account(
         case,
         "ranks-missing",
@@ -34,18 +44,27 @@ def missing(case: Case, waiters: Sequence[RankEvidence], error: Raised) -> Repor
         why=f"{case.subject} {was(case.ranks)} still elsewhere when the others' time was up",
         evidence=(*listed(lines), f"rank {waiters[0].rank} raised {named(error)}"),
         help=(
-            Help("see where each rank is, and for how long, while the job runs", "rallypoint stacks"),
-            Help("or, when what it does there takes that long, let the others wait", "dist.init_process_group(timeout=timedelta(hours=1))"),
+            Help(
+                "see where each rank is, and for how long, while the job runs", "rallypoint stacks"
+            ),
+            Help(
+                "or, when what it does there takes that long, let the others wait",
+                "dist.init_process_group(timeout=timedelta(hours=1))",
+            ),
         ),
     )
 
 
 def collective_mismatch(case: Case, calls: Mapping[int, tuple[str, Frame]]) -> Report:
-    """Ranks that waited for each other in different collectives. `calls`: by rank the collective, and the program's line."""
+    """Ranks that waited for each other in different collectives. `calls`: by rank the collective,
+    and the program's line.
+    """
     together: dict[tuple[str, str], list[int]] = {}
     for number, (name, frame) in sorted(calls.items()):
         together.setdefault((name, stacks.describe(frame, case.root)), []).append(number)
-    groups = sorted(together.items(), key=lambda item: (len(item[1]), item[1][0]))  # the odd one first
+    groups = sorted(
+        together.items(), key=lambda item: (len(item[1]), item[1][0])
+    )  # the odd one first
     lines = [f"{ranks_phrase(numbers)}: {name} at {place}" for (name, place), numbers in groups]
     names = list(dict.fromkeys(name for name, _ in together))
     told = f"{', '.join(names[:-1])} and {names[-1]}"
@@ -57,7 +76,11 @@ def collective_mismatch(case: Case, calls: Mapping[int, tuple[str, Frame]]) -> R
         why="a collective returns when every rank of the group has called it, in the same order",
         evidence=listed(lines),
         then="" if len(case.ranks) == len(case.job.ranks) else case.then,
-        help=(Help("let every rank make the same calls in the same order, outside of branches that only some take"),),
+        help=(
+            Help(
+                "let every rank make the same calls in the same order, outside of branches that only some take"
+            ),
+        ),
         logs=logs(case),
         ranks=case.numbers,
         confidence=case.confidence,
@@ -65,7 +88,9 @@ def collective_mismatch(case: Case, calls: Mapping[int, tuple[str, Frame]]) -> R
 
 
 def sizes_differ(case: Case, error: Raised) -> Report:
-    """gloo got more than the rank's own call had asked for: at fault is the rank or the peer, and gloo does not say which peer."""
+    """gloo got more than the rank's own call had asked for: at fault is the rank or the peer, and
+    gloo does not say which peer.
+    """
     found = classify.says("sizes-differ", error.message)
     assert found is not None
     sent, room = int(found[1]), int(found[2])
@@ -80,11 +105,17 @@ def sizes_differ(case: Case, error: Raised) -> Report:
                 "let torch compare the calls of all ranks before each of them, and say which differs",
                 "export TORCH_DISTRIBUTED_DEBUG=DETAIL",
             ),
-            Help("let every rank make the same calls in the same order, with tensors of the same shape and dtype"),
+            Help(
+                "let every rank make the same calls in the same order, with tensors of the same shape and dtype"
+            ),
         ),
     )
     ended = case.first.ended
-    return msgspec.structs.replace(report, exit_status=status_of(case.first)) if ended is not None and ended.signal else report
+    return (
+        msgspec.structs.replace(report, exit_status=status_of(case.first))
+        if ended is not None and ended.signal
+        else report
+    )
 
 
 def calls_differ(case: Case, error: Raised) -> Report:
@@ -92,15 +123,27 @@ def calls_differ(case: Case, error: Raised) -> Report:
     found = classify.says("calls-differ", error.message)
     assert found is not None
     rank, kind, peer, theirs = int(found[1]), found[2], int(found[3]), found[4]
-    what = f"{kind} with tensors that do not match" if kind == theirs else f"{kind}, and rank {peer} in {theirs}"
-    whom = f"ranks {min(rank, peer)} and {max(rank, peer)} were in" if kind == theirs else f"rank {rank} was in"
+    what = (
+        f"{kind} with tensors that do not match"
+        if kind == theirs
+        else f"{kind}, and rank {peer} in {theirs}"
+    )
+    whom = (
+        f"ranks {min(rank, peer)} and {max(rank, peer)} were in"
+        if kind == theirs
+        else f"rank {rank} was in"
+    )
     return told(
         case,
         "collective-mismatch",
         f"{whom} {what}",
         error,
         why="every rank of a group must make the same collective calls in the same order, with tensors of one shape and dtype",
-        help=(Help("look for a branch around a collective, or a loop or a batch whose length differs between ranks"),),
+        help=(
+            Help(
+                "look for a branch around a collective, or a loop or a batch whose length differs between ranks"
+            ),
+        ),
     )
 
 
@@ -112,7 +155,9 @@ def models_differ(case: Case, error: Raised) -> Report:
     nothing = 0 in (number, others)
     why = "DDP averages parameter by parameter, so every rank must build the same model"
     if nothing:
-        why = "a model without parameters is also what a rank seems to have when their exchange broke"
+        why = (
+            "a model without parameters is also what a rank seems to have when their exchange broke"
+        )
     report = told(
         likely(case) if nothing else case,
         "collective-mismatch",
@@ -124,7 +169,9 @@ def models_differ(case: Case, error: Raised) -> Report:
                 "print in each rank what it builds, before DDP",
                 "print(rank, sum(1 for _ in model.parameters()))",
             ),
-            Help("and look for what the model depends on that differs: the rank, a file, a version, a seed"),
+            Help(
+                "and look for what the model depends on that differs: the rank, a file, a version, a seed"
+            ),
         ),
     )
     return msgspec.structs.replace(report, ranks=tuple(sorted((rank, other))))
@@ -160,7 +207,9 @@ def calls_mismatched(case: Case, error: Raised) -> Report:
     return msgspec.structs.replace(report, ranks=ranks)
 
 
-_COMPARE_CALLS = Help("let torch compare the calls, and name them", "export TORCH_DISTRIBUTED_DEBUG=DETAIL")
+_COMPARE_CALLS = Help(
+    "let torch compare the calls, and name them", "export TORCH_DISTRIBUTED_DEBUG=DETAIL"
+)
 
 
 def described(call: Collective) -> str:
@@ -186,14 +235,18 @@ def watched_calls_differ(case: Case, calls: Sequence[tuple[tuple[int, ...], Coll
         else "the log does not say that both are of one group",
         evidence=tuple(f"{ranks_phrase(ranks)}: {described(call)}" for ranks, call in calls),
         help=(
-            Help("look for a branch around a collective, or a loop whose length differs between ranks"),
+            Help(
+                "look for a branch around a collective, or a loop whose length differs between ranks"
+            ),
             _COMPARE_CALLS,
         ),
     )
 
 
 def missing_in_log(case: Case, waiters: Case, error: Raised, why: str) -> Report:
-    """The same where a log tells it: `case` has those who did not come, `waiters` those who waited."""
+    """The same where a log tells it: `case` has those who did not come, `waiters` those who
+    waited.
+    """
     call, who = error.call or "a collective", waiters.subject
     key = classify.keys_waited_for(error.message)
     if classify.not_met(error.message) >= 0:
@@ -209,7 +262,9 @@ def missing_in_log(case: Case, waiters: Case, error: Raised, why: str) -> Report
         then=case.then,
         help=(
             Help("see where every rank is while it hangs", "rallypoint run --stall 60 ..."),
-            Help("or look into the logs of all ranks and machines", "rallypoint explain logs/*.log"),
+            Help(
+                "or look into the logs of all ranks and machines", "rallypoint explain logs/*.log"
+            ),
         ),
         logs=logs(waiters),
         ranks=case.numbers,
@@ -227,7 +282,9 @@ def came_short(case: Case, error: Raised) -> Report:
         then=case.then,
         help=(
             Help("see how far each rank comes", "rallypoint run --stall 60 ..."),
-            Help("or look into the logs of all ranks and machines", "rallypoint explain logs/*.log"),
+            Help(
+                "or look into the logs of all ranks and machines", "rallypoint explain logs/*.log"
+            ),
         ),
         logs=logs(case),
         confidence="likely",
@@ -235,7 +292,9 @@ def came_short(case: Case, error: Raised) -> Report:
 
 
 def stalled(stall: Sighting) -> Report:
-    """Horovod lists the calls that some ranks are in; whom it waits for it says in newer versions only."""
+    """Horovod lists the calls that some ranks are in; whom it waits for it says in newer versions
+    only.
+    """
     call = stall.collective.kind if stall.collective is not None else ""
     named = any("[missing ranks" in line for line in stall.lines)
     whom = ranks_phrase(stall.ranks) if stall.ranks else "some ranks"
@@ -263,11 +322,17 @@ _NCCL_CONNECT = re.compile(r"[Cc]onnect(?:ion)? (?:to|with|from) \S+ failed")
 
 
 def nccl_failed(case: Case, error: Raised) -> Report:
-    """NCCL returned an error, and no rank shows another cause: its own last words are all there is."""
+    """NCCL returned an error, and no rank shows another cause: its own last words are all
+    there is.
+    """
     warning = error.type == classify.NCCL_WARNING
     words = error.message if warning else classify.nccl_words(error.message)
     lost = classify.nccl_names_peer(error.message)
-    why = "NCCL also fails where another rank has died, and no rank shows that" if lost else "no rank shows another cause before it"
+    why = (
+        "NCCL also fails where another rank has died, and no rank shows that"
+        if lost
+        else "no rank shows another cause before it"
+    )
     report = told(
         case if case.confidence != "certain" else likely(case),
         "nccl-failed",
@@ -284,7 +349,13 @@ def nccl_helps(words: str) -> tuple[Help, ...]:
     """What to do by NCCL's own words."""
     more = Help("run again with its own words", "export NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET")
     if _NCCL_CONNECT.search(words):
-        return (Help("name the network interface that the machines reach each other by", "export NCCL_SOCKET_IFNAME=eth0"), more)
+        return (
+            Help(
+                "name the network interface that the machines reach each other by",
+                "export NCCL_SOCKET_IFNAME=eth0",
+            ),
+            more,
+        )
     if "/dev/shm" in words:
         return (
             Help("see how large shared memory is, and what fills it", "df -h /dev/shm"),
@@ -296,13 +367,29 @@ def nccl_helps(words: str) -> tuple[Help, ...]:
 
 def parameters_unused(case: Case, error: Raised) -> Report:
     """DDP waits in each step for the gradients of the step before, and some were never made."""
-    names = re.search(r"Parameters which did not receive grad for rank \d+: *([^\n]+)", error.message)
-    numbers = re.search(r"Parameter indices which did not receive grad for rank \d+: *([\d ]+)", error.message)
-    which = names.group(1) if names else f"parameters number {', '.join(numbers.group(1).split())}" if numbers else ""
+    names = re.search(
+        r"Parameters which did not receive grad for rank \d+: *([^\n]+)", error.message
+    )
+    numbers = re.search(
+        r"Parameter indices which did not receive grad for rank \d+: *([\d ]+)", error.message
+    )
+    which = (
+        names.group(1)
+        if names
+        else f"parameters number {', '.join(numbers.group(1).split())}"
+        if numbers
+        else ""
+    )
     evidence = (f"without gradient: {cut(which, HEADLINE_MESSAGE)}",) if which else ()
     helps: tuple[Help, ...] = (
-        Help("let every parameter take part in the loss, or freeze those that do not, before DDP", "parameter.requires_grad_(False)"),
-        Help("or let DDP look for them in every step, which costs a pass over the graph", "DDP(model, find_unused_parameters=True)"),
+        Help(
+            "let every parameter take part in the loss, or freeze those that do not, before DDP",
+            "parameter.requires_grad_(False)",
+        ),
+        Help(
+            "or let DDP look for them in every step, which costs a pass over the graph",
+            "DDP(model, find_unused_parameters=True)",
+        ),
     )
     if not names:
         helps = (Help("see their names", "export TORCH_DISTRIBUTED_DEBUG=DETAIL"), *helps)

@@ -14,14 +14,25 @@ from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.causes import resources
 from rallypoint.diagnosis.causes.case import Case, located, pids, resident, was, went_home
 from rallypoint.diagnosis.causes.report_form import logs, of_end, said, words_before
-from rallypoint.diagnosis.causes.wording import EVIDENCE_LINES, crash_words, first_line, has_name, named, signal_name, since
+from rallypoint.diagnosis.causes.wording import (
+    EVIDENCE_LINES,
+    crash_words,
+    first_line,
+    has_name,
+    named,
+    signal_name,
+    since,
+)
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
 
-CRASH_FRAMES = 4  # of the last Python stack, innermost first: the library's call, and how the program came there
+# of the last Python stack, innermost first: the library's call, and how the program came there
+CRASH_FRAMES = 4
 
-_DUMP = re.compile(r'^(Fatal Python error|Current thread|Thread 0x|  File "|Extension modules:|  <no Python frame>)')
+_DUMP = re.compile(
+    r'^(Fatal Python error|Current thread|Thread 0x|  File "|Extension modules:|  <no Python frame>)'
+)
 
 
 _ASK_THE_KERNEL = Help(
@@ -35,7 +46,10 @@ _BY_THE_KERNEL = "; the kernel, which does so when memory runs out, leaves no wo
 def _not_found(case: Case, number: int) -> Report:
     """The interpreter, mpiexec or Slurm did not find the program, by a log."""
     file, words = case.job.program, "".join(case.first.said)
-    reasons = {errno.EACCES: "it is not executable", errno.ENOEXEC: "it is no program for this machine"}
+    reasons = {
+        errno.EACCES: "it is not executable",
+        errno.ENOEXEC: "it is no program for this machine",
+    }
     slurm = "execve()" in words
     by_path = (slurm or "execvp" in words) and "/" not in file
     command = f"dir {file}" if re.match(r"[A-Za-z]:\\", file) else f"ls -l {file}"
@@ -63,7 +77,12 @@ def not_run(case: Case, number: int) -> Report:
     elif number == errno.ENOEXEC:
         helps = (Help("say in its first line what runs it", "#!/bin/sh"),)
     elif number == errno.ENOENT:
-        helps = (Help("see whether it is there, and the interpreter that its first line names", f"head -n 1 {program}"),)
+        helps = (
+            Help(
+                "see whether it is there, and the interpreter that its first line names",
+                f"head -n 1 {program}",
+            ),
+        )
     return Report(
         code="start-failed",
         headline=f"{program} cannot be executed: {os.strerror(number)}",
@@ -78,7 +97,9 @@ def killed(case: Case, number: int) -> Report:
     """A signal from outside. Memory is looked at by `out_of_memory` first."""
     name = signal_name(number)
     memory = case.job.memory
-    evidence = [f"{case.subject} ended by {name}; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal"]
+    evidence = [
+        f"{case.subject} ended by {name}; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal"
+    ]
     helps: tuple[Help, ...] = ()
     sender = f"who sent {name} is not known"
     if case.job.log is not None:
@@ -93,7 +114,10 @@ def killed(case: Case, number: int) -> Report:
         helps = (Help("see the limit on processor time", "ulimit -t"),)
     elif number == signals.SIGXFSZ:
         helps = (Help("see the limit on the size of files", "ulimit -f"),)
-    who = {signals.SIGXCPU: "the limit on processor time was reached", signals.SIGXFSZ: "the limit on the size of files was reached"}
+    who = {
+        signals.SIGXCPU: "the limit on processor time was reached",
+        signals.SIGXFSZ: "the limit on the size of files was reached",
+    }
     report = of_end(
         case,
         "rank-killed",
@@ -111,7 +135,9 @@ def told_by(case: Case) -> list[str]:
     return [case.first.told_by] if case.first.told_by else []
 
 
-_SHOW_STACKS = Help("let Python print its stacks when it crashes again", "export PYTHONFAULTHANDLER=1")
+_SHOW_STACKS = Help(
+    "let Python print its stacks when it crashes again", "export PYTHONFAULTHANDLER=1"
+)
 
 
 def crashed(case: Case, number: int) -> Report:
@@ -122,20 +148,27 @@ def crashed(case: Case, number: int) -> Report:
     stack = stacks.last_stack(rank)
     calls = tuple(frame for frame in stack if frame.function not in stacks.WRAPPERS)
     evidence = [
-        ("called from " if i else "at ") + stacks.describe(frame, case.root) for i, frame in enumerate(reversed(calls[-CRASH_FRAMES:]))
+        ("called from " if i else "at ") + stacks.describe(frame, case.root)
+        for i, frame in enumerate(reversed(calls[-CRASH_FRAMES:]))
     ]
     if rank.uncaught is not None:
         evidence.append(f"an exception of C++ that nobody caught: {named(rank.uncaught)}")
     if number == signals.SIGBUS and not in_log:
-        evidence.append("SIGBUS often means that /dev/shm or a mapped file's disk is full; that was not looked at")
+        evidence.append(
+            "SIGBUS often means that /dev/shm or a mapped file's disk is full; that was not looked at"
+        )
     helps: tuple[Help, ...] = ()
     if number == signals.SIGBUS:
         helps = (Help("see whether shared memory is full", "df -h /dev/shm"),)
     main = stacks.main_frames(rank.stack_text)
     if not stack and main:  # faulthandler marks no thread as the current one
-        evidence.append(f"it crashed in a thread of native code, while the main thread stood at {stacks.place(main, case.root)}")
+        evidence.append(
+            f"it crashed in a thread of native code, while the main thread stood at {stacks.place(main, case.root)}"
+        )
     elif not stack:
-        evidence.append("the log has no Python stack of it" if in_log else "the rank left no Python stack")
+        evidence.append(
+            "the log has no Python stack of it" if in_log else "the rank left no Python stack"
+        )
         if in_log:
             helps += (_SHOW_STACKS,)
     if not rank.stack_text:
@@ -144,7 +177,8 @@ def crashed(case: Case, number: int) -> Report:
     report = of_end(
         case,
         "rank-crashed",
-        f"{case.subject} crashed with {name}" + (f" in {stacks.place(stack, case.root)}" if stack else ""),
+        f"{case.subject} crashed with {name}"
+        + (f" in {stacks.place(stack, case.root)}" if stack else ""),
         why=crash_words(number),
         evidence=tuple(evidence),
         help=helps,
@@ -160,30 +194,60 @@ def exited(case: Case, code: int, caught: Raised | None) -> Report:
         at = stacks.place(caught.frames, case.root)
         what = caught.call or (f"the program, at {at}," if at else "a call")
         evidence.append(f"{what} had raised {named(caught)}{_caught_at(caught, case.root)}")
-    elif not case.first.left_at and case.first.phase in ("importing", "joining", "running"):  # it is looked into
-        evidence.append("no exception and no sys.exit was seen in it: os._exit, exec or native code ended it")
+    elif not case.first.left_at and case.first.phase in (
+        "importing",
+        "joining",
+        "running",
+    ):  # it is looked into
+        evidence.append(
+            "no exception and no sys.exit was seen in it: os._exit, exec or native code ended it"
+        )
     said_by = {first_line(rank.left_saying): rank for rank in reversed(case.ranks)}
     words = next(iter(said_by)) if len(said_by) == 1 else ""
     if not words:
-        evidence += [f"rank {rank.rank} left by: {line}" for line, rank in reversed(said_by.items()) if line][:EVIDENCE_LINES]
+        evidence += [
+            f"rank {rank.rank} left by: {line}" for line, rank in reversed(said_by.items()) if line
+        ][:EVIDENCE_LINES]
     if case.job.log is not None:
         return _exited_by_a_log(case, code)
     if code in (2, 70, 75) and not words:
         evidence.append(f"{code} is the program's own exit code here, not rallypoint's")
     if code > 128 and has_name(code - 128):
-        evidence.append(f"{code} is how shells say that a program of theirs ended by {signal_name(code - 128)}")
+        evidence.append(
+            f"{code} is how shells say that a program of theirs ended by {signal_name(code - 128)}"
+        )
     if code in (126, 127):
-        evidence.append(f"{code} is how shells say: {'found, but not executable' if code == 126 else 'command not found'}")
+        evidence.append(
+            f"{code} is how shells say: {'found, but not executable' if code == 126 else 'command not found'}"
+        )
     where = f"{case.first.left_at}, pid {case.first.pid}" if case.first.left_at else ""
     headline = ": ".join(filter(None, (f"{case.subject} exited with code {code}", words)))
     helps: tuple[Help, ...] = ()
     behind = case.job.behind
     unseen = code == 2 and not words and not case.first.said  # a lone rank has the terminal itself
-    if behind and (unseen or any(_REFUSED.search(line) and behind.split()[0] in line for line in (words, *case.first.said))):
-        helps = (
-            Help(f"{behind} stands behind the program, which got it; options of rallypoint run stand before the program", case.job.moved),
+    if behind and (
+        unseen
+        or any(
+            _REFUSED.search(line) and behind.split()[0] in line
+            for line in (words, *case.first.said)
         )
-    return of_end(case, "rank-exited", headline, where=where, evidence=tuple(evidence), help=helps, status=code, quote=True)
+    ):
+        helps = (
+            Help(
+                f"{behind} stands behind the program, which got it; options of rallypoint run stand before the program",
+                case.job.moved,
+            ),
+        )
+    return of_end(
+        case,
+        "rank-exited",
+        headline,
+        where=where,
+        evidence=tuple(evidence),
+        help=helps,
+        status=code,
+        quote=True,
+    )
 
 
 def _exited_by_a_log(case: Case, code: int) -> Report:
@@ -205,29 +269,56 @@ def _exited_by_a_log(case: Case, code: int) -> Report:
 
 
 # argparse, click and optparse, absl
-_REFUSED = re.compile(r"unrecognized arguments|no such option|unknown (?:command line )?(?:flag|option)", re.IGNORECASE)
+_REFUSED = re.compile(
+    r"unrecognized arguments|no such option|unknown (?:command line )?(?:flag|option)",
+    re.IGNORECASE,
+)
 
 
 def left_early(case: Case) -> Report:
     """Exit code 0 while the others went on."""
     waiting = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
     joining = [rank.rank for rank in waiting if rank.phase == "joining" and rank.raised is None]
-    at_its_end = case.first.phase == "finishing" or (case.job.function and case.first.phase == "done")
+    at_its_end = case.first.phase == "finishing" or (
+        case.job.function and case.first.phase == "done"
+    )
     over = all(rank.ended is not None and not rank.sent for rank in case.ranks)
     closed = not over and not at_its_end and bool(case.first.closed_at)
     went = went_home(case.job) if over else f"came to the end of {case.job.program}"
     if closed:
         went = f"closed {'its' if len(case.ranks) == 1 else 'their'} process group"
-    where = case.first.closed_line if closed else f"at the end of {case.job.program}" if at_its_end else ""
+    where = (
+        case.first.closed_line
+        if closed
+        else f"at the end of {case.job.program}"
+        if at_its_end
+        else ""
+    )
     absent = _never_joined(case)
-    step = ("let every rank make the same number of steps, and close the group together", "dist.destroy_process_group()")
+    step = (
+        "let every rank make the same number of steps, and close the group together",
+        "dist.destroy_process_group()",
+    )
     if case.job.function:
-        step = ("let every rank make the same number of steps, and none return before the last one", "dist.barrier()")
+        step = (
+            "let every rank make the same number of steps, and none return before the last one",
+            "dist.barrier()",
+        )
     if closed and any(rank.raised is not None and rank.phase == "joining" for rank in waiting):
-        step = ("the group is open in one rank before it is in all: let them meet once before any closes it", "dist.barrier()")
+        step = (
+            "the group is open in one rank before it is in all: let them meet once before any closes it",
+            "dist.barrier()",
+        )
     if absent:
-        step = ("let every rank open the group before any of them may leave", 'dist.init_process_group("gloo")')
-    seen = f"{ranks_phrase(joining)} {'wait' if len(joining) > 1 else 'waits'} in init_process_group" if joining else ""
+        step = (
+            "let every rank open the group before any of them may leave",
+            'dist.init_process_group("gloo")',
+        )
+    seen = (
+        f"{ranks_phrase(joining)} {'wait' if len(joining) > 1 else 'waits'} in init_process_group"
+        if joining
+        else ""
+    )
     return of_end(
         case,
         "rank-left-early",
@@ -242,10 +333,23 @@ def left_early(case: Case) -> Report:
 
 
 def _when(case: Case, waiting: Sequence[RankEvidence]) -> str:
-    """Who left when, and who noticed it when, where no timeline shows it: of ranks that had not ended by themselves."""
-    left = [(rank.closed_at or rank.phase_at, rank.rank) for rank in case.ranks if rank.ended is None or rank.sent]
-    lost = [(error.at, rank.rank) for rank in waiting for error in (rank.raised, *rank.handled) if error is not None and error.at]
-    if not left or not lost or min(left) > min(lost):  # heard late: it would read the wrong way round
+    """Who left when, and who noticed it when, where no timeline shows it: of ranks that had not
+    ended by themselves.
+    """
+    left = [
+        (rank.closed_at or rank.phase_at, rank.rank)
+        for rank in case.ranks
+        if rank.ended is None or rank.sent
+    ]
+    lost = [
+        (error.at, rank.rank)
+        for rank in waiting
+        for error in (rank.raised, *rank.handled)
+        if error is not None and error.at
+    ]
+    if (
+        not left or not lost or min(left) > min(lost)
+    ):  # heard late: it would read the wrong way round
         return ""
     did = f"{ranks_phrase(number for _, number in left)} {'closed the group' if case.first.closed_at else 'came to the end'}"
     (gone, _), (noticed, number) = min(left), min(lost)

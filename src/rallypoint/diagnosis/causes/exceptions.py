@@ -9,7 +9,15 @@ import msgspec
 
 from rallypoint.diagnosis import classify, stacks, tracebacks
 from rallypoint.diagnosis.causes import children, collectives, gpus, rendezvous, resources
-from rallypoint.diagnosis.causes.case import Case, again, phase_of, python_of, went_home, where, whereabouts
+from rallypoint.diagnosis.causes.case import (
+    Case,
+    again,
+    phase_of,
+    python_of,
+    went_home,
+    where,
+    whereabouts,
+)
 from rallypoint.diagnosis.causes.report_form import account, timeline, told
 from rallypoint.diagnosis.causes.wording import HEADLINE_OURS, first_line, listed, named
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
@@ -28,60 +36,113 @@ def raised(case: Case, error: Raised) -> Report:
         return tell(case, error)
     if starts_nothing(case.job.program, error):
         return _start_failed(case, error)
-    if error.type == "bdb.BdbQuit" and case.first.raised is None:  # with our hooks a person has left the debugger
+    if (
+        error.type == "bdb.BdbQuit" and case.first.raised is None
+    ):  # with our hooks a person has left the debugger
         return _debugger_without_input(case, error)
     headline = f"{case.subject} raised {named(error)}"
     return told(case, "rank-raised", headline, error, help=_help_for(error, case.job))
 
 
 def _no_input(case: Case, error: Raised) -> Report:
-    """`input()` in a rank, whose standard input is mostly /dev/null: a terminal is one, and the ranks are many."""
+    """`input()` in a rank, whose standard input is mostly /dev/null: a terminal is one, and the
+    ranks are many.
+    """
     why = "rank 0 reads what the launcher reads (--debug-rank chooses another), and all others read /dev/null"
-    helps: tuple[Help, ...] = (Help("ask in that rank alone, and give the others the answer", "dist.broadcast_object_list(answer)"),)
+    helps: tuple[Help, ...] = (
+        Help(
+            "ask in that rank alone, and give the others the answer",
+            "dist.broadcast_object_list(answer)",
+        ),
+    )
     if case.job.function:
         why = "a rank's standard input is /dev/null"
-        helps = (Help("ask before, and pass the answer", f"rallypoint.launch({case.job.program}, (answer,))"),)
+        helps = (
+            Help(
+                "ask before, and pass the answer",
+                f"rallypoint.launch({case.job.program}, (answer,))",
+            ),
+        )
     elif case.numbers == (0,):
         why, helps = "rank 0 reads what the launcher reads, and that was at its end", ()
-    return told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, why=why, help=helps)
+    return told(
+        case, "rank-raised", f"{case.subject} raised {named(error)}", error, why=why, help=helps
+    )
 
 
 def _debugger_without_input(case: Case, error: Raised) -> Report:
     """`pdb.set_trace()` in a rank that the launcher does not look into (`--plain`)."""
     why = "a debugger raises it when its standard input ends, and a rank's is mostly /dev/null"
-    helps = (Help("leave --plain out: rank 0, or that of --debug-rank, then has the terminal", "breakpoint()"),)
-    return told(case, "rank-raised", f"{case.subject} raised {named(error)}", error, why=why, help=helps)
+    helps = (
+        Help(
+            "leave --plain out: rank 0, or that of --debug-rank, then has the terminal",
+            "breakpoint()",
+        ),
+    )
+    return told(
+        case, "rank-raised", f"{case.subject} raised {named(error)}", error, why=why, help=helps
+    )
 
 
 def swallowed(case: Case, error: Raised) -> Report:
     """An error in a shared call that the program caught before it went home."""
     call = error.call or "a call of torch.distributed"
-    headline = f"caught {named(error)} and left" if error.on_its_way else f"caught an error of {call} and left: {named(error)}"
+    headline = (
+        f"caught {named(error)} and left"
+        if error.on_its_way
+        else f"caught an error of {call} and left: {named(error)}"
+    )
     clause = error.caught_at
     ended = case.first.ended
-    how = f"ended with exit code {ended.code}" if ended is not None and ended.code else went_home(case.job)
+    how = (
+        f"ended with exit code {ended.code}"
+        if ended is not None and ended.code
+        else went_home(case.job)
+    )
     left = f"the rank then {how} while others waited"
-    # The traceback of an exception that is still on its way has no frame of the program: it begins at the call.
-    raised_at = stacks.place(error.frames, case.root) if any(not stacks.library(frame) for frame in error.frames) else ""
-    seen = "" if not raised_at else f"it was raised at {raised_at}" if error.on_its_way else f"{call} was called at {raised_at}"
+    # The traceback of an exception that is still on its way has no frame of the program: it begins
+    # at the call.
+    raised_at = (
+        stacks.place(error.frames, case.root)
+        if any(not stacks.library(frame) for frame in error.frames)
+        else ""
+    )
+    seen = (
+        ""
+        if not raised_at
+        else f"it was raised at {raised_at}"
+        if error.on_its_way
+        else f"{call} was called at {raised_at}"
+    )
     report = told(
         case,
         "error-swallowed",
         f"{case.subject} {headline}",
         error,
-        why=f"{stacks.shown(clause.file, case.root)}:{clause.line} caught it; {left}" if clause else f"the program caught it; {left}",
+        why=f"{stacks.shown(clause.file, case.root)}:{clause.line} caught it; {left}"
+        if clause
+        else f"the program caught it; {left}",
         evidence=tuple(filter(None, (seen, gpus.lack_and_facts(case.job.devices)[0]))),
-        help=(Help("let the exception leave the program, or end with a code that is not 0", "raise"),),
+        help=(
+            Help("let the exception leave the program, or end with a code that is not 0", "raise"),
+        ),
     )
     if clause is not None:
-        report = msgspec.structs.replace(report, where=f"{stacks.describe(clause, case.root)}, pid {case.first.pid}")
+        report = msgspec.structs.replace(
+            report, where=f"{stacks.describe(clause, case.root)}, pid {case.first.pid}"
+        )
     return msgspec.structs.replace(report, timeline=timeline(case))
 
 
 def on_its_way(case: Case, error: Raised) -> Report:
-    """An exception that was seen while the program closed its group: the others lost the rank then, and it has not left the program yet."""
+    """An exception that was seen while the program closed its group: the others lost the rank then,
+    and it has not left the program yet.
+    """
     report = raised(case, error)
-    evidence = [*report.evidence, f"it was on its way when {case.subject} closed the process group, which ends the others' collectives"]
+    evidence = [
+        *report.evidence,
+        f"it was on its way when {case.subject} closed the process group, which ends the others' collectives",
+    ]
     if error.caught_at is not None:
         evidence.append(f"{stacks.describe(error.caught_at, case.root)} may catch it")
     why = report.why or "it had not left the program yet when the others had failed"
@@ -89,31 +150,58 @@ def on_its_way(case: Case, error: Raised) -> Report:
 
 
 def starts_nothing(program: str, error: Raised) -> bool:
-    """True when the exception says that the program itself could not begin: it does not compile, or is not found."""
+    """True when the exception says that the program itself could not begin: it does not compile, or
+    is not found.
+    """
     short = error.type.rpartition(".")[2]
     typed = program.removeprefix("./")
     if short in ("SyntaxError", "IndentationError", "TabError"):
-        return bool(error.filename) and (error.filename == program or error.filename.endswith("/" + typed))
+        return bool(error.filename) and (
+            error.filename == program or error.filename.endswith("/" + typed)
+        )
     own = [frame for frame in error.frames if not stacks.hidden(frame)]
     if short in ("ModuleNotFoundError", "ImportError"):
         return not own and program.split(".")[0] in re.split(r"[\s'.]+", error.message)
-    return short in ("FileNotFoundError", "PermissionError", "IsADirectoryError") and not own and error.filename.endswith(typed)
+    return (
+        short in ("FileNotFoundError", "PermissionError", "IsADirectoryError")
+        and not own
+        and error.filename.endswith(typed)
+    )
 
 
 def _start_failed(case: Case, error: Raised) -> Report:
     helps: tuple[Help, ...] = ()
-    if error.type == "ModuleNotFoundError" and (near := re.search(r"; the nearest is ([\w.]+)$", error.message)):
+    if error.type == "ModuleNotFoundError" and (
+        near := re.search(r"; the nearest is ([\w.]+)$", error.message)
+    ):
         helps = (Help("take the nearest name", f"-m {near[1]}"),)
     elif error.type == "ModuleNotFoundError":
-        helps = (Help("start from the folder that holds the package, or install it", f"{python_of(case.job)} -m pip install -e ."),)
-    report = told(case, "start-failed", f"{case.job.program} cannot be started: {named(error)}", error, help=helps)
+        helps = (
+            Help(
+                "start from the folder that holds the package, or install it",
+                f"{python_of(case.job)} -m pip install -e .",
+            ),
+        )
+    report = told(
+        case,
+        "start-failed",
+        f"{case.job.program} cannot be started: {named(error)}",
+        error,
+        help=helps,
+    )
     # That it happened in every rank says nothing: they all began the same file.
-    report = msgspec.structs.replace(report, then="", where="" if not error.frames and not error.filename else report.where)
-    return msgspec.structs.replace(report, exit_status=2) if helps else report  # as for a script that is not there
+    report = msgspec.structs.replace(
+        report, then="", where="" if not error.frames and not error.filename else report.where
+    )
+    return (
+        msgspec.structs.replace(report, exit_status=2) if helps else report
+    )  # as for a script that is not there
 
 
 def _known(case: Case, error: Raised) -> Report:
-    """An exception of ours, raised in the rank, or one that our hook recognised: it brings its own words."""
+    """An exception of ours, raised in the rank, or one that our hook recognised: it brings its own
+    words.
+    """
     if error.code == "group-twice":
         return rendezvous.group_twice(case, error)
     if error.code == "main-unguarded":
@@ -122,7 +210,11 @@ def _known(case: Case, error: Raised) -> Report:
     if case.confidence != "certain":  # one of the store's that another rank may have caused
         came = classify.came_to_barrier(error.message)
         here = came or {rank.rank for rank in case.job.ranks if _waited_too(rank)}
-        others = [rank for rank in case.job.ranks if rank.rank not in case.numbers and rank.rank not in here]
+        others = [
+            rank
+            for rank in case.job.ranks
+            if rank.rank not in case.numbers and rank.rank not in here
+        ]
         why = (_AFTER_ANOTHER.get(error.code, "no rank shows why the store gave no answer"),)
         seen = any(rank.stack or rank.ended or phase_of(rank) for rank in others)
         evidence = (*error.why, *(whereabouts(case.job, others, case.root) if seen else ()))
@@ -145,14 +237,23 @@ def _waited_too(rank: RankEvidence) -> bool:
 
 
 def _calls(case: Case, code: str) -> tuple[str, ...]:
-    """A line for each place from which ranks made the call that did not fit together; () for one place."""
+    """A line for each place from which ranks made the call that did not fit together; () for one
+    place.
+    """
     places: dict[str, list[int]] = {}
     for rank in sorted(case.ranks, key=lambda one: one.rank):
-        error = next((one for one in (rank.raised, *rank.handled) if one is not None and one.code == code), None)
+        error = next(
+            (one for one in (rank.raised, *rank.handled) if one is not None and one.code == code),
+            None,
+        )
         place = stacks.place(error.frames, case.root) if error is not None else ""
         if place:
             places.setdefault(place, []).append(rank.rank)
-    return listed([f"{ranks_phrase(ranks)}: {place}" for place, ranks in places.items()]) if len(places) > 1 else ()
+    return (
+        listed([f"{ranks_phrase(ranks)}: {place}" for place, ranks in places.items()])
+        if len(places) > 1
+        else ()
+    )
 
 
 _AFTER_ANOTHER = {
@@ -161,16 +262,25 @@ _AFTER_ANOTHER = {
     "barrier-timeout": "whoever did not come was elsewhere when the time was up",
     "barrier-broken": "somebody else at the barrier gave up or died, and no rank shows why",
 }
-"""What an error of the store that mostly comes of another rank says of that one; the store's own silence has no rank to blame."""
+"""What an error of the store that mostly comes of another rank says of that one; the store's own
+silence has no rank to blame.
+"""
 
 
 def _in_process(case: Case, number: str, error: Raised) -> Report:
-    """What a process of `mp.spawn` raised: torch wraps its traceback into the message of another exception."""
+    """What a process of `mp.spawn` raised: torch wraps its traceback into the message of another
+    exception.
+    """
     report = raised(case, error)
     inside = f"it was process {number} of those that mp.spawn had started in {case.subject}"
     helps = report.help
     if report.code == "port-in-use" and case.job.world_size > 1:
-        helps = (Help("start the program once, and let it spawn: of several, all ask for that port", again(case.job, 1)),)
+        helps = (
+            Help(
+                "start the program once, and let it spawn: of several, all ask for that port",
+                again(case.job, 1),
+            ),
+        )
     return msgspec.structs.replace(report, evidence=(inside, *report.evidence), help=helps)
 
 
@@ -183,20 +293,30 @@ PACKAGES = {
     "timm": "timm", "torchaudio": "torchaudio", "torchvision": "torchvision", "tqdm": "tqdm", "transformers": "transformers",
     "wandb": "wandb", "yaml": "pyyaml",
 }  # fmt: skip
-"""The packages of modules that training programs import. Of a module that is not here no command is shown: under the name of an import
-another package may wait (`pip install sklearn` fails on purpose, and others are worse)."""
+"""The packages of modules that training programs import. Of a module that is not here no command is
+shown: under the name of an import another package may wait (`pip install sklearn` fails on purpose,
+and others are worse)."""
 
 
 def _install(module: str, python: str) -> tuple[Help, ...]:
-    """How to get a module that is not there. `python`: that of the ranks, "" when it is not known."""
+    """How to get a module that is not there. `python`: that of the ranks, "" when it is not
+    known.
+    """
     name = module.partition(".")[0]
     package = PACKAGES.get(name)
-    look = Help("see which Python the ranks run, and whether it has the module", f"python -c 'import sys, {name}; print(sys.executable)'")
+    look = Help(
+        "see which Python the ranks run, and whether it has the module",
+        f"python -c 'import sys, {name}; print(sys.executable)'",
+    )
     if package is None:
         sentence = f"find the package that has the module {name} (its name may be another), and install it for the Python of the ranks"
         return (Help(sentence),) if python else (look, Help(sentence))
     if python:
-        return (Help("install it for the Python that the ranks run", f"{python} -m pip install {package}"),)
+        return (
+            Help(
+                "install it for the Python that the ranks run", f"{python} -m pip install {package}"
+            ),
+        )
     return look, Help("install it there", f"python -m pip install {package}")
 
 
@@ -204,30 +324,55 @@ _HELPS = (
     (
         re.compile(r"^context has already been set"),
         (
-            Help("choose the start method once, below the line that is false in an import", 'if __name__ == "__main__":'),
             Help(
-                "or ask for a context of its own, which changes nothing for others", 'context = torch.multiprocessing.get_context("spawn")'
+                "choose the start method once, below the line that is false in an import",
+                'if __name__ == "__main__":',
+            ),
+            Help(
+                "or ask for a context of its own, which changes nothing for others",
+                'context = torch.multiprocessing.get_context("spawn")',
             ),
         ),
     ),
     (
-        re.compile(r"No backend type associated with device type cpu|Tensors must be CUDA|from the 'CPU' backend"),
+        re.compile(
+            r"No backend type associated with device type cpu|Tensors must be CUDA|from the 'CPU' backend"
+        ),
         (
-            Help("move the tensor to the rank's GPU: NCCL takes no others", 'tensor.to(f"cuda:{local_rank}")'),
-            Help("or open the group for both kinds", 'dist.init_process_group("cpu:gloo,cuda:nccl")'),
+            Help(
+                "move the tensor to the rank's GPU: NCCL takes no others",
+                'tensor.to(f"cuda:{local_rank}")',
+            ),
+            Help(
+                "or open the group for both kinds", 'dist.init_process_group("cpu:gloo,cuda:nccl")'
+            ),
         ),
     ),
     (
         re.compile(r"No backend type associated with device type cuda"),
-        (Help("open the group for both kinds of tensors", 'dist.init_process_group("cpu:gloo,cuda:nccl")'),),
+        (
+            Help(
+                "open the group for both kinds of tensors",
+                'dist.init_process_group("cpu:gloo,cuda:nccl")',
+            ),
+        ),
     ),
     (
         re.compile(r"Expected all tensors to be on the same device"),
-        (Help("move the batch to where the model is", "batch = batch.to(next(model.parameters()).device)"),),
+        (
+            Help(
+                "move the batch to where the model is",
+                "batch = batch.to(next(model.parameters()).device)",
+            ),
+        ),
     ),
     (
         re.compile(r"Can't pickle local object|Can't pickle <function|Can't get local object"),
-        (Help("define the function at the top of a module: a new process finds it there by its name"),),
+        (
+            Help(
+                "define the function at the top of a module: a new process finds it there by its name"
+            ),
+        ),
     ),
 )
 """What to do where torch's or Python's words are clear and only the way out is not."""
@@ -250,16 +395,33 @@ def _help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
     """What to do, for the few exceptions where that is known."""
     short = error.type.rpartition(".")[2]
     if classify.loader_gone(error.message):
-        return (Help("load in the rank itself: then the traceback has the line that failed", "DataLoader(..., num_workers=0)"),)
-    if short == "ModuleNotFoundError" and (found := re.search(r"No module named '([\w.]+)'", error.message)):
+        return (
+            Help(
+                "load in the rank itself: then the traceback has the line that failed",
+                "DataLoader(..., num_workers=0)",
+            ),
+        )
+    if short == "ModuleNotFoundError" and (
+        found := re.search(r"No module named '([\w.]+)'", error.message)
+    ):
         return _install(found.group(1), job.python)
     for pattern, helps in _HELPS:
         if pattern.search(error.message):
             return helps
     if short == "KeyError" and (ours := _SCHEDULERS.get(error.message.strip("'\""))):
-        return (Help("this is another launcher's variable; read the one that rallypoint and torchrun set", f'os.environ["{ours}"]'),)
+        return (
+            Help(
+                "this is another launcher's variable; read the one that rallypoint and torchrun set",
+                f'os.environ["{ours}"]',
+            ),
+        )
     if short == "KeyError" and error.message.strip("'\"") in _VARIABLES:
-        return (Help("start the program with a launcher, which sets it", f"rallypoint run -n 2 {job.program}"),)
+        return (
+            Help(
+                "start the program with a launcher, which sets it",
+                f"rallypoint run -n 2 {job.program}",
+            ),
+        )
     return ()
 
 

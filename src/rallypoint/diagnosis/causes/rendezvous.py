@@ -14,12 +14,17 @@ from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.world import ranks_phrase
 
-FIRST_FREE = 1024  # the first port that needs no privilege, where nobody changed ip_unprivileged_port_start
+FIRST_FREE = (
+    1024  # the first port that needs no privilege, where nobody changed ip_unprivileged_port_start
+)
 
 
 def address_differs(case: Case, meetings: Sequence[tuple[Meeting, tuple[int, ...]]]) -> Report:
     """Ranks of one group that look for each other at different places."""
-    evidence = [f"{ranks_phrase(ranks)}: {at.address}" + (f", from {at.line}" if at.line else "") for at, ranks in meetings]
+    evidence = [
+        f"{ranks_phrase(ranks)}: {at.address}" + (f", from {at.line}" if at.line else "")
+        for at, ranks in meetings
+    ]
     return account(
         case,
         "address-differs",
@@ -27,7 +32,11 @@ def address_differs(case: Case, meetings: Sequence[tuple[Meeting, tuple[int, ...
         where=meetings[0][0].line,
         why="init_process_group brings together only those that come to the same address",
         evidence=listed(evidence),
-        help=(Help("give every rank the same address, or leave it out: rallypoint sets MASTER_ADDR and MASTER_PORT"),),
+        help=(
+            Help(
+                "give every rank the same address, or leave it out: rallypoint sets MASTER_ADDR and MASTER_PORT"
+            ),
+        ),
     )
 
 
@@ -39,7 +48,10 @@ def stale_file(case: Case, error: Raised, path: str) -> Report:
         f"the rendezvous file {path} sent {case.subject} to processes that are gone",
         error,
         why="gloo was refused at an address that stands in the file: an earlier run left it",
-        help=(Help("remove the file before a run, or use a new name for each", f"rm {path}"), Help("or leave init_method out")),
+        help=(
+            Help("remove the file before a run, or use a new name for each", f"rm {path}"),
+            Help("or leave init_method out"),
+        ),
     )
 
 
@@ -71,8 +83,14 @@ def parameter_missing(case: Case, error: Raised) -> Report:
         error,
         why="such an address says where the ranks meet, and not which of them this one is, nor how many there are",
         help=(
-            Help("give both", f'init_process_group("gloo", init_method="{scheme}://...", rank=rank, world_size=2)'),
-            Help("or leave all three out: the launcher sets what is read then", 'dist.init_process_group("gloo")'),
+            Help(
+                "give both",
+                f'init_process_group("gloo", init_method="{scheme}://...", rank=rank, world_size=2)',
+            ),
+            Help(
+                "or leave all three out: the launcher sets what is read then",
+                'dist.init_process_group("gloo")',
+            ),
         ),
     )
 
@@ -88,7 +106,10 @@ def store_waits(case: Case, error: Raised) -> Report:
         why="its third argument is how many processes use it, not how many bytes it may hold",
         evidence=(first_line(error.message, 200),),
         help=(
-            Help("give the number of processes, or None for a store that waits for nobody", "TCPStore(host, port, world_size, rank == 0)"),
+            Help(
+                "give the number of processes, or None for a store that waits for nobody",
+                "TCPStore(host, port, world_size, rank == 0)",
+            ),
             Help("read more about it", "rallypoint explain tcpstore"),
         ),
     )
@@ -146,7 +167,9 @@ def address_cut(case: Case, error: Raised) -> Report:
 
 
 def host_unresolved(case: Case, error: Raised) -> Report:
-    """The host at which the ranks are to meet has no address; torch 1.x does not say which it was."""
+    """The host at which the ranks are to meet has no address; torch 1.x does not say which
+    it was.
+    """
     found = python.HOST.search(error.message)
     host = found["host"] if found is not None else ""
     asked = '"$MASTER_ADDR"'
@@ -176,8 +199,12 @@ def ssh_unresolved(case: Case, error: Raised) -> Report:
 
 
 def port_forbidden(case: Case, error: Raised) -> Report:
-    """A port that the kernel refuses: below 1024 for want of a right, beyond that by a rule of the machine's."""
-    port = classify.port_named(error.message) or next((int(found) for found in re.findall(r"\]:(\d+)", error.message)), 0)
+    """A port that the kernel refuses: below 1024 for want of a right, beyond that by a rule of the
+    machine's.
+    """
+    port = classify.port_named(error.message) or next(
+        (int(found) for found in re.findall(r"\]:(\d+)", error.message)), 0
+    )
     if port >= FIRST_FREE:
         return told(
             case,
@@ -185,7 +212,9 @@ def port_forbidden(case: Case, error: Raised) -> Report:
             f"{case.subject} may not listen on port {port}: a rule of the machine's forbids it",
             error,
             why="ports from 1024 on need no privilege, unless somebody has changed that",
-            evidence=("SELinux, a seccomp filter, Landlock or a BPF program of the container's refuse like this",),
+            evidence=(
+                "SELinux, a seccomp filter, Landlock or a BPF program of the container's refuse like this",
+            ),
             help=(
                 Help("see what SELinux refused, where it is on", "sudo ausearch -m avc -ts recent"),
                 Help("or try another port, or leave it out: rallypoint holds a free one"),
@@ -197,14 +226,22 @@ def port_forbidden(case: Case, error: Raised) -> Report:
         f"{case.subject} may not listen on {f'port {port}: it is for privileged users' if port else 'an address: permission denied'}",
         error,
         why="ports below 1024 need the right to bind them (CAP_NET_BIND_SERVICE)",
-        evidence=() if port else ("which port it was is not said; from 1024 on only a rule (SELinux's, a container's) forbids one",),
+        evidence=()
+        if port
+        else (
+            "which port it was is not said; from 1024 on only a rule (SELinux's, a container's) forbids one",
+        ),
         help=(Help("take a port from 1024 on, or leave it out: rallypoint holds a free one"),),
     )
 
 
 def group_missing(case: Case, error: Raised) -> Report:
     """A call of torch.distributed in a process that has no group, or has one no more."""
-    call = error.call if error.call not in ("", "get_default_group", "get_group_size") else "a call of torch.distributed"
+    call = (
+        error.call
+        if error.call not in ("", "get_default_group", "get_group_size")
+        else "a call of torch.distributed"
+    )
     return told(
         case,
         "group-missing",
@@ -213,13 +250,18 @@ def group_missing(case: Case, error: Raised) -> Report:
         why=f"{call} needs the default group, and this process has none",
         help=(
             Help("open the group before", 'dist.init_process_group("gloo")'),
-            Help("or, for code that also runs without one, ask first", "if dist.is_available() and dist.is_initialized():"),
+            Help(
+                "or, for code that also runs without one, ask first",
+                "if dist.is_available() and dist.is_initialized():",
+            ),
         ),
     )
 
 
 def variable_missing(case: Case, error: Raised) -> Report:
-    """init_process_group reads a variable that is not set: by whom it was removed, when we had set it."""
+    """init_process_group reads a variable that is not set: by whom it was removed, when we had set
+    it.
+    """
     found = classify.says("variable-missing", error.message)
     assert found is not None
     variable = found[1]
@@ -237,10 +279,18 @@ def variable_missing(case: Case, error: Raised) -> Report:
         help=(
             Help(f"leave {variable} in the environment")
             if ours
-            else Help("start the program with a launcher, which sets it", f"rallypoint run -n 2 {case.job.program}"),
-            Help("see who removes it", f"grep -rn 'environ' --include='*.py' . | grep -e {variable} -e clear -e pop")
+            else Help(
+                "start the program with a launcher, which sets it",
+                f"rallypoint run -n 2 {case.job.program}",
+            ),
+            Help(
+                "see who removes it",
+                f"grep -rn 'environ' --include='*.py' . | grep -e {variable} -e clear -e pop",
+            )
             if ours
-            else Help("or set it, with the others that init_process_group reads: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+            else Help(
+                "or set it, with the others that init_process_group reads: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+            ),
         ),
     )
 
@@ -266,22 +316,55 @@ def port_in_use(case: Case, error: Raised) -> Report:
     """EADDRINUSE: who holds the port, as far as it can be seen."""
     port, job = classify.port_named(error.message), case.job
     which = f"port {port}" if port else "an address"
-    own = [rank for rank in job.ranks if any(re.search(rf"\bpid {rank.pid}\b", holder) for holder in job.holders)]
+    own = [
+        rank
+        for rank in job.ranks
+        if any(re.search(rf"\bpid {rank.pid}\b", holder) for holder in job.holders)
+    ]
     evidence = tuple(job.holders[1:])
     if own:
         why = f"rank {own[0].rank} of this job has it: {job.holders[0]}"
-        helps: tuple[Help, ...] = (Help("bind it in one rank only, or give each rank its own", 'if os.environ["RANK"] == "0":'),)
+        helps: tuple[Help, ...] = (
+            Help(
+                "bind it in one rank only, or give each rank its own",
+                'if os.environ["RANK"] == "0":',
+            ),
+        )
     else:
         why = job.holders[0] if job.holders else "who holds it could not be seen"
         nobody = not any("(pid " in holder or " of user " in holder for holder in job.holders)
         if error.type.endswith("DistNetworkError") and job.holders and nobody:
-            why, evidence = "whoever listened there has gone since", job.holders  # torch's sockets may be bound beside TIME_WAIT
+            why, evidence = (
+                "whoever listened there has gone since",
+                job.holders,
+            )  # torch's sockets may be bound beside TIME_WAIT
         chosen = case.first.meeting is not None and error.call == "init_process_group"
-        line = f" ({case.first.meeting.line})" if chosen and case.first.meeting and case.first.meeting.line else ""
+        line = (
+            f" ({case.first.meeting.line})"
+            if chosen and case.first.meeting and case.first.meeting.line
+            else ""
+        )
         advice = f"leave the port out of the program{line}: rallypoint holds a free one for init_process_group"
-        helps = (Help(advice) if chosen else Help("bind port 0, and ask the socket which number it got", "sock.getsockname()[1]"),)
+        helps = (
+            Help(advice)
+            if chosen
+            else Help(
+                "bind port 0, and ask the socket which number it got", "sock.getsockname()[1]"
+            ),
+        )
         if not job.holders:
-            helps += (Help("or see who holds it, as root", f"ss -ltnp 'sport = :{port}'" if port else "ss -ltnp"),)
+            helps += (
+                Help(
+                    "or see who holds it, as root",
+                    f"ss -ltnp 'sport = :{port}'" if port else "ss -ltnp",
+                ),
+            )
     return told(
-        case, "port-in-use", f"{case.subject} could not listen on {which}: it is in use", error, why=why, evidence=evidence, help=helps
+        case,
+        "port-in-use",
+        f"{case.subject} could not listen on {which}: it is in use",
+        error,
+        why=why,
+        evidence=evidence,
+        help=helps,
     )

@@ -20,7 +20,9 @@ def out_of_memory(case: Case) -> Report:
     memory = case.job.memory
     in_log = [rank for rank in case.ranks if rank.pid in memory.killed_pids]
     evidence = kills_known(memory, pids(in_log) if in_log else "")
-    evidence.append(f"{case.subject} ended by SIGKILL; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal")
+    evidence.append(
+        f"{case.subject} ended by SIGKILL; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal"
+    )
     evidence += resident(case.job.ranks)
     certain = len(in_log) == len(case.ranks)
     if not certain:
@@ -71,21 +73,35 @@ def killed_for_memory(case: Case) -> Report:
 
 
 def for_memory(memory: MemoryEvidence, pid: int) -> bool:
-    """Whether the kernel says, or lets think, that a process which SIGKILL ended was killed for memory."""
+    """Whether the kernel says, or lets think, that a process which SIGKILL ended was killed for
+    memory.
+    """
     return pid in memory.killed_pids or (memory.oom_kills > 0 and not memory.killed_pids)
 
 
 def why_killed(memory: MemoryEvidence, *, certain: bool) -> str:
     """What ran out when the kernel killed for memory. `certain`: its log names whom it killed."""
-    limit = f"the cgroup may use {size(memory.limit)}" if memory.limit else "memory ran out on this machine"
-    return limit if certain or not memory.limit else f"{limit}, and the kernel killed in it for lack of memory"
+    limit = (
+        f"the cgroup may use {size(memory.limit)}"
+        if memory.limit
+        else "memory ran out on this machine"
+    )
+    return (
+        limit
+        if certain or not memory.limit
+        else f"{limit}, and the kernel killed in it for lack of memory"
+    )
 
 
 def kills_known(memory: MemoryEvidence, whom: str) -> list[str]:
-    """What the kernel tells of its kills for memory. `whom`: the pids of ours that its log names, "" if none."""
+    """What the kernel tells of its kills for memory. `whom`: the pids of ours that its log names,
+    "" if none.
+    """
     evidence = [f"the kernel's log says that it killed {whom}"] if whom else []
     if memory.oom_kills:
-        evidence.append(f"the cgroup's oom_kill count went up by {memory.oom_kills} since the job's start")
+        evidence.append(
+            f"the cgroup's oom_kill count went up by {memory.oom_kills} since the job's start"
+        )
     return evidence
 
 
@@ -93,7 +109,9 @@ def no_kill_known(memory: MemoryEvidence, whom: str) -> list[str]:
     """What speaks against a kill for memory. `whom`: the pids that were killed."""
     evidence = []
     if memory.counted and not memory.oom_kills:
-        evidence.append("the kernel killed nothing in this cgroup for lack of memory: its oom_kill count did not change")
+        evidence.append(
+            "the kernel killed nothing in this cgroup for lack of memory: its oom_kill count did not change"
+        )
     if memory.killed_pids:
         others = ", ".join(str(pid) for pid in memory.killed_pids)
         evidence.append(f"the kernel's log names kills for lack of memory, but of pid {others}")
@@ -104,7 +122,16 @@ def no_kill_known(memory: MemoryEvidence, whom: str) -> list[str]:
 
 def ask_the_kernel(memory: MemoryEvidence) -> tuple[Help, ...]:
     """How to read the kernel's log, when it could not be read."""
-    return () if memory.kernel_log_read else (Help("ask the kernel whether it was for memory", "sudo dmesg -T | grep -i 'killed process'"),)
+    return (
+        ()
+        if memory.kernel_log_read
+        else (
+            Help(
+                "ask the kernel whether it was for memory",
+                "sudo dmesg -T | grep -i 'killed process'",
+            ),
+        )
+    )
 
 
 def files_exhausted(case: Case, error: Raised) -> Report:
@@ -119,8 +146,14 @@ def files_exhausted(case: Case, error: Raised) -> Report:
         why=why,
         help=(
             Help("raise the limit in the shell that starts the job", "ulimit -n 65536"),
-            Help("or share tensors by name instead of by descriptor", 'torch.multiprocessing.set_sharing_strategy("file_system")'),
-            Help("or keep copies of what came from loaders and queues, not the tensors themselves", "kept.append(batch.clone())"),
+            Help(
+                "or share tensors by name instead of by descriptor",
+                'torch.multiprocessing.set_sharing_strategy("file_system")',
+            ),
+            Help(
+                "or keep copies of what came from loaders and queues, not the tensors themselves",
+                "kept.append(batch.clone())",
+            ),
         ),
     )
 
@@ -132,7 +165,12 @@ def memory_refused(case: Case, error: Raised) -> Report:
         return _refused_at_once(case, error, wanted)
     helps: tuple[Help, ...] = less_memory(case.job)
     if kind == "GPU":
-        helps = (Help("lower the batch size, or what the model keeps for the backward pass", "torch.utils.checkpoint.checkpoint(...)"),)
+        helps = (
+            Help(
+                "lower the batch size, or what the model keeps for the backward pass",
+                "torch.utils.checkpoint.checkpoint(...)",
+            ),
+        )
         if "reserved" in error.message and "unallocated" in error.message:
             setting = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             helps += (Help("or let the allocator grow its blocks, against fragmentation", setting),)
@@ -143,7 +181,10 @@ def memory_refused(case: Case, error: Raised) -> Report:
             Help("or start fewer loader processes", "DataLoader(..., num_workers=0)"),
         )
         if classify.semaphores_full(error):
-            helps, why = helps[:2], "semaphores and shared blocks of multiprocessing are files there"
+            helps, why = (
+                helps[:2],
+                "semaphores and shared blocks of multiprocessing are files there",
+            )
     what = {"GPU": "GPU memory", "host": "memory", "shared": "shared memory (/dev/shm)"}[kind]
     return told(
         case,
@@ -157,7 +198,9 @@ def memory_refused(case: Case, error: Raised) -> Report:
 
 
 def _refused_at_once(case: Case, error: Raised, wanted: int) -> Report:
-    """One allocation was too large for what there was: more than the whole machine has, or more than was left of it."""
+    """One allocation was too large for what there was: more than the whole machine has, or more
+    than was left of it.
+    """
     memory = case.job.memory
     limited = 0 < memory.limit < memory.total
     most = memory.limit if limited else memory.total
@@ -165,13 +208,21 @@ def _refused_at_once(case: Case, error: Raised, wanted: int) -> Report:
     why = ""
     if memory.address_space and wanted < (most or wanted + 1):
         why = f"ulimit -v lets a process map {size(memory.address_space)} in all"
-        helps = (Help("let processes map more, in the shell that starts the job", "ulimit -v unlimited"), *helps)
+        helps = (
+            Help("let processes map more, in the shell that starts the job", "ulimit -v unlimited"),
+            *helps,
+        )
     elif limited:
         why = f"the cgroup may use {size(memory.limit)}, and uses {size(memory.current)} now"
     elif memory.total:
         why = f"this machine has {size(memory.total)}, of which {size(memory.available)} can be had now"
     if most and wanted > most:
-        helps = (Help("print the sizes in that line: together they need more memory than there is", "breakpoint()"),)
+        helps = (
+            Help(
+                "print the sizes in that line: together they need more memory than there is",
+                "breakpoint()",
+            ),
+        )
     return told(
         case,
         "rank-out-of-memory",
@@ -184,7 +235,12 @@ def _refused_at_once(case: Case, error: Raised, wanted: int) -> Report:
 
 def less_memory(job: JobEvidence) -> tuple[Help, ...]:
     """How to get by with less."""
-    helps = [Help("lower what each rank keeps in memory: batches, caches, loader processes", "DataLoader(..., num_workers=1)")]
+    helps = [
+        Help(
+            "lower what each rank keeps in memory: batches, caches, loader processes",
+            "DataLoader(..., num_workers=1)",
+        )
+    ]
     if job.world_size > 1:
         helps.append(Help("or start fewer ranks", again(job, job.world_size // 2)))
     return tuple(helps)

@@ -1,4 +1,6 @@
-"""A long traceback in few lines: what each exception of a chain says, and the program's own frames, before those of libraries."""
+"""A long traceback in few lines: what each exception of a chain says, and the program's own frames,
+before those of libraries.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ _JOINTS = (
     "During handling of the above exception, another exception occurred:",
 )
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
-# What torch adds to a message for those who look into torch: it says less than any frame of the program.
+# What torch adds to a message for those who look into torch: it says less than any frame of the
+# program.
 _NATIVE = re.compile(r"^(frame #\d+|Exception raised from |C\+\+ CapturedTraceback|\[W\d)")
-_MESSAGE_PARTS = 2  # of the named exception's message beyond its first line: torch names there the tensor that does not fit
-_TRIED = 100  # parts that are tried for their room: many times what a report has, and a recursion has thousands
+# of the named exception's message beyond its first line: torch names there the tensor that does not
+# fit
+_MESSAGE_PARTS = 2
+# parts that are tried for their room: many times what a report has, and a recursion has thousands
+_TRIED = 100
 
-_Part = tuple[int, ...]  # indexes of lines that say something together: a frame and its source line, or one line alone
+_Part = tuple[
+    int, ...
+]  # indexes of lines that say something together: a frame and its source line, or one line alone
 
 
 @dataclass
@@ -33,12 +41,15 @@ class _Block:
     own: list[_Part] = field(default_factory=list)  # the program's frames, outermost first
     others: list[_Part] = field(default_factory=list)  # those of libraries
     words: _Part = ()  # the line that names the exception
-    more: list[_Part] = field(default_factory=list)  # the further lines of its message; what introduces a line together with it
+    more: list[_Part] = field(
+        default_factory=list
+    )  # the further lines of its message; what introduces a line together with it
 
 
 def abridged(lines: Sequence[str], kind: str, most: int, elsewhere: str = "") -> list[str]:
-    """At most so many of the lines, those left out counted where they stood. `kind`: the type of the exception that a report is about, ""
-    for the last one; `elsewhere`: where the rest stands (" in rank1.log:40"), said once. Lines that underline are left to the caller."""
+    """At most so many of the lines, those left out counted where they stood. `kind`: the type of
+    the exception that a report is about, "" for the last one; `elsewhere`: where the rest stands ("
+    in rank1.log:40"), said once. Lines that underline are left to the caller."""
     if len(lines) <= most:
         return list(lines)
     blocks = _blocks(lines)
@@ -73,7 +84,9 @@ def _blocks(lines: Sequence[str]) -> list[_Block]:
             while at < len(lines) and lines[at].startswith(("    ", "  [Previous line")):
                 at += 1
             one = Frame(frame["file"], int(frame["line"]), frame["function"] or "")
-            (block.others if stacks.library(one) or stacks.hidden(one) else block.own).append(tuple(range(start, at)))
+            (block.others if stacks.library(one) or stacks.hidden(one) else block.own).append(
+                tuple(range(start, at))
+            )
         elif not block.words:
             block.words = (start,)
         elif block.more and lines[block.more[-1][-1]].endswith(":"):  # it introduces this one
@@ -87,7 +100,11 @@ def _by_weight(blocks: list[_Block], kind: str, lines: Sequence[str]) -> Iterato
     """The parts of a traceback, those first that a reader misses most."""
     whole = [i for i, block in enumerate(blocks) if block.words]
     at = next((i for i in whole if kind and lines[blocks[i].words[0]].startswith(kind)), whole[-1])
-    named, causes, later = blocks[at], [blocks[i] for i in reversed(whole) if i < at], [blocks[i] for i in whole if i > at]
+    named, causes, later = (
+        blocks[at],
+        [blocks[i] for i in reversed(whole) if i < at],
+        [blocks[i] for i in whole if i > at],
+    )
     yield named.words
     yield blocks[0].header
     yield from (block.words for block in causes)
@@ -112,7 +129,9 @@ def _shown(lines: Sequence[str], kept: set[int], elsewhere: str) -> Iterator[str
         if i < len(lines) and i not in kept:
             left_out.append(lines[i])
             continue
-        if any(line.strip() for line in left_out) and i < len(lines):  # what follows the last line that is kept is not spoken of
+        if any(line.strip() for line in left_out) and i < len(
+            lines
+        ):  # what follows the last line that is kept is not spoken of
             number = len(left_out)
             yield f"... {number} more line{'s' * (number > 1)}{elsewhere}"
             elsewhere = ""
@@ -122,8 +141,12 @@ def _shown(lines: Sequence[str], kept: set[int], elsewhere: str) -> Iterator[str
 
 
 def _ends(lines: Sequence[str], kind: str, most: int, elsewhere: str) -> list[str]:
-    """Of something else than a traceback of frames, as of a group of exceptions, the beginning and the end."""
-    end = next((i for i, line in enumerate(lines) if kind and line.startswith(kind)), len(lines) - 1)
+    """Of something else than a traceback of frames, as of a group of exceptions, the beginning and
+    the end.
+    """
+    end = next(
+        (i for i, line in enumerate(lines) if kind and line.startswith(kind)), len(lines) - 1
+    )
     head = 3 if end > 5 else 1
     tail = lines[max(head, end - (most - head - 2)) : end + 1]
     return [*lines[:head], f"... {len(lines) - head - len(tail)} more lines{elsewhere}", *tail]

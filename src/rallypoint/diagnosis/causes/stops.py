@@ -1,4 +1,6 @@
-"""What stopped a job when no rank shows a cause: somebody, its time, the launcher, or nobody knows what."""
+"""What stopped a job when no rank shows a cause: somebody, its time, the launcher, or nobody knows
+what.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,13 @@ def unknown(case: Case, error: Raised | None) -> Report:
         ruled_out.append("the kernel killed nothing in this cgroup for lack of memory")
     unanswered = error is not None and "connectFullMesh" in error.message
     if unanswered:
-        ruled_out.append("gloo had the other ranks' addresses from the store, and one of them did not answer")
+        ruled_out.append(
+            "gloo had the other ranks' addresses from the store, and one of them did not answer"
+        )
     did = "did not reach" if unanswered else "lost"
-    what = f"{did} another rank ({classify.in_short(error)})" if error else how_ended(job, case.first)
+    what = (
+        f"{did} another rank ({classify.in_short(error)})" if error else how_ended(job, case.first)
+    )
     report = of_end(
         case,
         "cause-unknown",
@@ -55,17 +61,28 @@ def unknown(case: Case, error: Raised | None) -> Report:
     )
     stale: tuple[Help, ...] = ()
     if unanswered and case.first.meeting is not None and case.first.meeting.method != "env://":
-        stale = (Help("start the store anew, or meet at another port: one that an earlier job has used keeps the addresses of its ranks"),)
+        stale = (
+            Help(
+                "start the store anew, or meet at another port: one that an earlier job has used keeps the addresses of its ranks"
+            ),
+        )
     helps = (
         *stale,
         Help("read the last lines of every rank", "rallypoint show"),
-        Help("or run it again with what torch knows of its connections in them", "export TORCH_CPP_LOG_LEVEL=INFO"),
+        Help(
+            "or run it again with what torch knows of its connections in them",
+            "export TORCH_CPP_LOG_LEVEL=INFO",
+        ),
     )
-    return msgspec.structs.replace(report, said=traceback_said(case.first, error) if error else report.said, help=helps)
+    return msgspec.structs.replace(
+        report, said=traceback_said(case.first, error) if error else report.said, help=helps
+    )
 
 
 def interrupted(job: JobEvidence, seen: tuple[str, ...] = ()) -> Report:
-    """Somebody wanted the job to stop: where each rank was. `seen`: what keeps those who wait from meeting."""
+    """Somebody wanted the job to stop: where each rank was. `seen`: what keeps those who wait from
+    meeting.
+    """
     name = job.interrupted_by
     lines = whereabouts(job, job.ranks, Case(job, job.ranks, "").root)
     number = getattr(signals, name, signals.SIGTERM) if name.startswith("SIG") else signals.SIGTERM
@@ -84,14 +101,21 @@ def interrupted(job: JobEvidence, seen: tuple[str, ...] = ()) -> Report:
 def overdue(job: JobEvidence, seen: tuple[str, ...] = ()) -> Report:
     """The time that the whole job was given is over: where each rank was. `seen` as above."""
     lines = whereabouts(job, job.ranks, Case(job, job.ranks, "").root)
-    returned = sum(rank.ended is not None and rank.ended.code == rank.ended.signal == 0 for rank in job.ranks)
+    returned = sum(
+        rank.ended is not None and rank.ended.code == rank.ended.signal == 0 for rank in job.ranks
+    )
     return Report(
         code="launch-timeout",
         headline=f"{job.program} had returned in {returned} of {job.world_size} ranks when its {job.overdue:g} s were over",
         why="where the ranks were:" if lines else "no rank had been started",
         evidence=(*lines, *seen),
         then="" if not lines else "the others were stopped" if returned else "they were stopped",
-        help=(Help("give it more time, or None for as long as it takes", "rallypoint.launch(..., timeout=None)"),),
+        help=(
+            Help(
+                "give it more time, or None for as long as it takes",
+                "rallypoint.launch(..., timeout=None)",
+            ),
+        ),
         logs=(job.run_dir,) if job.run_dir else (),
         exit_status=75,
     )
@@ -103,22 +127,35 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
     assert lost is not None
     ended = lost.ended
     by_signal = ended.signal and ended.signal not in CRASHES
-    how = f"was ended by {signal_name(ended.signal)}" if ended.signal else f"exited with code {ended.code}"
+    how = (
+        f"was ended by {signal_name(ended.signal)}"
+        if ended.signal
+        else f"exited with code {ended.code}"
+    )
     evidence = [f"it had pid {lost.pid} and ended {ended.at:.2f} s after the job's start"]
     why = "a job cannot go on without it"
     for_memory = ended.signal == signals.SIGKILL and resources.for_memory(job.memory, lost.pid)
     certain = lost.pid in job.memory.killed_pids or not for_memory
     if for_memory:
         why = (
-            "the kernel killed it for lack of memory: its log names the pid" if certain else resources.why_killed(job.memory, certain=False)
+            "the kernel killed it for lack of memory: its log names the pid"
+            if certain
+            else resources.why_killed(job.memory, certain=False)
         )
         evidence += resources.kills_known(job.memory, "")
     elif by_signal:
-        evidence.append("rallypoint ends it with no signal while a job runs, so the signal came from outside")
-    helps = () if by_signal else (Help("if it happens again, report it with this text and the logs"),)
+        evidence.append(
+            "rallypoint ends it with no signal while a job runs, so the signal came from outside"
+        )
+    helps = (
+        () if by_signal else (Help("if it happens again, report it with this text and the logs"),)
+    )
     if for_memory:
         helps = (
-            Help("give the job more memory: a process that has imported torch holds a few hundred MiB", "docker run --memory=64g ..."),
+            Help(
+                "give the job more memory: a process that has imported torch holds a few hundred MiB",
+                "docker run --memory=64g ...",
+            ),
         )
     return Report(
         code="launcher-died",
@@ -126,7 +163,9 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
         why=why,
         evidence=tuple(evidence),
         then=then,
-        said=(Said(f"the {lost.name}", tuple(cut(line) for line in lost.words[-SAID_LINES:])),) if lost.words else (),
+        said=(Said(f"the {lost.name}", tuple(cut(line) for line in lost.words[-SAID_LINES:])),)
+        if lost.words
+        else (),
         help=helps,
         logs=(job.run_dir,) if job.run_dir else (),
         confidence="certain" if certain else "likely",
@@ -134,7 +173,8 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
     )
 
 
-# --- of a log --------------------------------------------------------------------------------------------------------
+# --- of a log
+# --------------------------------------------------------------------------------------------------
 
 MOST_SPOKEN = 4  # lines in words that are not known that a report shows
 _MORE_TIME = {
@@ -163,7 +203,9 @@ def interrupted_in_log(stop: Sighting) -> Report:
         look = "sacct -j JOBID --format JobID,State,ExitCode,Reason"
         helps = (Help("see how the job and its steps ended", look),)
     elif number == signals.SIGHUP:
-        what = "the launcher was stopped by SIGHUP, as when the terminal or the ssh connection closes"
+        what = (
+            "the launcher was stopped by SIGHUP, as when the terminal or the ssh connection closes"
+        )
         helps = (Help("start it so that it outlives the terminal", "tmux new -s train"),)
     elif number and number != signals.SIGINT:
         what = f"the launcher was stopped by {signal_name(number)}"
@@ -185,7 +227,9 @@ def reported(headline: Sighting) -> Report:
 
 
 def same_rank(count: Sighting) -> Report:
-    """As many processes as the group has came, some of them as the same rank: the others stay away."""
+    """As many processes as the group has came, some of them as the same rank: the others
+    stay away.
+    """
     return Report(
         code="rank-duplicate",
         headline=f"more than one process came as {ranks_phrase(count.ranks)}, by the lines of Lightning",
@@ -196,7 +240,9 @@ def same_rank(count: Sighting) -> Report:
                 "see what each process is given, by the same launcher",
                 "srun env | grep -e SLURM_PROCID -e SLURM_NTASKS -e NODE_RANK",
             ),
-            Help("and start them either by Slurm, one task for each GPU, or by Lightning, one task for each node"),
+            Help(
+                "and start them either by Slurm, one task for each GPU, or by Lightning, one task for each node"
+            ),
         ),
         logs=count.place.shown,
         ranks=count.ranks,
@@ -205,7 +251,9 @@ def same_rank(count: Sighting) -> Report:
 
 
 def unknown_in_log(case: Case, error: Raised | None) -> Report:
-    """Nothing in a log that names a cause: what it has, and what is ruled out. `case`: who shows a consequence."""
+    """Nothing in a log that names a cause: what it has, and what is ruled out. `case`: who shows a
+    consequence.
+    """
     findings = case.job.log
     assert findings is not None
     spoken = [sighting for sighting in findings.sightings if sighting.sign is Sign.SPOKEN]
@@ -221,7 +269,9 @@ def unknown_in_log(case: Case, error: Raised | None) -> Report:
     evidence += [f"{ranks_phrase(ranks)} timed out in {call}" for call, ranks in calls.items()]
     evidence = evidence[:EVIDENCE_LINES]
     before = [s for s in spoken if s.place.log == first.log and s.place.line < first.order]
-    evidence += [f"line {s.place.line}, before that: {cut(s.text, 200)}" for s in before[:MOST_SPOKEN]]
+    evidence += [
+        f"line {s.place.line}, before that: {cut(s.text, 200)}" for s in before[:MOST_SPOKEN]
+    ]
     look = "look at the logs of the other ranks and nodes, too: the cause stands in one of them"
     helps: tuple[Help, ...] = (Help(look, _ALL_LOGS),)
     at = reachability.unreached_at(_words(first, error))
@@ -304,7 +354,9 @@ def _in_unknown_words(findings: Findings, spoken: Sequence[Sighting]) -> Report:
         load = "load in the rank itself: then the traceback has the line that failed"
         helps.insert(0, Help(load, "DataLoader(..., num_workers=0)"))
     elif any("eartbeat monitor" in s.text or "watchdog got stuck" in s.text for s in spoken):
-        look = "see where every rank stands when it hangs: something holds the GPU, or Python's lock"
+        look = (
+            "see where every rank stands when it hangs: something holds the GPU, or Python's lock"
+        )
         helps.insert(0, Help(look, "py-spy dump --pid PID"))
     several = f", and {len(spoken) - 1} more after it" if len(spoken) > 1 else ""
     headline = f"line {first.place.line} speaks of a failure{several}; the cause is not known"
@@ -315,7 +367,9 @@ def _in_unknown_words(findings: Findings, spoken: Sequence[Sighting]) -> Report:
     return Report(
         code="cause-unknown",
         headline=headline,
-        why="the log goes on for long after it, so it may have been handled" if handled else _UNKNOWN_WORDS,
+        why="the log goes on for long after it, so it may have been handled"
+        if handled
+        else _UNKNOWN_WORDS,
         said=(Said(first.speaker.name or "the log", lines),),
         help=tuple(helps),
         logs=first.place.shown,

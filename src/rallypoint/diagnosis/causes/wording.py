@@ -12,8 +12,12 @@ from rallypoint.host import signals as host_signals
 signal_name = host_signals.name  # one spelling everywhere
 
 LINE_CHARACTERS = 400  # of one quoted line; a rank can print megabytes without a newline
-HEADLINE_MESSAGE = 160  # characters of an exception's message in the headline: two lines of a terminal
-HEADLINE_OURS = 400  # of an exception of ours: it names those who are missing, and one that is cut off is the one that is looked for
+HEADLINE_MESSAGE = (
+    160  # characters of an exception's message in the headline: two lines of a terminal
+)
+# of an exception of ours: it names those who are missing, and one that is cut off is the one that
+# is looked for
+HEADLINE_OURS = 400
 EVIDENCE_LINES = 7  # of a list with a line for each rank or place
 
 
@@ -28,7 +32,13 @@ def named(error: Raised) -> str:
 
 def size(count: int) -> str:
     """Bytes for people: `18.9 GiB`."""
-    for unit, name in ((1 << 60, "EiB"), (1 << 50, "PiB"), (1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
+    for unit, name in (
+        (1 << 60, "EiB"),
+        (1 << 50, "PiB"),
+        (1 << 40, "TiB"),
+        (1 << 30, "GiB"),
+        (1 << 20, "MiB"),
+    ):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count} bytes"
@@ -75,4 +85,8 @@ def first_line(message: str, most: int = HEADLINE_MESSAGE) -> str:
 
 def listed(lines: Sequence[str]) -> tuple[str, ...]:
     """Lines of evidence, of a long list the first ones and how many more."""
-    return tuple(lines) if len(lines) <= EVIDENCE_LINES else (*lines[: EVIDENCE_LINES - 1], f"and {len(lines) - EVIDENCE_LINES + 1} more")
+    return (
+        tuple(lines)
+        if len(lines) <= EVIDENCE_LINES
+        else (*lines[: EVIDENCE_LINES - 1], f"and {len(lines) - EVIDENCE_LINES + 1} more")
+    )

@@ -42,12 +42,15 @@ CLOCK_READINGS = 2000
 """Readings of the monotonic clock, 100 ns each: processors whose clocks differ show it in far
 fewer."""
 
-_CLOCK_SLACK = 86400.0  # seconds: a file system with a time zone mistake does not make the clock wrong
+_CLOCK_SLACK = (
+    86400.0  # seconds: a file system with a time zone mistake does not make the clock wrong
+)
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of timex.h
 _CGROUP_NO_LIMIT = 1 << 60  # version 1 writes "no limit" as the largest multiple of a page
 
 
-# --- files of the kernel ---------------------------------------------------------------------------
+# --- files of the kernel
+# ---------------------------------------------------------------------------
 
 
 def cgroup_folders(controller: str, root: str = "/") -> Iterator[tuple[str, bool]]:
@@ -63,7 +66,11 @@ def cgroup_folders(controller: str, root: str = "/") -> Iterator[tuple[str, bool
         unified = hierarchy == "0" and not controllers
         if not unified and controller not in controllers.split(","):
             continue
-        places = (mounts, os.path.join(mounts, "unified")) if unified else (os.path.join(mounts, controller),)
+        places = (
+            (mounts, os.path.join(mounts, "unified"))
+            if unified
+            else (os.path.join(mounts, controller),)
+        )
         parts = [part for part in group.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             yield from ((os.path.join(place, *parts[:depth]), unified) for place in places)
@@ -84,7 +91,8 @@ def number_in(*path: str) -> int:
     return int(words) if words.isdigit() and int(words) < _CGROUP_NO_LIMIT else 0
 
 
-# --- versions --------------------------------------------------------------------------------------
+# --- versions
+# --------------------------------------------------------------------------------------
 
 
 class Package(NamedTuple):
@@ -103,7 +111,11 @@ def versions(oldest_torch: tuple[int, int]) -> list[Finding]:
 
     system = f"{os.uname().sysname} {os.uname().release}"
     here = f"rallypoint {__version__}, Python {platform.python_version()}, {system}"
-    return [judge_versions(here, sys.executable, torch_build(), _packages(), look().driver, oldest_torch)]
+    return [
+        judge_versions(
+            here, sys.executable, torch_build(), _packages(), look().driver, oldest_torch
+        )
+    ]
 
 
 def _packages() -> list[Package]:
@@ -126,7 +138,12 @@ def _packages() -> list[Package]:
 
 
 def judge_versions(
-    here: str, python: str, torch: Build | None, packages: list[Package], driver: str, oldest_torch: tuple[int, int]
+    here: str,
+    python: str,
+    torch: Build | None,
+    packages: list[Package],
+    driver: str,
+    oldest_torch: tuple[int, int],
 ) -> Finding:
     install = f"{python} -m pip install"
     if torch is None:
@@ -134,43 +151,72 @@ def judge_versions(
             "torch-missing",
             f"{here}; torch is not installed in {python}",
             ("install it there", f"{install} torch"),
-            ("without a GPU the CPU build is smaller", f"{install} torch --index-url {PACKAGE_INDEX_CPU}"),
+            (
+                "without a GPU the CPU build is smaller",
+                f"{install} torch --index-url {PACKAGE_INDEX_CPU}",
+            ),
         )
-    made_for = f"for CUDA {torch.cuda}" if torch.cuda else f"for {torch.other}" if torch.other else "without CUDA"
-    nccl = next((f", NCCL {one.installed}" for one in packages if one.name.startswith("nvidia-nccl")), "")
-    shown = f"{here}, torch {torch.version} ({made_for}){nccl}{f', driver {driver}' if driver else ''}"
+    made_for = (
+        f"for CUDA {torch.cuda}"
+        if torch.cuda
+        else f"for {torch.other}"
+        if torch.other
+        else "without CUDA"
+    )
+    nccl = next(
+        (f", NCCL {one.installed}" for one in packages if one.name.startswith("nvidia-nccl")), ""
+    )
+    shown = (
+        f"{here}, torch {torch.version} ({made_for}){nccl}{f', driver {driver}' if driver else ''}"
+    )
     number = re.match(r"(\d+)\.(\d+)", torch.version)
     if number and (int(number[1]), int(number[2])) < oldest_torch:
         oldest = ".".join(map(str, oldest_torch))
         return fault(
-            "torch-too-old", f"{shown}; rallypoint needs torch {oldest}", ("install a newer torch", f"{install} 'torch>={oldest}'")
+            "torch-too-old",
+            f"{shown}; rallypoint needs torch {oldest}",
+            ("install a newer torch", f"{install} 'torch>={oldest}'"),
         )
     if wrong := [package for package in packages if package.installed != package.wanted]:
-        listed = ", ".join(f"{one.name} is {one.installed} and torch wants {one.wanted}" for one in wrong)
+        listed = ", ".join(
+            f"{one.name} is {one.installed} and torch wants {one.wanted}" for one in wrong
+        )
         return note(
             "versions-differ",
             f"{shown}; {listed}",
-            ("install what this torch was built with", f"{install} {' '.join(f'{one.name}=={one.wanted}' for one in wrong)}"),
-            why=("another version of a library can crash, or behave otherwise than the one that torch was tested with",),
+            (
+                "install what this torch was built with",
+                f"{install} {' '.join(f'{one.name}=={one.wanted}' for one in wrong)}",
+            ),
+            why=(
+                "another version of a library can crash, or behave otherwise than the one that torch was tested with",
+            ),
         )
     return ok(shown)
 
 
-# --- processors ------------------------------------------------------------------------------------
+# --- processors
+# ------------------------------------------------------------------------------------
 
 
 def processors() -> list[Finding]:
     """Check how many processors this process may really use."""
     load = text_of("/proc/loadavg").split()
     bound = len(os.sched_getaffinity(0))
-    return [judge_processors(os.cpu_count() or 1, bound, processor_quota(), float(load[0]) if load else 0.0)]
+    return [
+        judge_processors(
+            os.cpu_count() or 1, bound, processor_quota(), float(load[0]) if load else 0.0
+        )
+    ]
 
 
 def processor_quota(root: str = "/") -> float:
     """Return the number of processors whose time the control group may use; 0.0 for no limit."""
     found = []
     for folder, unified in cgroup_folders("cpu", root):
-        names = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")  # quota -1 or max: none
+        names = (
+            ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        )  # quota -1 or max: none
         words = " ".join(text_of(folder, name) for name in names).split()
         if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
             found.append(int(words[0]) / int(words[1]))
@@ -183,19 +229,29 @@ def judge_processors(there: int, bound: int, quota: float = 0.0, load: float = 0
         return note(
             "container-limit",
             f"the container may use the time of {quota:.3g} processors, and nproc says {bound}",
-            ("let each of N ranks have its share of threads, for one rank", f"export OMP_NUM_THREADS={max(1, int(quota))}"),
+            (
+                "let each of N ranks have its share of threads, for one rank",
+                f"export OMP_NUM_THREADS={max(1, int(quota))}",
+            ),
             ("or give the container more", "docker run --cpus=N"),
-            why=("whoever counts processors starts too many threads, and all of them are stopped for the rest of each period",),
+            why=(
+                "whoever counts processors starts too many threads, and all of them are stopped for the rest of each period",
+            ),
         )
-    shown = f"{there} processor{'s' * (there != 1)}" + (f", bound to {bound} of them" if bound < there else "")
+    shown = f"{there} processor{'s' * (there != 1)}" + (
+        f", bound to {bound} of them" if bound < there else ""
+    )
     if load > 2 * bound:
-        shown += f", for which {load:.0f} processes wait (the last minute's mean): timings will be poor"
+        shown += (
+            f", for which {load:.0f} processes wait (the last minute's mean): timings will be poor"
+        )
     elif load:
         shown += f", load {load:.1f}"
     return ok(shown)
 
 
-# --- memory ----------------------------------------------------------------------------------------
+# --- memory
+# ----------------------------------------------------------------------------------------
 
 
 def memory(root: str = "/") -> list[Finding]:
@@ -205,11 +261,17 @@ def memory(root: str = "/") -> list[Finding]:
 
     limit = used = 0
     for folder, unified in cgroup_folders("memory", root):
-        names = ("memory.max", "memory.current") if unified else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        names = (
+            ("memory.max", "memory.current")
+            if unified
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
         bound = number_in(folder, names[0])
         if bound and (not limit or bound < limit):
             limit = bound
-            cached = re.search(r"^(?:total_)?inactive_file (\d+)", text_of(folder, "memory.stat"), re.MULTILINE)
+            cached = re.search(
+                r"^(?:total_)?inactive_file (\d+)", text_of(folder, "memory.stat"), re.MULTILINE
+            )
             used = max(0, number_in(folder, names[1]) - (int(cached[1]) if cached else 0))
     return judge_memory(memory_counters(root), limit, used)
 
@@ -228,7 +290,9 @@ def judge_memory(counters: MemoryCounters, limit: int = 0, used: int = 0) -> lis
     if free < LITTLE_MEMORY:
         help = ("see who has it", "ps -eo pid,user,rss,args --sort=-rss | head")
         why = ("a rank that has imported torch holds a few hundred MiB before it has any data",)
-        found.append(note("host-memory-low", f"{size(free)} of memory is free, {of}", help, *more, why=why))
+        found.append(
+            note("host-memory-low", f"{size(free)} of memory is free, {of}", help, *more, why=why)
+        )
     if counters.oom_kills:
         killed = "a process" if counters.oom_kills == 1 else f"{counters.oom_kills} processes"
         found.append(
@@ -242,14 +306,17 @@ def judge_memory(counters: MemoryCounters, limit: int = 0, used: int = 0) -> lis
     return found or [ok(f"{size(free)} free {of}")]
 
 
-# --- limits ----------------------------------------------------------------------------------------
+# --- limits
+# ----------------------------------------------------------------------------------------
 
 
 class ProcessLimits(NamedTuple):
     """Limits of this process, and so of its ranks (getrlimit(2)); `NO_LIMIT` stands for none."""
 
     files: tuple[int, int]  # soft, hard
-    processes: int = NO_LIMIT  # how many processes and threads this user may have; root has no limit
+    processes: int = (
+        NO_LIMIT  # how many processes and threads this user may have; root has no limit
+    )
     processes_used: int = 0
     group_processes: int = 0  # of the control group with the least room left, 0: no limit
     group_used: int = 0
@@ -269,7 +336,10 @@ def look_at_limits(root: str = "/") -> ProcessLimits:
 
     is_root = os.geteuid() == 0
     processes = NO_LIMIT if is_root else soft(resource.RLIMIT_NPROC)
-    groups = [(number_in(folder, "pids.max"), number_in(folder, "pids.current")) for folder, _ in cgroup_folders("pids", root)]
+    groups = [
+        (number_in(folder, "pids.max"), number_in(folder, "pids.current"))
+        for folder, _ in cgroup_folders("pids", root)
+    ]
     group = min((one for one in groups if one[0]), key=lambda one: one[0] - one[1], default=(0, 0))
     infiniband = os.path.join(root, "sys/class/infiniband")
     return ProcessLimits(
@@ -297,14 +367,21 @@ def _threads_of(uid: int) -> int:
 
 def judge_limits(limits: ProcessLimits) -> list[Finding]:
     found = [*_files(*limits.files), *_processes(limits)]
-    if limits.infiniband and limits.locked != NO_LIMIT:  # only InfiniBand registers memory with the card
+    if (
+        limits.infiniband and limits.locked != NO_LIMIT
+    ):  # only InfiniBand registers memory with the card
         found.append(
             note(
                 "limit-low",
                 f"a process may lock {size(limits.locked)} of memory, and there is InfiniBand here",
-                ("lift it where the job is started; for a container", "docker run --ulimit memlock=-1"),
+                (
+                    "lift it where the job is started; for a container",
+                    "docker run --ulimit memlock=-1",
+                ),
                 ("or for a user, in /etc/security/limits.conf", "* - memlock unlimited"),
-                why=("NCCL registers its buffers with the card, and fails with 'ibv_reg_mr: Cannot allocate memory'",),
+                why=(
+                    "NCCL registers its buffers with the card, and fails with 'ibv_reg_mr: Cannot allocate memory'",
+                ),
             )
         )
     if limits.address_space != NO_LIMIT:
@@ -313,11 +390,17 @@ def judge_limits(limits: ProcessLimits) -> list[Finding]:
                 "limit-low",
                 f"a process may have {size(limits.address_space)} of address space",
                 ("lift it for this shell", "ulimit -v unlimited"),
-                why=("CUDA reserves more address space than the machine has memory, and libraries and threads' stacks count, too",),
+                why=(
+                    "CUDA reserves more address space than the machine has memory, and libraries and threads' stacks count, too",
+                ),
             )
         )
-    files = "no limit on open files" if limits.files[0] == NO_LIMIT else f"{limits.files[0]} open files"
-    processes = "no limit on processes" if limits.processes == NO_LIMIT else f"{limits.processes} processes"
+    files = (
+        "no limit on open files" if limits.files[0] == NO_LIMIT else f"{limits.files[0]} open files"
+    )
+    processes = (
+        "no limit on processes" if limits.processes == NO_LIMIT else f"{limits.processes} processes"
+    )
     locked = "" if limits.locked == NO_LIMIT else f", {size(limits.locked)} of locked memory"
     return found or [ok(f"{files}, {processes}{locked}")]
 
@@ -330,28 +413,60 @@ def _files(soft: int, hard: int) -> list[Finding]:
     if raised > soft:
         help.append(("raise it for this shell, and what is started from it", f"ulimit -n {raised}"))
     if raised < FEW_FILES:
-        help.append((f"a hard limit of {hard} is raised by root, for a container where it is started", "docker run --ulimit nofile=65536"))
-        help.append(("or for a user, from the next login on, in /etc/security/limits.conf", "* hard nofile 65536"))
-    why = ("loader workers hand tensors over as open files; too few end as 'received 0 items of ancdata' or 'Too many open files'",)
+        help.append(
+            (
+                f"a hard limit of {hard} is raised by root, for a container where it is started",
+                "docker run --ulimit nofile=65536",
+            )
+        )
+        help.append(
+            (
+                "or for a user, from the next login on, in /etc/security/limits.conf",
+                "* hard nofile 65536",
+            )
+        )
+    why = (
+        "loader workers hand tensors over as open files; too few end as 'received 0 items of ancdata' or 'Too many open files'",
+    )
     make = fault if soft < FEWEST_FILES else note
     return [make("limit-low", f"a process may have {soft} files open", *help, why=why)]
 
 
 def _processes(limits: ProcessLimits) -> list[Finding]:
     """Judge the user's limit or the control group's, whichever leaves less room."""
-    user = ("this user", limits.processes, limits.processes_used, ("raise it for this shell", "ulimit -u unlimited"))
-    group = ("this control group", limits.group_processes, limits.group_used, ("give the container more", "docker run --pids-limit=-1"))
+    user = (
+        "this user",
+        limits.processes,
+        limits.processes_used,
+        ("raise it for this shell", "ulimit -u unlimited"),
+    )
+    group = (
+        "this control group",
+        limits.group_processes,
+        limits.group_used,
+        ("give the container more", "docker run --pids-limit=-1"),
+    )
     bounds = [bound for bound in (user, group) if bound[1] not in (0, NO_LIMIT)]
     for owner, most, used, help in sorted(bounds, key=lambda bound: bound[1] - bound[2])[:1]:
         left = max(0, most - used)
         if left < FEW_PROCESSES:
             make = fault if left < FEWEST_PROCESSES else note
-            why = ("what needs one more fails with 'Resource temporarily unavailable' or 'can't start new thread'",)
-            return [make("limit-low", f"{owner} may have {most} processes and threads, and has {used}", help, why=why)]
+            why = (
+                "what needs one more fails with 'Resource temporarily unavailable' or 'can't start new thread'",
+            )
+            return [
+                make(
+                    "limit-low",
+                    f"{owner} may have {most} processes and threads, and has {used}",
+                    help,
+                    why=why,
+                )
+            ]
     return []
 
 
-# --- clocks ----------------------------------------------------------------------------------------
+# --- clocks
+# ----------------------------------------------------------------------------------------
 
 
 class _Timex(ctypes.Structure):
@@ -368,21 +483,40 @@ def clocks() -> list[Finding]:
     keeps it."""
     clock = Clock()
     readings = [clock.monotonic() for _ in range(CLOCK_READINGS)]
-    told = _Timex()  # `modes` 0 changes nothing and needs no privilege; a sandbox may refuse all the same
+    told = (
+        _Timex()
+    )  # `modes` 0 changes nothing and needs no privilege; a sandbox may refuse all the same
     asked = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(told)) >= 0
     kept = not told.status & _UNSYNCHRONISED if asked else None
     installed = os.stat(__file__).st_mtime
-    return [judge_clocks(clock.wall() - installed, clock.date(), readings == sorted(readings), kept, told.maxerror / 1e6)]
+    return [
+        judge_clocks(
+            clock.wall() - installed,
+            clock.date(),
+            readings == sorted(readings),
+            kept,
+            told.maxerror / 1e6,
+        )
+    ]
 
 
-def judge_clocks(since_install: float, date: str, forward: bool = True, kept: bool | None = None, error: float = 0.0) -> Finding:
+def judge_clocks(
+    since_install: float,
+    date: str,
+    forward: bool = True,
+    kept: bool | None = None,
+    error: float = 0.0,
+) -> Finding:
     """`since_install`: seconds; `kept`: by a time service, None when the kernel does not say, and
     `error` its seconds."""
     if not forward:
         return fault(
             "clock-wrong",
             "the monotonic clock was seen to go back",
-            ("see which source of time the kernel uses, and what it thinks of it", "sudo dmesg | grep -i -e clocksource -e tsc"),
+            (
+                "see which source of time the kernel uses, and what it thinks of it",
+                "sudo dmesg | grep -i -e clocksource -e tsc",
+            ),
             why=("every timeout is counted with it",),
         )
     if since_install < -_CLOCK_SLACK:

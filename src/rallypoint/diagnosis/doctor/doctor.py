@@ -62,7 +62,9 @@ class Check(NamedTuple):
     names: tuple[str, ...]
     deadline: float
     find: Callable[[], Sequence[Finding]]
-    needs: tuple[str, ...] = ()  # names of earlier checks without which this one only waits for its deadline
+    needs: tuple[
+        str, ...
+    ] = ()  # names of earlier checks without which this one only waits for its deadline
 
 
 _TABLE: tuple[tuple[tuple[str, ...], float, str], ...] = (
@@ -93,7 +95,12 @@ def standard(oldest_torch: tuple[int, int], trial: Trial) -> tuple[Check, ...]:
     arguments = {"versions": (oldest_torch,), "job": (trial,)}
     needs = {"job": ("loopback",)}
     return tuple(
-        Check(names, deadline, partial(_find, function, *arguments.get(names[0], ())), needs.get(names[0], ()))
+        Check(
+            names,
+            deadline,
+            partial(_find, function, *arguments.get(names[0], ())),
+            needs.get(names[0], ()),
+        )
         for names, deadline, function in _TABLE
     )
 
@@ -102,11 +109,17 @@ def _find(path: str, *arguments: object) -> Sequence[Finding]:
     """Import the module of a check in the child: the first line must not wait for what the last one
     needs."""
     module, _, function = path.partition(".")
-    found: Sequence[Finding] = getattr(import_module(f"rallypoint.diagnosis.doctor.{module}"), function)(*arguments)
+    found: Sequence[Finding] = getattr(
+        import_module(f"rallypoint.diagnosis.doctor.{module}"), function
+    )(*arguments)
     return found
 
 
-def run(checks: Sequence[Check], wanted: Collection[str] = NAMES, starting: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
+def run(
+    checks: Sequence[Check],
+    wanted: Collection[str] = NAMES,
+    starting: Callable[[str], None] = lambda name: None,
+) -> Iterator[Finding]:
     """Yield the findings for the names that are `wanted`, as they come, each with its `check`; at
     least one for each.
 
@@ -172,13 +185,22 @@ def _in_child(check: Check, parent: int, writer: int) -> None:
     processes.die_with(parent)
     os.setpgid(0, 0)
     null = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):  # if it hangs for ever, it must not keep open what others read the doctor's output from
+    for number in range(
+        3
+    ):  # if it hangs for ever, it must not keep open what others read the doctor's output from
         os.dup2(null, number)
     try:
         found = check.find()
     except Exception as error:
         trace = tuple("".join(traceback.format_exception(error)).splitlines())
-        found = [fault("internal-error", f"the check failed: {type(error).__name__}: {error}", _PLEASE_REPORT, why=trace)]
+        found = [
+            fault(
+                "internal-error",
+                f"the check failed: {type(error).__name__}: {error}",
+                _PLEASE_REPORT,
+                why=trace,
+            )
+        ]
     with os.fdopen(writer, "wb") as pipe:
         pipe.write(msgspec.json.encode([cleaned(finding) for finding in found]) + b"\n")
 
@@ -220,7 +242,12 @@ def _end(pid: int) -> int | None:
 def _overrun(deadline: float, status: int | None) -> Finding:
     held = "the process that looked cannot be killed: the kernel holds it, mostly for a disk, a file server or a driver"
     help = ("do by hand what this check does: its page says what that is", "")
-    return fault("check-overrun", f"no answer within {deadline:g} s", help, why=(held,) if status is None else ())
+    return fault(
+        "check-overrun",
+        f"no answer within {deadline:g} s",
+        help,
+        why=(held,) if status is None else (),
+    )
 
 
 def _without_memory(limit: int) -> Finding:
@@ -233,9 +260,15 @@ def _without_memory(limit: int) -> Finding:
     )
 
 
-# --- for people ------------------------------------------------------------------------------------------------------
+# --- for people
+# --------------------------------------------------------------------------------------------------
 
-_MARKS = {"ok": ("[ok]", "\x1b[32m"), "unknown": ("[?] ", "\x1b[36m"), "note": ("[!] ", "\x1b[33m"), "fault": ("[x] ", "\x1b[1;31m")}
+_MARKS = {
+    "ok": ("[ok]", "\x1b[32m"),
+    "unknown": ("[?] ", "\x1b[36m"),
+    "note": ("[!] ", "\x1b[33m"),
+    "fault": ("[x] ", "\x1b[1;31m"),
+}
 _OFF = "\x1b[0m"
 _NAME = max(map(len, NAMES)) + 2  # columns
 _BESIDE = len("[ok] ")
@@ -248,7 +281,9 @@ def cleaned(finding: Finding) -> Finding:
         finding,
         fact=render.plain(finding.fact),
         why=tuple(render.plain(line) for line in finding.why),
-        help=tuple(Help(render.plain(help.sentence), render.plain(help.command)) for help in finding.help),
+        help=tuple(
+            Help(render.plain(help.sentence), render.plain(help.command)) for help in finding.help
+        ),
         reports=tuple(render.cleaned(report) for report in finding.reports),
     )
 
@@ -266,7 +301,12 @@ def text(finding: Finding, *, width: int = 92, color: bool = False) -> str:
     for line in finding.why:
         lines += _lines(line, width, _INDENT + 2, " " * _INDENT + "- ")
     for help in finding.help:
-        lines += _lines(f"{help.sentence}:" if help.command else help.sentence, width, _INDENT + 7, " " * _INDENT + "help   ")
+        lines += _lines(
+            f"{help.sentence}:" if help.command else help.sentence,
+            width,
+            _INDENT + 7,
+            " " * _INDENT + "help   ",
+        )
         if help.command:
             lines.append(" " * (_INDENT + 11) + help.command)
     if finding.code:
@@ -282,7 +322,9 @@ def _lines(words: str, width: int, indent: int, head: str) -> list[str]:
 
 def json(finding: Finding) -> str:
     """Return the finding as one JSON object on one line."""
-    return msgspec.json.encode({"check": finding.check, **msgspec.structs.asdict(cleaned(finding))}).decode()
+    return msgspec.json.encode(
+        {"check": finding.check, **msgspec.structs.asdict(cleaned(finding))}
+    ).decode()
 
 
 def json_summary(findings: Sequence[Finding], status: int) -> str:
@@ -293,7 +335,9 @@ def json_summary(findings: Sequence[Finding], status: int) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     """Count the findings of each kind: `2 faults, 1 note, 12 ok`."""
     counts = _counts(findings)
-    words = {name: f"{counts[name]} {name}{'s' * (counts[name] != 1)}" for name in ("fault", "note")}
+    words = {
+        name: f"{counts[name]} {name}{'s' * (counts[name] != 1)}" for name in ("fault", "note")
+    }
     words |= {"ok": f"{counts['ok']} ok", "unknown": f"{counts['unknown']} not known"}
     return ", ".join(said for mark, said in words.items() if counts[mark])
 

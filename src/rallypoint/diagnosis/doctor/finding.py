@@ -21,7 +21,9 @@ class Finding(msgspec.Struct, frozen=True):
     code: str = ""  # of the page that explains it; "" when there is nothing to explain
     why: tuple[str, ...] = ()  # evidence, a line each
     help: tuple[Help, ...] = ()
-    reports: tuple[Report, ...] = ()  # of the trial job that failed, its causes, the first one first
+    reports: tuple[
+        Report, ...
+    ] = ()  # of the trial job that failed, its causes, the first one first
     check: str = ""  # name of the check; filled in by the doctor where a check has one name only
 
 
@@ -34,12 +36,16 @@ def unknown(fact: str, check: str = "") -> Finding:
     return Finding("unknown", fact, check=check)
 
 
-def note(code: str, fact: str, *help: tuple[str, str], why: tuple[str, ...] = (), check: str = "") -> Finding:
+def note(
+    code: str, fact: str, *help: tuple[str, str], why: tuple[str, ...] = (), check: str = ""
+) -> Finding:
     """`help`: (sentence, line to type or "") pairs."""
     return Finding("note", fact, code, why, tuple(Help(*pair) for pair in help), check=check)
 
 
-def fault(code: str, fact: str, *help: tuple[str, str], why: tuple[str, ...] = (), check: str = "") -> Finding:
+def fault(
+    code: str, fact: str, *help: tuple[str, str], why: tuple[str, ...] = (), check: str = ""
+) -> Finding:
     """`help`: (sentence, line to type or "") pairs."""
     return Finding("fault", fact, code, why, tuple(Help(*pair) for pair in help), check=check)
 
@@ -54,4 +60,10 @@ def size(number: int) -> str:
 
 def duration(seconds: float) -> str:
     """Return seconds for people: `120 us`, `8.0 ms`, `1.5 s`."""
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
+    return (
+        f"{seconds * 1e6:.0f} us"
+        if seconds < 1e-3
+        else f"{seconds * 1e3:.1f} ms"
+        if seconds < 1.0
+        else f"{seconds:.1f} s"
+    )

@@ -26,7 +26,8 @@ FEW_PORTS = 2000
 half less."""
 
 
-# --- loopback --------------------------------------------------------------------------------------
+# --- loopback
+# --------------------------------------------------------------------------------------
 
 
 def loopback() -> list[Finding]:
@@ -36,14 +37,23 @@ def loopback() -> list[Finding]:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(LOOPBACK_TIMEOUT)
             failed = "nobody can connect to 127.0.0.1"
-            with socket.create_connection(listener.getsockname(), LOOPBACK_TIMEOUT) as near, listener.accept()[0] as far:
+            with (
+                socket.create_connection(listener.getsockname(), LOOPBACK_TIMEOUT) as near,
+                listener.accept()[0] as far,
+            ):
                 failed = "what is sent to 127.0.0.1 is lost"
                 far.settimeout(LOOPBACK_TIMEOUT)
                 near.sendall(GREETING)
                 if far.recv(len(GREETING)) != GREETING:  # one segment: it comes whole or not at all
-                    return [judge_loopback(f"{failed}: other bytes came than were sent", _is_loopback_up())]
+                    return [
+                        judge_loopback(
+                            f"{failed}: other bytes came than were sent", _is_loopback_up()
+                        )
+                    ]
     except OSError as error:
-        problem = os.strerror(error.errno) if error.errno else f"no answer within {LOOPBACK_TIMEOUT:g} s"
+        problem = (
+            os.strerror(error.errno) if error.errno else f"no answer within {LOOPBACK_TIMEOUT:g} s"
+        )
         return [judge_loopback(f"{failed}: {problem}", _is_loopback_up())]
     return [ok("127.0.0.1 can be bound and connected to")]
 
@@ -62,11 +72,17 @@ def judge_loopback(problem: str, up: bool | None) -> Finding:
     if up is False:
         help = ("switch it on, as root", "ip link set lo up")
         return fault("loopback-down", f"{problem}; the interface lo is switched off", help)
-    help = ("see the interface, and what the firewall does with it", "ip address show dev lo && sudo nft list ruleset")
-    return fault("loopback-down", problem, help, why=("the interface lo is switched on",) if up else ())
+    help = (
+        "see the interface, and what the firewall does with it",
+        "ip address show dev lo && sudo nft list ruleset",
+    )
+    return fault(
+        "loopback-down", problem, help, why=("the interface lo is switched on",) if up else ()
+    )
 
 
-# --- ports -----------------------------------------------------------------------------------------
+# --- ports
+# -----------------------------------------------------------------------------------------
 
 
 class PortCounts(NamedTuple):
@@ -75,7 +91,10 @@ class PortCounts(NamedTuple):
     low: int  # from here to `high` the kernel chooses, both included (ip_local_port_range, ip(7))
     high: int
     reserved: int = 0  # of these, never chosen (ip_local_reserved_ports)
-    used: int | None = 0  # of these, by sockets in any state but TIME_WAIT; None: the list of sockets cannot be read
+    used: int | None = (
+        # of these, by sockets in any state but TIME_WAIT; None: the list of sockets cannot be read
+        0
+    )
     waiting: int = 0  # sockets in TIME_WAIT
 
 
@@ -83,14 +102,19 @@ def ports() -> list[Finding]:
     """Check how many ports the kernel can give out, and who has the port that everybody takes."""
     from rallypoint.host.ports import holders
 
-    return judge_ports(count_ports(), tuple(holder.line() for holder in holders(USUAL_PORT) if holder.state == "listening"))
+    return judge_ports(
+        count_ports(),
+        tuple(holder.line() for holder in holders(USUAL_PORT) if holder.state == "listening"),
+    )
 
 
 def count_ports(root: str = "/") -> PortCounts:
     settings = os.path.join(root, "proc/sys/net/ipv4")
     low, high = map(int, text_of(settings, "ip_local_port_range").split() or (32768, 60999))
     reserved = 0
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text_of(settings, "ip_local_reserved_ports")):  # 8080,9000-9100
+    for first, last in re.findall(
+        r"(\d+)(?:-(\d+))?", text_of(settings, "ip_local_reserved_ports")
+    ):  # 8080,9000-9100
         reserved += max(0, min(int(last or first), high) - max(int(first), low) + 1)
     used, waiting, read = set(), 0, False
     for name in ("tcp", "tcp6"):
@@ -98,7 +122,9 @@ def count_ports(root: str = "/") -> PortCounts:
             with open(os.path.join(root, "proc/self/net", name), encoding="ascii") as file:
                 next(file)
                 read = True
-                for fields in map(str.split, file):  # sl, local address, remote address, state (proc_net_tcp.txt)
+                for fields in map(
+                    str.split, file
+                ):  # sl, local address, remote address, state (proc_net_tcp.txt)
                     port = int(fields[1][-4:], 16)
                     waiting += fields[3] == "06"
                     if fields[3] != "06" and low <= port <= high:
@@ -121,9 +147,17 @@ def judge_ports(counts: PortCounts, holders: tuple[str, ...] = ()) -> list[Findi
             note(
                 "ports-exhausted",
                 f"{free} ports are free: {shown}",
-                ("widen the range, as root", "sysctl -w net.ipv4.ip_local_port_range='15000 60999'"),
-                ("or see who has them", "ss -tanp | awk '{print $6}' | sort | uniq -c | sort -rn | head"),
-                why=("--port-range is for what rallypoint binds; gloo and NCCL take theirs from the kernel's range",),
+                (
+                    "widen the range, as root",
+                    "sysctl -w net.ipv4.ip_local_port_range='15000 60999'",
+                ),
+                (
+                    "or see who has them",
+                    "ss -tanp | awk '{print $6}' | sort | uniq -c | sort -rn | head",
+                ),
+                why=(
+                    "--port-range is for what rallypoint binds; gloo and NCCL take theirs from the kernel's range",
+                ),
             )
         )
     if holders:
@@ -131,16 +165,22 @@ def judge_ports(counts: PortCounts, holders: tuple[str, ...] = ()) -> list[Findi
             note(
                 "port-in-use",
                 f"port {USUAL_PORT} is taken: {holders[0]}",
-                ("leave --master-port out, and a script's own MASTER_PORT: rallypoint holds a free port from the start", ""),
+                (
+                    "leave --master-port out, and a script's own MASTER_PORT: rallypoint holds a free port from the start",
+                    "",
+                ),
                 why=holders[1:],
             )
         )
     if counts.low <= USUAL_PORT <= counts.high:
-        shown += f"; {USUAL_PORT}, torchrun's port, is one of them, so that any connection may have it"
+        shown += (
+            f"; {USUAL_PORT}, torchrun's port, is one of them, so that any connection may have it"
+        )
     return found or [ok(f"{shown}; nobody listens on {USUAL_PORT}")]
 
 
-# --- addresses -------------------------------------------------------------------------------------
+# --- addresses
+# -------------------------------------------------------------------------------------
 
 # Check to which a problem belongs; any other belongs to the addresses. The loopback has its own.
 _CHECK_OF = {"address-one-way": "names", "ipv6-half-configured": "ipv6", "loopback-down": ""}
@@ -149,22 +189,34 @@ _CHECK_OF = {"address-one-way": "names", "ipv6-half-configured": "ipv6", "loopba
 def addresses() -> list[Finding]:
     """Check this host's name and addresses, what the resolver says of them both ways, and IPv6."""
     host = look(LOOK_TIMEOUT)
-    return judge_addresses(host, (*host.problems(), *chosen(os.environ, [interface.name for interface in host.interfaces])))
+    return judge_addresses(
+        host,
+        (*host.problems(), *chosen(os.environ, [interface.name for interface in host.interfaces])),
+    )
 
 
 def judge_addresses(host: Host, problems: Sequence[Problem]) -> list[Finding]:
     """Return the facts and what is wrong with them (`host.problems()` and `chosen`), at least one
     line for each check."""
     unread = f"{host.name}; its interfaces cannot be listed here: {host.unread}"
-    facts = {"addresses": unread if host.unread else "; ".join(host.lines()), "names": _names(host), "ipv6": _ipv6(host)}
+    facts = {
+        "addresses": unread if host.unread else "; ".join(host.lines()),
+        "names": _names(host),
+        "ipv6": _ipv6(host),
+    }
     found: list[Finding] = []
     for check, fact in facts.items():
-        wrong = sorted((one for one in problems if _CHECK_OF.get(one.code, "addresses") == check), key=lambda one: not one.grave)
+        wrong = sorted(
+            (one for one in problems if _CHECK_OF.get(one.code, "addresses") == check),
+            key=lambda one: not one.grave,
+        )
         for one in wrong:
             make = fault if one.grave else note
             found.append(make(one.code, one.sentence, *one.help, why=one.why, check=check))
         if not wrong:
-            found.append(unknown(fact, check) if host.unread and check != "names" else ok(fact, check))
+            found.append(
+                unknown(fact, check) if host.unread and check != "names" else ok(fact, check)
+            )
     return found
 
 
@@ -173,7 +225,10 @@ def _names(host: Host) -> str:
     answers = [(ip, host.answers[ip]) for ip in host.source.values() if ip in host.answers]
     if not answers:
         return "no address that a name server could be asked about"
-    backwards = "; ".join(str(answer) if answer.found else f"{ip} has no name ({answer.error})" for ip, answer in answers)
+    backwards = "; ".join(
+        str(answer) if answer.found else f"{ip} has no name ({answer.error})"
+        for ip, answer in answers
+    )
     slowest = max(0.001, *(answer.took for answer in host.answers.values()))
     return f"{backwards}; the resolver answered within {slowest:.3f} s"
 
@@ -183,24 +238,40 @@ def _ipv6(host: Host) -> str:
         return f"not looked at: {host.unread}"
     if 6 in host.source:
         return f"reaches other machines from {host.source[6]}"
-    scopes = {address.scope for interface in host.interfaces for address in interface.addresses if address.version == 6}
+    scopes = {
+        address.scope
+        for interface in host.interfaces
+        for address in interface.addresses
+        if address.version == 6
+    }
     if "global" in scopes:
         return "there are addresses, and no way to other networks: IPv4 is used"
-    return "on this machine and its links only: IPv4 is used" if scopes else "switched off: IPv4 is used"
+    return (
+        "on this machine and its links only: IPv4 is used"
+        if scopes
+        else "switched off: IPv4 is used"
+    )
 
 
-# --- firewall --------------------------------------------------------------------------------------
+# --- firewall
+# --------------------------------------------------------------------------------------
 
 
 def firewall() -> list[Finding]:
     """Check firewall rules that would drop or refuse what a job's processes say to each other, as
     far as they can be read."""
     low, high, *_ = count_ports()
-    asked = sorted({USUAL_PORT, low, (low + high) // 2, high})  # some of those that gloo and NCCL may get
-    return judge_firewall(read_firewall(), asked, [interface.name for interface, _ in look(0.0).reachable()])
+    asked = sorted(
+        {USUAL_PORT, low, (low + high) // 2, high}
+    )  # some of those that gloo and NCCL may get
+    return judge_firewall(
+        read_firewall(), asked, [interface.name for interface, _ in look(0.0).reachable()]
+    )
 
 
-def judge_firewall(rules: Firewall, asked: Sequence[int], interfaces: Sequence[str] = ()) -> list[Finding]:
+def judge_firewall(
+    rules: Firewall, asked: Sequence[int], interfaces: Sequence[str] = ()
+) -> list[Finding]:
     """`asked`: ports in ascending order; `interfaces`: by which others reach this machine."""
     found = []
     for version, address in ((4, "127.0.0.1"), (6, "::1")):
@@ -212,7 +283,11 @@ def judge_firewall(rules: Firewall, asked: Sequence[int], interfaces: Sequence[s
                     "firewall-blocks",
                     f"between processes of this machine, a connection to {address} port {port}: {blocked}",
                     ("let everything through on the loopback, as root", _let_in(blocked)),
-                    why=("the ranks of one machine meet at 127.0.0.1" if version == 4 else "only programs that choose IPv6 meet there",),
+                    why=(
+                        "the ranks of one machine meet at 127.0.0.1"
+                        if version == 4
+                        else "only programs that choose IPv6 meet there",
+                    ),
                 )
             )
             break  # whoever lets the loopback through lets it through for both
@@ -223,31 +298,49 @@ def judge_firewall(rules: Firewall, asked: Sequence[int], interfaces: Sequence[s
                 note(
                     "firewall-blocks",
                     f"from another machine, a connection to port {port} over {interface}: {blocked}",
-                    ("before a job on several machines, try the way", "rallypoint doctor --listen 29500"),
+                    (
+                        "before a job on several machines, try the way",
+                        "rallypoint doctor --listen 29500",
+                    ),
                     why=("on one machine this does no harm",),
                 )
             )
             break
     unread = "; ".join(rules.unread)
     if not found and not rules.read:
-        tried = "the check loopback tries the way on this machine, --listen and --peer that between two"
+        tried = (
+            "the check loopback tries the way on this machine, --listen and --peer that between two"
+        )
         return [unknown(f"not read: {unread}; {tried}")]
     part = f" (unread: {unread})" if unread else ""
-    return found or [ok(f"no rule of {', '.join(rules.read)} keeps connections from ports {', '.join(map(str, asked))}{part}")]
+    return found or [
+        ok(
+            f"no rule of {', '.join(rules.read)} keeps connections from ports {', '.join(map(str, asked))}{part}"
+        )
+    ]
 
 
 def _let_in(blocked: Blocked) -> str:
     """Return the command that puts a rule for the loopback before the one that blocks it."""
     tool, _, chain = blocked.where.partition(": ")
     table, _, name = chain.rpartition(" ")
-    out = "output" in name.lower()  # ufw-before-output, filter_OUTPUT: a chain to which another tool's OUTPUT jumps
+    out = (
+        "output" in name.lower()
+    )  # ufw-before-output, filter_OUTPUT: a chain to which another tool's OUTPUT jumps
     if tool == "nft":
         return f"nft insert rule {chain} {'oif' if out else 'iif'} lo accept"
     return f"{tool.removesuffix('-save')}{f' -t {table}' if table else ''} -I {name} {'-o' if out else '-i'} lo -j ACCEPT"
 
 
-def _first_blocked(rules: Firewall, asked: Sequence[int], interfaces: Sequence[str], version: int) -> tuple[int, str, Blocked] | None:
+def _first_blocked(
+    rules: Firewall, asked: Sequence[int], interfaces: Sequence[str], version: int
+) -> tuple[int, str, Blocked] | None:
     """Return the first of these connections that is blocked, one that certainly is before one that
     may be."""
-    hits = [(port, name, blocked) for name in interfaces for port in asked if (blocked := rules.blocked(port, name, version))]
+    hits = [
+        (port, name, blocked)
+        for name in interfaces
+        for port in asked
+        if (blocked := rules.blocked(port, name, version))
+    ]
     return min(hits, key=lambda hit: not hit[2].certain, default=None)

@@ -4,8 +4,9 @@ Messages are framed as the store's protocol is (`wire/frames.py`), in JSON, and 
 time on both sides. There is no secret: any client may talk, and gets the host's name, its versions,
 and connections to the address that it comes from. The client asks, and the server answers:
 
-    PeerHello, PeerHello · PeerPing, Pong (8 times) · Knocking, Knocked (the client comes to the server's other port)
-    · CallMe, PeerCalled (the server comes to the client's port) · Bulk, Bulk (there and back) · PeerBye
+    PeerHello, PeerHello · PeerPing, Pong (8 times) · Knocking, Knocked (the client comes to the
+    server's other port) · CallMe, PeerCalled (the server comes to the client's port) · Bulk, Bulk
+    (there and back) · PeerBye
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class PeerHello(msgspec.Struct, frozen=True, tag="Hello"):
     """First message of both sides. The server's says how it sees the client."""
 
     side: Side
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]  # that this side holds for the other to come to
+    port: Annotated[
+        int, msgspec.Meta(ge=1, le=65535)
+    ]  # that this side holds for the other to come to
     token: str  # which the other says there
     seen: str = ""  # the client's address
     protocol: int = PROTOCOL
@@ -166,7 +169,9 @@ class PeerConversation:
         try:
             self.sock.sendall(header(len(text), len(body)) + text + body)
         except TimeoutError:
-            raise Broken(f"{len(body) or len(text)} bytes could not be sent within {ANSWER_TIMEOUT:g} s") from None
+            raise Broken(
+                f"{len(body) or len(text)} bytes could not be sent within {ANSWER_TIMEOUT:g} s"
+            ) from None
         except OSError as error:
             raise Broken(_words_of(error)) from None
 
@@ -174,7 +179,9 @@ class PeerConversation:
         """Receive the next message, which must be of this kind."""
         message = self.receive(timeout)
         if not isinstance(message, kind):
-            raise Broken(f"{message.__struct_config__.tag} came instead of {kind.__struct_config__.tag}")
+            raise Broken(
+                f"{message.__struct_config__.tag} came instead of {kind.__struct_config__.tag}"
+            )
         return message
 
     def receive(self, timeout: float) -> Message:
@@ -192,7 +199,10 @@ class PeerConversation:
             message: Message = _decoder.decode(frame.message)
             return message
         except (FrameError, msgspec.MsgspecError) as error:
-            raise Broken("it speaks another protocol", error.first if isinstance(error, FrameError) else first) from None
+            raise Broken(
+                "it speaks another protocol",
+                error.first if isinstance(error, FrameError) else first,
+            ) from None
 
     def _read(self, until: float, first: bytes, most: int) -> bytes:
         """Read some bytes. `first`: what has come of a message that is not whole yet."""
@@ -209,13 +219,20 @@ class PeerConversation:
 
 
 def _words_of(error: OSError) -> str:
-    return CLOSED if error.errno in (errno.EPIPE, errno.ECONNRESET) else os.strerror(error.errno or 0)
+    return (
+        CLOSED if error.errno in (errno.EPIPE, errno.ECONNRESET) else os.strerror(error.errno or 0)
+    )
 
 
 def this_side() -> Side:
     """Describe this machine."""
     build = devices.torch_build()
-    return Side(socket.gethostname(), __version__, platform.python_version(), build.version if build is not None else "")
+    return Side(
+        socket.gethostname(),
+        __version__,
+        platform.python_version(),
+        build.version if build is not None else "",
+    )
 
 
 def _greeting(conversation: PeerConversation) -> PeerHello:
@@ -223,7 +240,9 @@ def _greeting(conversation: PeerConversation) -> PeerHello:
     hello = conversation.expect(PeerHello)
     if hello.protocol != PROTOCOL:
         there = hello.side.rallypoint
-        raise Broken(f"rallypoint {there} there and {__version__} here do not understand each other: install the same on both")
+        raise Broken(
+            f"rallypoint {there} there and {__version__} here do not understand each other: install the same on both"
+        )
     return hello
 
 
@@ -232,7 +251,9 @@ Steps = Callable[[PeerConversation, PeerContact, PeerHello, HeldPort, str], None
 held port."""
 
 
-def _converse(conversation: PeerConversation, address: str, port_range: tuple[int, int] | None, steps: Steps) -> PeerContact:
+def _converse(
+    conversation: PeerConversation, address: str, port_range: tuple[int, int] | None, steps: Steps
+) -> PeerContact:
     """Say Hello, take the `steps`, and return what was seen. Raises Broken only before the other
     side has said Hello."""
     mine = _plain(conversation.sock.getsockname()[0])
@@ -241,22 +262,37 @@ def _converse(conversation: PeerConversation, address: str, port_range: tuple[in
         token = secrets.token_hex(8)
         conversation.send(PeerHello(this_side(), held.port, token, address if hello else ""))
         hello = hello or _greeting(conversation)
-        met = PeerContact(this_side(), hello.side, address, mine, hello.seen, there_port=hello.port, back_port=held.port)
+        met = PeerContact(
+            this_side(),
+            hello.side,
+            address,
+            mine,
+            hello.seen,
+            there_port=hello.port,
+            back_port=held.port,
+        )
         met.packet = conversation.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
         met.bulk_bytes = BULK_BYTES
         with contextlib.suppress(OSError):
-            names = (one.name for one in interfaces() if any(address.ip == mine for address in one.addresses))
+            names = (
+                one.name
+                for one in interfaces()
+                if any(address.ip == mine for address in one.addresses)
+            )
             met.interface = next(names, met.interface)
         try:
             steps(conversation, met, hello, held, token)
         except Broken as broken:
             met.broken = str(broken)
-            if met.there == met.back == "" and met.name_here is not None and met.bulk is None:  # only the bulk was missing
+            if (
+                met.there == met.back == "" and met.name_here is not None and met.bulk is None
+            ):  # only the bulk was missing
                 met.bulk = met.broken
         return met
 
 
-# --- client ------------------------------------------------------------------------------------------
+# --- client
+# ------------------------------------------------------------------------------------------
 
 
 def run_client(host: str, port: int, port_range: tuple[int, int] | None = None) -> list[Finding]:
@@ -281,7 +317,9 @@ def run_client(host: str, port: int, port_range: tuple[int, int] | None = None) 
             continue
         with sock:
             try:
-                return peer_findings.judge_peer(asked, _converse(PeerConversation(sock), address, port_range, _ask))
+                return peer_findings.judge_peer(
+                    asked, _converse(PeerConversation(sock), address, port_range, _ask)
+                )
             except Broken as broken:
                 return [peer_findings.no_doctor(asked, str(broken), broken.first)]
             except RallypointError as problem:  # no port of our own can be held
@@ -289,7 +327,9 @@ def run_client(host: str, port: int, port_range: tuple[int, int] | None = None) 
     return [peer_findings.unconnected(asked, port, failures)]
 
 
-def _ask(conversation: PeerConversation, met: PeerContact, hello: PeerHello, held: HeldPort, token: str) -> None:
+def _ask(
+    conversation: PeerConversation, met: PeerContact, hello: PeerHello, held: HeldPort, token: str
+) -> None:
     met.round_trip, met.ahead = _ping(conversation)
     conversation.send(Knocking(met.round_trip, met.ahead))
     met.there = come_to(met.address, hello.port, hello.token)
@@ -320,11 +360,15 @@ def _ping(conversation: PeerConversation) -> tuple[float, float]:
     return min(found)
 
 
-# --- server ------------------------------------------------------------------------------------------
+# --- server
+# ------------------------------------------------------------------------------------------
 
 
 def run_server(
-    port: int, port_range: tuple[int, int] | None = None, first_wait: float = FIRST_WAIT, linger: float = LINGER
+    port: int,
+    port_range: tuple[int, int] | None = None,
+    first_wait: float = FIRST_WAIT,
+    linger: float = LINGER,
 ) -> Iterator[Finding]:
     """Let others check the way to here and back.
 
@@ -334,15 +378,22 @@ def run_server(
     """
     from rallypoint.host import addresses
 
-    with _hold_everywhere(port, port_range) as held, socket.socket(fileno=os.dup(held.fileno())) as listener:
+    with (
+        _hold_everywhere(port, port_range) as held,
+        socket.socket(fileno=os.dup(held.fileno())) as listener,
+    ):
         host = addresses.look(0.0)
-        yield peer_findings.waiting(host.name, [address.ip for _, address in host.reachable()], held.port, first_wait)
+        yield peer_findings.waiting(
+            host.name, [address.ip for _, address in host.reachable()], held.port, first_wait
+        )
         clock, until, strangers, came = Clock(), first_wait, 0, False
         while accepted := _accept(listener, until - clock.elapsed()):
             sock, address = accepted
             with sock:
                 try:
-                    yield from peer_findings.judge_peer(address, _converse(PeerConversation(sock), address, port_range, _answer))
+                    yield from peer_findings.judge_peer(
+                        address, _converse(PeerConversation(sock), address, port_range, _answer)
+                    )
                 except Broken as broken:
                     strangers += 1
                     if strangers <= STRANGERS:
@@ -365,7 +416,9 @@ def _hold_everywhere(port: int, port_range: tuple[int, int] | None) -> HeldPort:
     return hold_port(port, "0.0.0.0", port_range)
 
 
-def _answer(conversation: PeerConversation, met: PeerContact, hello: PeerHello, held: HeldPort, token: str) -> None:
+def _answer(
+    conversation: PeerConversation, met: PeerContact, hello: PeerHello, held: HeldPort, token: str
+) -> None:
     left: dict[type[Message], int] = {PeerPing: PINGS, Knocking: 1, CallMe: 1, Bulk: 1}
     while not isinstance(message := conversation.receive(CLIENT_PAUSE), PeerBye):
         left[type(message)] = left.get(type(message), 0) - 1
@@ -379,14 +432,17 @@ def _answer(conversation: PeerConversation, met: PeerContact, hello: PeerHello, 
             conversation.send(Knocked(met.back))
         elif isinstance(message, CallMe):
             met.there = come_to(met.address, hello.port, hello.token)
-            met.name_here = resolver.ask({hello.side.host}, timeout=NAME_TIMEOUT)[hello.side.host].found
+            met.name_here = resolver.ask({hello.side.host}, timeout=NAME_TIMEOUT)[
+                hello.side.host
+            ].found
             conversation.send(PeerCalled(met.there))
         else:
             conversation.send(Bulk(), bytes(BULK_BYTES))
     met.bulk = ""
 
 
-# --- connection to the held port ---------------------------------------------------------------------
+# --- connection to the held port
+# ---------------------------------------------------------------------
 
 
 def come_to(address: str, port: int, token: str) -> str:
@@ -400,7 +456,11 @@ def come_to(address: str, port: int, token: str) -> str:
     except TimeoutError:
         return f"no answer within {CONNECT_TIMEOUT:g} s: packets to it are dropped"
     except OSError as error:
-        return "nothing listens there" if error.errno == errno.ECONNREFUSED else os.strerror(error.errno or 0)
+        return (
+            "nothing listens there"
+            if error.errno == errno.ECONNREFUSED
+            else os.strerror(error.errno or 0)
+        )
 
 
 def _read_all(sock: socket.socket, number: int) -> bytes:

@@ -73,7 +73,9 @@ def look_at_shm(place: str = SHM) -> Shm:
                 left.append(os.lstat(os.path.join(place, name)).st_blocks * 512)
             except OSError:  # removed meanwhile
                 continue
-    return Shm("", found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, len(left), sum(left))
+    return Shm(
+        "", found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, len(left), sum(left)
+    )
 
 
 def judge_shm(shm: Shm) -> Finding:
@@ -86,14 +88,27 @@ def judge_shm(shm: Shm) -> Finding:
         )
     shown = f"{SHM} has {size(shm.total)}, {size(shm.free)} of it free"
     why: list[str] = []
-    help = [("give the container more", "docker run --shm-size=8g"), ("or, as root", f"mount -o remount,size=8g {SHM}")]
+    help = [
+        ("give the container more", "docker run --shm-size=8g"),
+        ("or, as root", f"mount -o remount,size=8g {SHM}"),
+    ]
     if shm.left_bytes:
-        why.append(f"{shm.left} segments of torch's, {size(shm.left_bytes)}, are named after processes that are not here")
-        help.insert(0, ("look at what processes that are gone have left, and remove it", f"ls -l {SHM}/torch_*"))
+        why.append(
+            f"{shm.left} segments of torch's, {size(shm.left_bytes)}, are named after processes that are not here"
+        )
+        help.insert(
+            0,
+            (
+                "look at what processes that are gone have left, and remove it",
+                f"ls -l {SHM}/torch_*",
+            ),
+        )
     if shm.free < SHM_TOO_LITTLE:
         return fault("shm-small", shown, *help, why=tuple(why))
     if shm.free < SHM_SMALL:
-        why.append("DataLoader workers die of SIGBUS, or raise No space left on device, when it is full")
+        why.append(
+            "DataLoader workers die of SIGBUS, or raise No space left on device, when it is full"
+        )
         return note("shm-small", shown, *help, why=tuple(why))
     return ok(shown)
 
@@ -126,20 +141,32 @@ def look_at_folders(environ: Mapping[str, str]) -> tuple[list[Folder], list[Fold
         temporary = look_at_folder("temporary files", tempfile.gettempdir())
     except FileNotFoundError as error:  # not even the working directory can be written
         temporary = Folder("temporary files", "/tmp", error.strerror or str(error))
-    named = [_look_at_named(name, path) for name in ("XDG_RUNTIME_DIR", "TMPDIR") if (path := environ.get(name))]
-    return [look_at_folder("run folders", default_root(environ)), temporary], [one for one in named if one.problem]
+    named = [
+        _look_at_named(name, path)
+        for name in ("XDG_RUNTIME_DIR", "TMPDIR")
+        if (path := environ.get(name))
+    ]
+    return [look_at_folder("run folders", default_root(environ)), temporary], [
+        one for one in named if one.problem
+    ]
 
 
 def _look_at_named(variable: str, path: str) -> Folder:
     """Look at a folder that a variable names: when it cannot be used, sockets are made elsewhere
     without a word."""
     if not os.path.isdir(path):
-        return Folder(variable, path, os.strerror(errno.ENOTDIR if os.path.lexists(path) else errno.ENOENT))
+        return Folder(
+            variable, path, os.strerror(errno.ENOTDIR if os.path.lexists(path) else errno.ENOENT)
+        )
     found = look_at_folder(variable, path)
     length = len(os.fsencode(os.path.join(os.path.abspath(path), f"rallypoint-{'0' * 12}", SOCKET)))
     most = unix_sockets.LONGEST_PATH
     if not found.problem and length > most:
-        return Folder(variable, path, f"a Unix socket's path in it would have {length} bytes, and at most {most} are possible")
+        return Folder(
+            variable,
+            path,
+            f"a Unix socket's path in it would have {length} bytes, and at most {most} are possible",
+        )
     return found
 
 
@@ -157,11 +184,16 @@ def look_at_folder(use: str, path: str) -> Folder:
         found = os.statvfs(there)
     except OSError as error:
         return Folder(use, path, os.strerror(error.errno or 0))
-    return Folder(use, path, "", found.f_bavail * found.f_frsize, found.f_favail if found.f_files else -1)
+    return Folder(
+        use, path, "", found.f_bavail * found.f_frsize, found.f_favail if found.f_files else -1
+    )
 
 
 def judge_folders(
-    used: list[Folder], passed_over: Sequence[Folder] = (), sockets: str = "", no_sockets: tuple[str, ...] = ()
+    used: list[Folder],
+    passed_over: Sequence[Folder] = (),
+    sockets: str = "",
+    no_sockets: tuple[str, ...] = (),
 ) -> list[Finding]:
     """`sockets`: the folder in which a socket was made; `no_sockets`: why none could be, a line for
     each place."""
@@ -175,7 +207,13 @@ def judge_folders(
             help = ("name one that this user may write to", f"export {folder.use}=DIR")
         else:
             help = ("make it, or name another", f"mkdir -p {shlex.quote(folder.path)}")
-        found.append(note("folder-unusable", f"{folder.use}={folder.path} cannot be used and is passed over: {folder.problem}", help))
+        found.append(
+            note(
+                "folder-unusable",
+                f"{folder.use}={folder.path} cannot be used and is passed over: {folder.problem}",
+                help,
+            )
+        )
     if no_sockets:
         found.append(
             fault(
@@ -185,7 +223,9 @@ def judge_folders(
                 why=no_sockets,
             )
         )
-    listed = "; ".join(f"{folder.use} in {folder.path} ({size(folder.free)} free)" for folder in used)
+    listed = "; ".join(
+        f"{folder.use} in {folder.path} ({size(folder.free)} free)" for folder in used
+    )
     return found or [ok(f"{listed}; sockets in {sockets}")]
 
 
@@ -196,15 +236,29 @@ def _judge_folder(folder: Folder) -> list[Finding]:
     unwritable = f"{folder.use} cannot be written, {folder.path}: {folder.problem}"
     if folder.problem and is_run:  # a job goes on without a record
         mend = "make room there" if folder.problem in _FULL else "let this user write there"
-        help = ((f"{mend}, or keep them elsewhere", "export XDG_STATE_HOME=DIR"), ("or name a folder for one run", option))
+        help = (
+            (f"{mend}, or keep them elsewhere", "export XDG_STATE_HOME=DIR"),
+            ("or name a folder for one run", option),
+        )
         return [note("run-folder-unwritable", unwritable, *help)]
     if folder.problem in _FULL:
         return [fault("folder-unusable", unwritable, full, ("or name another folder", option))]
     if folder.problem:
         return [fault("folder-unusable", unwritable, ("name another folder", option))]
     if folder.free < ROOM or 0 <= folder.inodes < FEW_INODES:
-        left = f"{size(folder.free)} are free" if folder.free < ROOM else f"{folder.inodes} more files can be made"
-        return [note("folder-unusable", f"{folder.use} in {folder.path}: {left}", full, ("or name another folder", option))]
+        left = (
+            f"{size(folder.free)} are free"
+            if folder.free < ROOM
+            else f"{folder.inodes} more files can be made"
+        )
+        return [
+            note(
+                "folder-unusable",
+                f"{folder.use} in {folder.path}: {left}",
+                full,
+                ("or name another folder", option),
+            )
+        ]
     return []
 
 

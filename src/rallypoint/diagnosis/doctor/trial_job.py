@@ -107,7 +107,11 @@ def run_trial(trial: Trial, has_torch: bool, count_gpus: Callable[[], int]) -> l
     if not has_torch:
         install = f"{shlex.quote(sys.executable)} -m pip install torch"
         return [
-            note("torch-missing", "left out: there is no torch, which its ranks import", ("install it, and call doctor again", install))
+            note(
+                "torch-missing",
+                "left out: there is no torch, which its ranks import",
+                ("install it, and call doctor again", install),
+            )
         ]
     backends: Sequence[Backend] = ("gloo", "nccl") if count_gpus() >= RANKS else ("gloo",)
     found = []
@@ -123,11 +127,16 @@ def run_trial(trial: Trial, has_torch: bool, count_gpus: Callable[[], int]) -> l
 _NO_MEMORY_SEEN = MemoryEvidence()
 
 _LOUDER = (
-    Help("let torch say more while it tries", "TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL rallypoint doctor --only job"),
+    Help(
+        "let torch say more while it tries",
+        "TORCH_CPP_LOG_LEVEL=INFO TORCH_DISTRIBUTED_DEBUG=DETAIL rallypoint doctor --only job",
+    ),
 )
 
 
-def judge_trial(backend: Backend, outcome: TrialOutcome, memory: MemoryEvidence = _NO_MEMORY_SEEN) -> Finding:
+def judge_trial(
+    backend: Backend, outcome: TrialOutcome, memory: MemoryEvidence = _NO_MEMORY_SEEN
+) -> Finding:
     """`memory`: what the kernel says about the time of the job."""
     over = f"{RANKS} ranks over {backend}"
     if memory.oom_kills and (outcome.reports or outcome.problem):
@@ -136,13 +145,23 @@ def judge_trial(backend: Backend, outcome: TrialOutcome, memory: MemoryEvidence 
         first = outcome.reports[0]
         if first.code == "launch-timeout":  # more time is not what it lacks
             first = msgspec.structs.replace(first, help=_LOUDER)
-        return msgspec.structs.replace(fault(first.code, f"{over} failed: {first.headline}"), reports=(first, *outcome.reports[1:]))
+        return msgspec.structs.replace(
+            fault(first.code, f"{over} failed: {first.headline}"),
+            reports=(first, *outcome.reports[1:]),
+        )
     if outcome.problem:
-        return fault(outcome.code, f"{over} did not start: {outcome.problem}", *outcome.help, why=outcome.why)
+        return fault(
+            outcome.code, f"{over} did not start: {outcome.problem}", *outcome.help, why=outcome.why
+        )
     wrong = [one.rank for one in outcome.measured if not one.right]
     if wrong or not outcome.measured:
-        return fault("cause-unknown", f"{over}: all_reduce gave a wrong sum in rank {', '.join(map(str, wrong))}")
-    small, large = (max(getattr(one, field) for one in outcome.measured) for field in ("small", "large"))
+        return fault(
+            "cause-unknown",
+            f"{over}: all_reduce gave a wrong sum in rank {', '.join(map(str, wrong))}",
+        )
+    small, large = (
+        max(getattr(one, field) for one in outcome.measured) for field in ("small", "large")
+    )
     library = f" {outcome.measured[0].library}" if outcome.measured[0].library else ""
     rate = f"{LARGE / max(large, 1e-9) / 1e9:.1f} GB/s"
     times = f"all_reduce of one number takes {duration(small)}, of {size(LARGE)} {duration(large)} ({rate})"
@@ -158,6 +177,9 @@ def _without_memory(over: str, outcome: TrialOutcome, memory: MemoryEvidence) ->
     return fault(
         "rank-out-of-memory",
         f"{over} failed: memory ran out, and the kernel killed {killed} of this control group{limit}",
-        ("give it more: a process that has imported torch holds a few hundred MiB", "docker run --memory=64g ..."),
+        (
+            "give it more: a process that has imported torch holds a few hundred MiB",
+            "docker run --memory=64g ...",
+        ),
         why=("its oom_kill count went up while the job ran", f"what was seen of it: {first}"),
     )

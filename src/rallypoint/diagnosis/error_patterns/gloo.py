@@ -7,7 +7,9 @@ import re
 CAUSES = {
     "interface-missing": re.compile(r"Unable to find address for: (\S+)"),
     "sizes-differ": re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)"),
-    "address-cut": re.compile(r"gloo/transport/tcp/address\.cc:\d+\] sizeof\(impl_\) == bytes\.size\(\)\. (\d+) vs (\d+)"),
+    "address-cut": re.compile(
+        r"gloo/transport/tcp/address\.cc:\d+\] sizeof\(impl_\) == bytes\.size\(\)\. (\d+) vs (\d+)"
+    ),
 }
 
 CHECKED = re.compile(r"enforce fail at|EnforceNotMet")

@@ -1,6 +1,8 @@
-"""Classic lines that name no cause by themselves: which few causes leave each of them, and how to tell these apart. Pure.
+"""Classic lines that name no cause by themselves: which few causes leave each of them, and how to
+tell these apart. Pure.
 
-A log has more than one line, and its cause is looked for there (`logs/`). Somebody who pastes one line has nothing else to show.
+A log has more than one line, and its cause is looked for there (`logs/`). Somebody who pastes one
+line has nothing else to show.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ class Classic(msgspec.Struct, frozen=True):
     question: str = ""  # the page in docs/questions that goes on about it
 
 
-def _classic(words: str, headline: str, causes: tuple[str, ...], *help: Help, question: str = "") -> Classic:
+def _classic(
+    words: str, headline: str, causes: tuple[str, ...], *help: Help, question: str = ""
+) -> Classic:
     return Classic(re.compile(words, re.IGNORECASE), headline, causes, help, question)
 
 
-_ALL_LOGS = Help("read the logs of all ranks together: the cause stands in one of them", "rallypoint explain logs/*.log")
+_ALL_LOGS = Help(
+    "read the logs of all ranks together: the cause stands in one of them",
+    "rallypoint explain logs/*.log",
+)
 _STANDS = Help("or see where each rank stands while it hangs", "rallypoint run --stall 60 ...")
 _LOST = (
     "another rank died or raised first: its own log has the cause, and this rank is not at fault",
@@ -82,7 +89,10 @@ CLASSICS = (
         ),
         Help("see on the machine of rank 0 whether anything listens", "ss -ltnp | grep 29500"),
         Help("see from the other machine what the address answers", "nc -vz MASTER_ADDR 29500"),
-        Help("or start the ranks with one command, which needs no address", "rallypoint run -n 2 train.py"),
+        Help(
+            "or start the ranks with one command, which needs no address",
+            "rallypoint run -n 2 train.py",
+        ),
         question="connection-refused",
     ),
     _classic(
@@ -95,7 +105,10 @@ CLASSICS = (
             "init_process_group stands in the traceback: rallypoint explain port-refused",
             "or a server of another kind is not running (a database, wandb, a proxy), if the traceback ends in its library",
         ),
-        Help("look at the last frames of the traceback, or give all of it", "rallypoint explain train.log"),
+        Help(
+            "look at the last frames of the traceback, or give all of it",
+            "rallypoint explain train.log",
+        ),
         question="connection-refused",
     ),
     _classic(
@@ -108,7 +121,10 @@ CLASSICS = (
         ),
         _ALL_LOGS,
         _STANDS,
-        Help("if one rank really needs that long, raise the timeout", "dist.init_process_group(..., timeout=timedelta(hours=1))"),
+        Help(
+            "if one rank really needs that long, raise the timeout",
+            "dist.init_process_group(..., timeout=timedelta(hours=1))",
+        ),
     ),
     _classic(
         r"store->get\('?\w*'?\) got error|ncclUniqueId.*(timeout|error)|(^|Error: )Socket Timeout|wait timeout after \d+ ?ms",
@@ -128,7 +144,10 @@ CLASSICS = (
             "or the nodes have different --rdzv-id, --rdzv-endpoint or --nnodes",
             "or the job had ended in the others already, when this one came (RendezvousClosedError)",
         ),
-        Help("compare the command that each node ran, and whether each reaches the endpoint", "nc -vz MASTER_ADDR 29500"),
+        Help(
+            "compare the command that each node ran, and whether each reaches the endpoint",
+            "nc -vz MASTER_ADDR 29500",
+        ),
     ),
     _classic(
         r"connectFullMesh",
@@ -139,7 +158,10 @@ CLASSICS = (
             "or the job was started again with a store, or a file, of the attempt before",
         ),
         _ALL_LOGS,
-        Help("name the interface by which the machines reach each other", "export GLOO_SOCKET_IFNAME=eth0"),
+        Help(
+            "name the interface by which the machines reach each other",
+            "export GLOO_SOCKET_IFNAME=eth0",
+        ),
     ),
     _classic(
         r"Connection (closed|reset|aborted) by|Connection reset|Broken ?pipe|communicator was aborted|ncclRemoteError|got 0 bytes",
@@ -154,18 +176,25 @@ CLASSICS = (
             "a process that was to send an object has ended: look for its own traceback",
             "or a file that was to be loaded is empty or cut off: a checkpoint that two ranks wrote at once, or a full disk",
         ),
-        Help("let one rank write, and the others wait", "if dist.get_rank() == 0: torch.save(...); dist.barrier()"),
+        Help(
+            "let one rank write, and the others wait",
+            "if dist.get_rank() == 0: torch.save(...); dist.barrier()",
+        ),
     ),
     _classic(
         r"ChildFailedError",
         "torchrun says that one of its ranks failed, and not why",
-        ('the lines above it have the rank\'s own traceback; the table below it names the rank ("Root Cause", exitcode)',),
+        (
+            'the lines above it have the rank\'s own traceback; the table below it names the rank ("Root Cause", exitcode)',
+        ),
         Help("give the whole log", "torchrun train.py 2>&1 | rallypoint explain"),
     ),
 )
 
 
-_ADDRESS = re.compile(r"(?:connect to|address of) (?:any network address of )?[(\[](?P<host>[\w.:-]{1,255})(?:, |\]:)(?P<port>\d{1,5})")
+_ADDRESS = re.compile(
+    r"(?:connect to|address of) (?:any network address of )?[(\[](?P<host>[\w.:-]{1,255})(?:, |\]:)(?P<port>\d{1,5})"
+)
 
 
 def _at(help: Help, address: re.Match[str]) -> Help:
@@ -175,12 +204,16 @@ def _at(help: Help, address: re.Match[str]) -> Help:
 
 
 def report(line: str) -> Report | None:
-    """What such a line may mean, of one that somebody pasted alone; None for a line that is not known."""
+    """What such a line may mean, of one that somebody pasted alone; None for a line that is not
+    known.
+    """
     classic = next((one for one in CLASSICS if one.pattern.search(line)), None)
     if classic is None:
         return None
     address = _ADDRESS.search(line)
-    helps = tuple(_at(one, address) for one in classic.help) if address is not None else classic.help
+    helps = (
+        tuple(_at(one, address) for one in classic.help) if address is not None else classic.help
+    )
     if classic.question:
         helps = (*helps, Help("read more about it", f"rallypoint explain {classic.question}"))
     return Report(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 CAUSES = {
-    "files-exhausted": re.compile(r"Too many open files|\[Errno 2[34]\]|received 0 items of ancdata"),
+    "files-exhausted": re.compile(
+        r"Too many open files|\[Errno 2[34]\]|received 0 items of ancdata"
+    ),
     "port-in-use": re.compile(
         r"EADDRINUSE|address already in use|errno: 98\b|\[Errno 98\]"
         r"|but another process is utilizing it",
@@ -41,7 +43,9 @@ PORT = re.compile(
 
 MEMORY_WANTED = re.compile(r"you tried to allocate (\d+) bytes|unable to mmap (\d+) bytes")
 MEMORY_WANTED_BY_NUMPY = re.compile(r"^Unable to allocate ([\d.]+) ([KMGTPE])iB for an array")
-SYMBOL = re.compile(r"(?P<library>(?<![^\s:])[^\s:]{0,400}\.so[.\d]{0,40}): undefined symbol: (?P<symbol>\w+)")
+SYMBOL = re.compile(
+    r"(?P<library>(?<![^\s:])[^\s:]{0,400}\.so[.\d]{0,40}): undefined symbol: (?P<symbol>\w+)"
+)
 """What the loader of shared libraries says of one that misses a symbol."""
 
 NOT_PICKLED = re.compile(r"[Cc]an't pickle|[Cc]annot pickle|Can't get local object|not picklable")

@@ -1,4 +1,6 @@
-"""Single lines that tell of a failure: what each says. Only texts that were seen are listed; their sources are in tests/logs."""
+"""Single lines that tell of a failure: what each says. Only texts that were seen are listed; their
+sources are in tests/logs.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ LOST = re.compile(
     r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost)Error\b"
     r"|\bEngineDeadError\b"
 )
-"""What Horovod, Ray and torchrun's rendezvous raise in those that are left when another one has gone."""
+"""What Horovod, Ray and torchrun's rendezvous raise in those that are left when another one has
+gone.
+"""
 
-WAITED = re.compile(r"connect\(\) timed out|rendezvous.{0,300}timed? ?out|RendezvousTimeout", re.IGNORECASE)
+WAITED = re.compile(
+    r"connect\(\) timed out|rendezvous.{0,300}timed? ?out|RendezvousTimeout", re.IGNORECASE
+)
 
 REPORTED = r"^(?:error|stopped)\[([a-z]+(?:-[a-z]+)+)\]: (\S.*)$"
 """The headline of a report of rallypoint's own."""
@@ -38,14 +44,17 @@ def ranks_of(listed: str) -> tuple[int, ...]:
     for part in listed.split(","):
         low, _, high = part.partition("-")
         if low.isdigit():
-            found += range(int(low), min(int(high) if high.isdigit() else int(low), int(low) + 100_000) + 1)
+            found += range(
+                int(low), min(int(high) if high.isdigit() else int(low), int(low) + 100_000) + 1
+            )
     return tuple(found)
 
 
 _NAMES = "Killed|Segmentation fault|Aborted|Bus error|Terminated|Floating point exception|Illegal instruction"
 
 
-# Windows has no signals: a crash leaves an NTSTATUS as exit code, which some show as a negative number.
+# Windows has no signals: a crash leaves an NTSTATUS as exit code, which some show as a negative
+# number.
 _NTSTATUS = {
     0xC0000005: (int(signal.SIGSEGV), "access violation"),
     0xC0000006: (int(signal.SIGBUS), "in-page error"),
@@ -59,7 +68,9 @@ _NTSTATUS_CONTROL_C = 0xC000013A
 
 
 def exit_of(code: int) -> End:
-    """How a process ended, by the number that its launcher gives: -9, 137 as shells say it, or Windows' -1073741819."""
+    """How a process ended, by the number that its launcher gives: -9, 137 as shells say it, or
+    Windows' -1073741819.
+    """
     of_windows = code & 0xFFFFFFFF
     if of_windows in _NTSTATUS:
         number, words = _NTSTATUS[of_windows]
@@ -72,9 +83,12 @@ def exit_of(code: int) -> End:
 
 
 class _Line(NamedTuple):
-    """A line by which a launcher, a scheduler or a shell tells something; its groups have the facts."""
+    """A line by which a launcher, a scheduler or a shell tells something; its groups have the
+    facts.
+    """
 
-    word: str  # that a line must hold before the pattern is tried: a search for it is fifty times quicker
+    # that a line must hold before the pattern is tried: a search for it is fifty times quicker
+    word: str
     words: re.Pattern[str]
     sign: Sign = Sign.ENDED
     by: str = ""  # who says so
@@ -135,7 +149,9 @@ _LINES = (
         first=True,
     ),
     _line("return code", r"exits with return code = (?P<code>-?\d+)", by="DeepSpeed", first=True),
-    _line("died with", r"died with <Signals\.(?P<name>SIG\w+): \d+>", by="the launcher", first=True),
+    _line(
+        "died with", r"died with <Signals\.(?P<name>SIG\w+): \d+>", by="the launcher", first=True
+    ),
     _line(
         "exit status",
         r"CalledProcessError: .{0,4000} returned non-zero exit status (?P<code>-?\d+)",
@@ -160,7 +176,9 @@ _LINES = (
         by="torchrun",
         first=True,
     ),
-    _line("exit code", r"Process finished with exit code (?P<code>-?\d+)", by="PyCharm", first=True),
+    _line(
+        "exit code", r"Process finished with exit code (?P<code>-?\d+)", by="PyCharm", first=True
+    ),
     _line(
         "walltime",
         r"^=>> PBS: job killed: walltime \d+ exceeded limit",
@@ -252,7 +270,8 @@ _LINES = (
         r"^slurmstepd: error: execve\(\): .+: (?:No such file or directory|Permission denied|Exec format error)$",
         Sign.NOT_STARTED,
     ),
-    # A script's shell names the process; one that a person types in pads the name to 24 columns before the command, or has it alone.
+    # A script's shell names the process; one that a person types in pads the name to 24 columns
+    # before the command, or has it alone.
     _line(
         "line ",
         rf"^\S+: line \d+: +(?P<pid>\d+) (?P<name>{_NAMES})(?: \(core dumped\))?(?:  +\S.*)?$",
@@ -302,14 +321,20 @@ def _told(line: _Line, facts: dict[str, str | None]) -> Told:
     return line.sign, end, ranks
 
 
-_EXCEPTION = re.compile(r"^`?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)): ?(?P<message>.+)$")
-_RESTARTS = re.compile(r"will restart worker group|^rallypoint: restarting (all \d+ ranks|the rank)")
+_EXCEPTION = re.compile(
+    r"^`?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)): ?(?P<message>.+)$"
+)
+_RESTARTS = re.compile(
+    r"will restart worker group|^rallypoint: restarting (all \d+ ranks|the rank)"
+)
 _NCCL_WARNING = re.compile(r"NCCL WARN (?P<words>.+)$")
-# A line that itself says that it is no failure, or that quotes: help texts, configuration, the source line in a traceback.
+# A line that itself says that it is no failure, or that quotes: help texts, configuration, the
+# source line in a traceback.
 NO_FAILURE = re.compile(
     r"\b(raise|except|assert|warnings?\.warn|print|logger?\.\w+)\b ?[\w.(]*\(|\bIf you\b|--help|retry(ing)?\b|\bskip(ped|ping)?\b"
 )
-# A line that speaks of a failure plainly, whatever program wrote it. Not every "error": a metric has that name, and a number behind it.
+# A line that speaks of a failure plainly, whatever program wrote it. Not every "error": a metric
+# has that name, and a number behind it.
 _FAILURE = re.compile(
     r"\b[Ee]rror(?: \(\d+\))?[:!](?! *[-+]?[\d.]+(?:\s|$))|\bERROR\b(?!S?: ?0\b)|\b(?:FATAL|CRITICAL|PANIC)\b"
     r"|\b\w{3,}(?:Error|Exception)(?::|$|\()|\bException\b"
@@ -344,8 +369,15 @@ def exception(text: str) -> tuple[str, str] | None:
 
 
 def speaks_of_failure(text: str) -> bool:
-    """Whether a line plainly says that something failed, though nobody here knows what its words mean."""
-    if len(text) > LONGEST or _QUIET_LEVELS.search(text) or NO_FAILURE.search(text) or _REMARKS.search(text):
+    """Whether a line plainly says that something failed, though nobody here knows what its words
+    mean.
+    """
+    if (
+        len(text) > LONGEST
+        or _QUIET_LEVELS.search(text)
+        or NO_FAILURE.search(text)
+        or _REMARKS.search(text)
+    ):
         return False
     return _FAILURE.search(text) is not None
 
@@ -379,17 +411,23 @@ def not_started(text: str) -> tuple[str, int]:
     return found["python"] or found["mpi"] or found["slurm"], number.get(why, errno.ENOENT)
 
 
-_MEMBER = re.compile(r"[Ii]nitializing (?:ddp|distributed): GLOBAL_RANK: (?P<rank>\d+), MEMBER: \d+/(?P<all>\d+)")
+_MEMBER = re.compile(
+    r"[Ii]nitializing (?:ddp|distributed): GLOBAL_RANK: (?P<rank>\d+), MEMBER: \d+/(?P<all>\d+)"
+)
 
 
 def member(text: str) -> tuple[int, int] | None:
-    """The rank and the size of the group that a process of Lightning's says it has, before they meet; None for other lines."""
+    """The rank and the size of the group that a process of Lightning's says it has, before they
+    meet; None for other lines.
+    """
     found = _MEMBER.search(text) if "GLOBAL_RANK" in text else None
     return (int(found["rank"]), int(found["all"])) if found is not None else None
 
 
 def of_slurms_stop(text: str) -> bool:
-    """Whether Slurm says that a step or a job was cancelled, and not why: it does so for whoever asked, also for a task that failed."""
+    """Whether Slurm says that a step or a job was cancelled, and not why: it does so for whoever
+    asked, also for a task that failed.
+    """
     return "CANCELLED AT" in text or "Job step aborted" in text
 
 
@@ -400,7 +438,10 @@ def cancelled_for_no_reason(text: str) -> bool:
 
 def stalls(text: str) -> bool:
     """Whether Horovod begins to tell what stalls."""
-    return "tensors were submitted to be reduced, gathered or broadcasted by subset of ranks" in text or "Stalled ops:" in text
+    return (
+        "tensors were submitted to be reduced, gathered or broadcasted by subset of ranks" in text
+        or "Stalled ops:" in text
+    )
 
 
 def group_of(text: str) -> str:
@@ -410,7 +451,9 @@ def group_of(text: str) -> str:
 
 
 def spoken_rank(text: str, speaker: Speaker) -> int:
-    """The rank that speaks, by its prefix or by what torch writes into the line; -1 if neither tells."""
+    """The rank that speaks, by its prefix or by what torch writes into the line; -1 if neither
+    tells.
+    """
     if speaker.rank >= 0:
         return speaker.rank
     found = re.search(r"\[(?:PG [^\]]*?)?Rank (\d+)\]", text)
@@ -423,5 +466,7 @@ _WRAPPERS = re.compile(
 
 
 def of_launcher(kind: str) -> bool:
-    """Whether an exception only hands on that a process failed, or that the launcher was stopped."""
+    """Whether an exception only hands on that a process failed, or that the launcher was
+    stopped.
+    """
     return bool(_WRAPPERS.search(kind))

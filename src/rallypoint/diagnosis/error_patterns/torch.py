@@ -13,10 +13,14 @@ CAUSES = {
         r" its bootstrapping phase"
     ),
     "variable-missing": re.compile(r"environment variable (\w+) expected, but not set"),
-    "parameter-missing": re.compile(r"(?:using (?P<scheme>\w+):// rendezvous: )?\b(?P<name>rank|world[ _]size) parameter missing"),
+    "parameter-missing": re.compile(
+        r"(?:using (?P<scheme>\w+):// rendezvous: )?\b(?P<name>rank|world[ _]size) parameter missing"
+    ),
     "scheme-unknown": re.compile(r"No rendezvous handler for (\w+)://"),
     "group-twice": re.compile(r"trying to initialize the default process group twice"),
-    "group-missing": re.compile(r"Default process group (has not been|is not) initialized", re.IGNORECASE),
+    "group-missing": re.compile(
+        r"Default process group (has not been|is not) initialized", re.IGNORECASE
+    ),
     "gpu-memory": re.compile(
         r"(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
         r"|Cuda failure (\d+ )?'out of memory'",
@@ -27,12 +31,16 @@ CAUSES = {
         r"|killed by signal: Bus error",
         re.IGNORECASE,
     ),
-    "host-memory": re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE),
+    "host-memory": re.compile(
+        r"DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
+    ),
     "cuda-forked": re.compile(
         r"Cannot re-initialize CUDA in forked subprocess"
         r"|can't create new processes if CUDA is already initialized"
     ),
-    "device-busy": re.compile(r"CUDA-capable device(\(s\) is/are|s are) busy or unavailable", re.IGNORECASE),
+    "device-busy": re.compile(
+        r"CUDA-capable device(\(s\) is/are|s are) busy or unavailable", re.IGNORECASE
+    ),
     "device-missing": re.compile(
         r"invalid device ordinal|No CUDA GPUs are available|Torch not compiled with CUDA enabled"
         r"|Found no NVIDIA driver|no attribute '_cuda_"
@@ -80,7 +88,9 @@ CAUSES = {
     ),
 }
 
-URL_LACKS = re.compile(r"^Error initializing torch\.distributed using (?:tcp|file):// rendezvous: (port|path)\b")
+URL_LACKS = re.compile(
+    r"^Error initializing torch\.distributed using (?:tcp|file):// rendezvous: (port|path)\b"
+)
 LIBRARY = re.compile(r"/torch/lib/|/nvidia/\w+/lib/|(^|/)lib(torch|c10)\w*\.so|/torch/_C\.")
 """Paths of libraries that come with torch."""
 
@@ -90,15 +100,21 @@ SYMBOL = re.compile(r"^_Z\w*?(2at\d|3c10|5torch)|^THP|^aoti_torch")
 LOADER_GONE = re.compile(r"DataLoader worker \(pid\(?s?\)? ?(\d[\d, ]*)\) exited unexpectedly")
 """All that torch says when a worker of a DataLoader has ended and not by a signal."""
 
-PRODUCER_GONE = re.compile(r"[Uu]nable to open shared memory object </torch_\S{1,300}>.{0,300}No such file or directory")
-CUDA_NOT_STARTED = re.compile(r"(CUDA error|cuda runtime error \(3\)) ?: initialization error", re.IGNORECASE)
+PRODUCER_GONE = re.compile(
+    r"[Uu]nable to open shared memory object </torch_\S{1,300}>.{0,300}No such file or directory"
+)
+CUDA_NOT_STARTED = re.compile(
+    r"(CUDA error|cuda runtime error \(3\)) ?: initialization error", re.IGNORECASE
+)
 NOT_AT_BARRIER = re.compile(r"\[Rank 0\]: Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 CAME_SHORT = re.compile(
     r"store based barrier on rank.{0,300}\(world_size=(?P<all>\d+), worker_count=(?P<came>\d+),"
     r"|waiting for (?:clients|workers)\. (?P<clients>\d+)/(?P<of>\d+) (?:clients|workers) joined"
 )
 KEYS = re.compile(r"wait timeout after \d+ ?ms, keys: (?P<keys>[^\n]+)")
-OWN_KEY = re.compile(r"//\w+//|barrier_key|^/?(default_pg/)?[\d/]*$|worker_count|^init/|ncclUniqueId")
+OWN_KEY = re.compile(
+    r"//\w+//|barrier_key|^/?(default_pg/)?[\d/]*$|worker_count|^init/|ncclUniqueId"
+)
 """Keys that torch itself waits for in its store."""
 
 LOST = re.compile(
@@ -126,7 +142,9 @@ LOST_IN_A_CALL = re.compile(
     r"|ncclSystemError",
     re.IGNORECASE,
 )
-"""Texts that others write, too: they count where a call of torch's raised them, or the type is torch's."""
+"""Texts that others write, too: they count where a call of torch's raised them, or the type is
+torch's.
+"""
 
 WAITED_IN_A_CALL = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 

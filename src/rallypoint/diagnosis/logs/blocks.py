@@ -1,7 +1,9 @@
-"""Lines to what they tell together: tracebacks with their chains and long messages, dumps of crashes, the launcher's own summary.
+"""Lines to what they tell together: tracebacks with their chains and long messages, dumps of
+crashes, the launcher's own summary.
 
-Each takes one line after the other and says whether it belongs to it. Ranks that share a terminal write into each other's tracebacks:
-what is no part of one is left to the others, and two headers wait for two last lines.
+Each takes one line after the other and says whether it belongs to it. Ranks that share a terminal
+write into each other's tracebacks: what is no part of one is left to the others, and two headers
+wait for two last lines.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import Frame, Raised
 
 HEADER = "Traceback (most recent call last):"
-TAIL = 16  # lines after an exception's last line in which its message, or the next of a chain, may still come
+# lines after an exception's last line in which its message, or the next of a chain, may still come
+TAIL = 16
 STRAY = 40  # lines of others that may stand inside a traceback before it is taken for cut off
 KEPT = 400  # lines of one traceback; of a deeper one the middle is left out
 MESSAGE_LINES = 14  # NCCL's and DDP's messages have up to ten
@@ -24,7 +27,9 @@ _BECAUSE = "The above exception was the direct cause of the following exception:
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _DEEPER = re.compile(r'^( {3,40})File "[^"]*", line \d+')
 _TYPED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
-_SURE = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$")
+_SURE = re.compile(
+    r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failure|Fault|Iteration|Empty|Full|Abort\w{0,20})$"
+)
 _LONG = re.compile(
     r"NCCL [Ee]rror|HCCL error|CUDA error|finished reduction|killed by signal|Failed to initialize NVML|You requested gpus?: "
 )
@@ -32,25 +37,36 @@ _CARETS = re.compile(r"^[\s~^]+$")
 _ANOTHERS = re.compile(
     r"^(?:\[?[EWIF]\d{3,4} |\[\d{4}-|\[[EWI] |(?:INFO|WARNING|ERROR|CRITICAL)[: ]|Exception raised from|frame #\d+|[-=*]{20})"
 )
-_NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")  # which have no header, but their place before them
-# What a program catches to go another way: that this failed, too, is the cause. A group that is closed after a failure is no other way.
+_NOT_COMPILED = (
+    "SyntaxError",
+    "IndentationError",
+    "TabError",
+)  # which have no header, but their place before them
+# What a program catches to go another way: that this failed, too, is the cause. A group that is
+# closed after a failure is no other way.
 _TRIED = ("ImportError", "ModuleNotFoundError")
-_CLOSING = re.compile(r"Process group cannot be None|Default process group (?:has not been|is not) initialized")
+_CLOSING = re.compile(
+    r"Process group cannot be None|Default process group (?:has not been|is not) initialized"
+)
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error:")
-# torch.distributed.checkpoint gathers what ranks raised into one exception, which all of them raise: "ranks:dict_keys([0, 3])", and below
-# it the traceback of each.
+# torch.distributed.checkpoint gathers what ranks raised into one exception, which all of them
+# raise: "ranks:dict_keys([0, 3])", and below it the traceback of each.
 _GATHERED = re.compile(r"^CheckpointException ranks:dict_keys\(\[(?P<ranks>[\d, ]+)\]\)")
 _OF_RANK = re.compile(r"\(RANK (\d+)\)$")
 _NATIVE = re.compile(r"^frame #\d+|^Exception raised from |^<omitting python frames>")
 
 
 def native(text: str) -> bool:
-    """Whether a line is part of a C++ trace, which tells where torch noticed a failure, and never why."""
+    """Whether a line is part of a C++ trace, which tells where torch noticed a failure, and never
+    why.
+    """
     return bool(_NATIVE.match(text))
 
 
 def _path(file: str) -> str:
-    """A path of Windows' with the slashes that everything here looks for, and that Windows takes as well."""
+    """A path of Windows' with the slashes that everything here looks for, and that Windows takes as
+    well.
+    """
     return file.replace("\\", "/") if re.match(r"[A-Za-z]:\\", file) else file
 
 
@@ -62,16 +78,23 @@ def headless(text: str) -> bool:
 class Traceback:
     """One traceback, with what it was raised from."""
 
-    def __init__(self, number: int, text: str, *, ignored: bool = False, headless: bool = False) -> None:
+    def __init__(
+        self, number: int, text: str, *, ignored: bool = False, headless: bool = False
+    ) -> None:
         self.start = self.last = number
-        self._headless = headless  # its first lines were not pasted: the line that names the exception is where it begins then
-        self.ignored = ignored  # Python says that it is: of `__del__`, or while the interpreter closes down
+        # its first lines were not pasted: the line that names the exception is where it begins then
+        self._headless = headless
+        self.ignored = (
+            ignored  # Python says that it is: of `__del__`, or while the interpreter closes down
+        )
         self.times = 1
         self.rank = -1  # that the words name, as mp.spawn's do
         self.done = False
         self._open = 1  # headers that wait for their last line
         self._chain: list[tuple[str, Raised]] = []
-        self._gathered: dict[int, tuple[str, str]] = {}  # ranks that an exception counts, and what each of them raised, where that is shown
+        self._gathered: dict[
+            int, tuple[str, str]
+        ] = {}  # ranks that an exception counts, and what each of them raised, where that is shown
         self._of = -1  # the rank among these whose traceback is read now
         self._joint = ""  # how the next one of the chain hangs together with the one before
         self._begin(text)
@@ -88,7 +111,9 @@ class Traceback:
 
     @classmethod
     def of_gathered(cls, number: int, kind: str, message: str) -> Traceback | None:
-        """One whose own lines are missing, and that begins with what torch.distributed.checkpoint gathered; None for other messages."""
+        """One whose own lines are missing, and that begins with what torch.distributed.checkpoint
+        gathered; None for other messages.
+        """
         if _GATHERED.match(message) is None:
             return None
         block = cls(number, HEADER)
@@ -98,9 +123,13 @@ class Traceback:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that raised, where the words count them: those that show the same error as the first one, or none."""
+        """The ranks that raised, where the words count them: those that show the same error as the
+        first one, or none.
+        """
         told = next((one for one in self._gathered.values() if one != ("", "")), ("", ""))
-        return tuple(sorted(rank for rank, one in self._gathered.items() if one in (told, ("", ""))))
+        return tuple(
+            sorted(rank for rank, one in self._gathered.items() if one in (told, ("", "")))
+        )
 
     def take(self, number: int, text: str) -> bool:
         """Whether the line belongs to this traceback; `done` afterwards when no more can come."""
@@ -142,7 +171,11 @@ class Traceback:
         if typed and self._frames and (_SURE.search(name) or "." in typed["type"]):
             self._end(typed["type"], typed["message"] or "", number)
         elif typed and self._frames and name[:1].isupper():
-            self._doubtful = (typed["type"], typed["message"] or "", number)  # "Epoch: 3" of another rank looks like one, too
+            self._doubtful = (
+                typed["type"],
+                typed["message"] or "",
+                number,
+            )  # "Epoch: 3" of another rank looks like one, too
         elif classify.recognised(body):
             self._end("", body, number)
         else:
@@ -189,15 +222,25 @@ class Traceback:
             self._blank += 1
             return self._blank <= 3
         typed = _TYPED.match(body)
-        if self._open > 1 and typed and (typed["type"], typed["message"] or "") == (self._kind, self._message[0]):
+        if (
+            self._open > 1
+            and typed
+            and (typed["type"], typed["message"] or "") == (self._kind, self._message[0])
+        ):
             self._open -= 1
             self.times += 1
             return True
         if self._open > 1 and (_FRAME.match(body) or body.startswith("    ")):
             return True
         # A message that begins on the line after its type: indented, or in words that are known.
-        below = not self._message[0] and (body.startswith("    ") or (self._tail == 1 and classify.recognised(body)))
-        long = (below or _LONG.search(self._message[0])) and not self._blank and len(self._message) < MESSAGE_LINES
+        below = not self._message[0] and (
+            body.startswith("    ") or (self._tail == 1 and classify.recognised(body))
+        )
+        long = (
+            (below or _LONG.search(self._message[0]))
+            and not self._blank
+            and len(self._message) < MESSAGE_LINES
+        )
         if long and not _ANOTHERS.match(body) and schedulers.told_by(body) is None:
             self._message.append(body)
             self._keep(body)
@@ -217,7 +260,9 @@ class Traceback:
         return self._ended or self._doubtful is not None or bool(self._chain)
 
     def error(self) -> Raised | None:
-        """The exception that began it: of those raised while one was handled the first, of those wrapped the one that says more."""
+        """The exception that began it: of those raised while one was handled the first, of those
+        wrapped the one that says more.
+        """
         if self._doubtful is not None:
             self._end(*self._doubtful)
         errors = [*self._chain]
@@ -227,11 +272,17 @@ class Traceback:
             return None
         chosen = errors[0][1]
         for (joint, _), (_, error) in itertools.pairwise(errors):
-            other_way = joint == "during" and chosen.type in _TRIED and not _CLOSING.search(error.message)
+            other_way = (
+                joint == "during" and chosen.type in _TRIED and not _CLOSING.search(error.message)
+            )
             if (
                 joint == "inside"
                 or other_way
-                or (joint == "because" and not classify.says_why(chosen) and not schedulers.of_launcher(error.type))
+                or (
+                    joint == "because"
+                    and not classify.says_why(chosen)
+                    and not schedulers.of_launcher(error.type)
+                )
             ):
                 chosen = error
         return chosen
@@ -249,7 +300,9 @@ class Traceback:
         message = "\n".join(self._message)
         if filename:
             message += f" ({filename.rpartition('/')[2]}, line {self._frames[-1].line})"
-        return Raised(self._kind, message, own, "\n".join(self._lines), call=_call(own), filename=filename)
+        return Raised(
+            self._kind, message, own, "\n".join(self._lines), call=_call(own), filename=filename
+        )
 
 
 _CALLS = re.compile(
@@ -261,7 +314,11 @@ def _call(frames: tuple[Frame, ...]) -> str:
     """The call of torch's that an exception left, as the hooks of `rallypoint run` name it."""
     for frame in frames:
         if _CALLS.search(frame.file) and frame.function not in stacks.WRAPPERS:
-            return "init_process_group" if frame.file.endswith("rendezvous.py") else frame.function.strip("_")
+            return (
+                "init_process_group"
+                if frame.file.endswith("rendezvous.py")
+                else frame.function.strip("_")
+            )
     return ""
 
 
@@ -279,7 +336,13 @@ class Message:
 
     def take(self, number: int, text: str) -> bool:
         """Whether the line goes on with the message."""
-        more = self.long and text.strip() and len(self.message) < MESSAGE_LINES and HEADER not in text and not _ANOTHERS.match(text)
+        more = (
+            self.long
+            and text.strip()
+            and len(self.message) < MESSAGE_LINES
+            and HEADER not in text
+            and not _ANOTHERS.match(text)
+        )
         if not more or schedulers.told_by(text) is not None or _FRAME.match(text):
             self.done = True
             return False
@@ -288,13 +351,26 @@ class Message:
         return True
 
     def error(self) -> Raised:
-        lines = [f"{self.kind}: {self.message[0]}" if self.kind else self.message[0], *self.message[1:]]
-        joint = " " if self.message[0].endswith("signal:") else "\n"  # a terminal, or a page, has broken that line
-        return Raised(self.kind, joint.join(self.message), self.frames, "\n".join(lines), filename=self.filename)
+        lines = [
+            f"{self.kind}: {self.message[0]}" if self.kind else self.message[0],
+            *self.message[1:],
+        ]
+        joint = (
+            " " if self.message[0].endswith("signal:") else "\n"
+        )  # a terminal, or a page, has broken that line
+        return Raised(
+            self.kind,
+            joint.join(self.message),
+            self.frames,
+            "\n".join(lines),
+            filename=self.filename,
+        )
 
 
 class Crash:
-    """What native code leaves: faulthandler's dump of the stacks, or the last words of an exception of C++."""
+    """What native code leaves: faulthandler's dump of the stacks, or the last words of an exception
+    of C++.
+    """
 
     def __init__(self, number: int, text: str) -> None:
         self.start = self.last = number
@@ -314,7 +390,10 @@ class Crash:
             self._blank += 1
             self.done = self._blank > 3
             return True
-        if not re.match(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:|Current thread\'s)', text):
+        if not re.match(
+            r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:|Current thread\'s)',
+            text,
+        ):
             self.done = True
             return False
         self.lines.append(text)
@@ -325,7 +404,12 @@ class Crash:
         found = re.match(r"^ *what\(\): *(.*)$", text)
         if found is not None:
             self.what = [found.group(1)]
-        elif not self.what or not text.strip() or len(self.what) >= MESSAGE_LINES or _ANOTHERS.match(text):
+        elif (
+            not self.what
+            or not text.strip()
+            or len(self.what) >= MESSAGE_LINES
+            or _ANOTHERS.match(text)
+        ):
             self.done = True
             return False
         else:
@@ -360,10 +444,14 @@ class Summary:
         elif text.startswith("====="):
             self.done = bool(self.failures)
         elif re.match(r"^ *\[\d+\]:$", text) is not None:
-            self.failures.append({"first": "yes" if self.first else "", "line": str(self.first or number)})
+            self.failures.append(
+                {"first": "yes" if self.first else "", "line": str(self.first or number)}
+            )
         elif (field := self._FIELD.match(text)) is not None:
             if not self.failures or field.group(1) in self.failures[-1]:
-                self.failures.append({"first": "yes" if self.first else "", "line": str(self.first or number)})
+                self.failures.append(
+                    {"first": "yes" if self.first else "", "line": str(self.first or number)}
+                )
             self.failures[-1][field.group(1)] = field.group(2)
             if field.group(1) == "traceback" and HEADER in text:
                 self.tracebacks.append((len(self.failures) - 1, Traceback(number, "  " + HEADER)))
@@ -375,7 +463,9 @@ class Summary:
 
 
 class MpiExit:
-    """The paragraph of mpirun (Open MPI) or mpiexec (MPICH, Intel MPI) on the first process that ended badly."""
+    """The paragraph of mpirun (Open MPI) or mpiexec (MPICH, Intel MPI) on the first process that
+    ended badly.
+    """
 
     _ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+)")
 
@@ -393,8 +483,13 @@ class MpiExit:
     @classmethod
     def begins(cls, text: str) -> bool:
         """Whether the line is the first of one."""
-        known = ("detected that one or more processes exited with non-zero", "BAD TERMINATION OF ONE OF YOUR")
-        return any(words in text for words in known) or ("MPI_ABORT" in text and cls._ABORT.search(text) is not None)
+        known = (
+            "detected that one or more processes exited with non-zero",
+            "BAD TERMINATION OF ONE OF YOUR",
+        )
+        return any(words in text for words in known) or (
+            "MPI_ABORT" in text and cls._ABORT.search(text) is not None
+        )
 
     def take(self, number: int, text: str) -> bool:
         self._lines += 1
@@ -405,11 +500,23 @@ class MpiExit:
         elif (found := re.search(r"Exit code: +(\d+)", text)) is not None:
             self.code = int(found.group(1))
             self.done = True
-        elif (found := re.search(r"^= +(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)", text)) is not None:
-            self.rank, self.pid, self.host = int(found["rank"] or -1), int(found["pid"]), found["host"]
+        elif (
+            found := re.search(
+                r"^= +(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)", text
+            )
+        ) is not None:
+            self.rank, self.pid, self.host = (
+                int(found["rank"] or -1),
+                int(found["pid"]),
+                found["host"],
+            )
         elif (found := re.search(r"^= +(EXIT CODE|KILLED BY SIGNAL): (\d+)", text)) is not None:
-            self.code, self.signal = (int(found[2]), 0) if found[1] == "EXIT CODE" else (0, int(found[2]))
-        elif (found := re.search(r"TERMINATED WITH THE EXIT STRING: .{0,100}\(signal (\d+)\)", text)) is not None:
+            self.code, self.signal = (
+                (int(found[2]), 0) if found[1] == "EXIT CODE" else (0, int(found[2]))
+            )
+        elif (
+            found := re.search(r"TERMINATED WITH THE EXIT STRING: .{0,100}\(signal (\d+)\)", text)
+        ) is not None:
             self.signal, self.code, self.done = int(found[1]), 0, True
         elif self._lines > 10 or text.startswith("-----"):
             self.done = True

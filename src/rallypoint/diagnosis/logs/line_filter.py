@@ -1,7 +1,8 @@
 """Bytes of a log to the lines that are worth reading, at the speed of a search. No file, no clock.
 
-A log of a week has a billion lines, and the ten that matter. `Sifter` looks for the words that failures are told in, hands out those
-lines with their numbers, and only counts the rest; while a reader has something open (a traceback), it hands out every line.
+A log of a week has a billion lines, and the ten that matter. `Sifter` looks for the words that
+failures are told in, hands out those lines with their numbers, and only counts the rest; while a
+reader has something open (a traceback), it hands out every line.
 """
 
 from __future__ import annotations
@@ -15,20 +16,27 @@ from typing import NamedTuple
 from rallypoint.diagnosis import render
 
 LINE_LIMIT = 1 << 16
-"""Bytes of one line that are read: more than any message. What a line has beyond that is passed over, so memory stays bounded."""
+"""Bytes of one line that are read: more than any message. What a line has beyond that is passed
+over, so memory stays bounded.
+"""
 
 BEFORE = 12
 """Lines that may be asked for from before a line: what a process said last."""
 
 MOST_SHAPES = 20_000
-"""Kinds of lines that are known to say nothing: a program has some hundreds, and each takes up to `SHAPE_BYTES`."""
+"""Kinds of lines that are known to say nothing: a program has some hundreds, and each takes up to
+`SHAPE_BYTES`.
+"""
 
 SHAPE_BYTES = 400  # of a line without its digits; longer lines are read each time
 
-_BEFORE_BYTES = 4096  # kept of what was fed before, so that a line at the start of a chunk has lines before it
+_BEFORE_BYTES = (
+    4096  # kept of what was fed before, so that a line at the start of a chunk has lines before it
+)
 
-# One of these is in every line that tells of a failure. Endings of words, so that their first letters are few and rare ones decide:
-# the search runs at about 90 MB/s where "Error|error|Exception|exception|..." does 20. One branch for each first letter, and no new letter
+# One of these is in every line that tells of a failure. Endings of words, so that their first
+# letters are few and rare ones decide: the search runs at about 90 MB/s where
+# "Error|error|Exception|exception|..." does 20. One branch for each first letter, and no new letter
 # without need: each costs a tenth of the speed.
 _WORTH = re.compile(
     rb"r(?:r(?:or|no)|e(?:start|turn code)|mina|ash(?<=crash))|a(?:iled|ilure|nnot|tchdog|lled(?<=[Ss]talled)|ble to(?<=nable to))"
@@ -42,7 +50,9 @@ _DIGITS = b"0123456789"
 
 
 class Line(NamedTuple):
-    """A line, or one state of a line that redrew itself, as people see it: no colours, no controls."""
+    """A line, or one state of a line that redrew itself, as people see it: no colours, no
+    controls.
+    """
 
     number: int  # counts from 1, as editors do
     text: str
@@ -51,8 +61,8 @@ class Line(NamedTuple):
 class Sifter:
     """One log. Feed it bytes; it gives the lines worth reading, in order.
 
-    `attentive`: hand out every line until it is False again; the reader sets it between two lines. `passed`: lines of what was fed
-    last that were only counted since the line before.
+    `attentive`: hand out every line until it is False again; the reader sets it between two lines.
+    `passed`: lines of what was fed last that were only counted since the line before.
     """
 
     def __init__(self) -> None:
@@ -63,12 +73,16 @@ class Sifter:
         self._data = b""
         self._at = 0
         self._too_long = False
-        self._line_start = self._line_ended = 0  # of the line that was handed out last: its offset, and whether a newline ended it
+        self._line_start = self._line_ended = (
+            0  # of the line that was handed out last: its offset, and whether a newline ended it
+        )
         self._shape = b""
         self._dull: set[bytes] = set()
 
     def call_dull(self) -> None:
-        """The line that was handed out last says nothing: those that differ from it by their numbers alone are passed from now on."""
+        """The line that was handed out last says nothing: those that differ from it by their
+        numbers alone are passed from now on.
+        """
         if self._shape:
             if len(self._dull) >= MOST_SHAPES:
                 self._dull.clear()
@@ -82,7 +96,9 @@ class Sifter:
         self.passed, self._passed_from, self._line_start = 0, self._at, self._at
         last = max(self._data.rfind(b"\n"), self._data.rfind(b"\r"))
         yield from self._until(last + 1)
-        if len(self._data) - self._at > LINE_LIMIT:  # one line without an end: what was read of it is enough
+        if (
+            len(self._data) - self._at > LINE_LIMIT
+        ):  # one line without an end: what was read of it is enough
             if not self._too_long:
                 yield self._line(self._at, self._at + LINE_LIMIT)
             self._too_long = True
@@ -96,19 +112,31 @@ class Sifter:
     @property
     def passed_bytes(self) -> bytes:
         """The lines that `passed` counts."""
-        return self._data[self._passed_from : max(self._line_start, self._passed_from)] if self.passed else b""
+        return (
+            self._data[self._passed_from : max(self._line_start, self._passed_from)]
+            if self.passed
+            else b""
+        )
 
     @property
     def ended(self) -> bool:
-        """Whether everything that was fed is handed out or passed, and no line is begun: the number is then that of none."""
-        return self._at >= len(self._data) and (not self._data or self._data.endswith((b"\n", b"\r")))
+        """Whether everything that was fed is handed out or passed, and no line is begun: the number
+        is then that of none.
+        """
+        return self._at >= len(self._data) and (
+            not self._data or self._data.endswith((b"\n", b"\r"))
+        )
 
     def before(self, count: int = BEFORE) -> list[Line]:
-        """Up to `count` lines before the one that was handed out last, oldest first; fewer near the start of what is still in memory."""
+        """Up to `count` lines before the one that was handed out last, oldest first; fewer near the
+        start of what is still in memory.
+        """
         found: list[Line] = []
         end, number = self._line_start, self.number - self._line_ended
         while end > 0 and len(found) < count:
-            start = max(self._data.rfind(b"\n", 0, end - 1), self._data.rfind(b"\r", 0, end - 1)) + 1
+            start = (
+                max(self._data.rfind(b"\n", 0, end - 1), self._data.rfind(b"\r", 0, end - 1)) + 1
+            )
             if self._data[end - 1 : end] == b"\n":
                 number -= 1
             if start < end - 1 and (start or number <= 1):
@@ -122,7 +150,11 @@ class Sifter:
             if not self.attentive:
                 found = _WORTH.search(self._data, start, end)
                 at = found.start() if found else end
-                start = max(self._data.rfind(b"\n", start, at), self._data.rfind(b"\r", start, at)) + 1 if found else end
+                start = (
+                    max(self._data.rfind(b"\n", start, at), self._data.rfind(b"\r", start, at)) + 1
+                    if found
+                    else end
+                )
                 if start < self._at:
                     start = self._at
                 if start > self._at:
@@ -163,8 +195,12 @@ class Sifter:
 
 
 def _shown(data: bytes) -> list[str]:
-    """The same for what may be several lines: a collector of logs has put a whole traceback into one."""
-    if b"call last):\\n" in data and not data.startswith(b'{"'):  # a value of a JSON object that has lines of its own
+    """The same for what may be several lines: a collector of logs has put a whole traceback into
+    one.
+    """
+    if b"call last):\\n" in data and not data.startswith(
+        b'{"'
+    ):  # a value of a JSON object that has lines of its own
         lines = data.replace(b"\\n", b"\n").replace(b'\\"', b'"').split(b"\n")
         return [shown(line) for line in lines]
     if not data.startswith(b'{"') or b"\\n" not in data:
@@ -173,7 +209,9 @@ def _shown(data: bytes) -> list[str]:
 
 
 def shown(data: bytes) -> str:
-    """A line as people see it. What is no UTF-8 is taken for Latin-1, in which every byte is a letter."""
+    """A line as people see it. What is no UTF-8 is taken for Latin-1, in which every byte is a
+    letter.
+    """
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -198,7 +236,9 @@ def _wrapped(text: str) -> str:
 
 
 def as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """UTF-16 and UTF-32 (what PowerShell's `>` writes) to UTF-8; everything else as it is, without a byte order mark."""
+    """UTF-16 and UTF-32 (what PowerShell's `>` writes) to UTF-8; everything else as it is, without
+    a byte order mark.
+    """
     decoder: codecs.IncrementalDecoder | None = None
     first = True
     for chunk in chunks:
@@ -212,7 +252,11 @@ def as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _encoding(head: bytes) -> str:
-    for mark, name in ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")):
+    for mark, name in (
+        (codecs.BOM_UTF32_LE, "utf-32"),
+        (codecs.BOM_UTF16_LE, "utf-16"),
+        (codecs.BOM_UTF16_BE, "utf-16"),
+    ):
         if head.startswith(mark):
             return name
     even, odd = head[:4096:2].count(0), head[1:4096:2].count(0)
@@ -226,6 +270,7 @@ def is_text(head: bytes) -> bool:
     """Whether the start of a file looks like something that was written for people."""
     if not head or _encoding(head):
         return True
-    # A progress bar has many backspaces. Random bytes have one control in eleven, which once was taken for a text.
+    # A progress bar has many backspaces. Random bytes have one control in eleven, which once was
+    # taken for a text.
     controls = sum(byte < 7 or 13 < byte < 27 or 27 < byte < 32 for byte in head)
     return controls <= 0.05 * len(head)

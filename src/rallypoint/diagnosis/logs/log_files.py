@@ -1,4 +1,6 @@
-"""A log's bytes, from wherever it lies: a file, a compressed file, a pipe. The only part of this folder that touches anything."""
+"""A log's bytes, from wherever it lies: a file, a compressed file, a pipe. The only part of this
+folder that touches anything.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,20 @@ from rallypoint.diagnosis.logs.line_filter import is_text
 from rallypoint.errors import UsageError
 
 CHUNK = 1 << 20
-"""Bytes at a time. Smaller ones cost a call each, larger ones only memory: the search is as fast in 1 MiB as in 16."""
+"""Bytes at a time. Smaller ones cost a call each, larger ones only memory: the search is as fast in
+1 MiB as in 16.
+"""
 
 _LISTED = 4  # logs of a folder that are named when the folder itself was given
 
-Progress = Callable[[int, int], None]  # bytes read of the file as it lies there, and its size; 0: unknown
+Progress = Callable[
+    [int, int], None
+]  # bytes read of the file as it lies there, and its size; 0: unknown
 
 
 def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
-    """The bytes of the log at `path`, decompressed. Raises `UsageError` for what cannot be read as a log.
+    """The bytes of the log at `path`, decompressed. Raises `UsageError` for what cannot be read as
+    a log.
 
     A compressed file that ends too early, as one that is being written does, ends there.
     """
@@ -45,9 +52,17 @@ def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
                     raise _unreadable(path, error) from error
                 return
             if first and not chunk:
-                raise UsageError("usage", f"{path} is empty", help=(("see whether the log is another file", f"ls -lt {_parent(path)}"),))
+                raise UsageError(
+                    "usage",
+                    f"{path} is empty",
+                    help=(("see whether the log is another file", f"ls -lt {_parent(path)}"),),
+                )
             if first and not is_text(chunk[:4096]):
-                raise UsageError("usage", f"{path} is no text, so it is no log", help=(("see what it is", f"file {path}"),))
+                raise UsageError(
+                    "usage",
+                    f"{path} is no text, so it is no log",
+                    help=(("see what it is", f"file {path}"),),
+                )
             if not chunk:
                 return
             first = False
@@ -71,7 +86,9 @@ def of_stream(stream: IO[bytes]) -> Iterator[bytes]:
         yield chunk
 
 
-def _unpacked(path: str, raw: IO[bytes], info: os.stat_result) -> tuple[IO[bytes] | io.BufferedIOBase, bool]:
+def _unpacked(
+    path: str, raw: IO[bytes], info: os.stat_result
+) -> tuple[IO[bytes] | io.BufferedIOBase, bool]:
     if not stat.S_ISREG(info.st_mode):
         return raw, False
     head = raw.read(6)
@@ -90,22 +107,34 @@ def _unpacked(path: str, raw: IO[bytes], info: os.stat_result) -> tuple[IO[bytes
         return lzma.LZMAFile(raw), True
     for mark, program in ((b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "unzip -p")):
         if head.startswith(mark):
-            command = f"zstd -dc {path} | rallypoint explain" if program == "zstd" else f"unzip -p {path} | rallypoint explain"
+            command = (
+                f"zstd -dc {path} | rallypoint explain"
+                if program == "zstd"
+                else f"unzip -p {path} | rallypoint explain"
+            )
             raise UsageError(
-                "usage", f"{path} is compressed in a way that explain does not read", help=(("unpack it on the way", command),)
+                "usage",
+                f"{path} is compressed in a way that explain does not read",
+                help=(("unpack it on the way", command),),
             )
     return raw, False
 
 
 def _unreadable(path: str, error: Exception) -> UsageError:
     if isinstance(error, FileNotFoundError):
-        return UsageError("usage", f"there is no file {path}", help=(("see what is there", f"ls -l {_parent(path)}"),))
+        return UsageError(
+            "usage",
+            f"there is no file {path}",
+            help=(("see what is there", f"ls -l {_parent(path)}"),),
+        )
     why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     return UsageError("usage", f"{path} cannot be read: {why}")
 
 
 def _folder(path: str) -> UsageError:
-    """The logs in a folder, the newest first: somebody gave the folder because they do not know its files."""
+    """The logs in a folder, the newest first: somebody gave the folder because they do not know its
+    files.
+    """
     found: list[tuple[float, str]] = []
     for folder, folders, names in os.walk(path):
         folders.sort()
@@ -117,8 +146,15 @@ def _folder(path: str) -> UsageError:
                 except OSError:
                     continue  # gone since it was listed
     found.sort(key=lambda one: -one[0])
-    helps = tuple(("read its newest log" if i == 0 else "or", f"rallypoint explain {name}") for i, (_, name) in enumerate(found[:_LISTED]))
-    return UsageError("usage", f"{path} is a folder, and explain reads files", help=helps or (("see what is in it", f"ls -R {path}"),))
+    helps = tuple(
+        ("read its newest log" if i == 0 else "or", f"rallypoint explain {name}")
+        for i, (_, name) in enumerate(found[:_LISTED])
+    )
+    return UsageError(
+        "usage",
+        f"{path} is a folder, and explain reads files",
+        help=helps or (("see what is in it", f"ls -R {path}"),),
+    )
 
 
 def _parent(path: str) -> str:

@@ -6,22 +6,28 @@ import re
 
 from rallypoint.diagnosis.log_events import NOBODY, Speaker
 
-_STRIPPED = 6  # prefixes of one line: a container's time, kubectl's pod, mpirun's tag, torchrun's, torch's own, and one to spare
+# prefixes of one line: a container's time, kubectl's pod, mpirun's tag, torchrun's, torch's own,
+# and one to spare
+_STRIPPED = 6
 
 # What says nothing of who speaks, but stands in front.
 _CARRIERS = re.compile(
-    r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? (?:(?:stdout|stderr) [FP] )?"  # kubectl, docker, cri-o
+    # kubectl, docker, cri-o
+    r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? (?:(?:stdout|stderr) [FP] )?"
     r"(?=\S|  )(?!\||-|INFO|WARN|ERROR|DEBUG)"
     # Determined, which puts the rank between its two marks where there are several.
     r"|\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?Z?\] [0-9a-f]{8} (?:\|\| |(?=\[rank=\d+\] \|\| ))"
     r"|\|\| ?(?=\S|  |$)"
     # A progress bar of tqdm's, which ends without a newline.
     r"|.{0,200}?\d \[[\d:]{4,12}<[\d:?]{1,12}, [^\]]{1,200}\](?=[^\s\]])"
-    r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "  # journald, syslog
+    # journald, syslog
+    r"|(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w.@/-]+(?:\[\d+\])?: "
     r"|\[pod/[^\]]+\] "  # kubectl logs --prefix
     r"|[\w.-]+[-_]\d+ +\| "  # docker compose
-    r"|(?:ERROR|WARNING|INFO|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[\w./-]+:\d+\]|[\w./-]+:\d+\]) ?(?=\S|  |$)"  # vLLM
-    r"|[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w./-]+\.py:\d+\] (?=  File |    |[A-Z]\w*Error: )"  # torch's elastic, quoting a process
+    # vLLM
+    r"|(?:ERROR|WARNING|INFO|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[\w./-]+:\d+\]|[\w./-]+:\d+\]) ?(?=\S|  |$)"
+    # torch's elastic, quoting a process
+    r"|[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w./-]+\.py:\d+\] (?=  File |    |[A-Z]\w*Error: )"
     # A logger that quotes ranks.
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+ - [\w.]+ - (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) - (?=\[rank\d+\]: )"
     r"|[\w.-]+: (?=\[rank\d+\]:)"  # pdsh: the host
@@ -35,12 +41,16 @@ _RANK = re.compile(
 _TASK = re.compile(r" ?(\d{1,5}): (?=\S|  |$)")  # srun --label
 _LOCAL = re.compile(r"\[[A-Za-z_]+(\d+)\]:(?!\d)")  # torchrun --tee: [default0]:
 _ROLE = re.compile(r"[a-z][\w-]*/\d+ \[(\d+)\]:")  # TorchX: trainer/0 [1]:
-_BRACKETED = re.compile(r"(\[[^\]\s]{1,60}\]):(?=(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): )")  # [trainer22|6]:RuntimeError: ...
+_BRACKETED = re.compile(
+    r"(\[[^\]\s]{1,60}\]):(?=(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): )"
+)  # [trainer22|6]:RuntimeError: ...
 _NAMED = re.compile(r"\(([A-Za-z_]\w*) pid=(\d+)(?:, ip=[\d.]+)?\) ?")  # Ray, vLLM
 
 
 def split(text: str) -> tuple[Speaker, str]:
-    """Who said this line, and what was said. The innermost prefix names the speaker: torch knows its rank, what carries the log may not."""
+    """Who said this line, and what was said. The innermost prefix names the speaker: torch knows
+    its rank, what carries the log may not.
+    """
     speaker, mark = NOBODY, ""
     for _ in range(_STRIPPED):
         if (found := _CARRIERS.match(text)) is not None:
@@ -77,7 +87,8 @@ def _speaker(text: str) -> tuple[re.Match[str], Speaker] | None:
 
 
 _BEFORE_FRAMES = re.compile(
-    r"(?!.{0,80}?(?:Error|Exception|ERROR|WARNING|CRITICAL|INFO|DEBUG)\b.{0,80}?Traceback)"  # what a logger wrote into the line is none
+    # what a logger wrote into the line is none
+    r"(?!.{0,80}?(?:Error|Exception|ERROR|WARNING|CRITICAL|INFO|DEBUG)\b.{0,80}?Traceback)"
     r"(?P<prefix>(?:\S{1,40} ){0,2}(?:\S{1,60}[:>\]]|\S{1,60} *\|) ?)"
     r"(?=(?:\[rank\d+\]: ?)?(?:  File \"[^\"]+\", line \d+|Traceback \(most recent call last\):))"
 )
@@ -86,8 +97,9 @@ MOST_PREFIXES = 64  # forms of prefixes that one log may have
 
 
 class Prefixes:
-    """Prefixes that nobody here knows. Whatever stands before a frame of a traceback is one: "trainer-2:", "web  |", "10.0.0.4 [0]". Every
-    line that begins with it, or with what differs from it by its numbers alone, has one, too; one that tells the time names nobody."""
+    """Prefixes that nobody here knows. Whatever stands before a frame of a traceback is one:
+    "trainer-2:", "web  |", "10.0.0.4 [0]". Every line that begins with it, or with what differs
+    from it by its numbers alone, has one, too; one that tells the time names nobody."""
 
     def __init__(self) -> None:
         self._known: dict[str, re.Pattern[str]] = {}
@@ -98,7 +110,9 @@ class Prefixes:
         if len(self._known) < MOST_PREFIXES and ("  File " in said or "Traceback" in said):
             found = _BEFORE_FRAMES.match(said)
             if found is not None:
-                prefix = re.sub(r"\[rank\d+\]: ?$", "", found["prefix"])  # torch's own, which names the speaker
+                prefix = re.sub(
+                    r"\[rank\d+\]: ?$", "", found["prefix"]
+                )  # torch's own, which names the speaker
                 form = re.sub(r"\d+", r"\\d+", re.escape(prefix))
                 if prefix:
                     self._known.setdefault(form, re.compile(form))
@@ -108,19 +122,29 @@ class Prefixes:
                 if inner.known:
                     return inner, rest
                 mark = found[0].rstrip()
-                named = speaker if speaker.known or _CLOCK.search(mark) else Speaker(-1, mark.rstrip(" :|>"), mark)
+                named = (
+                    speaker
+                    if speaker.known or _CLOCK.search(mark)
+                    else Speaker(-1, mark.rstrip(" :|>"), mark)
+                )
                 return named, rest
         return speaker, said
 
 
 def before_traceback(said: str, speaker: Speaker) -> tuple[Speaker, str]:
-    """What another process, or the same, wrote into the line in which a traceback begins; and whose traceback it is."""
+    """What another process, or the same, wrote into the line in which a traceback begins; and whose
+    traceback it is.
+    """
     if (found := re.search(r"\[rank(\d+)\]: ?$", said)) is not None:
         return Speaker(int(found[1]), f"rank {found[1]}", found[0].rstrip()), said[: found.start()]
     return speaker, said.rstrip(" ,")
 
 
 def of_file(path: str) -> Speaker:
-    """The rank that the name of a log tells: `rank3.log`, `.../attempt_0/3/stderr.log`, `node-0-rank-3.out`."""
-    found = re.search(r"(?:^|[/_.-])rank[_.-]?(\d+)\b", path) or re.search(r"/attempt_\d+/(\d+)/std(?:err|out)\.log$", path)
+    """The rank that the name of a log tells: `rank3.log`, `.../attempt_0/3/stderr.log`,
+    `node-0-rank-3.out`.
+    """
+    found = re.search(r"(?:^|[/_.-])rank[_.-]?(\d+)\b", path) or re.search(
+        r"/attempt_\d+/(\d+)/std(?:err|out)\.log$", path
+    )
     return Speaker(int(found.group(1)), f"rank {found.group(1)}") if found else NOBODY

@@ -1,7 +1,8 @@
-"""A log as the same evidence that a live job gives: a `RankEvidence` for each process that shows something. Pure.
+"""A log as the same evidence that a live job gives: a `RankEvidence` for each process that shows
+something. Pure.
 
-What a log does not tell is left unknown: a process without a rank's number has -1, and a name if the
-log has one for it. The line where something stands takes the place of the clock.
+What a log does not tell is left unknown: a process without a rank's number has -1, and a name if
+the log has one for it. The line where something stands takes the place of the clock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
 from rallypoint.diagnosis.report import Report
 
 SOON = 10
-"""Lines after ssh's word within which its caller says that it failed: mpirun's "unable to reliably start"."""
+"""Lines after ssh's word within which its caller says that it failed: mpirun's "unable to reliably
+start".
+"""
 
 # Ranks that a message names as its own.
 _NAMED_RANKS = (
@@ -44,10 +47,11 @@ _MORE_TIME_PASSED = "the same process wrote many lines after it"
 
 
 def diagnose(findings: Findings) -> tuple[Report, ...]:
-    """The causes that logs tell of, the first one first; `cause-unknown` rather than a guess. Never empty.
+    """The causes that logs tell of, the first one first; `cause-unknown` rather than a guess. Never
+    empty.
 
-    Of a log with restarts what ended the last attempt counts. When that says nothing, what ended those
-    before does, though the job went on after it.
+    Of a log with restarts what ended the last attempt counts. When that says nothing, what ended
+    those before does, though the job went on after it.
     """
     one_log = len({sighting.place.log for sighting in findings.sightings}) == 1
     if not (findings.restarts and one_log):
@@ -55,7 +59,9 @@ def diagnose(findings: Findings) -> tuple[Report, ...]:
     last = findings.restarts[-1].line
     after = tuple(s for s in findings.sightings if s.place.line > last)
     if after:
-        reports = root_cause.diagnose(evidence_of(msgspec.structs.replace(findings, sightings=after)))
+        reports = root_cause.diagnose(
+            evidence_of(msgspec.structs.replace(findings, sightings=after))
+        )
         if reports[0].code != "cause-unknown":
             return reports
     return confidence.of_attempts(root_cause.diagnose(evidence_of(findings)))
@@ -90,7 +96,9 @@ class _Log:
         self._sure = [s for s in self._own if not s.went_on or _is_final(s)]
         self._handled = [s for s in self._own if s not in self._sure]
         self._promoted = bool(not self._sure and self._handled and self._unexplained())
-        if self._promoted:  # somebody ended with an error, and this is the last one that the log has
+        if (
+            self._promoted
+        ):  # somebody ended with an error, and this is the last one that the log has
             self._sure, self._handled = self._handled[-1:], []
         self.program = _program(self._sure or self._errors)
 
@@ -107,15 +115,21 @@ class _Log:
         if self._handled:
             yield from self._of_one(self._handled[-1], went_on=True)
         for sighting in self._errors:
-            if sighting not in self._own and (sighting.sign is not Sign.CRASHED or _says_why(sighting)):
+            if sighting not in self._own and (
+                sighting.sign is not Sign.CRASHED or _says_why(sighting)
+            ):
                 yield from self._of_one(sighting, went_on=sighting.went_on)
         for sighting in self._findings.sightings:
             if sighting.sign is Sign.NCCL:
                 error = Raised(classify.NCCL_WARNING, sighting.text, (), "\n".join(sighting.lines))
                 yield from self._of_one(msgspec.structs.replace(sighting, error=error))
 
-    def _of_group(self, group: Sequence[Sighting], groups: Sequence[Sequence[Sighting]]) -> Iterable[RankEvidence]:
-        """The ranks that show one error, with the best traceback of it, and the place of the first."""
+    def _of_group(
+        self, group: Sequence[Sighting], groups: Sequence[Sequence[Sighting]]
+    ) -> Iterable[RankEvidence]:
+        """The ranks that show one error, with the best traceback of it, and the place of
+        the first.
+        """
         best = next((s for s in group if s.error is not None and s.error.frames), group[0])
         error = best.error
         assert error is not None
@@ -143,8 +157,12 @@ class _Log:
             return "lines of the same process follow it, and nothing says that it ended: it may have been handled"
         return ""
 
-    def _attributed(self, group: Sequence[Sighting], groups: Sequence[Sequence[Sighting]]) -> list[int]:
-        """Those of whom the launcher says that they failed, when there is but one nameless error for them."""
+    def _attributed(
+        self, group: Sequence[Sighting], groups: Sequence[Sequence[Sighting]]
+    ) -> list[int]:
+        """Those of whom the launcher says that they failed, when there is but one nameless error
+        for them.
+        """
         spoke = {_rank(s) for s in self._sure} - {-1}
         failed = {s.end.rank for s in self._ends if s.end is not None and s.end.code} - spoke - {-1}
         nameless = [one for one in groups if all(_rank(s) < 0 for s in one)]
@@ -174,7 +192,9 @@ class _Log:
     # --- ends
 
     def ended(self) -> Iterable[RankEvidence]:
-        """The processes of which somebody says how they ended, where no error of theirs explains it."""
+        """The processes of which somebody says how they ended, where no error of theirs explains
+        it.
+        """
         seen = self._findings.sightings
         lost = [s for s in self._errors if _meaning(s) is not Meaning.OWN]
         lost += [s for s in seen if s.sign in (Sign.WATCHDOG, Sign.LOST)]
@@ -208,12 +228,16 @@ class _Log:
         who = next((name for name in ("Ray", "slurmstepd", "srun") if name in by), "the kernel")
         told = tuple(s.text for s in words if s.text)
         for number in numbers or [-1]:
-            yield self._rank(words[0], number, ended=Ended(signal=int(SIGKILL)), killed_by=who, said=told)
+            yield self._rank(
+                words[0], number, ended=Ended(signal=int(SIGKILL)), killed_by=who, said=told
+            )
 
     def _dumps(self) -> Iterable[RankEvidence]:
         """What native code left: faulthandler's dumps, exceptions of C++ that nobody caught."""
         for sighting in self._findings.sightings:
-            if sighting.sign is not Sign.CRASHED or (sighting.error is not None and _says_why(sighting)):
+            if sighting.sign is not Sign.CRASHED or (
+                sighting.error is not None and _says_why(sighting)
+            ):
                 continue
             number = next((n for name, n in _DUMPED.items() if name in sighting.text), int(SIGABRT))
             for rank in _numbers(sighting):
@@ -261,7 +285,9 @@ class _Log:
         yield msgspec.structs.replace(self._of_end(first), doubt=doubt)
 
     def _unexplained(self) -> list[Sighting]:
-        """Those that ended with a code that is not 0, and of whom the log has no error that could be theirs."""
+        """Those that ended with a code that is not 0, and of whom the log has no error that could
+        be theirs.
+        """
         errors = [s for s in self._findings.sightings if s.error is not None and not s.went_on]
         spoke = {_rank(error) for error in errors}
         coded = [s for s in self._ends if s.end is not None and s.end.code and not s.end.signal]
@@ -280,14 +306,18 @@ class _Log:
     # --- those that speak of others
 
     def waited(self) -> Iterable[RankEvidence]:
-        """Ranks of which NCCL's watchdog, or a line of torch's, says that others did not come or are gone."""
+        """Ranks of which NCCL's watchdog, or a line of torch's, says that others did not come or
+        are gone.
+        """
         seen = self._findings.sightings
         signs = {Sign.WATCHDOG, Sign.LOST}
         if all(sighting.sign is Sign.UNREACHED for sighting in seen):  # the log has nothing else
             signs, seen = {Sign.UNREACHED}, seen[-1:]
         for sighting in seen:
             if sighting.sign in signs:
-                yield self._rank(sighting, _rank(sighting), collective=sighting.collective, said=(sighting.text,))
+                yield self._rank(
+                    sighting, _rank(sighting), collective=sighting.collective, said=(sighting.text,)
+                )
 
     def stopped(self) -> Iterable[RankEvidence]:
         """Ranks that the launcher stopped, and that said nothing at all of a peer."""
@@ -296,7 +326,11 @@ class _Log:
         spoke = {_rank(s) for s in self._findings.sightings if s.error is not None}
         spoke |= {s.end.rank for s in self._ends if s.end is not None}
         for sighting in by_launcher:
-            if sighting.end is not None and sighting.end.rank >= 0 and sighting.end.rank not in spoke:
+            if (
+                sighting.end is not None
+                and sighting.end.rank >= 0
+                and sighting.end.rank not in spoke
+            ):
                 spoke.add(sighting.end.rank)
                 yield self._rank(
                     sighting,
@@ -363,7 +397,9 @@ def _says_why(sighting: Sighting) -> bool:
 
 
 def _meaning(sighting: Sighting) -> Meaning:
-    """What an error says of other ranks; a DataLoader's worker that breaks off was ended by something."""
+    """What an error says of other ranks; a DataLoader's worker that breaks off was ended by
+    something.
+    """
     error = sighting.error
     assert error is not None
     through_loader = any(_LOADER.search(frame.file) for frame in error.frames)
@@ -402,7 +438,9 @@ def _ends(findings: Findings) -> list[Sighting]:
 
 
 def _explained(ended: Sighting, said: Iterable[Sighting]) -> bool:
-    """Tell whether a process that aborted says why: torch aborts after a timeout, and after an uncaught error."""
+    """Tell whether a process that aborted says why: torch aborts after a timeout, and after an
+    uncaught error.
+    """
     if ended.end is None or ended.end.signal != SIGABRT:
         return False
     rank = ended.end.rank
@@ -429,8 +467,8 @@ def _same(sighting: Sighting) -> Hashable:
 def _absorbed(groups: list[list[Sighting]]) -> list[list[Sighting]]:
     """The groups without those that only repeat another.
 
-    These are the line that a logger wrote of an exception which has its traceback, too, and the news that
-    a DataLoader's worker has ended which is known to have been killed.
+    These are the line that a logger wrote of an exception which has its traceback, too, and the
+    news that a DataLoader's worker has ended which is known to have been killed.
     """
     errors = [s.error for group in groups for s in group if s.error is not None]
     messages = {error.message.partition("\n")[0] for error in errors if error.frames}
@@ -449,9 +487,15 @@ def _absorbed(groups: list[list[Sighting]]) -> list[list[Sighting]]:
 
 
 def _named_as_torch_does(error: Raised) -> Raised:
-    """A program that reads a launcher's variable itself gets a KeyError where init_process_group has a sentence."""
+    """A program that reads a launcher's variable itself gets a KeyError where init_process_group
+    has a sentence.
+    """
     variable = error.message.strip("'\"")
-    reads = any("environ" in frame.source or (frame.file.endswith("/os.py") and frame.function == "__getitem__") for frame in error.frames)
+    reads = any(
+        "environ" in frame.source
+        or (frame.file.endswith("/os.py") and frame.function == "__getitem__")
+        for frame in error.frames
+    )
     if error.type != "KeyError" or variable not in _VARIABLES or not reads:
         return error
     words = f"environment variable {variable} expected, but not set"

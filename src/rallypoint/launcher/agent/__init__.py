@@ -1,1 +1,3 @@
-"""Code that runs in the agent: one process on each node that starts, watches and stops the ranks."""
+"""Code that runs in the agent: one process on each node that starts, watches and stops the
+ranks.
+"""

@@ -1,4 +1,6 @@
-"""Agent of a node: starts the parts of a job, runs the loop, and does what the supervisor decides."""
+"""Agent of a node: starts the parts of a job, runs the loop, and does what the supervisor
+decides.
+"""
 
 from __future__ import annotations
 
@@ -48,22 +50,26 @@ if TYPE_CHECKING:
     from rallypoint.launcher.agent.attempt import Attempt
     from rallypoint.launcher.rendezvous_file import RendezvousFile
 
-# Seconds between SIGTERM and SIGKILL when the time of a call is over, and its caller has not said how much
-# of it is the grace: enough for a handler that closes a file, and too short to be waited for.
+# Seconds between SIGTERM and SIGKILL when the time of a call is over, and its caller has not said
+# how much of it is the grace: enough for a handler that closes a file, and too short to be waited
+# for.
 OVERDUE_GRACE = 1.0
-# Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that takes
-# nothing makes it longer.
+# Seconds after the workers' end in which what they wrote is read and shown. Only a terminal that
+# takes nothing makes it longer.
 DRAIN_TIMEOUT = 5.0
-# Seconds after which a helper that was stopped (SIGSTOP) is continued. A person who suspends a whole job
-# stops one process after the other, and this one among them, before that.
+# Seconds after which a helper that was stopped (SIGSTOP) is continued. A person who suspends a
+# whole job stops one process after the other, and this one among them, before that.
 HELPER_PATIENCE = 1.0
 
 
 def run(plan: Plan) -> int:
-    """Carry out a plan; return the exit status. Raises `EnvironmentProblem` or `UsageError` when nothing could be started."""
+    """Carry out a plan; return the exit status. Raises `EnvironmentProblem` or `UsageError` when
+    nothing could be started.
+    """
     processes.open_standard_descriptors()
     with contextlib.ExitStack() as stack:
-        # Before anything is started: a port or place that another job has is told at once, not after the import of torch.
+        # Before anything is started: a port or place that another job has is told at once, not
+        # after the import of torch.
         held, place = _held(plan), _taken(plan)
         if held is not None:
             stack.callback(held.release)
@@ -97,28 +103,41 @@ def _taken(plan: Plan) -> RendezvousFile | None:
 
 
 class Agent:
-    """One node's share of a job: owns the signals, the screen, the run folder and the listening socket.
+    """One node's share of a job: owns the signals, the screen, the run folder and the listening
+    socket.
 
-    With a `request` it carries out one call of `launch`: guard and template belong to that and stay, and so does the process.
+    With a `request` it carries out one call of `launch`: guard and template belong to that and
+    stay, and so does the process.
     """
 
     def __init__(
         self, plan: Plan, request: LaunchRequest | None = None, *, held: HeldPort | None = None, place: RendezvousFile | None = None
     ) -> None:  # fmt: skip
-        """`held`: the first attempt's meeting point, if it was bound before. `place`: where the job says on a shared file
-        system where its ranks meet."""
+        """`held`: the first attempt's meeting point, if it was bound before. `place`: where the job
+        says on a shared file system where its ranks meet."""
         self.plan = plan
         self.request = request
         self._ignored = signals.ignored()
-        # Children of this process from before it became the launcher (a shell's `monitor & exec rallypoint run`) are not
-        # the job's, nor is what they leave behind; nor are orphans that the first process of a container gets.
+        # Children of this process from before it became the launcher (a shell's `monitor & exec
+        # rallypoint run`) are not the job's, nor is what they leave behind; nor are orphans that
+        # the first process of a container gets.
         adopts_strangers = request is None and (os.getpid() == 1 or bool(processes.children()))
-        self._files_limit = processes.prepare_to_supervise() if request is None else request.files_limit
-        wanted = {signal.SIGINT, signal.SIGCHLD, *(signal.Signals[name] for name in (*plan.signals, *plan.notices))}
+        self._files_limit = (
+            processes.prepare_to_supervise() if request is None else request.files_limit
+        )
+        wanted = {
+            signal.SIGINT,
+            signal.SIGCHLD,
+            *(signal.Signals[name] for name in (*plan.signals, *plan.notices)),
+        }
         if request is None:
             wanted.add(signal.SIGTSTP)
         self._signals = signals.SignalLog(wanted)
-        self._helpers = HelperProcesses(guard.start(f"RALLYPOINT_JOB={plan.job}".encode())) if request is None else request.helpers
+        self._helpers = (
+            HelperProcesses(guard.start(f"RALLYPOINT_JOB={plan.job}".encode()))
+            if request is None
+            else request.helpers
+        )
         self._hooks = not plan.plain and plan.start != "exec"
         self.parts = PreloadedParts(plan)
         self.signalled_by = ""
@@ -128,11 +147,17 @@ class Agent:
             self._helpers.use(self._start_template(imports=plan.start == "template"))
         self._make_parts(adopts_strangers, held, place)
 
-    def _make_parts(self, adopts_strangers: bool, held: HeldPort | None, place: RendezvousFile | None) -> None:
+    def _make_parts(
+        self, adopts_strangers: bool, held: HeldPort | None, place: RendezvousFile | None
+    ) -> None:
         """Import and make everything else, while the template imports torch."""
         from rallypoint.host import ports
         from rallypoint.launcher.agent.console import Console
-        from rallypoint.launcher.agent.evidence_collection import EvidenceCollection, RollCall, UnresponsiveRanks
+        from rallypoint.launcher.agent.evidence_collection import (
+            EvidenceCollection,
+            RollCall,
+            UnresponsiveRanks,
+        )
         from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
         from rallypoint.launcher.agent.hang_monitor import HangMonitor
         from rallypoint.launcher.agent.rank_endings import RankEndings
@@ -147,12 +172,16 @@ class Agent:
         plan, request, clock = self.plan, self.request, Clock()
         try:
             if plan.torch:
-                ports.check_loopback(plan.master_addr)  # torch would try for a minute, with a thousand lines
+                ports.check_loopback(
+                    plan.master_addr
+                )  # torch would try for a minute, with a thousand lines
             folder, writer = open_folder(plan), DiskWriter()
             console = Console(plan, folder.path, request.outputs if request is not None else (1, 2))
             streams = RankStreams(plan, folder, console)
             reporter = Reporter(plan, clock, folder, writer, console)
-        except BaseException:  # the run folder belongs to another job: the user reads that, and nothing may stay behind
+        except BaseException:
+            # the run folder belongs to another job: the user reads that, and nothing may stay
+            # behind
             if request is None:
                 self._helpers.end()
             self._signals.close()
@@ -177,13 +206,18 @@ class Agent:
             evidence=EvidenceGatherer(plan, clock, folder.path, writer, console),
         )
         self._rendezvous = RendezvousMonitor(job)
-        self._evidence_collection, self._roll_call = EvidenceCollection(job, self._rendezvous), RollCall(job, self._rendezvous)
+        self._evidence_collection, self._roll_call = (
+            EvidenceCollection(job, self._rendezvous),
+            RollCall(job, self._rendezvous),
+        )
         self._unresponsive = UnresponsiveRanks(job)
         self._hang_monitor = HangMonitor(job, hooks=self._hooks, stop=self._on_stop)
         self._hang_monitor.open_door(self._helpers.guard)
         spawned = SpawnedRanks(job, self._rendezvous, self._roll_call, self._hang_monitor)
         messages = WorkerMessages(job, self._rendezvous, spawned, self.parts, self._tell_caller)
-        self._endings = RankEndings(job, messages, adopts_strangers=adopts_strangers, spared=self._throwaway)
+        self._endings = RankEndings(
+            job, messages, adopts_strangers=adopts_strangers, spared=self._throwaway
+        )
         self._starter = RankStarter(
             job,
             streams,
@@ -198,13 +232,19 @@ class Agent:
         self._starter.held, self._starter.place = held, place
         self._loop.watch(self._signals.fileno(), self._on_signal)
         self._template_messages = TemplateMessages(
-            job, self._starter, self._endings, self.parts, lambda imports: self._start_template(imports=imports)
+            job,
+            self._starter,
+            self._endings,
+            self.parts,
+            lambda imports: self._start_template(imports=imports),
         )
         if request is not None:
             self._watch_caller(request)
 
     def _throwaway(self) -> int:
-        """Return the pid of the search for an unsafe line, which descends from this process and ends by itself; 0: none."""
+        """Return the pid of the search for an unsafe line, which descends from this process and
+        ends by itself; 0: none.
+        """
         found = self._template_messages.unsafe_import
         return found.pid if found is not None else 0
 
@@ -213,7 +253,10 @@ class Agent:
         return helper_processes.start_template(
             plan.program,
             plan.preload,
-            {**os.environ, **(plan.environment if self.request is None else {"RALLYPOINT_JOB": plan.job})},
+            {
+                **os.environ,
+                **(plan.environment if self.request is None else {"RALLYPOINT_JOB": plan.job}),
+            },
             parts=self.parts.early,
             imports=imports,
             hooks=self._hooks,
@@ -233,7 +276,15 @@ class Agent:
 
         payload = self.request.payload if self.request is not None else ()
         began = self._loop.clock.wall()
-        return Attempt(self.plan, number, began=began, ignored=self._ignored, hooks=self._hooks, started=started, parcel=payload)
+        return Attempt(
+            self.plan,
+            number,
+            began=began,
+            ignored=self._ignored,
+            hooks=self._hooks,
+            started=started,
+            parcel=payload,
+        )
 
     # --- for the caller of this module
 
@@ -244,7 +295,9 @@ class Agent:
 
     @property
     def learnt(self) -> tuple[str, ...]:
-        """Parts of torch that every rank has imported after the fork, and that may be imported before it."""
+        """Parts of torch that every rank has imported after the fork, and that may be imported
+        before it.
+        """
         return self.parts.learnt(self.ranks)
 
     @property
@@ -259,7 +312,9 @@ class Agent:
             self._console.live(None)
         self._look_for_stopped()  # perhaps since the last call
         if not processes.sees_processes():
-            self._console.say("rallypoint: /proc shows another pid namespace: what ranks leave running is found in their own groups alone")
+            self._console.say(
+                "rallypoint: /proc shows another pid namespace: what ranks leave running is found in their own groups alone"
+            )
         if self._helpers.ready:
             self.job.feed(supervisor.Prepared())
         while self._status is None:
@@ -360,29 +415,49 @@ class Agent:
         )
         # A job that goes on when ranks fail asks nobody for a stack.
         asked = self.plan.on_failure != "continue" or bool(known.interrupted_by or known.overdue)
-        return self._reporter.report(ranks, job.evidence.gather(ranks, known, asked=asked), misfit, asked=asked)
+        return self._reporter.report(
+            ranks, job.evidence.gather(ranks, known, asked=asked), misfit, asked=asked
+        )
 
     def _clean_up(self, action: CleanUp) -> None:
         """End what the ranks left running, and this attempt's host. Every rank has ended."""
         self._endings.end_leftovers(self._hurries() if action.gently else None)
         self.job.attempt.release()
         # The call's, a visitor's and those of template and guard are not the attempt's.
-        self._loop.forget_all_but("overdue", "standing", "unsafe import", "stopped guard", "stopped template")
-        # Show all that the ranks said. A caller of `launch` that reads nothing just now (Ctrl-S, Ctrl-Z) loses nothing.
-        while not self._console.settle(DRAIN_TIMEOUT) and self.request is not None and self.request.is_awaited():
+        self._loop.forget_all_but(
+            "overdue", "standing", "unsafe import", "stopped guard", "stopped template"
+        )
+        # Show all that the ranks said. A caller of `launch` that reads nothing just now (Ctrl-S,
+        # Ctrl-Z) loses nothing.
+        while (
+            not self._console.settle(DRAIN_TIMEOUT)
+            and self.request is not None
+            and self.request.is_awaited()
+        ):
             continue
-        self._reporter.event("attempt-ended", because=action.because, attempt=self.job.attempt.number)
+        self._reporter.event(
+            "attempt-ended", because=action.because, attempt=self.job.attempt.number
+        )
 
     def _hurries(self) -> dict[int, Callable[[], bool]]:
         """Return what ends every grace at once: a signal to us, the caller's interrupt, its end."""
-        signalled = {self._signals.fileno(): lambda: any(number != signal.SIGCHLD for number in self._signals.read())}
+        signalled = {
+            self._signals.fileno(): lambda: any(
+                number != signal.SIGCHLD for number in self._signals.read()
+            )
+        }
         if self.request is None:
             return signalled
-        return {**signalled, self.request.line.fileno(): lambda: True, self.request.caller: lambda: True}
+        return {
+            **signalled,
+            self.request.line.fileno(): lambda: True,
+            self.request.caller: lambda: True,
+        }
 
     def _must_leave(self) -> bool:
-        """Return whether a job that is over must not wait for a reader that pauses: what ends the launcher from outside, and a
-        second Ctrl-C, leave no time for it. `launch` has waited already, for as long as its caller wants."""
+        """Return whether a job that is over must not wait for a reader that pauses: what ends the
+        launcher from outside, and a second Ctrl-C, leave no time for it. `launch` has waited
+        already, for as long as its caller wants."""
         signalled = any(number != signal.SIGCHLD for number in self._signals.read())
         return signalled or self.request is not None or self.signalled_by not in ("", "SIGINT")
 
@@ -393,7 +468,11 @@ class Agent:
         self._loop.watch(request.caller, self._on_caller_end)
         if request.timeout is not None:
             timeout, grace = request.timeout, request.grace
-            self._loop.at("overdue", self._loop.now + timeout - (grace or 0.0), lambda now: self._on_overdue(timeout, grace))
+            self._loop.at(
+                "overdue",
+                self._loop.now + timeout - (grace or 0.0),
+                lambda now: self._on_overdue(timeout, grace),
+            )
 
     def _tell_caller(self, message: Restarted | Outcome, fds: Sequence[int] = ()) -> None:
         assert self.request is not None
@@ -447,10 +526,14 @@ class Agent:
         self._starter.noticed = True
         living = [handle for handle in self.ranks if handle.alive]
         handed = [handle.rank for handle in living if handle.notice(name)]
-        self._console.say_notice(name, handed, [handle.rank for handle in living if handle.rank not in handed])
+        self._console.say_notice(
+            name, handed, [handle.rank for handle in living if handle.rank not in handed]
+        )
 
     def _suspend(self) -> None:
-        """Stop the ranks, whose sessions the terminal does not reach, and this process, for Ctrl-Z; `fg` continues all."""
+        """Stop the ranks, whose sessions the terminal does not reach, and this process, for Ctrl-Z;
+        `fg` continues all.
+        """
         living = [handle for handle in self.ranks if handle.alive]
         for handle in living:
             processes.send_group(handle.pid, signal.SIGSTOP)
@@ -461,13 +544,23 @@ class Agent:
             processes.send_group(handle.pid, signal.SIGCONT)
 
     def _look_for_stopped(self) -> None:
-        """Have helpers that were stopped continued. The kernel tells a parent of that, and nobody has a reason to stop one alone."""
+        """Have helpers that were stopped continued. The kernel tells a parent of that, and nobody
+        has a reason to stop one alone.
+        """
         for name, pid in (("guard", self._helpers.guard.pid), ("template", self.job.template.pid)):
             with contextlib.suppress(ChildProcessError):  # it is gone
                 if os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG) is not None:
-                    self._loop.by(f"stopped {name}", self._loop.now + HELPER_PATIENCE, functools.partial(self._go_on, name, pid))
+                    self._loop.by(
+                        f"stopped {name}",
+                        self._loop.now + HELPER_PATIENCE,
+                        functools.partial(self._go_on, name, pid),
+                    )
 
     def _go_on(self, name: str, pid: int, now: float) -> None:
         if processes.is_stopped(pid):
-            self._console.say(f"rallypoint: the {name} (pid {pid}), a helper of the launcher's, was stopped (SIGSTOP): it is continued")
-            os.kill(pid, signal.SIGCONT)  # a child of ours that is not reaped: the number is still its own
+            self._console.say(
+                f"rallypoint: the {name} (pid {pid}), a helper of the launcher's, was stopped (SIGSTOP): it is continued"
+            )
+            os.kill(
+                pid, signal.SIGCONT
+            )  # a child of ours that is not reaped: the number is still its own

@@ -1,4 +1,6 @@
-"""Console of a run: what a person sees while it goes on, the launcher's own lines and the ranks'."""
+"""Console of a run: what a person sees while it goes on, the launcher's own lines and the
+ranks'.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,20 @@ from rallypoint.world import ranks_phrase
 SETTLE_TIMEOUT = 0.1
 # An import that takes this long (seconds) on several ranks is worth a line about --preload.
 SLOW_IMPORT = 1.0
-# Processes of the ranks' own that are named when they failed unseen: what fits on a screen beside the
-# ranks' words.
+# Processes of the ranks' own that are named when they failed unseen: what fits on a screen beside
+# the ranks' words.
 CHILDREN_MOST = 6
 
 
 class Console:
-    """Screen of a run. All that the launcher prints goes through the log pump, in order with the ranks' words."""
+    """Screen of a run. All that the launcher prints goes through the log pump, in order with the
+    ranks' words.
+    """
 
     def __init__(self, plan: Plan, logs_in: str, outputs: tuple[int, int] = (1, 2)) -> None:
-        """`logs_in`: the run folder. `outputs`: the descriptors that people read, for stdout and stderr."""
+        """`logs_in`: the run folder. `outputs`: the descriptors that people read, for stdout and
+        stderr.
+        """
         self._plan = plan
         self.pump = LogPump(
             logs_in if plan.world.size > 1 or keeps_copy(plan) else "",
@@ -60,7 +66,9 @@ class Console:
             self.live(f"rallypoint: {_count(self._plan.world.size)} · importing torch")
 
     def say(self, text: str) -> None:
-        """Write lines of the launcher's own on stderr, after the ranks' words so far. Names in them may be the ranks' choice."""
+        """Write lines of the launcher's own on stderr, after the ranks' words so far. Names in them
+        may be the ranks' choice.
+        """
         self.pump.say(render.printable(text))
 
     def remark(self, text: str) -> None:
@@ -84,13 +92,17 @@ class Console:
             self.pump.live(text)
 
     def give_away(self) -> None:
-        """Leave the terminal to a single rank: nothing of the launcher's may be drawn over its words."""
+        """Leave the terminal to a single rank: nothing of the launcher's may be drawn over its
+        words.
+        """
         self.live(None)
         self.pump.settle(SETTLE_TIMEOUT)
         self._given_away = True
 
     def show_phases(self, ranks: Sequence[RankHandle], state: State) -> None:
-        """Show how many ranks are where while the job starts. Ends when they run, or when the program joins nothing."""
+        """Show how many ranks are where while the job starts. Ends when they run, or when the
+        program joins nothing.
+        """
         if state is State.PREPARING or self._given_away or not self.pump.terminal:
             return
         waiting = sum(handle.waiting for handle in ranks)
@@ -99,8 +111,19 @@ class Console:
         if state is not State.RUNNING or not (waiting or before):
             self.live(None)
             return
-        parts = [(before, "starting"), (importing, "importing"), (waiting, "waiting in init_process_group")]
-        self.live(" · ".join([f"rallypoint: {_count(len(ranks))}", *(f"{number} {what}" for number, what in parts if number)]))
+        parts = [
+            (before, "starting"),
+            (importing, "importing"),
+            (waiting, "waiting in init_process_group"),
+        ]
+        self.live(
+            " · ".join(
+                [
+                    f"rallypoint: {_count(len(ranks))}",
+                    *(f"{number} {what}" for number, what in parts if number),
+                ]
+            )
+        )
 
     def say_differs(self, meeting: Meeting, held: str) -> None:
         """Say that the program chose a meeting point of its own."""
@@ -108,7 +131,9 @@ class Console:
         unused = f"; the held port {port} is not used" if port else ""
         if meeting.method.startswith("env://"):
             host, _, own = meeting.address.rpartition(":")
-            address = [] if rendezvous_mismatch.is_loopback(host) else [f"MASTER_ADDR={host}"]  # the held one is, by another name
+            address = (
+                [] if rendezvous_mismatch.is_loopback(host) else [f"MASTER_ADDR={host}"]
+            )  # the held one is, by another name
             self.say(
                 f"rallypoint: {meeting.line} sets {' and '.join([*address, *([f'MASTER_PORT={own}'] if own != port else [])])}{unused}"
             )
@@ -121,67 +146,115 @@ class Console:
 
     def say_spawns(self, line: str) -> None:
         """Say that a program which starts ranks of its own was started several times."""
-        self.print_reports((catalogue.spawn_inside_run(line, self._plan.world.size, self._plan.program.target),))
+        self.print_reports(
+            (catalogue.spawn_inside_run(line, self._plan.world.size, self._plan.program.target),)
+        )
 
     def say_leftovers(self, rank: int, members: Sequence[ProcessStatus]) -> None:
-        """Say what a successful rank left running. `multiprocessing`'s own helpers leave by themselves and are not named."""
-        words = {one.pid: command_line(one.pid) for one in members}  # "" for one that is ending: its memory is gone already
-        left = [one for one in members if words[one.pid] and not words[one.pid].partition(" -c ")[2].startswith("from multiprocessing.")]
+        """Say what a successful rank left running. `multiprocessing`'s own helpers leave by
+        themselves and are not named.
+        """
+        words = {
+            one.pid: command_line(one.pid) for one in members
+        }  # "" for one that is ending: its memory is gone already
+        left = [
+            one
+            for one in members
+            if words[one.pid]
+            and not words[one.pid].partition(" -c ")[2].startswith("from multiprocessing.")
+        ]
         if not left:
             return
         names = ", ".join(f"{words[one.pid][:60]} (pid {one.pid})" for one in left[:3])
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        what, they = ("a process", "it is") if len(left) == 1 else (f"{len(left)} processes", "they are")
-        self.say(f"rallypoint: rank {rank} exited cleanly but left {what} running: {names}{more}; {they} stopped when the job ends")
+        what, they = (
+            ("a process", "it is") if len(left) == 1 else (f"{len(left)} processes", "they are")
+        )
+        self.say(
+            f"rallypoint: rank {rank} exited cleanly but left {what} running: {names}{more}; {they} stopped when the job ends"
+        )
 
     def say_left_behind(self, ended: Sequence[int], left: Sequence[int], seconds: float) -> None:
         """Say which ranks have not moved since the others ended well."""
         has, have = ("has" if len(ranks) == 1 else "have" for ranks in (ended, left))
         how = "returned" if self._plan.task is not None else "ended with exit code 0"
         still = f"{ranks_phrase(sorted(left))} {have} not moved for {seconds:.0f} s"
-        self.remark(f"rallypoint: {ranks_phrase(sorted(ended))} {has} {how}, and {still}; to see where: rallypoint stacks")
+        self.remark(
+            f"rallypoint: {ranks_phrase(sorted(ended))} {has} {how}, and {still}; to see where: rallypoint stacks"
+        )
 
     def say_children(self, ranks: Sequence[RankHandle]) -> None:
-        """Say which processes of the ranks' programs failed without the program noticing. Those of a rank that was stopped
-        were stopped with it."""
-        told = {handle.rank: handle.children for handle in ranks if handle.children is not None and not handle.sent}
+        """Say which processes of the ranks' programs failed without the program noticing. Those of
+        a rank that was stopped were stopped with it."""
+        told = {
+            handle.rank: handle.children
+            for handle in ranks
+            if handle.children is not None and not handle.sent
+        }
         found = [(rank, child) for rank, failed in told.items() for child in failed.children]
         if not found:
             return
         number = len(found) + sum(failed.more for failed in told.values())
         count = f"{number} processes" if number > 1 else "a process"
         whose = "its program" if len(told) == 1 else "their program"
-        lines = [f"rallypoint: {count} that {ranks_phrase(list(told))} had started failed, and {whose} never looked at the exit code:"]
+        lines = [
+            f"rallypoint: {count} that {ranks_phrase(list(told))} had started failed, and {whose} never looked at the exit code:"
+        ]
         for rank, child in found[:CHILDREN_MOST]:
             who = f"{child.name} of rank {rank}" if len(told) > 1 else child.name
-            how = f"died: {signals.name(child.signal)}" if child.signal else f"exited with code {child.code}"
-            lines.append(f"  {who}, pid {child.pid}{f', started at {child.line}' if child.line else ''}: {how}")
+            how = (
+                f"died: {signals.name(child.signal)}"
+                if child.signal
+                else f"exited with code {child.code}"
+            )
+            lines.append(
+                f"  {who}, pid {child.pid}{f', started at {child.line}' if child.line else ''}: {how}"
+            )
         if number > CHILDREN_MOST:
             lines.append(f"  and {number - CHILDREN_MOST} more")
         again = {child.line for _, child in found if child.unguarded and child.code == exits.RAISED}
-        lines += [f"  {line} runs again in every new process: rallypoint explain main-unguarded" for line in sorted(again)]
+        lines += [
+            f"  {line} runs again in every new process: rallypoint explain main-unguarded"
+            for line in sorted(again)
+        ]
         self.say("\n".join(lines))
 
     def say_waiting(self, ranks: Sequence[int], seconds: float, hurry: str) -> None:
         """Say which ranks were asked to end and have not ended yet."""
         them = "it" if len(ranks) == 1 else "them"
-        self.remark(f"rallypoint: waiting up to {seconds:g} s for {ranks_phrase(ranks)} to end; {hurry} kills {them}")
+        self.remark(
+            f"rallypoint: waiting up to {seconds:g} s for {ranks_phrase(ranks)} to end; {hurry} kills {them}"
+        )
 
     def say_killed(self, ranks: Sequence[int], because: str, *, asked: bool) -> None:
-        """Say that ranks get SIGKILL and lose what they were about to write. `asked`: they were asked to end before."""
+        """Say that ranks get SIGKILL and lose what they were about to write. `asked`: they were
+        asked to end before.
+        """
         were = "was" if len(ranks) == 1 else "were"
         how = f"did not end and {were} killed" if asked else f"{were} killed at once"
         self.say(f"rallypoint: {ranks_phrase(ranks)} {how}: {because}")
 
     def say_notice(self, name: str, handed: Sequence[int], others: Sequence[int]) -> None:
-        """Say that a notice came and was handed to ranks, except `others`, which have no handler for it."""
+        """Say that a notice came and was handed to ranks, except `others`, which have no handler
+        for it.
+        """
         parts = [f"handed to {ranks_phrase(handed)}"] if handed else []
         has, them = ("has", "it") if len(others) == 1 else ("have", "them")
-        parts += [f"{ranks_phrase(others)} {has} no handler for it, and rallypoint.preempted() tells {them}"] if others else []
-        self.remark(f"rallypoint: {name} came, and the job goes on: {'; '.join(parts) or 'no rank runs yet'}")
+        parts += (
+            [
+                f"{ranks_phrase(others)} {has} no handler for it, and rallypoint.preempted() tells {them}"
+            ]
+            if others
+            else []
+        )
+        self.remark(
+            f"rallypoint: {name} came, and the job goes on: {'; '.join(parts) or 'no rank runs yet'}"
+        )
 
     def say_raised_while_stopped(self, rank: int, raised: Raised) -> None:
-        """Say what a rank raised after the report, while it was stopped. Its traceback is in its log."""
+        """Say what a rank raised after the report, while it was stopped. Its traceback is in its
+        log.
+        """
         error = exception_capture.sayable(classify.in_short(raised))[:200]
         self.remark(f"rallypoint: rank {rank} raised, while it was stopped: {error}")
 
@@ -191,7 +264,9 @@ class Console:
             self.say(f"rallypoint: pid {one.pid} ({one.name}) would not die: state {one.state}")
 
     def say_unclean(self, ready: Ready, line: str) -> None:
-        """Say that the template may not be forked; the job goes on without it. `line`: the cause, "" when not known."""
+        """Say that the template may not be forked; the job goes on without it. `line`: the cause,
+        "" when not known.
+        """
         self.print_reports((catalogue.cuda_in_template(ready.module, line, ready.unclean),))
 
     def say_late(self, name: str, line: str) -> None:
@@ -199,24 +274,42 @@ class Console:
         if name in self._late_variables:
             return
         self._late_variables.add(name)
-        if late_variables.is_of_parts(name):  # also for a caller of `launch`: nothing else shows why it has no effect
-            export = "export it, or preload=['none']" if self._plan.task is not None else "export it, or --preload none"
+        if late_variables.is_of_parts(
+            name
+        ):  # also for a caller of `launch`: nothing else shows why it has no effect
+            export = (
+                "export it, or preload=['none']"
+                if self._plan.task is not None
+                else "export it, or --preload none"
+            )
             early = " and ".join(self._plan.parts)
-            self.say(f"rallypoint: {line or 'the program'} sets {name} after {early} was imported in the template: {export}")
+            self.say(
+                f"rallypoint: {line or 'the program'} sets {name} after {early} was imported in the template: {export}"
+            )
         else:
-            self.remark(f"rallypoint: {line or 'the program'} sets {name} after torch was imported in the template: export it, or --fresh")
+            self.remark(
+                f"rallypoint: {line or 'the program'} sets {name} after torch was imported in the template: export it, or --fresh"
+            )
 
     def say_imports(self, ranks: Sequence[RankHandle], known: Sequence[str]) -> None:
-        """Say which package several ranks spent long on importing. `known` ones they will not import the next time."""
+        """Say which package several ranks spent long on importing. `known` ones they will not
+        import the next time.
+        """
         found: dict[str, list[float]] = {}
         for handle in ranks:
             for name, seconds in handle.imports.items():
                 found.setdefault(name, []).append(seconds)
         middles = {name: sorted(times)[len(times) // 2] for name, times in found.items()}
-        slow = {name: times for name, times in found.items() if len(times) > 1 and name not in known and middles[name] >= SLOW_IMPORT}
+        slow = {
+            name: times
+            for name, times in found.items()
+            if len(times) > 1 and name not in known and middles[name] >= SLOW_IMPORT
+        }
         if slow:
             name, times = max(slow.items(), key=lambda item: sum(item[1]))
-            self.remark(f"rallypoint: {name} was imported {len(times)} times, {middles[name]:.1f} s each: --preload {name}")
+            self.remark(
+                f"rallypoint: {name} was imported {len(times)} times, {middles[name]:.1f} s each: --preload {name}"
+            )
 
     def begin_attempt(self, number: int) -> None:
         """Say that the ranks start again; the logs go on below a line."""
@@ -227,11 +320,15 @@ class Console:
             self.say(f"rallypoint: restarting {who}, attempt {number} of {self._plan.max_restarts}")
 
     def note(self, rank: int, text: str) -> None:
-        """Write text of a rank's stderr that came by the control channel into its log and its file of `-t`, not onto the screen."""
+        """Write text of a rank's stderr that came by the control channel into its log and its file
+        of `-t`, not onto the screen.
+        """
         self.pump.note(rank, text)
 
     def expect_interruptions(self) -> None:
-        """Keep what torch writes about interrupted calls off the screen: ranks are asked for their stacks by a signal."""
+        """Keep what torch writes about interrupted calls off the screen: ranks are asked for their
+        stacks by a signal.
+        """
         self.pump.interrupts = True
 
     def log_line(self, rank: int) -> int:
@@ -240,26 +337,39 @@ class Console:
         return self.pump.log_position(rank)[1] + 1
 
     def settle(self, timeout: float) -> bool:
-        """Show all that the ranks, which have ended, wrote. False when it took longer than this many seconds."""
+        """Show all that the ranks, which have ended, wrote. False when it took longer than this
+        many seconds.
+        """
         return self.pump.drain(timeout) or self.pump.error is not None
 
     def close(self, *, interrupted: Callable[[], bool]) -> None:
-        """End the screen. A reader that pauses (`| less`, Ctrl-S) is waited for until `interrupted` returns true."""
+        """End the screen. A reader that pauses (`| less`, Ctrl-S) is waited for until `interrupted`
+        returns true.
+        """
         self.pump.wait_for_reader(interrupted)
         self.pump.close()
         if self.pump.error is not None:
-            print(f"rallypoint: the log pump failed: {self.pump.error!r}; the ranks' words may be incomplete", file=sys.stderr)
+            print(
+                f"rallypoint: the log pump failed: {self.pump.error!r}; the ranks' words may be incomplete",
+                file=sys.stderr,
+            )
 
 
 def keeps_copy(plan: Plan) -> bool:
-    """Return whether a single rank's output goes through the launcher: only when a copy was asked for. Else the rank has the terminal."""
+    """Return whether a single rank's output goes through the launcher: only when a copy was asked
+    for. Else the rank has the terminal.
+    """
     return any(plan.logs.tee) or plan.run_dir_asked or plan.task is not None
 
 
 def say_directly(text: str) -> None:
     """Write a line on stderr where there is no log pump (any more)."""
     if sys.stderr:  # it may have been closed at the start
-        sys.stderr.write(text + "\n")  # in one call: `print` writes the newline by itself, and the pump may write between the two
+        sys.stderr.write(
+            text + "\n"
+            # in one call: `print` writes the newline by itself, and the pump may write between the
+            # two
+        )
 
 
 def _count(ranks: int) -> str:
@@ -267,15 +377,21 @@ def _count(ranks: int) -> str:
 
 
 def _is_same_file(one: int, other: int) -> bool:
-    """Return whether two descriptors lead to one place. A file that was opened twice is not: its ends would overwrite each other."""
+    """Return whether two descriptors lead to one place. A file that was opened twice is not: its
+    ends would overwrite each other.
+    """
     try:
         first, second = os.fstat(one), os.fstat(other)
     except OSError:
         return False
-    return os.path.samestat(first, second) and not (stat.S_ISCHR(first.st_mode) and first.st_rdev == os.makedev(1, 3))
+    return os.path.samestat(first, second) and not (
+        stat.S_ISCHR(first.st_mode) and first.st_rdev == os.makedev(1, 3)
+    )
 
 
 def _wants_color() -> bool:
     if os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or (os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb")
+    return bool(os.environ.get("FORCE_COLOR")) or (
+        os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
+    )

@@ -1,4 +1,6 @@
-"""The agent's one place to wait: descriptors that become readable, and times that come. Each calls whoever asked for it."""
+"""The agent's one place to wait: descriptors that become readable, and times that come. Each calls
+whoever asked for it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Loop:
             self._epoll.unregister(fd)
 
     def at(self, name: str, when: float, act: Callable[[float], object]) -> None:
-        """Call `act` with the time at `when`, once. A later call for the same name replaces this one."""
+        """Call `act` with the time at `when`, once. A later call for the same name replaces this
+        one.
+        """
         self._timers[name] = (when, act)
 
     def by(self, name: str, when: float, act: Callable[[float], object]) -> None:
@@ -45,8 +49,17 @@ class Loop:
         if name not in self._timers or when < self._timers[name][0]:
             self._timers[name] = (when, act)
 
-    def poll(self, name: str, is_over: Callable[[float], bool], then: Callable[[float], object], *, every: float) -> None:
-        """Ask `is_over` from the next turn on, every so many seconds, and call `then` once it says so. Both get the time."""
+    def poll(
+        self,
+        name: str,
+        is_over: Callable[[float], bool],
+        then: Callable[[float], object],
+        *,
+        every: float,
+    ) -> None:
+        """Ask `is_over` from the next turn on, every so many seconds, and call `then` once it says
+        so. Both get the time.
+        """
 
         def look(now: float) -> None:
             if is_over(now):
@@ -74,13 +87,18 @@ class Loop:
         timeout = None if soonest is None else max(0.0, soonest - self.now)
         ready = [(fd, self._sources.get(fd)) for fd, _ in self._epoll.poll(timeout)]
         for fd, source in ready:
-            # An earlier one of the round may have closed it, and even given its number to somebody else.
+            # An earlier one of the round may have closed it, and even given its number to somebody
+            # else.
             if source is not None and self._sources.get(fd) is source:
                 source()
         now = self.now
         for name in [name for name, (when, _) in self._timers.items() if when <= now]:
             timer = self._timers.get(name)
-            if timer is None or timer[0] > now:  # an earlier one of this round ended the attempt, and all its timers, or put this one off
+            if (
+                timer is None or timer[0] > now
+                # an earlier one of this round ended the attempt, and all its timers, or put this
+                # one off
+            ):
                 continue
             del self._timers[name]
             timer[1](now)

@@ -1,4 +1,6 @@
-"""Evidence about a job for the rules of diagnosis, gathered from what the ranks have told and what this machine shows."""
+"""Evidence about a job for the rules of diagnosis, gathered from what the ranks have told and what
+this machine shows.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,23 @@ from collections.abc import Sequence
 import msgspec
 
 from rallypoint.clock import Clock
-from rallypoint.diagnosis import classify, evidence, reachability, rendezvous_mismatch, root_cause, stacks, tracebacks
-from rallypoint.diagnosis.evidence import CUDA_START, HelperLost, JobEvidence, MemoryEvidence, Raised, RankEvidence
+from rallypoint.diagnosis import (
+    classify,
+    evidence,
+    reachability,
+    rendezvous_mismatch,
+    root_cause,
+    stacks,
+    tracebacks,
+)
+from rallypoint.diagnosis.evidence import (
+    CUDA_START,
+    HelperLost,
+    JobEvidence,
+    MemoryEvidence,
+    Raised,
+    RankEvidence,
+)
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
 from rallypoint.host.probe import Reached
@@ -21,17 +38,22 @@ from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.plan import Plan
 from rallypoint.record.disk_writer import DiskWriter
 
-# Seconds that a report which speaks of GPUs waits for the driver's list of them; files are read at once.
+# Seconds that a report which speaks of GPUs waits for the driver's list of them; files are read at
+# once.
 DEVICES_TIMEOUT = 1.5
-# Seconds that a report waits for the files in which `@record` writes a rank's error: small, on the run
-# folder's disk, and mostly not there.
+# Seconds that a report waits for the files in which `@record` writes a rank's error: small, on the
+# run folder's disk, and mostly not there.
 ERROR_FILES_TIMEOUT = 0.5
 
 
 class EvidenceGatherer:
-    """Reader of the ranks' handles for the rules of diagnosis. It judges nothing and shows nothing."""
+    """Reader of the ranks' handles for the rules of diagnosis. It judges nothing and shows
+    nothing.
+    """
 
-    def __init__(self, plan: Plan, clock: Clock, run_dir: str, writer: DiskWriter, console: Console) -> None:
+    def __init__(
+        self, plan: Plan, clock: Clock, run_dir: str, writer: DiskWriter, console: Console
+    ) -> None:
         self._plan = plan
         self._clock = clock
         self._run_dir = run_dir
@@ -45,19 +67,29 @@ class EvidenceGatherer:
 
     def needs_all(self, handle: RankHandle) -> bool:
         """Return whether the group that a rank joins, or joined last, is one of all ranks."""
-        return handle.meeting is not None and rendezvous_mismatch.whole(handle.meeting, self._plan.world.size)
+        return handle.meeting is not None and rendezvous_mismatch.whole(
+            handle.meeting, self._plan.world.size
+        )
 
     def absent(self, ranks: Sequence[RankHandle], size: int) -> tuple[int, ...]:
         """Return the ranks that others wait for in an init_process_group of `size`."""
         here = [_position(handle, asked=False) for handle in ranks]
-        return rendezvous_mismatch.absent(here, [handle.rank for handle in ranks if handle.waiting], size)
+        return rendezvous_mismatch.absent(
+            here, [handle.rank for handle in ranks if handle.waiting], size
+        )
 
     def share_a_device(self, ranks: Sequence[RankHandle]) -> bool:
         """Return whether ranks of one NCCL group would use the same GPU."""
-        return bool(root_cause.devices_shared([(one.rank, one.meeting) for one in ranks if one.meeting], len(ranks)))
+        return bool(
+            root_cause.devices_shared(
+                [(one.rank, one.meeting) for one in ranks if one.meeting], len(ranks)
+            )
+        )
 
     def is_consequence(self, raised: Raised) -> bool:
-        """Return whether an exception speaks of a lost peer. (Here, since the rules are imported late.)"""
+        """Return whether an exception speaks of a lost peer. (Here, since the rules are imported
+        late.)
+        """
         return classify.is_consequence(raised)
 
     def has_lost_a_peer(self, handle: RankHandle) -> bool:
@@ -65,7 +97,9 @@ class EvidenceGatherer:
         return any(map(self.is_consequence, handle.errors()))
 
     def unmet(self, ranks: Sequence[RankHandle]) -> tuple[str, int] | None:
-        """Return the host and port that a rank could not reach, or lost, by its errors; None when no error speaks of that."""
+        """Return the host and port that a rank could not reach, or lost, by its errors; None when
+        no error speaks of that.
+        """
         for one in ranks:
             said = self._console.pump.tail(one.rank)
             untold = one.raised is None and one.ended is not None and one.ended.code == 1  # --plain
@@ -77,32 +111,58 @@ class EvidenceGatherer:
         return None
 
     def has_given_up(self, rank: int, port: int) -> bool:
-        """Return whether torch in a rank said that its time for an answer from the store at that port is up."""
+        """Return whether torch in a rank said that its time for an answer from the store at that
+        port is up.
+        """
         return reachability.gave_up(self._console.pump.tail(rank), port)
 
-    def roll_call(self, ranks: Sequence[RankHandle], size: int, asked: Sequence[RankHandle], seen: Reached | None) -> tuple[str, ...]:
-        """Return lines that say which of `size` ranks wait in init_process_group, and where the others are.
+    def roll_call(
+        self,
+        ranks: Sequence[RankHandle],
+        size: int,
+        asked: Sequence[RankHandle],
+        seen: Reached | None,
+    ) -> tuple[str, ...]:
+        """Return lines that say which of `size` ranks wait in init_process_group, and where the
+        others are.
 
-        None when no rank waits any more, or a person is at a debugger, which the stacks of those `asked` show.
-        `seen`: what is at their meeting point.
+        None when no rank waits any more, or a person is at a debugger, which the stacks of those
+        `asked` show. `seen`: what is at their meeting point.
         """
         here = [_position(handle, asked=handle in asked) for handle in ranks]
         if any(stacks.debugged(one.stack) for one in here):
             return ()
         told = {one.rank for one in here if one.stack}
-        states = {one.rank: one.silence() for one in ranks if one.alive and one.rank not in told and (one in asked or one.halted())}
-        root = self._folder_of_task() or stacks.root_of(self._plan.program.target, [frame for one in here for frame in one.stack])
+        states = {
+            one.rank: one.silence()
+            for one in ranks
+            if one.alive and one.rank not in told and (one in asked or one.halted())
+        }
+        root = self._folder_of_task() or stacks.root_of(
+            self._plan.program.target, [frame for one in here for frame in one.stack]
+        )
         waiting = [handle.rank for handle in ranks if handle.waiting]
         lines = rendezvous_mismatch.lines(here, waiting, states, size, self._clock.elapsed(), root)
         if lines and seen is not None and reachability.explains(seen):
-            line = next((one.meeting.line for one in here if reachability.waits_at(one, seen) and one.meeting is not None), "")
+            line = next(
+                (
+                    one.meeting.line
+                    for one in here
+                    if reachability.waits_at(one, seen) and one.meeting is not None
+                ),
+                "",
+            )
             lines += (f"  {reachability.in_short(seen, line)}",)
         return lines
 
     # --- for a report
 
-    def gather(self, ranks: Sequence[RankHandle], known: JobEvidence, *, asked: bool) -> JobEvidence:
-        """Return `known` with the ranks, the machine and the plan added. `asked`: the living ranks were asked for their stacks."""
+    def gather(
+        self, ranks: Sequence[RankHandle], known: JobEvidence, *, asked: bool
+    ) -> JobEvidence:
+        """Return `known` with the ranks, the machine and the plan added. `asked`: the living ranks
+        were asked for their stacks.
+        """
         self._console.pump.settle(SETTLE_TIMEOUT)
         plan = self._plan
         waits = any(handle.phase == "joining" for handle in ranks)
@@ -110,7 +170,10 @@ class EvidenceGatherer:
         files = self._error_files(looked_at)
         return msgspec.structs.replace(
             known,
-            ranks=tuple(self._rank(handle, file, asked=asked, waits=waits) for handle, file in zip(looked_at, files, strict=True)),
+            ranks=tuple(
+                self._rank(handle, file, asked=asked, waits=waits)
+                for handle, file in zip(looked_at, files, strict=True)
+            ),
             max_restarts=plan.max_restarts,
             memory=self._memory(ranks, known.helper),
             holders=_holders(ranks),
@@ -126,12 +189,17 @@ class EvidenceGatherer:
         )
 
     def _folder_of_task(self) -> str:
-        """Return the folder of a caller of `launch`: paths are shown relative to it. "" for a program, whose own place tells."""
+        """Return the folder of a caller of `launch`: paths are shown relative to it. "" for a
+        program, whose own place tells.
+        """
         return os.path.join(self._plan.task.folder, "") if self._plan.task is not None else ""
 
-    def _rank(self, handle: RankHandle, written: str = "", *, asked: bool, waits: bool) -> RankEvidence:
-        """Return the evidence of one rank. `written`: its error file. `asked`: as for `gather`; without it an answer of a living
-        rank, perhaps hours old, is not where it is now. `waits`: some rank is in init_process_group."""
+    def _rank(
+        self, handle: RankHandle, written: str = "", *, asked: bool, waits: bool
+    ) -> RankEvidence:
+        """Return the evidence of one rank. `written`: its error file. `asked`: as for `gather`;
+        without it an answer of a living rank, perhaps hours old, is not where it is now. `waits`:
+        some rank is in init_process_group."""
         has_said = asked or handle.ended is not None
         log, lines = self._console.pump.log_position(handle.log_rank)
         tail = self._console.pump.tail(handle.log_rank)
@@ -143,8 +211,13 @@ class EvidenceGatherer:
             phase_at=handle.phase_at,
             ended=handle.ended,
             raised=handle.raised,
-            # Programs try whether there is a GPU, and go on without: an error of that counts only while others wait for this rank to join.
-            handled=tuple(one for one in handle.caught.values() if one.call != CUDA_START or (waits and handle.joined_at is None)),
+            # Programs try whether there is a GPU, and go on without: an error of that counts only
+            # while others wait for this rank to join.
+            handled=tuple(
+                one
+                for one in handle.caught.values()
+                if one.call != CUDA_START or (waits and handle.joined_at is None)
+            ),
             meeting=handle.meeting,
             unanswered=handle.unanswered,
             sent=tuple(handle.sent),
@@ -166,11 +239,18 @@ class EvidenceGatherer:
         )
 
     def _error_files(self, ranks: Sequence[RankHandle]) -> list[str]:
-        """Read the error files of these ranks: "" for one that has none, and for all once the disk has given no answer."""
+        """Read the error files of these ranks: "" for one that has none, and for all once the disk
+        has given no answer.
+        """
         paths = [handle.error_file for handle in ranks]
         try:
-            if not self._disk_is_silent:  # one question for all, and one deadline: 64 ranks have 64 files
-                return self._writer.ask(lambda: [_read_error_file(path) if path else "" for path in paths], ERROR_FILES_TIMEOUT)
+            if (
+                not self._disk_is_silent
+            ):  # one question for all, and one deadline: 64 ranks have 64 files
+                return self._writer.ask(
+                    lambda: [_read_error_file(path) if path else "" for path in paths],
+                    ERROR_FILES_TIMEOUT,
+                )
         except TimeoutError:
             self._disk_is_silent = True
         return ["" for _ in ranks]
@@ -184,9 +264,14 @@ class EvidenceGatherer:
         return devices.find(environ, devices.look_closely(DEVICES_TIMEOUT))
 
     def _memory(self, ranks: Sequence[RankHandle], helper: HelperLost | None) -> MemoryEvidence:
-        killed = any(handle.ended and handle.ended.signal == signal.SIGKILL and not handle.sent for handle in ranks)
+        killed = any(
+            handle.ended and handle.ended.signal == signal.SIGKILL and not handle.sent
+            for handle in ranks
+        )
         for error in (handle.raised for handle in ranks if handle.raised is not None):
-            loader = classify.loader_killed(error) or classify.says_loader_killed(error.traceback.splitlines())
+            loader = classify.loader_killed(error) or classify.says_loader_killed(
+                error.traceback.splitlines()
+            )
             killed = killed or (loader is not None and loader[1] == signal.SIGKILL)
         killed = killed or (helper is not None and helper.ended.signal == signal.SIGKILL)
         pids, read = evidence.kernel_oom_kills(self._began) if killed else ((), False)
@@ -218,9 +303,17 @@ def _holders(ranks: Sequence[RankHandle]) -> tuple[str, ...]:
 
                 port = classify.port_named(raised.message) or _port_of(handle)
                 found = ports.holders(port) if port else ()
-                serving = {holder.pid for holder in found if holder.state == "listening" and holder.pid}
+                serving = {
+                    holder.pid for holder in found if holder.state == "listening" and holder.pid
+                }
                 # Its clients say nothing more, and the job's own ranks are among them.
-                return tuple(dict.fromkeys(holder.line() for holder in found if holder.state != "connected" or holder.pid not in serving))
+                return tuple(
+                    dict.fromkeys(
+                        holder.line()
+                        for holder in found
+                        if holder.state != "connected" or holder.pid not in serving
+                    )
+                )
     return ()
 
 

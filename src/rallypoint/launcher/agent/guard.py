@@ -1,7 +1,8 @@
 """A tiny process that outlives the others long enough to clean up.
 
-Forked from the agent before anything else is started, in a session of its own. It watches the agent by pidfd (a pipe's end may be
-held by a forked child). When the agent ends without a farewell it kills every process of the job and says so.
+Forked from the agent before anything else is started, in a session of its own. It watches the agent
+by pidfd (a pipe's end may be held by a forked child). When the agent ends without a farewell it
+kills every process of the job and says so.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from rallypoint.host import processes, system_calls, unix_sockets
 from rallypoint.launcher import protocol
 from rallypoint.launcher.protocol import Farewell, Forget, Inherit, Register
 
-# Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D state), which nobody can shorten.
+# Seconds in which a SIGKILLed process must be gone; longer only when it stands in the kernel (D
+# state), which nobody can shorten.
 KILL_DEADLINE = 2.0
-# Seconds in which the guard reads when its socket is full. It is continued before that if it was stopped, see `HELPER_PATIENCE`.
+# Seconds in which the guard reads when its socket is full. It is continued before that if it was
+# stopped, see `HELPER_PATIENCE`.
 SEND_DEADLINE = 5.0
 
 
@@ -34,7 +37,9 @@ class Guard:
         protocol.limit_sends(sock, SEND_DEADLINE)
 
     def _tell(self, message: protocol.Message, fds: Sequence[int] = ()) -> None:
-        """One that does not read is killed: the job ends with that, since nobody would clean up after it."""
+        """One that does not read is killed: the job ends with that, since nobody would clean up
+        after it.
+        """
         try:
             protocol.send(self._sock, message, fds)
         except BlockingIOError:
@@ -43,21 +48,31 @@ class Guard:
             return
 
     def register(self, pid: int, pidfd: int, *, is_template: bool = False) -> None:
-        """The guard looks after this process from now on: the packet is in its socket even if we are killed the next moment."""
+        """The guard looks after this process from now on: the packet is in its socket even if we
+        are killed the next moment.
+        """
         self._tell(Register(pid, is_template), [pidfd])
 
     def inherit(self, path: str) -> None:
-        """This socket and its folder are the guard's to remove if we are killed, instead of the one of this name that came before."""
+        """This socket and its folder are the guard's to remove if we are killed, instead of the one
+        of this name that came before.
+        """
         self._tell(Inherit(path))
 
     def forget(self, pid: int) -> None:
-        """This process is being reaped: its number, and its session's, may soon be somebody else's."""
+        """This process is being reaped: its number, and its session's, may soon be somebody
+        else's.
+        """
         self._tell(Forget(pid))
 
     def farewell(self) -> None:
-        """The job is over and clean: the guard leaves. Waits for it, and kills it when it does not: it was stopped, mostly."""
+        """The job is over and clean: the guard leaves. Waits for it, and kills it when it does not:
+        it was stopped, mostly.
+        """
         if self.pidfd >= 0:
-            with contextlib.suppress(OSError):  # it has just ended by itself; or it was stopped and its socket is full
+            with contextlib.suppress(
+                OSError
+            ):  # it has just ended by itself; or it was stopped and its socket is full
                 protocol.send(self._sock, Farewell(), flags=socket.MSG_DONTWAIT)
             if not processes.wait_for_ends([self.pidfd], KILL_DEADLINE):
                 processes.send(self.pidfd, signal.SIGKILL)
@@ -65,13 +80,17 @@ class Guard:
         self._sock.close()
 
     def reap(self) -> tuple[int, int]:
-        """Wait for its end: (exit code, signal). (0, 0) when it does not come, though it was killed."""
+        """Wait for its end: (exit code, signal). (0, 0) when it does not come, though it was
+        killed.
+        """
         pidfd, self.pidfd = self.pidfd, -1
         return processes.reap(self.pid, pidfd, KILL_DEADLINE) or (0, 0)
 
 
 def start(marker: bytes) -> Guard:
-    """Fork the guard. The caller must have one thread. `marker` is the environment entry that every process of the job has."""
+    """Fork the guard. The caller must have one thread. `marker` is the environment entry that every
+    process of the job has.
+    """
     agent = system_calls.pidfd_open(os.getpid())
     ours, theirs = protocol.pair()
     pid = processes.in_child(lambda: _watch(agent, theirs, marker))
@@ -93,7 +112,8 @@ def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
     os.setsid()
     processes.continue_at_end_of_parent()
     signal.set_wakeup_fd(-1)
-    # Slurm and systemd signal every process of a job. The agent decides what that means; this process leaves when the agent does.
+    # Slurm and systemd signal every process of a job. The agent decides what that means; this
+    # process leaves when the agent does.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     processes.close_others({agent, sock.fileno(), 2})
     charges = _Charges()

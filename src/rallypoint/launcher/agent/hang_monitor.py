@@ -1,4 +1,5 @@
-"""Where the ranks stand, while they run: asked by a visitor (`rallypoint stacks`), or because none has moved for a while (`--stall`).
+"""Where the ranks stand, while they run: asked by a visitor (`rallypoint stacks`), or because none
+has moved for a while (`--stall`).
 
 Here a visitor also has the job stopped (`rallypoint stop`).
 """
@@ -26,21 +27,26 @@ from rallypoint.launcher.agent.stack_question import StackQuestion
 from rallypoint.launcher.agent.supervisor import KILL_PATIENCE, State
 from rallypoint.launcher.exits import describe
 
-# Seconds over which the use of processors is measured when somebody asks: the kernel counts in hundredths, so this tells 4 % from 0.
+# Seconds over which the use of processors is measured when somebody asks: the kernel counts in
+# hundredths, so this tells 4 % from 0.
 MEASURED = 0.25
-# Seconds for all ranks to write their stacks. A person waits, and 64 ranks share two processors with us; what has not answered by then
-# is stopped, in the kernel, or another program, and /proc says which.
+# Seconds for all ranks to write their stacks. A person waits, and 64 ranks share two processors
+# with us; what has not answered by then is stopped, in the kernel, or another program, and /proc
+# says which.
 ANSWERS_WITHIN = 1.5
 # Seconds between looks whether the dumps are whole: each look reads a file per thread of a rank.
 ANSWERS_LOOK = 0.02
 
-# Seconds for which all that is left of a job must have stood still before it is said that the others have ended well. torch's store, which
-# is not a rank's here and so outlives them, keeps who waits for their keys waiting for all of its timeout: half an hour, mostly.
+# Seconds for which all that is left of a job must have stood still before it is said that the
+# others have ended well. torch's store, which is not a rank's here and so outlives them, keeps who
+# waits for their keys waiting for all of its timeout: half an hour, mostly.
 LEFT_BEHIND = 60.0
 
 
 class StackSampler:
-    """One question to every living rank: what /proc shows before and after, and the stacks in between."""
+    """One question to every living rank: what /proc shows before and after, and the stacks in
+    between.
+    """
 
     def __init__(self, job: Job, watch: Watch, *, hooks: bool) -> None:
         """Ask them all. `hooks`: they are looked into, and can answer."""
@@ -51,13 +57,19 @@ class StackSampler:
         self._asked_at = job.loop.now
         before = activities(self._ranks)
         watch.look(before, self._asked_at)
-        self._cpu = {handle.rank: processes.cpu_seconds(handle.pid) for handle in self._ranks if handle.alive}
-        self._question = StackQuestion(job, [handle for handle in self._ranks if hooks and _can_answer(handle, before)])
+        self._cpu = {
+            handle.rank: processes.cpu_seconds(handle.pid) for handle in self._ranks if handle.alive
+        }
+        self._question = StackQuestion(
+            job, [handle for handle in self._ranks if hooks and _can_answer(handle, before)]
+        )
         self._asked = {handle.rank for handle in self._question.asked}
 
     def is_over(self, now: float) -> bool:
         """Return whether every rank has answered, or its time is up."""
-        return now >= self._asked_at + (MEASURED if self._question.is_answered() else ANSWERS_WITHIN)
+        return now >= self._asked_at + (
+            MEASURED if self._question.is_answered() else ANSWERS_WITHIN
+        )
 
     def standings(self, now: float) -> tuple[RankStanding, ...]:
         """Where they stand, by rank."""
@@ -65,19 +77,31 @@ class StackSampler:
         return tuple(self._standing(handle, after.get(handle.rank), now) for handle in self._ranks)
 
     def _standing(self, handle: RankHandle, activity: Activity | None, now: float) -> RankStanding:
-        frames = stacks.main_frames(handle.answer()) if handle.rank in self._asked and handle.alive else ()
+        frames = (
+            stacks.main_frames(handle.answer())
+            if handle.rank in self._asked and handle.alive
+            else ()
+        )
         stands_for = self._watch.still_for(handle.rank, now)
         if frames and activity is not None:
-            stands_for = self._watch.stood(handle.rank, stacks.trimmed(frames), activity, self._asked_at, now)
+            stands_for = self._watch.stood(
+                handle.rank, stacks.trimmed(frames), activity, self._asked_at, now
+            )
         missing, detail = self._why_not(handle, activity, frames)
-        used = processes.cpu_seconds(handle.pid) - self._cpu[handle.rank] if handle.alive and handle.rank in self._cpu else 0.0
+        used = (
+            processes.cpu_seconds(handle.pid) - self._cpu[handle.rank]
+            if handle.alive and handle.rank in self._cpu
+            else 0.0
+        )
         return RankStanding(
             rank=handle.rank,
             pid=handle.pid,
             phase=handle.phase,
             phase_for=max(0.0, now - handle.phase_at),
             state=activity.state if activity is not None else "",
-            kernel=processes.kernel_wait(handle.pid) if activity is not None and activity.state in "SD" else "",
+            kernel=processes.kernel_wait(handle.pid)
+            if activity is not None and activity.state in "SD"
+            else "",
             cpu=max(0.0, used / max(now - self._asked_at, MEASURED)),
             frames=frames,
             stands_for=stands_for,
@@ -85,7 +109,9 @@ class StackSampler:
             detail=detail,
         )
 
-    def _why_not(self, handle: RankHandle, activity: Activity | None, frames: tuple[Frame, ...]) -> tuple[Missing, str]:
+    def _why_not(
+        self, handle: RankHandle, activity: Activity | None, frames: tuple[Frame, ...]
+    ) -> tuple[Missing, str]:
         if frames:
             return "", ""
         if handle.ended is not None:
@@ -104,13 +130,20 @@ class StackSampler:
             return ("kernel" if activity.state == "D" else "no answer"), ""
         if handle.phase == "preparing" or processes.handles(handle.pid, EVIDENCE_SIGNAL):  # by now
             return "starting", ""
-        if handle.phase in ("finishing", "done"):  # the interpreter takes the handler down; what C++ libraries do after that may take long
+        if handle.phase in (
+            "finishing",
+            "done",
+        ):  # the interpreter takes the handler down; what C++ libraries do after that may take long
             return "closing", ""
-        return "other program", processes.command_line(handle.pid)  # an exec has replaced ours, and its handler with it
+        return "other program", processes.command_line(
+            handle.pid
+        )  # an exec has replaced ours, and its handler with it
 
 
 def _can_answer(handle: RankHandle, before: Mapping[int, Activity]) -> bool:
-    """Return whether a rank runs. One that is stopped would answer long after everybody has gone."""
+    """Return whether a rank runs. One that is stopped would answer long after everybody has
+    gone.
+    """
     activity = before.get(handle.rank)
     return activity is not None and activity.state not in "TtZX"
 
@@ -131,7 +164,9 @@ class HangMonitor:
     """The door, the watch over all ranks, the round that is on, and who waits for its result."""
 
     def __init__(self, job: Job, *, hooks: bool, stop: Callable[[], None]) -> None:
-        """`hooks`: whether the ranks are looked into, and can answer. `stop` is called when a visitor wants the job to end."""
+        """`hooks`: whether the ranks are looked into, and can answer. `stop` is called when a
+        visitor wants the job to end.
+        """
         self._job = job
         self._hooks = hooks
         self._stop = stop
@@ -168,7 +203,9 @@ class HangMonitor:
     # --- visitors
 
     def open_door(self, guard: Guard) -> None:
-        """Whoever of this user asks where the ranks are is let in. Where no folder takes a socket the job goes on without."""
+        """Whoever of this user asks where the ranks are is let in. Where no folder takes a socket
+        the job goes on without.
+        """
         reporter = self._job.reporter
         if not reporter.run_dir:  # nobody could find it
             return
@@ -221,7 +258,8 @@ class HangMonitor:
     def _ask(self) -> None:
         """Begin a round, if none is on; its end is looked for."""
         now = self._job.loop.now
-        # While a failure is judged the report waits for the answers to its own question: another one now could cost it those.
+        # While a failure is judged the report waits for the answers to its own question: another
+        # one now could cost it those.
         if self._round is None and self._job.state is not State.JUDGING:
             self._round = StackSampler(self._job, self._watch, hooks=self._hooks)
         self._job.loop.by("standing", now, self._look_for_answers)
@@ -231,7 +269,9 @@ class HangMonitor:
             standing, self._round = self._standing(self._round, now), None
             waiting, self._waiting = self._waiting, []
             if self._door is not None:
-                self._door.answer([visitor for visitor in waiting if visitor.fileno() >= 0], standing)
+                self._door.answer(
+                    [visitor for visitor in waiting if visitor.fileno() >= 0], standing
+                )
             if self._job.is_running:  # else it is being stopped, which is no stall
                 self._judge(standing, now)
             return
@@ -243,14 +283,22 @@ class HangMonitor:
     def _standing(self, answers: StackSampler, now: float) -> Standing:
         plan, run_dir = self._job.plan, self._job.reporter.run_dir
         return Standing(
-            job=exception_capture.sayable(plan.job if not run_dir else run_dir if plan.run_dir_asked else os.path.basename(run_dir)),
+            job=exception_capture.sayable(
+                plan.job
+                if not run_dir
+                else run_dir
+                if plan.run_dir_asked
+                else os.path.basename(run_dir)
+            ),
             program=exception_capture.sayable(plan.program.target),
             world_size=self._job.size,
             ranks=answers.standings(now),
             age=now,
             attempt=self._job.attempt.number,
             run_dir=exception_capture.sayable(run_dir),
-            folder=exception_capture.sayable(os.path.join(plan.task.folder, "")) if plan.task is not None else "",
+            folder=exception_capture.sayable(os.path.join(plan.task.folder, ""))
+            if plan.task is not None
+            else "",
             launcher=os.getpid(),
         )
 
@@ -270,20 +318,33 @@ class HangMonitor:
         self._tell_moved()
 
     def _tell_left_behind(self, now: float) -> None:
-        """Once: some ranks have ended well, and no other has moved for a while. Nobody is asked: a rank may well have work of its own."""
-        ended = {handle.rank: handle.ended for handle in self._job.ranks if handle.ended is not None}
+        """Once: some ranks have ended well, and no other has moved for a while. Nobody is asked: a
+        rank may well have work of its own.
+        """
+        ended = {
+            handle.rank: handle.ended for handle in self._job.ranks if handle.ended is not None
+        }
         living = [handle for handle in self._job.ranks if handle.alive]
-        if self._left_told or not ended or not living or any(one.code or one.signal for one in ended.values()):
+        if (
+            self._left_told
+            or not ended
+            or not living
+            or any(one.code or one.signal for one in ended.values())
+        ):
             return
         since = now - max(one.at for one in ended.values())
         still = min(since, *(self._watch.still_for(handle.rank, now) or 0.0 for handle in living))
         if still >= LEFT_BEHIND and not any(handle.halted() for handle in living):
             self._left_told = True
-            self._job.console.say_left_behind(list(ended), [handle.rank for handle in living], still)
+            self._job.console.say_left_behind(
+                list(ended), [handle.rank for handle in living], still
+            )
 
     def _judge(self, standing: Standing, now: float) -> None:
         """Say the stall that this shows, once; none while a person holds a rank in a debugger."""
-        debugging = any(handle.debugging for handle in self._job.ranks) or any(stacks.debugged(rank.frames) for rank in standing.ranks)
+        debugging = any(handle.debugging for handle in self._job.ranks) or any(
+            stacks.debugged(rank.frames) for rank in standing.ranks
+        )
         stall = self._watch.judge(now, debugged=debugging)
         if stall is not None:
             self._job.reporter.report_stall(stalled(standing, stall.seconds, seen=stall.looks))

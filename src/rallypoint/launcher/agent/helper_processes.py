@@ -12,7 +12,15 @@ from rallypoint.launcher import spawn
 from rallypoint.launcher.agent.guard import Guard
 from rallypoint.launcher.agent.process_handles import TemplateHandle
 from rallypoint.launcher.program import Program
-from rallypoint.launcher.protocol import Exited, ImportFailed, ImportParts, Message, Ready, Reap, Setup
+from rallypoint.launcher.protocol import (
+    Exited,
+    ImportFailed,
+    ImportParts,
+    Message,
+    Ready,
+    Reap,
+    Setup,
+)
 
 
 class HelperProcesses:
@@ -25,12 +33,15 @@ class HelperProcesses:
         self._files: tuple[tuple[str, int, int], ...] = ()
 
     def is_ready(self, files: tuple[tuple[str, int, int], ...]) -> None:
-        """The template may be forked. `files`: what a person may change that it has imported: path, time in ns, size; none when it has
-        imported parts of torch since it was ready the first time."""
+        """The template may be forked. `files`: what a person may change that it has imported: path,
+        time in ns, size; none when it has imported parts of torch since it was ready the first
+        time."""
         self.ready, self._files = True, files or self._files
 
     def import_parts(self, parts: tuple[str, ...]) -> None:
-        """Between two jobs: let the template import these parts of torch. It is not ready until it has."""
+        """Between two jobs: let the template import these parts of torch. It is not ready until it
+        has.
+        """
         if self.template is not None and self.ready:
             self.template.order(ImportParts(parts))
             self.ready = False
@@ -46,7 +57,9 @@ class HelperProcesses:
         self.template, self.ready, self._files = None, False, ()
 
     def changed_file(self) -> str:
-        """The first file that the template has imported and that is another one by now, "" when there is none."""
+        """The first file that the template has imported and that is another one by now, "" when
+        there is none.
+        """
         for path, time, size in self._files:
             try:
                 status = os.stat(path)
@@ -57,8 +70,9 @@ class HelperProcesses:
         return ""
 
     def between_jobs(self, message: Message | None) -> None:
-        """The template says something while there is no job: a c10d host of the last one has ended, mostly; or that it is ready, when
-        the last job was over before that. None: it has ended. One that cannot be used goes, and the next job hears why from its own."""
+        """The template says something while there is no job: a c10d host of the last one has ended,
+        mostly; or that it is ready, when the last job was over before that. None: it has ended. One
+        that cannot be used goes, and the next job hears why from its own."""
         match message:
             case Exited(pid=pid) if self.template is not None:
                 self.guard.forget(pid)
@@ -87,18 +101,24 @@ def start_template(
     files_limit: tuple[int, int],
     guard: Guard,
 ) -> TemplateHandle:
-    """Start a template with this environment. `imports=False`: a starter of fresh interpreters, which imports nothing. `parts`, `paths`:
-    see `Setup`."""
+    """Start a template with this environment. `imports=False`: a starter of fresh interpreters,
+    which imports nothing. `parts`, `paths`: see `Setup`."""
     pid, line = spawn.start_template(environment, imports=imports)
     handle = take_over(pid, line, imports=imports, files_limit=files_limit, guard=guard)
     if not imports:
         preload = parts = ()
-    handle.set_up(setup(program, preload, environment, parts=parts, imports=imports, hooks=hooks, paths=paths))
+    handle.set_up(
+        setup(program, preload, environment, parts=parts, imports=imports, hooks=hooks, paths=paths)
+    )
     return handle
 
 
-def take_over(pid: int, line: socket.socket, *, imports: bool, files_limit: tuple[int, int], guard: Guard) -> TemplateHandle:
-    """A template that was just started is this process's, and the guard's to look after. It is to be set up."""
+def take_over(
+    pid: int, line: socket.socket, *, imports: bool, files_limit: tuple[int, int], guard: Guard
+) -> TemplateHandle:
+    """A template that was just started is this process's, and the guard's to look after. It is to
+    be set up.
+    """
     handle = TemplateHandle(pid, line, imports=imports)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, files_limit)
     guard.register(pid, handle.pidfd, is_template=True)

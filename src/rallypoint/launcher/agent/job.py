@@ -1,4 +1,6 @@
-"""State that the agent's parts share: the plan, the loop, console and reporter, the present attempt, the supervisor."""
+"""State that the agent's parts share: the plan, the loop, console and reporter, the present
+attempt, the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """One node's share of a job. A part tells the supervisor what it has seen (`feed`), and never what to do about it."""
+    """One node's share of a job. A part tells the supervisor what it has seen (`feed`), and never
+    what to do about it.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,9 @@ class Job:
 
     @property
     def members(self) -> list[RankHandle]:
-        """The processes that are to meet in init_process_group: the ranks, or what the only rank has spawned for that."""
+        """The processes that are to meet in init_process_group: the ranks, or what the only rank
+        has spawned for that.
+        """
         return self.spawned or self.ranks
 
     @property
@@ -100,7 +106,9 @@ class Job:
     def helper_lost(self, name: str, pid: int, code: int, signal: int) -> None:
         """End the job because a helper process has ended by itself."""
         self.lost = HelperLost(name, pid, Ended(code, signal, self.loop.now))
-        self.reporter.event("ended", because=f"the {name} ended by itself", pid=pid, code=code, signal=signal)
+        self.reporter.event(
+            "ended", because=f"the {name} ended by itself", pid=pid, code=code, signal=signal
+        )
         self.feed(supervisor.HelperLost(name))
 
     def impossible(self, problem: RallypointError | Report, because: str = "") -> None:

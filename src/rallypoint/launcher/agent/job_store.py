@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 
 class JobStore:
-    """A Unix socket and a secret of their own for each attempt, so that no key of one that has ended is found by the next.
+    """A Unix socket and a secret of their own for each attempt, so that no key of one that has
+    ended is found by the next.
 
-    A job that does not use its store costs three descriptors and a folder: nothing is imported and no thread runs before `serve`.
-    `EnvironmentProblem` ("socket-unavailable") when there is no folder for the socket, OSError when descriptors run out.
+    A job that does not use its store costs three descriptors and a folder: nothing is imported and
+    no thread runs before `serve`. `EnvironmentProblem` ("socket-unavailable") when there is no
+    folder for the socket, OSError when descriptors run out.
     """
 
     def __init__(self, job: str) -> None:
@@ -48,10 +50,11 @@ class JobStore:
         return self._listener.fileno()
 
     def serve(self, ranks: Sequence[RankHandle], now: Callable[[], float]) -> None:
-        """Start the server. The client that made `fileno` readable is accepted by it. Raises what a thread or an import may raise.
+        """Start the server. The client that made `fileno` readable is accepted by it. Raises what a
+        thread or an import may raise.
 
-        `ranks` are those of the attempt, and `now` the clock that their times are of: an error that somebody is missing says what is
-        seen of him here.
+        `ranks` are those of the attempt, and `now` the clock that their times are of: an error that
+        somebody is missing says what is seen of him here.
         """
         from rallypoint.store.server.server import Server
 
@@ -62,7 +65,8 @@ class JobStore:
             address=self.address,
             roster=lambda: roster(ranks, now()),
         )
-        # Its threads inherit the mask: signals are the loop's, which waits in epoll and must be the one that is woken.
+        # Its threads inherit the mask: signals are the loop's, which waits in epoll and must be the
+        # one that is woken.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             server.start()
@@ -83,7 +87,8 @@ class JobStore:
 
 
 _PHASES = {
-    "importing": "running",  # a program that joins no process group stays in this phase, whatever it does
+    # a program that joins no process group stays in this phase, whatever it does
+    "importing": "running",
     "joining": "in init_process_group",
     "running": "running",
     "finishing": "leaving",
@@ -93,8 +98,9 @@ _PHASES = {
 
 
 def roster(ranks: Sequence[RankHandle], now: float) -> dict[int, Sighting]:
-    """What is seen of each rank. Called by the store's thread while the agent goes on: it reads one attribute at a time, each of which
-    is whole, and a rank that ends meanwhile may be described as it was before."""
+    """What is seen of each rank. Called by the store's thread while the agent goes on: it reads one
+    attribute at a time, each of which is whole, and a rank that ends meanwhile may be described as
+    it was before."""
     from rallypoint.store.state.attendance import Sighting
 
     host = os.uname().nodename
@@ -106,7 +112,9 @@ def _seen(handle: RankHandle, now: float) -> str:
         return "not started yet"
     ended = handle.ended
     if ended is not None:
-        return f"ended {max(0.0, now - ended.at):.1f} s ago with {describe(ended.code, ended.signal)}"
+        return (
+            f"ended {max(0.0, now - ended.at):.1f} s ago with {describe(ended.code, ended.signal)}"
+        )
     try:
         status = processes.status(handle.pid)
     except OSError:  # no descriptor left, or /proc hides it: the rest is known all the same

@@ -15,12 +15,23 @@ class CallerGone(Exception):
 
 
 class LaunchRequest:
-    """A call with its descriptors, the line to its caller, and the helper processes that outlive it."""
+    """A call with its descriptors, the line to its caller, and the helper processes that outlive
+    it.
+    """
 
     def __init__(
-        self, call: Call, fds: list[int], *, line: socket.socket, caller: int, helpers: HelperProcesses, files_limit: tuple[int, int]
+        self,
+        call: Call,
+        fds: list[int],
+        *,
+        line: socket.socket,
+        caller: int,
+        helpers: HelperProcesses,
+        files_limit: tuple[int, int],
     ) -> None:
-        """`fds` came with the call and are closed with this. `line`: to the caller; `caller`: its pidfd."""
+        """`fds` came with the call and are closed with this. `line`: to the caller; `caller`: its
+        pidfd.
+        """
         self.outputs = (fds[0], fds[1])
         self.payload = fds[2:]
         self.timeout = call.timeout

@@ -13,8 +13,8 @@ from rallypoint.host import processes, system_calls
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 
-# Seconds that a successful rank's children may take to notice its end (multiprocessing's resource tracker, a closing pipe) before they
-# count as left running.
+# Seconds that a successful rank's children may take to notice its end (multiprocessing's resource
+# tracker, a closing pipe) before they count as left running.
 LEFTOVER_PATIENCE = 0.5
 
 
@@ -32,7 +32,9 @@ class Leftovers:
         self._job.loop.by("leftovers", handle.left_at_exit + LEFTOVER_PATIENCE, self._tell)
 
     def _tell(self, now: float) -> None:
-        """Name what has been left running for a while now, once each; reap those whose helpers have gone by themselves."""
+        """Name what has been left running for a while now, once each; reap those whose helpers have
+        gone by themselves.
+        """
         for handle in self._job.ranks:
             if handle.left_at_exit is None or handle.reaped:
                 continue
@@ -43,13 +45,15 @@ class Leftovers:
             members = processes.group_members(handle.pid)
             if members:
                 self._job.console.say_leftovers(handle.rank, members)
-                self._job.reporter.event("left-running", rank=handle.rank, pids=[one.pid for one in members])
+                self._job.reporter.event(
+                    "left-running", rank=handle.rank, pids=[one.pid for one in members]
+                )
             else:
                 self._reap(handle)
 
     def end(self, handles: Sequence[RankHandle], hurries: Mapping[int, Callable[[], bool]]) -> None:
-        """Every rank has ended: SIGTERM for what is left, and the grace; SIGKILL is the caller's. What cuts the grace short: a descriptor
-        that becomes readable and whose function says so."""
+        """Every rank has ended: SIGTERM for what is left, and the grace; SIGKILL is the caller's.
+        What cuts the grace short: a descriptor that becomes readable and whose function says so."""
         for handle in handles:
             if handle.left_at_exit is not None:  # not named yet
                 self._await_members(handle)
@@ -64,7 +68,9 @@ class Leftovers:
         for fd in (*pidfds, *hurries):
             poll.register(fd, select.POLLIN)
         overdue = self._job.loop.due("overdue")
-        until = min(self._job.loop.now + self._job.plan.grace, math.inf if overdue is None else overdue)
+        until = min(
+            self._job.loop.now + self._job.plan.grace, math.inf if overdue is None else overdue
+        )
         while waiting and (remaining := until - self._job.loop.now) > 0:
             for fd, _ in poll.poll(remaining * 1000 + 1):
                 if fd not in hurries:

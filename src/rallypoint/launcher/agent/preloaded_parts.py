@@ -26,7 +26,13 @@ class PreloadedParts:
         self.early = tuple(name for name in self.early if name not in self.spoilt)
 
     def learnt(self, ranks: Sequence[RankHandle]) -> tuple[str, ...]:
-        """Return the parts that every rank has imported after the fork and that may be imported before it."""
+        """Return the parts that every rank has imported after the fork and that may be imported
+        before it.
+        """
         if not self._learns:
             return ()
-        return tuple(name for name in preload_parts.of_all(handle.parts for handle in ranks) if name not in self.spoilt)
+        return tuple(
+            name
+            for name in preload_parts.of_all(handle.parts for handle in ranks)
+            if name not in self.spoilt
+        )

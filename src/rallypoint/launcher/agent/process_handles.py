@@ -18,11 +18,12 @@ from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
 from rallypoint.launcher import protocol
 from rallypoint.launcher.protocol import ChildrenFailed, Go, Message, Noticed, Released, Setup
 
-# Bytes of dumps that are kept when a rank is asked once more: a job that is looked at every minute for days must not fill the memory.
-# What a rank writes when it crashes comes after all answers.
+# Bytes of dumps that are kept when a rank is asked once more: a job that is looked at every minute
+# for days must not fill the memory. What a rank writes when it crashes comes after all answers.
 EVIDENCE_KEPT = 256 * 1024
 
-# Seconds in which the template reads when its socket is full: a fork takes milliseconds, on a busy machine tenths.
+# Seconds in which the template reads when its socket is full: a fork takes milliseconds, on a busy
+# machine tenths.
 SEND_DEADLINE = 10.0
 KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see error_exit.py
 
@@ -31,15 +32,19 @@ _SILENCE = {
     "t": "held by a debugger (ptrace), pid {0}",
     "D": "in a call that the kernel does not interrupt (state D), pid {0}",
 }
-# Ticks of processor time that a main thread may use and count as not having moved: the kernel wakes it for the signal, Python writes that
-# down, and the call goes on. It takes some ten microseconds, which may be the ones that fill a tick.
+# Ticks of processor time that a main thread may use and count as not having moved: the kernel wakes
+# it for the signal, Python writes that down, and the call goes on. It takes some ten microseconds,
+# which may be the ones that fill a tick.
 WOKEN_TICKS = 1
-# Looks in which a main thread outside torch's Python code has slept with the same stack, until it counts as one that heeds no signal: a
-# library may write a checkpoint for a second or two before it returns to Python, and torch's store waits for minutes.
+# Looks in which a main thread outside torch's Python code has slept with the same stack, until it
+# counts as one that heeds no signal: a library may write a checkpoint for a second or two before it
+# returns to Python, and torch's store waits for minutes.
 DEAF_LOOKS = 10
-# Share of a processor that a process uses at most which does nothing but wait: gloo's thread, which wakes 100 times a second, uses 0.005.
+# Share of a processor that a process uses at most which does nothing but wait: gloo's thread, which
+# wakes 100 times a second, uses 0.005.
 IDLE_SHARE = 0.05
-# The thread of gloo's that carries messages. It wakes by a clock while a process waits, so only that it runs tells nothing.
+# The thread of gloo's that carries messages. It wakes by a clock while a process waits, so only
+# that it runs tells nothing.
 GLOO_LOOP = "gloo_tcp_loop"
 
 
@@ -56,21 +61,29 @@ class TemplateHandle:
         protocol.limit_sends(line, SEND_DEADLINE)
 
     def set_up(self, setup: Setup) -> None:
-        """Tell it what it is there for. It is ready, and says so, when it has imported everything."""
+        """Tell it what it is there for. It is ready, and says so, when it has imported
+        everything.
+        """
         self.order(setup)
         self.is_set_up = True
 
     def order(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send an order. When the template is gone nothing happens here: its pidfd tells the loop."""
+        """Send an order. When the template is gone nothing happens here: its pidfd tells
+        the loop.
+        """
         try:
             protocol.send(self.socket, message, fds)
-        except BlockingIOError:  # it has not read for so long that nothing can be started or ended with it any more
+        except (
+            BlockingIOError
+        ):  # it has not read for so long that nothing can be started or ended with it any more
             processes.send(self.pidfd, signal.SIGKILL)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def reap(self) -> tuple[int, int]:
-        """Wait for its end: (exit code, signal). (0, 0) when it was reaped before, or does not end, though it was killed (state D)."""
+        """Wait for its end: (exit code, signal). (0, 0) when it was reaped before, or does not end,
+        though it was killed (state D).
+        """
         if self.pidfd < 0:
             return 0, 0
         pidfd, self.pidfd = self.pidfd, -1
@@ -107,7 +120,9 @@ class HostHandle:
 
 
 class ActivitySample(msgspec.Struct, frozen=True):
-    """What a process had done at one moment. Two of them say whether it has done anything but wait in between."""
+    """What a process had done at one moment. Two of them say whether it has done anything but wait
+    in between.
+    """
 
     at: float = 0.0
     cpu: int = 0  # clock ticks that it has used
@@ -121,17 +136,23 @@ class ActivitySample(msgspec.Struct, frozen=True):
 
     def idle_since(self, before: ActivitySample) -> bool:
         """Whether it has used no processor time to speak of."""
-        return self.cpu - before.cpu <= WOKEN_TICKS + IDLE_SHARE * os.sysconf("SC_CLK_TCK") * (self.at - before.at)
+        return self.cpu - before.cpu <= WOKEN_TICKS + IDLE_SHARE * os.sysconf("SC_CLK_TCK") * (
+            self.at - before.at
+        )
 
     def still_since(self, before: ActivitySample) -> bool:
-        """Whether no thread of it but the main one has run or is about to: then no message is on its way to it."""
+        """Whether no thread of it but the main one has run or is about to: then no message is on
+        its way to it.
+        """
         return before.others.keys() == self.others.keys() and all(
             _stands(before.others[number], one) for number, one in self.others.items()
         )
 
 
 def _stands(before: ThreadActivity, now: ThreadActivity) -> bool:
-    if now.name == GLOO_LOOP:  # one that had no turn since the last look may have something to carry
+    if (
+        now.name == GLOO_LOOP
+    ):  # one that had no turn since the last look may have something to carry
         return now.state == "S" or now.switches != before.switches
     return now.state == "S" and now.switches == before.switches
 
@@ -162,10 +183,14 @@ class RankHandle:
         self.left_at = ""
         self.left_when = 0.0
         self.left_saying = ""
-        self.closed_at = 0.0  # when the program closed its process group, and where; 0: it has not, or has opened another one since
+        # when the program closed its process group, and where; 0: it has not, or has opened another
+        # one since
+        self.closed_at = 0.0
         self.closed_line = ""
         self.meeting: Meeting | None = None
-        self.unanswered: tuple[str, int] | None = None  # where torch's store has left it without an answer for all of its time
+        self.unanswered: tuple[str, int] | None = (
+            None  # where torch's store has left it without an answer for all of its time
+        )
         self.at_held = False  # it meets the others where the agent holds a socket
         self.sent: list[str] = []
         self.cuda_forks: list[tuple[str, str]] = []
@@ -176,10 +201,14 @@ class RankHandle:
         self.log_line = 0
         self.parts: list[str] = []  # of torch, that it has imported after the fork
         self.imports: dict[str, float] = {}
-        self.left_at_exit: float | None = None  # when it ended well with processes left in its group, until they are named
+        self.left_at_exit: float | None = (
+            None  # when it ended well with processes left in its group, until they are named
+        )
         self._asked = False
         self._asked_from = 0  # where in the evidence the answer begins
-        self._stood: tuple[str, int] | None = None  # where its main thread was when it was last asked
+        self._stood: tuple[str, int] | None = (
+            None  # where its main thread was when it was last asked
+        )
         self._place: tuple[str, int] | None = None  # and when it was last signalled
         self._frames: tuple[Frame, ...] = ()
         self._called = False  # it was asked whether its main thread heeds signals
@@ -200,7 +229,9 @@ class RankHandle:
         return self.alive and self.phase == "joining" and not self.failed_to_join
 
     def errors(self) -> tuple[Raised, ...]:
-        """Return the exception that left its program, if one has, and those that it may have caught."""
+        """Return the exception that left its program, if one has, and those that it may have
+        caught.
+        """
         return (*([self.raised] if self.raised is not None else []), *self.caught.values())
 
     def forked(self, pid: int) -> None:
@@ -209,7 +240,9 @@ class RankHandle:
         self.their_control.close()
 
     def adopt(self, pid: int, pidfd: int, evidence: int, starter: int) -> None:
-        """It is a process that rank `starter` has spawned: with these descriptors of its own, and no line to us but that rank's."""
+        """It is a process that rank `starter` has spawned: with these descriptors of its own, and
+        no line to us but that rank's.
+        """
         os.close(self.evidence)
         self.control.close()
         self.their_control.close()
@@ -220,8 +253,8 @@ class RankHandle:
         self._tell(Go())
 
     def notice(self, name: str) -> bool:
-        """Hand a notice on, and the signal itself if there is a handler for it: without one it would end the process. Returns whether
-        there is."""
+        """Hand a notice on, and the signal itself if there is a handler for it: without one it
+        would end the process. Returns whether there is."""
         self._tell(Noticed())
         number = signal.Signals[name]
         return processes.handles(self.pid, number) and processes.send(self.pidfd, number)
@@ -241,17 +274,25 @@ class RankHandle:
             return
 
     def ask(self) -> bool:
-        """Ask for its stacks; False when it cannot answer (no handler: another program, or not that far yet)."""
+        """Ask for its stacks; False when it cannot answer (no handler: another program, or not that
+        far yet).
+        """
         self.resident = processes.resident(self.pid)
         self._stood = processes.main_thread_place(self.pid)
-        if self._asked and processes.is_pending(self.pid, EVIDENCE_SIGNAL):  # it is stopped, or in the kernel: one question is enough
+        if self._asked and processes.is_pending(
+            self.pid, EVIDENCE_SIGNAL
+        ):  # it is stopped, or in the kernel: one question is enough
             return True
         self._asked_from = os.fstat(self.evidence).st_size
-        if self._asked_from > EVIDENCE_KEPT:  # its place in the file is ours, too: the descriptor was handed over, not opened twice
+        if (
+            self._asked_from > EVIDENCE_KEPT
+        ):  # its place in the file is ours, too: the descriptor was handed over, not opened twice
             os.ftruncate(self.evidence, 0)
             os.lseek(self.evidence, 0, os.SEEK_SET)
             self._asked_from = 0
-        self._asked = processes.handles(self.pid, EVIDENCE_SIGNAL) and processes.send(self.pidfd, EVIDENCE_SIGNAL)
+        self._asked = processes.handles(self.pid, EVIDENCE_SIGNAL) and processes.send(
+            self.pidfd, EVIDENCE_SIGNAL
+        )
         return self._asked
 
     def disregard(self) -> None:
@@ -260,7 +301,9 @@ class RankHandle:
             self._asked_from = os.fstat(self.evidence).st_size
 
     def halted(self) -> bool:
-        """Whether it is sure not to answer for now: it was stopped, or waits for a person at its debugger."""
+        """Whether it is sure not to answer for now: it was stopped, or waits for a person at its
+        debugger.
+        """
         return self.debugging or processes.is_stopped(self.pid)
 
     def silence(self) -> str:
@@ -268,7 +311,9 @@ class RankHandle:
         if self.debugging:
             return f"its debugger waits for a line, pid {self.pid}"
         status = processes.status(self.pid)
-        return _SILENCE.get(status.state if status is not None else "", "does not answer, pid {0}").format(self.pid)
+        return _SILENCE.get(
+            status.state if status is not None else "", "does not answer, pid {0}"
+        ).format(self.pid)
 
     def answered(self) -> bool:
         """Whether the dump that `ask` asked for is whole."""
@@ -292,18 +337,23 @@ class RankHandle:
         return self.ended is not None and self.ended.signal in crashes
 
     def last_words(self) -> str:
-        """What faulthandler wrote of where it is or was at last: its answer, or all of what it wrote if it crashed."""
+        """What faulthandler wrote of where it is or was at last: its answer, or all of what it
+        wrote if it crashed.
+        """
         return self.dump() if self._crashed else self.answer()
 
     def stack(self) -> tuple[Frame, ...]:
-        """The main thread's frames when it was last asked, () when it did not answer; the crashing thread's of one that crashed."""
+        """The main thread's frames when it was last asked, () when it did not answer; the crashing
+        thread's of one that crashed.
+        """
         if self._crashed:
             return stacks.current_frames(self.dump())
         return stacks.main_frames(self.answer())
 
     def signal_group(self, name: str, now: float) -> None:
         """Signal its whole group, and remember where its main thread stood."""
-        # On a busy machine it may still be on its way back from answering where it is: then it counts where it stood before.
+        # On a busy machine it may still be on its way back from answering where it is: then it
+        # counts where it stood before.
         self._place = processes.main_thread_place(self.pid) or self._stood
         self._frames = stacks.main_frames(self.answer())
         self._looks, self._before = 0, ActivitySample.of(self.pid, now)
@@ -316,10 +366,14 @@ class RankHandle:
     def may_wait(self) -> bool:
         """Whether its main thread sleeps though the last signal has reached it."""
         reached = (signal.Signals[self.sent[-1]], ATTENTION_SIGNAL)
-        return self._sleeps() and not any(processes.is_pending(self.pid, number) for number in reached)
+        return self._sleeps() and not any(
+            processes.is_pending(self.pid, number) for number in reached
+        )
 
     def may_be_deaf(self) -> bool:
-        """Whether its main thread sleeps though the last signal has reached it, and has not been seen to heed it."""
+        """Whether its main thread sleeps though the last signal has reached it, and has not been
+        seen to heed it.
+        """
         return self.may_wait() and not self._heeded()
 
     def _heeded(self) -> bool:
@@ -327,27 +381,38 @@ class RankHandle:
         return self._called and processes.blocks(self.pid, ATTENTION_SIGNAL)
 
     def waits(self, now: float, *, together: bool) -> Literal["", "deaf", "waiting"]:
-        """Whether its main thread waits in C code, by the stack that it told after `may_wait`: "deaf", so that it cannot heed the last
-        signal, or "waiting" in a call of torch.distributed, perhaps after it has heeded the signal.
+        """Whether its main thread waits in C code, by the stack that it told after `may_wait`:
+        "deaf", so that it cannot heed the last signal, or "waiting" in a call of torch.distributed,
+        perhaps after it has heeded the signal.
 
-        Python's own waits (sleep, select, locks) return to the interpreter at a signal, which runs the handlers; a wait in C code does
-        not. Of the two signals that were sent it heeds the program's first, so while the program's handler runs the other one is not
-        heeded either; but then the handler is on the stack. `together`: whether the process must rest with all its threads, so that
-        nothing is on its way that could end the wait.
+        Python's own waits (sleep, select, locks) return to the interpreter at a signal, which runs
+        the handlers; a wait in C code does not. Of the two signals that were sent it heeds the
+        program's first, so while the program's handler runs the other one is not heeded either; but
+        then the handler is on the stack. `together`: whether the process must rest with all its
+        threads, so that nothing is on its way that could end the wait.
         """
         place, frames = processes.main_thread_place(self.pid), stacks.main_frames(self.answer())
         place_before, rests = self._place, True
         if together:
-            before, self._before, self._place = self._before, ActivitySample.of(self.pid, now), place
+            before, self._before, self._place = (
+                self._before,
+                ActivitySample.of(self.pid, now),
+                place,
+            )
             rests = self._before.still_since(before)
             if not self._before.idle_since(before):
                 self._looks = 0
                 return ""
         if not self._sleeps() or place is None or place_before is None or not frames:
             return ""
-        same_call = processes.is_same_call(place_before[0], place[0]) and place[1] <= place_before[1] + WOKEN_TICKS
+        same_call = (
+            processes.is_same_call(place_before[0], place[0])
+            and place[1] <= place_before[1] + WOKEN_TICKS
+        )
         in_torch = f"{os.sep}torch{os.sep}" in frames[-1].file
-        if not self._called:  # another program's interpreter, or one that does not show what it heeds
+        if (
+            not self._called
+        ):  # another program's interpreter, or one that does not show what it heeds
             return "deaf" if same_call and rests and in_torch else ""
         if frames != self._frames or self._heeded():
             in_group = f"{os.sep}torch{os.sep}distributed{os.sep}" in frames[-1].file
@@ -356,7 +421,9 @@ class RankHandle:
         return "deaf" if (same_call and rests and in_torch) or self._looks >= DEAF_LOOKS else ""
 
     def _sleeps(self) -> bool:
-        """Whether its main thread waits for something, and not for a disk, which the kernel does not interrupt."""
+        """Whether its main thread waits for something, and not for a disk, which the kernel does
+        not interrupt.
+        """
         status = processes.status(f"{self.pid}/task/{self.pid}")
         return status is not None and status.state == "S"
 

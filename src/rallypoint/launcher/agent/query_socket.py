@@ -1,7 +1,9 @@
-"""Socket of a running job: processes of the same user ask there where its ranks stand, or have it stopped.
+"""Socket of a running job: processes of the same user ask there where its ranks stand, or have it
+stopped.
 
-A Unix socket in a private folder, whose path stands in the run folder. A visitor sends one line and gets a memory file with the answer, so
-the agent's loop never waits for anybody who reads slowly, or not at all.
+A Unix socket in a private folder, whose path stands in the run folder. A visitor sends one line and
+gets a memory file with the answer, so the agent's loop never waits for anybody who reads slowly, or
+not at all.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ import msgspec
 from rallypoint.diagnosis.rank_snapshot import Standing
 from rallypoint.host import processes, unix_sockets
 
-# Seconds that a visitor waits for the answer: what the launcher allows itself, and as much again twice for a busy machine.
+# Seconds that a visitor waits for the answer: what the launcher allows itself, and as much again
+# twice for a busy machine.
 VISIT_DEADLINE = 5.0
-VISITORS_MOST = 16  # at a time; the oldest of more is sent away: it has probably been forgotten by its own maker
-ROOM = 16  # descriptors that stay free for the job: answering takes three, and to end a rank the launcher needs a few, too
+# at a time; the oldest of more is sent away: it has probably been forgotten by its own maker
+VISITORS_MOST = 16
+# descriptors that stay free for the job: answering takes three, and to end a rank the launcher
+# needs a few, too
+ROOM = 16
 QUESTION = b"rallypoint stacks 1\n"  # the number changes when the answer does
 STOP = b"rallypoint stop 1\n"
 Asked = Literal["stacks", "stop", ""]
@@ -35,11 +41,15 @@ class DoorClosed(Exception):
 
 
 class SentAway(DoorClosed):
-    """The launcher took the connection and closed it: the job is over, or it has no descriptor for a visitor, or too many came."""
+    """The launcher took the connection and closed it: the job is over, or it has no descriptor for
+    a visitor, or too many came.
+    """
 
 
 class LauncherSilent(Exception):
-    """The launcher took the connection and did not answer in time. `pid`: who listens there, 0 when it cannot be seen."""
+    """The launcher took the connection and did not answer in time. `pid`: who listens there, 0 when
+    it cannot be seen.
+    """
 
     def __init__(self, pid: int) -> None:
         super().__init__(f"pid {pid} did not answer")
@@ -51,8 +61,9 @@ class OtherVersion(Exception):
 
 
 class Stopping(msgspec.Struct, frozen=True):
-    """The job is being stopped. `ranks`: those that had not ended. `longest`: seconds after which the launcher gives up what is left.
-    `again`: it was being stopped before, and its ranks are killed now."""
+    """The job is being stopped. `ranks`: those that had not ended. `longest`: seconds after which
+    the launcher gives up what is left. `again`: it was being stopped before, and its ranks are
+    killed now."""
 
     ranks: tuple[int, ...]
     grace: float
@@ -60,30 +71,37 @@ class Stopping(msgspec.Struct, frozen=True):
     again: bool = False
 
 
-# --- outside ---------------------------------------------------------------------------------------------------------
+# --- outside
+# --------------------------------------------------------------------------------------------------
 
 
 def ask(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
-    """Where the ranks of the job behind this door stand. `DoorClosed`, `LauncherSilent` after `timeout` seconds, `OtherVersion`."""
+    """Where the ranks of the job behind this door stand. `DoorClosed`, `LauncherSilent` after
+    `timeout` seconds, `OtherVersion`.
+    """
     with _asking(path, QUESTION, Standing, timeout) as (found, _):
         return found
 
 
 @contextlib.contextmanager
 def stop(path: str, timeout: float = VISIT_DEADLINE) -> Iterator[tuple[Stopping, socket.socket]]:
-    """Have the job behind this door stopped: what follows, and a connection that the launcher closes when the job is over. Raises as
-    `ask` does."""
+    """Have the job behind this door stopped: what follows, and a connection that the launcher
+    closes when the job is over. Raises as `ask` does."""
     with _asking(path, STOP, Stopping, timeout) as answer:
         yield answer
 
 
 @contextlib.contextmanager
-def _asking(path: str, question: bytes, kind: type[_Answer], timeout: float) -> Iterator[tuple[_Answer, socket.socket]]:
+def _asking(
+    path: str, question: bytes, kind: type[_Answer], timeout: float
+) -> Iterator[tuple[_Answer, socket.socket]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         yield _asked(sock, path, question, kind, timeout), sock
 
 
-def _asked(sock: socket.socket, path: str, question: bytes, kind: type[_Answer], timeout: float) -> _Answer:
+def _asked(
+    sock: socket.socket, path: str, question: bytes, kind: type[_Answer], timeout: float
+) -> _Answer:
     sock.settimeout(timeout)
     connected = False
     try:
@@ -91,7 +109,9 @@ def _asked(sock: socket.socket, path: str, question: bytes, kind: type[_Answer],
         connected = True
         if os.geteuid() != 0 and not unix_sockets.is_same_user(sock):
             raise DoorClosed
-        if processes.is_stopped(listener := unix_sockets.listener_of(sock)):  # the kernel took the connection for it
+        if processes.is_stopped(
+            listener := unix_sockets.listener_of(sock)
+        ):  # the kernel took the connection for it
             raise LauncherSilent(listener)
         sock.sendall(question)
         said, fds, _, _ = socket.recv_fds(sock, 1, 1)
@@ -109,11 +129,14 @@ def _asked(sock: socket.socket, path: str, question: bytes, kind: type[_Answer],
             raise OtherVersion from None
 
 
-# --- in the agent ----------------------------------------------------------------------------------------------------
+# --- in the agent
+# --------------------------------------------------------------------------------------------------
 
 
 class QuerySocket:
-    """Takes visitors in. Nothing here waits. `EnvironmentProblem` ("socket-unavailable") when there is no folder for the socket."""
+    """Takes visitors in. Nothing here waits. `EnvironmentProblem` ("socket-unavailable") when there
+    is no folder for the socket.
+    """
 
     def __init__(self) -> None:
         self._listener, self.path = unix_sockets.private_socket("door.sock")
@@ -126,14 +149,17 @@ class QuerySocket:
         return self._listener.fileno()
 
     def accept_visitor(self) -> socket.socket | None:
-        """The next visitor; None when it has gone again, is somebody else's process, or would take a descriptor that the job may need.
-        `OSError` (EMFILE) when there is none left at all."""
+        """The next visitor; None when it has gone again, is somebody else's process, or would take
+        a descriptor that the job may need. `OSError` (EMFILE) when there is none left at all."""
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return None
         # The kernel gives the lowest free number: one near the limit means that few are left.
-        if not unix_sockets.is_same_user(sock) or sock.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - ROOM:
+        if (
+            not unix_sockets.is_same_user(sock)
+            or sock.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - ROOM
+        ):
             sock.close()
             return None
         sock.setblocking(False)
@@ -163,7 +189,11 @@ class QuerySocket:
         """Hand them the answer, and see them off; or let them `stay`, to see the job's end."""
         content = msgspec.msgpack.encode(answer)
         for visitor in visitors:
-            with contextlib.suppress(OSError):  # it did not wait, or was sent away; or nothing can be opened: it reads that nobody answers
+            with contextlib.suppress(
+                OSError
+                # it did not wait, or was sent away; or nothing can be opened: it reads that nobody
+                # answers
+            ):
                 fd = processes.memory_file("rallypoint-standing")
                 try:
                     os.write(fd, content)
@@ -188,7 +218,9 @@ class QuerySocket:
             self.hang_up(visitor)
 
     def close(self) -> None:
-        """Nobody is at home any more: the socket goes, with its folder, and all visitors but those who stay to see the job's end."""
+        """Nobody is at home any more: the socket goes, with its folder, and all visitors but those
+        who stay to see the job's end.
+        """
         for visitor in [one for one in self._visitors if one not in self._staying]:
             self.hang_up(visitor)
         self._listener.close()

@@ -1,4 +1,6 @@
-"""Endings of the ranks: how each ended, what is left of its process group, and the processes that the agent has to reap."""
+"""Endings of the ranks: how each ended, what is left of its process group, and the processes that
+the agent has to reap.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,16 @@ TOLD_PATIENCE = 2.0
 class RankEndings:
     """Owner of everything that follows when a rank is stopped or ends."""
 
-    def __init__(self, job: Job, messages: WorkerMessages, *, adopts_strangers: bool, spared: Callable[[], int]) -> None:
-        """`adopts_strangers`: this process has children that are not the job's. `spared`: pid of a process that is
-        not to be killed, 0: none."""
+    def __init__(
+        self,
+        job: Job,
+        messages: WorkerMessages,
+        *,
+        adopts_strangers: bool,
+        spared: Callable[[], int],
+    ) -> None:
+        """`adopts_strangers`: this process has children that are not the job's. `spared`: pid of a
+        process that is not to be killed, 0: none."""
         self._job = job
         self._messages = messages
         self._adopts_strangers = adopts_strangers
@@ -43,7 +52,9 @@ class RankEndings:
     # --- stopping
 
     def signal_group(self, action: SignalGroup) -> bool:
-        """Signal a rank's process group; False when the rank has no process, so that nothing more may be started."""
+        """Signal a rank's process group; False when the rank has no process, so that nothing more
+        may be started.
+        """
         job, handle = self._job, self._job.rank(action.rank)
         if handle is None or (not handle.pid and not handle.ordered):
             if handle is not None:
@@ -54,7 +65,9 @@ class RankEndings:
             handle.sent.append(action.signal)
             return False
         if handle.alive:
-            what: Literal["killed", "stop-sent"] = "killed" if action.signal == "SIGKILL" else "stop-sent"
+            what: Literal["killed", "stop-sent"] = (
+                "killed" if action.signal == "SIGKILL" else "stop-sent"
+            )
             job.reporter.event(what, rank=action.rank, because=action.because, signal=action.signal)
             handle.signal_group(action.signal, job.loop.now)
         return True
@@ -77,16 +90,29 @@ class RankEndings:
                 self._on_end(handle, message.code, message.signal)
             return
         job.helpers.guard.forget(message.pid)
-        job.template.order(Reap(message.pid))  # a c10d host: this attempt's, or an earlier one's that was ended
+        job.template.order(
+            Reap(message.pid)
+        )  # a c10d host: this attempt's, or an earlier one's that was ended
         host = job.attempt.host
-        if host is not None and host.pid == message.pid and host.pidfd >= 0 and any(one.alive for one in job.ranks):
+        if (
+            host is not None
+            and host.pid == message.pid
+            and host.pidfd >= 0
+            and any(one.alive for one in job.ranks)
+        ):
             host.end()
             job.helper_lost("c10d host", message.pid, message.code, message.signal)
 
     def on_untold_end(self, handle: RankHandle) -> None:
-        """Handle the end of a rank as the kernel shows it. The template is about to say how; not when it was stopped."""
+        """Handle the end of a rank as the kernel shows it. The template is about to say how; not
+        when it was stopped.
+        """
         self._job.loop.unwatch(handle.pidfd)
-        self._job.loop.at(f"end of rank {handle.rank}", self._job.loop.now + TOLD_PATIENCE, lambda now: self._take_end(handle))
+        self._job.loop.at(
+            f"end of rank {handle.rank}",
+            self._job.loop.now + TOLD_PATIENCE,
+            lambda now: self._take_end(handle),
+        )
 
     def _take_end(self, handle: RankHandle) -> None:
         if handle.ended is None and (end := processes.end_of_unreaped(handle.pid)) is not None:
@@ -95,7 +121,9 @@ class RankEndings:
                 pid = self._job.template.pid
                 found = processes.status(pid)
                 state = f"state {found.state}" if found is not None else "it is gone"
-                self._job.console.say(f"rallypoint: the template (pid {pid}) does not tell that ranks have ended: {state}")
+                self._job.console.say(
+                    f"rallypoint: the template (pid {pid}) does not tell that ranks have ended: {state}"
+                )
             self._on_end(handle, *end)
 
     def _on_end(self, handle: RankHandle, code: int, number: int) -> None:
@@ -105,20 +133,30 @@ class RankEndings:
         job.loop.unwatch(handle.control.fileno())
         job.loop.unwatch(handle.pidfd)
         job.loop.cancel(f"end of rank {handle.rank}")
-        if job.state is State.RUNNING:  # it was asked for `rallypoint stacks`, a stall or a roll call, perhaps hours ago
+        if (
+            job.state is State.RUNNING
+        ):  # it was asked for `rallypoint stacks`, a stall or a roll call, perhaps hours ago
             handle.disregard()
         handle.ended = Ended(code, number, job.loop.now, self._order)
         self._order += 1
-        job.reporter.event("ended", rank=handle.rank, **({"signal": signals.name(number)} if number else {"code": code}))
+        job.reporter.event(
+            "ended",
+            rank=handle.rank,
+            **({"signal": signals.name(number)} if number else {"code": code}),
+        )
         lost_peer = job.evidence.has_lost_a_peer(handle)
-        # An abort and a plain exit code may be a program's answer to a lost peer; other signals and recorded
-        # exceptions are not.
-        sure = bool(number and number != signal.SIGABRT) or (handle.raised is not None and not lost_peer)
+        # An abort and a plain exit code may be a program's answer to a lost peer; other signals and
+        # recorded exceptions are not.
+        sure = bool(number and number != signal.SIGABRT) or (
+            handle.raised is not None and not lost_peer
+        )
         because = f"rank {handle.rank} ended with {signals.name(number) if number else f'exit code {code}'}"
         job.feed(supervisor.RankEnded(handle.rank, code, number, sure and not handle.sent, because))
 
     def clean_group(self, action: CleanGroup) -> None:
-        """End what is left of a rank's group, or leave it until the job's end, and reap the rank."""
+        """End what is left of a rank's group, or leave it until the job's end, and reap the
+        rank.
+        """
         handle = self._job.rank(action.rank)
         if handle is None or not handle.pid:  # it was never started
             return
@@ -133,7 +171,9 @@ class RankEndings:
     # --- what is left
 
     def end_leftovers(self, hurries: Mapping[int, Callable[[], bool]] | None) -> None:
-        """End what the ranks, which have all ended, left running. `hurries`: what ends the grace; None: there is none."""
+        """End what the ranks, which have all ended, left running. `hurries`: what ends the grace;
+        None: there is none.
+        """
         handles = self._unreaped()
         if hurries is not None:
             self._leftovers.end(handles, hurries)
@@ -145,9 +185,11 @@ class RankEndings:
         return [handle for handle in self._job.ranks if handle.pid and not handle.reaped]
 
     def kill_family(self, *, also_helpers: bool = False) -> list[processes.ProcessStatus]:
-        """SIGKILL all that the unreaped ranks started, and whatever else of the job descends from this process.
+        """SIGKILL all that the unreaped ranks started, and whatever else of the job descends from
+        this process.
 
-        Its own helpers are spared, unless `also_helpers` (the guard still is). Returns the processes that did not end.
+        Its own helpers are spared, unless `also_helpers` (the guard still is). Returns the
+        processes that did not end.
         """
         job, other = self._job, self._spared()
         spared = [self._job.helpers.guard.pid, *([other] if other else [])]
@@ -158,7 +200,9 @@ class RankEndings:
         if job.template.pidfd < 0:  # it has ended, and left us what was beneath it
             ancestor = 0 if self._adopts_strangers else os.getpid()
         sessions = [handle.pid for handle in self._unreaped()]
-        return processes.kill_family(self._marker, sessions, deadline=KILL_DEADLINE, ancestor=ancestor, spare=spared)
+        return processes.kill_family(
+            self._marker, sessions, deadline=KILL_DEADLINE, ancestor=ancestor, spare=spared
+        )
 
     # --- reaping
 
@@ -166,7 +210,9 @@ class RankEndings:
         return next((handle for handle in self._job.ranks if handle.pid == pid), None)
 
     def reap(self, handle: RankHandle) -> None:
-        """Free its process id: only after its group was signalled, since that frees the group's number, too."""
+        """Free its process id: only after its group was signalled, since that frees the group's
+        number, too.
+        """
         if handle.reaped or not handle.pid:
             return
         handle.reaped = True
@@ -192,7 +238,9 @@ class RankEndings:
             )
 
     def reap_orphans(self) -> None:
-        """Reap the job's processes that have lost their parent and come to this one. Template and guard are looked after apart."""
+        """Reap the job's processes that have lost their parent and come to this one. Template and
+        guard are looked after apart.
+        """
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -205,12 +253,16 @@ class RankEndings:
                 self._on_end(handle, *processes.ended(info))
             if handle is not None:
                 processes.send_group(handle.pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):  # a look's own child, which its thread waits for, too
+            with contextlib.suppress(
+                ChildProcessError
+            ):  # a look's own child, which its thread waits for, too
                 os.waitid(os.P_PID, info.si_pid, os.WEXITED)
 
     def reap_everything(self) -> None:
         """Reap all children at the very end, but the guard: nobody asks how they ended any more."""
         guard = self._job.helpers.guard.pid
         with contextlib.suppress(ChildProcessError):
-            while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None and info.si_pid != guard:
+            while (
+                info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            ) is not None and info.si_pid != guard:
                 os.waitid(os.P_PID, info.si_pid, os.WEXITED)

@@ -1,4 +1,6 @@
-"""Start of the ranks: the attempt's meeting point and store, and the orders that have the template fork each process."""
+"""Start of the ranks: the attempt's meeting point and store, and the orders that have the template
+fork each process.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from rallypoint.host.ports import HeldPort
     from rallypoint.launcher.rendezvous_file import RendezvousFile
 
-# Orders that the template may have waiting: enough to keep it busy, few enough that descriptors in flight
-# stay far below limits.
+# Orders that the template may have waiting: enough to keep it busy, few enough that descriptors in
+# flight stay far below limits.
 ORDERS_AHEAD = 4
 
 
@@ -57,8 +59,12 @@ class RankStarter:
         self._spawned = spawned
         self._new_attempt = new_attempt
         self._hooks = hooks
-        self.held: HeldPort | None = None  # the first attempt's meeting point, if it was bound before
-        self.place: RendezvousFile | None = None  # on a shared file system, where the job says where its ranks meet
+        self.held: HeldPort | None = (
+            None  # the first attempt's meeting point, if it was bound before
+        )
+        self.place: RendezvousFile | None = (
+            None  # on a shared file system, where the job says where its ranks meet
+        )
         self.noticed = False  # a notice came (`--notice-signal`)
         self.ahead = 0  # orders that the template has not answered
         self._orders: Iterator[Order] = iter(())
@@ -101,7 +107,9 @@ class RankStarter:
         """Close what the attempt holds. Its processes have ended."""
         job = self._job
         self._spawned.close()
-        job.loop.unwatch(job.attempt.host_ready)  # a function that returns at once is done before the host serves
+        job.loop.unwatch(
+            job.attempt.host_ready
+        )  # a function that returns at once is done before the host serves
         for handle in job.ranks:  # one that would not die
             job.loop.unwatch(handle.pidfd)
         job.attempt.close()
@@ -112,7 +120,9 @@ class RankStarter:
 
     def _exhausted(self, error: OSError) -> None:
         for handle in self._job.ranks:
-            if not handle.ordered and not handle.pid:  # it never will be; cleaning up takes descriptors, too
+            if (
+                not handle.ordered and not handle.pid
+            ):  # it never will be; cleaning up takes descriptors, too
                 handle.close()
         self._cannot_start(exhausted(error, self._job.plan.world.local_size))
 
@@ -126,14 +136,19 @@ class RankStarter:
             self._job.loop.watch(attempt.store.fileno(), self._on_store_client)
 
     def _on_store_client(self) -> None:
-        """Start the store's thread for its first client. A job whose ranks never ask for the store has none."""
+        """Start the store's thread for its first client. A job whose ranks never ask for the store
+        has none.
+        """
         job, store = self._job, self._job.attempt.store
         if store is None:
             return
         job.loop.unwatch(store.fileno())
         try:
             store.serve(job.ranks, job.loop.clock.elapsed)
-        except (OSError, RuntimeError) as error:  # no descriptor, no memory, no thread: the clients read that nobody answers
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # no descriptor, no memory, no thread: the clients read that nobody answers
             job.console.say(f"rallypoint: the job's store cannot be served: {error}")
             job.attempt.close_store("it could not be started")
             return
@@ -179,13 +194,17 @@ class RankStarter:
         try:
             self._take_in(message)
         except OSError as error:  # no descriptor is left for it, and nothing runs unwatched
-            os.kill(message.pid, signal.SIGKILL)  # its own number still: the template reaps it when we say so
+            os.kill(
+                message.pid, signal.SIGKILL
+            )  # its own number still: the template reaps it when we say so
             if self._job.problem is None:
                 self._exhausted(error)
             self._not_started(message.rank)
 
     def _take_in(self, message: Forked) -> None:
-        """Register a process with the guard and let its program start. `OSError` when no descriptor is left for it."""
+        """Register a process with the guard and let its program start. `OSError` when no descriptor
+        is left for it.
+        """
         job, guard = self._job, self._job.helpers.guard
         handle = job.rank(message.rank)
         if handle is None:
@@ -203,7 +222,9 @@ class RankStarter:
                 handle.noticed()
         if not self._hooks:
             handle.phase = "started"  # it will tell nothing more
-        job.reporter.event("worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4))
+        job.reporter.event(
+            "worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4)
+        )
         job.loop.watch(handle.control.fileno(), lambda: self._messages.receive(handle))
         job.loop.watch(handle.pidfd, lambda: self._endings.on_untold_end(handle))
 
@@ -217,7 +238,9 @@ class RankStarter:
             self._job.feed(supervisor.Impossible("a process could not be started"))
 
     def _not_started(self, rank: int) -> bool:
-        """Note that a rank never will be; return whether the job is being stopped, and the supervisor waits for the rank's end."""
+        """Note that a rank never will be; return whether the job is being stopped, and the
+        supervisor waits for the rank's end.
+        """
         handle: RankHandle | None = self._job.rank(rank)
         if handle is None:
             return False

@@ -1,4 +1,6 @@
-"""Standard streams of the ranks: what each gets for stdin, stdout and stderr, and the files of torchrun's log flags."""
+"""Standard streams of the ranks: what each gets for stdin, stdout and stderr, and the files of
+torchrun's log flags.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _NAMES: dict[int, Literal["stdout", "stderr"]] = {STDOUT: "stdout", STDERR: "std
 
 
 class RankStreams:
-    """Maker of every rank's descriptors. What goes through a pipe is read by the console's log pump."""
+    """Maker of every rank's descriptors. What goes through a pipe is read by the console's log
+    pump.
+    """
 
     def __init__(self, plan: Plan, folder: RunFolder, console: Console) -> None:
         self._plan = plan
@@ -26,7 +30,11 @@ class RankStreams:
         self._console = console
         self._files: TorchrunFiles | None = None
         if plan.logs.log_dir:
-            self._files = TorchrunFiles(plan.logs.log_dir, plan.environment.get("TORCHELASTIC_RUN_ID", "none"), plan.world.local_size)
+            self._files = TorchrunFiles(
+                plan.logs.log_dir,
+                plan.environment.get("TORCHELASTIC_RUN_ID", "none"),
+                plan.world.local_size,
+            )
 
     def begin_attempt(self, number: int) -> None:
         """Make the attempt's folder for torchrun's files."""
@@ -37,7 +45,9 @@ class RankStreams:
         logs = self._plan.logs
         for bit, filters in ((STDOUT, logs.stdout_filters), (STDERR, logs.stderr_filters)):
             if filters:
-                self._console.pump.duplicate(_NAMES[bit], self._files.filtered(number, _NAMES[bit]), filters, role)
+                self._console.pump.duplicate(
+                    _NAMES[bit], self._files.filtered(number, _NAMES[bit]), filters, role
+                )
 
     def error_file(self, attempt: int, handle: RankHandle) -> str:
         """Return where `@record` may write a rank's error, "" when there is no place."""
@@ -46,29 +56,50 @@ class RankStreams:
         return self._folder.file(f"rank{handle.rank}-attempt{attempt}-error.json")
 
     def open(self, attempt: int, handle: RankHandle) -> tuple[list[int], int]:
-        """Open a rank's stdin, stdout and stderr, to be passed on and closed here; return also the terminal for its debugger, or -1.
+        """Open a rank's stdin, stdout and stderr, to be passed on and closed here; return also the
+        terminal for its debugger, or -1.
 
-        Where the launcher's stdout and stderr are one file, the rank gets one pipe for both, so that its lines keep their order.
+        Where the launcher's stdout and stderr are one file, the rank gets one pipe for both, so
+        that its lines keep their order.
         """
         plan, alone = self._plan, self._plan.world.size == 1
-        has_stdin = handle.rank == plan.debug_rank and plan.task is None and _is_open(0) and not is_in_background(0)
+        has_stdin = (
+            handle.rank == plan.debug_rank
+            and plan.task is None
+            and _is_open(0)
+            and not is_in_background(0)
+        )
         stdin = os.dup(0) if has_stdin else os.open(os.devnull, os.O_RDONLY)
         terminal = 0 if has_stdin and os.isatty(0) and not alone else -1
         redirects, tee = plan.logs.redirects[handle.local_rank], plan.logs.tee[handle.local_rank]
-        if alone and not redirects and not keeps_copy(plan) and handle.local_rank in plan.logs.console:
+        if (
+            alone
+            and not redirects
+            and not keeps_copy(plan)
+            and handle.local_rank in plan.logs.console
+        ):
             self._console.give_away()
             return [stdin, _dup_or_null(1), _dup_or_null(2)], terminal
         if self._console.same_output and not redirects and not tee:
             reader, writer = os.pipe2(os.O_CLOEXEC)
             self._console.pump.attach(handle.rank, "both", reader)
             return [stdin, writer, os.dup(writer)], terminal
-        return [stdin, *(self._open_one(attempt, handle, bit, redirects, tee) for bit in (STDOUT, STDERR))], terminal
+        return [
+            stdin,
+            *(self._open_one(attempt, handle, bit, redirects, tee) for bit in (STDOUT, STDERR)),
+        ], terminal
 
-    def _open_one(self, attempt: int, handle: RankHandle, bit: int, redirects: int, tee: int) -> int:
+    def _open_one(
+        self, attempt: int, handle: RankHandle, bit: int, redirects: int, tee: int
+    ) -> int:
         if redirects & bit and self._files is None:  # --log-dir /dev/null
             return os.open(os.devnull, os.O_WRONLY)
         kept = (redirects | tee) & bit
-        file = self._files.open(attempt, handle.local_rank, _NAMES[bit]) if self._files is not None and kept else None
+        file = (
+            self._files.open(attempt, handle.local_rank, _NAMES[bit])
+            if self._files is not None and kept
+            else None
+        )
         if file is not None and not tee & bit:
             return file
         reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -76,7 +107,9 @@ class RankStreams:
         return writer
 
     def columns(self) -> int:
-        """Return the columns that a rank's line has on our terminal, for COLUMNS; 0 when it is none or the rank has it itself."""
+        """Return the columns that a rank's line has on our terminal, for COLUMNS; 0 when it is none
+        or the rank has it itself.
+        """
         ranks: Sequence[int] = [seat.rank for seat in self._plan.world.seats()]
         return worker_columns(ranks, prefixes=self._plan.logs.prefixes) if len(ranks) > 1 else 0
 

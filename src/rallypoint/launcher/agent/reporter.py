@@ -29,15 +29,18 @@ from rallypoint.world import ranks_phrase
 
 # Seconds in which the run folder is made, until a line says what is waited for.
 DISK_PATIENCE = 5.0
-# Seconds at the very end in which what is still to be written must be on its disk. A busy one needs tenths.
+# Seconds at the very end in which what is still to be written must be on its disk. A busy one needs
+# tenths.
 DISK_TIMEOUT = 5.0
-# Seconds for the list of parts to preload, a file of some hundred bytes. Beside a disk that takes longer,
-# the next start finds them again.
+# Seconds for the list of parts to preload, a file of some hundred bytes. Beside a disk that takes
+# longer, the next start finds them again.
 LEARNT_TIMEOUT = 1.0
 
 
 def open_folder(plan: Plan) -> RunFolder:
-    """Make the run folder. A disk that has died holds this thread, so a line says what is waited for."""
+    """Make the run folder. A disk that has died holds this thread, so a line says what is waited
+    for.
+    """
     text = f"rallypoint: waiting for the disk of {plan.run_dir}: it does not answer; --run-dir names a folder on another one"
     notice = threading.Timer(DISK_PATIENCE, say_directly, (text,))
     notice.daemon = True
@@ -50,9 +53,13 @@ def open_folder(plan: Plan) -> RunFolder:
 
 
 class Reporter:
-    """Record of a run, and the reports that come of it: judged here, shown by the console, kept in the run folder."""
+    """Record of a run, and the reports that come of it: judged here, shown by the console, kept in
+    the run folder.
+    """
 
-    def __init__(self, plan: Plan, clock: Clock, folder: RunFolder, writer: DiskWriter, console: Console) -> None:
+    def __init__(
+        self, plan: Plan, clock: Clock, folder: RunFolder, writer: DiskWriter, console: Console
+    ) -> None:
         """`writer`: writes to the folder, whose disk may be a network's."""
         self._plan = plan
         self._clock = clock
@@ -64,7 +71,12 @@ class Reporter:
         self._reports: tuple[Report, ...] = ()  # of this one, its cause first
         self._error_files: dict[int, str] = {}  # of this attempt, by rank: what `@record` wrote
         folder.write_plan(plan)
-        self.event("job-started", job=plan.job, program=exception_capture.sayable(plan.program.target), world_size=plan.world.size)
+        self.event(
+            "job-started",
+            job=plan.job,
+            program=exception_capture.sayable(plan.program.target),
+            world_size=plan.world.size,
+        )
 
     @property
     def run_dir(self) -> str:
@@ -82,7 +94,9 @@ class Reporter:
         if self._plan.run_dir_asked:
             self._folder.list_in(default_root(os.environ))
 
-    def event(self, what: What, *, rank: int | None = None, because: str = "", **details: Any) -> None:
+    def event(
+        self, what: What, *, rank: int | None = None, because: str = "", **details: Any
+    ) -> None:
         """Write down that something happened."""
         self._events.write(Event(self._clock.elapsed(), what, rank, because, details))
 
@@ -105,7 +119,9 @@ class Reporter:
     def report_moved(self, ranks: Sequence[int]) -> None:
         """Say that ranks which had not moved for long have moved."""
         self.event("stall-over", ranks=list(ranks))
-        self._console.say(f"rallypoint: the job goes on: {ranks_phrase(ranks)} {'has' if len(ranks) == 1 else 'have'} moved")
+        self._console.say(
+            f"rallypoint: the job goes on: {ranks_phrase(ranks)} {'has' if len(ranks) == 1 else 'have'} moved"
+        )
 
     def report_roll_call(self, lines: Sequence[str], because: str) -> None:
         """Say what a roll call has shown."""
@@ -114,10 +130,14 @@ class Reporter:
 
     # --- reports
 
-    def report(self, ranks: Sequence[RankHandle], job: JobEvidence, misfit: Misfit | None, *, asked: bool) -> tuple[Report, ...]:
-        """Judge the evidence and show what is new in it; return all reports of this attempt, the cause first.
+    def report(
+        self, ranks: Sequence[RankHandle], job: JobEvidence, misfit: Misfit | None, *, asked: bool
+    ) -> tuple[Report, ...]:
+        """Judge the evidence and show what is new in it; return all reports of this attempt, the
+        cause first.
 
-        `misfit`: why the ranks could not meet; errors of the ranks came after it. `asked`: see `EvidenceGatherer.gather`.
+        `misfit`: why the ranks could not meet; errors of the ranks came after it. `asked`: see
+        `EvidenceGatherer.gather`.
         """
         told = tuple(handle.rank for handle in ranks if handle.told)
         failed = {rank.rank for rank in job.ranks if root_cause.has_failed(rank)}
@@ -128,7 +148,9 @@ class Reporter:
             return self._show((rendezvous_mismatch.report(misfit, job),))
         if not told or asked:
             return self._show(root_cause.diagnose(job))
-        news = root_cause.news(job, told, tuple({rank for report in self._reports for rank in report.ranks}))
+        news = root_cause.news(
+            job, told, tuple({rank for report in self._reports for rank in report.ranks})
+        )
         for line in news.followed:
             self._console.say(f"rallypoint: {line}")
         return self._show(news.reports)
@@ -155,7 +177,9 @@ class Reporter:
             self._console.print(render.json(reports))
         elif len(reports) == 1 and same and same in map(root_cause.same_again, self._earlier[-1:]):
             where = first.where.partition(",")[0]
-            self._console.say(f"rallypoint: the same again: {first.headline}, {where}; logs: {', '.join(first.logs)}")
+            self._console.say(
+                f"rallypoint: the same again: {first.headline}, {where}; logs: {', '.join(first.logs)}"
+            )
         else:
             self._console.print_reports(reports, before="" if self.reports else "\n")
 
@@ -164,14 +188,20 @@ class Reporter:
         raised = message.raised
         asked = message.module in self._plan.preload
         option = "preload" if self._plan.task is not None else "--preload"
-        why = f"{option} asks for it: {raised.type}: {raised.message}" if asked else f"{raised.type}: {raised.message}"
+        why = (
+            f"{option} asks for it: {raised.type}: {raised.message}"
+            if asked
+            else f"{raised.type}: {raised.message}"
+        )
         lines = tuple(raised.traceback.rstrip().splitlines()[-10:])
         return Report(
             code="start-failed",
             headline=f"{message.module} cannot be imported",
             where="before any worker started",
             why=why,
-            said=(Said("the template", lines),) if len(lines) > 1 else (),  # a module that is not there: `why` has said it
+            said=(Said("the template", lines),)
+            if len(lines) > 1
+            else (),  # a module that is not there: `why` has said it
             help=(Help("try it alone", f"{sys.executable} -c 'import {message.module}'"),),
         )
 
@@ -179,24 +209,41 @@ class Reporter:
         """Return the report on a process that could not be started."""
         reason = message.unclean or os.strerror(message.errno)
         who = f"rank {message.rank}" if message.rank >= 0 else "the c10d host"
-        helps = (Help("look at the limits on processes and memory", "ulimit -a"),) if message.errno else ()
-        return Report(code="start-failed", headline=f"{who} could not be started: {reason}", help=helps)
+        helps = (
+            (Help("look at the limits on processes and memory", "ulimit -a"),)
+            if message.errno
+            else ()
+        )
+        return Report(
+            code="start-failed", headline=f"{who} could not be started: {reason}", help=helps
+        )
 
     # --- the end
 
     def keep_learnt(self, parts: Sequence[str], spoilt: Mapping[str, str]) -> bool:
-        """Keep for the next start of this program which parts of torch to import once; return whether they could be written."""
+        """Keep for the next start of this program which parts of torch to import once; return
+        whether they could be written.
+        """
         plan, now = self._plan, self._clock.wall()
         if not plan.memory or not (parts or spoilt):
             return False
         try:
-            self._writer.ask(lambda: preload_history.add(plan.memory, plan.program.target, plan.torch, parts, spoilt, now), LEARNT_TIMEOUT)
-        except OSError:  # a disk that is full, or may only be read: the caller says what to type instead
+            self._writer.ask(
+                lambda: preload_history.add(
+                    plan.memory, plan.program.target, plan.torch, parts, spoilt, now
+                ),
+                LEARNT_TIMEOUT,
+            )
+        except (
+            OSError
+        ):  # a disk that is full, or may only be read: the caller says what to type instead
             return False
         return True
 
     def close(self, status: int | None, *, interrupted: Callable[[], bool]) -> None:
-        """Write the end of the run, and close the console and every file. `interrupted`: see `Console.close`."""
+        """Write the end of the run, and close the console and every file. `interrupted`: see
+        `Console.close`.
+        """
         if status:
             self._hand_on_error(status)
         self.event("job-ended", status=status)
@@ -208,12 +255,20 @@ class Reporter:
                 f"rallypoint: the disk of {self.run_dir} gave no answer within {DISK_TIMEOUT:g} s: the record of this run is not whole"
             )
         elif self._writer.error is not None:
-            say_directly(f"rallypoint: writing to {self.run_dir} failed: {self._writer.error!r}; the record may be incomplete")
+            say_directly(
+                f"rallypoint: writing to {self.run_dir} failed: {self._writer.error!r}; the record may be incomplete"
+            )
 
     def _hand_on_error(self, status: int) -> None:
-        """Copy the cause to TORCHELASTIC_ERROR_FILE, for a launcher that has started this one with it."""
+        """Copy the cause to TORCHELASTIC_ERROR_FILE, for a launcher that has started this one with
+        it.
+        """
         path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-        found = [self._error_files[rank] for rank in (self._reports[0].ranks if self._reports else ()) if rank in self._error_files]
+        found = [
+            self._error_files[rank]
+            for rank in (self._reports[0].ranks if self._reports else ())
+            if rank in self._error_files
+        ]
         if not path or not found or self._plan.task is not None:
             return
         try:
@@ -221,4 +276,6 @@ class Reporter:
         except TimeoutError:
             why = f"no answer within {ERROR_FILES_TIMEOUT:g} s"
         if why:
-            self._console.say(f"rallypoint: TORCHELASTIC_ERROR_FILE {path} cannot be written: {why}")
+            self._console.say(
+                f"rallypoint: TORCHELASTIC_ERROR_FILE {path} cannot be written: {why}"
+            )

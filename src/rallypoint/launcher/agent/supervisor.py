@@ -1,7 +1,7 @@
 """Events in, actions out: start, stop, restart, report (a table).
 
-Pure: no socket, clock, thread or process. The agent feeds `handle` with what happened and does what comes back; every action
-carries its reason, so the event log answers "why did you kill rank 3?".
+Pure: no socket, clock, thread or process. The agent feeds `handle` with what happened and does what
+comes back; every action carries its reason, so the event log answers "why did you kill rank 3?".
 """
 
 from __future__ import annotations
@@ -17,37 +17,50 @@ from rallypoint.launcher.plan import ROLL_CALL
 from rallypoint.world import ranks_phrase
 
 SOON_AFTER_START = 10.0
-"""Seconds since its start in which an attempt must fail to count among equal ones: one that has trained for longer may get further."""
+"""Seconds since its start in which an attempt must fail to count among equal ones: one that has
+trained for longer may get further.
+"""
 
 ENOUGH_TIMES = 3
-"""Equal failures in a row, each soon after a start, after which no other attempt is made: two may be chance."""
+"""Equal failures in a row, each soon after a start, after which no other attempt is made: two may
+be chance.
+"""
 
-# Seconds after a failure that looks like a cause in which a better one may still arrive: two ranks that fail together are two causes.
+# Seconds after a failure that looks like a cause in which a better one may still arrive: two ranks
+# that fail together are two causes.
 SETTLE = 0.05
-# Seconds for one while a rank that lives has not joined the others: all that make the same mistake (a module that is not there, a wrong
-# option) come to it as far apart as they were started, which on a busy machine is tens of milliseconds for each.
+# Seconds for one while a rank that lives has not joined the others: all that make the same mistake
+# (a module that is not there, a wrong option) come to it as far apart as they were started, which
+# on a busy machine is tens of milliseconds for each.
 SETTLE_APART = 0.25
-# Seconds for one that is perhaps a consequence ("connection closed by peer"). When a process is killed its sockets close before its
-# parent is told, so peers often complain first; the kernel needs a few milliseconds, a loaded machine some tens.
+# Seconds for one that is perhaps a consequence ("connection closed by peer"). When a process is
+# killed its sockets close before its parent is told, so peers often complain first; the kernel
+# needs a few milliseconds, a loaded machine some tens.
 SETTLE_FOR_CAUSE = 0.25
-# Seconds after a signal in which a main thread that stands where it stood cannot have seen it, and between two looks at that.
+# Seconds after a signal in which a main thread that stands where it stood cannot have seen it, and
+# between two looks at that.
 STUCK_AFTER = 0.2
-# Seconds between looks when the ranks have had some time: what ends a wait then, the end of a rank, is told without a look.
+# Seconds between looks when the ranks have had some time: what ends a wait then, the end of a rank,
+# is told without a look.
 STUCK_LATER = 1.0
 # Seconds after which looks are that rare.
 STUCK_SOON = 3.0
-# Looks in a row in which every rank has to wait until they are taken to wait in vain. /proc is not read in one moment: one look may find
-# each of two ranks asleep while a message is on its way from one to the other.
+# Looks in a row in which every rank has to wait until they are taken to wait in vain. /proc is not
+# read in one moment: one look may find each of two ranks asleep while a message is on its way from
+# one to the other.
 VAIN_LOOKS = 2
-# Seconds in which several signals are one. Ctrl-C in `timeout --foreground 3600 rallypoint run ...` comes from the terminal and from
-# timeout; nobody who has seen that the first one does not help is quicker than that.
+# Seconds in which several signals are one. Ctrl-C in `timeout --foreground 3600 rallypoint run ...`
+# comes from the terminal and from timeout; nobody who has seen that the first one does not help is
+# quicker than that.
 ONE_SIGNAL = 0.5
-# Seconds that a person who waits for the end of a job is told nothing: most ranks end at once, and a prompt that does not come back is
-# wondered about after some two.
+# Seconds that a person who waits for the end of a job is told nothing: most ranks end at once, and
+# a prompt that does not come back is wondered about after some two.
 SILENT = 1.5
-# Seconds of the grace that must be left for a line about it: shorter ones are over before it is read.
+# Seconds of the grace that must be left for a line about it: shorter ones are over before it is
+# read.
 WORTH_A_LINE = 2.0
-# Seconds that a rank which takes no signal at all gets after SIGKILL before we say that it would not die.
+# Seconds that a rank which takes no signal at all gets after SIGKILL before we say that it would
+# not die.
 KILL_PATIENCE = 5.0
 
 
@@ -112,7 +125,9 @@ class Debugged(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process has ended. `sure`: such an end is never the consequence of another rank's."""
+    """A rank's process has ended. `sure`: such an end is never the consequence of another
+    rank's.
+    """
 
     rank: int
     code: int
@@ -126,8 +141,8 @@ class EvidenceIn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, tag=True):
-    """The report is made; `status` is what the launcher would leave with, `same` what two equal failures have in common: "" when it
-    may be another one next time."""
+    """The report is made; `status` is what the launcher would leave with, `same` what two equal
+    failures have in common: "" when it may be another one next time."""
 
     status: int
     same: str = ""
@@ -154,8 +169,9 @@ class HelperLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stuck(msgspec.Struct, frozen=True, tag=True):
-    """`ranks` stand where they stood when they were signalled: they cannot have seen it. `waiting` have seen it, and wait for others in a
-    call of torch's now. All that were looked at and are in neither go on, as far as is seen."""
+    """`ranks` stand where they stood when they were signalled: they cannot have seen it. `waiting`
+    have seen it, and wait for others in a call of torch's now. All that were looked at and are in
+    neither go on, as far as is seen."""
 
     ranks: tuple[int, ...]
     waiting: tuple[int, ...] = ()
@@ -194,7 +210,9 @@ class MakeReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallRoll(msgspec.Struct, frozen=True, tag=True):
-    """Say who waits in init_process_group, and where the others are; nothing is stopped, and nothing is answered."""
+    """Say who waits in init_process_group, and where the others are; nothing is stopped, and
+    nothing is answered.
+    """
 
     because: str
 
@@ -208,7 +226,9 @@ class SignalGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class SayWaiting(msgspec.Struct, frozen=True, tag=True):
-    """Say that these ranks have not ended yet, how long they may take, and what kills them now: "Ctrl-C again"."""
+    """Say that these ranks have not ended yet, how long they may take, and what kills them now:
+    "Ctrl-C again".
+    """
 
     ranks: tuple[int, ...]
     seconds: float
@@ -216,13 +236,17 @@ class SayWaiting(msgspec.Struct, frozen=True, tag=True):
 
 
 class SayHopeless(msgspec.Struct, frozen=True, tag=True):
-    """Say that this failure has come so many times, soon after each start, and that the ranks are not started again."""
+    """Say that this failure has come so many times, soon after each start, and that the ranks are
+    not started again.
+    """
 
     times: int
 
 
 class SayKilled(msgspec.Struct, frozen=True, tag=True):
-    """Say that these ranks are killed, and why now. `asked`: whether they were asked to end before, and have not."""
+    """Say that these ranks are killed, and why now. `asked`: whether they were asked to end before,
+    and have not.
+    """
 
     ranks: tuple[int, ...]
     because: str
@@ -230,15 +254,18 @@ class SayKilled(msgspec.Struct, frozen=True, tag=True):
 
 
 class LookWhetherStuck(msgspec.Struct, frozen=True, tag=True):
-    """Compare where these ranks stand with where they stood when signalled; answer with `Stuck`. `together`: whether only that matters
-    that none of them goes on, so that the look is over with the first that does."""
+    """Compare where these ranks stand with where they stood when signalled; answer with `Stuck`.
+    `together`: whether only that matters that none of them goes on, so that the look is over with
+    the first that does."""
 
     ranks: tuple[int, ...]
     together: bool = False
 
 
 class CleanGroup(msgspec.Struct, frozen=True, tag=True):
-    """A rank has ended: end what is left of its group at once (`kill`), or name it and leave it until the job's end; then reap."""
+    """A rank has ended: end what is left of its group at once (`kill`), or name it and leave it
+    until the job's end; then reap.
+    """
 
     rank: int
     kill: bool
@@ -253,7 +280,9 @@ class SetTimer(msgspec.Struct, frozen=True, tag=True):
 
 
 class CleanUp(msgspec.Struct, frozen=True, tag=True):
-    """Every rank has ended: end what the job left running, close the attempt. `gently`: the job went well, so TERM and grace first."""
+    """Every rank has ended: end what the job left running, close the attempt. `gently`: the job
+    went well, so TERM and grace first.
+    """
 
     gently: bool
     because: str
@@ -274,7 +303,18 @@ Action = (
 
 
 class _Rank:
-    __slots__ = ("asked", "debugged", "ended", "erred", "failed", "joined", "phase", "since", "waits", "whole")
+    __slots__ = (
+        "asked",
+        "debugged",
+        "ended",
+        "erred",
+        "failed",
+        "joined",
+        "phase",
+        "since",
+        "waits",
+        "whole",
+    )
 
     def __init__(self, *, started: bool) -> None:
         self.phase = "started"
@@ -284,7 +324,9 @@ class _Rank:
         self.since = 0.0  # when it came there
         self.whole = False  # the group that it joins there needs every rank
         self.joined = 0  # groups of all ranks that it has joined
-        self.erred = False  # an error left init_process_group or set_device, and it has not joined since
+        self.erred = (
+            False  # an error left init_process_group or set_device, and it has not joined since
+        )
         self.debugged = False  # a person is at its debugger
         self.asked = ""  # the last signal that we sent
 
@@ -306,7 +348,9 @@ class Supervisor:
         self._size = world_size
         self._max_restarts = max_restarts
         self._grace = grace
-        self._kill_at = math.inf  # when nothing has a grace any more, since the time of the whole job is over
+        self._kill_at = (
+            math.inf
+        )  # when nothing has a grace any more, since the time of the whole job is over
         self._continue = on_failure == "continue"
         self._roll_call = roll_call
         self._roll_after = roll_call  # seconds of waiting at which the next one is due
@@ -316,10 +360,15 @@ class Supervisor:
         self._because = ""
         self._sure = False  # a failure that is nobody's consequence has been seen
         self._evidence_in = False
-        self._untold = ""  # of a job that goes on when ranks fail: a failure that is told after a moment, in which its cause may show
+        # of a job that goes on when ranks fail: a failure that is told after a moment, in which its
+        # cause may show
+        self._untold = ""
         self._settle_until = 0.0
         self._attempt_began = 0.0
-        self._same, self._times = "", 0  # the last failure, and how often it has come in a row, soon after each start
+        self._same, self._times = (
+            "",
+            0,
+        )  # the last failure, and how often it has come in a row, soon after each start
         self._at_once = False
         self._asked_by: Signalled | None = None
         self._grace_over = math.inf  # when the ranks that were asked to stop are killed
@@ -383,7 +432,9 @@ class Supervisor:
         return []
 
     def _debugged(self, event: Event, now: float) -> list[Action]:
-        """Ranks that wait for one that a person is looking at wait for that person: their time counts from the end of it."""
+        """Ranks that wait for one that a person is looking at wait for that person: their time
+        counts from the end of it.
+        """
         assert isinstance(event, Debugged)
         self._ranks[event.rank].debugged = event.waits
         for rank in self._ranks:
@@ -407,14 +458,20 @@ class Supervisor:
         return [CallRoll(because), SetTimer("roll call", since + self._roll_after)]
 
     def _look_for_absent(self, now: float) -> list[Action]:
-        """Some wait in init_process_group for a rank that has left with exit code 0: nobody else will end that.
+        """Some wait in init_process_group for a rank that has left with exit code 0: nobody else
+        will end that.
 
-        A group of all ranks is certain to need it; who has joined as many of them as one that waits was there, and may leave."""
+        A group of all ranks is certain to need it; who has joined as many of them as one that waits
+        was there, and may leave."""
         waiting = [number for number in self._waiting() if self._ranks[number].whole]
         if self._continue or not waiting:
             return []
         groups = max(self._ranks[number].joined for number in waiting)
-        left = [(number, rank) for number, rank in enumerate(self._ranks) if rank.ended and not rank.failed]
+        left = [
+            (number, rank)
+            for number, rank in enumerate(self._ranks)
+            if rank.ended and not rank.failed
+        ]
         gone = [number for number, rank in left if rank.erred or rank.joined <= groups]
         swallowed = [number for number in gone if self._ranks[number].erred]
         if not gone:
@@ -440,15 +497,25 @@ class Supervisor:
             actions: list[Action] = [CleanGroup(event.rank, kill=False, because="it ended well")]
             if self._untold and self._nobody_left():
                 return actions + self._tell(self._untold)
-            return actions + (self._all_ended(now) if self._nobody_left() else self._look_for_absent(now))
+            return actions + (
+                self._all_ended(now) if self._nobody_left() else self._look_for_absent(now)
+            )
         rank.failed = True
         if self._continue:  # the row of --on-failure continue: said, and the others go on
-            return [CleanGroup(event.rank, kill=True, because=event.because), *self._perhaps_tell(event, now)]
+            return [
+                CleanGroup(event.rank, kill=True, because=event.because),
+                *self._perhaps_tell(event, now),
+            ]
         self._sure = self._sure or event.sure
-        return [CleanGroup(event.rank, kill=True, because=event.because), *self._judge(event.because, now)]
+        return [
+            CleanGroup(event.rank, kill=True, because=event.because),
+            *self._judge(event.because, now),
+        ]
 
     def _perhaps_tell(self, event: RankEnded, now: float) -> list[Action]:
-        """Who perhaps lost a peer only is told of when the peer's end has had its time to be heard."""
+        """Who perhaps lost a peer only is told of when the peer's end has had its time to
+        be heard.
+        """
         if event.sure or self._nobody_left():
             return self._tell(event.because)
         if self._untold:
@@ -463,7 +530,8 @@ class Supervisor:
     def _helper_lost(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, HelperLost)
         self._reason, self._because = "helper", f"the {event.name} has ended"
-        # Without its guard or its template a job has lost the promise that nothing outlives it: there is no time for a grace.
+        # Without its guard or its template a job has lost the promise that nothing outlives it:
+        # there is no time for a grace.
         self._at_once = event.name in ("guard", "template")
         return self._conclude(now)
 
@@ -471,7 +539,9 @@ class Supervisor:
         assert isinstance(event, Signalled)
         if self._is_the_same(now):
             return []
-        self._at_once = self._asked_by is not None  # asked a second time, while the evidence of the first comes in: kill
+        self._at_once = (
+            self._asked_by is not None
+        )  # asked a second time, while the evidence of the first comes in: kill
         self._asked_by, self._asked_at = event, now
         self._reason, self._sure = "interrupted", True
         if self._at_once:
@@ -484,7 +554,11 @@ class Supervisor:
 
     def _is_the_same(self, now: float) -> bool:
         """Whether a signal that comes now and the one that has come are one wish of one person."""
-        return self._asked_by is not None and self._reason == "interrupted" and now < self._asked_at + ONE_SIGNAL
+        return (
+            self._asked_by is not None
+            and self._reason == "interrupted"
+            and now < self._asked_at + ONE_SIGNAL
+        )
 
     def _overdue(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Overdue)
@@ -500,7 +574,11 @@ class Supervisor:
         """Something has failed by then, and that is how it ends: nothing is started again."""
         assert isinstance(event, Overdue)
         self._max_restarts, self._kill_at = self.attempt, now + event.grace
-        return [SetTimer("grace", min(self._grace_over, self._kill_at))] if self.state is State.STOPPING else []
+        return (
+            [SetTimer("grace", min(self._grace_over, self._kill_at))]
+            if self.state is State.STOPPING
+            else []
+        )
 
     # --- judging
 
@@ -515,7 +593,9 @@ class Supervisor:
     def _settle(self) -> float:
         if not self._sure:
             return SETTLE_FOR_CAUSE
-        apart = any(not (rank.ended or rank.failed or rank.joined or rank.waits) for rank in self._ranks)
+        apart = any(
+            not (rank.ended or rank.failed or rank.joined or rank.waits) for rank in self._ranks
+        )
         return SETTLE_APART if apart else SETTLE
 
     def _another(self, event: Event, now: float) -> list[Action]:
@@ -549,17 +629,25 @@ class Supervisor:
         return self._perhaps_conclude(now)
 
     def _perhaps_conclude(self, now: float) -> list[Action]:
-        settled = now >= self._settle_until or (self._sure and self._reason in ("interrupted", "overdue")) or self._nobody_left()
+        settled = (
+            now >= self._settle_until
+            or (self._sure and self._reason in ("interrupted", "overdue"))
+            or self._nobody_left()
+        )
         return self._conclude(now) if self._evidence_in and settled else []
 
     def _conclude(self, now: float) -> list[Action]:
-        """The evidence is in: report; what follows waits for `Judged`, which carries the status to leave with."""
+        """The evidence is in: report; what follows waits for `Judged`, which carries the status to
+        leave with.
+        """
         self.state = State.STOPPING
         return [MakeReport(self._reason, self._because)]
 
     def _judged(self, event: Event, now: float) -> list[Action]:
         assert isinstance(event, Judged)
-        if self._status is None or self.state is State.RUNNING:  # of a job that goes on, each report is one of all that has failed by now
+        if (
+            self._status is None or self.state is State.RUNNING
+        ):  # of a job that goes on, each report is one of all that has failed by now
             self._status = event.status
         if self.state is State.STOPPING:
             again = event.same == self._same and now - self._attempt_began <= SOON_AFTER_START
@@ -567,7 +655,9 @@ class Supervisor:
         if self.state is State.STOPPING and self._at_once:
             return self._kill(self._living(), self._because, now) or self._all_ended(now)
         if self.state is State.STOPPING:
-            return self._stop(self._asked_by.name if self._asked_by else "SIGTERM", self._because, now)
+            return self._stop(
+                self._asked_by.name if self._asked_by else "SIGTERM", self._because, now
+            )
         return self._all_ended(now) if self._nobody_left() else []
 
     # --- stopping
@@ -597,7 +687,10 @@ class Supervisor:
             return actions + self._all_ended(now)
         if not self._from_outside():
             return actions
-        self._news_at, self._vain = now, 0  # whoever waited for it has lost its connection, and may run its handler now
+        self._news_at, self._vain = (
+            now,
+            0,
+        )  # whoever waited for it has lost its connection, and may run its handler now
         return [*actions, SetTimer("stuck", now + STUCK_AFTER)]
 
     def _timer_while_stopping(self, event: Event, now: float) -> list[Action]:
@@ -611,7 +704,11 @@ class Supervisor:
         if event.name == "silent" and asked:
             return [SayWaiting(asked, self._grace, self._hurry())]
         if event.name == "grace":
-            why = f"the grace of {self._grace:g} s is over" if now < self._kill_at else "the time that was given is over"
+            why = (
+                f"the grace of {self._grace:g} s is over"
+                if now < self._kill_at
+                else "the time that was given is over"
+            )
             return self._kill(living, why, now)
         if event.name == "patience":
             self.state = State.ENDED
@@ -624,7 +721,9 @@ class Supervisor:
         """What a person does who will not wait for the grace."""
         if self._reason != "interrupted" or self._asked_by is None:
             return "Ctrl-C"
-        return "Ctrl-C again" if self._asked_by.name == "SIGINT" else f"a second {self._asked_by.name}"
+        return (
+            "Ctrl-C again" if self._asked_by.name == "SIGINT" else f"a second {self._asked_by.name}"
+        )
 
     @property
     def is_stopping_from_outside(self) -> bool:
@@ -632,20 +731,30 @@ class Supervisor:
         return self.state is State.STOPPING and self._from_outside()
 
     def _from_outside(self) -> bool:
-        """Whether a person, a batch system or the caller of `launch` ends the job, and no rank has failed."""
+        """Whether a person, a batch system or the caller of `launch` ends the job, and no rank has
+        failed.
+        """
         return self._reason in ("interrupted", "overdue")
 
     def _stuck(self, event: Event, now: float) -> list[Action]:
         """Who cannot have seen the signal gets the next stronger one, if waiting longer is in vain.
 
-        After a failure it is: the rank that the others wait for does not come. When the job is ended from outside, a wait ends as soon as
-        the peer comes, and then the handler runs. So each keeps its grace while any living rank does anything but wait: it computes,
-        sleeps, saves, or leaves, which ends its connections and so their waits. Who saw the signal is left alone for its whole grace.
+        After a failure it is: the rank that the others wait for does not come. When the job is
+        ended from outside, a wait ends as soon as the peer comes, and then the handler runs. So
+        each keeps its grace while any living rank does anything but wait: it computes, sleeps,
+        saves, or leaves, which ends its connections and so their waits. Who saw the signal is left
+        alone for its whole grace.
         """
         assert isinstance(event, Stuck)
         living = self._living()
-        self._vain = self._vain + 1 if event.ranks and set(living) <= {*event.ranks, *event.waiting} else 0
-        again = SetTimer("stuck", now + (STUCK_LATER if now > self._news_at + STUCK_SOON and not self._vain else STUCK_AFTER))
+        self._vain = (
+            self._vain + 1 if event.ranks and set(living) <= {*event.ranks, *event.waiting} else 0
+        )
+        again = SetTimer(
+            "stuck",
+            now
+            + (STUCK_LATER if now > self._news_at + STUCK_SOON and not self._vain else STUCK_AFTER),
+        )
         if self._from_outside() and self._vain < VAIN_LOOKS:
             return [again]
         actions: list[Action] = []
@@ -685,7 +794,11 @@ class Supervisor:
         actions: list[Action] = []
         for number in killed:
             actions += self._ask(number, "SIGKILL", because)
-        return [*actions, SetTimer("patience", now + KILL_PATIENCE), SayKilled(killed, because, asked)] if killed else []
+        return (
+            [*actions, SetTimer("patience", now + KILL_PATIENCE), SayKilled(killed, because, asked)]
+            if killed
+            else []
+        )
 
     # --- ends
 
@@ -694,14 +807,30 @@ class Supervisor:
         if not failed:
             self.state = State.ENDED
             because = "every rank has ended"
-            return [CleanUp(gently=self._status is None, because=because), Leave(self._status or 0, because)]
+            return [
+                CleanUp(gently=self._status is None, because=because),
+                Leave(self._status or 0, because),
+            ]
         cleaning = CleanUp(gently=False, because=self._because)
-        if self._reason == "failure" and self._asked_by is None and self.attempt < self._max_restarts:
+        if (
+            self._reason == "failure"
+            and self._asked_by is None
+            and self.attempt < self._max_restarts
+        ):
             if self._same and self._times >= ENOUGH_TIMES:
                 self.state = State.ENDED
-                return [cleaning, SayHopeless(self._times), Leave(self._status if self._status is not None else 1, self._because)]
+                return [
+                    cleaning,
+                    SayHopeless(self._times),
+                    Leave(self._status if self._status is not None else 1, self._because),
+                ]
             self.attempt += 1
-            return [cleaning, *self._start_attempt(f"attempt {self.attempt} of {self._max_restarts}: {self._because}", now)]
+            return [
+                cleaning,
+                *self._start_attempt(
+                    f"attempt {self.attempt} of {self._max_restarts}: {self._because}", now
+                ),
+            ]
         self.state = State.ENDED
         return [cleaning, Leave(self._status if self._status is not None else 1, self._because)]
 

@@ -1,8 +1,9 @@
 """Whether torch's store answers the ranks in the middle of a run, which none of them says.
 
-torch's own timeout does not hold when its store is stopped, or when packets to it are dropped: `get` and `wait` say that their time is up
-and go on waiting for the answer, `add` and `set` know no time at all. But the kernel knows which request nobody has read or acknowledged.
-One that lies there for as long as its rank gives torch has no answer, as much as if torch had said so.
+torch's own timeout does not hold when its store is stopped, or when packets to it are dropped:
+`get` and `wait` say that their time is up and go on waiting for the answer, `add` and `set` know no
+time at all. But the kernel knows which request nobody has read or acknowledged. One that lies there
+for as long as its rank gives torch has no answer, as much as if torch had said so.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.world import ranks_phrase
 
-# Seconds between looks whether the store is stopped, which cost some ten microseconds, or at one of another machine's, which cost a
-# millisecond. How late a request may be seen first, of the half second in which the report is promised.
+# Seconds between looks whether the store is stopped, which cost some ten microseconds, or at one of
+# another machine's, which cost a millisecond. How late a request may be seen first, of the half
+# second in which the report is promised.
 LOOK_EVERY = 0.25
 # Seconds between looks while it is stopped.
 LOOK_AGAIN = 0.1
-# Seconds after which somebody at the screen is told that a stopped store keeps ranks waiting, long before their time is up.
+# Seconds after which somebody at the screen is told that a stopped store keeps ranks waiting, long
+# before their time is up.
 SAY_AFTER = 1.0
-# Seconds for the answer to a client that has said that its time is up, and asks to be forgotten: it takes the store a millisecond.
+# Seconds for the answer to a client that has said that its time is up, and asks to be forgotten: it
+# takes the store a millisecond.
 GIVEN_UP = 0.3
-# Seconds between two looks that say that this process itself stood still: then so did the others, mostly, and nobody was kept waiting.
+# Seconds between two looks that say that this process itself stood still: then so did the others,
+# mostly, and nobody was kept waiting.
 STOOD_STILL = 3.0
 
 StoreAddress = tuple[str, int]
@@ -39,17 +44,25 @@ class UnreadBytes:
         self._last = 0.0
 
     def see(self, now: float, lying: Mapping[int, int]) -> dict[int, float]:
-        """`lying`: the bytes in each connection that has any. Since when it has been seen with no fewer than the time before."""
+        """`lying`: the bytes in each connection that has any. Since when it has been seen with no
+        fewer than the time before.
+        """
         if now - self._last > STOOD_STILL:
             self._since = {}
         self._last = now
-        before = {one: since for one, (amount, since) in self._since.items() if lying.get(one, 0) >= amount}
+        before = {
+            one: since
+            for one, (amount, since) in self._since.items()
+            if lying.get(one, 0) >= amount
+        }
         self._since = {one: (amount, before.get(one, now)) for one, amount in lying.items()}
         return {one: since for one, (_, since) in self._since.items()}
 
 
 class TcpStoreMonitor:
-    """One attempt's at a time. `overdue` is called with a place whose answer has not come in a rank's time."""
+    """One attempt's at a time. `overdue` is called with a place whose answer has not come in a
+    rank's time.
+    """
 
     def __init__(self, job: Job, overdue: Callable[[StoreAddress], None]) -> None:
         self._job = job
@@ -58,9 +71,13 @@ class TcpStoreMonitor:
 
     def begin(self) -> None:
         """Another attempt: nothing that was seen is of its ranks."""
-        self._places: dict[StoreAddress, float] = {}  # where ranks of this attempt meet, and the least time that one gives torch
+        self._places: dict[
+            StoreAddress, float
+        ] = {}  # where ranks of this attempt meet, and the least time that one gives torch
         self._lying: dict[StoreAddress, UnreadBytes] = {}
-        self._kept: dict[StoreAddress, list[RankHandle]] = {}  # ranks that a stopped store keeps waiting
+        self._kept: dict[
+            StoreAddress, list[RankHandle]
+        ] = {}  # ranks that a stopped store keeps waiting
         self._told = False
 
     def meets(self, handle: RankHandle) -> None:
@@ -73,9 +90,13 @@ class TcpStoreMonitor:
         self._job.loop.by("answers", self._job.loop.now + LOOK_EVERY, self._look)
 
     def kept_waiting(self) -> StoreAddress | None:
-        """Something else has failed: where a store keeps ranks waiting, if one does. Who waits for those may give up first."""
+        """Something else has failed: where a store keeps ranks waiting, if one does. Who waits for
+        those may give up first.
+        """
         for handle in self._job.ranks:
-            if handle.unanswered is not None:  # `overdue` was told, and may have begun to look there
+            if (
+                handle.unanswered is not None
+            ):  # `overdue` was told, and may have begun to look there
                 return handle.unanswered
         for place, handles in self._kept.items():
             for handle in handles:
@@ -96,14 +117,29 @@ class TcpStoreMonitor:
                 continue
             lying = socket_diag.unanswered(place[1])
             asking = [handle for handle in job.ranks if lying and handle.alive]
-            ranks = {inode: handle for handle in asking for inode in processes.sockets(handle.pid) & lying.keys()}
-            since = self._lying.setdefault(place, UnreadBytes()).see(now, {inode: lying[inode] for inode in ranks})
+            ranks = {
+                inode: handle
+                for handle in asking
+                for inode in processes.sockets(handle.pid) & lying.keys()
+            }
+            since = self._lying.setdefault(place, UnreadBytes()).see(
+                now, {inode: lying[inode] for inode in ranks}
+            )
             if server and since and now - min(since.values()) >= SAY_AFTER:
                 self._kept[place] = [ranks[inode] for inode in since]
                 self._say(place, server, [ranks[inode].rank for inode in since])
-            left = {inode: begun + self._patience(ranks[inode], place, patience) - now for inode, begun in since.items()}
+            left = {
+                inode: begun + self._patience(ranks[inode], place, patience) - now
+                for inode, begun in since.items()
+            }
             late = [inode for inode, seconds in left.items() if seconds <= 0]
-            soonest = min([soonest, LOOK_AGAIN if server else soonest, *(seconds for seconds in left.values() if seconds > 0)])
+            soonest = min(
+                [
+                    soonest,
+                    LOOK_AGAIN if server else soonest,
+                    *(seconds for seconds in left.values() if seconds > 0),
+                ]
+            )
             if late:
                 for inode in late:
                     ranks[inode].unanswered = place
@@ -112,17 +148,36 @@ class TcpStoreMonitor:
         job.loop.at("answers", now + soonest, self._look)
 
     def _patience(self, handle: RankHandle, place: StoreAddress, given: float) -> float:
-        """Seconds until it is time to look there: when the look has come back, those that torch was given are over."""
+        """Seconds until it is time to look there: when the look has come back, those that torch was
+        given are over.
+        """
         given -= reachability.LOOK_TIMEOUT
-        return min(given, GIVEN_UP) if self._job.evidence.has_given_up(handle.rank, place[1]) else given
+        return (
+            min(given, GIVEN_UP)
+            if self._job.evidence.has_given_up(handle.rank, place[1])
+            else given
+        )
 
     def _server(self, place: StoreAddress) -> int:
-        """The pid of the process of this job that serves the store there: the c10d host, or the group's rank 0; 0: a stranger does."""
+        """The pid of the process of this job that serves the store there: the c10d host, or the
+        group's rank 0; 0: a stranger does.
+        """
         host = self._job.attempt.host
-        there = [one for one in self._job.ranks if one.meeting is not None and reachability.place(one.meeting) == place]
+        there = [
+            one
+            for one in self._job.ranks
+            if one.meeting is not None and reachability.place(one.meeting) == place
+        ]
         if host is not None and any(handle.at_held for handle in there):
             return host.pid
-        return next((one.pid for one in there if one.alive and one.meeting is not None and one.meeting.rank == 0), 0)
+        return next(
+            (
+                one.pid
+                for one in there
+                if one.alive and one.meeting is not None and one.meeting.rank == 0
+            ),
+            0,
+        )
 
     def _say(self, place: StoreAddress, server: int, ranks: list[int]) -> None:
         if not self._told:

@@ -1,4 +1,6 @@
-"""Messages of the template, and its end: what it has forked goes to the starter, a template that cannot be forked is replaced."""
+"""Messages of the template, and its end: what it has forked goes to the starter, a template that
+cannot be forked is replaced.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ class TemplateMessages:
     """Reader of the template's channel, watcher of template and guard."""
 
     def __init__(
-        self, job: Job, starter: RankStarter, endings: RankEndings, parts: PreloadedParts, start_template: Callable[[bool], TemplateHandle]
+        self,
+        job: Job,
+        starter: RankStarter,
+        endings: RankEndings,
+        parts: PreloadedParts,
+        start_template: Callable[[bool], TemplateHandle],
     ) -> None:
         """`start_template` starts another one; its argument: whether it imports torch."""
         self._job = job
@@ -57,7 +64,9 @@ class TemplateMessages:
         """Act on one packet; False when there is none (any more)."""
         job = self._job
         try:
-            message, _ = protocol.receive(job.template.socket, flags=0 if waits else socket.MSG_DONTWAIT)
+            message, _ = protocol.receive(
+                job.template.socket, flags=0 if waits else socket.MSG_DONTWAIT
+            )
         except BlockingIOError:
             return False
         match message:
@@ -67,7 +76,9 @@ class TemplateMessages:
             case Ready():
                 self._on_ready(message)
             case ImportFailed():
-                job.impossible(job.reporter.import_failed(message), f"{message.module} cannot be imported")
+                job.impossible(
+                    job.reporter.import_failed(message), f"{message.module} cannot be imported"
+                )
             case Forked():
                 self._starter.on_forked(message)
             case NotForked():
@@ -83,7 +94,9 @@ class TemplateMessages:
         if not message.unclean:
             job.helpers.is_ready(message.files)
             if job.template.imports:
-                job.reporter.event("template-ready", seconds=round(message.seconds, 3), torch=message.torch)
+                job.reporter.event(
+                    "template-ready", seconds=round(message.seconds, 3), torch=message.torch
+                )
             job.feed(supervisor.Prepared())
             return
         if message.module in self._parts.early:
@@ -97,22 +110,33 @@ class TemplateMessages:
         self.unsafe_import = UnsafeImport(job, message)
 
     def _do_without(self, names: Sequence[str], because: str) -> None:
-        """Replace a template that parts of torch, which nobody has asked for, have made unsafe: the ranks import them themselves."""
+        """Replace a template that parts of torch, which nobody has asked for, have made unsafe: the
+        ranks import them themselves.
+        """
         self._parts.leave_out(names, f"imported early, it spoils the template: {because}")
         self._job.reporter.event("template-renewed", because=because, parts=list(names))
         self._parts.import_fewer()
         self._replace(imports=True)
 
     def _on_template_end(self) -> None:
-        """Handle a template that ended though nobody told it to: its children are ours now, and die with it."""
+        """Handle a template that ended though nobody told it to: its children are ours now, and die
+        with it.
+        """
         job, ended = self._job, self._job.template
         job.loop.unwatch(ended.pidfd)
         while self._receive(waits=False):  # what it had said before
             if job.template is not ended:  # that it is unsafe, and another one stands in its place
                 return
         code, number = ended.reap()
-        if self._parts.early and not job.helpers.ready and number != signal.SIGKILL:  # its deadline's SIGALRM, or a crash, in one of them
-            self._do_without(self._parts.early, f"the template was ended by {signals.name(number)}" if number else "the template ended")
+        if (
+            self._parts.early and not job.helpers.ready and number != signal.SIGKILL
+        ):  # its deadline's SIGALRM, or a crash, in one of them
+            self._do_without(
+                self._parts.early,
+                f"the template was ended by {signals.name(number)}"
+                if number
+                else "the template ended",
+            )
             return
         self._starter.give_up_orders()
         if job.problem is None:
@@ -127,11 +151,17 @@ class TemplateMessages:
         self._job.helper_lost("guard", guard.pid, code, number)
 
     def await_forks(self) -> None:
-        """Wait for forks that were ordered and not told yet: they must not come to light in the next job."""
+        """Wait for forks that were ordered and not told yet: they must not come to light in the
+        next job.
+        """
         job = self._job
         self._starter.abandon(job.ranks)
         poll, until = select.poll(), job.loop.now + KILL_DEADLINE
         poll.register(job.template.socket, select.POLLIN)
-        while self._starter.ahead > 0 and job.lost is None and poll.poll(max(0.0, until - job.loop.now) * 1000):
+        while (
+            self._starter.ahead > 0
+            and job.lost is None
+            and poll.poll(max(0.0, until - job.loop.now) * 1000)
+        ):
             if not self._receive():
                 return

@@ -16,23 +16,37 @@ if TYPE_CHECKING:
     from rallypoint.launcher.agent.job import Job
     from rallypoint.launcher.protocol import Ready
 
-# Seconds for the repeated import. Most of it is torch's; a module that then takes this long is reported
-# without its line.
+# Seconds for the repeated import. Most of it is torch's; a module that then takes this long is
+# reported without its line.
 DEADLINE = 30.0
 
 
 class LineSearch:
-    """Throw-away interpreter that repeats imports (`template/unsafe_line.py`); `fileno()` becomes readable
-    when it has an answer or has ended."""
+    """Throw-away interpreter that repeats imports (`template/unsafe_line.py`); `fileno()` becomes
+    readable when it has an answer or has ended."""
 
-    def __init__(self, modules: Sequence[str], program: Program, environment: Mapping[str, str]) -> None:
-        """Start it. `modules`: those that the template imported after torch, in its order; the last one is suspected."""
+    def __init__(
+        self, modules: Sequence[str], program: Program, environment: Mapping[str, str]
+    ) -> None:
+        """Start it. `modules`: those that the template imported after torch, in its order; the last
+        one is suspected.
+        """
         self._reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_inheritable(writer, True)
         self.pid = spawn.spawn(
-            ["-c", spawn.UNSAFE_LINE, str(writer), str(os.getpid()), program.kind, program.target, *modules],
+            [
+                "-c",
+                spawn.UNSAFE_LINE,
+                str(writer),
+                str(os.getpid()),
+                program.kind,
+                program.target,
+                *modules,
+            ],
             dict(environment),
-            file_actions=[(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)],
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)
+            ],
         )
         self._pidfd = system_calls.pidfd_open(self.pid)
         os.close(writer)
@@ -48,15 +62,17 @@ class LineSearch:
         return os.read(self._reader, 4096).decode("utf-8", "replace")
 
     def end(self) -> None:
-        """Kill the interpreter and close every descriptor. It is reaped with the agent's other children."""
+        """Kill the interpreter and close every descriptor. It is reaped with the agent's other
+        children.
+        """
         processes.send(self._pidfd, signal.SIGKILL)
         os.close(self._pidfd)
         os.close(self._reader)
 
 
 class UnsafeImport:
-    """Notice about a preload module that made the template unsafe. The job starts all the same; the notice
-    waits for the line, at most until the job is over."""
+    """Notice about a preload module that made the template unsafe. The job starts all the same; the
+    notice waits for the line, at most until the job is over."""
 
     def __init__(self, job: Job, ready: Ready) -> None:
         self._job = job
@@ -67,7 +83,11 @@ class UnsafeImport:
             self.tell()
             return
         modules = plan.preload[: plan.preload.index(ready.module) + 1]
-        environment = {**os.environ, **plan.environment, "OPENBLAS_NUM_THREADS": "1"}  # the template's
+        environment = {
+            **os.environ,
+            **plan.environment,
+            "OPENBLAS_NUM_THREADS": "1",
+        }  # the template's
         self._search = LineSearch(modules, plan.program, environment)
         job.loop.watch(self._search.fileno(), self.tell)
         job.loop.at("unsafe import", job.loop.now + DEADLINE, lambda now: self.tell())

@@ -1,4 +1,6 @@
-"""Messages of the workers: what a rank tells of its program, written down and passed on to the parts that judge it."""
+"""Messages of the workers: what a rank tells of its program, written down and passed on to the
+parts that judge it.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class WorkerMessages:
     def receive(self, handle: RankHandle, *, waits: bool = True) -> bool:
         """Act on one packet; False when there is none (any more)."""
         try:
-            message, fds = protocol.receive(handle.control, flags=0 if waits else socket.MSG_DONTWAIT)
+            message, fds = protocol.receive(
+                handle.control, flags=0 if waits else socket.MSG_DONTWAIT
+            )
         except BlockingIOError:
             return False
         if message is None:
@@ -80,7 +84,12 @@ class WorkerMessages:
                 handle.failed_to_join = handle.failed_to_join or raised.call == "init_process_group"
                 leaving: dict[str, Any] = {"on_its_way": True} if raised.on_its_way else {}
                 reporter.event(
-                    "handled-error", rank=handle.rank, type=raised.type, message=raised.message[:500], call=raised.call, **leaving
+                    "handled-error",
+                    rank=handle.rank,
+                    type=raised.type,
+                    message=raised.message[:500],
+                    call=raised.call,
+                    **leaving,
                 )
                 job.feed(supervisor.Erred(handle.rank, raised.call))
             case Uncatch(serial):
@@ -88,7 +97,11 @@ class WorkerMessages:
             case Uncaught():
                 self._on_uncaught(handle, message)
             case Leaving():
-                handle.left_at, handle.left_saying, handle.left_when = message.line, message.words, now
+                handle.left_at, handle.left_saying, handle.left_when = (
+                    message.line,
+                    message.words,
+                    now,
+                )
             case Debugging(waits):
                 handle.debugging = waits
                 job.feed(supervisor.Debugged(handle.rank, waits))
@@ -106,7 +119,9 @@ class WorkerMessages:
                 handle.cuda_forks.append((line, first))
             case ChildrenFailed():
                 handle.children = message
-                reporter.event("children-failed", rank=handle.rank, pids=[one.pid for one in message.children])
+                reporter.event(
+                    "children-failed", rank=handle.rank, pids=[one.pid for one in message.children]
+                )
             case Imported(name, seconds):
                 handle.imports[name] = seconds
             case ImportedPart(name):
@@ -114,7 +129,9 @@ class WorkerMessages:
             case SetLate(name, line):
                 job.console.say_late(name, line)
                 if late_variables.is_of_parts(name):
-                    self._parts.leave_out(self._parts.early, f"the program sets {name}, which it reads")
+                    self._parts.leave_out(
+                        self._parts.early, f"the program sets {name}, which it reads"
+                    )
             case NotExecuted(number):
                 handle.not_executed = number
             case Outcome():
@@ -135,7 +152,9 @@ class WorkerMessages:
     def _on_uncaught(self, handle: RankHandle, message: Uncaught) -> None:
         job, raised = self._job, message.raised
         handle.raised, handle.traceback_printed = self._stamped(raised), message.printed
-        job.reporter.event("raised", rank=handle.rank, type=raised.type, message=raised.message[:500])
+        job.reporter.event(
+            "raised", rank=handle.rank, type=raised.type, message=raised.message[:500]
+        )
         handle.log_line = job.console.log_line(handle.rank)
         if not message.printed:
             job.console.note(handle.rank, raised.traceback)
@@ -143,7 +162,13 @@ class WorkerMessages:
             return
         if job.supervisor.is_stopping_from_outside:
             job.console.say_raised_while_stopped(handle.rank, handle.raised)
-        job.feed(supervisor.Raised(handle.rank, job.evidence.is_consequence(raised), f"rank {handle.rank} raised {raised.type}"))
+        job.feed(
+            supervisor.Raised(
+                handle.rank,
+                job.evidence.is_consequence(raised),
+                f"rank {handle.rank} raised {raised.type}",
+            )
+        )
 
     def _stamped(self, raised: Raised) -> Raised:
         """Return it with its time: the worker does not know when the job began."""

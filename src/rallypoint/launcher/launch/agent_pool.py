@@ -46,7 +46,9 @@ class PooledAgent:
     """A standby process and the socket to it. `environment`: that of its template."""
 
     def __init__(self, key: AgentKey, environment: Mapping[str, str]) -> None:
-        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # `channel.pair()`, which is not loaded yet
+        self.line, theirs = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )  # `channel.pair()`, which is not loaded yet
         self.key = key
         self.environment = dict(environment)
         self.pid = 0
@@ -55,12 +57,14 @@ class PooledAgent:
         self._parent = os.getpid()
         passed = OwnedFds()
         try:
-            line = passed.add(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))  # not where its standard streams will be
+            line = passed.add(
+                fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+            )  # not where its standard streams will be
             self.pid = spawn.spawn(
                 ["-c", spawn.STANDBY % (line, self._parent)],
                 self.environment,
-                # A descriptor that is put where it is loses its close-on-exec flag, in the new process alone: nobody whom another thread
-                # starts meanwhile gets it.
+                # A descriptor that is put where it is loses its close-on-exec flag, in the new
+                # process alone: nobody whom another thread starts meanwhile gets it.
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, line, line),
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -118,7 +122,9 @@ class PooledAgent:
         """
         if processes.is_stopped(self.pid) and not self._continued:
             self._continued = True
-            sys.stderr.write(f"rallypoint: the launcher's process (pid {self.pid}) was stopped (SIGSTOP): it is continued\n")
+            sys.stderr.write(
+                f"rallypoint: the launcher's process (pid {self.pid}) was stopped (SIGSTOP): it is continued\n"
+            )
         if processes.is_stopped(self.pid):
             for pidfd in self._pidfd.fds:
                 processes.send(pidfd, signal.SIGCONT)
@@ -131,7 +137,9 @@ class PooledAgent:
         """
         self.abandon()
         if os.getpid() == self._parent:
-            if not processes.wait_for_ends(self._pidfd.fds, DISCARD_PATIENCE if patience is None else patience):
+            if not processes.wait_for_ends(
+                self._pidfd.fds, DISCARD_PATIENCE if patience is None else patience
+            ):
                 for pidfd in self._pidfd.fds:
                     processes.send(pidfd, signal.SIGKILL)
                 processes.wait_for_ends(self._pidfd.fds, DISCARD_PATIENCE)
@@ -149,7 +157,9 @@ class PooledAgent:
 
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):  # it has ended
-            self.line.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile may have the socket, too
+            self.line.shutdown(
+                socket.SHUT_RDWR
+            )  # a child that was forked meanwhile may have the socket, too
         self.line.close()
 
     def __del__(self) -> None:
@@ -174,7 +184,11 @@ def _bury() -> None:
 
 
 _here: weakref.WeakSet[PooledAgent] = weakref.WeakSet()  # all that there are
-_idle: list[PooledAgent] = []  # without a lock, which Ctrl-C or a fork could leave locked: what a thread does to it is one step each
+_idle: list[
+    PooledAgent
+    # without a lock, which Ctrl-C or a fork could leave locked: what a thread does to it is one
+    # step each
+] = []
 
 
 def acquire(preload: tuple[str, ...], environment: Mapping[str, str]) -> PooledAgent:
@@ -188,7 +202,9 @@ def acquire(preload: tuple[str, ...], environment: Mapping[str, str]) -> PooledA
             if agent.usable:
                 return agent
             agent.discard()  # it was killed since
-    for agent in list(_idle)[: 1 - IDLE_MOST]:  # the environment or the preload differs now, and mostly stays so
+    for agent in list(_idle)[
+        : 1 - IDLE_MOST
+    ]:  # the environment or the preload differs now, and mostly stays so
         if _taken(agent):
             agent.discard()
     return PooledAgent(key, environment)

@@ -84,7 +84,8 @@ class LaunchCall:
             if self._agent.usable:  # it was a stream of this program's own
                 raise
             raise _agent_died(self._agent, self._memory) from None
-        finally:  # also after an exception of a signal handler's, or of a stream's: nobody waits any more
+        finally:
+            # also after an exception of a signal handler's, or of a stream's: nobody waits any more
             for pipe in self._pipes:
                 pipe.close()
             self._heard.close()
@@ -97,7 +98,10 @@ class LaunchCall:
     def _start(self, request: Call, payload_fds: Sequence[int]) -> None:
         theirs = OwnedFds()
         with theirs:
-            for show in (_Show(lambda: sys.stdout, str), _Show(lambda: sys.stderr, notebook_cells.named)):
+            for show in (
+                _Show(lambda: sys.stdout, str),
+                _Show(lambda: sys.stderr, notebook_cells.named),
+            ):
                 pipe = OwnedFds(os.pipe2(os.O_CLOEXEC))
                 self._readers[pipe.fds[0]] = show
                 theirs.add(pipe.fds.pop())
@@ -108,12 +112,15 @@ class LaunchCall:
         poll = select.poll()
         for fd in (self._agent.line.fileno(), *self._readers, *self._agent.ends):
             poll.register(fd, select.POLLIN)
-        until = self._clock.monotonic() + timeout + ANSWER_PATIENCE if timeout is not None else math.inf
+        until = (
+            self._clock.monotonic() + timeout + ANSWER_PATIENCE if timeout is not None else math.inf
+        )
         while True:
             try:
                 while self._verdict is None:
                     self._listen(poll, until)
-                # The agent wrote all of it before. The pipes' end may not come: a child that was forked meanwhile has them, too.
+                # The agent wrote all of it before. The pipes' end may not come: a child that was
+                # forked meanwhile has them, too.
                 while any([self._read(fd, poll) for fd, _ in poll.poll(0) if fd in self._readers]):
                     continue
                 for show in self._readers.values():
@@ -121,7 +128,9 @@ class LaunchCall:
                 return self._verdict
             except KeyboardInterrupt:
                 self._interrupts += 1
-                if self._interrupts > 2 or self._hearing:  # a message was lost: this call cannot go on
+                if (
+                    self._interrupts > 2 or self._hearing
+                ):  # a message was lost: this call cannot go on
                     raise
                 with contextlib.suppress(OSError):  # it is about to tell how it ended
                     protocol.send(self._agent.line, Interrupt("SIGINT"))
@@ -163,7 +172,9 @@ class LaunchCall:
             case Finished():
                 with os.fdopen(self._heard.fds.pop(), "rb") as file:
                     text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
-                self._verdict = protocol.from_exact(notebook_cells.named(text.decode()).encode(), Verdict)
+                self._verdict = protocol.from_exact(
+                    notebook_cells.named(text.decode()).encode(), Verdict
+                )
             case None:
                 raise _agent_died(self._agent, self._memory)
         self._heard = OwnedFds()
@@ -190,7 +201,9 @@ class _Show:
         if stream is not None and text:
             try:
                 stream.write(text)
-            except UnicodeEncodeError:  # what a rank says may be beyond this program's encoding, and is nothing to fail for
+            except (
+                UnicodeEncodeError
+            ):  # what a rank says may be beyond this program's encoding, and is nothing to fail for
                 encoding = stream.encoding or "ascii"
                 stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
@@ -198,7 +211,10 @@ class _Show:
 
 def _agent_died(agent: agent_pool.PooledAgent, memory: MemoryCounters) -> EnvironmentProblem:
     """Make the error for an agent that ended. `memory`: the counters when the call began."""
-    why: tuple[str, ...] = ("its ranks were stopped by its guard", "what it said last, if anything, is on this program's own stderr")
+    why: tuple[str, ...] = (
+        "its ranks were stopped by its guard",
+        "what it said last, if anything, is on this program's own stderr",
+    )
     help: tuple[tuple[str, str], ...] = ()
     seen = evidence.difference(memory, evidence.memory_counters())
     if seen.oom_kills:
@@ -206,9 +222,22 @@ def _agent_died(agent: agent_pool.PooledAgent, memory: MemoryCounters) -> Enviro
 
         killed = "a process" if seen.oom_kills == 1 else f"{seen.oom_kills} processes"
         limit = f", which may use {size(seen.limit)}" if seen.limit else ""
-        why = (f"during the call the kernel killed {killed} of this control group{limit}, for lack of memory", why[0])
-        help = (("give it more memory: a process that has imported torch holds a few hundred MiB", "docker run --memory=64g ..."),)
-    return EnvironmentProblem("launcher-died", f"rallypoint's agent (pid {agent.pid}) ended in the middle of the call", why=why, help=help)
+        why = (
+            f"during the call the kernel killed {killed} of this control group{limit}, for lack of memory",
+            why[0],
+        )
+        help = (
+            (
+                "give it more memory: a process that has imported torch holds a few hundred MiB",
+                "docker run --memory=64g ...",
+            ),
+        )
+    return EnvironmentProblem(
+        "launcher-died",
+        f"rallypoint's agent (pid {agent.pid}) ended in the middle of the call",
+        why=why,
+        help=help,
+    )
 
 
 def _silent(agent: agent_pool.PooledAgent) -> Verdict:
@@ -237,7 +266,9 @@ def results_of(nproc: int, over: CallEnd) -> list[Any] | BaseException:
     result: list[Any] | BaseException
     if verdict.overdue:
         report = next(report for report in verdict.reports if report.code == "launch-timeout")
-        result = LaunchTimeout(report.code, report.headline, results=values, report=report, text=verdict.text.strip())
+        result = LaunchTimeout(
+            report.code, report.headline, results=values, report=report, text=verdict.text.strip()
+        )
     elif verdict.status:
         result = _failure(verdict, values, errors)
     elif unread:
@@ -249,7 +280,9 @@ def results_of(nproc: int, over: CallEnd) -> list[Any] | BaseException:
     return result
 
 
-def _unpacked(outcomes: Outcomes) -> tuple[dict[int, Any], dict[int, BaseException], dict[int, Exception]]:
+def _unpacked(
+    outcomes: Outcomes,
+) -> tuple[dict[int, Any], dict[int, BaseException], dict[int, Exception]]:
     """Unpack results, exceptions, and why a result cannot be read here; each by rank. Empties
     `outcomes`."""
     values: dict[int, Any] = {}
@@ -268,7 +301,9 @@ def _unpacked(outcomes: Outcomes) -> tuple[dict[int, Any], dict[int, BaseExcepti
     return values, errors, unread
 
 
-def _failure(verdict: Verdict, values: dict[int, Any], errors: dict[int, BaseException]) -> WorkerError | RallypointError:
+def _failure(
+    verdict: Verdict, values: dict[int, Any], errors: dict[int, BaseException]
+) -> WorkerError | RallypointError:
     ranks = tuple(dict.fromkeys(rank for report in verdict.reports for rank in report.ranks))
     members = [(rank, _member(rank, verdict, errors.get(rank))) for rank in ranks]
     if not members:
@@ -294,10 +329,18 @@ def _member(rank: int, verdict: Verdict, error: BaseException | None) -> Excepti
     report = next(report for report in verdict.reports if rank in report.ranks)
     ended = verdict.ends[rank] if rank < len(verdict.ends) else None
     code, number = ended or (0, 0)
-    plain = report.code in ("rank-killed", "rank-exited") and len(report.ranks) == 1  # whose headline says the same
+    plain = (
+        report.code in ("rank-killed", "rank-exited") and len(report.ranks) == 1
+    )  # whose headline says the same
     why = tuple(line for line in (report.why if plain else report.headline,) if line)
     if number:
-        return RankKilled(report.code, f"rank {rank} was ended by {signals.name(number)}", rank=rank, signal=number, why=why)
+        return RankKilled(
+            report.code,
+            f"rank {rank} was ended by {signals.name(number)}",
+            rank=rank,
+            signal=number,
+            why=why,
+        )
     did = f"left with exit code {code}" if code else "returned" if ended else "did not return"
     return RankExited(report.code, f"rank {rank} {did}", rank=rank, exit_code=code, why=why)
 
@@ -306,8 +349,23 @@ def _not_ranks(verdict: Verdict) -> RallypointError:
     """Make the error for a call that failed with no rank at fault."""
     report: Report | None = verdict.reports[0] if verdict.reports else None
     if report is None:
-        return InternalError("internal-error", f"the call ended with status {verdict.status} and without a report")
-    kind = UsageError if verdict.status == 2 else InternalError if verdict.status == 70 else EnvironmentProblem
-    said = ("\n         | ".join((f"{one.who} said:", *one.lines)) for one in report.said)  # where in a preload module it failed
+        return InternalError(
+            "internal-error", f"the call ended with status {verdict.status} and without a report"
+        )
+    kind = (
+        UsageError
+        if verdict.status == 2
+        else InternalError
+        if verdict.status == 70
+        else EnvironmentProblem
+    )
+    said = (
+        "\n         | ".join((f"{one.who} said:", *one.lines)) for one in report.said
+    )  # where in a preload module it failed
     why = tuple(line for line in (report.why, *report.evidence, *said) if line)
-    return kind(report.code, report.headline, why=why, help=tuple((help.sentence, help.command) for help in report.help))
+    return kind(
+        report.code,
+        report.headline,
+        why=why,
+        help=tuple((help.sentence, help.command) for help in report.help),
+    )

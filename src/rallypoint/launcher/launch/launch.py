@@ -83,11 +83,23 @@ def launch(
     """
     try:
         _refuse_recursion()
-        wanted = _checked(nproc, backend, timeout, grace, backend_timeout, max_restarts, on_failure, preload, port_range)
+        wanted = _checked(
+            nproc,
+            backend,
+            timeout,
+            grace,
+            backend_timeout,
+            max_restarts,
+            on_failure,
+            preload,
+            port_range,
+        )
         environment = _environment(env, nproc)
         agent = agent_pool.acquire(tuple(preload), environment)
         try:
-            from rallypoint.launcher import exception_capture  # beside the template's import of torch
+            from rallypoint.launcher import (
+                exception_capture,
+            )  # beside the template's import of torch
             from rallypoint.launcher.launch.call import LaunchCall, results_of
             from rallypoint.launcher.launch.marshalling import inspection, payload
             from rallypoint.launcher.program import Task
@@ -119,7 +131,11 @@ def launch(
             ),
             preload=tuple(preload),
             nproc=nproc,
-            environment={name: value for name, value in environment.items() if agent.environment.get(name) != value},
+            environment={
+                name: value
+                for name, value in environment.items()
+                if agent.environment.get(name) != value
+            },
             max_restarts=max_restarts,
             on_failure=on_failure,
             timeout=wanted.timeout,
@@ -176,7 +192,12 @@ def _refuse_recursion() -> None:
         raise UsageError(
             "usage",
             f"launch was called by an import of {nested_launch.importing}: it would start itself again and again",
-            help=(("let the program itself do it, and no import", 'if __name__ == "__main__":\n    rallypoint.launch(...)'),),
+            help=(
+                (
+                    "let the program itself do it, and no import",
+                    'if __name__ == "__main__":\n    rallypoint.launch(...)',
+                ),
+            ),
         )
 
 
@@ -201,17 +222,29 @@ def _checked(
     """Check all options but the function and its arguments. Raises UsageError or TypeError."""
     for name, number, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
         if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name}={number!r}: a number of {'ranks' if least else 'restarts'} is an int")
+            raise TypeError(
+                f"{name}={number!r}: a number of {'ranks' if least else 'restarts'} is an int"
+            )
         if number < least:
             help = (("start one or more", "rallypoint.launch(train, nproc=2)"),) if least else ()
             raise UsageError("usage", f"{name}={number}: at least {least}", help=help)
     if isinstance(nproc, int) and nproc > LARGEST_LOCAL_SIZE:
-        raise UsageError("usage", f"nproc={nproc} is more than one machine can hold: at most {LARGEST_LOCAL_SIZE}")
-    if backend is not None and (not isinstance(backend, str) or (":" not in backend and backend not in BACKENDS)):
+        raise UsageError(
+            "usage",
+            f"nproc={nproc} is more than one machine can hold: at most {LARGEST_LOCAL_SIZE}",
+        )
+    if backend is not None and (
+        not isinstance(backend, str) or (":" not in backend and backend not in BACKENDS)
+    ):
         raise UsageError(
             "usage",
             f"backend={backend!r} is no backend of torch.distributed",
-            help=(("take one of these, or leave it out", f"backend={' | '.join(map(repr, BACKENDS[:2]))} | 'auto'"),),
+            help=(
+                (
+                    "take one of these, or leave it out",
+                    f"backend={' | '.join(map(repr, BACKENDS[:2]))} | 'auto'",
+                ),
+            ),
         )
     if on_failure not in ("stop", "continue"):
         raise UsageError("usage", f"on_failure={on_failure!r}: it is 'stop' or 'continue'")
@@ -222,7 +255,12 @@ def _checked(
         raise UsageError(
             "usage",
             f"grace={part:g} is not less than timeout={whole:g}: it is the part of that time in which the ranks have been asked to stop",
-            help=(("give the function time, too", f"rallypoint.launch(..., timeout={whole + part:g}, grace={part:g})"),),
+            help=(
+                (
+                    "give the function time, too",
+                    f"rallypoint.launch(..., timeout={whole + part:g}, grace={part:g})",
+                ),
+            ),
         )
     return _Wanted(whole, part, _seconds("backend_timeout", backend_timeout), _ports(port_range))
 
@@ -235,7 +273,10 @@ def _ports(given: Any) -> tuple[int, int] | None:
         raise TypeError(f"port_range={given!r}: the first and the last port, (20000, 20100)")
     low, high = given
     if not 1 <= low <= high <= 65535:
-        raise UsageError("port-invalid", f"port_range={given!r} is no range of ports: two numbers from 1 to 65535, the smaller first")
+        raise UsageError(
+            "port-invalid",
+            f"port_range={given!r} is no range of ports: two numbers from 1 to 65535, the smaller first",
+        )
     return low, high
 
 
@@ -258,5 +299,7 @@ def _environment(env: Mapping[str, str | None] | None, nproc: int) -> dict[str, 
         else:
             raise TypeError(f"env[{name!r}]={value!r}: a variable is text; None removes it")
     if nproc > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(threads_of_a_rank(len(os.sched_getaffinity(0)), nproc)))
+        environment.setdefault(
+            "OMP_NUM_THREADS", str(threads_of_a_rank(len(os.sched_getaffinity(0)), nproc))
+        )
     return environment

@@ -24,7 +24,10 @@ def named(text: str) -> str:
     for found in _FILE.finditer(text):
         start = _start_of_path(text, found.start(), done)
         path = text[start : found.end()]  # relative where the program stands above it
-        said += [text[done:start], " ".join(compiler.format_code_name(os.path.abspath(path)) or (path,))]
+        said += [
+            text[done:start],
+            " ".join(compiler.format_code_name(os.path.abspath(path)) or (path,)),
+        ]
         done = found.end()
     return "".join((*said, text[done:]))
 

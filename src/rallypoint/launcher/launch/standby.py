@@ -34,7 +34,8 @@ from rallypoint.record import run_folder
 from rallypoint.record.disk_writer import DiskWriter
 from rallypoint.record.run_folder import default_root
 
-# Seconds in which the folder of a call that went well is to be gone. It is some small files, and a busy disk needs tenths.
+# Seconds in which the folder of a call that went well is to be gone. It is some small files, and a
+# busy disk needs tenths.
 DISCARD_TIMEOUT = 5.0
 
 
@@ -54,7 +55,11 @@ def _make_helpers(terms: Terms) -> HelperProcesses:
     """Start the guard, and take over the template, which ends with this process and has no
     children."""
     ours = HelperProcesses(guard.start(f"RALLYPOINT_JOB={terms.job}".encode()))
-    ours.use(helper_processes.take_over(*terms.template, imports=True, files_limit=terms.files_limit, guard=ours.guard))
+    ours.use(
+        helper_processes.take_over(
+            *terms.template, imports=True, files_limit=terms.files_limit, guard=ours.guard
+        )
+    )
     return ours
 
 
@@ -65,7 +70,9 @@ class _Standby:
         self._caller = terms.caller
         self._helpers = helpers
         self._calls = 0
-        self._parts: tuple[str, ...] = ()  # of torch, that all ranks of a call have imported: the template does, for the next
+        self._parts: tuple[
+            str, ...
+        ] = ()  # of torch, that all ranks of a call have imported: the template does, for the next
         self._spoilt: set[str] = set()  # those that it shall not (any more)
 
     def close(self) -> None:
@@ -99,7 +106,9 @@ class _Standby:
     def _between_calls(self, message: Message | None) -> None:
         if isinstance(message, Ready) and message.unclean:
             self._forget({message.module})
-        elif message is None and not self._helpers.ready:  # it has crashed as it imported them, or did not come to an end
+        elif (
+            message is None and not self._helpers.ready
+        ):  # it has crashed as it imported them, or did not come to an end
             self._forget(self._parts)
         self._helpers.between_jobs(message)
 
@@ -136,8 +145,17 @@ class _Standby:
                 )
             self._helpers.dismiss_template()
         self._set_up_template(call)
-        request = LaunchRequest(call, fds, line=self._line, caller=self._caller, helpers=self._helpers, files_limit=self._terms.files_limit)
-        with contextlib.closing(request):  # whoever reads the pipes must see their end before it hears that the call is over
+        request = LaunchRequest(
+            call,
+            fds,
+            line=self._line,
+            caller=self._caller,
+            helpers=self._helpers,
+            files_limit=self._terms.files_limit,
+        )
+        with contextlib.closing(
+            request
+        ):  # whoever reads the pipes must see their end before it hears that the call is over
             agent = None
             try:
                 made = self._plan(call)
@@ -153,9 +171,12 @@ class _Standby:
                 verdict = _verdict(agent, made, status)
                 lost = agent.job.lost.name if agent.job.lost is not None else ""
                 if agent.job.problem is not None or lost == "template":
-                    self._helpers.dismiss_template()  # it may be about to end: the next call gets a new one
+                    # it may be about to end: the next call gets a new one
+                    self._helpers.dismiss_template()
         if verdict.status == 0 and not call.run_dir:
-            with contextlib.suppress(TimeoutError):  # the caller waits, and the disk may have died meanwhile
+            with contextlib.suppress(
+                TimeoutError
+            ):  # the caller waits, and the disk may have died meanwhile
                 DiskWriter().ask(lambda: run_folder.discard(verdict.run_dir), DISCARD_TIMEOUT)
         self._send(verdict)
         if agent is not None:
@@ -168,7 +189,14 @@ class _Standby:
         if template is not None and not template.is_set_up:
             paths = call.task.paths
             template.set_up(
-                helper_processes.setup(Program("function", ""), _modules(call), os.environ, imports=True, hooks=True, paths=paths)
+                helper_processes.setup(
+                    Program("function", ""),
+                    _modules(call),
+                    os.environ,
+                    imports=True,
+                    hooks=True,
+                    paths=paths,
+                )
             )
 
     def _plan(self, call: Call) -> Plan:
@@ -229,14 +257,22 @@ def _modules(call: Call) -> tuple[str, ...]:
 def _for_python(report: Report) -> Report:
     """Rewrite a report's help as arguments of `launch`."""
     argument = {"--run-dir DIR": 'rallypoint.launch(..., run_dir="DIR")'}
-    help = tuple(msgspec.structs.replace(one, command=argument.get(one.command, one.command)) for one in report.help)
+    help = tuple(
+        msgspec.structs.replace(one, command=argument.get(one.command, one.command))
+        for one in report.help
+    )
     return msgspec.structs.replace(report, help=help)
 
 
 def _verdict(agent: Agent, made: Plan, status: int) -> Verdict:
     reports = tuple(agent.reports)
     overdue = any(report.code == "launch-timeout" for report in reports)
-    ends = tuple((rank.ended.code, rank.ended.signal) if rank.ended is not None else None for rank in agent.ranks)
+    ends = tuple(
+        (rank.ended.code, rank.ended.signal) if rank.ended is not None else None
+        for rank in agent.ranks
+    )
     text = render.text(reports, color=False) if reports else ""
     usable = agent.job.lost is None or agent.job.lost.name != "guard"
-    return Verdict(status, bool(agent.signalled_by), overdue, reports, text, ends, made.run_dir, usable)
+    return Verdict(
+        status, bool(agent.signalled_by), overdue, reports, text, ends, made.run_dir, usable
+    )

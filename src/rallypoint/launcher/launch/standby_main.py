@@ -39,7 +39,9 @@ def main(line_fd: int, caller_pid: int) -> None:
     except ProcessLookupError:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # sent to this process alone: whoever did that means it, and the guard cleans up
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # sent to this process alone: whoever did that means it, and the guard cleans up
     _outlive_notices()
     processes.continue_at_end_of_parent()
     files_limit = processes.prepare_to_supervise()
@@ -65,7 +67,9 @@ def _outlive_notices() -> None:
     for number in spawn.NOTICES:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _do_nothing)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, spawn.NOTICES)  # blocked by who started us, until now
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, spawn.NOTICES
+    )  # blocked by who started us, until now
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

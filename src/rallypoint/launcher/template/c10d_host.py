@@ -1,8 +1,8 @@
 """Serves torch's TCPStore on a held socket.
 
-A process of its own: it outlives ranks, and it answers while rank 0 computes (served from rank 0, the mesh of 64 ranks takes
-seven times as long). The socket was bound and was listening before any rank started, so no rank can come too early or find
-somebody else on the port.
+A process of its own: it outlives ranks, and it answers while rank 0 computes (served from rank 0,
+the mesh of 64 ranks takes seven times as long). The socket was bound and was listening before any
+rank started, so no rank can come too early or find somebody else on the port.
 """
 
 from __future__ import annotations
@@ -26,14 +26,24 @@ def forked(host: str, port: int, listener: int, ready: int, parent: int) -> None
 
 
 def serve(host: str, port: int, listener: int, ready: int) -> None:
-    """Hand the listening descriptor to a TCPStore and sleep. The store's own thread does the rest."""
-    os.environ.setdefault("RES_OPTIONS", dns_timeouts.OPTIONS)  # torch's store asks for the name of each client
+    """Hand the listening descriptor to a TCPStore and sleep. The store's own thread does
+    the rest.
+    """
+    os.environ.setdefault(
+        "RES_OPTIONS", dns_timeouts.OPTIONS
+    )  # torch's store asks for the name of each client
     from datetime import timedelta
 
     import torch.distributed as dist
 
     _store = dist.TCPStore(  # type: ignore[attr-defined]  # it serves as long as somebody refers to it
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener, timeout=timedelta(seconds=60), use_libuv=True
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+        timeout=timedelta(seconds=60),
+        use_libuv=True,
     )
     os.write(ready, b"1")
     os.close(ready)
@@ -42,7 +52,9 @@ def serve(host: str, port: int, listener: int, ready: int) -> None:
 
 
 def main() -> None:
-    """Entry of an interpreter of its own (beside fresh workers): host, port and two descriptors as arguments."""
+    """Entry of an interpreter of its own (beside fresh workers): host, port and two descriptors as
+    arguments.
+    """
     host, port, listener, ready, parent = sys.argv[1:6]
     processes.die_with(int(parent))
     serve(host, int(port), int(listener), int(ready))

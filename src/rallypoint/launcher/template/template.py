@@ -1,8 +1,9 @@
 """The clean, preloaded process that workers are forked from.
 
-It imports torch (unless it is a starter of fresh interpreters) and the preload modules, and then does what the agent orders:
-fork a worker, fork a c10d host, reap. It holds no state of the job. `serve` returns only in its children, so that they run the
-program from the top level of the interpreter.
+It imports torch (unless it is a starter of fresh interpreters) and the preload modules, and then
+does what the agent orders: fork a worker, fork a c10d host, reap. It holds no state of the job.
+`serve` returns only in its children, so that they run the program from the top level of the
+interpreter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import devices, processes, system_calls
-from rallypoint.launcher import exception_capture, late_variables, nested_launch, preload_parts, protocol, spawn
+from rallypoint.launcher import (
+    exception_capture,
+    late_variables,
+    nested_launch,
+    preload_parts,
+    protocol,
+    spawn,
+)
 from rallypoint.launcher.protocol import (  # fmt: skip
     Exited,
     Finish,
@@ -44,13 +52,23 @@ from rallypoint.launcher.worker.worker import Descriptors
 
 KILL_DEADLINE = 2.0  # seconds in which a SIGKILLed process must be gone; see error_exit.py
 
-# Device files whose being open means that an accelerator's driver has state which does not survive a fork.
-_DEVICE_FILES = ("/dev/nvidia", "/dev/dxg", "/dev/kfd", "/dev/dri/render", "/dev/accel", "/dev/habanalabs", "/dev/davinci")
+# Device files whose being open means that an accelerator's driver has state which does not survive
+# a fork.
+_DEVICE_FILES = (
+    "/dev/nvidia",
+    "/dev/dxg",
+    "/dev/kfd",
+    "/dev/dri/render",
+    "/dev/accel",
+    "/dev/habanalabs",
+    "/dev/davinci",
+)
 
 
 def serve(orders_fd: int, spent: float, failed: BaseException | None) -> Callable[[], None]:
-    """The template's whole life. Returns in a child what it is to run; in the template itself it does not return. `spent`: seconds that
-    torch's import took; `failed`: what that has raised, if it has."""
+    """The template's whole life. Returns in a child what it is to run; in the template itself it
+    does not return. `spent`: seconds that torch's import took; `failed`: what that has raised, if
+    it has."""
     orders = socket.socket(fileno=orders_fd)
     setup, _ = protocol.receive(orders)
     if not isinstance(setup, Setup):  # the agent is gone
@@ -60,8 +78,12 @@ def serve(orders_fd: int, spent: float, failed: BaseException | None) -> Callabl
     return _Template(setup, orders).loop()
 
 
-def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseException | None) -> bool:
-    """Import all that is to be shared, and say how it went; False when nobody can be forked from this process."""
+def _prepare(
+    setup: Setup, orders: socket.socket, spent: float, failed: BaseException | None
+) -> bool:
+    """Import all that is to be shared, and say how it went; False when nobody can be forked from
+    this process.
+    """
     if not setup.imports:
         protocol.send(orders, Ready(0.0))
         return True
@@ -74,13 +96,16 @@ def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseExce
                 former = set(sys.modules)
                 gc.freeze()
                 gc.enable()  # what these do when they are imported nobody knows
-            _place_folders(setup)  # only now: a user's `re.py` must not get between torch and its own imports
+            _place_folders(
+                setup
+            )  # only now: a user's `re.py` must not get between torch and its own imports
             nested_launch.importing = f"{name}, to be preloaded"
         try:
             if failed is not None:
                 raise failed
             __import__(name)
-        except BaseException as error:  # SystemExit, too: a script without its `if __name__ == "__main__"` may be asked for
+        except BaseException as error:
+            # SystemExit, too: a script without its `if __name__ == "__main__"` may be asked for
             exception_capture.strip(error)
             protocol.send(orders, ImportFailed(name, exception_capture.raised(error)))
             return False
@@ -88,7 +113,9 @@ def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseExce
         if name == "torch.distributed" and setup.hooks:
             from rallypoint.launcher.worker import torch_hooks
 
-            torch_hooks.install()  # before any preload module: `from torch.distributed import init_process_group` copies the name
+            # before any preload module: `from torch.distributed import init_process_group` copies
+            # the name
+            torch_hooks.install()
         why = unclean()
         if not why and name == "torch.distributed":
             name, why = _import_parts(setup.parts)  # without the program's folder: they are torch's
@@ -100,7 +127,9 @@ def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseExce
         gc.collect()
     read_from = _sources(former)
     paths = {path for path, _, _ in read_from}
-    teardown.prepare({name for name, module in sys.modules.items() if getattr(module, "__file__", None) in paths})
+    teardown.prepare(
+        {name for name, module in sys.modules.items() if getattr(module, "__file__", None) in paths}
+    )
     gc.freeze()  # the collector never touches what is shared, so its pages stay shared
     gc.enable()
     protocol.send(orders, Ready(spent + clock.elapsed(), version, files=read_from))
@@ -108,8 +137,9 @@ def _prepare(setup: Setup, orders: socket.socket, spent: float, failed: BaseExce
 
 
 def _import_parts(names: Sequence[str]) -> tuple[str, str]:
-    """Import parts of torch that nobody has asked for: the one that made this process unfit, or cannot be imported, and why; "" and "" when
-    all is well. One that hangs or crashes ends this process by a signal, which the agent sees."""
+    """Import parts of torch that nobody has asked for: the one that made this process unfit, or
+    cannot be imported, and why; "" and "" when all is well. One that hangs or crashes ends this
+    process by a signal, which the agent sees."""
     if not names:
         return "", ""
     given = dict(os.environ)
@@ -131,7 +161,8 @@ def _import_parts(names: Sequence[str]) -> tuple[str, str]:
         signal.alarm(0)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
         signal.signal(signal.SIGALRM, handler)
-        # torch._dynamo puts TORCHINDUCTOR_CACHE_DIR there: a program that then sets it only where it is missing would set nothing.
+        # torch._dynamo puts TORCHINDUCTOR_CACHE_DIR there: a program that then sets it only where
+        # it is missing would set nothing.
         for variable in os.environ.keys() - given.keys():
             del os.environ[variable]
         os.environ.update(given)
@@ -145,7 +176,9 @@ def _place_folders(setup: Setup) -> None:
 
 
 def _sources(former: set[str]) -> tuple[tuple[str, int, int], ...]:
-    """The files of the modules that came with the preload modules and are no installed packages: a person may be editing them."""
+    """The files of the modules that came with the preload modules and are no installed packages: a
+    person may be editing them.
+    """
     found = []
     for name in sys.modules.keys() - former:
         path = getattr(sys.modules[name], "__file__", None) or ""
@@ -159,7 +192,9 @@ def _sources(former: set[str]) -> tuple[tuple[str, int, int], ...]:
 
 
 def unclean() -> str:
-    """Why this process must not be forked, "" when it may: CUDA initialised, another thread, an accelerator's file open."""
+    """Why this process must not be forked, "" when it may: CUDA initialised, another thread, an
+    accelerator's file open.
+    """
     cuda = sys.modules.get("torch.cuda")
     if (cuda is not None and cuda.is_initialized()) or devices.cuda_is_up():
         return "CUDA is initialised"
@@ -184,8 +219,9 @@ class _Template:
         self._epoll = select.epoll()
         self._epoll.register(orders, select.EPOLLIN)
         self._unsent: deque[Message] = deque()
-        # What a rank started and left without a parent becomes this process's child, and nobody else's does: that is how it is told
-        # from what the launcher's own process had started before it became the launcher.
+        # What a rank started and left without a parent becomes this process's child, and nobody
+        # else's does: that is how it is told from what the launcher's own process had started
+        # before it became the launcher.
         processes.become_subreaper()
         processes.continue_at_end_of_parent()  # not SIGKILL: `_leave` ends all of that first
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -227,12 +263,16 @@ class _Template:
                     return run
 
     def _leave(self) -> NoReturn:
-        """The agent has ended without a word: end what the ranks have left here, and this process. The guard does so, too, if it lives."""
+        """The agent has ended without a word: end what the ranks have left here, and this process.
+        The guard does so, too, if it lives.
+        """
         processes.kill_family(b"", (), deadline=KILL_DEADLINE, ancestor=os.getpid())
         os._exit(0)
 
     def _reap_orphans(self) -> None:
-        """Reap what the ranks have left here and has ended. The ranks themselves wait for the agent's word."""
+        """Reap what the ranks have left here and has ended. The ranks themselves wait for the
+        agent's word.
+        """
         os.read(self._orphans, 128)
         for pid in set(processes.children()).difference(self._children.values()):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
@@ -241,7 +281,9 @@ class _Template:
         message, fds = protocol.receive(self._orders)
         match message:
             case StartWorker():
-                return self._start(message.rank, fds, lambda parent: self._worker(message, fds, parent))
+                return self._start(
+                    message.rank, fds, lambda parent: self._worker(message, fds, parent)
+                )
             case StartHost():
                 return self._start(-1, fds, lambda parent: self._host(message, fds, parent))
             case ImportParts(names):
@@ -254,7 +296,9 @@ class _Template:
                 self._leave()
         return None
 
-    def _start(self, rank: int, fds: list[int], become: Callable[[int], Callable[[], None]]) -> Callable[[], None] | None:
+    def _start(
+        self, rank: int, fds: list[int], become: Callable[[int], Callable[[], None]]
+    ) -> Callable[[], None] | None:
         try:
             why = unclean() if self._setup.imports else ""
         except OSError as error:  # no descriptor is left to look with
@@ -270,7 +314,9 @@ class _Template:
             pid = os.fork()
             pidfd = system_calls.pidfd_open(pid) if pid else -1
         except OSError as error:
-            if pid > 0:  # no descriptor left to watch it with; it waits for its `Go` and has run nothing
+            if (
+                pid > 0
+            ):  # no descriptor left to watch it with; it waits for its `Go` and has run nothing
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             _close(fds)
@@ -305,7 +351,9 @@ class _Template:
         self._children = {}
 
     def _worker(self, order: StartWorker, fds: list[int], parent: int) -> Callable[[], None]:
-        descriptors = Descriptors(fds, has_secret=bool(order.store), parcel=order.task.parcel if order.task else 0)
+        descriptors = Descriptors(
+            fds, has_secret=bool(order.store), parcel=order.task.parcel if order.task else 0
+        )
         if self._setup.imports:
             return worker.forked(self._setup, order, descriptors, parent)
         worker.become_rank(order, descriptors, parent)
@@ -316,7 +364,10 @@ class _Template:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
         if setup.openblas_threads is not None:
             os.environ["OPENBLAS_NUM_THREADS"] = setup.openblas_threads
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them for itself; a program expects the default
+        for number in (
+            signal.SIGPIPE,
+            signal.SIGXFSZ,
+        ):  # Python ignores them for itself; a program expects the default
             signal.signal(number, signal.SIG_DFL)
         control = socket.socket(fileno=fds.control)
         if setup.program.kind == "command":
@@ -324,11 +375,20 @@ class _Template:
             if answer is None:
                 os._exit(1)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # one that waits is the program's, not this interpreter's
+                signal.signal(
+                    signal.SIGINT, signal.SIG_DFL
+                )  # one that waits is the program's, not this interpreter's
             signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
             arguments = [setup.program.target, *setup.program.for_rank(order.local_rank).args]
         else:
-            passed = [_memory(setup), _memory(order), fds.control, fds.evidence, fds.secret, fds.terminal]
+            passed = [
+                _memory(setup),
+                _memory(order),
+                fds.control,
+                fds.evidence,
+                fds.secret,
+                fds.terminal,
+            ]
             for fd in (*passed, *fds.parcel):
                 if fd >= 0:
                     os.set_inheritable(fd, True)
@@ -348,7 +408,19 @@ class _Template:
         os.setsid()
         for fd in (listener, ready):
             os.set_inheritable(fd, True)
-        os.execv(sys.executable, [sys.executable, "-c", spawn.HOST, order.host, str(order.port), str(listener), str(ready), str(parent)])
+        os.execv(
+            sys.executable,
+            [
+                sys.executable,
+                "-c",
+                spawn.HOST,
+                order.host,
+                str(order.port),
+                str(listener),
+                str(ready),
+                str(parent),
+            ],
+        )
 
     def _ended(self, pidfd: int) -> None:
         self._epoll.unregister(pidfd)

@@ -1,7 +1,8 @@
-"""The first moments of a template (`template.py`): torch is imported before anything of ours that can wait.
+"""The first moments of a template (`template.py`): torch is imported before anything of ours that
+can wait.
 
-That import is what every first job waits for. Whoever started this process loads its own modules meanwhile, and says then what else
-there is to import.
+That import is what every first job waits for. Whoever started this process loads its own modules
+meanwhile, and says then what else there is to import.
 """
 
 from __future__ import annotations
@@ -15,20 +16,26 @@ from rallypoint.launcher.worker import teardown
 
 
 def main(orders_fd: int, parent: int, imports: bool) -> Callable[[], None]:
-    """The template's life: see `template.serve`. `orders_fd`: a socket; `parent`: the pid of who has started this process, and with whom
-    it ends; `imports`: whether it is a template at all, and no starter of fresh interpreters."""
+    """The template's life: see `template.serve`. `orders_fd`: a socket; `parent`: the pid of who
+    has started this process, and with whom it ends; `imports`: whether it is a template at all, and
+    no starter of fresh interpreters."""
     processes.die_with(parent)
-    processes.close_others({0, 1, 2, orders_fd})  # what whoever started us had open is not the ranks'
+    processes.close_others(
+        {0, 1, 2, orders_fd}
+    )  # what whoever started us had open is not the ranks'
     teardown.register()
     clock = Clock()
     failed: BaseException | None = None  # of torch's import
     if imports:
-        # Next to nothing of what torch makes as it loads can be collected, and the collector would look at all of it again and again, for
-        # an eighth of the time. It is frozen before the first fork.
+        # Next to nothing of what torch makes as it loads can be collected, and the collector would
+        # look at all of it again and again, for an eighth of the time. It is frozen before the
+        # first fork.
         gc.disable()
         try:
             import torch  # noqa: F401
-        except BaseException as error:  # SystemExit, too: a `torch.py` of somebody's may do anything
+        except (
+            BaseException
+        ) as error:  # SystemExit, too: a `torch.py` of somebody's may do anything
             failed = error
     from rallypoint.launcher.template import template
 

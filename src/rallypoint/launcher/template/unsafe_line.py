@@ -1,9 +1,11 @@
-"""Search for the line of a preload module that makes the template unsafe to fork, in a process of its own.
+"""Search for the line of a preload module that makes the template unsafe to fork, in a process of
+its own.
 
-The template only sees after an import that it has become unsafe. A throw-away interpreter repeats that
-import here and looks at itself after every line of Python outside of torch and the standard library.
-`sys.addaudithook` alone would be cheaper, but hears nothing of what native code does: the thread pool
-that a first matrix product starts, the driver that a CUDA call opens. It tells when a library was loaded.
+The template only sees after an import that it has become unsafe. A throw-away interpreter repeats
+that import here and looks at itself after every line of Python outside of torch and the standard
+library. `sys.addaudithook` alone would be cheaper, but hears nothing of what native code does: the
+thread pool that a first matrix product starts, the driver that a CUDA call opens. It tells when a
+library was loaded.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from rallypoint.launcher.program import Program
 from rallypoint.launcher.template import template
 from rallypoint.launcher.worker import run_program
 
-TraceFunction = Callable[[FrameType, str, Any], Any]  # for sys.settrace; returns the one for the next event
+TraceFunction = Callable[
+    [FrameType, str, Any], Any
+]  # for sys.settrace; returns the one for the next event
 
 
 def main() -> None:
-    """Run the throw-away interpreter. Arguments: a pipe's descriptor for the answer, the parent's pid, the
-    program's kind and target, and the modules, of which the last is suspected."""
+    """Run the throw-away interpreter. Arguments: a pipe's descriptor for the answer, the parent's
+    pid, the program's kind and target, and the modules, of which the last is suspected."""
     writer, parent, kind, target, *modules = sys.argv[1:]
     processes.die_with(int(parent))
     import torch.distributed  # noqa: F401  # as in the template, where it was no cause
@@ -43,7 +47,9 @@ def main() -> None:
 
 
 class _LineWatch:
-    """Trace function that looks after each line whether that line made the process unsafe, and then writes it and leaves."""
+    """Trace function that looks after each line whether that line made the process unsafe, and then
+    writes it and leaves.
+    """
 
     def __init__(self, writer: int) -> None:
         self._writer = writer
@@ -52,7 +58,9 @@ class _LineWatch:
         self._seen = _signature()
 
     def on_call(self, frame: FrameType, event: str, argument: object) -> TraceFunction | None:
-        """Trace a function that begins, but none of torch's or the standard library's: they are part of the line that called them."""
+        """Trace a function that begins, but none of torch's or the standard library's: they are
+        part of the line that called them.
+        """
         name = frame.f_code.co_filename
         if name not in self._libraries:
             self._libraries[name] = _is_library(name)
@@ -65,11 +73,15 @@ class _LineWatch:
             running = frame.f_back
             while running is not None and self._libraries.get(running.f_code.co_filename, True):
                 running = running.f_back
-        self._line = (running.f_code.co_filename, running.f_lineno) if running is not None else ("", 0)
+        self._line = (
+            (running.f_code.co_filename, running.f_lineno) if running is not None else ("", 0)
+        )
         return self._on_line
 
     def look(self) -> None:
-        """Leave if the process has become unsafe since the last look. The thorough test is made only when something has changed."""
+        """Leave if the process has become unsafe since the last look. The thorough test is made
+        only when something has changed.
+        """
         signature = _signature()
         if signature != self._seen:
             self._seen = signature
@@ -84,19 +96,30 @@ class _LineWatch:
 
 
 def _signature() -> tuple[int, int, bool, bool]:
-    """Return a value that changes with every thread and open file, and with CUDA. It costs microseconds: it is taken for every line."""
+    """Return a value that changes with every thread and open file, and with CUDA. It costs
+    microseconds: it is taken for every line.
+    """
     torch_has = sys.modules["torch.cuda"].is_initialized()
-    return os.stat("/proc/self/task").st_nlink, len(os.listdir("/proc/self/fd")), torch_has, _driver.is_up()
+    return (
+        os.stat("/proc/self/task").st_nlink,
+        len(os.listdir("/proc/self/fd")),
+        torch_has,
+        _driver.is_up(),
+    )
 
 
 class _Driver:
-    """CUDA's driver library in this process. It is looked for only after another library was loaded: a look takes 0.1 ms."""
+    """CUDA's driver library in this process. It is looked for only after another library was
+    loaded: a look takes 0.1 ms.
+    """
 
     def __init__(self) -> None:
         self._loaded = True
 
     def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note, as an audit hook, that ctypes or the import system has opened a library, which may bring the driver along."""
+        """Note, as an audit hook, that ctypes or the import system has opened a library, which may
+        bring the driver along.
+        """
         if event == "ctypes.dlopen" or (event == "import" and arguments[1] is not None):
             self._loaded = True
 

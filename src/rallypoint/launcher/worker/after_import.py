@@ -10,22 +10,30 @@ from types import ModuleType
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Finder that calls `act` once the program has imported a module. A mere look where the module is does not count, and an import
-    that failed may be tried again."""
+    """Finder that calls `act` once the program has imported a module. A mere look where the module
+    is does not count, and an import that failed may be tried again."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._act = act
         self._asking = False  # the other finders; one of the program's may ask all again
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != self._name or self._asking:
             return None
         self._asking = True
         try:
             # Not by importlib.util: it is not there yet.
-            others = [one.find_spec for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
-            spec = next((found for find in others if (found := find(name, path, target)) is not None), None)
+            others = [
+                one.find_spec
+                for one in sys.meta_path
+                if one is not self and hasattr(one, "find_spec")
+            ]
+            spec = next(
+                (found for find in others if (found := find(name, path, target)) is not None), None
+            )
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:

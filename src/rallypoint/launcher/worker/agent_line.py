@@ -18,7 +18,9 @@ CAUGHT_MOST = 100
 
 
 class AgentLine:
-    """Sender of one process's messages. In a forked child of the program, which is not the rank, it sends none."""
+    """Sender of one process's messages. In a forked child of the program, which is not the rank, it
+    sends none.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._control: socket.socket | None = control
@@ -28,7 +30,9 @@ class AgentLine:
         self._torch_hook: object = None  # torch's own sys.excepthook
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Tell the agent; return False when it does not listen (any more), or this process is not the rank."""
+        """Tell the agent; return False when it does not listen (any more), or this process is not
+        the rank.
+        """
         sent: list[int] = []
         try:
             return interruptions.whole(lambda: self._post(message, fds, sent))
@@ -38,7 +42,9 @@ class AgentLine:
             return False  # it is gone; the guard is about to end this process
 
     def _post(self, message: Message, fds: Sequence[int], sent: list[int]) -> bool:
-        """Send a message unless it is `sent`. A signal handler of the program's may raise in between."""
+        """Send a message unless it is `sent`. A signal handler of the program's may raise in
+        between.
+        """
         if self._control is None or os.getpid() != self._pid:
             return False
         if not sent:
@@ -50,11 +56,15 @@ class AgentLine:
         return os.getpid() == self._pid
 
     def preempted(self) -> bool:
-        """Return whether the agent has told of a notice. A forked child knows what was known when it was forked."""
+        """Return whether the agent has told of a notice. A forked child knows what was known when
+        it was forked.
+        """
         while self._control is not None and self.is_rank() and not self._noticed:
             try:
                 message, _ = protocol.receive(self._control, flags=socket.MSG_DONTWAIT)
-            except OSError:  # nothing is there; or the agent is gone, and this process about to be ended
+            except (
+                OSError
+            ):  # nothing is there; or the agent is gone, and this process about to be ended
                 break
             if message is None:
                 break
@@ -62,55 +72,78 @@ class AgentLine:
         return self._noticed
 
     def stop(self) -> None:
-        """Tell no more exceptions: the program has ended, and what torch raises while it is taken down is not the program's."""
+        """Tell no more exceptions: the program has ended, and what torch raises while it is taken
+        down is not the program's.
+        """
         if late_variables.parts_are_loaded:  # `Hooks.joining` has told what was set until then
             for name, line in late_variables.set_for_parts().items():
                 self.tell(SetLate(name, line))
         self._serial = CAUGHT_MOST
 
     def excepthook_is_default(self) -> bool:
-        """Return whether Python prints uncaught exceptions, or torch with its prefix, and no hook of the program's."""
+        """Return whether Python prints uncaught exceptions, or torch with its prefix, and no hook
+        of the program's.
+        """
         return sys.excepthook is sys.__excepthook__ or sys.excepthook is self._torch_hook
 
     def call_of(self, error: BaseException) -> str:
         """Return the torch call that this exception, or one in its chain, left."""
-        return next((one.__dict__["_rallypoint_call"] for one in exception_capture.chain(error) if "_rallypoint_call" in one.__dict__), "")
+        return next(
+            (
+                one.__dict__["_rallypoint_call"]
+                for one in exception_capture.chain(error)
+                if "_rallypoint_call" in one.__dict__
+            ),
+            "",
+        )
 
     def caught(self, error: BaseException | None, call: str) -> None:
-        """Tell of an exception that leaves a call of torch's, with the except clause that will catch it, if one will."""
+        """Tell of an exception that leaves a call of torch's, with the except clause that will
+        catch it, if one will.
+        """
         if error is None or self._serial >= CAUGHT_MOST or self._control is None:
             return
         frame = exception_capture.user_frame(sys._getframe(1))
 
         def raised() -> Raised:
             error.__dict__["_rallypoint_call"] = call
-            return exception_capture.raised(error, call=call, caught_at=exception_capture.except_line(error, frame))
+            return exception_capture.raised(
+                error, call=call, caught_at=exception_capture.except_line(error, frame)
+            )
 
         self._tell_of(error, raised)
 
     def clearing_up(self, *, whole: bool) -> None:
-        """Tell that the program closes a group, or (`whole`) all of them, which the other ranks notice at once.
+        """Tell that the program closes a group, or (`whole`) all of them, which the other ranks
+        notice at once.
 
-        With an exception on its way, tell of that instead: it is the reason, and may take long to leave the program.
+        With an exception on its way, tell of that instead: it is the reason, and may take long to
+        leave the program.
         """
         caller = exception_capture.current_frame(2)
         frame, error = exception_capture.user_frame(caller), exception_capture.on_its_way(caller)
         if error is None and whole and is_initialized() and not _is_giving_up(sys.exc_info()[1]):
-            by_launch = caller is not None and exception_capture.is_ours(caller.f_code.co_filename)  # with no line of the program's
+            by_launch = caller is not None and exception_capture.is_ours(
+                caller.f_code.co_filename
+            )  # with no line of the program's
             self.tell(ClosesGroup("" if by_launch else exception_capture.line_of(frame)))
         if error is None or self._serial >= CAUGHT_MOST:
             return
 
         def raised() -> Raised:
             return msgspec.structs.replace(
-                exception_capture.raised(error, caught_at=exception_capture.except_line(error, frame)), on_its_way=True
+                exception_capture.raised(
+                    error, caught_at=exception_capture.except_line(error, frame)
+                ),
+                on_its_way=True,
             )
 
         self._tell_of(error, raised)
 
     def left_after(self, leaving: SystemExit) -> None:
-        """Tell of the exception that was handled when the program called `sys.exit`. It may be one that torch tells nobody of
-        (`work.wait()`, DDP's own collectives). Told however many were before: it is the last."""
+        """Tell of the exception that was handled when the program called `sys.exit`. It may be one
+        that torch tells nobody of (`work.wait()`, DDP's own collectives). Told however many were
+        before: it is the last."""
         error = exception_capture.first_of_chain(leaving)
         if isinstance(error, Exception):
             self._tell_of(error, lambda: exception_capture.raised(error))

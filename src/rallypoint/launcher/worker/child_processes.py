@@ -1,4 +1,6 @@
-"""Processes that a rank's program starts with `multiprocessing`: those that failed, and nothing in it has looked."""
+"""Processes that a rank's program starts with `multiprocessing`: those that failed, and nothing in
+it has looked.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from rallypoint.launcher import exception_capture
 from rallypoint.launcher.protocol import Child
 
 TOLD_MOST = 100  # of one rank: a program that starts processes for ever must not fill the agent
-# multiprocessing calls finalizers below 0 when it has joined the children that the program left to it, in order; this one after all others.
+# multiprocessing calls finalizers below 0 when it has joined the children that the program left to
+# it, in order; this one after all others.
 _LAST = -100
 _LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("multiprocessing", "concurrent", "torch"))
 
@@ -22,14 +25,18 @@ _Tell = Callable[[Sequence[Child], int], object]
 _started: dict[int, Child] = {}  # by pid, until their end is seen
 _failed: dict[int, Child] = {}  # by pid, until the program asks for their exit code
 _beyond = [0]  # how many failed beyond TOLD_MOST
-_unguarded: dict[str, bool] = {}  # by line: whether an import of the program would start processes there again
-_registered: list[int] = []  # the process that has: multiprocessing's child begins without its parent's finalizers
+_unguarded: dict[
+    str, bool
+] = {}  # by line: whether an import of the program would start processes there again
+_registered: list[
+    int
+] = []  # the process that has: multiprocessing's child begins without its parent's finalizers
 
 
 def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
-    """From now on it is seen how the children end, as far as multiprocessing itself looks, here and in forks of this process. `tell` is
-    called when the program has ended: with those that failed, and how many more did; `starts_interpreter` before a child is started that
-    is no fork."""
+    """From now on it is seen how the children end, as far as multiprocessing itself looks, here and
+    in forks of this process. `tell` is called when the program has ended: with those that failed,
+    and how many more did; `starts_interpreter` before a child is started that is no fork."""
     from multiprocessing import process
 
     kind: Any = process.BaseProcess
@@ -39,7 +46,9 @@ def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
 
     @functools.wraps(start)
     def start_and_remember(self: Any) -> None:
-        from multiprocessing import get_start_method  # here: this module is wrapped while that one is imported
+        from multiprocessing import (
+            get_start_method,
+        )  # here: this module is wrapped while that one is imported
 
         if (getattr(self, "_start_method", None) or get_start_method()) != "fork":
             starts_interpreter()
@@ -76,15 +85,23 @@ def _remember(process: Any, frame: FrameType | None, tell: _Tell) -> None:
         return
     _see_ends_of(type(popen))
     while frame is not None and (
-        exception_capture.is_ours(frame.f_code.co_filename) or any(one in frame.f_code.co_filename for one in _LIBRARIES)
+        exception_capture.is_ours(frame.f_code.co_filename)
+        or any(one in frame.f_code.co_filename for one in _LIBRARIES)
     ):
         frame = frame.f_back
     line = exception_capture.line_of(frame)
-    imports = getattr(popen, "method", "fork") != "fork"  # the child is a new interpreter, which imports the program
+    imports = (
+        getattr(popen, "method", "fork") != "fork"
+    )  # the child is a new interpreter, which imports the program
     if imports and line not in _unguarded:  # its source is read once
         _unguarded[line] = bool(exception_capture.unguarded_line(frame))
     _failed.pop(process.pid, None)  # an earlier one of that number
-    _started[process.pid] = Child(exception_capture.sayable(process.name), process.pid, line=line, unguarded=imports and _unguarded[line])
+    _started[process.pid] = Child(
+        exception_capture.sayable(process.name),
+        process.pid,
+        line=line,
+        unguarded=imports and _unguarded[line],
+    )
     if _registered != [os.getpid()]:
         from multiprocessing import util
 
@@ -110,18 +127,24 @@ def _see_ends_of(popen: type) -> None:
 
 
 def _ended(pid: int, code: int) -> None:
-    """multiprocessing has seen this end; `code` as it has it: below 0 a signal. Who was told to end by SIGTERM has not failed."""
+    """multiprocessing has seen this end; `code` as it has it: below 0 a signal. Who was told to end
+    by SIGTERM has not failed.
+    """
     import signal
 
     child = _started.pop(pid, None)
     if child is None or code in (0, -signal.SIGTERM):
         return
     if len(_failed) < TOLD_MOST:
-        _failed[pid] = Child(child.name, pid, max(code, 0), max(-code, 0), child.line, child.unguarded)
+        _failed[pid] = Child(
+            child.name, pid, max(code, 0), max(-code, 0), child.line, child.unguarded
+        )
     else:
         _beyond[0] += 1
 
 
 def _tell(tell: _Tell) -> None:
     if _failed:
-        tell(tuple(sorted(_failed.values(), key=lambda child: child.pid)), _beyond[0])  # as they were started: they end as they may
+        tell(
+            tuple(sorted(_failed.values(), key=lambda child: child.pid)), _beyond[0]
+        )  # as they were started: they end as they may

@@ -1,7 +1,8 @@
 """A rank's CUDA: which GPU it joins with, where it was first used, and forks that came after that.
 
-Nothing here initialises CUDA in a program that would not do so itself: the rank's device is looked at when the program joins a group
-whose backend needs one, and the first use is heard of from torch's own `_lazy_init`.
+Nothing here initialises CUDA in a program that would not do so itself: the rank's device is looked
+at when the program joins a group whose backend needs one, and the first use is heard of from
+torch's own `_lazy_init`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ Replace = Callable[[str, object, object], None]
 
 
 How = Literal["", "chosen", "given", "used", "short"]
-"""How a rank came to its GPU: the program chose it; it is LOCAL_RANK's; the program had put something on it; LOCAL_RANK has none."""
+"""How a rank came to its GPU: the program chose it; it is LOCAL_RANK's; the program had put
+something on it; LOCAL_RANK has none.
+"""
 
 
 class RankDevice(NamedTuple):
@@ -44,11 +47,13 @@ def chosen() -> None:
 
 
 def take_device(backend: str) -> RankDevice:
-    """See that this rank has its own GPU before it joins a group with this backend ("": torch's default), and say which it has.
+    """See that this rank has its own GPU before it joins a group with this backend ("": torch's
+    default), and say which it has.
 
-    A program that chose is left alone, and one that has put something on a GPU already, too: what "cuda" means must not change under
-    it. Else LOCAL_RANK's GPU becomes the current one, if there are so many. No `device_id` is passed to init_process_group: bound to
-    a device, a group of NCCL's refuses tensors on another one, which a program is free to choose later.
+    A program that chose is left alone, and one that has put something on a GPU already, too: what
+    "cuda" means must not change under it. Else LOCAL_RANK's GPU becomes the current one, if there
+    are so many. No `device_id` is passed to init_process_group: bound to a device, a group of
+    NCCL's refuses tensors on another one, which a program is free to choose later.
     """
     cuda: Any = sys.modules.get("torch.cuda")
     if cuda is None or not _needs_gpu(backend, up=cuda.is_initialized()) or not cuda.is_available():
@@ -64,13 +69,17 @@ def take_device(backend: str) -> RankDevice:
     elif rank and cuda.memory_allocated(0):
         how = "used"
     elif rank:
-        getattr(cuda.set_device, "__wrapped__", cuda.set_device)(rank)  # not the wrapped one: the program has not chosen
+        getattr(cuda.set_device, "__wrapped__", cuda.set_device)(
+            rank
+        )  # not the wrapped one: the program has not chosen
         index = rank
     return RankDevice(_uuid(cuda, index), f"cuda:{index}", how)
 
 
 def _needs_gpu(backend: str, *, up: bool) -> bool:
-    """Whether collectives will run on GPUs. torch's default backend does both; a program that has not touched CUDA by then uses the CPU."""
+    """Whether collectives will run on GPUs. torch's default backend does both; a program that has
+    not touched CUDA by then uses the CPU.
+    """
     return up if not backend else backend == "nccl" or "cuda:" in backend
 
 
@@ -79,17 +88,24 @@ def _uuid(cuda: Any, index: int) -> str:
     uuid = getattr(cuda.get_device_properties(index), "uuid", None)  # not in every torch
     if uuid is not None:
         return f"GPU-{uuid}"
-    listed = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    listed = [
+        entry.strip()
+        for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if entry.strip()
+    ]
     return listed[index] if index < len(listed) else str(index)
 
 
-# --- the first use, and forks after it -------------------------------------------------------------------------------
+# --- the first use, and forks after it
+# -------------------------------------------------------------------------------
 
 
 def watch_first_use(replace: Replace, failed: Callable[[Exception], None]) -> None:
-    """Remember the line that initialises CUDA in this process. After that torch has its own function back.
+    """Remember the line that initialises CUDA in this process. After that torch has its own
+    function back.
 
-    `failed` is told of an error of it, with the program's frame as its caller's caller, except those of `set_device`, which has a hook.
+    `failed` is told of an error of it, with the program's frame as its caller's caller, except
+    those of `set_device`, which has a hook.
     """
     import torch.cuda
 
@@ -119,9 +135,13 @@ def watch_first_use(replace: Replace, failed: Callable[[Exception], None]) -> No
 
 
 def about_to_fork() -> tuple[str, str]:
-    """Before a fork of the program's: (its line, the line that first used CUDA) when CUDA is up, ("", "") when the child may use it."""
+    """Before a fork of the program's: (its line, the line that first used CUDA) when CUDA is up,
+    ("", "") when the child may use it.
+    """
     global _fork_line
-    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # not there while another thread imports torch
+    is_initialized = getattr(
+        sys.modules.get("torch.cuda"), "is_initialized", None
+    )  # not there while another thread imports torch
     if is_initialized is None or not is_initialized():
         return "", ""
     _fork_line = exception_capture.line_of(_forker())
@@ -129,21 +149,31 @@ def about_to_fork() -> tuple[str, str]:
 
 
 def _forker() -> FrameType | None:
-    """The program's frame that forks: not that of the library between (multiprocessing, subprocess)."""
+    """The program's frame that forks: not that of the library between (multiprocessing,
+    subprocess).
+    """
     frame = nearest = exception_capture.user_frame(sys._getframe(1))
-    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD) and "-packages" not in frame.f_code.co_filename:
+    while (
+        frame is not None
+        and frame.f_code.co_filename.startswith(_STANDARD)
+        and "-packages" not in frame.f_code.co_filename
+    ):
         frame = exception_capture.user_frame(frame.f_back)
     return frame or nearest
 
 
 def in_forked_child(replace: Replace) -> None:
-    """In a child of the program's: torch's refusal to use CUDA here shall say where the fork was, and what had used CUDA before it."""
+    """In a child of the program's: torch's refusal to use CUDA here shall say where the fork was,
+    and what had used CUDA before it.
+    """
     if not _fork_line:
         return
     cuda: Any = sys.modules["torch.cuda"]
     original = cuda._lazy_init
     first = f", after {_first_use} had used CUDA" if _first_use else ", after CUDA had been used"
-    note = f"this process was forked at {_fork_line}{first}\nmore: rallypoint explain cuda-before-fork"
+    note = (
+        f"this process was forked at {_fork_line}{first}\nmore: rallypoint explain cuda-before-fork"
+    )
 
     def _lazy_init() -> None:
         try:

@@ -1,4 +1,6 @@
-"""Meeting point of a process group: read from a call of init_process_group, and compared with the one that the agent holds."""
+"""Meeting point of a process group: read from a call of init_process_group, and compared with the
+one that the agent holds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.launcher import exception_capture
 
-# Seconds for the name of this machine that a program gives beside the held port: torch would ask for it next.
+# Seconds for the name of this machine that a program gives beside the held port: torch would ask
+# for it next.
 RESOLVE_TIMEOUT = 2.0
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -32,27 +35,45 @@ class HeldPoint:
         self.held = held
         self._given_back = ""  # what was held, when the program has it now
         self._began = began
-        self._job_rank, self.job_size = (_integer(os.environ.get(name)) for name in ("RANK", "WORLD_SIZE"))  # as the launcher set them
+        self._job_rank, self.job_size = (
+            _integer(os.environ.get(name)) for name in ("RANK", "WORLD_SIZE")
+        )  # as the launcher set them
         self._one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        self._elsewhere: dict[str, tuple[str, str] | None] = {}  # by host: why it is not this machine, None when it is
+        self._elsewhere: dict[
+            str, tuple[str, str] | None
+        ] = {}  # by host: why it is not this machine, None when it is
 
     def give_back(self) -> None:
         """Note that the program has the port now."""
         self._given_back, self.held = self.held, ""
 
     def meeting(self, given: dict[str, Any], frame: FrameType | None) -> Meeting:
-        """Return the meeting point of a call with these arguments; raise for one that cannot work."""
+        """Return the meeting point of a call with these arguments; raise for one that
+        cannot work.
+        """
         meeting = self._by_another_name(self._described(given, frame))
         self._check(meeting)
         return msgspec.structs.replace(meeting, timeout=_patience(given, meeting))
 
     def _described(self, given: dict[str, Any], frame: FrameType | None) -> Meeting:
-        backend, rank, size = str(given.get("backend") or ""), given.get("rank", -1), given.get("world_size", -1)
+        backend, rank, size = (
+            str(given.get("backend") or ""),
+            given.get("rank", -1),
+            given.get("world_size", -1),
+        )
         rank, size = (value if isinstance(value, int) else -1 for value in (rank, size))
         method = given.get("init_method") or "env://"
         if given.get("store") is not None or not isinstance(method, str):
-            return Meeting("store", rank=rank, world_size=size, backend=backend, line=exception_capture.line_of(frame))
-        query = parse_qs(urlsplit(method).query)  # as torch's own rendezvous handlers: what stands there counts where no argument does
+            return Meeting(
+                "store",
+                rank=rank,
+                world_size=size,
+                backend=backend,
+                line=exception_capture.line_of(frame),
+            )
+        query = parse_qs(
+            urlsplit(method).query
+        )  # as torch's own rendezvous handlers: what stands there counts where no argument does
         rank = rank if rank >= 0 else _integer(query.get("rank", [""])[0])
         size = size if size >= 0 else _integer(query.get("world_size", [""])[0])
         if method.startswith("env://"):
@@ -61,7 +82,9 @@ class HeldPoint:
             host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
             address = f"{host}:{port}" if host and port else ""
             line = _setting_line(frame) if address and not _same_address(address, self.held) else ""
-            return Meeting("env://", address, rank, size, backend, line or exception_capture.line_of(frame))
+            return Meeting(
+                "env://", address, rank, size, backend, line or exception_capture.line_of(frame)
+            )
         address = method
         if method.startswith("tcp://"):
             address = urlsplit(method).netloc.rpartition("@")[2]
@@ -78,8 +101,9 @@ class HeldPoint:
         )
 
     def _by_another_name(self, meeting: Meeting) -> Meeting:
-        """Replace this machine's own name beside the held port (`MASTER_ADDR=socket.gethostname()`, tcp://) by the held address,
-        where `arguments_of_store` leads. Raise for a MASTER_ADDR of another machine: the port is held here."""
+        """Replace this machine's own name beside the held port (`MASTER_ADDR=socket.gethostname()`,
+        tcp://) by the held address, where `arguments_of_store` leads. Raise for a MASTER_ADDR of
+        another machine: the port is held here."""
         if not meeting.method.startswith(("env://", "tcp://")) or not self._one_node:
             return meeting
         host, _, port = meeting.address.rpartition(":")
@@ -100,10 +124,16 @@ class HeldPoint:
         )  # fmt: skip
 
     def arguments_of_store(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments for a `TCPStore`. At the held port of this machine, whatever name it is given, there is a store
-        already: the new one becomes its client, as in torch where an agent has the port."""
+        """Return the arguments for a `TCPStore`. At the held port of this machine, whatever name it
+        is given, there is a store already: the new one becomes its client, as in torch where an
+        agent has the port."""
         host, port = given.get("host_name"), given.get("port")
-        if not self.held or not self._one_node or given.get("master_listen_fd") is not None or not isinstance(host, str):
+        if (
+            not self.held
+            or not self._one_node
+            or given.get("master_listen_fd") is not None
+            or not isinstance(host, str)
+        ):
             return given
         if str(port) != self.held.rpartition(":")[2]:
             return given
@@ -121,25 +151,38 @@ class HeldPoint:
 
     def _check(self, meeting: Meeting) -> None:
         """Raise for a meeting point at which the ranks cannot meet."""
-        wrong = init_method.check(meeting.method) if meeting.method != "store" else None  # a store was given, and no URL
+        wrong = (
+            init_method.check(meeting.method) if meeting.method != "store" else None
+        )  # a store was given, and no URL
         if wrong is not None:
             raise UsageError(
                 "init-method-invalid", wrong.headline, why=(f"given at {meeting.line}", *filter(None, (wrong.why,))),
                 help=tuple((one.sentence, one.command) for one in wrong.help),
             )  # fmt: skip
-        if meeting.rank >= meeting.world_size > 0 and meeting.backend.lower() not in ("mpi", "fake"):  # MPI gives the ranks itself
+        if meeting.rank >= meeting.world_size > 0 and meeting.backend.lower() not in (
+            "mpi",
+            "fake",
+        ):  # MPI gives the ranks itself
             last = meeting.world_size - 1
             raise UsageError(
                 "rank-out-of-range",
                 f"init_process_group was called with rank={meeting.rank} and world_size={last + 1}: the last rank of that group is {last}",
                 why=(f"the launcher gave RANK={self._job_rank} and WORLD_SIZE={self.job_size}",),
                 help=(
-                    ("take the numbers that the launcher gave", 'rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])'),
+                    (
+                        "take the numbers that the launcher gave",
+                        'rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])',
+                    ),
                     ("or leave rank= and world_size= out", ""),
                 ),
             )
         port = meeting.address.rpartition(":")[2]
-        if meeting.method == "env://" and meeting.address and not init_method.is_port(port) and (port != "0" or meeting.world_size > 1):
+        if (
+            meeting.method == "env://"
+            and meeting.address
+            and not init_method.is_port(port)
+            and (port != "0" or meeting.world_size > 1)
+        ):
             zero = "with 0 the kernel gives rank 0 a free port, and no other rank learns which"
             raise UsageError(
                 "port-invalid", f"MASTER_PORT={port} is no port at which ranks can meet: 1 to 65535",
@@ -175,8 +218,12 @@ class HeldPoint:
             )  # fmt: skip
 
 
-def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; none for a call that torch refuses, with its own words."""
+def arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name; none for a call that torch refuses, with its own
+    words.
+    """
     try:
         return inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError:
@@ -184,12 +231,18 @@ def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _patience(given: dict[str, Any], meeting: Meeting) -> float:
-    """Return the seconds that the rank gives torch to meet the others over TCP: `timeout`, or torch's default; 0: unknown."""
+    """Return the seconds that the rank gives torch to meet the others over TCP: `timeout`, or
+    torch's default; 0: unknown.
+    """
     if not meeting.method.startswith(("env://", "tcp://")):
         return 0.0
     timeout = given.get("timeout")
     limits: Any = sys.modules.get("torch.distributed.constants")
-    usual = getattr(limits, "default_pg_nccl_timeout" if meeting.backend.lower() == "nccl" else "default_pg_timeout", None)
+    usual = getattr(
+        limits,
+        "default_pg_nccl_timeout" if meeting.backend.lower() == "nccl" else "default_pg_timeout",
+        None,
+    )
     seconds = getattr(timeout if timeout is not None else usual, "total_seconds", None)
     return float(seconds()) if seconds is not None else 0.0
 
@@ -214,7 +267,9 @@ _SETTING = re.compile(
 
 
 def _setting_line(frame: FrameType | None) -> str:
-    """Return the line of the program that sets MASTER_PORT or MASTER_ADDR, `train.py:7`; "" when none is found."""
+    """Return the line of the program that sets MASTER_PORT or MASTER_ADDR, `train.py:7`; "" when
+    none is found.
+    """
     seen: set[str] = set()
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,6 +1,8 @@
-"""A process that the program starts with `torch.multiprocessing.spawn`: it tells the launcher where it is, as a rank does.
+"""A process that the program starts with `torch.multiprocessing.spawn`: it tells the launcher where
+it is, as a rank does.
 
-Only the processes of a job's only rank do: they are the ranks of the group that the program makes itself.
+Only the processes of a job's only rank do: they are the ranks of the group that the program makes
+itself.
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ _keep: list[object] = []  # what must live as long as the process: the file behi
 
 
 class Spawned:
-    """The program's function, as the new processes get it: each first reports to the launcher. Pickled for the method `spawn`."""
+    """The program's function, as the new processes get it: each first reports to the launcher.
+    Pickled for the method `spawn`.
+    """
 
-    def __init__(self, function: Callable[..., Any], size: int, control: socket.socket, began: float) -> None:
-        """`size`: how many processes are started. `control`: a line to the launcher, inherited by all of them. `began`: the wall clock
-        of the attempt's start, as the rank has it."""
+    def __init__(
+        self, function: Callable[..., Any], size: int, control: socket.socket, began: float
+    ) -> None:
+        """`size`: how many processes are started. `control`: a line to the launcher, inherited by
+        all of them. `began`: the wall clock of the attempt's start, as the rank has it."""
         self._function = function
         self._size = size
         self._control = control
@@ -41,20 +47,26 @@ class Spawned:
 
 
 class SpawnedHooks(Hooks):
-    """What such a process tells: where it meets the others. Its exceptions reach the launcher by the rank that started it."""
+    """What such a process tells: where it meets the others. Its exceptions reach the launcher by
+    the rank that started it.
+    """
 
     def __init__(self, control: socket.socket, index: int, size: int, began: float) -> None:
         super().__init__(control, held="", began=began, single=False)
         self._index, self._size = index, size
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Tell the launcher, if it is about meeting the others; False when it is not, or the launcher has gone."""
+        """Tell the launcher, if it is about meeting the others; False when it is not, or the
+        launcher has gone.
+        """
         if not isinstance(message, AtPhase | Meets):
             return False
         return super().tell(OfSpawned(self._index, self._size, os.getpid(), message), fds)
 
     def preempted(self) -> bool:
-        """False, as outside a rank: what the launcher says on the line is for the rank, which has it, too."""
+        """False, as outside a rank: what the launcher says on the line is for the rank, which has
+        it, too.
+        """
         return False
 
     def spawning(self) -> None:
@@ -65,7 +77,9 @@ class SpawnedHooks(Hooks):
 
 
 def _report(control: socket.socket, index: int, size: int, began: float) -> None:
-    """Tell the launcher of this process. From now on it answers the evidence signal, and its `init_process_group` is seen."""
+    """Tell the launcher of this process. From now on it answers the evidence signal, and its
+    `init_process_group` is seen.
+    """
     evidence = processes.memory_file(f"rallypoint-spawned{index}")
     pidfd = system_calls.pidfd_open(os.getpid())
     file = os.fdopen(evidence, "ab", buffering=0)
@@ -79,8 +93,9 @@ def _report(control: socket.socket, index: int, size: int, began: float) -> None
 
 
 def _renew_names(function: Callable[..., Any]) -> None:
-    """Give the wrap to what took the function's name before: `from torch.distributed import init_process_group`. A new process imports the
-    program first, and of its main module the functions have a namespace that no module has (multiprocessing.spawn runs it by runpy)."""
+    """Give the wrap to what took the function's name before: `from torch.distributed import
+    init_process_group`. A new process imports the program first, and of its main module the
+    functions have a namespace that no module has (multiprocessing.spawn runs it by runpy)."""
     import torch.distributed as dist
 
     wrap: Any = dist.init_process_group

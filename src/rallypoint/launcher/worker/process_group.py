@@ -13,8 +13,9 @@ from rallypoint.launcher.worker.worker_hooks import Hooks, Variable
 
 @contextlib.contextmanager
 def opened(backend: str, timeout: float | None, line: str, hooks: Hooks) -> Iterator[None]:
-    """The default group, with this rank's device if the backend needs one. Closed also when the function raises, and when the function
-    has closed it itself nothing is left to do. `line`: where `launch` was called."""
+    """The default group, with this rank's device if the backend needs one. Closed also when the
+    function raises, and when the function has closed it itself nothing is left to do. `line`: where
+    `launch` was called."""
     import torch
     import torch.distributed as dist
 
@@ -26,7 +27,8 @@ def opened(backend: str, timeout: float | None, line: str, hooks: Hooks) -> Iter
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         options["device_id"] = device  # the group is ours to open, and its device stays the rank's
-    # A rank whose function needs no collective must not close its end of the mesh while others still connect to it.
+    # A rank whose function needs no collective must not close its end of the mesh while others
+    # still connect to it.
     with Variable("TORCH_DIST_INIT_BARRIER", os.environ.get("TORCH_DIST_INIT_BARRIER", "1")):
         dist.init_process_group(**options)
     hooks.opened_at = line or "launch"
@@ -46,6 +48,7 @@ def _backend(asked: str) -> str:
     import torch.distributed as dist
 
     local = int(os.environ["LOCAL_WORLD_SIZE"])
-    # The count first: it asks NVML where it can, and a rank that ends up with gloo has not touched CUDA.
+    # The count first: it asks NVML where it can, and a rank that ends up with gloo has not touched
+    # CUDA.
     enough = dist.is_nccl_available() and torch.cuda.device_count() >= local
     return "nccl" if enough and torch.cuda.is_available() else "gloo"

@@ -22,11 +22,15 @@ from rallypoint.launcher.worker import run_program
 from rallypoint.launcher.worker.worker_hooks import Hooks
 
 
-def run(task: Task, rank: int, fds: list[int], hooks: Hooks, *, signal_mask: Iterable[int]) -> NoReturn:
-    """Run it, send what it returned or raised, and leave. `fds`: the parcel's, which are taken over.
+def run(
+    task: Task, rank: int, fds: list[int], hooks: Hooks, *, signal_mask: Iterable[int]
+) -> NoReturn:
+    """Run it, send what it returned or raised, and leave. `fds`: the parcel's, which are taken
+    over.
 
-    A rank leaves as a child of multiprocessing does, without the interpreter's own finalisation, which takes longer than many a
-    function: threads that are no daemons are joined, atexit handlers run, the standard streams are flushed.
+    A rank leaves as a child of multiprocessing does, without the interpreter's own finalisation,
+    which takes longer than many a function: threads that are no daemons are joined, atexit handlers
+    run, the standard streams are flushed.
     """
     code = 0
     try:
@@ -47,19 +51,26 @@ def run(task: Task, rank: int, fds: list[int], hooks: Hooks, *, signal_mask: Ite
     except BaseException as error:
         try:
             code = _failed(hooks, rank, error)
-        except BaseException as later:  # of a signal's handler: now it is this that ends the function
+        except (
+            BaseException
+        ) as later:  # of a signal's handler: now it is this that ends the function
             code = _failed(hooks, rank, later)
     _leave(code)
 
 
 def _enter(task: Task, signal_mask: Iterable[int]) -> None:
-    """Where the caller is: its folder, its sys.path, its arguments. `__main__` is empty: the caller's script is not run again."""
+    """Where the caller is: its folder, its sys.path, its arguments. `__main__` is empty: the
+    caller's script is not run again.
+    """
     try:
         os.chdir(task.folder)
     except OSError:  # it was removed; the caller itself still stands in it
         here = os.readlink("/proc/self/cwd")  # which may be gone, too
         gone, now = exception_capture.sayable(task.folder), exception_capture.sayable(here)
-        print(f"rallypoint: the caller's folder {gone} is gone; this rank is in {now}", file=sys.stderr)
+        print(
+            f"rallypoint: the caller's folder {gone} is gone; this rank is in {now}",
+            file=sys.stderr,
+        )
     sys.path[:] = task.paths
     sys.argv[:] = task.argv
     main = ModuleType("__main__")
@@ -88,14 +99,21 @@ def _called(task: Task, rank: int, fds: list[int], hooks: Hooks) -> Any:
 
 
 def _unsendable(name: str, problem: payload.Unsendable) -> UsageError:
-    how = ("return what can be copied: numbers, text, containers, tensors, arrays", "return model.state_dict()")
+    how = (
+        "return what can be copied: numbers, text, containers, tensors, arrays",
+        "return model.state_dict()",
+    )
     if problem.type_name == "generator":
         how = ("let the rank run through it", "return list(...)")
-    return UsageError("result-unsupported", f"what {name} returned cannot be sent back: {problem}", help=(how,))
+    return UsageError(
+        "result-unsupported", f"what {name} returned cannot be sent back: {problem}", help=(how,)
+    )
 
 
 def _failed(hooks: Hooks, rank: int, error: BaseException) -> int:
-    """Tell the caller, which gets the exception itself, and the agent, which judges; the exit status."""
+    """Tell the caller, which gets the exception itself, and the agent, which judges; the exit
+    status.
+    """
     exception_capture.strip(error)
     hooks.stop()
     _send(hooks, rank, "error", payload.pack_error(error))
@@ -108,14 +126,18 @@ def _send(hooks: Hooks, rank: int, kind: Literal["value", "error"], packed: payl
     with packed:
         if not hooks.tell(Outcome(rank, kind), packed.fds) and hooks.is_rank():
             with contextlib.suppress(OSError, ValueError):  # that one is closed, too, maybe
-                print(f"rallypoint: rank {rank} cannot tell its {kind}: its function closed descriptors of others", file=sys.stderr)
+                print(
+                    f"rallypoint: rank {rank} cannot tell its {kind}: its function closed descriptors of others",
+                    file=sys.stderr,
+                )
             os._exit(exits.RAISED)
 
 
 def _leave(code: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are no daemons, as the interpreter does
-        atexit._run_exitfuncs()  # multiprocessing's children, the store's session, what the user registered
+        # multiprocessing's children, the store's session, what the user registered
+        atexit._run_exitfuncs()
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = code or exits.RAISED
@@ -123,6 +145,10 @@ def _leave(code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError, AttributeError):  # closed by the function, or nobody reads it any more
+            except (
+                OSError,
+                ValueError,
+                AttributeError,
+            ):  # closed by the function, or nobody reads it any more
                 continue
         os._exit(code)

@@ -25,17 +25,29 @@ from rallypoint.launcher.worker.worker_hooks import Hooks
 SAID_MOST = 2000  # bytes of what `sys.exit` is told of: the log has all of it
 
 _placed: list[str] = []  # what we have put first on sys.path
-_first_main: list[ModuleType] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
+_first_main: list[
+    ModuleType
+] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
 
 
-def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool, stderr_is_kept: bool = False, signal_mask: Iterable[int]) -> None:
-    """Run it to its end. Returns, or lets the exception that left it through to the interpreter, which then leaves as always.
+def run(
+    program: Program,
+    hooks: Hooks | None,
+    *,
+    takes_traceback: bool,
+    stderr_is_kept: bool = False,
+    signal_mask: Iterable[int],
+) -> None:
+    """Run it to its end. Returns, or lets the exception that left it through to the interpreter,
+    which then leaves as always.
 
-    `takes_traceback`: the launcher shows the traceback of an uncaught exception, so it does not go to the terminal from here.
-    `stderr_is_kept`: stderr is a file of the user's (`-r`), which gets the traceback all the same.
-    `signal_mask` is the program's: until now all signals were held back, so that a Ctrl-C meets the program and not our preparations.
+    `takes_traceback`: the launcher shows the traceback of an uncaught exception, so it does not go
+    to the terminal from here. `stderr_is_kept`: stderr is a file of the user's (`-r`), which gets
+    the traceback all the same. `signal_mask` is the program's: until now all signals were held
+    back, so that a Ctrl-C meets the program and not our preparations.
 
-    The interpreter's own way out matters: threads are joined, atexit handlers run, open files are flushed.
+    The interpreter's own way out matters: threads are joined, atexit handlers run, open files are
+    flushed.
     """
     given = StderrAsGiven(stderr_is_kept)
     try:
@@ -46,7 +58,11 @@ def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool, stderr_
             code, main = load(program)
             keep_first_main()
             sys.modules["__main__"] = main
-            if "__mp_main__" in sys.modules:  # multiprocessing's name for it, under which children send back the program's classes
+            if (
+                "__mp_main__" in sys.modules
+                # multiprocessing's name for it, under which children send back the program's
+                # classes
+            ):
                 sys.modules["__mp_main__"] = main
             exec(code, main.__dict__)
             if hooks:
@@ -60,8 +76,9 @@ def run(program: Program, hooks: Hooks | None, *, takes_traceback: bool, stderr_
 
 
 def _end_by(hooks: Hooks | None, error: BaseException, given: StderrAsGiven | None) -> NoReturn:
-    """Tell what ends the program, and let it go on to the interpreter. A signal's handler of the program's may raise meanwhile: then it is
-    that by which the program ends. `given`: what the launcher has given for stderr, when it shows the traceback itself."""
+    """Tell what ends the program, and let it go on to the interpreter. A signal's handler of the
+    program's may raise meanwhile: then it is that by which the program ends. `given`: what the
+    launcher has given for stderr, when it shows the traceback itself."""
     try:
         shown = _tell_end(hooks, error, shows=given is not None)
     except BaseException as later:
@@ -77,7 +94,9 @@ def _end_by(hooks: Hooks | None, error: BaseException, given: StderrAsGiven | No
 
 
 def _tell_end(hooks: Hooks | None, error: BaseException, *, shows: bool) -> bool:
-    """Whether its traceback is shown by the launcher, which does so (`shows`) unless the program has a hook of its own."""
+    """Whether its traceback is shown by the launcher, which does so (`shows`) unless the program
+    has a hook of its own.
+    """
     if not isinstance(error, SystemExit):
         exception_capture.strip(error)
     if hooks is None:
@@ -91,12 +110,14 @@ def _tell_end(hooks: Hooks | None, error: BaseException, *, shows: bool) -> bool
 
 
 def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
-    """Tell the agent of an exception that leaves the program, and take back what was told of those that it comes from. Whether it
-    listens."""
+    """Tell the agent of an exception that leaves the program, and take back what was told of those
+    that it comes from. Whether it listens."""
     for serial in exception_capture.serials(error):
         hooks.tell(Uncatch(serial))
     raised = exception_capture.raised(error, call=hooks.call_of(error))
-    return hooks.tell(Uncaught(raised, printed=printed, keyboard=isinstance(error, KeyboardInterrupt)))
+    return hooks.tell(
+        Uncaught(raised, printed=printed, keyboard=isinstance(error, KeyboardInterrupt))
+    )
 
 
 def _already_shown(*_: object) -> None:
@@ -112,7 +133,9 @@ def exit_code(leaving: SystemExit) -> int:
     """As much of it as an exit status holds."""
     if not isinstance(leaving.code, int):
         return int(leaving.code is not None)
-    return leaving.code & 0xFF if -(1 << 63) <= leaving.code < 1 << 63 else 0xFF  # Python makes -1 of what is no C `long`
+    return (
+        leaving.code & 0xFF if -(1 << 63) <= leaving.code < 1 << 63 else 0xFF
+    )  # Python makes -1 of what is no C `long`
 
 
 def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
@@ -123,17 +146,27 @@ def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
         return
     hooks.left_after(leaving)
     frame = stacks.own_frame(exception_capture.frames_of(leaving.__traceback__))
-    line = f"{exception_capture.shown_path(frame.file)}:{frame.line} in {frame.function}" if frame else ""
-    hooks.tell(Leaving(code, line, protocol.cut(exception_capture.sayable(_said_by(leaving)), SAID_MOST)))
+    line = (
+        f"{exception_capture.shown_path(frame.file)}:{frame.line} in {frame.function}"
+        if frame
+        else ""
+    )
+    hooks.tell(
+        Leaving(code, line, protocol.cut(exception_capture.sayable(_said_by(leaving)), SAID_MOST))
+    )
 
 
 def _said_by(leaving: SystemExit) -> str:
-    """What is written when the program leaves by this: the text given to `sys.exit`, or argparse's message without the usage."""
+    """What is written when the program leaves by this: the text given to `sys.exit`, or argparse's
+    message without the usage.
+    """
     if isinstance(leaving.code, str):
         return leaving.code
     innermost = deque(traceback.walk_tb(leaving.__traceback__), maxlen=1)
     for frame, _ in innermost:
-        if frame.f_globals.get("__name__") == "argparse" and frame.f_code.co_name == "exit":  # ArgumentParser.exit(status, message)
+        if (
+            frame.f_globals.get("__name__") == "argparse" and frame.f_code.co_name == "exit"
+        ):  # ArgumentParser.exit(status, message)
             return str(frame.f_locals.get("message") or "").partition(": error: ")[2]
     return ""
 
@@ -142,37 +175,56 @@ def folder(program: Program) -> str:
     """What the interpreter puts first on `sys.path` before anything of the program runs."""
     if _holds_main(program):
         return os.path.abspath(program.target)
-    return os.getcwd() if program.kind in ("module", "function") else os.path.dirname(os.path.realpath(program.target))
+    return (
+        os.getcwd()
+        if program.kind in ("module", "function")
+        else os.path.dirname(os.path.realpath(program.target))
+    )
 
 
 def place_folder(program: Program) -> None:
-    """Put it there, once in a process: the template does it for its preload modules, which may lie beside the program and may change
-    the path themselves."""
+    """Put it there, once in a process: the template does it for its preload modules, which may lie
+    beside the program and may change the path themselves."""
     if not sys.flags.safe_path and not _placed:
         _placed.append(folder(program))
         sys.path.insert(0, _placed[0])
 
 
 def load(program: Program) -> tuple[CodeType, ModuleType]:
-    """The program's code and its empty `__main__`; sets `sys.argv` and `sys.path[0]` as the interpreter would."""
+    """The program's code and its empty `__main__`; sets `sys.argv` and `sys.path[0]` as the
+    interpreter would.
+    """
     if program.kind == "module":
         return _module(program)
     return _main_of(program) if _holds_main(program) else _script(program)
 
 
 def _nearest_module(name: str) -> str:
-    """The module that was meant, when one name in it is misspelt; "" when none is near. What is before that name is imported by now."""
+    """The module that was meant, when one name in it is misspelt; "" when none is near. What is
+    before that name is imported by now.
+    """
     import difflib
     import pkgutil
 
     parts = name.split(".")
-    known = next((n for n in range(len(parts) - 1, 0, -1) if hasattr(sys.modules.get(".".join(parts[:n])), "__path__")), 0)
+    known = next(
+        (
+            n
+            for n in range(len(parts) - 1, 0, -1)
+            if hasattr(sys.modules.get(".".join(parts[:n])), "__path__")
+        ),
+        0,
+    )
     if not known:
         return ""
     package = sys.modules[".".join(parts[:known])]
     there = [one.name for one in pkgutil.iter_modules(package.__path__)]
     near = difflib.get_close_matches(parts[known], there, n=1)
-    return ".".join([*parts[:known], near[0], *parts[known + 1 :]]) if near and near[0] != parts[known] else ""
+    return (
+        ".".join([*parts[:known], near[0], *parts[known + 1 :]])
+        if near and near[0] != parts[known]
+        else ""
+    )
 
 
 def _holds_main(program: Program) -> bool:
@@ -199,11 +251,14 @@ def _module(program: Program) -> tuple[CodeType, ModuleType]:
     sys.orig_argv[:] = [sys.executable, "-u", "-m", program.target, *program.args]
     place_folder(program)
     try:
-        # What `python -m` itself calls; its own kind of error, or an ImportError of the module's would look the same.
+        # What `python -m` itself calls; its own kind of error, or an ImportError of the module's
+        # would look the same.
         _, spec, code = runpy._get_module_details(program.target, runpy._Error)  # type: ignore[attr-defined]
     except runpy._Error as problem:  # type: ignore[attr-defined]
         near = _nearest_module(program.target)
-        raise ModuleNotFoundError(f"{problem}; the nearest is {near}" if near else str(problem), name=program.target) from None
+        raise ModuleNotFoundError(
+            f"{problem}; the nearest is {near}" if near else str(problem), name=program.target
+        ) from None
     sys.argv[0] = spec.origin
     main = _main(spec.origin, spec.loader)
     main.__dict__.update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
@@ -226,5 +281,12 @@ def _main_of(program: Program) -> tuple[CodeType, ModuleType]:
 
 def _main(path: str, loader: object) -> ModuleType:
     main = ModuleType("__main__")
-    main.__dict__.update(__file__=path, __loader__=loader, __package__=None, __spec__=None, __builtins__=builtins, __annotations__={})
+    main.__dict__.update(
+        __file__=path,
+        __loader__=loader,
+        __package__=None,
+        __spec__=None,
+        __builtins__=builtins,
+        __annotations__={},
+    )
     return main

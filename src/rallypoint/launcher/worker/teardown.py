@@ -1,11 +1,14 @@
-"""The end of a forked rank: what its program has made is taken apart, what the template had imported is left to the kernel.
+"""The end of a forked rank: what its program has made is taken apart, what the template had
+imported is left to the kernel.
 
-The interpreter takes every module apart when it ends. For what the template has imported that costs a rank a quarter of a second of
-processor time, mostly to copy pages that are about to be given back, and nobody waits for the result. So the interpreter ends as always,
-in its own order: threads are joined, `atexit` handlers run, finalizers of the program's objects are called, its modules are taken apart.
-Only the template's modules are taken out of its hands, and once it has done with the others the process leaves by C's `exit`: this calls
-the handlers that C and C++ libraries of the program have registered, and flushes C's streams; those that are older than the fork are left
-out. Whenever one of these steps cannot be taken, the interpreter goes its whole way.
+The interpreter takes every module apart when it ends. For what the template has imported that costs
+a rank a quarter of a second of processor time, mostly to copy pages that are about to be given
+back, and nobody waits for the result. So the interpreter ends as always, in its own order: threads
+are joined, `atexit` handlers run, finalizers of the program's objects are called, its modules are
+taken apart. Only the template's modules are taken out of its hands, and once it has done with the
+others the process leaves by C's `exit`: this calls the handlers that C and C++ libraries of the
+program have registered, and flushes C's streams; those that are older than the fork are left out.
+Whenever one of these steps cannot be taken, the interpreter goes its whole way.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from typing import Any
 
 FLUSH_FAILED = 120  # what Python exits with when a standard stream cannot be flushed
 
-# Libraries that end their work in a function that they give to `Py_AtExit`, which runs after everything that is done here.
+# Libraries that end their work in a function that they give to `Py_AtExit`, which runs after
+# everything that is done here.
 _NEED_THE_WHOLE_WAY = ("mpi4py",)
 
 
@@ -32,34 +36,49 @@ class _Template:
 
     def __init__(self, modules: dict[str, ModuleType], libc: Any) -> None:
         self.libc = libc
-        self.all_modules = sys.modules  # the interpreter's own dict: a program may put another into `sys`
+        self.all_modules = (
+            sys.modules
+        )  # the interpreter's own dict: a program may put another into `sys`
         self.modules = modules
-        self.namespaces = {id(vars(module)) for module in sys.modules.values() if isinstance(module, ModuleType)}
+        self.namespaces = {
+            id(vars(module)) for module in sys.modules.values() if isinstance(module, ModuleType)
+        }
 
 
 _template: _Template | None = None
 _status: int | None = None  # of this process; None: its program has not ended yet
-_interrupted = False  # whether it ends by the signal that a KeyboardInterrupt which nobody has caught becomes
-_running: set[int] = set()  # the namespaces in which daemon threads run: the interpreter leaves them alone, too
+_interrupted = (
+    False  # whether it ends by the signal that a KeyboardInterrupt which nobody has caught becomes
+)
+_running: set[int] = (
+    set()
+)  # the namespaces in which daemon threads run: the interpreter leaves them alone, too
 
 
 def register() -> None:
-    """Register what starts the end, before any other handler of `atexit`: the first one runs last."""
+    """Register what starts the end, before any other handler of `atexit`: the first one
+    runs last.
+    """
     atexit.register(_after_all_handlers)
 
 
 def prepare(own: set[str]) -> None:
-    """Prepare a template for the end of its forks. `own`: the names of preload modules that belong to the program, which are taken apart
-    like those that it imports itself."""
+    """Prepare a template for the end of its forks. `own`: the names of preload modules that belong
+    to the program, which are taken apart like those that it imports itself."""
     global _template
     import ctypes
 
-    if os.environ.get("LD_PRELOAD"):  # a profiler, perhaps, that writes its result in a handler of C's
+    if os.environ.get(
+        "LD_PRELOAD"
+    ):  # a profiler, perhaps, that writes its result in a handler of C's
         return
-    # `exit` is called with the interpreter's lock: destructors of C++ (thread-local ones, and of libraries that the program has loaded) may
-    # still release Python objects, and this interpreter is not gone for them. Other threads that want the lock end, as they always do here.
+    # `exit` is called with the interpreter's lock: destructors of C++ (thread-local ones, and of
+    # libraries that the program has loaded) may still release Python objects, and this interpreter
+    # is not gone for them. Other threads that want the lock end, as they always do here.
     libc = ctypes.PyDLL(None)
-    if not all(hasattr(libc, name) for name in ("on_exit", "__cxa_atexit", "fcloseall")):  # another C library than glibc
+    if not all(
+        hasattr(libc, name) for name in ("on_exit", "__cxa_atexit", "fcloseall")
+    ):  # another C library than glibc
         return
     # `exit` calls them last first: those of the program's libraries, then these, and no older ones.
     libc.on_exit(libc._exit, None)  # is called with the status
@@ -70,13 +89,16 @@ def prepare(own: set[str]) -> None:
         cout = ctypes.addressof(ctypes.c_char.in_dll(cpp, "_ZSt4cout"))
         libc.__cxa_atexit(cpp._ZNSo5flushEv, ctypes.c_void_p(cout), None)  # cout.flush()
     held = dict(sys.modules)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # for ever: no module loses its last reference when the interpreter lets go
+    ctypes.pythonapi.Py_IncRef(
+        ctypes.py_object(held)
+    )  # for ever: no module loses its last reference when the interpreter lets go
     _template = _Template({name: module for name, module in held.items() if name not in own}, libc)
 
 
 def leave_operators_registered() -> None:
-    """Keep torch from taking the registration of each of its operators back when an interpreter ends: it takes 25 ms of processor time,
-    and matters only to C++ destructors, which do not run here."""
+    """Keep torch from taking the registration of each of its operators back when an interpreter
+    ends: it takes 25 ms of processor time, and matters only to C++ destructors, which do not run
+    here."""
     library = sys.modules.get("torch.library")
     takes_back = getattr(library, "_del_library", None)
     for finalizer in tuple(getattr(weakref.finalize, "_registry", ())):
@@ -86,14 +108,20 @@ def leave_operators_registered() -> None:
 
 
 def with_status(status: int, *, interrupted: bool) -> None:
-    """Note how the program of this process has ended. `interrupted`: by a KeyboardInterrupt that nobody has caught."""
+    """Note how the program of this process has ended. `interrupted`: by a KeyboardInterrupt that
+    nobody has caught.
+    """
     global _status, _interrupted
     _status, _interrupted = status, interrupted
 
 
 def _after_all_handlers() -> None:
     global _status
-    if _template is None or _status is None or any(name in sys.modules for name in _NEED_THE_WHOLE_WAY):
+    if (
+        _template is None
+        or _status is None
+        or any(name in sys.modules for name in _NEED_THE_WHOLE_WAY)
+    ):
         return
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
@@ -111,7 +139,9 @@ def _after_all_handlers() -> None:
 
 
 def _after_collection(phase: str, info: dict[str, int]) -> None:
-    """After the collection that comes before the interpreter takes modules apart. No other thread runs Python any more."""
+    """After the collection that comes before the interpreter takes modules apart. No other thread
+    runs Python any more.
+    """
     if phase == "stop" and sys.is_finalizing() and _template is not None:
         for name, module in _template.modules.items():
             if _template.all_modules.get(name) is module:
@@ -135,13 +165,24 @@ class _End:
 
 
 def _release_what_is_left(template: _Template) -> None:
-    """Clear the program's namespaces that are still there, because a module of the template's knows a function of theirs, and flush what
-    files are open. The interpreter would get there by taking the template's modules apart."""
+    """Clear the program's namespaces that are still there, because a module of the template's knows
+    a function of theirs, and flush what files are open. The interpreter would get there by taking
+    the template's modules apart."""
     spared = template.namespaces | _running
-    namespaces = {id(made.__globals__): made.__globals__ for made in gc.get_objects() if type(made) is FunctionType}
+    namespaces = {
+        id(made.__globals__): made.__globals__
+        for made in gc.get_objects()
+        if type(made) is FunctionType
+    }
     for number, names in namespaces.items():
-        for first in (True, False) if number not in spared else ():  # names with one underscore come first, as in the interpreter
-            for name in [name for name in names if (name[:1] == "_" != name[1:2]) == first and name != "__builtins__"]:
+        for first in (
+            (True, False) if number not in spared else ()
+        ):  # names with one underscore come first, as in the interpreter
+            for name in [
+                name
+                for name in names
+                if (name[:1] == "_" != name[1:2]) == first and name != "__builtins__"
+            ]:
                 names[name] = None
     gc.collect()
     for file in gc.get_objects():

@@ -1,8 +1,10 @@
-"""Wrapped functions of torch, by which a worker's program is seen from inside: where it meets the others, which errors it catches.
+"""Wrapped functions of torch, by which a worker's program is seen from inside: where it meets the
+others, which errors it catches.
 
-Four functions are wrapped (`init_process_group`, `destroy_process_group`, `cuda.set_device`, `multiprocessing.start_processes`),
-the constructor of `TCPStore`, and where a second group finds its store. Collectives are not: torch itself logs every exception
-that leaves one, and its logger has a handler of ours. `--plain` goes without all of it.
+Four functions are wrapped (`init_process_group`, `destroy_process_group`, `cuda.set_device`,
+`multiprocessing.start_processes`), the constructor of `TCPStore`, and where a second group finds
+its store. Collectives are not: torch itself logs every exception that leaves one, and its logger
+has a handler of ours. `--plain` goes without all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _current: Hooks | None = None
 
 
 class _Listener(logging.Handler):
-    """Handler for every exception that leaves a function of torch.distributed (`c10d_logger._exception_logger`)."""
+    """Handler for every exception that leaves a function of torch.distributed
+    (`c10d_logger._exception_logger`).
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         if _current is not None and isinstance(record.msg, dict) and "error" in record.msg:
@@ -43,11 +47,12 @@ def attach(hooks: Hooks) -> None:
 
 
 def preempted() -> bool:
-    """Return whether this job has been given notice that it will end soon: a signal of `rallypoint run
-    --notice-signal` came, SIGUSR1 or SIGUSR2 unless another one was named. Stays true, also in the ranks of a
-    restart. False outside a rank, and with `--plain`.
+    """Return whether this job has been given notice that it will end soon: a signal of `rallypoint
+    run --notice-signal` came, SIGUSR1 or SIGUSR2 unless another one was named. Stays true, also in
+    the ranks of a restart. False outside a rank, and with `--plain`.
 
-    Ranks come to it at different moments: let them agree (`all_reduce`) before they act on it together. It costs a system call.
+    Ranks come to it at different moments: let them agree (`all_reduce`) before they act on it
+    together. It costs a system call.
     """
     return _current is not None and _current.preempted()
 
@@ -73,7 +78,9 @@ def install() -> None:
     _destroy_with_care(c10d.destroy_process_group)
     _wait_with_care()
     logger = getattr(sys.modules.get("torch.distributed.c10d_logger"), "_c10d_logger", None)
-    if isinstance(logger, logging.Logger):  # torch's own name, not public: without it errors that are caught are not seen
+    if isinstance(
+        logger, logging.Logger
+    ):  # torch's own name, not public: without it errors that are caught are not seen
         logger.addHandler(_Listener(level=logging.DEBUG))
 
     import torch.cuda
@@ -103,14 +110,24 @@ def install() -> None:
             return start(*args, **kwargs)
         _current.spawning()
         try:
-            # A group of the program's own: its rank 0 hosts, or fails at once and does not wait for us.
-            with Variable(AGENT_STORE, "False"), _current.following(start, args, kwargs) as (args, kwargs):
+            # A group of the program's own: its rank 0 hosts, or fails at once and does not wait for
+            # us.
+            with (
+                Variable(AGENT_STORE, "False"),
+                _current.following(start, args, kwargs) as (args, kwargs),
+            ):
                 return start(*args, **kwargs)
         except Exception as error:
             line = exception_capture.unguarded_line(sys._getframe(1))
-            if line and getattr(error, "exit_code", 0) == 1 and kwargs.get("start_method", "spawn") != "fork":
+            if (
+                line
+                and getattr(error, "exit_code", 0) == 1
+                and kwargs.get("start_method", "spawn") != "fork"
+            ):
                 error.__dict__["_rallypoint_code"] = "main-unguarded"
-                error.__dict__["_rallypoint_why"] = (f"{line} runs again in every new process, which imports the program anew",)
+                error.__dict__["_rallypoint_why"] = (
+                    f"{line} runs again in every new process, which imports the program anew",
+                )
             raise
 
     loaded_modules.replace("torch.multiprocessing", start, start_processes)
@@ -118,14 +135,18 @@ def install() -> None:
 
 
 def _cuda_failed(error: Exception) -> None:
-    """Tell that the program's first use of CUDA has failed. In a group the others notice by themselves that this rank is gone."""
+    """Tell that the program's first use of CUDA has failed. In a group the others notice by
+    themselves that this rank is gone.
+    """
     if _current is not None and not is_initialized():
         _current.caught(error, CUDA_START)
 
 
 def _watch_children() -> None:
     child_processes.watch(
-        lambda failed, more: _current.tell(ChildrenFailed(tuple(failed), more)) if _current is not None else None,
+        lambda failed, more: (
+            _current.tell(ChildrenFailed(tuple(failed), more)) if _current is not None else None
+        ),
         lambda: _current.starts_interpreter() if _current is not None else None,
     )
 
@@ -145,11 +166,13 @@ def _destroy_with_care(original: Callable[..., None]) -> None:
 
 
 def _wait_with_care() -> None:
-    """Let a signal that came in a long wait for other ranks be handled before the error that ends the wait goes on.
+    """Let a signal that came in a long wait for other ranks be handled before the error that ends
+    the wait goes on.
 
-    After Ctrl-C the first rank that saves and leaves ends the waits of the others with "Connection closed by peer". Python runs no handler
-    while an exception leaves one function after the other, so KeyboardInterrupt would come when `except KeyboardInterrupt: save()` has been
-    passed. torch's own Python code runs handlers in most collectives; it has none in these two.
+    After Ctrl-C the first rank that saves and leaves ends the waits of the others with "Connection
+    closed by peer". Python runs no handler while an exception leaves one function after the other,
+    so KeyboardInterrupt would come when `except KeyboardInterrupt: save()` has been passed. torch's
+    own Python code runs handlers in most collectives; it has none in these two.
     """
     import torch.autograd as autograd
     import torch.distributed as dist  # as a name: it may be no attribute of `torch` yet
@@ -179,11 +202,17 @@ def _handle_signals() -> None:
 
 
 def _renew_keys() -> None:
-    """Give a group that is opened again keys of its own in the held store, which is as its predecessor left it."""
+    """Give a group that is opened again keys of its own in the held store, which is as its
+    predecessor left it.
+    """
     import torch.distributed as dist
 
-    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")  # the attribute of that name is a function
-    create: Callable[..., Any] | None = getattr(rendezvous, "_create_c10d_store", None)  # torch's own name, not public
+    rendezvous: Any = sys.modules.get(
+        "torch.distributed.rendezvous"
+    )  # the attribute of that name is a function
+    create: Callable[..., Any] | None = getattr(
+        rendezvous, "_create_c10d_store", None
+    )  # torch's own name, not public
     if create is None:
         return
 
@@ -205,7 +234,9 @@ _STORE_ARGUMENTS = (
 
 
 def _lead_to_the_held_store() -> None:
-    """Wrap the constructor of `TCPStore`, which every way to meet over TCP ends in (`env://`, `tcp://`, rpc, a program's own store)."""
+    """Wrap the constructor of `TCPStore`, which every way to meet over TCP ends in (`env://`,
+    `tcp://`, rpc, a program's own store).
+    """
     import torch.distributed as dist
 
     kind: Any = getattr(dist, "TCPStore", None)
@@ -216,7 +247,9 @@ def _lead_to_the_held_store() -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         named = dict(zip(_STORE_ARGUMENTS, args, strict=False))
-        if _current is None or len(named) < len(args) or named.keys() & kwargs.keys():  # the latter two are torch's to refuse
+        if (
+            _current is None or len(named) < len(args) or named.keys() & kwargs.keys()
+        ):  # the latter two are torch's to refuse
             original(self, *args, **kwargs)
         else:
             original(self, **_current.arguments_of_store({**named, **kwargs}))
@@ -225,10 +258,12 @@ def _lead_to_the_held_store() -> None:
 
 
 def install_when_imported() -> None:
-    """Call `install` once the program has imported torch, all of it, and torch.distributed. Children are watched in any case.
+    """Call `install` once the program has imported torch, all of it, and torch.distributed.
+    Children are watched in any case.
 
-    Some versions of torch import torch.distributed while they are being imported themselves (2.15 does). Then `install` has to wait:
-    what it imports of torch may need what torch does not have yet.
+    Some versions of torch import torch.distributed while they are being imported themselves (2.15
+    does). Then `install` has to wait: what it imports of torch may need what torch does not have
+    yet.
     """
 
     def distributed_is_there(module: ModuleType) -> None:

@@ -1,4 +1,6 @@
-"""Where a rank's traceback goes beside the launcher, which shows it: to whatever the program has put in the place of stderr."""
+"""Where a rank's traceback goes beside the launcher, which shows it: to whatever the program has
+put in the place of stderr.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from rallypoint.launcher import exception_capture, interruptions
 
 
 class StderrAsGiven:
-    """What stands for stderr when the program begins: the stream `sys.stderr`, and the file behind descriptor 2. `is_kept`: that is a file
-    of the user's, which nobody else writes the traceback to."""
+    """What stands for stderr when the program begins: the stream `sys.stderr`, and the file behind
+    descriptor 2. `is_kept`: that is a file of the user's, which nobody else writes the traceback
+    to."""
 
     def __init__(self, is_kept: bool = False) -> None:
         self._stream = sys.__stderr__
@@ -19,14 +22,18 @@ class StderrAsGiven:
         self._is_kept = is_kept
 
     def print_beside(self, error: BaseException) -> None:
-        """Print the traceback of an exception as Python would, everywhere but to descriptor 2 as it was given.
+        """Print the traceback of an exception as Python would, everywhere but to descriptor 2 as it
+        was given.
 
-        A logger in `sys.stderr`, what wraps its `write`, and a file that the program has put behind descriptor 2 get it.
+        A logger in `sys.stderr`, what wraps its `write`, and a file that the program has put behind
+        descriptor 2 get it.
         """
         moved = _file_behind(2) != self._file
         if self._is_kept or moved:
             _print(error)
-        elif sys.stderr is not self._stream or (sys.stderr is not None and "write" in vars(sys.stderr)):
+        elif sys.stderr is not self._stream or (
+            sys.stderr is not None and "write" in vars(sys.stderr)
+        ):
             _print_without_descriptor(error)
 
 
@@ -35,14 +42,15 @@ def _print(error: BaseException) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         if sys.stderr is not None:
             sys.stderr.flush()
-    except Exception as problem:  # what the program has put there cannot flush, or raises: Python passes over that, too
+    except Exception as problem:
+        # what the program has put there cannot flush, or raises: Python passes over that, too
         if interruptions.raised_by_handler(problem):
             raise
 
 
 def _print_without_descriptor(error: BaseException) -> None:
-    """Print it while descriptor 2 leads into memory: most stand-ins write to their file and to the former stream. What others wrote
-    to the descriptor meanwhile follows."""
+    """Print it while descriptor 2 leads into memory: most stand-ins write to their file and to the
+    former stream. What others wrote to the descriptor meanwhile follows."""
     former = aside = -1
     try:
         former = os.dup(2)
@@ -62,9 +70,15 @@ def _print_without_descriptor(error: BaseException) -> None:
     finally:
         os.close(former)
         os.close(aside)
-    lines = tuple(line.encode() for line in exception_capture.sayable(exception_capture.traceback_text(error)).splitlines() if line.strip())
+    lines = tuple(
+        line.encode()
+        for line in exception_capture.sayable(exception_capture.traceback_text(error)).splitlines()
+        if line.strip()
+    )
     for line in written.splitlines(keepends=True):
-        if line.strip() and not line.rstrip().endswith(lines):  # torch's hook and others put something in front
+        if line.strip() and not line.rstrip().endswith(
+            lines
+        ):  # torch's hook and others put something in front
             os.write(2, line)
 
 

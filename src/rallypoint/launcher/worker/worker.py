@@ -1,6 +1,7 @@
 """The first code in every worker: identity, logs, last words, then yours.
 
-A fork of the template is made to look like a fresh interpreter here; where it still differs is docs/concepts/template.md.
+A fork of the template is made to look like a fresh interpreter here; where it still differs is
+docs/concepts/template.md.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ _OPENBLAS_SETTERS = (  # by how it was built: scipy's prefix, 64-bit suffix
 
 HIGH_DESCRIPTOR = 1024  # what programs that close all descriptors go up to
 
-_keep: list[object] = []  # what must live as long as the process: the evidence file behind faulthandler
+_keep: list[
+    object
+] = []  # what must live as long as the process: the evidence file behind faulthandler
 
 
 class Descriptors:
-    """The descriptors that come with a `StartWorker`, in this order; `secret` and `terminal` are -1 when there is none. `parcel`: how
-    many are a task's."""
+    """The descriptors that come with a `StartWorker`, in this order; `secret` and `terminal` are -1
+    when there is none. `parcel`: how many are a task's."""
 
     __slots__ = ("control", "evidence", "parcel", "secret", "stderr", "stdin", "stdout", "terminal")
 
@@ -56,7 +59,9 @@ class Descriptors:
 
 
 def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
-    """Identity: a session of its own, the standard descriptors, environment and signal dispositions as given."""
+    """Identity: a session of its own, the standard descriptors, environment and signal dispositions
+    as given.
+    """
     os.setsid()
     processes.die_with(parent)
     for number in order.ignored:
@@ -66,16 +71,25 @@ def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
         os.close(source)
     for name in order.task.without if order.task is not None else ():
         os.environ.pop(name, None)
-    for name, value in order.environment.items():  # not `update`, which asks the abstract base classes first: 160 kB written
+    for (
+        name,
+        value,
+    ) in (
+        order.environment.items()
+    ):  # not `update`, which asks the abstract base classes first: 160 kB written
         os.environ[name] = value
     if order.store:
-        os.environ.pop("RALLYPOINT_SECRET_FILE", None)  # of another store than the one that RALLYPOINT_STORE names now
+        os.environ.pop(
+            "RALLYPOINT_SECRET_FILE", None
+        )  # of another store than the one that RALLYPOINT_STORE names now
 
 
 def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> Callable[[], None]:
-    """In a fork of the template: make it look like a fresh interpreter, and return what runs the program.
+    """In a fork of the template: make it look like a fresh interpreter, and return what runs the
+    program.
 
-    It runs from the template's top level, so that nothing of ours but one frame lies below the program.
+    It runs from the template's top level, so that nothing of ours but one frame lies below the
+    program.
     """
     become_rank(order, fds, parent)
     _restore_openblas(setup.openblas_threads)
@@ -97,10 +111,22 @@ def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> C
     return run
 
 
-def fresh(setup_fd: int, order_fd: int, control: int, evidence: int, secret: int, terminal: int, parcel: tuple[int, ...]) -> None:
-    """In an interpreter of its own (`--fresh`), started by the starter with the standard descriptors in place."""
+def fresh(
+    setup_fd: int,
+    order_fd: int,
+    control: int,
+    evidence: int,
+    secret: int,
+    terminal: int,
+    parcel: tuple[int, ...],
+) -> None:
+    """In an interpreter of its own (`--fresh`), started by the starter with the standard
+    descriptors in place.
+    """
     for fd in (fd for fd in (control, evidence, secret, terminal, *parcel) if fd >= 0):
-        os.set_inheritable(fd, False)  # they came through an exec; the program's own children do not get them
+        os.set_inheritable(
+            fd, False
+        )  # they came through an exec; the program's own children do not get them
     setup = protocol.read_struct(setup_fd, Setup)
     order = protocol.read_struct(order_fd, StartWorker)
     if setup.hooks:
@@ -112,7 +138,9 @@ def fresh(setup_fd: int, order_fd: int, control: int, evidence: int, secret: int
 def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     control = socket.socket(fileno=_out_of_the_way(fds.control))
     if order.store:
-        discovery.enter(order.store, _out_of_the_way(fds.secret), os.environ["RALLYPOINT_JOB"], order.rank)
+        discovery.enter(
+            order.store, _out_of_the_way(fds.secret), os.environ["RALLYPOINT_JOB"], order.rank
+        )
     else:
         discovery.enter_without(order.no_store)
     if not setup.hooks:
@@ -120,7 +148,12 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
         control.close()
         for fd in (fds.evidence, *([fds.terminal] if fds.terminal >= 0 else [])):
             os.close(fd)
-        run_program.run(setup.program.for_rank(order.local_rank), None, takes_traceback=False, signal_mask=setup.signal_mask)
+        run_program.run(
+            setup.program.for_rank(order.local_rank),
+            None,
+            takes_traceback=False,
+            signal_mask=setup.signal_mask,
+        )
         return
     seen = Hooks(control, held=order.held, began=order.began, single=order.single)
     torch_hooks.attach(seen)
@@ -136,7 +169,9 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     _wait_for_go(control)
     folder = order.task.folder if order.task is not None else run_program.folder(setup.program)
     times = import_times.ImportTimes(folder, lambda name: seen.tell(ImportedPart(name)))
-    if setup.imports:  # in a fresh interpreter nothing could have been shared, and nothing was read before
+    if (
+        setup.imports
+    ):  # in a fresh interpreter nothing could have been shared, and nothing was read before
         times.install()
         late_variables.remember(folder)
     if order.task is not None:
@@ -158,8 +193,8 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
 
 
 def _out_of_the_way(fd: int) -> int:
-    """The same file under a high number: a program that closes all descriptors and opens its own must not get it for one of them, with
-    our stacks written into the user's file."""
+    """The same file under a high number: a program that closes all descriptors and opens its own
+    must not get it for one of them, with our stacks written into the user's file."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(3, min(soft, HIGH_DESCRIPTOR) - 16))
@@ -170,15 +205,22 @@ def _out_of_the_way(fd: int) -> int:
 
 
 def _wait_for_go(control: socket.socket) -> None:
-    """Until the guard knows this process: before that nothing of the program may run, or a child of it could be missed."""
+    """Until the guard knows this process: before that nothing of the program may run, or a child of
+    it could be missed.
+    """
     answer, _ = protocol.receive(control)
     if answer is None:  # the agent is gone
         os._exit(1)
 
 
 def _renew_streams() -> None:
-    """`sys.stdin`, `sys.stdout` and `sys.stderr` as `python -u` makes them for the descriptors that are there now."""
-    encoding, errors = sys.stdin.encoding, sys.stdin.errors  # the interpreter chose them for all three
+    """`sys.stdin`, `sys.stdout` and `sys.stderr` as `python -u` makes them for the descriptors that
+    are there now.
+    """
+    encoding, errors = (
+        sys.stdin.encoding,
+        sys.stdin.errors,
+    )  # the interpreter chose them for all three
     for number, name in ((1, "stdout"), (2, "stderr")):
         raw = io.FileIO(number, "wb", closefd=False)
         raw.name = f"<{name}>"
@@ -191,7 +233,9 @@ def _renew_streams() -> None:
         setattr(sys, f"__{name}__", stream)
     source = io.BufferedReader(io.FileIO(0, "rb", closefd=False))
     source.raw.name = "<stdin>"
-    stdin = io.TextIOWrapper(source, encoding=encoding, errors=errors, newline=None, write_through=True)
+    stdin = io.TextIOWrapper(
+        source, encoding=encoding, errors=errors, newline=None, write_through=True
+    )
     stdin.mode = "r"  # type: ignore[misc]
     sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
 
@@ -207,17 +251,25 @@ def _renew_identity() -> None:
 
 
 def _renew_randomness() -> None:
-    """Random state per process, as fresh ones have: Python's `random` does it itself at a fork, numpy's and torch's generators do not."""
+    """Random state per process, as fresh ones have: Python's `random` does it itself at a fork,
+    numpy's and torch's generators do not.
+    """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     torch = sys.modules.get("torch")
-    if torch is not None:  # its CPU generator starts at a number from the system; those of accelerators start at a constant
+    if (
+        torch is not None
+        # its CPU generator starts at a number from the system; those of accelerators start at a
+        # constant
+    ):
         torch.default_generator.seed()
 
 
 def _restore_openblas(wanted: str | None) -> None:
-    """The template holds OpenBLAS at one thread, so that it may be forked; here it gets what a fresh process would have."""
+    """The template holds OpenBLAS at one thread, so that it may be forked; here it gets what a
+    fresh process would have.
+    """
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
     if wanted is not None:
         os.environ["OPENBLAS_NUM_THREADS"] = wanted
@@ -232,27 +284,42 @@ def _restore_openblas(wanted: str | None) -> None:
 
 
 def _openblas_threads(environment: Mapping[str, str], processors: int) -> int:
-    """How many threads OpenBLAS takes when it loads (its memory.c, `blas_get_cpu_number`): never more than there are processors."""
-    for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_DEFAULT_NUM_THREADS"):
+    """How many threads OpenBLAS takes when it loads (its memory.c, `blas_get_cpu_number`): never
+    more than there are processors.
+    """
+    for name in (
+        "OPENBLAS_NUM_THREADS",
+        "GOTO_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "OPENBLAS_DEFAULT_NUM_THREADS",
+    ):
         if name in environment and (number := _leading_number(environment[name])) > 0:
             return min(number, processors)
     return processors
 
 
 def _leading_number(text: str) -> int:
-    """As C's atoi: "4,2" is 4, "x" is 0. Without `re`, whose first use writes to 300 kB that all ranks share until then."""
+    """As C's atoi: "4,2" is 4, "x" is 0. Without `re`, whose first use writes to 300 kB that all
+    ranks share until then.
+    """
     digits = text.strip().removeprefix("+")
-    end = next((i for i, character in enumerate(digits) if character not in "0123456789"), len(digits))
+    end = next(
+        (i for i, character in enumerate(digits) if character not in "0123456789"), len(digits)
+    )
     return int(digits[:end] or 0)
 
 
 def _openblas_libraries() -> set[str]:
     with open("/proc/self/maps") as file:
-        return {line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line and "/" in line}
+        return {
+            line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line and "/" in line
+        }
 
 
 def _choose_debugger(order: StartWorker, terminal: int, seen: Hooks) -> None:
-    """`breakpoint()`: on the terminal in the rank that has it, one line in the others; as PYTHONBREAKPOINT says where it is set."""
+    """`breakpoint()`: on the terminal in the rank that has it, one line in the others; as
+    PYTHONBREAKPOINT says where it is set.
+    """
     chosen = bool(os.environ.get("PYTHONBREAKPOINT"))
     if terminal >= 0 and (chosen or not order.debugger):
         os.close(terminal)
@@ -268,21 +335,26 @@ def _choose_debugger(order: StartWorker, terminal: int, seen: Hooks) -> None:
 
 
 def _left_out(rank: int) -> Callable[[str, FrameType | None], None]:
-    """A debugger would end a rank whose stdin is /dev/null: say so once for each place, and go on."""
+    """A debugger would end a rank whose stdin is /dev/null: say so once for each place, and
+    go on.
+    """
     said: set[str] = set()
 
     def leave_out(what: str, frame: FrameType | None) -> None:
         place = exception_capture.line_of(exception_capture.user_frame(frame) or frame)
         if place not in said:
             said.add(place)
-            print(f"rallypoint: {what} at {place} left out: another rank has the terminal; --debug-rank {rank}", file=sys.stderr)
+            print(
+                f"rallypoint: {what} at {place} left out: another rank has the terminal; --debug-rank {rank}",
+                file=sys.stderr,
+            )
 
     return leave_out
 
 
 def _leave_debuggers_out(leave_out: Callable[[str, FrameType | None], None]) -> None:
-    """Treat `pdb.set_trace()`, ipdb and others that build on the standard library's as `breakpoint()`. One that has an input of its own,
-    a socket for instance, works as always."""
+    """Treat `pdb.set_trace()`, ipdb and others that build on the standard library's as
+    `breakpoint()`. One that has an input of its own, a socket for instance, works as always."""
     import bdb
 
     original = bdb.Bdb.set_trace
@@ -298,27 +370,41 @@ def _leave_debuggers_out(leave_out: Callable[[str, FrameType | None], None]) -> 
 
 
 def _frames_of_ours(frames: list[FrameType]) -> int:
-    """How many of a program's outermost frames are the launcher's: a person at a debugger has no use for them."""
+    """How many of a program's outermost frames are the launcher's: a person at a debugger has no
+    use for them.
+    """
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     files = [frame.f_code.co_filename for frame in frames]
-    theirs = (number for number, file in enumerate(files) if file != "<string>" and not file.startswith(folder))
+    theirs = (
+        number
+        for number, file in enumerate(files)
+        if file != "<string>" and not file.startswith(folder)
+    )
     return next(theirs, 0)
 
 
 def _on_terminal(terminal: int, seen: Hooks) -> Callable[..., None]:
-    """The debugger on the terminal itself: the rank's own stdout is a pipe, whose lines get a prefix. While it waits for a line the
-    agent knows that, and does not ask where everybody is."""
-    ends: list[io.TextIOWrapper] = []  # one reader for all calls: what was typed ahead must not be lost with it
+    """The debugger on the terminal itself: the rank's own stdout is a pipe, whose lines get a
+    prefix. While it waits for a line the agent knows that, and does not ask where everybody is."""
+    ends: list[
+        io.TextIOWrapper
+    ] = []  # one reader for all calls: what was typed ahead must not be lost with it
 
     def breakpointhook(*args: object, **kwargs: object) -> None:
         import pdb
 
         if not ends:
-            ends.append(io.TextIOWrapper(io.BufferedReader(io.FileIO(terminal, "r", closefd=False))))
-            ends.append(io.TextIOWrapper(io.FileIO(terminal, "w", closefd=False), write_through=True))
+            ends.append(
+                io.TextIOWrapper(io.BufferedReader(io.FileIO(terminal, "r", closefd=False)))
+            )
+            ends.append(
+                io.TextIOWrapper(io.FileIO(terminal, "w", closefd=False), write_through=True)
+            )
 
         class Debugger(pdb.Pdb):
-            def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
+            def get_stack(
+                self, f: FrameType | None, t: TracebackType | None
+            ) -> tuple[list[tuple[FrameType, int]], int]:
                 stack, index = super().get_stack(f, t)
                 ours = _frames_of_ours([frame for frame, _ in stack])
                 return stack[ours:], max(0, index - ours)

@@ -32,34 +32,44 @@ class Hooks(AgentLine):
     """View of one worker's program. The wrapped functions of `torch_hooks` call these methods."""
 
     def __init__(self, control: socket.socket, *, held: str, began: float, single: bool) -> None:
-        """`held`: host:port that the agent holds, "" for none. `began`: wall clock of the attempt's start.
-        `single`: this is the job's only rank."""
+        """`held`: host:port that the agent holds, "" for none. `began`: wall clock of the attempt's
+        start. `single`: this is the job's only rank."""
         super().__init__(control)
         self._point = HeldPoint(held, began)
         self._began = began
         self._single = single
         self._group_line = ""
         self._calls = 0  # of init_process_group
-        self._joined: Counter[int] = Counter()  # groups that this process has joined at the held socket, by their size
-        self.opened_at = ""  # where `launch` was called that has opened the process group, and will close it
+        self._joined: Counter[int] = (
+            Counter()
+        )  # groups that this process has joined at the held socket, by their size
+        self.opened_at = (
+            ""  # where `launch` was called that has opened the process group, and will close it
+        )
         self._forks: set[str] = set()
         os.register_at_fork(before=self.forking, after_in_child=self.forget)
 
     def forking(self) -> None:
-        """Tell that the program forks while CUDA is up. The child is refused CUDA only if it tries to use it."""
+        """Tell that the program forks while CUDA is up. The child is refused CUDA only if it tries
+        to use it.
+        """
         line, first = cuda.about_to_fork()
         if line and line not in self._forks and len(self._forks) < FORKS_MOST:
             self._forks.add(line)
             self.tell(ForksCuda(line, first))
 
     def forget(self) -> None:
-        """Close the line in a forked child of the program, which is not the rank. The address rules still hold there."""
+        """Close the line in a forked child of the program, which is not the rank. The address rules
+        still hold there.
+        """
         if self._control is not None:
             self._control.close()
             self._control = None
         cuda.in_forked_child(loaded_modules.replace)
 
-    def joining(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def joining(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call `init_process_group`, with a look at the meeting point before."""
         frame = exception_capture.user_frame(sys._getframe(1))
         if self.opened_at and is_initialized():
@@ -70,7 +80,12 @@ class Hooks(AgentLine):
             guarded = differs and exception_capture.except_line(_unreached(), frame) is not None
             device = cuda.take_device(meeting.backend.lower())
             meeting = msgspec.structs.replace(
-                meeting, guarded=guarded, device=device.uuid, device_name=device.name, device_how=device.how, turn=self._calls
+                meeting,
+                guarded=guarded,
+                device=device.uuid,
+                device_name=device.name,
+                device_how=device.how,
+                turn=self._calls,
             )
             self._calls += 1
             joined_before = is_initialized()
@@ -79,33 +94,49 @@ class Hooks(AgentLine):
             self.tell(AtPhase("joining"))
             for name, line in late_variables.set_late():
                 self.tell(SetLate(name, line))
-            # torch asks for the name of the host that it connects to; nobody needs the held store's.
+            # torch asks for the name of the host that it connects to; nobody needs the held
+            # store's.
             look_ups = quick_lookups() if held and not differs else contextlib.nullcontext()
-            with Variable(AGENT_STORE, None if not held and not differs else str(not differs)), look_ups:
+            with (
+                Variable(AGENT_STORE, None if not held and not differs else str(not differs)),
+                look_ups,
+            ):
                 result = original(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, ValueError) and is_initialized() and self._group_line:
                 error.__dict__["_rallypoint_code"] = "group-twice"
-                error.__dict__["_rallypoint_why"] = (f"first opened at {self._group_line}", f"again at {exception_capture.line_of(frame)}")
+                error.__dict__["_rallypoint_why"] = (
+                    f"first opened at {self._group_line}",
+                    f"again at {exception_capture.line_of(frame)}",
+                )
             if isinstance(error, Exception):
                 self.caught(error, "init_process_group")
-                if self._group_line and is_initialized():  # it was a second call, and the first one's group is as it was
+                if (
+                    self._group_line and is_initialized()
+                ):  # it was a second call, and the first one's group is as it was
                     self.tell(AtPhase("running"))
             raise
         if held and not differs:
             self._joined[meeting.world_size] += 1
         if not joined_before:
             self._group_line = exception_capture.line_of(frame)
-        if sys.excepthook is not hook_before and hook_before in (sys.__excepthook__, self._torch_hook):
-            self._torch_hook = sys.excepthook  # torch's own, which puts [rank2]: before each line; another one for each group
+        if sys.excepthook is not hook_before and hook_before in (
+            sys.__excepthook__,
+            self._torch_hook,
+        ):
+            self._torch_hook = (
+                sys.excepthook
+            )  # torch's own, which puts [rank2]: before each line; another one for each group
         self.tell(AtPhase("running"))
         return result
 
     def prefix(self, size: int) -> str:
-        """Return what stands before the keys of this process's next group of `size` ranks in the held store; "" for most jobs' only group.
+        """Return what stands before the keys of this process's next group of `size` ranks in the
+        held store; "" for most jobs' only group.
 
-        A group that is opened again would read its predecessor's addresses there; so would a group of all ranks that follows one of
-        some. All members count the same, since they were together in each earlier group of that size."""
+        A group that is opened again would read its predecessor's addresses there; so would a group
+        of all ranks that follows one of some. All members count the same, since they were together
+        in each earlier group of that size."""
         number = self._joined[size]
         return f"group{number}-of-{size}" if number or size != self._point.job_size else ""
 
@@ -114,12 +145,14 @@ class Hooks(AgentLine):
         return self._point.arguments_of_store(given)
 
     def spawning(self) -> None:
-        """Tell that the program starts ranks of its own. The only rank gets the held port back: its children may want the number."""
+        """Tell that the program starts ranks of its own. The only rank gets the held port back: its
+        children may want the number.
+        """
         self._spawning(exception_capture.line_of(exception_capture.user_frame(sys._getframe(1))))
 
     def starts_interpreter(self) -> None:
-        """Give the held port back before the only rank starts a process that sees nothing of ours but the environment: it may be
-        a rank of a group of the program's own."""
+        """Give the held port back before the only rank starts a process that sees nothing of ours
+        but the environment: it may be a rank of a group of the program's own."""
         if self._single:
             self._spawning("")
 
@@ -141,8 +174,12 @@ class Hooks(AgentLine):
             self._point.give_back()
 
     @contextlib.contextmanager
-    def following(self, start: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield arguments for `start_processes` with which processes of the job's only rank tell the launcher where they are."""
+    def following(
+        self, start: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield arguments for `start_processes` with which processes of the job's only rank tell
+        the launcher where they are.
+        """
         try:
             given = inspect.signature(start).bind(*args, **kwargs)
         except TypeError:  # torch raises it itself, with its own words
@@ -154,7 +191,9 @@ class Hooks(AgentLine):
 
         given.apply_defaults()
         with self._control.dup() as line:
-            given.arguments["fn"] = Spawned(given.arguments["fn"], given.arguments["nprocs"], line, self._began)
+            given.arguments["fn"] = Spawned(
+                given.arguments["fn"], given.arguments["nprocs"], line, self._began
+            )
             yield given.args, given.kwargs
 
 
@@ -164,7 +203,10 @@ def _twice(first: str, second: str) -> UsageError:
         f"init_process_group at {second}: launch(backend=...) has opened the process group already",
         why=(f"first opened for the function by launch at {first}", f"again at {second}"),
         help=(
-            ("leave the second call out: the group is open when the function starts, and closed after it", ""),
+            (
+                "leave the second call out: the group is open when the function starts, and closed after it",
+                "",
+            ),
             ("or open it yourself, and leave backend= out", "rallypoint.launch(train, nproc=2)"),
         ),
     )

@@ -242,7 +242,9 @@ class _AverageCall:
             found = {index: layout.paths_not_finite(value, 0) for index, value in values.items()}
             strange = {index: tuple(paths) for index, paths in found.items() if paths}
         averaged = self._averaged(met, participants, range(len(participants)), strange, finite)
-        return averaged, lambda targets: MeanWriter(layout, targets).write(memory, 0, 0, layout.size)
+        return averaged, lambda targets: MeanWriter(layout, targets).write(
+            memory, 0, 0, layout.size
+        )
 
     # --- large values, in shared memory ---
 
@@ -303,7 +305,9 @@ class _AverageCall:
         """Meet the other callers; return them in an order that is the same for all."""
         seconds, data = self._timeout, msgspec.msgpack.encode(offer)
         try:
-            reply, _ = self._store.ask(Arrive, self._name, self._size, seconds, data, self._quorum, wait=seconds)
+            reply, _ = self._store.ask(
+                Arrive, self._name, self._size, seconds, data, self._quorum, wait=seconds
+            )
         except (BarrierBroken, BarrierMismatch) as error:
             raise self._reworded(error) from None
         if isinstance(reply, TimedOut):

@@ -54,7 +54,9 @@ class Exchange:
     `head` on. `seconds`: after which other hosts are waited for no longer.
     """
 
-    def __init__(self, store: Client, name: str, layout: Layout, me: int, hosts: int, seconds: float) -> None:
+    def __init__(
+        self, store: Client, name: str, layout: Layout, me: int, hosts: int, seconds: float
+    ) -> None:
         self._store = store
         self._name = name
         self._layout = layout
@@ -87,7 +89,9 @@ class Exchange:
             for owner, (start, stop) in batch:
                 if owner == self._me:
                     key = self._key(first + owner)
-                    finite = self._complete(first, start, stop, sums, into, head, divisor) and finite
+                    finite = (
+                        self._complete(first, start, stop, sums, into, head, divisor) and finite
+                    )
                     if former:  # the others have read it: they have sent for this batch
                         self._forget(former)
                     former = key
@@ -95,7 +99,9 @@ class Exchange:
             for owner, (start, stop) in batch:
                 if owner != self._me:
                     mean = self._wait(self._key(first + owner), owner)
-                    self._written.discard(self._key(first + owner, self._me))  # deleted by the owner
+                    self._written.discard(
+                        self._key(first + owner, self._me)
+                    )  # deleted by the owner
                     self._bytes(into, head, start, stop).copy_(mean)
                 tell(stop - start)
         return finite
@@ -164,7 +170,8 @@ class Exchange:
 
     def _wait(self, key: str, host: int) -> Any:
         while True:
-            # A server that is slow to answer has the store's timeout, as for all that does not wait.
+            # A server that is slow to answer has the store's timeout, as for all that does not
+            # wait.
             reply, body = self._store.ask(Get, key, LOOK, wait=LOOK + self._store.timeout)
             if isinstance(reply, Value):
                 return self._store.decoded(reply, body)
@@ -178,7 +185,9 @@ class Exchange:
 
     def _chunks(self) -> Iterator[tuple[int, int]]:
         """Yield the layout's bytes in pieces whose sums are no larger than a chunk."""
-        widest = max(accumulator(run.dtype).itemsize // run.dtype.itemsize for run in self._layout.runs)
+        widest = max(
+            accumulator(run.dtype).itemsize // run.dtype.itemsize for run in self._layout.runs
+        )
         size = max(SMALLEST_CHUNK, CHUNK_BYTES // (self._hosts - 1)) // widest // PAGE * PAGE
         for start in range(0, self._layout.size, size):
             yield start, min(self._layout.size, start + size)

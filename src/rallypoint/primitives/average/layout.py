@@ -43,7 +43,9 @@ class Leaf:
 
     __slots__ = ("kind", "original", "path", "size", "tensor", "viewed")
 
-    def __init__(self, path: str, tensor: Tensor, kind: str, original: Any, *, viewed: bool = True) -> None:
+    def __init__(
+        self, path: str, tensor: Tensor, kind: str, original: Any, *, viewed: bool = True
+    ) -> None:
         self.path = path
         self.tensor = tensor
         self.kind = kind  # "tensor", "array", "scalar" (numpy's), "number" (Python's)
@@ -83,7 +85,9 @@ class Tree:
 
     def described(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return (path, dtype, shape) of each leaf."""
-        return [(leaf.path, _bare(leaf.tensor.dtype), tuple(leaf.tensor.shape)) for leaf in self.leaves]
+        return [
+            (leaf.path, _bare(leaf.tensor.dtype), tuple(leaf.tensor.shape)) for leaf in self.leaves
+        ]
 
     def _taken(self, value: Any, path: str, depth: int) -> Callable[[dict[str, Tensor]], Any]:
         if depth > MAX_DEPTH:
@@ -103,7 +107,9 @@ class Tree:
         self.leaves.append(leaf)
         return _back(leaf)
 
-    def _taken_dict(self, value: dict[Any, Any], path: str, depth: int) -> Callable[[dict[str, Tensor]], Any]:
+    def _taken_dict(
+        self, value: dict[Any, Any], path: str, depth: int
+    ) -> Callable[[dict[str, Tensor]], Any]:
         kind: type[dict[Any, Any]] = OrderedDict if isinstance(value, OrderedDict) else dict
         parts = {}
         for key, part in value.items():
@@ -300,7 +306,9 @@ def _array(value: Any, path: str) -> Leaf:
     else:
         raise unsupported(path, described(value))
     array = numpy.asarray(value)
-    if array.dtype.kind not in "fc" or array.dtype.itemsize > (8 if array.dtype.kind == "f" else 16):
+    if array.dtype.kind not in "fc" or array.dtype.itemsize > (
+        8 if array.dtype.kind == "f" else 16
+    ):
         what = f"a numpy array of {array.dtype}"
         raise unsupported(path, what, ("convert it", 'array.astype("float64")'))
     viewed = array.dtype.isnative and array.flags.c_contiguous and array.flags.writeable

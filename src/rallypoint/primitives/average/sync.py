@@ -222,7 +222,9 @@ class AverageRound:
             self._cache.give(self._own)
         self._cache.end_round()
         for exchange in self._exchanges:
-            with contextlib.suppress(RallypointError):  # without the store, its keys go with the session
+            with contextlib.suppress(
+                RallypointError
+            ):  # without the store, its keys go with the session
                 exchange.clean()
         for key in self._called_off:
             with contextlib.suppress(RallypointError):
@@ -299,14 +301,19 @@ class AverageRound:
         # This rank's own value comes first: the sum may be written over it.
         host = sorted(self._split.host, key=lambda index: index != self._me)
         counted = [index for index in host if index in weights]
-        parts = [typed(self._open[index], run.dtype, self._head + run.start, run.length) for index in counted]
+        parts = [
+            typed(self._open[index], run.dtype, self._head + run.start, run.length)
+            for index in counted
+        ]
         return work_split.combine(into, parts, [weights[index] for index in counted], divisor, tell)
 
     def _exchange(self) -> bool:
         """Make the mean of all hosts; tell whether what this host completed of it is finite."""
         hosts = self._split.hosts
         me = hosts.index(self._split.host)
-        exchange = Exchange(self._store, self._exchange_name, self._layout, me, len(hosts), self._left)
+        exchange = Exchange(
+            self._store, self._exchange_name, self._layout, me, len(hosts), self._left
+        )
         self._exchanges.append(exchange)
         self._progress.begin("exchanging with other hosts", self._layout.size)
         into = self._own.mapped.memory
@@ -404,7 +411,8 @@ class AverageRound:
         name = meeting(self._name, f"{stage}/{size}")
         value = msgspec.msgpack.encode(mine)
         try:
-            # A server that is slow to answer has the store's timeout, as for all that does not wait.
+            # A server that is slow to answer has the store's timeout, as for all that does not
+            # wait.
             wait = LOOK + self._store.timeout
             reply, _ = self._store.ask(Arrive, name, size, LOOK, value, 1, wait=wait)
         except (BarrierBroken, BarrierMismatch):
@@ -426,7 +434,11 @@ class AverageRound:
         """Return those of the absent whose session is over according to the server."""
         members = met.absent if met is not None else ()
         over = {member.identity for member in members if member.ended and member.identity}
-        return {index for index in absent if self._participants[index].identity in over and not self._has_left(index)}
+        return {
+            index
+            for index in absent
+            if self._participants[index].identity in over and not self._has_left(index)
+        }
 
     def _has_left(self, index: int) -> bool:
         """Tell whether the rank's round is over."""

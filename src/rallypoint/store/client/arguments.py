@@ -11,10 +11,14 @@ from rallypoint.wire import values
 
 
 def key_of(key: object) -> str:
-    """A key or a name, as it is given: TypeError for what is no str, UsageError for what has no bytes."""
+    """A key or a name, as it is given: TypeError for what is no str, UsageError for what has no
+    bytes.
+    """
     if isinstance(key, str):
         if type(key) is not str:
-            key = str.__str__(key)  # what it consists of: `str()` of a member of an Enum is the member's name
+            key = str.__str__(
+                key
+            )  # what it consists of: `str()` of a member of an Enum is the member's name
         if not key.isascii():
             _check_text(key)
         return key
@@ -29,7 +33,9 @@ def _check_text(key: str) -> None:
         raise UsageError(
             "usage",
             f"the key {values.shown(key)} is no text: character {error.start} is a lone surrogate, which UTF-8 has no bytes for",
-            help=(("write such characters out", 'key.encode("utf-8", "backslashreplace").decode()'),),
+            help=(
+                ("write such characters out", 'key.encode("utf-8", "backslashreplace").decode()'),
+            ),
         ) from None
 
 
@@ -52,7 +58,9 @@ def positive(name: str, given: float | timedelta) -> float:
 
 
 def number(name: str, given: object, what: str) -> int | None:
-    """A whole number that this store gave out, or None. `name`: of the argument; `what`: what it is, "the token of a lock"."""
+    """A whole number that this store gave out, or None. `name`: of the argument; `what`: what it
+    is, "the token of a lock".
+    """
     if given is None:
         return None
     if isinstance(given, bool) or not hasattr(given, "__index__"):
@@ -70,7 +78,9 @@ def _number(name: str, given: object) -> float:
     if isinstance(given, timedelta):
         return given.total_seconds()
     if isinstance(given, bool | str) or not hasattr(given, "__float__"):
-        raise TypeError(f"{name}={given!r}: seconds are a number or a timedelta, not {described(given)}")
+        raise TypeError(
+            f"{name}={given!r}: seconds are a number or a timedelta, not {described(given)}"
+        )
     return float(given)
 
 
@@ -80,6 +90,8 @@ def described(thing: object) -> str:
     if thing is None:
         return "None"
     name = (
-        kind.__qualname__ if kind.__module__.partition(".")[0] in ("builtins", "rallypoint") else f"{kind.__module__}.{kind.__qualname__}"
+        kind.__qualname__
+        if kind.__module__.partition(".")[0] in ("builtins", "rallypoint")
+        else f"{kind.__module__}.{kind.__qualname__}"
     )
     return values.article(name)

@@ -1,4 +1,6 @@
-"""Threads of the store's own, which a program does not know of: what they leave to its threads, and what to each other."""
+"""Threads of the store's own, which a program does not know of: what they leave to its threads, and
+what to each other.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def is_here() -> bool:
 
 
 def _within(run: Callable[[], object]) -> None:
-    # A signal that the kernel gave to this thread would not wake the main thread, which has to handle it.
+    # A signal that the kernel gave to this thread would not wake the main thread, which has to
+    # handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     _own.here = True
     run()

@@ -1,7 +1,8 @@
 """How long to wait before trying again.
 
-Full jitter: the wait is uniform between 0 and a ceiling that doubles with each attempt. Of the usual variants it spreads a herd
-of clients best, and needs the fewest calls in all (Marc Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015).
+Full jitter: the wait is uniform between 0 and a ceiling that doubles with each attempt. Of the
+usual variants it spreads a herd of clients best, and needs the fewest calls in all (Marc Brooker,
+"Exponential Backoff and Jitter", AWS Architecture Blog, 2015).
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ FIRST = 0.02
 """Seconds, the first ceiling: a process that is just starting to listen does so within this."""
 
 MOST = 1.0
-"""Seconds, the last ceiling: nobody who waits for a server to come back wants to notice more delay than this."""
+"""Seconds, the last ceiling: nobody who waits for a server to come back wants to notice more delay
+than this.
+"""
 
 
 def ceiling(attempt: int, most: float = MOST) -> float:
-    """The longest wait after failed attempt number `attempt` (from 0), in seconds; never more than `most`."""
+    """The longest wait after failed attempt number `attempt` (from 0), in seconds; never more than
+    `most`.
+    """
     return min(MOST, most, FIRST * 2.0 ** min(attempt, 32))
 
 

@@ -32,7 +32,9 @@ _ASKED: dict[type[Request], str] = {
     wire.Arrive: "arriving at {}",
     wire.Status: "the status",
 }
-"""What a request is to whoever called a method, with its key or name: the names of messages mean nothing to users."""
+"""What a request is to whoever called a method, with its key or name: the names of messages mean
+nothing to users.
+"""
 
 
 class Call(msgspec.Struct, eq=False, weakref=True):
@@ -58,14 +60,17 @@ LEAST_GRACE = 0.15
 
 
 def grace(wait: float) -> float:
-    """How much longer than the server a client waits for an answer that is due after `wait` seconds: the server's is better, for it
-    says what is known, but a frozen one must not hold anybody up by more than a tenth (or what a busy machine needs anyway: a server
-    that shares two processors with a test suite comes to its timers tens of milliseconds late)."""
+    """How much longer than the server a client waits for an answer that is due after `wait`
+    seconds: the server's is better, for it says what is known, but a frozen one must not hold
+    anybody up by more than a tenth (or what a busy machine needs anyway: a server that shares two
+    processors with a test suite comes to its timers tens of milliseconds late)."""
     return min(GRACE, max(LEAST_GRACE, 0.08 * wait))
 
 
 def outcome_of(call: Call, happened: frozenset[int] | None = None) -> Outcome:
-    """What is known about a request without an answer. `happened`: the numbers that the server carried out, when it knows."""
+    """What is known about a request without an answer. `happened`: the numbers that the server
+    carried out, when it knows.
+    """
     if not call.sent or not call.kind.changes:
         return "did not happen"
     if happened is None:
@@ -82,7 +87,13 @@ def asked_of(call: Call) -> str:
     name = fields[0]
     if kind in (wire.Keys, wire.Watch) and not name:
         return words.removesuffix(" that begin with {}")
-    what = shown(name) if isinstance(name, str) else shown(name[0]) if len(name) == 1 else f"{len(name)} keys"
+    what = (
+        shown(name)
+        if isinstance(name, str)
+        else shown(name[0])
+        if len(name) == 1
+        else f"{len(name)} keys"
+    )
     if kind in (wire.Get, wire.Exists) and fields[1:] and fields[1]:
         return f"waiting for {what}"
     return words.format(what)

@@ -1,7 +1,8 @@
 """Ask, wait, time out, reconnect; never do a thing twice.
 
-`Client` is a dict whose values live in a server. It turns values into bytes and replies into values or exceptions; everything about
-the conversation is in `session.py`. What users hold is a `Store` (`primitives/store.py`): this, and what is built on it.
+`Client` is a dict whose values live in a server. It turns values into bytes and replies into values
+or exceptions; everything about the conversation is in `session.py`. What users hold is a `Store`
+(`primitives/store.py`): this, and what is built on it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ from rallypoint.store.client.arguments import described, key_of, number, positiv
 from rallypoint.store.client.connect import OpenSocket
 from rallypoint.store.client.failures import failure, refused
 from rallypoint.store.client.lease import Figures, Lease
-from rallypoint.store.client.session import BYE_SECONDS, CLOSED, Received, Session, Settings, leave, stay_when_leaving
+from rallypoint.store.client.session import (
+    BYE_SECONDS,
+    CLOSED,
+    Received,
+    Session,
+    Settings,
+    leave,
+    stay_when_leaving,
+)
 from rallypoint.wire import messages as wire
 from rallypoint.wire import values
 from rallypoint.wire.messages import (
@@ -70,13 +79,16 @@ from rallypoint.wire.messages import (
 from rallypoint.wire.values import Parts
 
 SEEN_KEYS = 10_000
-"""Keys whose last read revision is remembered, to notice a lost update. The oldest are forgotten."""
+"""Keys whose last read revision is remembered, to notice a lost update. The oldest are forgotten.
+"""
 
 SEEN_LOCKS = 1000
 """Names of locks of which `statistics` knows. The oldest are forgotten."""
 
 WATCH_SECONDS = 60.0
-"""How long one request of a watch waits on the server; then it is asked anew. Only shortens what a dead server costs."""
+"""How long one request of a watch waits on the server; then it is asked anew. Only shortens what a
+dead server costs.
+"""
 
 TOKEN, REVISION = "the token of a lock", "a revision of this store"
 
@@ -85,18 +97,24 @@ ABSENT: Final = values.ABSENT
 """Stands for "there is no such key"."""
 
 _stores: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
-"""Those of this process that are open, and in a forked child those of its parent until they are used there."""
+"""Those of this process that are open, and in a forked child those of its parent until they are
+used there.
+"""
 
 _ending_in = 0  # the process in which multiprocessing is to end them; 0: it was never told
 
 
 def _opened() -> list[Client]:
-    """These stores. (Nothing weak can be gone through while another thread makes a store or closes one; but it can be copied.)"""
+    """These stores. (Nothing weak can be gone through while another thread makes a store or closes
+    one; but it can be copied.)
+    """
     return [store for ref in _stores.valuerefs() if (store := ref()) is not None]
 
 
 def _end_all() -> None:
-    """The interpreter leaves: what the sessions hold is to be released now, not when their leases are over."""
+    """The interpreter leaves: what the sessions hold is to be released now, not when their leases
+    are over.
+    """
     leave()
     clock = Clock()
     for store in _opened():
@@ -111,12 +129,14 @@ def _end_with_the_process() -> None:
         if _ending_in == 0:
             util.register_after_fork(_end_all, _end_with_the_child)
         _ending_in = os.getpid()
-        util.Finalize(None, _end_all, exitpriority=-100)  # below 0: after its own children were waited for
+        util.Finalize(
+            None, _end_all, exitpriority=-100
+        )  # below 0: after its own children were waited for
 
 
 def _end_with_the_child(_: object) -> None:
-    """A child of multiprocessing begins, and has forgotten what is to be done at its end: also what it was told while its arguments, a
-    store among them, arrived."""
+    """A child of multiprocessing begins, and has forgotten what is to be done at its end: also what
+    it was told while its arguments, a store among them, arrived."""
     global _ending_in
     _ending_in = -1
     _end_with_the_process()
@@ -162,14 +182,20 @@ class Options(NamedTuple):
 class Client:
     """A store's client.
 
-    Works from any thread, in a forked child (which gets a session of its own), and as an argument of `multiprocessing.Process`. Every
-    method may raise `StoreTimeout`, `SessionLost`, `StoreClosed`, `StoreUnreachable` (all three latter are ConnectionErrors) and
-    `LimitExceeded`; what a call leaves behind after each is in `docs/reference/store.md`. `timeout` of the store bounds every answer
-    that waits for nobody; a large value may take longer for as long as its bytes move.
+    Works from any thread, in a forked child (which gets a session of its own), and as an argument
+    of `multiprocessing.Process`. Every method may raise `StoreTimeout`, `SessionLost`,
+    `StoreClosed`, `StoreUnreachable` (all three latter are ConnectionErrors) and `LimitExceeded`;
+    what a call leaves behind after each is in `docs/reference/store.md`. `timeout` of the store
+    bounds every answer that waits for nobody; a large value may take longer for as long as its
+    bytes move.
     """
 
-    def __init__(self, options: Options, secret: bytes, open_socket: OpenSocket | None = None) -> None:
-        """`options` and `secret` as `resolve` returns them. Connects; see there for what it raises."""
+    def __init__(
+        self, options: Options, secret: bytes, open_socket: OpenSocket | None = None
+    ) -> None:
+        """`options` and `secret` as `resolve` returns them. Connects; see there for what it
+        raises.
+        """
         self._options = options
         self._secret = secret
         self._open_socket = open_socket
@@ -202,7 +228,8 @@ class Client:
             _end_with_the_process()
         except RallypointError as error:
             session.close(0.0)
-            raise error from None  # it has told of all attempts: their own tracebacks would only bury it
+            # it has told of all attempts: their own tracebacks would only bury it
+            raise error from None
         except BaseException:
             session.close(0.0)
             raise
@@ -210,11 +237,15 @@ class Client:
         return session
 
     def _close_with_this(self, session: Session) -> None:
-        self._finalizer = weakref.finalize(self, session.close, 0.0)  # wherever the collector runs: it must not wait there
+        self._finalizer = weakref.finalize(
+            self, session.close, 0.0
+        )  # wherever the collector runs: it must not wait there
         self._finalizer.atexit = False
 
     def _leave_to_parent(self) -> None:
-        """In a forked child, which has no other thread: close the descriptors of the parent's connections, and count anew."""
+        """In a forked child, which has no other thread: close the descriptors of the parent's
+        connections, and count anew.
+        """
         self._finalizer.detach()
         self._making = threading.RLock()
         self._session.abandon()
@@ -228,7 +259,9 @@ class Client:
         return session if session.end is None else self._next_session()
 
     def _next_session(self) -> Session:
-        """The last session is over: it was lost or closed, or this process is a child of the one that connected."""
+        """The last session is over: it was lost or closed, or this process is a child of the one
+        that connected.
+        """
         with self._making:
             former = self._session
             if former.end is None:
@@ -254,14 +287,20 @@ class Client:
     # --- asking ---
 
     def ask(
-        self, kind: type[Request], *fields: Any, wait: float | None = None, into: Received | None = None
+        self,
+        kind: type[Request],
+        *fields: Any,
+        wait: float | None = None,
+        into: Received | None = None,
     ) -> tuple[AnyReply, memoryview | None]:
-        """For what is built on the store: send a request of `wire/messages.py`, and return its reply and the bytes of a large value.
+        """For what is built on the store: send a request of `wire/messages.py`, and return its
+        reply and the bytes of a large value.
 
-        `fields` are those after `seq` and `acked`; an encoded value (`values.encode`) stands at its place, large or not. `wait` is the
-        number of seconds that stands in the request's `timeout` as well (math.inf: for ever), None when it waits for nobody. `into` gets
-        the reply as well; after an exception it is there, or what it would have handed over is taken back. `Failed` is raised;
-        `TimedOut` is returned.
+        `fields` are those after `seq` and `acked`; an encoded value (`values.encode`) stands at its
+        place, large or not. `wait` is the number of seconds that stands in the request's `timeout`
+        as well (math.inf: for ever), None when it waits for nobody. `into` gets the reply as well;
+        after an exception it is there, or what it would have handed over is taken back. `Failed` is
+        raised; `TimedOut` is returned.
         """
         session = self._session
         if session.end is not None:
@@ -270,26 +309,33 @@ class Client:
             return session.request(kind, (fields[0], b"", *fields[2:]), wait, fields[1], into)
         return session.request(kind, fields, wait, None, into)
 
-    def ask_many(self, requests: list[tuple[type[Request], tuple[Any, ...]]]) -> list[tuple[AnyReply, memoryview | None]]:
-        """Like `ask` for several requests that wait for nobody, without waiting in between. `Failed` is returned."""
+    def ask_many(
+        self, requests: list[tuple[type[Request], tuple[Any, ...]]]
+    ) -> list[tuple[AnyReply, memoryview | None]]:
+        """Like `ask` for several requests that wait for nobody, without waiting in between.
+        `Failed` is returned.
+        """
         return self._live().request_many(requests)
 
     def lease(self, name: str, ttl: float) -> Lease:
-        """For what is built on the store: the lease of a lock that is to be asked for with this `ttl`. From `Lease.begin` on signs of life
-        are given often enough, until `Lease.drop`. Set its `token` and `state` when it is granted; if it is over by then, the grant may
-        be, too."""
+        """For what is built on the store: the lease of a lock that is to be asked for with this
+        `ttl`. From `Lease.begin` on signs of life are given often enough, until `Lease.drop`. Set
+        its `token` and `state` when it is granted; if it is over by then, the grant may be, too."""
         session = self._live()
         figures = self._figures.get(name)
         if figures is None:
-            figures = self._figures.setdefault(name, Figures())  # another thread may have been quicker
+            figures = self._figures.setdefault(
+                name, Figures()
+            )  # another thread may have been quicker
             if len(self._figures) > SEEN_LOCKS:
                 self._figures.popitem(last=False)
         what = f"the lock {values.shown(name)}"
         return Lease(session.leases, name, what, ttl, figures)
 
     def encoded(self, value: object, key: str | None = None, *, called: str = "") -> bytes | Parts:
-        """The value's bytes. Raises ValueUnsupported; LimitExceeded when the server would not take it for its size. `key`: for which
-        it is, to be named by the error; `called`: what else it is for, as the error is to name it."""
+        """The value's bytes. Raises ValueUnsupported; LimitExceeded when the server would not take
+        it for its size. `key`: for which it is, to be named by the error; `called`: what else it is
+        for, as the error is to name it."""
         limits = self._session.limits
         limit = limits.value_bytes if limits is not None else None
         if key is not None:
@@ -299,9 +345,13 @@ class Client:
         except ValueUnsupported as error:
             if not called:
                 raise
-            inside = error.headline.removeprefix("value")  # "value["a"]: a function cannot be stored"
+            inside = error.headline.removeprefix(
+                "value"
+            )  # "value["a"]: a function cannot be stored"
             headline = called + inside if key is not None else f"{called}: {error.headline}"
-            raise ValueUnsupported(error.code, headline, why=error.why, help=error.help) from error.__cause__
+            raise ValueUnsupported(
+                error.code, headline, why=error.why, help=error.help
+            ) from error.__cause__
         except values.TooLarge as error:
             raise _too_large(called, str(error), limit) from None
         if type(data) is Parts and limit is not None and data.size > limit:
@@ -310,7 +360,11 @@ class Client:
 
     def decoded(self, reply: Value, body: memoryview | None, device: Any = None) -> Any:
         """The value of a reply. `device`: where its tensors are to be, None: on the CPU."""
-        return values.decode(reply.value if body is None else body, allow_pickle=self._options.allow_pickle, device=device)
+        return values.decode(
+            reply.value if body is None else body,
+            allow_pickle=self._options.allow_pickle,
+            device=device,
+        )
 
     # --- as a dict ---
 
@@ -353,12 +407,16 @@ class Client:
         return sorted(_names(self.ask(Keys, key_of(prefix))[0]))
 
     def items(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        """(key, value) for the keys of one revision; the values are read as the iteration goes on, and a key that was removed
-        meanwhile is left out."""
+        """(key, value) for the keys of one revision; the values are read as the iteration goes on,
+        and a key that was removed meanwhile is left out."""
         keys = self.keys(prefix)
         for start in range(0, len(keys), 64):
             batch = keys[start : start + 64]
-            yield from ((key, value) for key, value in zip(batch, self.get_many(batch, ABSENT), strict=True) if value is not ABSENT)
+            yield from (
+                (key, value)
+                for key, value in zip(batch, self.get_many(batch, ABSENT), strict=True)
+                if value is not ABSENT
+            )
 
     def values(self, prefix: str = "") -> Iterator[Any]:
         """The values of `items`."""
@@ -367,7 +425,8 @@ class Client:
     # --- keys ---
 
     def get(self, key: str, default: Any = None, *, device: Any = None) -> Any:
-        """The value of a key, `default` when there is none: it never waits (torch's stores do; see `wait`).
+        """The value of a key, `default` when there is none: it never waits (torch's stores do; see
+        `wait`).
 
         `device`: where tensors in it are to be; they arrive on the CPU otherwise.
         """
@@ -379,41 +438,64 @@ class Client:
         return default
 
     def read(self, key: str, *, device: Any = None) -> Entry:
-        """The value of a key and the revision at which it was written, for `compare_and_set(..., revision=)`; (ABSENT, 0) without one."""
+        """The value of a key and the revision at which it was written, for `compare_and_set(...,
+        revision=)`; (ABSENT, 0) without one.
+        """
         reply, body = self.ask(Get, key_of(key))
         if type(reply) is Value:
             return Entry(self.decoded(reply, body, device), reply.modified)
         return Entry(ABSENT, 0)
 
-    def wait(self, key: str, timeout: float | timedelta | None = None, *, device: Any = None) -> Any:
-        """The value of a key, as soon as there is one. Raises StoreTimeout (`wait-timeout`, a TimeoutError) after `timeout` seconds;
-        None: for as long as the server lives. Nothing is left behind by either."""
+    def wait(
+        self, key: str, timeout: float | timedelta | None = None, *, device: Any = None
+    ) -> Any:
+        """The value of a key, as soon as there is one. Raises StoreTimeout (`wait-timeout`, a
+        TimeoutError) after `timeout` seconds; None: for as long as the server lives. Nothing is
+        left behind by either."""
         seconds = seconds_of(timeout)
         reply, body = self.ask(Get, key_of(key), seconds, wait=seconds)
         if type(reply) is Value:
             self._saw(key, reply.modified)
             return self.decoded(reply, body, device)
-        raise StoreTimeout("wait-timeout", f"nobody set {values.shown(key)} in the store at {self.address} within {seconds:g} s")
+        raise StoreTimeout(
+            "wait-timeout",
+            f"nobody set {values.shown(key)} in the store at {self.address} within {seconds:g} s",
+        )
 
     def set(
-        self, key: str, value: object, *, ttl: float | timedelta | None = None, ephemeral: bool = False, fence: int | None = None
+        self,
+        key: str,
+        value: object,
+        *,
+        ttl: float | timedelta | None = None,
+        ephemeral: bool = False,
+        fence: int | None = None,
     ) -> int:
-        """Write a key, and return the revision of that. `ttl`: seconds after which the key goes; `ephemeral`: it goes with this session.
-        `fence`: the token of a lock; raises FenceStale, and writes nothing, unless that is held now.
+        """Write a key, and return the revision of that. `ttl`: seconds after which the key goes;
+        `ephemeral`: it goes with this session. `fence`: the token of a lock; raises FenceStale, and
+        writes nothing, unless that is held now.
 
-        When it replaces a change that somebody else made after this store last read the key, that update is lost: UpdateLostWarning,
-        once per key, or, with `strict`, UpdateLost (the write has happened).
+        When it replaces a change that somebody else made after this store last read the key, that
+        update is lost: UpdateLostWarning, once per key, or, with `strict`, UpdateLost (the write
+        has happened).
         """
         return self._write(key, value, ttl, ephemeral, fence)
 
     def _write(
-        self, key: str, value: object, ttl: float | timedelta | None = None, ephemeral: bool = False, fence: int | None = None
+        self,
+        key: str,
+        value: object,
+        ttl: float | timedelta | None = None,
+        ephemeral: bool = False,
+        fence: int | None = None,
     ) -> int:
         """See `set`. Called by what the user calls, so that a warning finds the user's line."""
         seconds = positive("ttl", ttl) if ttl is not None else None
         fence = number("fence", fence, TOKEN)
         if not isinstance(ephemeral, bool):
-            raise TypeError(f"ephemeral={ephemeral!r}: whether the key goes with this session is True or False, not {described(ephemeral)}")
+            raise TypeError(
+                f"ephemeral={ephemeral!r}: whether the key goes with this session is True or False, not {described(ephemeral)}"
+            )
         key = key_of(key)
         data = self.encoded(value, key)
         seen = self._seen.pop(key, None)
@@ -423,11 +505,16 @@ class Client:
             self._lost_update(key, reply.by)
         return reply.revision
 
-    def set_many(self, mapping: Mapping[str, object], *, ttl: float | timedelta | None = None) -> None:
-        """Write several keys without waiting for each answer; returns when the server has all. Not one change: others may see some of
-        them first. What an exception leaves written is in `docs/reference/store.md`."""
+    def set_many(
+        self, mapping: Mapping[str, object], *, ttl: float | timedelta | None = None
+    ) -> None:
+        """Write several keys without waiting for each answer; returns when the server has all. Not
+        one change: others may see some of them first. What an exception leaves written is in
+        `docs/reference/store.md`."""
         if not hasattr(mapping, "items"):
-            raise TypeError(f"set_many() takes a dict, not {described(mapping)}: make it one with dict(...)")
+            raise TypeError(
+                f"set_many() takes a dict, not {described(mapping)}: make it one with dict(...)"
+            )
         seconds = positive("ttl", ttl) if ttl is not None else None
         requests: list[tuple[type[Request], tuple[Any, ...]]] = []
         for key, value in mapping.items():
@@ -439,10 +526,16 @@ class Client:
             if isinstance(reply, Failed):
                 raise refused(kind, fields, reply)
 
-    def get_many(self, keys: Iterable[str], default: Any = None, *, device: Any = None) -> list[Any]:
-        """The values of several keys in the same order, `default` where there is none, without waiting for each answer."""
+    def get_many(
+        self, keys: Iterable[str], default: Any = None, *, device: Any = None
+    ) -> list[Any]:
+        """The values of several keys in the same order, `default` where there is none, without
+        waiting for each answer.
+        """
         if isinstance(keys, str):
-            raise TypeError("get_many() takes several keys, not a str: one key is store.get(key), or [key]")
+            raise TypeError(
+                "get_many() takes several keys, not a str: one key is store.get(key), or [key]"
+            )
         found = []
         for reply, body in self.ask_many([(Get, (key_of(key),)) for key in keys]):
             if isinstance(reply, Failed):
@@ -454,12 +547,18 @@ class Client:
         """Remove a key; whether there was one."""
         key = key_of(key)
         self._seen.pop(key, None)
-        return not isinstance(self.ask(Delete, key, False, number("fence", fence, TOKEN))[0], Absent)
+        return not isinstance(
+            self.ask(Delete, key, False, number("fence", fence, TOKEN))[0], Absent
+        )
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Remove a key and return what it was; `default`, if given, when there is none, else KeyError. Of several callers one gets it."""
+        """Remove a key and return what it was; `default`, if given, when there is none, else
+        KeyError. Of several callers one gets it.
+        """
         if len(default) > 1:
-            raise TypeError(f"pop() takes a key and at most one default, not {1 + len(default)} arguments")
+            raise TypeError(
+                f"pop() takes a key and at most one default, not {1 + len(default)} arguments"
+            )
         key = key_of(key)
         self._seen.pop(key, None)
         reply, body = self.ask(Delete, key, True)
@@ -470,7 +569,9 @@ class Client:
         raise KeyError(key)
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to an integer of 64 bits, exactly once, and return the sum; a missing key counts as 0. Raises WrongType."""
+        """Add to an integer of 64 bits, exactly once, and return the sum; a missing key counts as
+        0. Raises WrongType.
+        """
         if type(amount) is not int:
             right = "x.item()" if hasattr(amount, "item") else "int(x)"
             raise TypeError(f"add() takes an int, not {described(amount)}: give it as {right}")
@@ -479,12 +580,20 @@ class Client:
         return _integer(self.ask(Add, key_of(key), amount)[0])
 
     def compare_and_set(
-        self, key: str, expected: Any, new: object, *, revision: int | None = None, fence: int | None = None
+        self,
+        key: str,
+        expected: Any,
+        new: object,
+        *,
+        revision: int | None = None,
+        fence: int | None = None,
     ) -> tuple[bool, Any]:
-        """Write `new` if the key holds `expected` (ABSENT: if there is no such key); returns whether it did, and the value now.
+        """Write `new` if the key holds `expected` (ABSENT: if there is no such key); returns
+        whether it did, and the value now.
 
-        With `revision`, from `read`, it is that which is compared, and `expected` does not matter. Values are compared by their
-        bytes: 1, 1.0 and True differ, and so do dicts in another order. `fence`: as in `set`.
+        With `revision`, from `read`, it is that which is compared, and `expected` does not matter.
+        Values are compared by their bytes: 1, 1.0 and True differ, and so do dicts in another
+        order. `fence`: as in `set`.
         """
         key = key_of(key)
         fence, revision = number("fence", fence, TOKEN), number("revision", revision, REVISION)
@@ -495,9 +604,13 @@ class Client:
             modified = revision
             if revision is None:
                 before = None if expected is ABSENT else self.encoded(expected, key)
-                if isinstance(before, Parts):  # too large to send twice: compare here, by revision there
+                if isinstance(
+                    before, Parts
+                ):  # too large to send twice: compare here, by revision there
                     found, body = self.ask(Get, key)
-                    if type(found) is not Value or values.join(before) != (found.value if body is None else body):
+                    if type(found) is not Value or values.join(before) != (
+                        found.value if body is None else body
+                    ):
                         return False, self.decoded(found, body) if type(found) is Value else ABSENT
                     modified = found.modified
                 else:
@@ -509,10 +622,13 @@ class Client:
                 continue  # it changed between the two
             return False, self.decoded(reply, body) if type(reply) is Value else ABSENT
 
-    def update(self, key: str, fn: Callable[[Any], Any], default: Any = None, *, fence: int | None = None) -> Any:
-        """Replace a value by `fn(value)`, as one change that nobody comes between, and return the new value; `default` is given to
-        `fn` when there is no such key. `fn` is called again whenever somebody else was quicker, so it must have no effect of its own.
-        `fence`: as in `set`."""
+    def update(
+        self, key: str, fn: Callable[[Any], Any], default: Any = None, *, fence: int | None = None
+    ) -> Any:
+        """Replace a value by `fn(value)`, as one change that nobody comes between, and return the
+        new value; `default` is given to `fn` when there is no such key. `fn` is called again
+        whenever somebody else was quicker, so it must have no effect of its own. `fence`: as in
+        `set`."""
         key, fence = key_of(key), number("fence", fence, TOKEN)
         self._seen.pop(key, None)
         reply, body = self.ask(Get, key)
@@ -525,11 +641,19 @@ class Client:
             if isinstance(reply, Done):
                 return new
 
-    def watch(self, prefix: str = "", since: int | None = None, *, timeout: float | timedelta | None = None) -> Iterator[Change]:
-        """The changes of keys that begin with `prefix`, in order and without a gap, from now on or after revision `since`, for ever.
+    def watch(
+        self,
+        prefix: str = "",
+        since: int | None = None,
+        *,
+        timeout: float | timedelta | None = None,
+    ) -> Iterator[Change]:
+        """The changes of keys that begin with `prefix`, in order and without a gap, from now on or
+        after revision `since`, for ever.
 
-        A value over 64 KiB is read when it is its turn, and is then the newest. Raises Compacted when `since` is too long ago, and
-        StoreTimeout when nothing changes for `timeout` seconds (the iterator can be asked again).
+        A value over 64 KiB is read when it is its turn, and is then the newest. Raises Compacted
+        when `since` is too long ago, and StoreTimeout when nothing changes for `timeout` seconds
+        (the iterator can be asked again).
         """
         prefix = key_of(prefix)
         seconds, since = seconds_of(timeout), number("since", since, REVISION)
@@ -553,7 +677,9 @@ class Client:
     @property
     def identity(self) -> Identity:
         """Who this process is to others."""
-        return Identity(os.uname().nodename, os.getpid(), self._options.rank)  # also in a forked child that has not used it yet
+        return Identity(
+            os.uname().nodename, os.getpid(), self._options.rank
+        )  # also in a forked child that has not used it yet
 
     def status(self) -> dict[str, int]:
         """What the server holds: keys, bytes, sessions, waiting requests, and its limits."""
@@ -571,12 +697,15 @@ class Client:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """What this store object did in this process: operations by kind, bytes (shared memory apart), reconnects, lost updates, and
-        of each lock (the last 1000 names) how often it was had, not had in time and lost, and the seconds of waiting and holding."""
+        """What this store object did in this process: operations by kind, bytes (shared memory
+        apart), reconnects, lost updates, and of each lock (the last 1000 names) how often it was
+        had, not had in time and lost, and the seconds of waiting and holding."""
         counts, sent, received = self._session.totals()
         return {
             "operations": {
-                name: count for name, tag in sorted((kind.__name__, tag) for kind, tag in TAGS.items()) if (count := counts[tag])
+                name: count
+                for name, tag in sorted((kind.__name__, tag) for kind, tag in TAGS.items())
+                if (count := counts[tag])
             },
             "bytes_sent": sent,
             "bytes_received": received,
@@ -587,7 +716,9 @@ class Client:
         }
 
     def c10d(self, prefix: str = "c10d/") -> Any:
-        """This store as a `torch.distributed.Store`, for `init_process_group(store=...)`; its keys begin with `prefix`."""
+        """This store as a `torch.distributed.Store`, for `init_process_group(store=...)`; its keys
+        begin with `prefix`.
+        """
         from rallypoint.store.c10d import c10d
 
         return c10d(self, prefix)
@@ -613,8 +744,14 @@ class Client:
                 "store-pickled",
                 "a store is pickled only on its way into a new process: it carries its secret, which must not end up in a file or a queue",
                 help=(
-                    ("give it to the process when that starts", "multiprocessing.Process(target=work, args=(store,))"),
-                    ("to a pool, by its initializer", "multiprocessing.Pool(initializer=begin, initargs=(store,))"),
+                    (
+                        "give it to the process when that starts",
+                        "multiprocessing.Process(target=work, args=(store,))",
+                    ),
+                    (
+                        "to a pool, by its initializer",
+                        "multiprocessing.Pool(initializer=begin, initargs=(store,))",
+                    ),
                     ("or connect there", "rallypoint.connect(address, secret_file=...)"),
                 ),
             )
@@ -623,11 +760,18 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the session: what it holds is released at once. Threads that wait here get StoreClosed. May be called again."""
+        """End the session: what it holds is released at once. Threads that wait here get
+        StoreClosed. May be called again.
+        """
         self._end(BYE_SECONDS)
 
     def _end(self, wait: float) -> None:
@@ -648,7 +792,9 @@ class Client:
         self._lost_updates += 1
         text = f"{key!r} was changed by {by} between this read and write; use add() or update()"
         if self._options.strict:
-            raise UpdateLost("update-lost", text, why=("the write has happened, and what it replaced is gone",))
+            raise UpdateLost(
+                "update-lost", text, why=("the write has happened, and what it replaced is gone",)
+            )
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(f"update-lost: {text}", UpdateLostWarning, stacklevel=4)
@@ -670,11 +816,14 @@ class _Changes(Iterator[Change]):
             seconds = min(left, WATCH_SECONDS)
             reply, _ = self._store.ask(Watch, self._prefix, self.revision, seconds, wait=seconds)
             if isinstance(reply, TimedOut):
-                self.revision = reply.revision  # nothing changed here up to then; an older one would be forgotten one day
+                self.revision = (
+                    reply.revision
+                )  # nothing changed here up to then; an older one would be forgotten one day
                 left -= seconds
                 if left <= 0:
                     raise StoreTimeout(
-                        "wait-timeout", f"nothing that begins with {values.shown(self._prefix)} changed within {self._timeout:g} s"
+                        "wait-timeout",
+                        f"nothing that begins with {values.shown(self._prefix)} changed within {self._timeout:g} s",
                     )
             elif isinstance(reply, Changes):
                 self._ready, self.revision = deque(reply.changes), reply.until
@@ -685,7 +834,8 @@ class _Changes(Iterator[Change]):
             value = self._store.decoded(Value(0, 0, 0, value), None)
         else:
             value = ABSENT
-        self._ready.popleft()  # not before: an exception while it was read leaves it to be read again
+        # not before: an exception while it was read leaves it to be read again
+        self._ready.popleft()
         return Change(key, value, revision)
 
 
@@ -701,14 +851,20 @@ def resolve(
     strict: bool,
     same_host: bool,
 ) -> tuple[Options, bytes]:
-    """What a client is made of, from the arguments of `rallypoint.connect` and what this process knows of a store of its own."""
+    """What a client is made of, from the arguments of `rallypoint.connect` and what this process
+    knows of a store of its own.
+    """
     seconds, lease = positive("timeout", timeout), positive("ttl", ttl)
     here = discovery.current()
     rank = here.rank if here is not None else None
     if address is None:
         given = secret is not None or secret_file is not None
         if here is not None or given:
-            address = here.address if here is not None and here.rank is not None else discovery.exported_address()
+            address = (
+                here.address
+                if here is not None and here.rank is not None
+                else discovery.exported_address()
+            )
         if not address:
             raise discovery.no_store()
         job = job or (here.job if here is not None else os.environ.get("RALLYPOINT_JOB", ""))
@@ -729,7 +885,10 @@ def resolve(
             f"the store at {parsed} cannot be joined without its secret",
             help=(
                 ("give what the server has", "rallypoint.connect(address, secret=server.secret)"),
-                ("or the file that rallypoint serve names", "rallypoint.connect(address, secret_file=...)"),
+                (
+                    "or the file that rallypoint serve names",
+                    "rallypoint.connect(address, secret_file=...)",
+                ),
             ),
         )
     return Options(parsed, rank, job, seconds, lease, allow_pickle, strict, same_host), key
@@ -741,8 +900,12 @@ def _address(given: object) -> Address:
         if isinstance(getattr(given, "address", None), str):
             raise TypeError(f"an address is a str, not {described(given)}: give server.address")
         if isinstance(given, os.PathLike):
-            raise TypeError(f"an address is a str, not {described(given)}: give unix://{os.path.abspath(given)!s}")
-        raise TypeError(f'an address is a str such as "tcp://127.0.0.1:29500", not {described(given)}')
+            raise TypeError(
+                f"an address is a str, not {described(given)}: give unix://{os.path.abspath(given)!s}"
+            )
+        raise TypeError(
+            f'an address is a str such as "tcp://127.0.0.1:29500", not {described(given)}'
+        )
     address = parse(given)
     try:
         mode = os.stat(address.path).st_mode if address.path else stat.S_IFSOCK
@@ -761,7 +924,12 @@ def _too_large(called: str, what: str, limit: int | None) -> LimitExceeded:
     return LimitExceeded(
         "value-too-large",
         f"{called}{': ' if called else ''}{what} is more than the store takes: the limit is {limit} bytes (max_bytes=)",
-        help=(("give the store more memory", "rallypoint.serve(max_bytes=...), rallypoint serve --max-bytes ..."),),
+        help=(
+            (
+                "give the store more memory",
+                "rallypoint.serve(max_bytes=...), rallypoint serve --max-bytes ...",
+            ),
+        ),
     )
 
 

@@ -1,8 +1,10 @@
-"""One attempt to open a conversation: find the addresses, connect, prove; and if not, say which of them failed and how.
+"""One attempt to open a conversation: find the addresses, connect, prove; and if not, say which of
+them failed and how.
 
-All addresses of a name are tried within one deadline, IPv6 and IPv4 by turns. The next one starts `STAGGER` seconds after the one
-before, or as soon as that has failed, and the first conversation that opens is taken (RFC 8305, "Happy Eyeballs", without its
-memory of past results). The resolver is asked in a thread of its own: getaddrinfo cannot be interrupted, by a signal or a deadline.
+All addresses of a name are tried within one deadline, IPv6 and IPv4 by turns. The next one starts
+`STAGGER` seconds after the one before, or as soon as that has failed, and the first conversation
+that opens is taken (RFC 8305, "Happy Eyeballs", without its memory of past results). The resolver
+is asked in a thread of its own: getaddrinfo cannot be interrupted, by a signal or a deadline.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from rallypoint.wire.handshake import HandshakeFailed, Joining
 from rallypoint.wire.messages import HELLO_BYTES, Refusal, Welcome
 
 STAGGER = 0.25
-"""Seconds after which the next address is tried beside the one that has not answered: RFC 8305's recommendation. Less when there is
-not time enough: all are tried in the first half of it."""
+"""Seconds after which the next address is tried beside the one that has not answered: RFC 8305's
+recommendation. Less when there is not time enough: all are tried in the first half of it."""
 
 Reason = Literal[
     "refused", "unresolved", "unreachable", "foreign", "silent", "closed", "wrong-secret", "version-skew", "wrong-job", "store-relayed",
@@ -38,7 +40,9 @@ TELLING: tuple[Reason, ...] = (
     "session-lost", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "store-full", "store-closed", "foreign",
     "silent", "closed", "refused", "unreachable", "unresolved",
 )  # fmt: skip
-"""Which failure is reported when several addresses failed differently: the one that got furthest first."""
+"""Which failure is reported when several addresses failed differently: the one that got furthest
+first.
+"""
 
 OpenSocket = Callable[[socket.AddressFamily, tuple[object, ...]], socket.socket]
 
@@ -47,7 +51,8 @@ class Failure(NamedTuple):
     """Why one address did not work."""
 
     reason: Reason
-    where: str  # "127.0.0.1:29500", "[::1]:29500", "/run/.../store.sock", or the name that was not resolved
+    # "127.0.0.1:29500", "[::1]:29500", "/run/.../store.sock", or the name that was not resolved
+    where: str
     text: str  # "Connection refused", "no answer within 3.0 s", ...
     first: bytes = b""  # what a foreign service said first
     refusal: Refusal | None = None
@@ -64,7 +69,9 @@ class DialFailed(Exception):
 
 
 class Opened(NamedTuple):
-    """A conversation that is open. `cutter` may hold what the server sent right behind its Welcome."""
+    """A conversation that is open. `cutter` may hold what the server sent right behind its
+    Welcome.
+    """
 
     sock: socket.socket
     cutter: Cutter
@@ -72,10 +79,18 @@ class Opened(NamedTuple):
     where: str
 
 
-def dial(address: Address, greet: Callable[[], Joining], deadline: float, clock: Clock, open_socket: OpenSocket | None = None) -> Opened:
-    """Open a conversation before `deadline` (of `clock.monotonic`). `greet` makes the client's side, anew for each connection.
+def dial(
+    address: Address,
+    greet: Callable[[], Joining],
+    deadline: float,
+    clock: Clock,
+    open_socket: OpenSocket | None = None,
+) -> Opened:
+    """Open a conversation before `deadline` (of `clock.monotonic`). `greet` makes the client's
+    side, anew for each connection.
 
-    Raises DialFailed. Everything that was opened and is not returned is closed, also when a signal handler raises.
+    Raises DialFailed. Everything that was opened and is not returned is closed, also when a signal
+    handler raises.
     """
     open_socket = open_socket or probe.connecting
     failures: list[Failure] = []
@@ -122,7 +137,10 @@ def dial(address: Address, greet: Callable[[], Joining], deadline: float, clock:
                 poll.modify(fd, runner.events)
         failures.extend(runner.too_late() for runner in racing.values())
         if not failures:
-            failures.extend(Failure("unreachable", probe.described(*where), "not tried: the time was up") for where in waiting)
+            failures.extend(
+                Failure("unreachable", probe.described(*where), "not tried: the time was up")
+                for where in waiting
+            )
     finally:
         for runner in racing.values():
             runner.sock.close()
@@ -151,7 +169,10 @@ class _Runner:
         self._out = b""
         self._first = b""  # what was said, as long as that is no frame
         self._connected = False
-        self._forwarded = forwarded or (family != socket.AF_UNIX and is_forwarded(Address(str(sockaddr[0]), int(str(sockaddr[1])))))
+        self._forwarded = forwarded or (
+            family != socket.AF_UNIX
+            and is_forwarded(Address(str(sockaddr[0]), int(str(sockaddr[1]))))
+        )
         self.events = select.POLLOUT
         self.sock = open_socket(family, sockaddr)
 
@@ -169,12 +190,15 @@ class _Runner:
         except OSError as error:
             if of_a_handler(error):
                 raise
-            raise _Lost(self._foreign() or _failure(error, self.where, connected=self._connected)) from error
+            raise _Lost(
+                self._foreign() or _failure(error, self.where, connected=self._connected)
+            ) from error
         return None
 
     def _way(self) -> str:
-        """What this connection leads to, for the server to compare. Raises _Lost for a Unix socket of another user: the server of
-        a store would not have us there, so it is somebody who waits at a path that a store has, or had."""
+        """What this connection leads to, for the server to compare. Raises _Lost for a Unix socket
+        of another user: the server of a store would not have us there, so it is somebody who waits
+        at a path that a store has, or had."""
         family = self.sock.family
         if family == socket.AF_UNIX and (uid := uid_of(self.sock)) != os.geteuid():
             raise _Lost(Failure("foreign", self.where, f"the socket is another user's (uid {uid})"))
@@ -185,17 +209,28 @@ class _Runner:
         """What is known when the deadline has passed."""
         if self._connected:
             return self._foreign() or Failure(
-                "silent", self.where, "it accepted the connection and said nothing", listener=listener_of(self.sock)
+                "silent",
+                self.where,
+                "it accepted the connection and said nothing",
+                listener=listener_of(self.sock),
             )
-        if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # it came while this process had no turn
+        if error := self.sock.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ERROR
+        ):  # it came while this process had no turn
             return _failure(OSError(error, os.strerror(error)), self.where)
-        return Failure("unreachable", self.where, "no answer at all: packets to it are dropped, or it is off")
+        return Failure(
+            "unreachable", self.where, "no answer at all: packets to it are dropped, or it is off"
+        )
 
     def _foreign(self) -> Failure | None:
-        """No more will come: was there something with which no frame begins? A frame of ours may be cut off anywhere by the network."""
+        """No more will come: was there something with which no frame begins? A frame of ours may be
+        cut off anywhere by the network.
+        """
         length, body = HEADER.unpack(self._first[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"))
         if len(self._first) < HEADER_BYTES and (length > HELLO_BYTES or body):
-            return Failure("foreign", self.where, "it does not speak rallypoint's protocol", self._first)
+            return Failure(
+                "foreign", self.where, "it does not speak rallypoint's protocol", self._first
+            )
         return None
 
     def _send(self, message: bytes) -> None:
@@ -217,7 +252,10 @@ class _Runner:
         except BlockingIOError:
             return None
         if not data:
-            raise _Lost(self._foreign() or Failure("closed", self.where, "it closed the connection without an answer"))
+            raise _Lost(
+                self._foreign()
+                or Failure("closed", self.where, "it closed the connection without an answer")
+            )
         if len(self._first) < HEADER_BYTES:
             self._first += data
         self._cutter.feed(data)
@@ -228,30 +266,50 @@ class _Runner:
                     return Opened(self.sock, self._cutter, answer, self.where)
                 self._send(answer)
         except FrameError as error:
-            raise _Lost(Failure("foreign", self.where, "it does not speak rallypoint's protocol", error.first)) from error
+            raise _Lost(
+                Failure(
+                    "foreign", self.where, "it does not speak rallypoint's protocol", error.first
+                )
+            ) from error
         except HandshakeFailed as error:
-            raise _Lost(Failure(error.reason, self.where, str(error), data if error.reason == "foreign" else b"", error.refusal)) from error
+            raise _Lost(
+                Failure(
+                    error.reason,
+                    self.where,
+                    str(error),
+                    data if error.reason == "foreign" else b"",
+                    error.refusal,
+                )
+            ) from error
         return None
 
 
 def _failure(error: OSError, where: str, *, connected: bool = False) -> Failure:
     if connected:
-        return Failure("closed", where, f"it closed the connection without an answer ({error.strerror})")
+        return Failure(
+            "closed", where, f"it closed the connection without an answer ({error.strerror})"
+        )
     reason, text = probe.told(error)
     return Failure(reason, where, text)
 
 
 class _Question:
-    """A name that the resolver was asked for, in a thread of its own that may outlive whoever asked."""
+    """A name that the resolver was asked for, in a thread of its own that may outlive whoever
+    asked.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self.answered = threading.Event()
         self.found: list[Place] = []
         self.error = ""
-        threading.Thread(target=self._ask, args=(host, port), name=f"rallypoint: resolve {host}", daemon=True).start()
+        threading.Thread(
+            target=self._ask, args=(host, port), name=f"rallypoint: resolve {host}", daemon=True
+        ).start()
 
     def _ask(self, host: str, port: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's, which they must wake
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, signal.valid_signals()
+        )  # they are the main thread's, which they must wake
         try:
             entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             self.found = [(entry[0], entry[4]) for entry in entries]
@@ -261,7 +319,9 @@ class _Question:
 
 
 _asked: dict[tuple[int, str, int], _Question] = {}
-"""Questions without an answer yet, by process too (a thread is not forked): a hanging resolver is not asked again by every attempt."""
+"""Questions without an answer yet, by process too (a thread is not forked): a hanging resolver is
+not asked again by every attempt.
+"""
 
 
 def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Place]:

@@ -1,4 +1,6 @@
-"""Why no conversation came about, from the failures of all attempts: one error, told apart by its code."""
+"""Why no conversation came about, from the failures of all attempts: one error, told apart by its
+code.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +29,51 @@ CODES: dict[Reason, str] = {
 
 HELP: dict[str, tuple[tuple[str, str], ...]] = {
     "port-refused": (
-        ("is the server running, and is this its port? it prints its address when it starts", "rallypoint serve --port 29500"),
+        (
+            "is the server running, and is this its port? it prints its address when it starts",
+            "rallypoint serve --port 29500",
+        ),
     ),
     "address-unresolved": (
         ("ask this machine's resolver", "getent hosts {host}"),
         ("or give the address instead of the name", ""),
     ),
-    "address-unreachable": (("see which way packets to it go, and whether a firewall drops them", "ip route get {host}"),),
+    "address-unreachable": (
+        (
+            "see which way packets to it go, and whether a firewall drops them",
+            "ip route get {host}",
+        ),
+    ),
     "store-foreign": (("give the port of the store: rallypoint serve prints it", ""),),
-    "store-silent": (("is it a store, and is it running? a stopped process still has its port", "ss -ltnp 'sport = :{port}'"),),
-    "wrong-secret": (("give the secret of this server: server.secret, or the file", 'rallypoint.connect(address, secret_file="...")'),),
-    "version-skew": (("install the same version of rallypoint on both sides", "python -m pip install -U rallypoint"),),
+    "store-silent": (
+        (
+            "is it a store, and is it running? a stopped process still has its port",
+            "ss -ltnp 'sport = :{port}'",
+        ),
+    ),
+    "wrong-secret": (
+        (
+            "give the secret of this server: server.secret, or the file",
+            'rallypoint.connect(address, secret_file="...")',
+        ),
+    ),
+    "version-skew": (
+        (
+            "install the same version of rallypoint on both sides",
+            "python -m pip install -U rallypoint",
+        ),
+    ),
     "wrong-job": (("give the address of this job's own store, or leave job= out", ""),),
     "store-relayed": (
         ("give the address of the store itself: rallypoint serve prints it", ""),
-        ("or, if that is a tunnel, a published port or NAT of your own, say so", "export RALLYPOINT_FORWARDED={address}"),
+        (
+            "or, if that is a tunnel, a published port or NAT of your own, say so",
+            "export RALLYPOINT_FORWARDED={address}",
+        ),
     ),
-    "store-full": (("close stores that are no longer used, or start the server with a larger limit", ""),),
+    "store-full": (
+        ("close stores that are no longer used, or start the server with a larger limit", ""),
+    ),
 }
 
 
@@ -51,15 +81,22 @@ WORTH_TELLING = 0.1
 """Seconds of trying: what is less was no waiting."""
 
 
-def unreachable(address: Address, failures: Sequence[Failure], since: float, now: float, *, look: bool = True) -> StoreUnreachable:
-    """The error for `failures` (in the order they came) of the attempts between `since` and `now`, in seconds. `look`: name who has the
-    port, when that can be seen; it takes a moment."""
+def unreachable(
+    address: Address, failures: Sequence[Failure], since: float, now: float, *, look: bool = True
+) -> StoreUnreachable:
+    """The error for `failures` (in the order they came) of the attempts between `since` and `now`,
+    in seconds. `look`: name who has the port, when that can be seen; it takes a moment."""
     if not failures:
-        return StoreUnreachable("store-silent", f"the store at {address} gave no answer", help=_help("store-silent", address))
+        return StoreUnreachable(
+            "store-silent",
+            f"the store at {address} gave no answer",
+            help=_help("store-silent", address),
+        )
     last = failures[-1]
     told = min(reversed(failures), key=lambda failure: TELLING.index(failure.reason))
     if last.reason != told.reason and TELLING.index(told.reason) > TELLING.index("foreign"):
-        told = last  # what it is like now counts, unless an earlier answer says more than that nobody answers
+        # what it is like now counts, unless an earlier answer says more than that nobody answers
+        told = last
     code = CODES[told.reason]
     why = [_folded(failures, since, now)] if len(failures) > 1 else []
     if told.first:
@@ -68,7 +105,8 @@ def unreachable(address: Address, failures: Sequence[Failure], since: float, now
     if (
         look
         and told.reason in ("foreign", "silent", "closed")
-        and (holder := None if address.path else probe.listener(address.host, address.port)) is not None
+        and (holder := None if address.path else probe.listener(address.host, address.port))
+        is not None
     ):
         why.insert(0, f"on this machine {holder.line()}")
         listener = holder.pid
@@ -95,7 +133,9 @@ def _headline(address: Address, told: Failure) -> str:
     if told.reason == "refused":
         return f"no store at {address}: {told.text}{where}"
     if told.reason == "unresolved":
-        return f"no store at {address}: the host name {address.host} has no address here ({told.text})"
+        return (
+            f"no store at {address}: the host name {address.host} has no address here ({told.text})"
+        )
     if told.reason == "unreachable":
         return f"no store at {address}: {told.text}{where}"
     if told.reason in ("foreign", "silent", "closed"):
@@ -121,7 +161,10 @@ def _folded(failures: Sequence[Failure], since: float, now: float) -> str:
 
 def _help(code: str, address: Address) -> tuple[tuple[str, str], ...]:
     if address.path and code in ("port-refused", "store-silent"):
-        return (("is its server running? the socket's folder goes with it", f"ls -l {address.path}"),)
+        return (
+            ("is its server running? the socket's folder goes with it", f"ls -l {address.path}"),
+        )
     return tuple(
-        (text, line.format(host=address.host or address.path, port=address.port, address=address)) for text, line in HELP.get(code, ())
+        (text, line.format(host=address.host or address.path, port=address.port, address=address))
+        for text, line in HELP.get(code, ())
     )

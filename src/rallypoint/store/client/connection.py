@@ -1,7 +1,9 @@
-"""One connection to a server, seen from the client: a request out, its reply in, large values beside them.
+"""One connection to a server, seen from the client: a request out, its reply in, large values
+beside them.
 
-One thread uses a connection at a time, and nothing here knows sessions or the numbers of requests: `Session` does. A connection
-that failed in any way, or in which an exception struck, is closed: what was half sent or half read cannot be told.
+One thread uses a connection at a time, and nothing here knows sessions or the numbers of requests:
+`Session` does. A connection that failed in any way, or in which an exception struck, is closed:
+what was half sent or half read cannot be told.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from rallypoint.wire.values import Parts, alloc
 READ_BYTES = 64 * 1024
 
 FIRST_BYTES = 448
-"""Size of the first read for a reply, which is small as a rule. For so few bytes Python has room of its own at hand; a large buffer is
-fetched from libc each time, and most of it given back."""
+"""Size of the first read for a reply, which is small as a rule. For so few bytes Python has room of
+its own at hand; a large buffer is fetched from libc each time, and most of it given back."""
 
 BUFFERS = 512
 """Buffers of one sendmsg: half of Linux's IOV_MAX."""
@@ -52,17 +54,23 @@ CHUNK_BYTES = 64 * 1024 * 1024
 """Bytes of shared memory that are copied between two looks at pending signals: some 5 ms."""
 
 FREE_SEGMENTS = 8
-"""Free segments that are kept for the next large value. Two are enough for one key written over and over; state dicts use several sizes."""
+"""Free segments that are kept for the next large value. Two are enough for one key written over and
+over; state dicts use several sizes.
+"""
 
 FREE_BYTES = 256 * 1024 * 1024
-"""The same in bytes, except that the last one is kept whatever its size: the next value is most often as large."""
+"""The same in bytes, except that the last one is kept whatever its size: the next value is most
+often as large.
+"""
 
 FREE_ROUNDS = 3
-"""Rounds of the keep-alive, a lease's length together, after which a free segment that nobody used is given back to the machine."""
+"""Rounds of the keep-alive, a lease's length together, after which a free segment that nobody used
+is given back to the machine.
+"""
 
 LENT_SEGMENTS = 64
-"""Segments in use by the server that are kept for later. Beyond these (large values under many keys) a segment is used once: each
-costs this process a descriptor."""
+"""Segments in use by the server that are kept for later. Beyond these (large values under many
+keys) a segment is used once: each costs this process a descriptor."""
 
 DESCRIPTORS = 16
 """Descriptors that one read may deliver; the server sends one per frame."""
@@ -102,18 +110,24 @@ class Connection:
         "_recvmsg", "_round", "_send", "closed", "heard", "local", "moved", "received_bytes", "sent_bytes", "shared", "sock", "where",
     )  # fmt: skip
 
-    def __init__(self, opened: Opened, clock: Clock, *, shared_memory: bool, on_sign: Callable[[float], None]) -> None:
-        """`shared_memory`: large values go by descriptor, over a Unix socket. `on_sign`: called with the time at which a sign of life
-        was sent that the server has answered."""
+    def __init__(
+        self, opened: Opened, clock: Clock, *, shared_memory: bool, on_sign: Callable[[float], None]
+    ) -> None:
+        """`shared_memory`: large values go by descriptor, over a Unix socket. `on_sign`: called
+        with the time at which a sign of life was sent that the server has answered."""
         self.sock = opened.sock
         self.where = opened.where
         self.local = opened.sock.family == socket.AF_UNIX
         self.shared = shared_memory and self.local
-        self.heard = self.moved = clock.monotonic()  # when bytes came last, or a request was sent; and when bytes moved last
+        self.heard = self.moved = (
+            clock.monotonic()
+        )  # when bytes came last, or a request was sent; and when bytes moved last
         self.sent_bytes = 0
         self.received_bytes = 0
         self.closed = False
-        self._closing = threading.RLock()  # a descriptor's number may be another file's once it is closed
+        self._closing = (
+            threading.RLock()
+        )  # a descriptor's number may be another file's once it is closed
         self._now = clock.monotonic
         self._on_sign = on_sign
         self._pings: deque[float] = deque()  # when those were sent that have no answer yet
@@ -125,11 +139,17 @@ class Connection:
         self._recvmsg = self.sock.recvmsg
         self._cutter = opened.cutter
         self._cutter.message_bytes = MESSAGE_BYTES
-        self._cutter.body_bytes = 1 << 62  # the server has proved itself; a value that it has is one that somebody could store
+        self._cutter.body_bytes = (
+            1 << 62
+        )  # the server has proved itself; a value that it has is one that somebody could store
         self._ready: deque[Received] = deque()
-        self._descriptors: deque[int] = deque()  # that have arrived and belong to no reply yet; -1: this process had no room for it
+        self._descriptors: deque[int] = (
+            deque()
+        )  # that have arrived and belong to no reply yet; -1: this process had no room for it
         self._lent: dict[int, memory.Segment] = {}  # in use by the server, by number
-        self._free: list[tuple[int, memory.Segment, int]] = []  # number, segment, and the round in which it came back
+        self._free: list[
+            tuple[int, memory.Segment, int]
+        ] = []  # number, segment, and the round in which it came back
         self._numbered = 0
         self._round = 0
 
@@ -175,7 +195,9 @@ class Connection:
     # --- out ---
 
     def send(self, frames: bytes, deadline: float) -> None:
-        """Send small frames. Raises ConnectionBroken or TooLate; then the last of them was not sent to its end."""
+        """Send small frames. Raises ConnectionBroken or TooLate; then the last of them was not sent
+        to its end.
+        """
         try:
             sent = self._send(frames, NOSIGNAL)
         except BlockingIOError:
@@ -186,13 +208,23 @@ class Connection:
         if sent < len(frames):
             self._send_all(deque([memoryview(frames)[sent:]]), deadline, 0.0)
 
-    def send_value(self, before: bytes, message: bytes, value: Parts, deadline: float, patience: float) -> None:
-        """Send a message with a large value behind it. The deadline moves on while bytes do: it passes `patience` seconds after any went."""
+    def send_value(
+        self, before: bytes, message: bytes, value: Parts, deadline: float, patience: float
+    ) -> None:
+        """Send a message with a large value behind it. The deadline moves on while bytes do: it
+        passes `patience` seconds after any went.
+        """
         front = memoryview(before + header(len(message), value.size) + message)
-        self._send_all(deque([front, *(memoryview(buffer) for buffer in value.buffers)]), deadline, patience)
+        self._send_all(
+            deque([front, *(memoryview(buffer) for buffer in value.buffers)]), deadline, patience
+        )
 
-    def send_shared(self, before: bytes, message: bytes, number: int, segment: memory.Segment, deadline: float) -> None:
-        """Send a message that announces a segment from `fill`, which is the server's until that says otherwise."""
+    def send_shared(
+        self, before: bytes, message: bytes, number: int, segment: memory.Segment, deadline: float
+    ) -> None:
+        """Send a message that announces a segment from `fill`, which is the server's until that
+        says otherwise.
+        """
         if before:
             self.send(before, deadline)
         if number:
@@ -215,7 +247,9 @@ class Connection:
         self.moved = self._now()
         while pieces:
             try:
-                sent = self.sock.sendmsg([pieces[index] for index in range(min(len(pieces), BUFFERS))], (), NOSIGNAL)
+                sent = self.sock.sendmsg(
+                    [pieces[index] for index in range(min(len(pieces), BUFFERS))], (), NOSIGNAL
+                )
             except BlockingIOError:
                 self._wait_for_room(max(deadline, self.moved + patience))
                 continue
@@ -237,8 +271,8 @@ class Connection:
     # --- shared memory of ours ---
 
     def fill(self, value: Parts) -> tuple[int, memory.Segment]:
-        """Put a value into a segment, a free one or a new one: its number, 0 for one that is used only once. Raises OSError when there
-        is no memory or no descriptor left."""
+        """Put a value into a segment, a free one or a new one: its number, 0 for one that is used
+        only once. Raises OSError when there is no memory or no descriptor left."""
         number, segment = self._segment(value.size)
         at = 0
         for buffer in value.buffers:
@@ -249,7 +283,9 @@ class Connection:
         return number, segment
 
     def _segment(self, size: int) -> tuple[int, memory.Segment]:
-        fitting = [entry for entry in self._free if size <= entry[1].capacity <= 2 * size + (1 << 20)]
+        fitting = [
+            entry for entry in self._free if size <= entry[1].capacity <= 2 * size + (1 << 20)
+        ]
         if fitting:
             entry = min(fitting, key=lambda entry: entry[1].capacity)
             self._free.remove(entry)
@@ -267,7 +303,9 @@ class Connection:
             if segment is not None:
                 self._free.append((number, segment, self._round))
         free = self._free
-        while len(free) > FREE_SEGMENTS or (len(free) > 1 and sum(segment.capacity for _, segment, _ in free) > FREE_BYTES):
+        while len(free) > FREE_SEGMENTS or (
+            len(free) > 1 and sum(segment.capacity for _, segment, _ in free) > FREE_BYTES
+        ):
             del free[0]
 
     def trim(self) -> None:
@@ -277,11 +315,21 @@ class Connection:
 
     # --- in ---
 
-    def receive(self, seq: int, deadline: float, patience: float, interval: float, silence: float, *, lends: bool) -> Received:
+    def receive(
+        self,
+        seq: int,
+        deadline: float,
+        patience: float,
+        interval: float,
+        silence: float,
+        *,
+        lends: bool,
+    ) -> Received:
         """The reply to request `seq`. Raises TooLate, ConnectionBroken, ServerCloses.
 
-        While it waits it gives a sign of life every `interval` seconds, and takes the connection for broken after `silence` seconds in
-        which nothing came. `lends`: the reply may come with a descriptor, which takes a read of twice the work.
+        While it waits it gives a sign of life every `interval` seconds, and takes the connection
+        for broken after `silence` seconds in which nothing came. `lends`: the reply may come with a
+        descriptor, which takes a read of twice the work.
         """
         now = self.heard = self._now()
         size = FIRST_BYTES
@@ -305,7 +353,9 @@ class Connection:
             now = self.heard
 
     def look(self) -> None:
-        """Take in notices that have arrived while nobody used the connection. Raises ConnectionBroken, ServerCloses."""
+        """Take in notices that have arrived while nobody used the connection. Raises
+        ConnectionBroken, ServerCloses.
+        """
         while self._poll(0):
             data = self._read(READ_BYTES, lends=False)
             if data:
@@ -348,8 +398,14 @@ class Connection:
         return data
 
     def _is_whole(self, data: bytes) -> bool:
-        """Whether this is one small frame and nothing else, as it is nearly always: the cutter needs four times as long to say so."""
-        return len(data) - HEADER_BYTES < len(HEADS) and self._cutter.empty and data.startswith(HEADS[len(data) - HEADER_BYTES])
+        """Whether this is one small frame and nothing else, as it is nearly always: the cutter
+        needs four times as long to say so.
+        """
+        return (
+            len(data) - HEADER_BYTES < len(HEADS)
+            and self._cutter.empty
+            and data.startswith(HEADS[len(data) - HEADER_BYTES])
+        )
 
     def _cut(self, deadline: float, patience: float, silence: float) -> None:
         """Take apart what has arrived; the rest of a large value is read here."""
@@ -359,11 +415,15 @@ class Connection:
                 body: memoryview | None = None
                 if frame.body or frame.missing:
                     if type(reply) is not Value:
-                        raise ConnectionBroken(f"the server sent a {type(reply).__name__} with a body")
+                        raise ConnectionBroken(
+                            f"the server sent a {type(reply).__name__} with a body"
+                        )
                     body = self._read_body(frame.body, frame.missing, deadline, patience, silence)
                 elif type(reply) is Value and reply.shared:
                     body = self._read_shared(reply.shared)
-                    self.send(framed(Release(0, 0, (reply.seq,))), max(deadline, self._now() + patience))
+                    self.send(
+                        framed(Release(0, 0, (reply.seq,))), max(deadline, self._now() + patience)
+                    )
                 self._ready.append((reply, body))
         except FrameError as error:
             raise ConnectionBroken(f"the server sent {error}") from error
@@ -379,7 +439,9 @@ class Connection:
         elif type(reply) is Failed and reply.seq == 0:
             raise ConnectionBroken(f"the server ended the conversation: {reply.text}")
 
-    def _read_body(self, begun: bytes, missing: int, deadline: float, patience: float, silence: float) -> memoryview:
+    def _read_body(
+        self, begun: bytes, missing: int, deadline: float, patience: float, silence: float
+    ) -> memoryview:
         """A large value, of which `begun` is there. The deadline moves on while bytes do."""
         view = _room(len(begun) + missing)
         view[: len(begun)] = begun
@@ -415,7 +477,10 @@ class Connection:
             raise ConnectionBroken("the server announced shared memory and sent none")
         fd = self._descriptors.popleft()
         if fd < 0:
-            raise OSError(errno.EMFILE, "this process has no descriptor left for a value in shared memory (ulimit -n)")
+            raise OSError(
+                errno.EMFILE,
+                "this process has no descriptor left for a value in shared memory (ulimit -n)",
+            )
         try:
             view = _room(size)
             done = 0
@@ -429,14 +494,18 @@ class Connection:
         return view
 
     def _unsendable(self, error: OSError) -> ConnectionBroken:
-        """The same for sending: if the server has closed the connection, what it said last may still be there."""
+        """The same for sending: if the server has closed the connection, what it said last may
+        still be there.
+        """
         broken = self._broken(error)
         with contextlib.suppress(ConnectionBroken):
             self.look()
         return broken
 
     def _broken(self, error: OSError) -> ConnectionBroken:
-        """What to raise for an error of the socket. What a signal handler raised goes on as it is."""
+        """What to raise for an error of the socket. What a signal handler raised goes on as
+        it is.
+        """
         if of_a_handler(error):
             raise
         return ConnectionBroken(error.strerror or str(error))
@@ -446,7 +515,9 @@ def _decoded(message: bytes) -> AnyReply:
     try:
         reply: AnyReply = decode_reply(message)
     except UNDECODABLE as error:
-        raise ConnectionBroken(f"the server sent a message that is not rallypoint's: {error}") from error
+        raise ConnectionBroken(
+            f"the server sent a message that is not rallypoint's: {error}"
+        ) from error
     return reply
 
 

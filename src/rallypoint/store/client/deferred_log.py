@@ -1,4 +1,6 @@
-"""What happens to a session of its own accord, for the program's log: a connection lost, one made again, a lease that is over."""
+"""What happens to a session of its own accord, for the program's log: a connection lost, one made
+again, a lease that is over.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ FLUSH_SECONDS = 0.5
 
 
 class News:
-    """Lines that wait to be written: `add` never does that, for a log may be slow, or use a store. `tell` is for between two calls.
+    """Lines that wait to be written: `add` never does that, for a log may be slow, or use a store.
+    `tell` is for between two calls.
 
-    Our own threads have another one write. A log may stand still for ever: a signal handler's exception in the middle of Python's logging
-    leaves its locks to the thread in which that was. Signs of life, and a connection that others wait for, go on.
+    Our own threads have another one write. A log may stand still for ever: a signal handler's
+    exception in the middle of Python's logging leaves its locks to the thread in which that was.
+    Signs of life, and a connection that others wait for, go on.
     """
 
     __slots__ = ("_writer", "lines", "told_apart")
@@ -49,7 +53,9 @@ class News:
                 self.told_apart = False
 
     def flush(self) -> None:
-        """Write what waits, and wait for a thread of ours that writes, `FLUSH_SECONDS` at most: the program may be at its end."""
+        """Write what waits, and wait for a thread of ours that writes, `FLUSH_SECONDS` at most: the
+        program may be at its end.
+        """
         self.tell()
         writer = self._writer
         if writer is not None and writer is not threading.current_thread():
@@ -63,7 +69,9 @@ class News:
         self.tell()  # who saw that somebody tells has left it at that
 
     def _write(self) -> None:
-        from rallypoint.store import logger  # here: most programs never lose a connection, and logging takes 8 ms to load
+        from rallypoint.store import (
+            logger,
+        )  # here: most programs never lose a connection, and logging takes 8 ms to load
 
         log = logger.logger()
         write = {"info": log.info, "warning": log.warning, "error": log.error}

@@ -46,21 +46,29 @@ _FOR: dict[type[Request], str] = {
 
 
 def of_a_handler(error: OSError) -> bool:
-    """Whether a signal handler raised it, and not the call of ours in the middle of which that ran. Handlers that raise TimeoutError, which
-    is an OSError, are common; taken for the socket's it would be lost."""
+    """Whether a signal handler raised it, and not the call of ours in the middle of which that ran.
+    Handlers that raise TimeoutError, which is an OSError, are common; taken for the socket's it
+    would be lost."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None:
         return False
     module = trace.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, RallypointError) or module.partition(".")[0] not in ("rallypoint", "socket")
+    return isinstance(error, RallypointError) or module.partition(".")[0] not in (
+        "rallypoint",
+        "socket",
+    )
 
 
 def refused(kind: type[Request], fields: tuple[Any, ...], reply: Failed) -> RallypointError:
-    """The exception for a Failed reply, which names the key, the queue, ... where the reply does not."""
+    """The exception for a Failed reply, which names the key, the queue, ... where the reply does
+    not.
+    """
     if reply.code in _ROOM and kind in _FOR:
-        reply = msgspec.structs.replace(reply, text=f"{_FOR[kind].format(values.shown(fields[0]))}: {reply.text}")
+        reply = msgspec.structs.replace(
+            reply, text=f"{_FOR[kind].format(values.shown(fields[0]))}: {reply.text}"
+        )
     return failure(reply)
 
 
@@ -72,21 +80,35 @@ def failure(reply: Failed) -> RallypointError:
     if code in _TYPES:
         return WrongType(code, text)
     if code == "fence-stale":
-        return FenceStale(code, text, why=("a lock was lost, or given back, before this write: somebody else may hold it now",))
+        return FenceStale(
+            code,
+            text,
+            why=(
+                "a lock was lost, or given back, before this write: somebody else may hold it now",
+            ),
+        )
     if code == "compacted":
-        return Compacted(code, text, help=(("read the keys again and watch from that revision", "store.watch(prefix)"),))
+        return Compacted(
+            code,
+            text,
+            help=(("read the keys again and watch from that revision", "store.watch(prefix)"),),
+        )
     if code == "store-closed":
         return StoreClosed(code, text, outcome="did not happen")
     if code in ("lock-twice", "lock-cycle"):
         return WouldDeadlock(code, text)
     if code in ("barrier-broken", "barrier-missed"):
-        return BarrierBroken(code, text, present=tuple(map(str, reply.present)), absent=tuple(map(str, reply.absent)))
+        return BarrierBroken(
+            code, text, present=tuple(map(str, reply.present)), absent=tuple(map(str, reply.absent))
+        )
     if code == "barrier-size":
         return BarrierMismatch(code, text)
     if code == "once-failed":
         return _once_failed(reply)
     if code == "bad-request":
-        return InternalError("internal-error", f"the server refused a request of this client as malformed: {text}")
+        return InternalError(
+            "internal-error", f"the server refused a request of this client as malformed: {text}"
+        )
     return UsageError(code, text)
 
 
@@ -97,10 +119,16 @@ def _once_failed(reply: Failed) -> OnceFailed:
     first, _, more = message.strip().partition("\n")
     headline = f"{reply.text}: {kind}" + (f": {first}" if first else "") + (" ..." if more else "")
     error = OnceFailed(
-        reply.code, headline, remote_type=kind, remote_traceback=told, why=("a failure is not remembered: whoever asks now tries again",)
+        reply.code,
+        headline,
+        remote_type=kind,
+        remote_traceback=told,
+        why=("a failure is not remembered: whoever asks now tries again",),
     )
     who = str(reply.present[0]) if reply.present else "it"
-    error.__notes__.insert(0, "\n".join((f"  {who} said:", *(f"    | {line}" for line in told.splitlines()))))
+    error.__notes__.insert(
+        0, "\n".join((f"  {who} said:", *(f"    | {line}" for line in told.splitlines())))
+    )
     return error
 
 
@@ -117,28 +145,34 @@ class Loss:
         unreached: StoreUnreachable | None = None,
         stopped: tuple[tuple[str, ...], tuple[tuple[str, str], ...]] = ((), ()),
     ) -> None:
-        """`silent`: seconds since the last sign of life that the server confirmed. `known`: the server remembers the session.
-        `unreached`: no server has said anything: what became of the attempts to reach it; `stopped`: why and help, when its process is
-        seen to stand still."""
+        """`silent`: seconds since the last sign of life that the server confirmed. `known`: the
+        server remembers the session. `unreached`: no server has said anything: what became of the
+        attempts to reach it; `stopped`: why and help, when its process is seen to stand still."""
         self._same_server = known
         self._help: tuple[tuple[str, str], ...] = ()
         if unreached is not None:
             self.headline = f"the store at {address} has not been reached for {silent:.1f} s, longer than the session's ttl of {ttl:g} s"
             if stopped[0]:
-                self._why: tuple[str, ...] = (*stopped[0], "when it goes on, what this session held is released")
+                self._why: tuple[str, ...] = (
+                    *stopped[0],
+                    "when it goes on, what this session held is released",
+                )
             else:
                 released = "if it still runs, it has released what this session held; if it was ended, its data went with it"
                 self._why = (str(unreached), *unreached.why, released)
             self._help = stopped[1] or unreached.help
         elif known:
-            self.headline = (
-                f"the session at {address} is over: the server had no sign of life from this client for {silent:.1f} s (ttl {ttl:g} s)"
-            )
+            self.headline = f"the session at {address} is over: the server had no sign of life from this client for {silent:.1f} s (ttl {ttl:g} s)"
             self._why = (
                 "a process that is stopped, has lost its network, or holds the GIL (a long call into C) cannot say that it lives",
                 "what the session held is released: locks, barrier seats, ephemeral keys, taken items",
             )
-            self._help = (("give it a longer lease", f"rallypoint.connect(..., ttl={max(60, 3 * math.ceil(silent))})"),)
+            self._help = (
+                (
+                    "give it a longer lease",
+                    f"rallypoint.connect(..., ttl={max(60, 3 * math.ceil(silent))})",
+                ),
+            )
         else:
             self.headline = f"the store at {address} does not know this session: it is another server than before, with none of its data"
             self._why = ("the server was restarted, or its address was given to another one",)
@@ -146,5 +180,10 @@ class Loss:
     def error(self, outcome: Outcome, *why: str) -> SessionLost:
         """For one of them; `why`: what is known about its own request."""
         return SessionLost(
-            "session-lost", self.headline, outcome=outcome, same_server=self._same_server, why=(*self._why, *why), help=self._help
+            "session-lost",
+            self.headline,
+            outcome=outcome,
+            same_server=self._same_server,
+            why=(*self._why, *why),
+            help=self._help,
         )

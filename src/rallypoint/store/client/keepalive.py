@@ -1,7 +1,9 @@
-"""The thread of a session that says that it lives, ends leases when they are over, and brings back what interrupted calls have left.
+"""The thread of a session that says that it lives, ends leases when they are over, and brings back
+what interrupted calls have left.
 
-Its sign of life is a request like any other, on a connection of the session's pool: it connects again when that is lost, and finds out
-that a server is gone or frozen by its deadline. A process that asks for something all the time needs none.
+Its sign of life is a request like any other, on a connection of the session's pool: it connects
+again when that is lost, and finds out that a server is gone or frozen by its deadline. A process
+that asks for something all the time needs none.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ SIGNS_PER_LEASE = 3
 """Signs of life per ttl, of the session or of the shortest lease in it: two may be lost or late."""
 
 BUSY_SECONDS = 1.0
-"""Least seconds for the answer to a sign of life: so long a server, or this process, may be busy. A lease that is not much longer is lost
-with its connection."""
+"""Least seconds for the answer to a sign of life: so long a server, or this process, may be busy. A
+lease that is not much longer is lost with its connection."""
 
 LONG_WAIT = 1.0
 """Seconds. Who waits for a lock for longer is told in the log: somebody may look for the reason."""
 
 
 class _Bell:
-    """Wakes the thread. A signal handler may ring in the middle of a ring, which with an Event would be the end of both."""
+    """Wakes the thread. A signal handler may ring in the middle of a ring, which with an Event
+    would be the end of both.
+    """
 
     def __init__(self) -> None:
         self._rung = threading.Lock()
@@ -56,7 +60,9 @@ class KeepAlive:
         self.interval = 0.0  # seconds between two signs of life
 
     def start(self) -> None:
-        """Start the thread, if it does not run. Raises RuntimeError when the machine has no more threads."""
+        """Start the thread, if it does not run. Raises RuntimeError when the machine has no more
+        threads.
+        """
         if not self._started:
             self._started = True
             try:
@@ -72,7 +78,10 @@ class KeepAlive:
     def set_interval(self) -> None:
         """The shortest lease has changed."""
         session = self._session
-        former, self.interval = self.interval, session.leases.shortest(session.ttl) / SIGNS_PER_LEASE
+        former, self.interval = (
+            self.interval,
+            session.leases.shortest(session.ttl) / SIGNS_PER_LEASE,
+        )
         if self.interval < former:
             self._bell.ring()
 
@@ -90,7 +99,10 @@ class KeepAlive:
                 pause = self.interval
             except Exception:
                 trouble = traceback.format_exc().rstrip()
-                session.news.add("error", f"a sign of life to the store at {session.address} was not given\n{trouble}")
+                session.news.add(
+                    "error",
+                    f"a sign of life to the store at {session.address} was not given\n{trouble}",
+                )
                 pause = self.interval
             session.news.tell()
             self._bell.wait(pause)
@@ -121,4 +133,7 @@ def _tell_who_waits(session: Session, now: float) -> None:
     for lease in list(session.leases.held):
         if not lease.token and not lease.logged and now - lease.began > LONG_WAIT:
             lease.logged = True
-            session.news.add("info", f"waiting for {lease.what} at {session.address} for {now - lease.began:.1f} s")
+            session.news.add(
+                "info",
+                f"waiting for {lease.what} at {session.address} for {now - lease.began:.1f} s",
+            )

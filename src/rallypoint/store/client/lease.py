@@ -1,11 +1,13 @@
 """What a session holds for as long as it gives signs of life: the holder's side.
 
-The server passes a lock on when it has heard nothing from the session for the lock's `ttl`. The holder cannot ask whether that is so:
-the answer is old when it arrives. It counts by itself, from when the last sign of life that the server confirmed was *sent*, and stops
-earlier than the server can (as Chubby's and etcd's clients do). A lease that was once over is over for good, whatever is confirmed
-later: in between somebody else may have had the lock.
+The server passes a lock on when it has heard nothing from the session for the lock's `ttl`. The
+holder cannot ask whether that is so: the answer is old when it arrives. It counts by itself, from
+when the last sign of life that the server confirmed was *sent*, and stops earlier than the server
+can (as Chubby's and etcd's clients do). A lease that was once over is over for good, whatever is
+confirmed later: in between somebody else may have had the lock.
 
-No lock is taken here, so that signal handlers may come between any two calls. "One step" is explained in `session.py`.
+No lock is taken here, so that signal handlers may come between any two calls. "One step" is
+explained in `session.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ if TYPE_CHECKING:
     from rallypoint.store.client.session import Session
 
 SURE = 0.99
-"""The share of a lease that the holder counts on: two machines' clocks, and a virtual machine's, differ by far less than a hundredth."""
+"""The share of a lease that the holder counts on: two machines' clocks, and a virtual machine's,
+differ by far less than a hundredth.
+"""
 
 State = Literal["asked for", "held", "unwanted", "on its way", "done"]
-"""Of a lease. `unwanted`: a signal handler's exception, or a server that does not answer, has kept its holder from giving it back; the
-keeper sees to it, and to nothing else of it: then it is `on its way`, and counts until the server has it. `done`: there is nothing to
-give back; the keeper forgets it, if nobody else has."""
+"""Of a lease. `unwanted`: a signal handler's exception, or a server that does not answer, has kept
+its holder from giving it back; the keeper sees to it, and to nothing else of it: then it is `on its
+way`, and counts until the server has it. `done`: there is nothing to give back; the keeper forgets
+it, if nobody else has."""
 
 
 class Figures:
@@ -46,13 +51,17 @@ class Figures:
         self.hold_seconds = 0.0
 
     def shown(self) -> dict[str, int | float]:
-        return {name: getattr(self, name) for name in ("acquisitions", "timeouts", "losses", "wait_seconds", "hold_seconds")}
+        return {
+            name: getattr(self, name)
+            for name in ("acquisitions", "timeouts", "losses", "wait_seconds", "hold_seconds")
+        }
 
 
 class Lost(threading.Event):
-    """An event that is set when its lease is over: by the keeper's thread, or else by whoever looks first. A process that was stopped
-    for a minute finds it set, also before the keeper has run. Who waits for it sleeps on a lock of his own, not on the one that an Event
-    has: a signal handler may set it while the frame below it does anything with it."""
+    """An event that is set when its lease is over: by the keeper's thread, or else by whoever looks
+    first. A process that was stopped for a minute finds it set, also before the keeper has run. Who
+    waits for it sleeps on a lock of his own, not on the one that an Event has: a signal handler may
+    set it while the frame below it does anything with it."""
 
     def __init__(self, lease: Lease) -> None:
         super().__init__()
@@ -111,9 +120,9 @@ class Lost(threading.Event):
 
 
 class Lease:
-    """One lock that is held, or asked for: then `token` is 0. `because`: why it is over, "" while it is not. `gone`: its session is
-    over, so that there is nothing to give back. `state` is set in one step by whoever holds it. `block`: what must be alive while a
-    `with` statement holds it."""
+    """One lock that is held, or asked for: then `token` is 0. `because`: why it is over, "" while
+    it is not. `gone`: its session is over, so that there is nothing to give back. `state` is set in
+    one step by whoever holds it. `block`: what must be alive while a `with` statement holds it."""
 
     __slots__ = (
         "__weakref__", "because", "began", "block", "figures", "gone", "leases", "logged",
@@ -146,9 +155,17 @@ class Lease:
 
     @property
     def nested(self) -> bool:
-        """Whether this thread waits for the same lock already, in a frame below the signal handler that it runs."""
+        """Whether this thread waits for the same lock already, in a frame below the signal handler
+        that it runs.
+        """
         others = list(self.leases.held)
-        return any(one.thread == self.thread and one.name == self.name and one.state == "asked for" and one is not self for one in others)
+        return any(
+            one.thread == self.thread
+            and one.name == self.name
+            and one.state == "asked for"
+            and one is not self
+            for one in others
+        )
 
     def begin(self) -> None:
         """It is about to be asked for: watch over it, until `drop`."""
@@ -173,7 +190,9 @@ class Lease:
         if not self.because and self.state != "done":
             now = self.leases.now()
             if now >= self.until:
-                self.end(f"no sign of life of this process was confirmed for {now - self.until + self.ttl * SURE:.1f} s")
+                self.end(
+                    f"no sign of life of this process was confirmed for {now - self.until + self.ttl * SURE:.1f} s"
+                )
         return self.because != ""
 
     def end(self, because: str) -> None:
@@ -211,8 +230,8 @@ class Lease:
 
 
 _all: dict[weakref.ref[Leases], None] = {}
-"""Of this process; also those that a forked child has inherited, which are over. (A WeakSet cannot be gone through while another thread
-makes a session.)"""
+"""Of this process; also those that a forked child has inherited, which are over. (A WeakSet cannot
+be gone through while another thread makes a session.)"""
 
 
 def _forget(ref: weakref.ref[Leases], known: dict[weakref.ref[Leases], None] = _all) -> None:
@@ -220,7 +239,9 @@ def _forget(ref: weakref.ref[Leases], known: dict[weakref.ref[Leases], None] = _
 
 
 def names_held(thread: int) -> set[str]:
-    """Of the locks that a thread of this process has, by whatever session, as far as is known here."""
+    """Of the locks that a thread of this process has, by whatever session, as far as is
+    known here.
+    """
     return {
         lease.name
         for ref in list(_all)
@@ -233,7 +254,9 @@ def names_held(thread: int) -> set[str]:
 class Leases:
     """All of one session."""
 
-    def __init__(self, session: Session, now: Callable[[], float], confirmed: Callable[[], float]) -> None:
+    def __init__(
+        self, session: Session, now: Callable[[], float], confirmed: Callable[[], float]
+    ) -> None:
         """`confirmed`: when the last sign of life was sent that the server is known to have had."""
         self.session = session
         self.now = now
@@ -245,8 +268,8 @@ class Leases:
         return len(self.held)
 
     def look(self) -> float:
-        """End those that are over; when the next one will be, infinity without one. To be called before a sign of life counts as
-        confirmed: it does not bring back what was over."""
+        """End those that are over; when the next one will be, infinity without one. To be called
+        before a sign of life counts as confirmed: it does not bring back what was over."""
         following = float("inf")
         for lease in list(self.held):
             if not lease.over:
@@ -258,12 +281,17 @@ class Leases:
         return min([ttl, *[lease.ttl for lease in list(self.held) if not lease.gone]])
 
     def longest(self, ttl: float) -> float:
-        """For how long the server keeps a session with this ttl, as far as is known here: as long as the longest that it has granted."""
-        return max([ttl, *[lease.ttl for lease in list(self.held) if lease.token and not lease.gone]])
+        """For how long the server keeps a session with this ttl, as far as is known here: as long
+        as the longest that it has granted.
+        """
+        return max(
+            [ttl, *[lease.ttl for lease in list(self.held) if lease.token and not lease.gone]]
+        )
 
     def tidy(self) -> list[Lease]:
-        """Forget what is done, and return what is to be given back because nobody else will: also what a `with` statement had that is
-        over. (A signal that strikes before the first instruction of `__exit__` leaves such.)"""
+        """Forget what is done, and return what is to be given back because nobody else will: also
+        what a `with` statement had that is over. (A signal that strikes before the first
+        instruction of `__exit__` leaves such.)"""
         left = []
         for lease in list(self.held):
             if lease.state == "held" and lease.block is not None and lease.block() is None:

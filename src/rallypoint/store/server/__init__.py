@@ -1,1 +1,3 @@
-"""The coordination store's server: one thread that moves bytes between connections and the state."""
+"""The coordination store's server: one thread that moves bytes between connections and the
+state.
+"""

@@ -1,4 +1,6 @@
-"""Who comes in: strangers are bounded in number, bytes and time until they have proved themselves, and turned away in few words."""
+"""Who comes in: strangers are bounded in number, bytes and time until they have proved themselves,
+and turned away in few words.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,19 @@ if TYPE_CHECKING:
     from rallypoint.store.server.connection import Peer
 
 STRANGERS = 4096
-"""Connections without proof at a time; a further one costs the oldest its place. So many ranks may start at once on a crowded machine,
-each between its hello and its proof; each takes a descriptor and some 2 kB."""
+"""Connections without proof at a time; a further one costs the oldest its place. So many ranks may
+start at once on a crowded machine, each between its hello and its proof; each takes a descriptor
+and some 2 kB."""
 
 GREETING = 5.0
-"""Seconds from the connection to its proof: two round trips. A machine that needs longer is not going to keep its session either."""
+"""Seconds from the connection to its proof: two round trips. A machine that needs longer is not
+going to keep its session either.
+"""
 
 QUIET = 60.0
-"""Seconds during which the same source is not complained about again: a scanner or a health check comes every few seconds."""
+"""Seconds during which the same source is not complained about again: a scanner or a health check
+comes every few seconds.
+"""
 
 LINES = 10
 """Complaints in `QUIET` seconds, of all sources; the next line says how many were left out."""
@@ -33,7 +40,8 @@ SOURCES = 1024
 """Sources that are remembered for that; the longest known is forgotten."""
 
 NOT_HTTP = b"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\nthis is a rallypoint store, not a web server\n"
-"""Said to an HTTP request: somebody typed the address into a browser, and should learn what it is."""
+"""Said to an HTTP request: somebody typed the address into a browser, and should learn what it is.
+"""
 
 HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI")
 
@@ -41,7 +49,9 @@ log = logger()
 
 
 class TurnedAway(Exception):
-    """This stranger does not come in. `answer` is the last that is sent to it, b"" for nothing; the text is for the log."""
+    """This stranger does not come in. `answer` is the last that is sent to it, b"" for nothing; the
+    text is for the log.
+    """
 
     def __init__(self, text: str, answer: bytes = b"") -> None:
         super().__init__(text)
@@ -60,8 +70,8 @@ class Greeting:
         self._accepting = Accepting(secret, job, software, os.urandom(NONCE_BYTES), way)
 
     def receive(self, data: bytes) -> bytes | tuple[Hello, Proof]:
-        """What is to be sent now (b"" for nothing yet), or both messages of one who has proved itself. `cutter` may hold what was sent
-        right behind the proof. Raises TurnedAway."""
+        """What is to be sent now (b"" for nothing yet), or both messages of one who has proved
+        itself. `cutter` may hold what was sent right behind the proof. Raises TurnedAway."""
         answers = []
         try:
             self.cutter.feed(data)
@@ -75,10 +85,17 @@ class Greeting:
         except FrameError as error:
             if error.first.startswith(HTTP_METHODS):
                 raise TurnedAway("an HTTP request", NOT_HTTP) from error
-            raise TurnedAway(f"not rallypoint's protocol: it began with {printable(error.first)}") from error
+            raise TurnedAway(
+                f"not rallypoint's protocol: it began with {printable(error.first)}"
+            ) from error
         except HandshakeFailed as error:
-            raise TurnedAway(str(error), refusal(error.refusal) if error.refusal else b"") from error
-        except (msgspec.MsgspecError, ValueError) as error:  # text that is not UTF-8 is a ValueError
+            raise TurnedAway(
+                str(error), refusal(error.refusal) if error.refusal else b""
+            ) from error
+        except (
+            msgspec.MsgspecError,
+            ValueError,
+        ) as error:  # text that is not UTF-8 is a ValueError
             raise TurnedAway("a message that is not rallypoint's") from error
         return b"".join(answers)
 
@@ -99,7 +116,9 @@ class Gate:
 
     def __init__(self) -> None:
         self.strangers: dict[Peer, Greeting] = {}
-        self._told: OrderedDict[str, float] = OrderedDict()  # source: until when nothing is said about it
+        self._told: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # source: until when nothing is said about it
         self._lines = 0
         self._left_out = 0
         self._period = -QUIET  # when the count of lines began
@@ -135,7 +154,9 @@ class Gate:
         return late
 
     def complain(self, source: str, text: str, now: float, what: str = "turned away") -> None:
-        """Write one line into the log, unless this source had its line lately or there were too many lines."""
+        """Write one line into the log, unless this source had its line lately or there were too
+        many lines.
+        """
         if self._told.get(source, 0.0) > now:
             return
         self._told[source] = now + QUIET
@@ -144,11 +165,15 @@ class Gate:
             self._told.popitem(last=False)
         if now - self._period >= QUIET:
             if self._left_out:
-                log.warning("the store left out %d more lines like these in the last minute", self._left_out)
+                log.warning(
+                    "the store left out %d more lines like these in the last minute", self._left_out
+                )
             self._period, self._lines, self._left_out = now, 0, 0
         if self._lines >= LINES:
             self._left_out += 1
             return
         self._lines += 1
         line = f"the store {what} {source}: {text}"
-        log.warning("%s", "".join(character if character.isprintable() else "?" for character in line))  # a client chose some of it
+        log.warning(
+            "%s", "".join(character if character.isprintable() else "?" for character in line)
+        )  # a client chose some of it

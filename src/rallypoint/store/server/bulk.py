@@ -1,8 +1,10 @@
-"""Large values between sockets and shared memory, beside the loop: an upload must not hold up anybody's `add`.
+"""Large values between sockets and shared memory, beside the loop: an upload must not hold up
+anybody's `add`.
 
-A few threads move bytes, a chunk at a time, by system calls during which the interpreter is free. A socket that has nothing to give
-or no room costs no thread: its transfer goes back to the loop, which watches the socket and submits it again. So a frozen peer holds
-up nobody, and a thousand peers with large values need no thousand threads.
+A few threads move bytes, a chunk at a time, by system calls during which the interpreter is free. A
+socket that has nothing to give or no room costs no thread: its transfer goes back to the loop,
+which watches the socket and submits it again. So a frozen peer holds up nobody, and a thousand
+peers with large values need no thousand threads.
 """
 
 from __future__ import annotations
@@ -20,17 +22,24 @@ from rallypoint.host.memory import Segment
 from rallypoint.store.logger import logger
 
 THREADS = 4
-"""Copying is bound by memory, which two or three cores saturate; each further thread only competes with the loop for the interpreter."""
+"""Copying is bound by memory, which two or three cores saturate; each further thread only competes
+with the loop for the interpreter.
+"""
 
 CHUNK_BYTES = 512 * 1024
-"""Moved by one system call: fits a core's cache between socket and segment (4.1 GB/s; 256 KiB 3.5, and the interpreter is asked for
-twice as often), and takes some 150 us, after which a server that stops is noticed."""
+"""Moved by one system call: fits a core's cache between socket and segment (4.1 GB/s; 256 KiB 3.5,
+and the interpreter is asked for twice as often), and takes some 150 us, after which a server that
+stops is noticed."""
 
 TURN_BYTES = 64 * 1024 * 1024
-"""After so many bytes the next transfer has its turn: some 20 ms, so that a value of 10 GB does not keep one of 10 MB waiting."""
+"""After so many bytes the next transfer has its turn: some 20 ms, so that a value of 10 GB does not
+keep one of 10 MB waiting.
+"""
 
 PATIENCE = 5
-"""Milliseconds for the socket to become ready before the transfer goes back to the loop: on one host the other end needs microseconds."""
+"""Milliseconds for the socket to become ready before the transfer goes back to the loop: on one
+host the other end needs microseconds.
+"""
 
 log = logger()
 
@@ -38,11 +47,15 @@ Outcome = Literal["whole", "waiting", "turn", "gone", "no-memory"]
 
 
 class Transfer:
-    """The body of one frame, `at` bytes of which have been moved. Belongs to the loop or to a thread, never to both."""
+    """The body of one frame, `at` bytes of which have been moved. Belongs to the loop or to a
+    thread, never to both.
+    """
 
     __slots__ = ("at", "incoming", "outcome", "segment", "size", "sock")
 
-    def __init__(self, sock: socket.socket, segment: Segment, *, incoming: bool, at: int = 0) -> None:
+    def __init__(
+        self, sock: socket.socket, segment: Segment, *, incoming: bool, at: int = 0
+    ) -> None:
         """`sock` is non-blocking. `at`: how much of an incoming body has been written already."""
         self.sock = sock
         self.segment = segment
@@ -88,16 +101,21 @@ class Transfer:
         return count
 
     def _send(self, scratch: memoryview) -> int:
-        # A copy, and not sendfile: the pages themselves would wait in the reader's socket, and change under it when they are reused.
+        # A copy, and not sendfile: the pages themselves would wait in the reader's socket, and
+        # change under it when they are reused.
         return self.sock.send(scratch[: self.segment.read(scratch, self.at)], socket.MSG_NOSIGNAL)
 
 
 class _NoMemory(Exception):
-    """The kernel has no page for the segment. A failed socket is an OSError, too, and means something else."""
+    """The kernel has no page for the segment. A failed socket is an OSError, too, and means
+    something else.
+    """
 
 
 class Movers:
-    """The threads. What they finish lies in `finished`; `wake()` is called for each, from their threads."""
+    """The threads. What they finish lies in `finished`; `wake()` is called for each, from their
+    threads.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.finished: deque[Transfer] = deque()
@@ -108,16 +126,22 @@ class Movers:
         self._stopped = False
 
     def submit(self, transfer: Transfer) -> None:
-        """Let a thread move it. From now on until it is in `finished` nobody else touches it, or that direction of its socket. Raises
-        OSError when there is no thread and none can be had."""
+        """Let a thread move it. From now on until it is in `finished` nobody else touches it, or
+        that direction of its socket. Raises OSError when there is no thread and none can be had."""
         if self._busy >= len(self._threads) < THREADS:
-            thread = threading.Thread(target=self._run, name=f"rallypoint store: transfer {len(self._threads)}", daemon=True)
+            thread = threading.Thread(
+                target=self._run,
+                name=f"rallypoint store: transfer {len(self._threads)}",
+                daemon=True,
+            )
             try:
                 thread.start()
             except RuntimeError as error:
                 if not self._threads:
                     log.warning("the store can move no large value: %s", error)
-                    raise OSError(errno.ENOMEM, str(error)) from error  # not EAGAIN, which means "later"
+                    raise OSError(
+                        errno.ENOMEM, str(error)
+                    ) from error  # not EAGAIN, which means "later"
             else:
                 self._threads.append(thread)
         self._busy += 1

@@ -1,4 +1,6 @@
-"""The server's end of one connection: what waits to be sent, what has half arrived, which memory the other end may still read."""
+"""The server's end of one connection: what waits to be sent, what has half arrived, which memory
+the other end may still read.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,29 @@ if TYPE_CHECKING:
     from rallypoint.wire.messages import AnyRequest
 
 READ_BYTES = 64 * 1024
-"""Asked for by one read: hundreds of small requests. More would be taken from memory's slow end for each read, however little comes."""
+"""Asked for by one read: hundreds of small requests. More would be taken from memory's slow end for
+each read, however little comes.
+"""
 
 PAUSE_BYTES = 1024 * 1024
-"""Unsent replies above which no further request of this client is looked at: it does not read what it asked for."""
+"""Unsent replies above which no further request of this client is looked at: it does not read what
+it asked for.
+"""
 
 PAUSE_ITEMS = 256
 """The same for large values, of which only the handle waits."""
 
 BACKLOG_BYTES = 64 * 1024 * 1024
-"""Unsent replies at which the connection is closed. Only answers to requests that waited can bring it there, and a client that comes
-back is given them again."""
+"""Unsent replies at which the connection is closed. Only answers to requests that waited can bring
+it there, and a client that comes back is given them again."""
 
 DESCRIPTORS = 8
 """That have arrived and belong to no request yet: each comes with its request, so one is usual."""
 
 LENT = 64
-"""Segments that a client has been handed and has not released. Further values are sent to it through the socket."""
+"""Segments that a client has been handed and has not released. Further values are sent to it
+through the socket.
+"""
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS * array.array("i").itemsize)
 
@@ -65,12 +73,18 @@ class Body:
 
 
 class Arriving:
-    """A request whose body has not arrived as a whole. `body` is filled by the loop; without it a transfer does that, or, for a request
-    that was refused, `left` bytes are thrown away."""
+    """A request whose body has not arrived as a whole. `body` is filled by the loop; without it a
+    transfer does that, or, for a request that was refused, `left` bytes are thrown away."""
 
     __slots__ = ("body", "left", "request", "reserved")
 
-    def __init__(self, request: AnyRequest | None, left: int, body: bytearray | None = None, reserved: int = 0) -> None:
+    def __init__(
+        self,
+        request: AnyRequest | None,
+        left: int,
+        body: bytearray | None = None,
+        reserved: int = 0,
+    ) -> None:
         self.request = request
         self.left = left
         self.body = body
@@ -104,10 +118,16 @@ class Peer:
         self.incoming_moves = False  # a thread has it
         self.outgoing: Transfer | None = None
         self.outgoing_moves = False
-        self.stalled = False  # whole requests wait here until the other end has read its replies: no event would tell of them
-        self.descriptors: deque[int] | None = None  # -1: it was lost on the way, because this process has too many
+        # whole requests wait here until the other end has read its replies: no event would tell of
+        # them
+        self.stalled = False
+        self.descriptors: deque[int] | None = (
+            None  # -1: it was lost on the way, because this process has too many
+        )
         self.lent: dict[int, Segment] | None = None  # by the seq of the reply
-        self.freed: deque[int] | None = None  # numbers of the client's segments that it may use again
+        self.freed: deque[int] | None = (
+            None  # numbers of the client's segments that it may use again
+        )
 
     def __repr__(self) -> str:
         return f"<Peer {self.source}: {self.session or 'a stranger'}, {self.queued} bytes to send>"
@@ -139,17 +159,23 @@ class Peer:
                 fds = array.array("i")
                 fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
                 self.descriptors.extend(fds)
-        if flags & TRUNCATED:  # its place stays: the next request's descriptor must not be taken for this one's
+        if (
+            flags & TRUNCATED
+        ):  # its place stays: the next request's descriptor must not be taken for this one's
             self.descriptors.append(-1)
         if len(self.descriptors) > DESCRIPTORS:
             raise Gone("it sends descriptors that belong to no request")
 
     def descriptor(self) -> int | None:
-        """The descriptor of the request that was just cut, the caller's from now on; -1 when it was lost, None when there was none."""
+        """The descriptor of the request that was just cut, the caller's from now on; -1 when it was
+        lost, None when there was none.
+        """
         return self.descriptors.popleft() if self.descriptors else None
 
     def drop_unclaimed(self) -> None:
-        """Close descriptors that came with no request. To be called when everything that has arrived was cut."""
+        """Close descriptors that came with no request. To be called when everything that has
+        arrived was cut.
+        """
         while self.descriptors:
             fd = self.descriptors.popleft()
             if fd >= 0:
@@ -158,7 +184,9 @@ class Peer:
     # --- out ---
 
     def send(self, data: bytes) -> None:
-        """Send, or queue what the socket does not take. Raises OSError when the connection is broken, Gone when too much waits."""
+        """Send, or queue what the socket does not take. Raises OSError when the connection is
+        broken, Gone when too much waits.
+        """
         if not self.out and self.outgoing is None:
             try:
                 sent = self.sock.send(data, NOSIGNAL)
@@ -182,7 +210,9 @@ class Peer:
                 raise Gone(f"it does not read: {self.queued} bytes wait for it")
 
     def flush(self) -> Segment | None:
-        """Send what the socket takes. Returns a segment when it is its turn: a transfer sends it, and then `flush` goes on."""
+        """Send what the socket takes. Returns a segment when it is its turn: a transfer sends it,
+        and then `flush` goes on.
+        """
         out = self.out
         while out:
             first = out[0]
@@ -192,7 +222,9 @@ class Peer:
                     return first
                 if isinstance(first, Lending):
                     rights = array.array("i", [first.segment.fileno()])
-                    sent = self.sock.sendmsg([first.frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], NOSIGNAL)
+                    sent = self.sock.sendmsg(
+                        [first.frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], NOSIGNAL
+                    )
                     self.queued -= sent
                     out.popleft()
                     if sent < len(first.frame):
@@ -260,13 +292,17 @@ class Peer:
                 self.lent.pop(seq, None)
 
     def free(self, number: int) -> None:
-        """A segment of the client's is not needed any more. Called from wherever its last reference goes."""
+        """A segment of the client's is not needed any more. Called from wherever its last reference
+        goes.
+        """
         freed = self.freed
         if freed is not None:
             freed.append(number)
 
     def abandon(self) -> None:
-        """Close everything. What was lent may still be read by whoever was connected here, and is never written again."""
+        """Close everything. What was lent may still be read by whoever was connected here, and is
+        never written again.
+        """
         self.sock.close()
         self.drop_unclaimed()
         for segment in (self.lent or {}).values():

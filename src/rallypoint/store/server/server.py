@@ -1,6 +1,7 @@
 """Connections around state.py: the store as something that is started, has an address, and stops.
 
-What happens in between is `loop.py`'s, in a thread of its own (`start`) or in the caller's (`serve_forever`).
+What happens in between is `loop.py`'s, in a thread of its own (`start`) or in the caller's
+(`serve_forever`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from rallypoint.store.state.state import State
 from rallypoint.wire.messages import Limits
 
 DRAIN = 2.0
-"""Seconds that clients have to take what was on its way to them when the server stops: a gigabyte on one host."""
+"""Seconds that clients have to take what was on its way to them when the server stops: a gigabyte
+on one host.
+"""
 
 FREE_PORT = "let the store take any free port, and tell its clients its address"
 
@@ -40,8 +43,9 @@ log = logger()
 class Server:
     """A coordination store: keys, locks, queues, barriers in the memory of this process.
 
-    Listening begins with the object, serving with `start` or `serve_forever`. A context manager: starts, and stops at the end. After
-    `stop` no thread, descriptor or file of it is left, and it cannot be started again.
+    Listening begins with the object, serving with `start` or `serve_forever`. A context manager:
+    starts, and stops at the end. After `stop` no thread, descriptor or file of it is left, and it
+    cannot be started again.
     """
 
     def __init__(
@@ -59,14 +63,17 @@ class Server:
         clock: Clock | None = None,
         roster: Roster | None = None,
     ) -> None:
-        """`host`: the one address that is bound, nothing else. `port`: a number, or its digits as text; 0: any free one, of
-        `port_range` (both ends included) if given. `max_bytes`: see `store.limits.limits`. `secret`: at least 16 bytes; None: 32
-        random ones. `job`: only clients of this job, or of none, are let in. `listeners`: sockets that listen already, instead
-        of `host` and `port`; they are closed by `stop`. `address`: what clients are to use, when it is not what was bound. `local`:
-        listen on a Unix socket too; clients on this host are told, and move there by themselves. `roster`: what a launcher knows of the
-        job's ranks, for errors that name who is missing; called by the thread that serves.
+        """`host`: the one address that is bound, nothing else. `port`: a number, or its digits as
+        text; 0: any free one, of `port_range` (both ends included) if given. `max_bytes`: see
+        `store.limits.limits`. `secret`: at least 16 bytes; None: 32 random ones. `job`: only
+        clients of this job, or of none, are let in. `listeners`: sockets that listen already,
+        instead of `host` and `port`; they are closed by `stop`. `address`: what clients are to use,
+        when it is not what was bound. `local`: listen on a Unix socket too; clients on this host
+        are told, and move there by themselves. `roster`: what a launcher knows of the job's ranks,
+        for errors that name who is missing; called by the thread that serves.
 
-        Raises UsageError for a secret that is too short, a size, host or port that is none, and what `hold_port` raises.
+        Raises UsageError for a secret that is too short, a size, host or port that is none, and
+        what `hold_port` raises.
         """
         self.secret: bytes = new_secret() if secret is None else checked_secret(secret)
         self.job = job
@@ -106,13 +113,22 @@ class Server:
         _servers.add(self)
 
     def __repr__(self) -> str:
-        clients = f", {len(self._loop)} clients" if self._loop is not None and self._state == "serving" else ""
+        clients = (
+            f", {len(self._loop)} clients"
+            if self._loop is not None and self._state == "serving"
+            else ""
+        )
         return f"<Server {self.address}: {self._state}{clients}>"
 
     def start(self) -> None:
         """Serve, in a thread. `UsageError` when it has been started or stopped."""
         loop = self._begin()
-        self._thread = threading.Thread(target=self._run_beside, args=(loop,), name=f"rallypoint store {self.address}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_beside,
+            args=(loop,),
+            name=f"rallypoint store {self.address}",
+            daemon=True,
+        )
         try:
             self._thread.start()
         except RuntimeError:  # no thread is to be had
@@ -122,7 +138,9 @@ class Server:
             raise
 
     def serve_forever(self) -> None:
-        """Serve, in this thread, until `stop` is called by another one; not at all if it has been called already."""
+        """Serve, in this thread, until `stop` is called by another one; not at all if it has been
+        called already.
+        """
         try:
             loop = self._begin()
         except UsageError:
@@ -132,15 +150,18 @@ class Server:
         self._run(loop)
 
     def adopt(self, sock: socket.socket) -> None:
-        """Serve a socket that is connected already; it belongs to the server from now on. OSError when it is none of that."""
+        """Serve a socket that is connected already; it belongs to the server from now on. OSError
+        when it is none of that.
+        """
         if self._loop is None:
             raise UsageError("usage", f"the store {self.address} has been stopped")
         prepare(sock)
         self._loop.adopt(sock)
 
     def stop(self, reason: str = "the server was stopped", drain: float = DRAIN) -> None:
-        """Tell all clients, send what is still to be sent for at most `drain` seconds, close. May be called twice, by any
-        thread; does nothing in a forked child. Called by the thread that serves, it returns at once, and serving ends soon after."""
+        """Tell all clients, send what is still to be sent for at most `drain` seconds, close. May
+        be called twice, by any thread; does nothing in a forked child. Called by the thread that
+        serves, it returns at once, and serving ends soon after."""
         loop = self._loop
         if os.getpid() != self._pid or loop is None:
             return
@@ -162,12 +183,15 @@ class Server:
     def _begin(self) -> Loop:
         with self._changing:
             if self._loop is None or self._state != "listening":
-                raise UsageError("usage", f"the store {self.address} is {self._state}: a server is started once")
+                raise UsageError(
+                    "usage", f"the store {self.address} is {self._state}: a server is started once"
+                )
             self._state = "serving"
             return self._loop
 
     def _run_beside(self, loop: Loop) -> None:
-        # A signal that the kernel gave to this thread would not wake the main thread, whose business it is.
+        # A signal that the kernel gave to this thread would not wake the main thread, whose
+        # business it is.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._run(loop)
 
@@ -190,7 +214,9 @@ class Server:
         self._ended.set()
 
     def _forget(self) -> None:
-        """In a forked child: its copies of our sockets would keep the port taken, and connections open, after the parent's death."""
+        """In a forked child: its copies of our sockets would keep the port taken, and connections
+        open, after the parent's death.
+        """
         loop, self._loop, self._state = self._loop, None, "in another process"
         if loop is not None:
             loop.forget()
@@ -200,7 +226,12 @@ class Server:
             self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
 
@@ -213,14 +244,18 @@ def serve(
     job: str = "",
     port_range: tuple[int, int] | None = None,
 ) -> Server:
-    """Start a store in this process, in a thread; see `Server` for what may be said and what is raised.
+    """Start a store in this process, in a thread; see `Server` for what may be said and what is
+    raised.
 
         with rallypoint.serve() as server:
             store = rallypoint.connect(server.address, secret=server.secret)
 
-    `max_bytes`: what keys and values may take in all, a number or "2GiB"; a quarter of this machine's memory if it is not given.
+    `max_bytes`: what keys and values may take in all, a number or "2GiB"; a quarter of this
+    machine's memory if it is not given.
     """
-    server = Server(host=host, port=port, port_range=port_range, max_bytes=max_bytes, secret=secret, job=job)
+    server = Server(
+        host=host, port=port, port_range=port_range, max_bytes=max_bytes, secret=secret, job=job
+    )
     server.start()
     return server
 
@@ -238,8 +273,14 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _listen(host: str, port: int | str, port_range: tuple[int, int] | None) -> socket.socket:
-    if not isinstance(host, str) or not host.strip():  # "" and None are all addresses of this machine to the kernel
-        raise UsageError("usage", f"host={host!r} is not an address to listen on", help=(("this machine alone", 'host="127.0.0.1"'),))
+    if (
+        not isinstance(host, str) or not host.strip()
+    ):  # "" and None are all addresses of this machine to the kernel
+        raise UsageError(
+            "usage",
+            f"host={host!r} is not an address to listen on",
+            help=(("this machine alone", 'host="127.0.0.1"'),),
+        )
     try:
         held = hold_port(_port(port), host, port_range)
     except EnvironmentProblem as error:
@@ -248,17 +289,25 @@ def _listen(host: str, port: int | str, port_range: tuple[int, int] | None) -> s
         help = ((FREE_PORT, "port=0"),)
         raise EnvironmentProblem(error.code, error.headline, why=error.why, help=help) from error
     if held.host in EVERYWHERE:
-        log.warning("the store listens on all addresses of this machine (%s): whoever reaches port %d may try its secret", host, held.port)
+        log.warning(
+            "the store listens on all addresses of this machine (%s): whoever reaches port %d may try its secret",
+            host,
+            held.port,
+        )
     return socket.socket(fileno=held.detach())
 
 
 def _port(given: int | str) -> int:
-    """A port's number, which may be text, as a variable of the environment is. What is none of 65,536 is left to `hold_port`."""
+    """A port's number, which may be text, as a variable of the environment is. What is none of
+    65,536 is left to `hold_port`.
+    """
     if isinstance(given, int) and not isinstance(given, bool):
         return given
     if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) <= 5:
         return int(given)
-    raise UsageError("port-invalid", f"port={given!r} is no port number: 1-65535, or 0 for any free one")
+    raise UsageError(
+        "port-invalid", f"port={given!r} is no port number: 1-65535, or 0 for any free one"
+    )
 
 
 def _private_socket() -> tuple[socket.socket | None, str]:
@@ -271,11 +320,17 @@ def _private_socket() -> tuple[socket.socket | None, str]:
 
 def _address(sock: socket.socket) -> Address:
     name = sock.getsockname()
-    return Address(path=str(name)) if sock.family == socket.AF_UNIX else Address(str(name[0]), int(name[1]))
+    return (
+        Address(path=str(name))
+        if sock.family == socket.AF_UNIX
+        else Address(str(name[0]), int(name[1]))
+    )
 
 
 def _raise_limit_of_files() -> None:
-    """As many open files as this process may have without asking anybody: each client takes one, each value in shared memory too."""
+    """As many open files as this process may have without asking anybody: each client takes one,
+    each value in shared memory too.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:

@@ -1,7 +1,9 @@
-"""One thread, one epoll, all connections: takes requests to the state and its answers back, and decides nothing itself.
+"""One thread, one epoll, all connections: takes requests to the state and its answers back, and
+decides nothing itself.
 
-Whatever takes longer than some microseconds happens elsewhere: large values move in `bulk.py`. A connection that does not read is
-not read from. Whatever a client sends, the worst that it gets is its own connection closed.
+Whatever takes longer than some microseconds happens elsewhere: large values move in `bulk.py`. A
+connection that does not read is not read from. Whatever a client sends, the worst that it gets is
+its own connection closed.
 """
 
 from __future__ import annotations
@@ -53,18 +55,24 @@ from rallypoint.wire.messages import (
 )
 
 BULK_BYTES = 1024 * 1024
-"""Values from here on live in shared memory and are moved by threads. Smaller ones take the loop under 200 us, less than handing them
-over and back would on a busy machine, and a descriptor each would be many."""
+"""Values from here on live in shared memory and are moved by threads. Smaller ones take the loop
+under 200 us, less than handing them over and back would on a busy machine, and a descriptor each
+would be many."""
 
 HUGE_BYTES = 64 * 1024 * 1024
-"""Values from here on are never copied by the loop, which would hold everybody up for 40 ms and more."""
+"""Values from here on are never copied by the loop, which would hold everybody up for 40 ms and
+more.
+"""
 
 RESERVE = 4
-"""A quarter of the descriptors that this process may have is not for values: clients that are still to come need one each, and the
-store of a job shares its process with the launcher, which needs some for every rank that starts or ends."""
+"""A quarter of the descriptors that this process may have is not for values: clients that are still
+to come need one each, and the store of a job shares its process with the launcher, which needs some
+for every rank that starts or ends."""
 
 ACCEPTS = 64
-"""New connections taken in one turn: the rest waits in the kernel, so that a storm of them does not stop everybody else."""
+"""New connections taken in one turn: the rest waits in the kernel, so that a storm of them does not
+stop everybody else.
+"""
 
 FLUSH_BYTES = 256 * 1024
 """Replies to pipelined requests are collected up to here and sent by one call."""
@@ -76,22 +84,36 @@ EVENTS = 1024
 """Taken from epoll at once."""
 
 LONGEST_NAP = 3600.0
-"""Seconds that one call of epoll may wait: it refuses more than 24 days, and a key may live longer than that."""
+"""Seconds that one call of epoll may wait: it refuses more than 24 days, and a key may live longer
+than that.
+"""
 
 UNACKNOWLEDGED = 262_144
-"""Kept replies at which a session is ended: some 60 MB. A client acknowledges with every request; this one's bookkeeping is broken."""
+"""Kept replies at which a session is ended: some 60 MB. A client acknowledges with every request;
+this one's bookkeeping is broken.
+"""
 
 SWEEP = 5.0
-"""Seconds between two looks for connections whose session has ended: their clients learn it at their next request in any case."""
+"""Seconds between two looks for connections whose session has ended: their clients learn it at
+their next request in any case.
+"""
 
 DIED = "its process died"
 """Why a session is over whose process has been seen to end."""
 
 READ_OFF = 16
-"""Reads of what a client has sent, when the server stops: closing a socket with unread bytes could cost the client our last words."""
+"""Reads of what a client has sent, when the server stops: closing a socket with unread bytes could
+cost the client our last words.
+"""
 
-# A connection whose other end has gone silent is given up after some 20 s: twice the ttl of a session, which has then ended.
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3), (socket.TCP_USER_TIMEOUT, 20_000))
+# A connection whose other end has gone silent is given up after some 20 s: twice the ttl of a
+# session, which has then ended.
+KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 3),
+    (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 20_000),
+)
 
 CARRIERS = (Set, CompareAndSet, Push, Resolve)
 """The requests that bring a value."""
@@ -129,9 +151,20 @@ class _Return:
 
 
 class Loop:
-    """See the module. `wake`, `adopt` and `ask_to_stop` may be called from any thread, and from a signal handler; the rest is `run`'s."""
+    """See the module. `wake`, `adopt` and `ask_to_stop` may be called from any thread, and from a
+    signal handler; the rest is `run`'s.
+    """
 
-    def __init__(self, state: State, listeners: Sequence[socket.socket], *, secret: bytes, job: str, local: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        state: State,
+        listeners: Sequence[socket.socket],
+        *,
+        secret: bytes,
+        job: str,
+        local: str,
+        clock: Clock,
+    ) -> None:
         """Takes the listeners over. `local`: the path that clients are told."""
         self._state = state
         self._secret = secret
@@ -142,7 +175,9 @@ class Loop:
         self._peers: dict[int, Peer] = {}
         self._by_session: dict[Session, dict[Peer, None]] = {}
         self._admitted = itertools.count(1)
-        self._leaving: dict[int, Session] = {}  # by pidfd: its connection has ended, without a goodbye
+        self._leaving: dict[
+            int, Session
+        ] = {}  # by pidfd: its connection has ended, without a goodbye
         self._pidfds: dict[Session, int] = {}  # the same the other way round
         self._moving: dict[Transfer, Peer] = {}
         self._gate = Gate()
@@ -193,11 +228,17 @@ class Loop:
         self.wake()
 
     def forget(self) -> None:
-        """In a forked child: close what the parent serves, so that its end is an end for its clients too."""
+        """In a forked child: close what the parent serves, so that its end is an end for its
+        clients too.
+        """
         if self._wake < 0:  # it was closed already, and the numbers may be others' by now
             return
         self._epoll.close()
-        for sock in [*self._listeners.values(), *(peer.sock for peer in self._peers.values()), *self._adopted]:
+        for sock in [
+            *self._listeners.values(),
+            *(peer.sock for peer in self._peers.values()),
+            *self._adopted,
+        ]:
             sock.close()
         for fd in (self._wake, self._reserve, *self._leaving):
             if fd >= 0:
@@ -239,7 +280,9 @@ class Loop:
                 others = [fd]
             else:
                 others.append(fd)
-        if others:  # last, because a new connection may get the number of one that has just been closed
+        if (
+            others
+        ):  # last, because a new connection may get the number of one that has just been closed
             for fd in others:
                 if fd == self._wake:
                     self._awake(now)
@@ -250,14 +293,17 @@ class Loop:
         if now >= until:
             self._catch_up()
             self._expire(now)
-        while self._state.woken:  # again when somebody could not be told: his process has died, and that tells others
+        while (
+            self._state.woken
+        ):  # again when somebody could not be told: his process has died, and that tells others
             self._deliver(now)
         if self._pool.dropped:
             self._pool.tidy()
 
     def _catch_up(self) -> None:
-        """More may have arrived than one look has shown: read it before anybody is declared dead. (The kernel ends an `epoll_wait` of a
-        process that was stopped with no events: signal(7).)"""
+        """More may have arrived than one look has shown: read it before anybody is declared dead.
+        (The kernel ends an `epoll_wait` of a process that was stopped with no events: signal(7).)
+        """
         for _ in range(len(self._peers) // EVENTS + 2):
             events = self._epoll.poll(0, EVENTS)
             now = self._now()
@@ -272,8 +318,11 @@ class Loop:
 
     def _expire(self, now: float) -> None:
         for transfer, peer in self._moving.items():
-            # Threads hold on to a transfer only while it moves: that is a sign of life, though no request may get through beside it.
-            if peer.session is not None and (peer.incoming_moves if transfer.incoming else peer.outgoing_moves):
+            # Threads hold on to a transfer only while it moves: that is a sign of life, though no
+            # request may get through beside it.
+            if peer.session is not None and (
+                peer.incoming_moves if transfer.incoming else peer.outgoing_moves
+            ):
                 peer.session.heard = max(peer.session.heard, now)
         try:
             self._state.tick(now)
@@ -315,12 +364,15 @@ class Loop:
                     raise Gone
                 else:
                     data = peer.read()
-                    # Not `now`: what was sent while this turn stood still counts for the client from then on, and so it must here.
+                    # Not `now`: what was sent while this turn stood still counts for the client
+                    # from then on, and so it must here.
                     session.heard = self._now()
                     if not self._work_one(peer, session, data, now):
                         peer.cutter.feed(data)
                         self._work(peer, session, now)
-                    if what == IN and peer.out is None and peer.arriving is None:  # nearly always; it may have been dropped meanwhile, too
+                    if (
+                        what == IN and peer.out is None and peer.arriving is None
+                    ):  # nearly always; it may have been dropped meanwhile, too
                         return
             elif what & HUNG_UP and not what & OUT:
                 raise Gone
@@ -363,11 +415,16 @@ class Loop:
             self._admit(sock, now)
 
     def _no_room(self, listener: socket.socket, error: OSError, now: float) -> None:
-        """There is no descriptor for a new connection: the oldest stranger goes for it, or else it is turned away itself (left waiting, it
-        would keep epoll reporting it). Whoever goes is told why."""
+        """There is no descriptor for a new connection: the oldest stranger goes for it, or else it
+        is turned away itself (left waiting, it would keep epoll reporting it). Whoever goes is told
+        why."""
         why = f"{error.strerror} (ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
         self._gate.complain("a new connection", why, now)
-        answer = refusal(Refusal("store-full", f"its server cannot take another connection now: {why}", passing=True))
+        answer = refusal(
+            Refusal(
+                "store-full", f"its server cannot take another connection now: {why}", passing=True
+            )
+        )
         oldest = self._gate.oldest()
         if oldest is not None:
             _turn_away(oldest.sock, answer)
@@ -385,7 +442,9 @@ class Loop:
                 sock.close()
         try:
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # another thread of this process was faster: the newcomer waits until there is one again
+        except (
+            OSError
+        ):  # another thread of this process was faster: the newcomer waits until there is one again
             pass
 
     def _admit(self, sock: socket.socket, now: float) -> None:
@@ -400,7 +459,9 @@ class Loop:
             sock.close()
             return
         if source is None:
-            self._gate.complain("a process of another user", "this store's Unix socket is for its own user", now)
+            self._gate.complain(
+                "a process of another user", "this store's Unix socket is for its own user", now
+            )
             sock.close()
             return
         greeting = Greeting(self._secret, self._job, __version__, now + GREETING, way)
@@ -409,7 +470,9 @@ class Loop:
         peer.mask = IN
         oldest = self._gate.admit(peer, greeting)
         if oldest is not None:
-            self._gate.complain(oldest.source, "too many connections without proof, and this was the oldest", now)
+            self._gate.complain(
+                oldest.source, "too many connections without proof, and this was the oldest", now
+            )
             self._drop(oldest)
 
     def _greet(self, peer: Peer, data: bytes, now: float) -> None:
@@ -427,7 +490,9 @@ class Loop:
             self._welcome(peer, *said, now)
 
     def _welcome(self, peer: Peer, hello: Hello, proof: Proof, now: float) -> None:
-        session = self._state.open(now, hello.session, proof.ttl, proof.identity, resume=proof.resume, acked=proof.acked)
+        session = self._state.open(
+            now, hello.session, proof.ttl, proof.identity, resume=proof.resume, acked=proof.acked
+        )
         self._gate.leave(peer)
         if isinstance(session, Refusal):
             peer.send(refusal(session))
@@ -439,8 +504,19 @@ class Loop:
         peer.number = next(self._admitted)
         peer.pid = _process(peer.sock, session)
         peer.cutter.message_bytes = MESSAGE_BYTES
-        peer.cutter.body_bytes = 2**64 - 1  # the state says what is too large, and the connection lives on
-        message = encode(Welcome(self._id, __version__, self._state.budget.limits, self._local, self._state.revision, session.ttl))
+        peer.cutter.body_bytes = (
+            2**64 - 1
+        )  # the state says what is too large, and the connection lives on
+        message = encode(
+            Welcome(
+                self._id,
+                __version__,
+                self._state.budget.limits,
+                self._local,
+                self._state.revision,
+                session.ttl,
+            )
+        )
         peer.send(_pack(len(message), 0) + message)
         if len(peer.cutter):
             self._work(peer, session, now)
@@ -450,7 +526,9 @@ class Loop:
             if peer.session is None:
                 self._gate.complain(peer.source, str(error), now)
             else:
-                self._gate.complain(str(peer.session.identity), str(error), now, "closed the connection of")
+                self._gate.complain(
+                    str(peer.session.identity), str(error), now, "closed the connection of"
+                )
         self._drop(peer)
 
     def _failed(self, peer: Peer) -> None:
@@ -462,7 +540,11 @@ class Loop:
     def _drop(self, peer: Peer) -> None:
         """The connection is over; the session is not. May be called again."""
         session = peer.session
-        if session is not None and (peers := self._by_session.get(session)) is not None and peer in peers:
+        if (
+            session is not None
+            and (peers := self._by_session.get(session)) is not None
+            and peer in peers
+        ):
             del peers[peer]
             if not peers:
                 del self._by_session[session]
@@ -473,7 +555,8 @@ class Loop:
             peer.mask = -1
             self._epoll.unregister(peer.fd)
         if peer.incoming_moves or peer.outgoing_moves:
-            # A thread is using the socket: its number must not become another's. This ends its call.
+            # A thread is using the socket: its number must not become another's. This ends its
+            # call.
             peer.closing = True
             try:
                 peer.sock.shutdown(socket.SHUT_RDWR)
@@ -491,9 +574,10 @@ class Loop:
         peer.abandon()
 
     def _watch_process(self, pid: int, session: Session) -> None:
-        """A connection ended without a goodbye: if its process has, too, what it held need not wait for its lease. The kernel closes the
-        sockets of a process that dies before it calls it dead, so that is waited for. (If the process has been reaped and its number is
-        another's already, this waits for that one, and the lease decides.)"""
+        """A connection ended without a goodbye: if its process has, too, what it held need not wait
+        for its lease. The kernel closes the sockets of a process that dies before it calls it dead,
+        so that is waited for. (If the process has been reaped and its number is another's already,
+        this waits for that one, and the lease decides.)"""
         try:
             fd = system_calls.pidfd_open(pid)
         except ProcessLookupError:
@@ -510,7 +594,9 @@ class Loop:
         self._pidfds[session] = fd
 
     def _left(self, fd: int, now: float) -> None:
-        """A process that is watched has died, unless this is what epoll said of another one that had this number a moment ago."""
+        """A process that is watched has died, unless this is what epoll said of another one that
+        had this number a moment ago.
+        """
         ended = select.poll()
         ended.register(fd, select.POLLIN)
         if ended.poll(0):
@@ -527,8 +613,15 @@ class Loop:
     # --- in ---
 
     def _work_one(self, peer: Peer, session: Session, data: bytes, now: float) -> bool:
-        """Carry out what has arrived, if that is nearly everything that ever arrives: one small request, and whole. Whether it was."""
-        if not HEADER_BYTES < len(data) < _SMALL or peer.descriptors or peer.out is not None or peer.freed:
+        """Carry out what has arrived, if that is nearly everything that ever arrives: one small
+        request, and whole. Whether it was.
+        """
+        if (
+            not HEADER_BYTES < len(data) < _SMALL
+            or peer.descriptors
+            or peer.out is not None
+            or peer.freed
+        ):
             return False
         if not data.startswith(HEADS[len(data) - HEADER_BYTES]) or not peer.cutter.empty:
             return False
@@ -557,7 +650,9 @@ class Loop:
                 size = len(message)
                 data = HEADS[size] + message if size < _SHORT else _pack(size, 0) + message
         if len(session.replies) > UNACKNOWLEDGED or len(session.acked) > UNACKNOWLEDGED:
-            self._state.end(now, session, f"it acknowledged none of its last {len(session.replies)} replies")
+            self._state.end(
+                now, session, f"it acknowledged none of its last {len(session.replies)} replies"
+            )
             raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
         if peer.freed:
             data += self._freed(peer)
@@ -579,7 +674,11 @@ class Loop:
             while (frame := cut()) is not None:
                 try:
                     request = decode_request(frame[0])
-                except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
+                except (
+                    msgspec.MsgspecError,
+                    ValueError,
+                    RecursionError,
+                ) as error:  # ValueError: text that is not UTF-8
                     raise _Malformed(f"a message that is not rallypoint's: {error}") from error
                 large: Large | None = None
                 if type(request) in _SPECIAL or frame[1] or frame[2]:
@@ -599,7 +698,8 @@ class Loop:
                     answer = apply(now, session, request, large)
                 except Exception:
                     answer = self._fault(request)
-                # Whoever drops a value last frees its memory: that must not be a variable here, some requests later.
+                # Whoever drops a value last frees its memory: that must not be a variable here,
+                # some requests later.
                 large = None
                 if answer is None:
                     _expect(peer, session, request.seq)
@@ -628,7 +728,9 @@ class Loop:
         if peer.cutter.announced > READ_BYTES and not peer.held:
             parts += self._hold(peer, peer.cutter.announced)
         if len(session.replies) > UNACKNOWLEDGED or len(session.acked) > UNACKNOWLEDGED:
-            self._state.end(now, session, f"it acknowledged none of its last {len(session.replies)} replies")
+            self._state.end(
+                now, session, f"it acknowledged none of its last {len(session.replies)} replies"
+            )
             raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
         if peer.descriptors and peer.arriving is None and not len(peer.cutter):
             peer.drop_unclaimed()
@@ -640,7 +742,9 @@ class Loop:
             self._deliver(now)
 
     def _hold(self, peer: Peer, size: int) -> tuple[bytes, ...]:
-        """A long message has begun to arrive: charge it until it is whole, or say that there is no room, and throw the rest away."""
+        """A long message has begun to arrive: charge it until it is whole, or say that there is no
+        room, and throw the rest away.
+        """
         refused = self._state.reserve(size)
         if refused is None:
             peer.held = size
@@ -651,14 +755,21 @@ class Loop:
         return _pack(len(message), 0), message
 
     def _fault(self, request: AnyRequest) -> tuple[Reply, None]:
-        """The state failed, which is our fault: this client learns it at once, and everybody else is served."""
+        """The state failed, which is our fault: this client learns it at once, and everybody else
+        is served.
+        """
         log.exception("the store failed on a %s; please report this", type(request).__name__)
-        text = f"rallypoint itself failed on this {type(request).__name__}; the server's log says how"
+        text = (
+            f"rallypoint itself failed on this {type(request).__name__}; the server's log says how"
+        )
         return Failed(request.seq, self._state.revision, "bad-request", text), None
 
-    def _value(self, peer: Peer, session: Session, request: AnyRequest, body: bytes, missing: int) -> Large | Failed | None:
-        """The value that comes beside this request: itself, or why it is not taken, or _REPEATED when it is not needed because the
-        request has been answered before, or None when it has yet to arrive."""
+    def _value(
+        self, peer: Peer, session: Session, request: AnyRequest, body: bytes, missing: int
+    ) -> Large | Failed | None:
+        """The value that comes beside this request: itself, or why it is not taken, or _REPEATED
+        when it is not needed because the request has been answered before, or None when it has yet
+        to arrive."""
         if not isinstance(request, CARRIERS) or request.value:
             raise _Malformed(f"a {type(request).__name__} with a body beside it")
         if request.shared:
@@ -682,7 +793,9 @@ class Loop:
                     data[: len(body)] = body
             except (OSError, MemoryError) as error:
                 self._state.release(size)
-                refused = self._no_memory(request, error if isinstance(error, OSError) else _no_memory())
+                refused = self._no_memory(
+                    request, error if isinstance(error, OSError) else _no_memory()
+                )
         if refused is not None:
             if missing:
                 peer.arriving = Arriving(None, missing)
@@ -725,7 +838,9 @@ class Loop:
                 segment.read(memoryview(data), 0)
             except (OSError, MemoryError) as error:
                 self._state.release(segment.size)
-                return self._no_memory(request, error if isinstance(error, OSError) else _no_memory())
+                return self._no_memory(
+                    request, error if isinstance(error, OSError) else _no_memory()
+                )
             except BaseException:
                 self._state.release(segment.size)
                 raise
@@ -734,7 +849,9 @@ class Loop:
         return segment
 
     def _take(self, size: int) -> Segment | None:
-        """Shared memory for a value that is to come; None when descriptors are scarce, and then the loop's own memory has to do."""
+        """Shared memory for a value that is to come; None when descriptors are scarce, and then the
+        loop's own memory has to do.
+        """
         try:
             segment = self._pool.take(size)
         except OSError as error:
@@ -818,7 +935,9 @@ class Loop:
                     message = encode(reply)
                     size = len(message)
                     peer.send(HEADS[size] + message if size < _SHORT else _pack(size, 0) + message)
-                    if peer.out is None:  # nearly always: there may be ten thousand to be told of one barrier
+                    if (
+                        peer.out is None
+                    ):  # nearly always: there may be ten thousand to be told of one barrier
                         continue
                 else:
                     parts: list[bytes] = []
@@ -875,7 +994,13 @@ class Loop:
             self._move(peer, peer.outgoing)
             return
         self._flush(peer)
-        if len(peer.cutter) and not peer.paused and not peer.closing and peer.session is not None and peer.arriving is None:
+        if (
+            len(peer.cutter)
+            and not peer.paused
+            and not peer.closing
+            and peer.session is not None
+            and peer.arriving is None
+        ):
             peer.stalled = False
             self._work(peer, peer.session, now)
 
@@ -890,7 +1015,9 @@ class Loop:
     # --- bulk ---
 
     def _move(self, peer: Peer, transfer: Transfer) -> None:
-        """Let a thread go on with it. Nothing when one does so already: what epoll said of this socket is older than that, then."""
+        """Let a thread go on with it. Nothing when one does so already: what epoll said of this
+        socket is older than that, then.
+        """
         if peer.incoming_moves if transfer.incoming else peer.outgoing_moves:
             return
         self._movers.submit(transfer)
@@ -969,7 +1096,9 @@ class Loop:
             except (Gone, OSError):
                 self._drop(peer)
         while True:
-            for peer in [peer for peer in self._peers.values() if not peer.out and peer.outgoing is None]:
+            for peer in [
+                peer for peer in self._peers.values() if not peer.out and peer.outgoing is None
+            ]:
                 _read_off(peer)
                 self._drop(peer)
             if not self._by_session or self._now() >= until:
@@ -999,7 +1128,9 @@ class Loop:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Options of a listener, which the connections accepted from it inherit (tcp(7)), or of a connection."""
+    """Options of a listener, which the connections accepted from it inherit (tcp(7)), or of a
+    connection.
+    """
     sock.setblocking(False)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -1009,7 +1140,9 @@ def prepare(sock: socket.socket) -> None:
 
 
 def _turn_away(sock: socket.socket, answer: bytes) -> None:
-    """Say why, and read what has arrived: closing a socket with unread bytes could cost the client the answer."""
+    """Say why, and read what has arrived: closing a socket with unread bytes could cost the client
+    the answer.
+    """
     try:
         sock.send(answer, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         sock.recv(HELLO_BYTES, socket.MSG_DONTWAIT)
@@ -1018,7 +1151,9 @@ def _turn_away(sock: socket.socket, answer: bytes) -> None:
 
 
 def _expect(peer: Peer, session: Session, seq: int) -> None:
-    """This request waits: its answer goes to the newest connection on which it came. (A copy of it may still be read from an older one.)"""
+    """This request waits: its answer goes to the newest connection on which it came. (A copy of it
+    may still be read from an older one.)
+    """
     if seq in session.waiting:
         former = session.routes.get(seq)
         if former is None or former.number <= peer.number:
@@ -1031,7 +1166,9 @@ def _is_repeated(session: Session, seq: int) -> bool:
 
 
 def _is_scarce(segment: Segment) -> bool:
-    """Whether descriptors have become scarce with this one: the kernel gives out the lowest number that is free."""
+    """Whether descriptors have become scarce with this one: the kernel gives out the lowest number
+    that is free.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return limit != resource.RLIM_INFINITY and segment.fileno() >= limit - limit // RESERVE
 
@@ -1041,15 +1178,17 @@ def _no_memory() -> OSError:
 
 
 def _source(sock: socket.socket) -> str | None:
-    """Where a connection comes from, by number: no name is ever looked up. None for another user's process."""
+    """Where a connection comes from, by number: no name is ever looked up. None for another user's
+    process.
+    """
     if sock.family != socket.AF_UNIX:
         return str(sock.getpeername()[0])
     return f"process {listener_of(sock)}" if uid_of(sock) == os.geteuid() else None
 
 
 def _process(sock: socket.socket, session: Session) -> int:
-    """The process at the other end of a Unix socket, if the session is its own; 0 where that is not certain: it could be a proxy, or see
-    itself under another number, in another namespace."""
+    """The process at the other end of a Unix socket, if the session is its own; 0 where that is not
+    certain: it could be a proxy, or see itself under another number, in another namespace."""
     if sock.family != socket.AF_UNIX:
         return 0
     pid, identity = listener_of(sock), session.identity

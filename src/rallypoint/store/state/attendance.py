@@ -1,4 +1,6 @@
-"""Who came and who did not: found out from sessions, ranks and what the launcher saw, and put into words. Pure."""
+"""Who came and who did not: found out from sessions, ranks and what the launcher saw, and put into
+words. Pure.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Sighting(NamedTuple):
 
     host: str
     pid: int  # 0: it has not been started
-    phase: str  # in words, with since when: "importing for 41 s", "ended 2.0 s ago with exit code 3"
+    phase: (
+        str  # in words, with since when: "importing for 41 s", "ended 2.0 s ago with exit code 3"
+    )
 
 
 Roster = Callable[[], Mapping[int, Sighting]]
@@ -37,9 +41,10 @@ def absent(
 ) -> tuple[Member, ...]:
     """Who of `size` is not present, as far as that can be told: never a guess.
 
-    `former`: who was at the last complete round of the same size. Without one it is told by the ranks, when each of those present is
-    another rank below `size`, and no rank is known that is not. `ended`: the last session of each rank that is over. `roster`: all
-    ranks of the job, when the launcher is asked.
+    `former`: who was at the last complete round of the same size. Without one it is told by the
+    ranks, when each of those present is another rank below `size`, and no rank is known that is
+    not. `ended`: the last session of each rank that is over. `roster`: all ranks of the job, when
+    the launcher is asked.
     """
     if len(present) >= size:
         return ()
@@ -53,14 +58,23 @@ def absent(
         by_rank = _by_rank(now, size, present, sessions, ended, roster)
         if by_rank:
             return by_rank
-    return tuple(_known(now, one, None if one.identity.rank is None else (roster or {}).get(one.identity.rank)) for one in missing)
+    return tuple(
+        _known(
+            now, one, None if one.identity.rank is None else (roster or {}).get(one.identity.rank)
+        )
+        for one in missing
+    )
 
 
 def _by_rank(
     now: float, size: int, present: Sequence[Identity], sessions: Collection[Session], ended: Mapping[int, Session],
     roster: Mapping[int, Sighting] | None,
 ) -> tuple[Member, ...]:  # fmt: skip
-    ranks = {identity.rank for identity in present if identity.rank is not None and 0 <= identity.rank < size}
+    ranks = {
+        identity.rank
+        for identity in present
+        if identity.rank is not None and 0 <= identity.rank < size
+    }
     if len(ranks) != len(present):
         return ()
     living: dict[int, Session] = {}
@@ -80,14 +94,18 @@ def _by_rank(
 
 
 def _taken(here: Counter[Identity], identity: Identity) -> bool:
-    """Whether he is among these, who are fewer by him then: the threads of one process take a seat each."""
+    """Whether he is among these, who are fewer by him then: the threads of one process take a seat
+    each.
+    """
     if here[identity] <= 0:
         return False
     here[identity] -= 1
     return True
 
 
-def _of_rank(now: float, rank: int, session: Session | None, roster: Mapping[int, Sighting] | None) -> Member:
+def _of_rank(
+    now: float, rank: int, session: Session | None, roster: Mapping[int, Sighting] | None
+) -> Member:
     if roster is not None and rank not in roster:
         return Member(None, rank, "this job has no such rank")
     seen = roster[rank] if roster is not None else None
@@ -103,14 +121,22 @@ def _known(now: float, session: Session, seen: Sighting | None) -> Member:
     phase = seen.phase if seen is not None else ""
     if not session.ended:
         return Member(identity, identity.rank, phase, max(0.0, now - session.heard))
-    return Member(identity, identity.rank, phase, None, f"{now - session.ended_at:.1f} s ago: {session.because}")
+    return Member(
+        identity,
+        identity.rank,
+        phase,
+        None,
+        f"{now - session.ended_at:.1f} s ago: {session.because}",
+    )
 
 
 # --- in words ---
 
 
 def who(them: Iterable[Identity]) -> str:
-    """The subject of a sentence: "rank 3 (pid 812 on node07)", "ranks 0-13 and 15", "pid 4 on a, 2 in pid 5 on a and 7 more"."""
+    """The subject of a sentence: "rank 3 (pid 812 on node07)", "ranks 0-13 and 15", "pid 4 on a, 2
+    in pid 5 on a and 7 more".
+    """
     seats = Counter(them)
     if len(seats) == 1:
         [(identity, times)] = seats.items()
@@ -118,11 +144,19 @@ def who(them: Iterable[Identity]) -> str:
     ranks = {identity.rank for identity in seats if identity.rank is not None}
     if len(ranks) == seats.total():
         return ranks_phrase(ranks)
-    return _folded([str(identity) if times == 1 else f"{times} in {identity}" for identity, times in seats.items()])
+    return _folded(
+        [
+            str(identity) if times == 1 else f"{times} in {identity}"
+            for identity, times in seats.items()
+        ]
+    )
 
 
-def attendance(size: int, arrived: int, present: Sequence[Identity], absent: Sequence[Member]) -> str:
-    """ "3 arrived (ranks 0-2), missing: rank 3 (pid 812 on node07, running for 38 s, last heard of 0.4 s ago)".
+def attendance(
+    size: int, arrived: int, present: Sequence[Identity], absent: Sequence[Member]
+) -> str:
+    """ "3 arrived (ranks 0-2), missing: rank 3 (pid 812 on node07, running for 38 s, last heard of
+    0.4 s ago)".
 
     `arrived` may be more than `present` names.
     """
@@ -138,7 +172,9 @@ def attendance(size: int, arrived: int, present: Sequence[Identity], absent: Seq
 
 
 def _missing(absent: Sequence[Member]) -> str:
-    """Who is missing: those of whom the same is known together, a few others one by one, and the rest folded."""
+    """Who is missing: those of whom the same is known together, a few others one by one, and the
+    rest folded.
+    """
     alike: dict[str, list[int]] = {}
     told: list[str] = []
     for member in absent:

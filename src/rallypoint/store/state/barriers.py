@@ -1,15 +1,17 @@
 """Barriers: all arrive, or all who wait learn at once that it will not be, and who was there. Pure.
 
-A barrier's generation exists from its first arrival until all `size` are there, or it breaks: somebody's timeout passed, somebody
-gave up or his session ended, or two disagree about the size. One request is one seat: the threads of one session may each take one.
+A barrier's generation exists from its first arrival until all `size` are there, or it breaks:
+somebody's timeout passed, somebody gave up or his session ended, or two disagree about the size.
+One request is one seat: the threads of one session may each take one.
 
-With a quorum, whose seat is lost is merely not there, and the generation is complete when everybody is there who was at the former
-one and still lives, or when the first timeout of those who wait is over; it breaks when the quorum is not there by then, or cannot be
-any more.
+With a quorum, whose seat is lost is merely not there, and the generation is complete when everybody
+is there who was at the former one and still lives, or when the first timeout of those who wait is
+over; it breaks when the quorum is not there by then, or cannot be any more.
 
-The next arrival under the name begins the next generation, with one exception: who did not come to a generation that broke, or was
-complete without him, is told so when he does come, once, and does not sit down among those who are a round ahead of him. That is
-`_Over`; it is forgotten when all who did not come were told, or when a generation of the name is complete.
+The next arrival under the name begins the next generation, with one exception: who did not come to
+a generation that broke, or was complete without him, is told so when he does come, once, and does
+not sit down among those who are a round ahead of him. That is `_Over`; it is forgotten when all who
+did not come were told, or when a generation of the name is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from rallypoint.store.state.attendance import Roster, attendance, who
 from rallypoint.store.state.quotas import LEND_BYTES, Budget, Large, quoted
 from rallypoint.store.state.replies import Answer, Ledger, Session
 from rallypoint.store.state.waiters import Line, Lines, Waiter
-from rallypoint.wire.messages import INLINE_BYTES, Arrive, Failed, Identity, Integer, Member, Met, Seat, TimedOut
+from rallypoint.wire.messages import (
+    INLINE_BYTES,
+    Arrive,
+    Failed,
+    Identity,
+    Integer,
+    Member,
+    Met,
+    Seat,
+    TimedOut,
+)
 
 PRESENT_WHOLE = 1024
 """Up to so many seats a failure names everybody who was there, and everybody who was not."""
@@ -32,13 +44,19 @@ PRESENT_SHOWN = 100
 """Of more than that, so many are named: each of 10,000 getting 10,000 names would be gigabytes."""
 
 MET_BYTES = 16 * 1024 * 1024
-"""Of the values of one generation: everybody gets all of them in one message, a quarter of what that may have."""
+"""Of the values of one generation: everybody gets all of them in one message, a quarter of what
+that may have.
+"""
 
 NAMES_KEPT = 4096
-"""Names of which the last generation is remembered. A program that gives each round a name of its own must not fill the server."""
+"""Names of which the last generation is remembered. A program that gives each round a name of its
+own must not fill the server.
+"""
 
 SEATS_KEPT = 65_536
-"""Sessions, and ranks that did not come, in all that these remember, as many as may live: 50 MB at most, if all of them have ended."""
+"""Sessions, and ranks that did not come, in all that these remember, as many as may live: 50 MB at
+most, if all of them have ended.
+"""
 
 RANKS_KEPT = 65_536
 """Ranks of which the last session that ended is remembered."""
@@ -54,7 +72,8 @@ class _Generation:
     def __init__(self, size: int, quorum: int | None) -> None:
         self.size = size
         self.quorum = quorum
-        # With a quorum: those of the former generation who live and are not here yet, with their seats; None: there was none.
+        # With a quorum: those of the former generation who live and are not here yet, with their
+        # seats; None: there was none.
         self.expected: dict[Session, int] | None = None
         self.gone: list[Session] = []  # who had arrived, and died or gave up: once for each seat
 
@@ -70,7 +89,9 @@ class _Former:
 
 
 class _Over:
-    """The last generation of a name to which not everybody came: what those who come too late are told."""
+    """The last generation of a name to which not everybody came: what those who come too late are
+    told.
+    """
 
     __slots__ = ("absent", "at", "code", "details", "late", "opened", "present", "seated", "text")
 
@@ -79,7 +100,9 @@ class _Over:
         absent: tuple[Member, ...], seated: set[Session], late: int,
     ) -> None:  # fmt: skip
         self.at = at
-        self.opened = opened  # sessions that there had been by then: who began later was not expected
+        self.opened = (
+            opened  # sessions that there had been by then: who began later was not expected
+        )
         self.code = code
         self.text = text
         self.details = details
@@ -90,12 +113,16 @@ class _Over:
 
 
 class _Recent(Generic[T]):
-    """What was last, by name; the oldest is forgotten first, when there are too many names, or too many sessions in them."""
+    """What was last, by name; the oldest is forgotten first, when there are too many names, or too
+    many sessions in them.
+    """
 
     __slots__ = ("_seats", "kept")
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[str, tuple[T, int]] = OrderedDict()  # and how many sessions are in each
+        self.kept: OrderedDict[str, tuple[T, int]] = (
+            OrderedDict()
+        )  # and how many sessions are in each
         self._seats = 0
 
     def get(self, name: str) -> T | None:
@@ -116,8 +143,8 @@ class _Recent(Generic[T]):
 
 
 class _Seats(Lines):
-    """Who waits at each barrier. However a seat is left, its value counts no more (`Barriers.arrive` charges it); with the last one the
-    generation is over."""
+    """Who waits at each barrier. However a seat is left, its value counts no more
+    (`Barriers.arrive` charges it); with the last one the generation is over."""
 
     __slots__ = ("_budget", "expecting", "generations")
 
@@ -125,7 +152,9 @@ class _Seats(Lines):
         super().__init__(barriers.timed_out)
         self._budget = budget
         self.generations: dict[str, _Generation] = {}
-        self.expecting: dict[str, _Generation] = {}  # of these, the ones that anybody's death may complete
+        self.expecting: dict[
+            str, _Generation
+        ] = {}  # of these, the ones that anybody's death may complete
 
     def leave(self, waiter: Waiter, name: str) -> None:
         super().leave(waiter, name)
@@ -152,8 +181,12 @@ class _Seats(Lines):
 class Barriers:
     """All barriers at which somebody waits, and what is remembered of those before."""
 
-    def __init__(self, ledger: Ledger, sessions: dict[bytes, Session], roster: Roster | None = None) -> None:
-        """`sessions`: those that live. `roster`: what the launcher knows of the ranks, asked when somebody is missing."""
+    def __init__(
+        self, ledger: Ledger, sessions: dict[bytes, Session], roster: Roster | None = None
+    ) -> None:
+        """`sessions`: those that live. `roster`: what the launcher knows of the ranks, asked when
+        somebody is missing.
+        """
         self._ledger = ledger
         self._sessions = sessions
         self._roster = roster
@@ -163,9 +196,16 @@ class Barriers:
         self._over: _Recent[_Over] = _Recent()
         self._ended: OrderedDict[int, Session] = OrderedDict()  # by rank
 
-    def arrive(self, now: float, session: Session, request: Arrive, large: Large | None) -> Answer | None:
+    def arrive(
+        self, now: float, session: Session, request: Arrive, large: Large | None
+    ) -> Answer | None:
         name, quorum = request.name, request.quorum
-        if self._over.kept and (over := self._over.get(name)) is not None and session not in over.seated and session.number <= over.opened:
+        if (
+            self._over.kept
+            and (over := self._over.get(name)) is not None
+            and session not in over.seated
+            and session.number <= over.opened
+        ):
             return self._tell_late(now, session, request, over)
         generation = self._generations.get(name)
         if request.value or generation is None:
@@ -206,7 +246,11 @@ class Barriers:
 
     def give_up(self, now: float, waiter: Waiter) -> None:
         """The caller was interrupted: his seat is empty, and the others need not wait for him."""
-        self._leave(now, [waiter], f"{waiter.session.identity} left after {now - waiter.since:.1f} s: an exception ended its call")
+        self._leave(
+            now,
+            [waiter],
+            f"{waiter.session.identity} left after {now - waiter.since:.1f} s: an exception ended its call",
+        )
 
     def end(self, now: float, session: Session, seats: list[Waiter]) -> None:
         """The session has ended; these are all its seats."""
@@ -217,8 +261,14 @@ class Barriers:
             if len(self._ended) > RANKS_KEPT:
                 self._ended.popitem(last=False)
         if seats:
-            self._leave(now, seats, f"the session of {session.identity} ended while it waited: {session.because}")
-        for name, generation in list(self._seats.expecting.items()):  # not of all: there may be a hundred thousand, and as many ends
+            self._leave(
+                now,
+                seats,
+                f"the session of {session.identity} ended while it waited: {session.because}",
+            )
+        for name, generation in list(
+            self._seats.expecting.items()
+        ):  # not of all: there may be a hundred thousand, and as many ends
             if generation.expected and generation.expected.pop(session, 0):
                 self._perhaps_complete(now, name, generation)
 
@@ -248,14 +298,24 @@ class Barriers:
 
     def _perhaps_complete(self, now: float, name: str, generation: _Generation) -> None:
         """Somebody will not come: perhaps all others are there."""
-        if generation.quorum is not None and len(self._seats.get(name, ())) >= generation.quorum and _all_here(generation):
+        if (
+            generation.quorum is not None
+            and len(self._seats.get(name, ())) >= generation.quorum
+            and _all_here(generation)
+        ):
             self._complete(now, name, generation)
 
     def _complete(
-        self, now: float, name: str, generation: _Generation, session: Session | None = None, request: Arrive | None = None
+        self,
+        now: float,
+        name: str,
+        generation: _Generation,
+        session: Session | None = None,
+        request: Arrive | None = None,
     ) -> Answer | None:
-        """Everybody is there, or as many as suffice; `session` and `request` are of the last to arrive, if that made it complete, who is
-        answered by what is returned. The generation's number is the revision at which that was so: it grows, and needs no memory."""
+        """Everybody is there, or as many as suffice; `session` and `request` are of the last to
+        arrive, if that made it complete, who is answered by what is returned. The generation's
+        number is the revision at which that was so: it grows, and needs no memory."""
         ledger = self._ledger
         waiters = self._seats.all(name)
         seated = [waiter.session for waiter in waiters]
@@ -278,9 +338,16 @@ class Barriers:
         ledger.answer_all(self._seats, name, answers)
         return None if session is None else (answers[-1], None)
 
-    def _meeting(self, number: int, seated: list[Session], requests: list[Arrive], absent: tuple[Member, ...]) -> list[Integer | Met]:
-        """Who brought something gets what all have brought; the values are one piece of memory, whoever holds the answers."""
-        seats = tuple(Seat(session.identity, request.value) for session, request in zip(seated, requests, strict=True))
+    def _meeting(
+        self, number: int, seated: list[Session], requests: list[Arrive], absent: tuple[Member, ...]
+    ) -> list[Integer | Met]:
+        """Who brought something gets what all have brought; the values are one piece of memory,
+        whoever holds the answers.
+        """
+        seats = tuple(
+            Seat(session.identity, request.value)
+            for session, request in zip(seated, requests, strict=True)
+        )
         size = sum(len(seat.value) for seat in seats)
         answers: list[Integer | Met] = []
         for mine, (session, request) in enumerate(zip(seated, requests, strict=True)):
@@ -292,7 +359,9 @@ class Barriers:
                 answers.append(Integer(request.seq, number, number))
         return answers
 
-    def _missed(self, now: float, name: str, generation: _Generation, number: int, seated: list[Session]) -> tuple[Member, ...]:
+    def _missed(
+        self, now: float, name: str, generation: _Generation, number: int, seated: list[Session]
+    ) -> tuple[Member, ...]:
         """It is complete without somebody: he will be told when he comes. Returns who that is."""
         size, arrived = generation.size, len(seated)
         present = [session.identity for session in seated]
@@ -305,7 +374,17 @@ class Barriers:
             )
             details = (("size", size), ("arrived", arrived), ("generation", number))
             everybody = {*seated, *generation.gone}
-            over = _Over(now, self._ledger.opened, "barrier-missed", text, details, _shown(present), _shown(absent), everybody, late)
+            over = _Over(
+                now,
+                self._ledger.opened,
+                "barrier-missed",
+                text,
+                details,
+                _shown(present),
+                _shown(absent),
+                everybody,
+                late,
+            )
             self._over.keep(name, over, len(everybody) + len(over.absent))
         else:
             self._over.forget(name)
@@ -325,12 +404,22 @@ class Barriers:
             quorum = generation.quorum
             if quorum is None:
                 self._break(now, name, generation, because)
-            elif len(self._seats.get(name, ())) < quorum and generation.size - sum(one.ended for one in generation.gone) < quorum:
-                self._break(now, name, generation, f"{because}; the quorum of {quorum} cannot be had any more")
+            elif (
+                len(self._seats.get(name, ())) < quorum
+                and generation.size - sum(one.ended for one in generation.gone) < quorum
+            ):
+                self._break(
+                    now,
+                    name,
+                    generation,
+                    f"{because}; the quorum of {quorum} cannot be had any more",
+                )
             else:
                 self._perhaps_complete(now, name, generation)
 
-    def _did_not_wait(self, now: float, name: str, generation: _Generation, session: Session, request: Arrive) -> Answer:
+    def _did_not_wait(
+        self, now: float, name: str, generation: _Generation, session: Session, request: Arrive
+    ) -> Answer:
         generation.gone.append(session)
         here = [waiter.session.identity for waiter in self._seats.get(name, ())]
         present = [*here, session.identity]
@@ -340,8 +429,17 @@ class Barriers:
             request.seq, self._ledger.revision, present=_shown(present), absent=_shown(absent), arrived=len(present)
         ), None  # fmt: skip
 
-    def _break(self, now: float, name: str, generation: _Generation, because: str, late: Waiter | None = None) -> None:
-        """Tell all who wait, and remember it for those who are still to come. `late`: whose time is over."""
+    def _break(
+        self,
+        now: float,
+        name: str,
+        generation: _Generation,
+        because: str,
+        late: Waiter | None = None,
+    ) -> None:
+        """Tell all who wait, and remember it for those who are still to come. `late`: whose time is
+        over.
+        """
         ledger, size = self._ledger, generation.size
         waiters = self._seats.all(name)
         came = [waiter.session for waiter in waiters] + generation.gone
@@ -352,16 +450,26 @@ class Barriers:
             f"{attendance(size, len(came), present, absent)}"
         )  # fmt: skip
         details = (("size", size), ("arrived", len(came)))
-        self._end_with(now, name, "barrier-broken", text, details, present, absent, came, size - len(came))
+        self._end_with(
+            now, name, "barrier-broken", text, details, present, absent, came, size - len(came)
+        )
         shown, missing, revision = _shown(present), _shown(absent), ledger.revision
         for waiter in waiters:
             seq = waiter.request.seq
             if waiter is late:
-                ledger.answer(waiter, TimedOut(seq, revision, present=shown, absent=missing, arrived=len(came)))
+                ledger.answer(
+                    waiter,
+                    TimedOut(seq, revision, present=shown, absent=missing, arrived=len(came)),
+                )
             else:
-                ledger.answer(waiter, Failed(seq, revision, "barrier-broken", text, details, shown, b"", missing))
+                ledger.answer(
+                    waiter,
+                    Failed(seq, revision, "barrier-broken", text, details, shown, b"", missing),
+                )
 
-    def _disagree(self, now: float, session: Session, request: Arrive, generation: _Generation) -> Answer:
+    def _disagree(
+        self, now: float, session: Session, request: Arrive, generation: _Generation
+    ) -> Answer:
         name, ledger = request.name, self._ledger
         waiters = self._seats.all(name)
         here = [waiter.session.identity for waiter in waiters]
@@ -372,10 +480,22 @@ class Barriers:
         details = (("size", generation.size), ("asked", request.size))
         present = [*here, session.identity]
         came = [waiter.session for waiter in waiters] + [session] + generation.gone
-        self._end_with(now, name, "barrier-size", text, details, present, (), came, max(generation.size, request.size) - len(came))
+        self._end_with(
+            now,
+            name,
+            "barrier-size",
+            text,
+            details,
+            present,
+            (),
+            came,
+            max(generation.size, request.size) - len(came),
+        )
         shown, revision = _shown(present), ledger.revision
         for waiter in waiters:
-            ledger.answer(waiter, Failed(waiter.request.seq, revision, "barrier-size", text, details, shown))
+            ledger.answer(
+                waiter, Failed(waiter.request.seq, revision, "barrier-size", text, details, shown)
+            )
         return Failed(request.seq, revision, "barrier-size", text, details, shown), None
 
     def _end_with(
@@ -386,11 +506,23 @@ class Barriers:
         if late <= 0:
             self._over.forget(name)
             return
-        over = _Over(now, self._ledger.opened, code, text, details, _shown(present), _shown(absent), set(came), late)
+        over = _Over(
+            now,
+            self._ledger.opened,
+            code,
+            text,
+            details,
+            _shown(present),
+            _shown(absent),
+            set(came),
+            late,
+        )
         self._over.keep(name, over, len(over.seated) + len(over.absent))
 
     def _tell_late(self, now: float, session: Session, request: Arrive, over: _Over) -> Answer:
-        """He comes to a round that is over. His next call is his next round: with a quorum, the others wait for him again."""
+        """He comes to a round that is over. His next call is his next round: with a quorum, the
+        others wait for him again.
+        """
         name = request.name
         over.late -= 1
         over.seated.add(session)
@@ -403,7 +535,16 @@ class Barriers:
             if generation is not None and generation.expected is not None:
                 generation.expected[session] = generation.expected.get(session, 0) + 1
         text = f"{over.text}; that was {now - over.at:.1f} s before this caller came"
-        return Failed(request.seq, self._ledger.revision, over.code, text, over.details, over.present, b"", over.absent), None
+        return Failed(
+            request.seq,
+            self._ledger.revision,
+            over.code,
+            text,
+            over.details,
+            over.present,
+            b"",
+            over.absent,
+        ), None
 
     # --- what is asked ---
 
@@ -411,34 +552,56 @@ class Barriers:
         """The failure for what no barrier can be, or a value that cannot be passed on."""
         ledger, size, quorum = self._ledger, request.size, request.quorum
         if size < 1:
-            return ledger.failed(request, "bad-request", f"a barrier of {size} has nobody to wait for", size=size)[0]
+            return ledger.failed(
+                request, "bad-request", f"a barrier of {size} has nobody to wait for", size=size
+            )[0]
         if quorum is not None and not 1 <= quorum <= size:
-            return ledger.failed(request, "bad-request", f"a quorum of {quorum} is none of {size}", size=size, quorum=quorum)[0]
+            return ledger.failed(
+                request,
+                "bad-request",
+                f"a quorum of {quorum} is none of {size}",
+                size=size,
+                quorum=quorum,
+            )[0]
         length = len(request.value)
         if length > min(INLINE_BYTES, MET_BYTES // size):
             limit = min(INLINE_BYTES, MET_BYTES // size)
             text = f"the value has {length} bytes, and what {size} bring to a barrier may have {limit} each"
             return ledger.failed(request, "value-too-large", text, size=length, limit=limit)[0]
-        return ledger.budget.refuse_value(length, length, request.seq, ledger.revision) if length else None
+        return (
+            ledger.budget.refuse_value(length, length, request.seq, ledger.revision)
+            if length
+            else None
+        )
 
-    def _absent(self, now: float, name: str, size: int, present: list[Identity]) -> tuple[Member, ...]:
+    def _absent(
+        self, now: float, name: str, size: int, present: list[Identity]
+    ) -> tuple[Member, ...]:
         if len(present) >= size:
             return ()
         former = self._former.get(name)
         seated = former.seated if former is not None and former.size == size else None
         try:
             roster = self._roster() if self._roster is not None else None
-        except OSError:  # the launcher cannot look at its ranks now; what the sessions tell is known all the same
+        except OSError:
+            # the launcher cannot look at its ranks now; what the sessions tell is known all the
+            # same
             roster = None
-        return rollcall.absent(now, size, present, seated, self._sessions.values(), self._ended, roster)
+        return rollcall.absent(
+            now, size, present, seated, self._sessions.values(), self._ended, roster
+        )
 
 
 def _back(generation: _Generation, session: Session) -> None:
-    """Somebody comes: if he had given up before, or died and was started again as the same rank, he is no more one of those who left."""
+    """Somebody comes: if he had given up before, or died and was started again as the same rank, he
+    is no more one of those who left.
+    """
     rank = session.identity.rank
     former = session if session in generation.gone else None
     if former is None and rank is not None:
-        former = next((one for one in generation.gone if one.ended and one.identity.rank == rank), None)
+        former = next(
+            (one for one in generation.gone if one.ended and one.identity.rank == rank), None
+        )
     if former is not None:
         generation.gone.remove(former)
 

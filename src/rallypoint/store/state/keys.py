@@ -1,8 +1,9 @@
 """Keys and their values: get, set, compare and set, delete, list, add, append. Pure.
 
-The store never decodes a value, with two exceptions: the integer of `Add` and the bytes of `Append` and of torch's `add`. The
-methods named like requests are what `State.apply` calls; `get`, `set` and `add` of a key that is there are the paths which every
-training loop takes, and are written flat for that reason.
+The store never decodes a value, with two exceptions: the integer of `Add` and the bytes of `Append`
+and of torch's `add`. The methods named like requests are what `State.apply` calls; `get`, `set` and
+`add` of a key that is there are the paths which every training loop takes, and are written flat for
+that reason.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from rallypoint.wire.messages import (
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 
 WAITED_KEYS = 4096
-"""Missing keys that one request may wait for: to line up for them and to leave again takes 20 ms, in which nobody else is served."""
+"""Missing keys that one request may wait for: to line up for them and to leave again takes 20 ms,
+in which nobody else is served.
+"""
 
 APPEND_BYTES = 8 * 1024 * 1024
-"""The longest bytes value that is appended to: every append copies the whole, and this copy takes a millisecond. torch's TCPStore
-takes values up to the same size."""
+"""The longest bytes value that is appended to: every append copies the whole, and this copy takes a
+millisecond. torch's TCPStore takes values up to the same size."""
 
 # First bytes in msgpack: an integer of any width; bytes with a length of 1, 2 or 4 bytes.
 _INTEGERS = frozenset([*range(0x80), *range(0xE0, 0x100), *range(0xCC, 0xD4)])
@@ -57,7 +60,17 @@ _decode_bytes = msgspec.msgpack.Decoder(bytes).decode
 class Entry:
     """One key's value. `large` holds it when `value` is empty."""
 
-    __slots__ = ("deadline", "key", "large", "modified", "owner", "size", "value", "weight", "writer")
+    __slots__ = (
+        "deadline",
+        "key",
+        "large",
+        "modified",
+        "owner",
+        "size",
+        "value",
+        "weight",
+        "writer",
+    )
 
     def __init__(self, key: str, weight: int) -> None:
         self.key = key
@@ -84,7 +97,9 @@ class KeyTable:
         self._history = history
         self._locks = locks
         self._entries: dict[str, Entry] = {}
-        self._absent = Lines(self._timed_out)  # who waits for keys that are not there; nobody ever waits for one that is
+        self._absent = Lines(
+            self._timed_out
+        )  # who waits for keys that are not there; nobody ever waits for one that is
         self.deadlines: Deadlines[Entry] = Deadlines()
 
     def __len__(self) -> int:
@@ -105,7 +120,9 @@ class KeyTable:
     def get(self, now: float, session: Session, request: Get, large: Large | None) -> Answer | None:
         entry = self._entries.get(request.key)
         if entry is not None:
-            return Value(request.seq, self._ledger.revision, entry.modified, entry.value), entry.large
+            return Value(
+                request.seq, self._ledger.revision, entry.modified, entry.value
+            ), entry.large
         timeout = request.timeout
         if timeout is None:
             return Absent(request.seq, self._ledger.revision), None
@@ -115,25 +132,33 @@ class KeyTable:
 
     def keys(self, now: float, session: Session, request: Keys, large: Large | None) -> Answer:
         prefix, revision = request.prefix, self._ledger.revision
-        found = [key for key in self._entries if key.startswith(prefix)] if prefix else self._entries
+        found = (
+            [key for key in self._entries if key.startswith(prefix)] if prefix else self._entries
+        )
         if request.count:
             return Integer(request.seq, revision, len(found)), None
         return Names(request.seq, revision, tuple(found)), None
 
-    def exists(self, now: float, session: Session, request: Exists, large: Large | None) -> Answer | None:
+    def exists(
+        self, now: float, session: Session, request: Exists, large: Large | None
+    ) -> Answer | None:
         entries, timeout = self._entries, request.timeout
         if timeout is None:
-            return Names(request.seq, self._ledger.revision, tuple([key for key in request.keys if key in entries])), None
+            return Names(
+                request.seq,
+                self._ledger.revision,
+                tuple([key for key in request.keys if key in entries]),
+            ), None
         missing = self._missing(request)
         if not missing:
             return Names(request.seq, self._ledger.revision, request.keys), None
         if not timeout > 0:
             return TimedOut(request.seq, self._ledger.revision, missing), None
         if len(missing) > WAITED_KEYS:
-            text = (
-                f"one request waits for {len(missing)} keys, and may wait for {WAITED_KEYS}; nothing raises that: wait for some at a time"
+            text = f"one request waits for {len(missing)} keys, and may wait for {WAITED_KEYS}; nothing raises that: wait for some at a time"
+            return self._ledger.failed(
+                request, "too-many-waiting", text, size=len(missing), limit=WAITED_KEYS
             )
-            return self._ledger.failed(request, "too-many-waiting", text, size=len(missing), limit=WAITED_KEYS)
         return self._ledger.wait(now, session, request, timeout, self._absent, missing)
 
     def _missing(self, request: Exists) -> tuple[str, ...]:
@@ -167,15 +192,26 @@ class KeyTable:
             return Done(request.seq, revision, replaced), None
         return Done(request.seq, revision, replaced, str(writer)), None
 
-    def _set(self, now: float, session: Session, request: Set, large: Large | None, entry: Entry | None) -> Answer:
+    def _set(
+        self, now: float, session: Session, request: Set, large: Large | None, entry: Entry | None
+    ) -> Answer:
         replaced, writer = (0, None) if entry is None else (entry.modified, entry.writer)
-        refused = self._locks.refuse_fence(now, request) or self._write(now, session, request, large, entry, request.ephemeral)
+        refused = self._locks.refuse_fence(now, request) or self._write(
+            now, session, request, large, entry, request.ephemeral
+        )
         if refused is not None:
             return refused
-        lost = request.seen is not None and request.seen != replaced and writer is not None and writer is not session.identity
+        lost = (
+            request.seen is not None
+            and request.seen != replaced
+            and writer is not None
+            and writer is not session.identity
+        )
         return Done(request.seq, self._ledger.revision, replaced, str(writer) if lost else ""), None
 
-    def compare_and_set(self, now: float, session: Session, request: CompareAndSet, large: Large | None) -> Answer:
+    def compare_and_set(
+        self, now: float, session: Session, request: CompareAndSet, large: Large | None
+    ) -> Answer:
         refused = self._locks.refuse_fence(now, request)
         if refused is not None:
             return refused
@@ -190,8 +226,12 @@ class KeyTable:
         if not same:
             if entry is None:
                 return Absent(request.seq, self._ledger.revision), None
-            self._ledger.keep(session, request.seq, entry.thing(), entry.size, stored=True, changed=False)
-            return Value(request.seq, self._ledger.revision, entry.modified, entry.value), entry.large
+            self._ledger.keep(
+                session, request.seq, entry.thing(), entry.size, stored=True, changed=False
+            )
+            return Value(
+                request.seq, self._ledger.revision, entry.modified, entry.value
+            ), entry.large
         replaced = 0 if entry is None else entry.modified
         refused = self._write(now, session, request, large, entry, False)
         return refused or (Done(request.seq, self._ledger.revision, replaced), None)
@@ -204,7 +244,9 @@ class KeyTable:
         if entry is None:
             return Absent(request.seq, self._ledger.revision), None
         if request.wanted:
-            self._ledger.keep(session, request.seq, entry.thing(), entry.size, stored=True, changed=True)
+            self._ledger.keep(
+                session, request.seq, entry.thing(), entry.size, stored=True, changed=True
+            )
         self._remove(entry)
         revision = self._ledger.revision
         if request.wanted:
@@ -247,7 +289,10 @@ class KeyTable:
         if not LOWEST <= number <= HIGHEST:
             return self._overflow(request, number)
         value = _encode(b"%d" % number if request.text else number)
-        return self._replace(session, request, entry, value) or (Integer(request.seq, self._ledger.revision, number), None)
+        return self._replace(session, request, entry, value) or (
+            Integer(request.seq, self._ledger.revision, number),
+            None,
+        )
 
     def append(self, now: float, session: Session, request: Append, large: Large | None) -> Answer:
         """Keeps a key's ttl and owner as they are."""
@@ -262,19 +307,35 @@ class KeyTable:
         if length > APPEND_BYTES:
             return self._too_long(request, length)
         value = _encode(old + request.data)
-        return self._replace(session, request, entry, value) or (Integer(request.seq, self._ledger.revision, length), None)
+        return self._replace(session, request, entry, value) or (
+            Integer(request.seq, self._ledger.revision, length),
+            None,
+        )
 
     # --- the table ---
 
     def _write(
-        self, now: float, session: Session, request: Set | CompareAndSet, large: Large | None, entry: Entry | None, ephemeral: bool
+        self,
+        now: float,
+        session: Session,
+        request: Set | CompareAndSet,
+        large: Large | None,
+        entry: Entry | None,
+        ephemeral: bool,
     ) -> Answer | None:
-        """Put a value, with everything a Set may say about it. None when done, otherwise why not."""
+        """Put a value, with everything a Set may say about it. None when done, otherwise
+        why not.
+        """
         ttl, key = request.ttl, request.key
         if large is None and not request.value:
             return self._ledger.failed(request, "bad-request", "a value has at least one byte")
         if ttl is not None and not ttl > 0:  # nor NaN
-            return self._ledger.failed(request, "bad-request", f"{quoted(key)} cannot live for {ttl} seconds: ttl= is more than 0", ttl=ttl)
+            return self._ledger.failed(
+                request,
+                "bad-request",
+                f"{quoted(key)} cannot live for {ttl} seconds: ttl= is more than 0",
+                ttl=ttl,
+            )
         failure = self._replace(session, request, entry, request.value, large)
         if failure is not None:
             return failure
@@ -289,9 +350,16 @@ class KeyTable:
         return None
 
     def _replace(
-        self, session: Session, request: Set | CompareAndSet | Add | Append, entry: Entry | None, value: bytes, large: Large | None = None
+        self,
+        session: Session,
+        request: Set | CompareAndSet | Add | Append,
+        entry: Entry | None,
+        value: bytes,
+        large: Large | None = None,
     ) -> tuple[Failed, None] | None:
-        """Put a value in the place of the entry's, or in a new entry, within the limits. None when done."""
+        """Put a value in the place of the entry's, or in a new entry, within the limits. None when
+        done.
+        """
         ledger, budget, key, seq = self._ledger, self._budget, request.key, request.seq
         size = len(value) if large is None else large.size
         if entry is None:
@@ -341,7 +409,9 @@ class KeyTable:
         for waiter in self._absent.all(entry.key):
             request = waiter.request
             if type(request) is Get:
-                ledger.answer(waiter, Value(request.seq, revision, entry.modified, entry.value), entry.large)
+                ledger.answer(
+                    waiter, Value(request.seq, revision, entry.modified, entry.value), entry.large
+                )
                 continue
             self._absent.leave(waiter, entry.key)
             if not waiter.names:
@@ -368,12 +438,20 @@ class KeyTable:
 
     def _not_a_number(self, request: Add, entry: Entry) -> Answer:
         kind = "decimal digits in bytes" if request.text else "an integer"
-        return self._ledger.failed(request, "wrong-type", f"{quoted(entry.key)} does not hold {kind}: nothing can be added to it")
+        return self._ledger.failed(
+            request,
+            "wrong-type",
+            f"{quoted(entry.key)} does not hold {kind}: nothing can be added to it",
+        )
 
     def _overflow(self, request: Add, number: int) -> Answer:
-        text = f"{quoted(request.key)} would be {number}, and an integer that is added to has 64 bits"
+        text = (
+            f"{quoted(request.key)} would be {number}, and an integer that is added to has 64 bits"
+        )
         return self._ledger.failed(request, "integer-overflow", text)
 
     def _too_long(self, request: Append, length: int) -> Answer:
         text = f"{quoted(request.key)} would have {length} bytes or more, and what is appended to may have {APPEND_BYTES}; use a queue"
-        return self._ledger.failed(request, "value-too-large", text, size=length, limit=APPEND_BYTES)
+        return self._ledger.failed(
+            request, "value-too-large", text, size=length, limit=APPEND_BYTES
+        )

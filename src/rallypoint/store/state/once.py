@@ -1,7 +1,8 @@
 """`once`: the first to claim a name computes its value, the others get that value. Pure.
 
-A value is remembered for good. A failure is not: those who wait at that moment get it, and whoever claims the name later tries
-again. When the one who computes dies, or gives up with `retry`, the next in line does it.
+A value is remembered for good. A failure is not: those who wait at that moment get it, and whoever
+claims the name later tries again. When the one who computes dies, or gives up with `retry`, the
+next in line does it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Claims:
         self._results: dict[str, _Result] = {}
         self._lines = Lines(self._timed_out)
 
-    def claim(self, now: float, session: Session, request: Claim, large: Large | None) -> Answer | None:
+    def claim(
+        self, now: float, session: Session, request: Claim, large: Large | None
+    ) -> Answer | None:
         name = request.name
         result = self._results.get(name)
         if result is not None:
@@ -58,7 +61,9 @@ class Claims:
         claim = self._open.get(name)
         if claim is None:
             budget, seq, revision = self._ledger.budget, request.seq, self._ledger.revision
-            refused = budget.refuse_name(name, seq, revision) or budget.refuse_value(0, _weight(name), seq, revision)
+            refused = budget.refuse_name(name, seq, revision) or budget.refuse_value(
+                0, _weight(name), seq, revision
+            )
             if refused is not None:
                 return refused, None
             return self._grant(now, session, request), None
@@ -66,7 +71,9 @@ class Claims:
             return self._refused(now, request, claim), None
         return self._ledger.wait(now, session, request, request.timeout, self._lines, (name,))
 
-    def resolve(self, now: float, session: Session, request: Resolve, large: Large | None) -> Answer:
+    def resolve(
+        self, now: float, session: Session, request: Resolve, large: Large | None
+    ) -> Answer:
         ledger, name = self._ledger, request.name
         claim = self._open.get(name)
         if claim is None or claim.session is not session or request.token not in (0, claim.token):
@@ -77,9 +84,15 @@ class Claims:
         if large is None and not request.value:
             return ledger.failed(request, "bad-request", "a value has at least one byte")
         if request.failed:
-            # `Failed.value` is part of the message: an error that is too large for that cannot be passed on.
+            # `Failed.value` is part of the message: an error that is too large for that cannot be
+            # passed on.
             if large is not None:
-                return ledger.failed(request, "value-too-large", f"the error has {large.size} bytes: shorten it", size=large.size)
+                return ledger.failed(
+                    request,
+                    "value-too-large",
+                    f"the error has {large.size} bytes: shorten it",
+                    size=large.size,
+                )
             self._fail(claim, request.value)
         else:
             refused = self._store(claim, request, large)
@@ -88,7 +101,9 @@ class Claims:
         return Done(request.seq, ledger.revision), None
 
     def release(self, now: float, session: Session, token: int) -> None:
-        """The session gives this claim up: the next in line computes. Nothing when it was over before."""
+        """The session gives this claim up: the next in line computes. Nothing when it was over
+        before.
+        """
         name = session.claims.get(token)
         if name is None:
             return
@@ -119,7 +134,9 @@ class Claims:
         ledger, budget, name = self._ledger, self._ledger.budget, claim.name
         size = len(request.value) if large is None else large.size
         weight = KEY_BYTES + len(name.encode()) + size
-        refused = budget.refuse_value(size, weight, request.seq, ledger.revision) or budget.refuse_key(request.seq, ledger.revision)
+        refused = budget.refuse_value(
+            size, weight, request.seq, ledger.revision
+        ) or budget.refuse_key(request.seq, ledger.revision)
         if refused is not None:
             return refused
         self._close(claim)
@@ -140,15 +157,26 @@ class Claims:
             seq = waiter.request.seq
             ledger.keep(waiter.session, seq, error, len(error), stored=False, changed=False)
             text = f"once({quoted(name)}) failed in {who}"
-            ledger.answer(waiter, Failed(seq, revision, "once-failed", text, present=(who,), value=error))
+            ledger.answer(
+                waiter, Failed(seq, revision, "once-failed", text, present=(who,), value=error)
+            )
 
     def _value(self, session: Session, request: Claim, result: _Result) -> Answer:
         thing = result.value if result.large is None else result.large
         self._ledger.keep(session, request.seq, thing, result.size, stored=True, changed=False)
-        return Value(request.seq, self._ledger.revision, result.modified, result.value), result.large
+        return Value(
+            request.seq, self._ledger.revision, result.modified, result.value
+        ), result.large
 
     def _timed_out(self, now: float, waiter: Waiter) -> None:
-        self._ledger.answer(waiter, self._refused(now, waiter.request, self._open[waiter.request.name]))
+        self._ledger.answer(
+            waiter, self._refused(now, waiter.request, self._open[waiter.request.name])
+        )
 
     def _refused(self, now: float, request: Claim, claim: _Open) -> TimedOut:
-        return TimedOut(request.seq, self._ledger.revision, holder=claim.session.identity, held_for=now - claim.since)
+        return TimedOut(
+            request.seq,
+            self._ledger.revision,
+            holder=claim.session.identity,
+            held_for=now - claim.since,
+        )

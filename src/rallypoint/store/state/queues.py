@@ -1,7 +1,8 @@
 """Queues: what is put first is taken first, by whoever has waited longest. Pure.
 
-An item's number is the revision at which it was put, so the order of the numbers is the order of the queue, also for items that
-come back: one that was held by a session which ended stands where it stood.
+An item's number is the revision at which it was put, so the order of the numbers is the order of
+the queue, also for items that come back: one that was held by a session which ended stands where it
+stood.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from heapq import heappop, heappush
 from rallypoint.store.state.quotas import ITEM_BYTES, QUEUE_BYTES, Large
 from rallypoint.store.state.replies import Answer, Ledger, Session
 from rallypoint.store.state.waiters import Lines, Waiter
-from rallypoint.wire.messages import Absent, Done, Integer, Length, Pop, Push, Settle, TimedOut, Value
+from rallypoint.wire.messages import (
+    Absent,
+    Done,
+    Integer,
+    Length,
+    Pop,
+    Push,
+    Settle,
+    TimedOut,
+    Value,
+)
 
 
 class Item:
@@ -20,7 +31,9 @@ class Item:
 
     __slots__ = ("large", "number", "queue", "seq", "size", "value")
 
-    def __init__(self, queue: str, number: int, value: bytes, large: Large | None, size: int) -> None:
+    def __init__(
+        self, queue: str, number: int, value: bytes, large: Large | None, size: int
+    ) -> None:
         self.queue = queue
         self.number = number
         self.value = value
@@ -72,7 +85,9 @@ class Queues:
         size = len(request.value) if large is None else large.size
         queue = self._queues.get(name)
         growth = size + ITEM_BYTES + (_weight(name) if queue is None else 0)
-        refused = budget.refuse_name(name, seq, ledger.revision) or budget.refuse_value(size, growth, seq, ledger.revision)
+        refused = budget.refuse_name(name, seq, ledger.revision) or budget.refuse_value(
+            size, growth, seq, ledger.revision
+        )
         if refused is not None:
             return refused, None
         budget.used += size + ITEM_BYTES
@@ -109,8 +124,11 @@ class Queues:
         if (kept := session.kept.get(item.seq)) is not None:
             kept.item = None  # a Cancel that comes late takes nothing back
         if request.accept:
-            # Whoever does not get this answer does not know that the item is gone: a Cancel of the request brings it back.
-            self._ledger.keep(session, request.seq, item.thing(), item.size, stored=True, changed=True, item=item)
+            # Whoever does not get this answer does not know that the item is gone: a Cancel of the
+            # request brings it back.
+            self._ledger.keep(
+                session, request.seq, item.thing(), item.size, stored=True, changed=True, item=item
+            )
             self._free(item)
             self._ledger.changed()
         else:
@@ -118,11 +136,13 @@ class Queues:
         return Done(request.seq, self._ledger.revision), None
 
     def length(self, now: float, session: Session, request: Length, large: Large | None) -> Answer:
-        return Integer(request.seq, self._ledger.revision, len(self._queues.get(request.queue, ()))), None
+        return Integer(
+            request.seq, self._ledger.revision, len(self._queues.get(request.queue, ()))
+        ), None
 
     def undo(self, session: Session, item: Item) -> None:
-        """Nobody has looked at the reply with which this item left, to its taker or for good: it comes back. The reply must have been
-        forgotten before."""
+        """Nobody has looked at the reply with which this item left, to its taker or for good: it
+        comes back. The reply must have been forgotten before."""
         if session.items.pop(item.number, None) is None:
             self._ledger.budget.take_back(item.size + ITEM_BYTES, item.thing())
         self._put_back(item)
@@ -137,7 +157,9 @@ class Queues:
     def _give(self, session: Session, request: Pop, item: Item) -> Value:
         ledger = self._ledger
         item.seq = request.seq
-        ledger.keep(session, request.seq, item.thing(), item.size, stored=True, changed=True, item=item)
+        ledger.keep(
+            session, request.seq, item.thing(), item.size, stored=True, changed=True, item=item
+        )
         if request.hold:
             session.items[item.number] = item
         else:

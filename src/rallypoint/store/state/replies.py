@@ -1,6 +1,8 @@
-"""What all kinds of things in the store share: the revision, who is answered what, and that it happens once.
+"""What all kinds of things in the store share: the revision, who is answered what, and that it
+happens once.
 
-`State` (`store/state/state.py`) is a ledger, and hands itself to the kinds: keys, queues, locks, claims, barriers. Pure.
+`State` (`store/state/state.py`) is a ledger, and hands itself to the kinds: keys, queues, locks,
+claims, barriers. Pure.
 """
 
 from __future__ import annotations
@@ -10,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint.store.state.quotas import Budget, Large, failed
 from rallypoint.store.state.waiters import NEVER, Lines, Waiter, Waiting
-from rallypoint.wire.messages import SLOT_BITS, Absent, Failed, Identity, Limits, Reply, Request, TimedOut
+from rallypoint.wire.messages import (
+    SLOT_BITS,
+    Absent,
+    Failed,
+    Identity,
+    Limits,
+    Reply,
+    Request,
+    TimedOut,
+)
 
 if TYPE_CHECKING:
     from rallypoint.store.state.queues import Item
@@ -21,8 +32,9 @@ _ANOTHER = object()
 
 
 class Kept:
-    """What there is to know about a cached reply that carries a value. `loan`: see `Budget.lend`. `item`: the item of a queue that
-    went out with it. `changed`: False when the request changed nothing although its answer is a value."""
+    """What there is to know about a cached reply that carries a value. `loan`: see `Budget.lend`.
+    `item`: the item of a queue that went out with it. `changed`: False when the request changed
+    nothing although its answer is a value."""
 
     __slots__ = ("changed", "item", "loan")
 
@@ -33,10 +45,12 @@ class Kept:
 
 
 class Session:
-    """One client, across all its connections. The server sets `heard` at every sign of life; everything else belongs to the state.
+    """One client, across all its connections. The server sets `heard` at every sign of life;
+    everything else belongs to the state.
 
-    `replies` has, by seq, the answers to changing requests that are not acknowledged; None: it is being waited for, or nobody wants
-    the answer any more. What follows in the list of attributes is what the session holds and gives back when it ends.
+    `replies` has, by seq, the answers to changing requests that are not acknowledged; None: it is
+    being waited for, or nobody wants the answer any more. What follows in the list of attributes is
+    what the session holds and gives back when it ends.
     """
 
     __slots__ = (
@@ -46,7 +60,8 @@ class Session:
 
     def __init__(self, id: bytes, identity: Identity, ttl: float, now: float) -> None:
         self.id = id
-        # An object of its own, so that "was it this session?" is asked by `is`, and an entry that outlives its writer keeps only this.
+        # An object of its own, so that "was it this session?" is asked by `is`, and an entry that
+        # outlives its writer keeps only this.
         self.identity = Identity(identity.host, identity.pid, identity.rank)
         self.ttl = ttl
         self.number = 0  # the how manieth of this server it is
@@ -59,7 +74,9 @@ class Session:
         self.replies: dict[int, Answer | None] = {}
         self.kept: dict[int, Kept] = {}
         self.waiting: dict[int, Waiter] = {}  # by seq, in the order in which they came
-        self.routes: dict[int, Any] = {}  # by seq: the server's connection on which a request that waits has come last
+        self.routes: dict[
+            int, Any
+        ] = {}  # by seq: the server's connection on which a request that waits has come last
         self.locks: dict[int, str] = {}  # name by token, in the order of the grants
         self.claims: dict[int, str] = {}  # likewise
         self.items: dict[int, Item] = {}  # held items of queues, by number
@@ -98,15 +115,26 @@ class Ledger:
         self.revision += 1
         return self.revision
 
-    def failed(self, request: Request, code: str, text: str, **details: int | float | str) -> tuple[Failed, None]:
-        """The answer that it was not done. `text` is a complete sentence in lower case, `details` the figures in it."""
+    def failed(
+        self, request: Request, code: str, text: str, **details: int | float | str
+    ) -> tuple[Failed, None]:
+        """The answer that it was not done. `text` is a complete sentence in lower case, `details`
+        the figures in it.
+        """
         return failed(request.seq, self.revision, code, text, details), None
 
     def wait(
-        self, now: float, session: Session, request: Request, timeout: float | None, lines: Lines, names: Sequence[str]
+        self,
+        now: float,
+        session: Session,
+        request: Request,
+        timeout: float | None,
+        lines: Lines,
+        names: Sequence[str],
     ) -> tuple[Failed, None] | None:
-        """Let the request wait in these lines. None, which `apply` returns, or the failure when too many wait. Asked again (a read that
-        is repeated after a reconnect) it keeps its place and its deadline."""
+        """Let the request wait in these lines. None, which `apply` returns, or the failure when too
+        many wait. Asked again (a read that is repeated after a reconnect) it keeps its place and
+        its deadline."""
         if session.ended or request.seq in session.waiting:
             return None
         budget, seq, waiting = self.budget, request.seq, self.waiting
@@ -139,7 +167,9 @@ class Ledger:
         self.woken.append((session, reply, large))
 
     def answer_all(self, lines: Lines, name: str, replies: Iterable[Reply]) -> None:
-        """The end of the wait of all who stand in this line, and in no other; `replies` in its order."""
+        """The end of the wait of all who stand in this line, and in no other; `replies` in its
+        order.
+        """
         woken = self.woken
         for waiter, reply in zip(self.waiting.dismiss(lines, name), replies, strict=False):
             session, seq = waiter.session, reply.seq
@@ -148,8 +178,20 @@ class Ledger:
                 session.replies[seq] = (reply, None)
             woken.append((session, reply, None))
 
-    def keep(self, session: Session, seq: int, thing: object, size: int, *, stored: bool, changed: bool, item: Item | None = None) -> None:
-        """The cached reply to a changing request carries this value (`thing`: the bytes or the Large). `stored`: the store holds it too."""
+    def keep(
+        self,
+        session: Session,
+        seq: int,
+        thing: object,
+        size: int,
+        *,
+        stored: bool,
+        changed: bool,
+        item: Item | None = None,
+    ) -> None:
+        """The cached reply to a changing request carries this value (`thing`: the bytes or the
+        Large). `stored`: the store holds it too.
+        """
         session.kept[seq] = Kept(self.budget.lend(thing, size, stored=stored), item, changed)
 
     def acknowledge(self, session: Session, upto: int) -> None:
@@ -173,5 +215,9 @@ class Ledger:
         """Drop a cached reply, and with it what only the reply kept alive."""
         if session.replies.pop(seq, _ANOTHER) is None:
             self.abandon(session, seq)
-        if session.kept and (kept := session.kept.pop(seq, None)) is not None and kept.loan is not None:
+        if (
+            session.kept
+            and (kept := session.kept.pop(seq, None)) is not None
+            and kept.loan is not None
+        ):
             self.budget.settle(kept.loan)

@@ -1,7 +1,8 @@
 """apply(state, now, request) -> replies, wake-ups.
 
-Everything the store decides is decided here and in the files beside it, without a clock, socket or thread; `store/server/server.py` does
-what comes back. This file has the sessions and the way a request takes; what a request means is with its kind:
+Everything the store decides is decided here and in the files beside it, without a clock, socket or
+thread; `store/server/server.py` does what comes back. This file has the sessions and the way a
+request takes; what a request means is with its kind:
 
     keys.py      Get Set CompareAndSet Delete Keys Exists Add Append
     watches.py   Watch
@@ -10,9 +11,10 @@ what comes back. This file has the sessions and the way a request takes; what a 
     locks.py     Lock Unlock, and the fence of Set, CompareAndSet and Delete
     barriers.py  Arrive
 
-A new operation is a message in `wire/messages.py`, a method of its kind, and a line in `State._handlers`. A method answers at
-once, or lets the request wait in the lines of its kind (`Ledger.wait`) and answers it later (`Ledger.answer`); what a session holds
-is a field of `Session`, given back in `State.end`. Exactly once is not its business: `apply` sees to it.
+A new operation is a message in `wire/messages.py`, a method of its kind, and a line in
+`State._handlers`. A method answers at once, or lets the request wait in the lines of its kind
+(`Ledger.wait`) and answers it later (`Ledger.answer`); what a session holds is a field of
+`Session`, given back in `State.end`. Exactly once is not its business: `apply` sees to it.
 """
 
 from __future__ import annotations
@@ -39,19 +41,24 @@ from rallypoint.wire.messages import SLOT_BITS
 __all__ = ["Answer", "Large", "Session", "State"]
 
 TOMBSTONES = 65_536
-"""Ended sessions that are remembered: as many as may live, so that all of a cluster can be told what happened after its network was
-away. 20 MB at most."""
+"""Ended sessions that are remembered: as many as may live, so that all of a cluster can be told
+what happened after its network was away. 20 MB at most."""
 
 TOMBSTONE_AGE = 3600.0
-"""Seconds that an ended session is remembered: longer than any deadline at which a client still asks for the outcome of a request."""
+"""Seconds that an ended session is remembered: longer than any deadline at which a client still
+asks for the outcome of a request.
+"""
 
 REVISIONS = 1_000_000
-"""A second. The first revision of a server is as many as seconds have passed since 1970, times this: higher than the last one of a server
-that ran before it and made fewer changes a second than that, which each does. So fencing tokens, which are revisions, grow over restarts
-too, and no revision of one server is taken for one of another."""
+"""A second. The first revision of a server is as many as seconds have passed since 1970, times
+this: higher than the last one of a server that ran before it and made fewer changes a second than
+that, which each does. So fencing tokens, which are revisions, grow over restarts too, and no
+revision of one server is taken for one of another."""
 
 LISTED = 400
-"""Requests that a refusal lists at most: it must fit a message before the proof. Of more, the outcome cannot be known."""
+"""Requests that a refusal lists at most: it must fit a message before the proof. Of more, the
+outcome cannot be known.
+"""
 
 _NOT_WANTED = object()
 
@@ -68,7 +75,9 @@ class _Tombstone:
 
 
 class State(Ledger):
-    """The store. Time is what it is told; answers to requests that waited are put into `woken`, which the caller empties."""
+    """The store. Time is what it is told; answers to requests that waited are put into `woken`,
+    which the caller empties.
+    """
 
     def __init__(
         self,
@@ -79,8 +88,9 @@ class State(Ledger):
         roster: Roster | None = None,
         began: float = 0.0,
     ) -> None:
-        """`history`, `history_bytes`: changes that are kept for watches, and the bytes of their values. `roster`: what the launcher of
-        the job knows of its ranks; called when somebody is missing at a barrier. `began`: seconds since 1970."""
+        """`history`, `history_bytes`: changes that are kept for watches, and the bytes of their
+        values. `roster`: what the launcher of the job knows of its ranks; called when somebody is
+        missing at a barrier. `began`: seconds since 1970."""
         super().__init__(limits, int(began * REVISIONS))
         self.limits = limits
         self._sessions: dict[bytes, Session] = {}
@@ -93,7 +103,9 @@ class State(Ledger):
         self._history = History(self, history, history_bytes)
         self._keys = KeyTable(self, self._history, self._locks)
         self._expiring = self._keys.deadlines
-        self._handlers: dict[type[m.Request], Callable[[float, Session, Any, Large | None], Answer | None]] = {
+        self._handlers: dict[
+            type[m.Request], Callable[[float, Session, Any, Large | None], Answer | None]
+        ] = {
             m.Ping: self._ping,
             m.Get: self._keys.get,
             m.Set: self._keys.set,
@@ -127,13 +139,15 @@ class State(Ledger):
 
     # --- requests ---
 
-    def apply(self, now: float, session: Session, request: m.Request, large: Large | None = None) -> Answer | None:
-        """Carry out a request. None: it has no reply, it waits, or it is a repetition of one whose reply nobody wants any more. A
-        repeated request that changes something gets its first reply.
+    def apply(
+        self, now: float, session: Session, request: m.Request, large: Large | None = None
+    ) -> Answer | None:
+        """Carry out a request. None: it has no reply, it waits, or it is a repetition of one whose
+        reply nobody wants any more. A repeated request that changes something gets its first reply.
 
-        `large`: the request's value, when it is not in the message; its bytes must have been reserved (`reserve`), and count as the
-        store's from here on, whatever the answer. In a reply to a large value `value` is empty and `shared` 0: how it travels is the
-        caller's business.
+        `large`: the request's value, when it is not in the message; its bytes must have been
+        reserved (`reserve`), and count as the store's from here on, whatever the answer. In a reply
+        to a large value `value` is empty and `shared` 0: how it travels is the caller's business.
         """
         if now >= self._expiring.next:
             self._keys.expire(now)
@@ -160,7 +174,9 @@ class State(Ledger):
         return answer
 
     def reserve(self, size: int, seq: int = 0) -> m.Failed | None:
-        """Charge a large value of request `seq` that is about to be received, or say why it cannot be: then nothing is charged."""
+        """Charge a large value of request `seq` that is about to be received, or say why it cannot
+        be: then nothing is charged.
+        """
         refused = self.budget.refuse_value(size, size, seq, self.revision)
         if refused is None:
             self.budget.used += size
@@ -173,9 +189,19 @@ class State(Ledger):
     def _ping(self, now: float, session: Session, request: m.Ping, large: Large | None) -> Answer:
         return m.Done(request.seq, self.revision), None
 
-    def _status(self, now: float, session: Session, request: m.Status, large: Large | None) -> Answer:
+    def _status(
+        self, now: float, session: Session, request: m.Status, large: Large | None
+    ) -> Answer:
         budget = self.budget
-        return m.State(request.seq, self.revision, budget.keys, budget.used, len(self._sessions), len(self.waiting), budget.limits), None
+        return m.State(
+            request.seq,
+            self.revision,
+            budget.keys,
+            budget.used,
+            len(self._sessions),
+            len(self.waiting),
+            budget.limits,
+        ), None
 
     def _bye(self, now: float, session: Session, request: m.Bye, large: Large | None) -> Answer:
         session.replies[request.seq] = answer = m.Done(request.seq, self.revision), None
@@ -183,7 +209,9 @@ class State(Ledger):
         return answer
 
     def _cancel(self, now: float, session: Session, request: m.Cancel, large: Large | None) -> None:
-        """Nobody will look at the reply to `target`: also when it comes after this (a late copy), it is not carried out."""
+        """Nobody will look at the reply to `target`: also when it comes after this (a late copy),
+        it is not carried out.
+        """
         target = request.target
         waiter = session.waiting.get(target)
         if waiter is not None:
@@ -208,13 +236,26 @@ class State(Ledger):
             else:
                 self._claims.release(now, session, reply.token)
 
-    def _release(self, now: float, session: Session, request: m.Release, large: Large | None) -> None:
+    def _release(
+        self, now: float, session: Session, request: m.Release, large: Large | None
+    ) -> None:
         """What was read of shared memory is the server's business."""
 
     # --- sessions ---
 
-    def open(self, now: float, session_id: bytes, ttl: float, identity: m.Identity, *, resume: bool, acked: int) -> Session | m.Refusal:
-        """A new session, or the same again after a reconnect (`resume`: it has been welcomed before, a new one must not begin)."""
+    def open(
+        self,
+        now: float,
+        session_id: bytes,
+        ttl: float,
+        identity: m.Identity,
+        *,
+        resume: bool,
+        acked: int,
+    ) -> Session | m.Refusal:
+        """A new session, or the same again after a reconnect (`resume`: it has been welcomed
+        before, a new one must not begin).
+        """
         session = self._sessions.get(session_id)
         if session is not None:
             # Also without `resume`: then the Welcome was lost, and nothing has been asked yet.
@@ -237,7 +278,9 @@ class State(Ledger):
         return session
 
     def end(self, now: float, session: Session, because: str = "it was ended") -> None:
-        """The session is over, and everything it held goes to whoever waits for it. May be called twice."""
+        """The session is over, and everything it held goes to whoever waits for it. May be called
+        twice.
+        """
         if session.ended:
             return
         session.ended, session.ended_at, session.because = True, now, because
@@ -258,16 +301,18 @@ class State(Ledger):
             self.forget(session, seq)
 
     def tick(self, now: float) -> list[Session]:
-        """End what has run out: keys, sessions, leases of locks, then waits; return the sessions that ended.
+        """End what has run out: keys, sessions, leases of locks, then waits; return the sessions
+        that ended.
 
-        Call it when `due` says so, after everything that has arrived was read and heard: a server that was stopped for a while must
-        not end sessions whose signs of life it has not read yet.
+        Call it when `due` says so, after everything that has arrived was read and heard: a server
+        that was stopped for a while must not end sessions whose signs of life it has not read yet.
         """
         ended = []
         self._keys.expire(now)
         while (session := self._deadlines.take(now)) is not None:
-            # A sign of life only sets `heard`: the time in the heap is the earliest at which to look again. While it has a lock with a
-            # longer lease it lives for as long; but the lock may be given back any moment, so that is looked at in steps of its own ttl.
+            # A sign of life only sets `heard`: the time in the heap is the earliest at which to
+            # look again. While it has a lock with a longer lease it lives for as long; but the lock
+            # may be given back any moment, so that is looked at in steps of its own ttl.
             ttl = max(session.ttl, self._locks.longest(session))
             until = session.heard + ttl
             if until > now:
@@ -281,21 +326,33 @@ class State(Ledger):
         return ended
 
     def due(self) -> float | None:
-        """When `tick` must be called next; None: not before something else happens. May be early."""
-        due = min(self._expiring.next, self._deadlines.next, self._locks.leases.next, self.waiting.deadlines.next)
+        """When `tick` must be called next; None: not before something else happens. May be
+        early.
+        """
+        due = min(
+            self._expiring.next,
+            self._deadlines.next,
+            self._locks.leases.next,
+            self.waiting.deadlines.next,
+        )
         return None if due == NEVER else due
 
     def _bury(self, now: float, session: Session, because: str) -> None:
         tombstones = self._tombstones
         happened = tuple(sorted(seq for seq in session.replies if session.happened(seq)))
         tombstones[session.id] = _Tombstone(now, because, happened)
-        while len(tombstones) > TOMBSTONES or next(iter(tombstones.values())).ended < now - TOMBSTONE_AGE:
+        while (
+            len(tombstones) > TOMBSTONES
+            or next(iter(tombstones.values())).ended < now - TOMBSTONE_AGE
+        ):
             tombstones.popitem(last=False)
 
     def _lost(self, now: float, session_id: bytes, acked: int) -> m.Refusal:
         tombstone = self._tombstones.get(session_id)
         if tombstone is None or tombstone.ended < now - TOMBSTONE_AGE:
-            return m.Refusal("session-lost", "this server does not know the session, or has forgotten it")
+            return m.Refusal(
+                "session-lost", "this server does not know the session, or has forgotten it"
+            )
         text = f"the session ended {now - tombstone.ended:.1f} s ago: {tombstone.because}; what it held was released"
         happened = tuple(seq for seq in tombstone.happened if seq > acked)
         if len(happened) > LISTED:

@@ -1,8 +1,9 @@
 """Who waits for what, in what order, until when.
 
-A `Waiter` is one request without an answer yet. It stands in one or several lines of one kind: "the clients that wait for key k",
-"the queue for lock l". A line is first come, first served; leaving it from anywhere costs the same. What a kind of thing does with
-its waiters is its own business (`store/state/keys.py`, `queues.py`, `locks.py`, `once.py`, `barriers.py`, `watches.py`); this file
+A `Waiter` is one request without an answer yet. It stands in one or several lines of one kind: "the
+clients that wait for key k", "the queue for lock l". A line is first come, first served; leaving it
+from anywhere costs the same. What a kind of thing does with its waiters is its own business
+(`store/state/keys.py`, `queues.py`, `locks.py`, `once.py`, `barriers.py`, `watches.py`); this file
 knows no requests and no replies.
 """
 
@@ -20,7 +21,9 @@ NEVER = float("inf")
 """The deadline of what has none."""
 
 SWEEP = 64
-"""So many dead entries a heap of deadlines may always have: below that, sweeping costs more than they do."""
+"""So many dead entries a heap of deadlines may always have: below that, sweeping costs more than
+they do.
+"""
 
 
 class Timed(Protocol):
@@ -33,15 +36,18 @@ T = TypeVar("T", bound=Timed)
 class Deadlines(Generic[T]):
     """Things and when their time comes, the earliest first.
 
-    The thing's own `deadline` is the truth: an entry whose time differs from it is dead and is skipped when it comes up, or swept
-    out with the others when half of all entries are dead (otherwise a lock that is had at once, with a timeout of an hour, would be
-    remembered for an hour).
+    The thing's own `deadline` is the truth: an entry whose time differs from it is dead and is
+    skipped when it comes up, or swept out with the others when half of all entries are dead
+    (otherwise a lock that is had at once, with a timeout of an hour, would be remembered for an
+    hour).
     """
 
     __slots__ = ("_count", "_dead", "_heap", "next")
 
     def __init__(self) -> None:
-        self.next = NEVER  # when `take` may have something; may be early, as the first entry may be dead
+        self.next = (
+            NEVER  # when `take` may have something; may be early, as the first entry may be dead
+        )
         self._heap: list[tuple[float, int, T]] = []
         self._count = 0
         self._dead = 0
@@ -83,7 +89,9 @@ class Deadlines(Generic[T]):
         self.next = self._heap[0][0] if self._heap else NEVER
 
     def take(self, now: float) -> T | None:
-        """The next thing whose time has come, which then has none any more; None when there is no further."""
+        """The next thing whose time has come, which then has none any more; None when there is no
+        further.
+        """
         heap = self._heap
         while self.next <= now:
             deadline, _, thing = heappop(heap)
@@ -96,7 +104,9 @@ class Deadlines(Generic[T]):
 
 
 class Waiter:
-    """A request that waits. `names` are the lines of `lines` it stands in, `since` is when it came."""
+    """A request that waits. `names` are the lines of `lines` it stands in, `since` is when
+    it came.
+    """
 
     __slots__ = ("deadline", "lines", "names", "request", "session", "since")
 
@@ -113,13 +123,16 @@ class Waiter:
 
 
 Line = OrderedDict[Waiter, None]
-"""Who waits for one thing, in order. Not a plain dict: finding the first of one again and again, each removed, is quadratic."""
+"""Who waits for one thing, in order. Not a plain dict: finding the first of one again and again,
+each removed, is quadratic.
+"""
 
 
 class Lines(dict[str, Line]):
     """The lines for the things of one kind, by name; a line that nobody stands in is not there.
 
-    `timed_out(now, waiter)` is to be called when a waiter's time is over, while it still stands in its lines; it answers the waiter.
+    `timed_out(now, waiter)` is to be called when a waiter's time is over, while it still stands in
+    its lines; it answers the waiter.
     """
 
     __slots__ = ("timed_out",)
@@ -134,7 +147,9 @@ class Lines(dict[str, Line]):
         return next(iter(line)) if line else None
 
     def all(self, name: str) -> list[Waiter]:
-        """Everybody in line, the first first; a list of its own, so that they may leave while it is gone through."""
+        """Everybody in line, the first first; a list of its own, so that they may leave while it is
+        gone through.
+        """
         return list(self.get(name, ()))
 
     def join(self, waiter: Waiter, names: Iterable[str]) -> None:
@@ -155,7 +170,9 @@ class Lines(dict[str, Line]):
             del self[name]
 
     def dismiss(self, name: str) -> Line:
-        """Nobody stands in this line any more. For lines whose waiters stand in no other one. Returns who did."""
+        """Nobody stands in this line any more. For lines whose waiters stand in no other one.
+        Returns who did.
+        """
         return self.pop(name, None) or OrderedDict()
 
 
@@ -185,12 +202,16 @@ class Waiting:
         self.deadlines.set(waiter, NEVER)
 
     def dismiss(self, lines: Lines, name: str) -> Line:
-        """All who stand in this line leave it, and stand in no other one. Returns them, in order."""
+        """All who stand in this line leave it, and stand in no other one. Returns them, in
+        order.
+        """
         line = lines.dismiss(name)
         self.count -= len(line)
         self.deadlines.drop(line)
         return line
 
     def expire(self, now: float) -> Waiter | None:
-        """The next waiter whose time is over; it still stands in its lines. None when there is no further."""
+        """The next waiter whose time is over; it still stands in its lines. None when there is no
+        further.
+        """
         return self.deadlines.take(now)

@@ -1,6 +1,7 @@
 """The last changes of keys, in order: what watches are answered from. Pure.
 
-Bounded in number and bytes. Whoever asks for changes older than that is told `compacted`, never given a gap.
+Bounded in number and bytes. Whoever asks for changes older than that is told `compacted`, never
+given a gap.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ from rallypoint.store.state.waiters import Lines, Waiter
 from rallypoint.wire.messages import Change, Changes, TimedOut, Watch
 
 CHANGES = 65_536
-"""Changes that are kept: three seconds of the fastest writers we have measured, hours of a usual job. 15 MB at most with small values."""
+"""Changes that are kept: three seconds of the fastest writers we have measured, hours of a usual
+job. 15 MB at most with small values.
+"""
 
 CHANGE_BYTES = 16 * 1024 * 1024
-"""Bytes of values that are kept alive only by being history; not part of what the store's limit counts."""
+"""Bytes of values that are kept alive only by being history; not part of what the store's limit
+counts.
+"""
 
 BATCH = 1024
 """Changes in one reply: a watcher that fell behind does not hold up the others."""
 
 BATCH_BYTES = 1024 * 1024
-"""Bytes of values in one reply, for the same reason; one change is always sent, whatever it weighs."""
+"""Bytes of values in one reply, for the same reason; one change is always sent, whatever it weighs.
+"""
 
 _revision = itemgetter(0)
 
@@ -33,14 +39,19 @@ class History:
 
     def __init__(self, ledger: Ledger, count: int = CHANGES, size: int = CHANGE_BYTES) -> None:
         self._ledger = ledger
-        self._changes: list[tuple[int, str, bytes | None, bool]] = []  # revision, key, value, large: as in `Change`
+        self._changes: list[
+            tuple[int, str, bytes | None, bool]
+        ] = []  # revision, key, value, large: as in `Change`
         self._count = count
         self._size = size
         self._bytes = 0
         self._first = ledger.revision  # before any change
         self._forgotten = 0  # the revision of the last change that is no longer known
         self._lines = Lines(self._timed_out)  # by prefix
-        self._lengths: list[int] = []  # of all these prefixes, ascending, and perhaps of some that nobody waits for any more
+        self._lengths: list[
+            int
+            # of all these prefixes, ascending, and perhaps of some that nobody waits for any more
+        ] = []
 
     def record(self, revision: int, key: str, value: bytes | None, large: bool) -> None:
         """A key has changed; `value` None: it was removed, b"" with `large`: see `Change`."""
@@ -52,7 +63,9 @@ class History:
         if self._lines:
             self._wake(revision, key, value, large)
 
-    def watch(self, now: float, session: Session, request: Watch, large: Large | None) -> Answer | None:
+    def watch(
+        self, now: float, session: Session, request: Watch, large: Large | None
+    ) -> Answer | None:
         seq, since, prefix = request.seq, request.since, request.prefix
         ledger = self._ledger
         revision = ledger.revision
@@ -60,10 +73,14 @@ class History:
             return Changes(seq, revision, (), revision), None
         if since > revision or 0 < since < self._first:
             text = f"revision {since} is another server's: here they go from {self._first} to {revision}"
-            return ledger.failed(request, "compacted", text, since=since, oldest=self._forgotten, revision=revision)
+            return ledger.failed(
+                request, "compacted", text, since=since, oldest=self._forgotten, revision=revision
+            )
         if since < self._forgotten:
             text = f"the changes after revision {since} are no longer all known, only those after {self._forgotten} are"
-            return ledger.failed(request, "compacted", text, since=since, oldest=self._forgotten, revision=revision)
+            return ledger.failed(
+                request, "compacted", text, since=since, oldest=self._forgotten, revision=revision
+            )
         batch, until = self._batch(since, prefix)
         if batch:
             return Changes(seq, revision, batch, until), None
@@ -97,10 +114,14 @@ class History:
             if prefix in self._lines:
                 batch = (Change(key, revision, value, large),)
                 for waiter in self._lines.all(prefix):
-                    self._ledger.answer(waiter, Changes(waiter.request.seq, revision, batch, revision))
+                    self._ledger.answer(
+                        waiter, Changes(waiter.request.seq, revision, batch, revision)
+                    )
 
     def _shorten(self) -> None:
-        """Drop the oldest changes until an eighth of the room is free, so that this is done rarely."""
+        """Drop the oldest changes until an eighth of the room is free, so that this is done
+        rarely.
+        """
         changes = self._changes
         surplus = max(len(changes) - self._count * 7 // 8, 0)
         gone = 0

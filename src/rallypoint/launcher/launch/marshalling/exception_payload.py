@@ -70,7 +70,9 @@ def _texts(error: BaseException) -> Record:
     return {
         "type": exception_capture.type_name(type(error)),
         "message": _text(exception_capture.message_of(error)),
-        "notes": [_text(note) for note in notes if isinstance(note, str)] if isinstance(notes, list) else [],
+        "notes": [_text(note) for note in notes if isinstance(note, str)]
+        if isinstance(notes, list)
+        else [],
     }
 
 
@@ -169,7 +171,9 @@ def _one(record: Record, loads: Loads, made: dict[int, BaseException]) -> BaseEx
             error = _built(loads(record["data"]), record, members)
         except Exception as problem:
             why = _why(problem)
-            record["notes"].append(f"rallypoint: the class of this exception cannot be had here: {why}")
+            record["notes"].append(
+                f"rallypoint: the class of this exception cannot be had here: {why}"
+            )
     if error is None and members:
         error = BaseExceptionGroup(record["headline"], members)
     if error is None:

@@ -60,9 +60,15 @@ def _of_code(code: CodeType, namespace: dict[str, Any], cells: dict[str, Any]) -
                 names, (value, module) = (*names, name), _attribute(value, name, module)
             case "IMPORT_NAME":
                 imported = sys.modules.get(name) if isinstance(name, str) else None
-                names, value, module = (str(name),), imported if imported is not None else _MISSING, str(name)
+                names, value, module = (
+                    (str(name),),
+                    imported if imported is not None else _MISSING,
+                    str(name),
+                )
                 continue  # nothing of it is read yet
-            case "IMPORT_FROM" if value is not _MISSING or isinstance(sys.modules.get(names[0] if names else ""), ModuleType):
+            case "IMPORT_FROM" if value is not _MISSING or isinstance(
+                sys.modules.get(names[0] if names else ""), ModuleType
+            ):
                 source = sys.modules.get(names[0])
                 found, owner = _attribute(source, name, module)
                 if found is not _MISSING:

@@ -37,8 +37,12 @@ def is_users(name: str | None) -> bool:
         return False
     file = getattr(module, "__file__", None)
     if not isinstance(file, str):
-        return not hasattr(module, "__path__") and getattr(module, "__spec__", None) is None  # made in memory
-    return not (any(part in file for part in _LIBRARY) or os.path.realpath(file).startswith(_STDLIB))
+        return (
+            not hasattr(module, "__path__") and getattr(module, "__spec__", None) is None
+        )  # made in memory
+    return not (
+        any(part in file for part in _LIBRARY) or os.path.realpath(file).startswith(_STDLIB)
+    )
 
 
 class Importable:
@@ -62,17 +66,23 @@ class Importable:
 
     def _find(self, name: str) -> bool:
         module = sys.modules.get(name)
-        if not isinstance(module, ModuleType):  # cloudpickle decides itself; some packages put objects of their own there
+        if not isinstance(
+            module, ModuleType
+        ):  # cloudpickle decides itself; some packages put objects of their own there
             return True
         top = name.partition(".")[0]
         if top in sys.stdlib_module_names or top == _OURS:
             return True
         loader = getattr(module, "__loader__", None)
         if type(loader).__module__.startswith("_pytest."):
-            return False  # its asserts were rewritten, and are to tell what they compared in a rank, too
+            # its asserts were rewritten, and are to tell what they compared in a rank, too
+            return False
         file = getattr(module, "__file__", None)
         package = getattr(sys.modules.get(top), "__file__", None)
-        if any(isinstance(one, str) and any(part in one for part in _LIBRARY) for one in (file, package)):
+        if any(
+            isinstance(one, str) and any(part in one for part in _LIBRARY)
+            for one in (file, package)
+        ):
             return True
         parent = name.rpartition(".")[0]
         path: Sequence[str] | None = None
@@ -98,7 +108,12 @@ def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
         if of_site or kind in (BuiltinImporter, FrozenImporter, PathFinder):
             try:
                 spec = finder.find_spec(name, path)
-            except (ImportError, AttributeError, ValueError, TypeError):  # a finder that looks at a half imported parent
+            except (
+                ImportError,
+                AttributeError,
+                ValueError,
+                TypeError,
+            ):  # a finder that looks at a half imported parent
                 continue
             if spec is not None:
                 return spec

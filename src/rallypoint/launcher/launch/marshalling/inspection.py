@@ -74,7 +74,10 @@ def bind(fn: object, args: object, kwargs: object, *, pass_rank: bool = False) -
         if pass_rank:
             raise _usage(f"{line} does not want the rank in front", ("write it like this", pair))
         if "rank" in next(iter(signature.parameters), ""):
-            raise _usage(f"{line} wants the rank in front, which is given only on request", ("write it like this", pair))
+            raise _usage(
+                f"{line} wants the rank in front, which is given only on request",
+                ("write it like this", pair),
+            )
         raise _usage(
             f"{line} cannot be called with these arguments: {problem}",
             ("give what it takes", _call(name, args=None, kwargs={}, pass_rank=False)),
@@ -92,7 +95,10 @@ def _function(fn: object) -> Callable[..., Any]:
         name = fn.__name__
         if inspect.iscoroutine(fn):
             fn.close()  # nobody awaits it any more: no warning about that
-        raise _called_already(f"the {'coroutine' if inspect.iscoroutine(fn) else 'generator'} that {name}() returned", name)
+        raise _called_already(
+            f"the {'coroutine' if inspect.iscoroutine(fn) else 'generator'} that {name}() returned",
+            name,
+        )
     if fn is None:
         raise _called_already("None", "train")
     if not callable(fn):
@@ -102,12 +108,18 @@ def _function(fn: object) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(inner):
         raise _usage(
             f"{name} is an async function: calling it only makes a coroutine",
-            ("run it in the rank", f"wrong:  rallypoint.launch({name})\nright:  rallypoint.launch(lambda: asyncio.run({name}()))"),
+            (
+                "run it in the rank",
+                f"wrong:  rallypoint.launch({name})\nright:  rallypoint.launch(lambda: asyncio.run({name}()))",
+            ),
         )
     if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
         raise _usage(
             f"{name} is a generator function: calling it runs nothing, and a generator cannot come back",
-            ("return a list", f"wrong:  rallypoint.launch({name})\nright:  rallypoint.launch(lambda: list({name}()))"),
+            (
+                "return a list",
+                f"wrong:  rallypoint.launch({name})\nright:  rallypoint.launch(lambda: list({name}()))",
+            ),
         )
     return fn
 
@@ -127,7 +139,10 @@ def _innermost(fn: Any) -> Any:
 
 def _own_call(fn: object) -> object:
     """Return `__call__` of an object's class."""
-    return next((kind.__dict__["__call__"] for kind in type(fn).__mro__ if "__call__" in kind.__dict__), None)
+    return next(
+        (kind.__dict__["__call__"] for kind in type(fn).__mro__ if "__call__" in kind.__dict__),
+        None,
+    )
 
 
 def name_of(fn: Any) -> str:
@@ -141,7 +156,10 @@ def name_of(fn: Any) -> str:
 def _called_already(what: str, name: str) -> UsageError:
     return _usage(
         f"launch takes a function, and was given {what}",
-        ("give the function itself, without calling it", f"wrong:  rallypoint.launch({name}())\nright:  rallypoint.launch({name})"),
+        (
+            "give the function itself, without calling it",
+            f"wrong:  rallypoint.launch({name}())\nright:  rallypoint.launch({name})",
+        ),
     )
 
 
@@ -168,7 +186,10 @@ def _kwargs(kwargs: object) -> dict[str, Any]:
         )
     for key in kwargs:
         if not isinstance(key, str):
-            raise _usage(f"kwargs has a key that is no name: {shown(key)}", ("names are text", 'kwargs={"lr": 0.1}'))
+            raise _usage(
+                f"kwargs has a key that is no name: {shown(key)}",
+                ("names are text", 'kwargs={"lr": 0.1}'),
+            )
     return dict(kwargs)
 
 
@@ -183,7 +204,9 @@ def _unbound(signature: inspect.Signature, args: Sequence[object], kwargs: dict[
 
 def _shown_signature(signature: inspect.Signature) -> str:
     bare = [
-        one.replace(annotation=inspect.Parameter.empty, default=one.default if _short(one.default) else ...)
+        one.replace(
+            annotation=inspect.Parameter.empty, default=one.default if _short(one.default) else ...
+        )
         for one in signature.parameters.values()
     ]
     text = str(inspect.Signature(bare))
@@ -191,15 +214,21 @@ def _shown_signature(signature: inspect.Signature) -> str:
 
 
 def _short(value: object) -> bool:
-    return value is inspect.Parameter.empty or (isinstance(value, int | float | str | bool | None) and len(repr(value)) <= 20)
+    return value is inspect.Parameter.empty or (
+        isinstance(value, int | float | str | bool | None) and len(repr(value)) <= 20
+    )
 
 
-def _call(name: str, args: tuple[Any, ...] | None, kwargs: dict[str, Any], *, pass_rank: bool) -> str:
+def _call(
+    name: str, args: tuple[Any, ...] | None, kwargs: dict[str, Any], *, pass_rank: bool
+) -> str:
     given = [name]
     if args is None:
         given.append("args=(...), kwargs={...}")
     elif args:
-        given.append(f"args=({', '.join(repr(one) if _short(one) else '...' for one in args)}{',' if len(args) == 1 else ''})")
+        given.append(
+            f"args=({', '.join(repr(one) if _short(one) else '...' for one in args)}{',' if len(args) == 1 else ''})"
+        )
     if kwargs:
         given.append(f"kwargs={{{', '.join(f'{shown(key)}: ...' for key in kwargs)}}}")
     if pass_rank:
@@ -290,7 +319,9 @@ def _code_of(value: object) -> list[Any]:
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     if isinstance(value, property):
-        return [one for one in (value.fget, value.fset, value.fdel) if isinstance(one, FunctionType)]
+        return [
+            one for one in (value.fget, value.fset, value.fdel) if isinstance(one, FunctionType)
+        ]
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, MethodType):
@@ -318,7 +349,9 @@ def _read_text(function: FunctionType, read: Read, path: str) -> str:
     (...)`."""
     module = sys.modules.get(read.module)
     made_in = getattr(module, "__file__", None) or function.__code__.co_filename
-    text = object_path.global_text(read.names[-1], made_in, read.function, function.__code__.co_filename, read.line)
+    text = object_path.global_text(
+        read.names[-1], made_in, read.function, function.__code__.co_filename, read.line
+    )
     expression = ".".join(read.names) + path
     return text if expression == read.names[-1] else f"{expression} ({text})"
 
@@ -328,7 +361,9 @@ def refusal(kind: UnpicklableKind, place: object_path.ObjectPlace) -> UsageError
     holder = place.holder
     if holder is not None and kind.code != "mp-object-in-launch":
         name = type(holder).__qualname__
-        what = f"{_article(name)} {type(holder).__module__}.{name} cannot cross into another process"
+        what = (
+            f"{_article(name)} {type(holder).__module__}.{name} cannot cross into another process"
+        )
         return UsageError(
             "launch-argument",
             f"{place.holder_text}: {what}",
@@ -341,14 +376,18 @@ def refusal(kind: UnpicklableKind, place: object_path.ObjectPlace) -> UsageError
     return UsageError(kind.code, text, help=kind.help)
 
 
-def not_pickled(culprit: object, error: BaseException, place: object_path.ObjectPlace) -> UsageError:
+def not_pickled(
+    culprit: object, error: BaseException, place: object_path.ObjectPlace
+) -> UsageError:
     """Make the error for an object that pickle itself refuses."""
     made_of = "numbers, text, containers, tensors, arrays"
     name = type_name(culprit)
     return UsageError(
         "launch-argument",
         f"{place.holder_text or place.text}: {_article(name)} {name} cannot cross into another process: {describe(error)}",
-        help=((f"make it in the function, in every rank; or give what it is made of: {made_of}", ""),),
+        help=(
+            (f"make it in the function, in every rank; or give what it is made of: {made_of}", ""),
+        ),
     )
 
 

@@ -1,5 +1,5 @@
-"""ObjectPlace of an object that could not be sent, as its author would write it: `args[1].lock`, `global
-lock in train.py:6`.
+"""ObjectPlace of an object that could not be sent, as its author would write it: `args[1].lock`,
+`global lock in train.py:6`.
 
 Pickle says which object it would not take. Then what was to be sent is walked once, through the
 containers, attributes and functions that a person knows, until that object is found.
@@ -66,7 +66,9 @@ class _Node:
         return self.base if expression.isidentifier() else f"{expression} ({self.base})"
 
 
-def find(culprit: object, roots: Sequence[tuple[object, str]], by_value: Callable[[object], bool]) -> ObjectPlace | None:
+def find(
+    culprit: object, roots: Sequence[tuple[object, str]], by_value: Callable[[object], bool]
+) -> ObjectPlace | None:
     """Return the place of an object in the named roots; None when the walk does not come to it.
 
     `by_value`: tells whether what is inside a function or a class is sent.
@@ -78,7 +80,11 @@ def find(culprit: object, roots: Sequence[tuple[object, str]], by_value: Callabl
         node = waiting.popleft()
         if node.thing is culprit:
             holder = _holder(node)
-            return ObjectPlace(str(node), holder.thing, str(holder)) if holder else ObjectPlace(str(node))
+            return (
+                ObjectPlace(str(node), holder.thing, str(holder))
+                if holder
+                else ObjectPlace(str(node))
+            )
         kept.append(node.thing)
         if isinstance(node.thing, FunctionType | type) and not by_value(node.thing):
             continue

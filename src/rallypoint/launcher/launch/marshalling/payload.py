@@ -67,10 +67,11 @@ _SEALS = memory.SEALS | system_calls.F_SEAL_WRITE
 
 
 class Packed(OwnedFds):
-    """Packed payload: `fds[0]` is its memory, the others are shared memory that arrives as the same.
+    """Packed payload: `fds[0]` is its memory, the others are shared memory that arrives as the
+    same.
 
-    `kept`: descriptors that the receiver opens itself. `close()`, or the end of a `with`, closes all;
-    the receiver must have unpacked before.
+    `kept`: descriptors that the receiver opens itself. `close()`, or the end of a `with`, closes
+    all; the receiver must have unpacked before.
     """
 
     def __init__(self, fds: list[int], size: int, kept: Sequence[int] = ()) -> None:
@@ -138,7 +139,9 @@ def unpack_call(fds: Sequence[int]) -> tuple[Callable[..., Any], tuple[Any, ...]
             __import__(module)
             setattr(sys.modules[module], name, value)
     except Exception as error:
-        error.add_note("rallypoint: this was raised while the function and its arguments were unpacked in the rank")
+        error.add_note(
+            "rallypoint: this was raised while the function and its arguments were unpacked in the rank"
+        )
         raise
     return fn, args, kwargs
 
@@ -167,7 +170,9 @@ def pack_result(value: object) -> Packed:
         reason = f"{kind.name} cannot be sent back: give loss.detach() or loss.item()"
     else:
         reason = f"{kind.name} {kind.reason}"
-    raise Unsendable(place.holder_text or place.text, name, reason) from (error if kind is None else None)
+    raise Unsendable(place.holder_text or place.text, name, reason) from (
+        error if kind is None else None
+    )
 
 
 def unpack_result(fds: Sequence[int]) -> Any:
@@ -238,7 +243,9 @@ class _PayloadWriter:
         return size
 
 
-def _pack(value: object, scan: inspection.Scan | None, recent: list[object] | None = None) -> Packed:
+def _pack(
+    value: object, scan: inspection.Scan | None, recent: list[object] | None = None
+) -> Packed:
     """Pack a value. After an exception `recent` has the last objects that pickle came to."""
     flags = system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING
     fd = system_calls.memfd_create("rallypoint-payload", flags)
@@ -341,7 +348,9 @@ def _unpack(fds: Sequence[int], *, in_rank: bool) -> Any:
 # --- what cannot be sent ---
 
 
-def _find(roots: Sequence[tuple[object, str]], recent: list[object], *, in_call: bool) -> tuple[object, ObjectPlace]:
+def _find(
+    roots: Sequence[tuple[object, str]], recent: list[object], *, in_call: bool
+) -> tuple[object, ObjectPlace]:
     """Return the object that could not be sent, and its place.
 
     That is the last object that pickle came to. If it was made by pickling another, it is in
@@ -370,4 +379,6 @@ def _fails(value: object, *, in_call: bool) -> bool:
 
 def _of_memory(error: BaseException) -> bool:
     """Tell whether an error is about memory, and not about the objects that were packed."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NO_ROOM)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno in _NO_ROOM
+    )

@@ -70,7 +70,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.scan = scan
         self.beside = beside
         self.recent: deque[object] = deque(maxlen=RECENT)
-        self.extents: list[list[int]] = []  # of each storage: first and last byte that its tensors use
+        self.extents: list[
+            list[int]
+        ] = []  # of each storage: first and last byte that its tensors use
         self.storages: dict[int, SentStorage] = {}
         self._shared: dict[int, _SharedStorage] = {}
         self._importable = Importable()
@@ -152,8 +154,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _module(self, obj: ModuleType) -> Any:
         if self._importable(obj.__name__):
             return _by_value.subimport, (obj.__name__,)
-        left_out = ("__builtins__", "__loader__", "__spec__", "__cached__")  # they belong to whoever imported it here
-        return _by_value.dynamic_subimport, (obj.__name__, {name: one for name, one in vars(obj).items() if name not in left_out})
+        left_out = (
+            "__builtins__",
+            "__loader__",
+            "__spec__",
+            "__cached__",
+        )  # they belong to whoever imported it here
+        return _by_value.dynamic_subimport, (
+            obj.__name__,
+            {name: one for name, one in vars(obj).items() if name not in left_out},
+        )
 
     # --- tensors ---
 
@@ -260,7 +270,9 @@ def bytes_of(storage: Any, first: int, last: int) -> Any:
     if storage.device.type != "cpu":
         import torch
 
-        part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, first, (last - first,), (1,))
+        part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+            storage, first, (last - first,), (1,)
+        )
         copy = part.cpu().untyped_storage()
         block = (ctypes.c_ubyte * (last - first)).from_address(copy.data_ptr())
         block.storage = copy  # type: ignore[attr-defined]  # it is nobody else's
@@ -279,6 +291,9 @@ def is_shared(value: Any) -> bool:
     try:
         storage: Any = value.untyped_storage()
         address = storage.data_ptr() if storage.device.type == "cpu" else 0
-    except (RuntimeError, NotImplementedError):  # a tensor without storage of its own: sparse, functional
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # a tensor without storage of its own: sparse, functional
         return False
     return Mappings().shared_at(address) is not None

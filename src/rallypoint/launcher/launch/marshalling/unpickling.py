@@ -83,7 +83,9 @@ def _current() -> ArrivingPayload:
 # --- functions that stand in a pickle ---
 
 
-def tensor(index: int, dtype: Any, offset: int, shape: Any, stride: Any, requires_grad: bool) -> Any:
+def tensor(
+    index: int, dtype: Any, offset: int, shape: Any, stride: Any, requires_grad: bool
+) -> Any:
     """Make a tensor in a storage of the payload."""
     begin = _current().storages[index][2] // dtype.itemsize
     return _put(storage(index), dtype, offset - begin, shape, stride, requires_grad)
@@ -145,7 +147,9 @@ def _typed_again(storage: Any, dtype: Any, legacy: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-def _put(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any, requires_grad: bool) -> Any:
+def _put(
+    storage: Any, dtype: Any, offset: int, shape: Any, stride: Any, requires_grad: bool
+) -> Any:
     import torch
 
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
@@ -202,7 +206,9 @@ class Unpickler(pickle.Unpickler):
             return _function_of_main
         return found
 
-    def _class_maker(self, make: Callable[..., type], module_of: Callable[[Any], Any]) -> Callable[..., type]:
+    def _class_maker(
+        self, make: Callable[..., type], module_of: Callable[[Any], Any]
+    ) -> Callable[..., type]:
         known, in_rank = self._known, self._in_rank
 
         def made(*args: Any) -> type:
@@ -218,7 +224,9 @@ class Unpickler(pickle.Unpickler):
         return made
 
 
-def _function_of_main(code: Any, namespace: dict[str, Any], name: Any, defaults: Any, closure: Any) -> FunctionType:
+def _function_of_main(
+    code: Any, namespace: dict[str, Any], name: Any, defaults: Any, closure: Any
+) -> FunctionType:
     """Make a function of the caller's `__main__`, whose globals are this process's `__main__`."""
     if namespace.get("__name__") == "__main__":
         main = sys.modules["__main__"].__dict__
