@@ -166,9 +166,10 @@ def test_some_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("addresses differ", "start"),
         ("template killed", "run"),
     ]
-    samples = [
-        verdict.judge(verdict.Cell(named(name), phase, 1), tmp_path / name) for name, phase in asked
-    ]  # type: ignore[arg-type]
+    samples = []
+    for name, phase in asked:
+        cell = verdict.Cell(named(name), phase, 1)  # type: ignore[arg-type]
+        samples.append(verdict.judge(cell, tmp_path / name))
     assert [(sample.values["grade"], sample.note) for sample in samples] == [("right", "")] * len(
         asked
     )

@@ -738,17 +738,14 @@ def met(**changed: object) -> PeerContact:
         "packet": 1448, "round_trip": 0.00021, "ahead": 0.0004, "there_port": 40001, "there": "", "back_port": 40002, "back": "",
         "bulk_bytes": 1 << 18, "bulk": "", "bulk_seconds": 0.003, "name_here": ("10.0.4.8",),
     }  # fmt: skip
-    return PeerContact(
-        **{
-            "us": US,
-            "other": OTHER,
-            "address": "10.0.4.8",
-            "mine": "10.0.4.7",
-            "seen": "10.0.4.7",
-            **well,
-            **changed,
-        }
-    )  # type: ignore[arg-type]
+    well |= {
+        "us": US,
+        "other": OTHER,
+        "address": "10.0.4.8",
+        "mine": "10.0.4.7",
+        "seen": "10.0.4.7",
+    }
+    return PeerContact(**{**well, **changed})  # type: ignore[arg-type]
 
 
 def test_two_machines_that_reach_each_other() -> None:

@@ -178,12 +178,12 @@ def test_a_process_that_comes_back_has_it_still(server: Server, store: Store) ->
             before_that = connections_of(loop, process.pid)
             for peer in before_that:
                 peer.sock.shutdown(2)
-            until(
-                lambda gone=before_that: (
-                    connections_of(loop, process.pid)
-                    and not set(gone) & set(connections_of(loop, process.pid))
-                )
-            )  # type: ignore[misc]
+
+            def is_back(gone: frozenset[object] = frozenset(before_that)) -> bool:
+                now = connections_of(loop, process.pid)
+                return bool(now) and not gone & set(now)
+
+            until(is_back)
         assert not loop._pidfds
         assert "anon_inode:[pidfd]" not in set(descriptors().values()) - set(before.values())
         assert store.lock("l").locked()

@@ -84,9 +84,8 @@ class Rig:
             self._ends = [fd1, fd2]
             self.out, self.err = Reader(out), Reader(err)
             fds = (fd1, fd2)
-        self.pump = LogPump(
-            str(folder), range(ranks), stdout_fd=fds[0], stderr_fd=fds[1], **options
-        )  # type: ignore[arg-type]
+        options |= {"stdout_fd": fds[0], "stderr_fd": fds[1]}
+        self.pump = LogPump(str(folder), range(ranks), **options)  # type: ignore[arg-type]
         self.pump.start()
 
     def rank(self, rank: int, stream: str = "stdout", **options: object) -> int:

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
@@ -268,13 +269,7 @@ def _of_files(paths: Sequence[str], error_format: str) -> int:
         found = []
         for path in paths:
             one = reader.Reader(path, *([prefixes.of_file(path)] if len(paths) > 1 else []))
-            found.append(
-                one.read(
-                    log_files.chunks(
-                        path, lambda done, size, path=path: progress.at(path, done, size)
-                    )
-                )
-            )  # type: ignore[misc]
+            found.append(one.read(log_files.chunks(path, partial(progress.at, path))))
     return _tell(to_evidence.diagnose(reader.together(found)), error_format)
 
 
