@@ -32,7 +32,7 @@ from rallypoint.diagnosis.evidence import MemoryCounters
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host.addresses import Host
 from rallypoint.host.devices import Build, Device, Found, Look, Process, Visible
-from rallypoint.host.firewall import Firewall, iptables_chains, nft_chains
+from rallypoint.host.firewall import Chain, Condition, Firewall, Rule, nft_chains
 from rallypoint.host.interfaces import Interface, InterfaceAddress
 from rallypoint.host.resolver import Answer
 
@@ -569,7 +569,7 @@ def test_each_problem_of_addresses_has_its_line() -> None:
 
 def test_firewalls() -> None:
     unread = network_checks.judge_firewall(
-        Firewall(unread=("only root may read the firewall's rules",)), (29500,), ("eth0",)
+        Firewall(unread="only root may read the firewall's rules"), (29500,), ("eth0",)
     )
     assert shown(only(unread)) == (
         "unknown",
@@ -578,44 +578,25 @@ def test_firewalls() -> None:
         "between two",
     )
     text = (Path(__file__).parents[1] / "host/nft/filter.json").read_text()
-    outside = only(
-        network_checks.judge_firewall(
-            Firewall(tuple(nft_chains(text)), ("nft",)), (29500,), ("eth0",)
-        )
-    )
+    outside = only(network_checks.judge_firewall(Firewall(nft_chains(text)), (29500,), ("eth0",)))
     assert shown(outside)[:2] == ("note", "firewall-blocks")
     assert outside.fact.startswith(
         "from another machine, a connection to port 29500 over eth0: the firewall drops it (nft: inet filter input"
     )
-    rules = (
-        "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -m tcp --dport 40000:50000 -j DROP\nCOMMIT\n"
-    )
-    inside = only(
-        network_checks.judge_firewall(
-            Firewall(tuple(iptables_chains(rules)), ("iptables-save",)), (22, 45000), ()
-        )
-    )
+
+    def dropping(family: str, hook: str) -> Firewall:
+        rule = Rule("drop", (Condition("dport", ("40000-50000",)),), "drop")
+        return Firewall((Chain(f"{family} filter {hook}", (rule,), "accept", hook),))
+
+    inside = only(network_checks.judge_firewall(dropping("ip", "input"), (22, 45000), ()))
     assert shown(inside)[:2] == ("fault", "firewall-blocks")
     assert "between processes of this machine, a connection to 127.0.0.1 port 45000" in inside.fact
-    assert inside.help[0].command == "iptables -I INPUT -i lo -j ACCEPT"
-    raw = "*raw\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -o lo -p tcp -m tcp --dport 29500 -j DROP\nCOMMIT\n"
-    six = only(
-        network_checks.judge_firewall(
-            Firewall(tuple(iptables_chains(raw, "ip6tables-save")), ("x",)), (29500,), ("eth0",)
-        )
-    )
+    assert inside.help[0].command == "nft insert rule ip filter input iif lo accept"
+    six = only(network_checks.judge_firewall(dropping("ip6", "output"), (45000,), ("eth0",)))
     assert shown(six)[:2] == ("note", "firewall-blocks")
-    assert "a connection to ::1 port 29500" in six.fact
-    assert six.help[0].command == "ip6tables -t raw -I OUTPUT -o lo -j ACCEPT"
-    ufw = "*filter\n:OUTPUT ACCEPT [0:0]\n:ufw-before-output - [0:0]\n"
-    ufw += "-A OUTPUT -j ufw-before-output\n-A ufw-before-output -p tcp -j DROP\nCOMMIT\n"
-    below = only(
-        network_checks.judge_firewall(
-            Firewall(tuple(iptables_chains(ufw)), ("iptables-save",)), (29500,), ()
-        )
-    )
-    assert below.help[0].command == "iptables -I ufw-before-output -o lo -j ACCEPT"
-    well = network_checks.judge_firewall(Firewall(read=("nft",)), (22, 29500), ("eth0",))
+    assert "a connection to ::1 port 45000" in six.fact
+    assert six.help[0].command == "nft insert rule ip6 filter output oif lo accept"
+    well = network_checks.judge_firewall(Firewall(), (22, 29500), ("eth0",))
     assert only(well).fact == "no rule of nft keeps connections from ports 22, 29500"
 
 

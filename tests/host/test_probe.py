@@ -62,15 +62,14 @@ def test_nobody_listens() -> None:
     assert found.seconds < TIMEOUT + SLACK
 
 
-@pytest.mark.parametrize(("held_at", "table", "blames"), [
-    ("127.0.0.1", "*filter\n:OUTPUT ACCEPT [0:0]\n-A OUTPUT -p tcp -j REJECT\nCOMMIT\n", True),
-    ("0.0.0.0", "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -j REJECT\nCOMMIT\n", True),
-    # he listens elsewhere
-    ("127.0.0.2", "*filter\n:INPUT ACCEPT [0:0]\n-A INPUT -p tcp -j REJECT\nCOMMIT\n", False),
-    ("127.0.0.1", "", False),  # he has begun meanwhile
+@pytest.mark.parametrize(("held_at", "hook", "blames"), [
+    ("127.0.0.1", "output", True),
+    ("0.0.0.0", "input", True),
+    ("127.0.0.2", "input", False),  # it listens elsewhere
+    ("127.0.0.1", "", False),  # it has begun meanwhile
 ])  # fmt: skip
 def test_refused_though_somebody_listens(
-    held_at: str, table: str, blames: bool, monkeypatch: pytest.MonkeyPatch
+    held_at: str, hook: str, blames: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a rule that rejects makes it, which takes root and a firewall: the refusal and the rules
     are played back, the listener is real.
@@ -78,16 +77,15 @@ def test_refused_though_somebody_listens(
     with hold_port(0, held_at) as held:
         refused = probe.Tried(f"127.0.0.1:{held.port}", "refused", errno.ECONNREFUSED)
         monkeypatch.setattr(probe, "_try_all", lambda *_: (refused,))
-        monkeypatch.setattr(
-            firewall,
-            "read_firewall",
-            lambda _: firewall.Firewall(tuple(firewall.iptables_chains(table))),
-        )
+        rule = firewall.Rule("reject", (), "reject")
+        chain = firewall.Chain("inet filter all", (rule,), "accept", hook)
+        rules = firewall.Firewall((chain,) if hook else ())
+        monkeypatch.setattr(firewall, "read_firewall", lambda _: rules)
         found = at(held.port)
     assert (found.outcome, len(found.holders)) == ("refused", 1)
     assert (found.rejected is not None) == blames
     assert found.rejected is None or str(found.rejected).startswith(
-        "the firewall rejects it (iptables-save: "
+        "the firewall rejects it (nft: "
     )
 
 

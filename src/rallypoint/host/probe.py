@@ -413,7 +413,7 @@ def _rules(port: int) -> tuple[str, ...]:
     blocked = found.blocked(port)
     if blocked is not None:
         return (str(blocked),)
-    return tuple(found.unread[:2]) or ("no rule of this machine's firewall drops it",)
+    return (found.unread or "no rule of this machine's firewall drops it",)
 
 
 def _rejecting(port: int, version: int) -> Blocked | None:

@@ -306,30 +306,22 @@ def judge_firewall(
                 )
             )
             break
-    unread = "; ".join(rules.unread)
-    if not found and not rules.read:
+    if rules.unread:
         tried = (
             "the check loopback tries the way on this machine, --listen and --peer that between two"
         )
-        return [unknown(f"not read: {unread}; {tried}")]
-    part = f" (unread: {unread})" if unread else ""
+        return [unknown(f"not read: {rules.unread}; {tried}")]
     return found or [
-        ok(
-            f"no rule of {', '.join(rules.read)} keeps connections from ports {', '.join(map(str, asked))}{part}"
-        )
+        ok(f"no rule of nft keeps connections from ports {', '.join(map(str, asked))}")
     ]
 
 
 def _let_in(blocked: Blocked) -> str:
     """Return the command that puts a rule for the loopback before the one that blocks it."""
-    tool, _, chain = blocked.where.partition(": ")
-    table, _, name = chain.rpartition(" ")
-    out = (
-        "output" in name.lower()
-    )  # ufw-before-output, filter_OUTPUT: a chain to which another tool's OUTPUT jumps
-    if tool == "nft":
-        return f"nft insert rule {chain} {'oif' if out else 'iif'} lo accept"
-    return f"{tool.removesuffix('-save')}{f' -t {table}' if table else ''} -I {name} {'-o' if out else '-i'} lo -j ACCEPT"
+    chain = blocked.where.removeprefix("nft: ")
+    # ufw-before-output, filter_OUTPUT: a chain to which another tool's OUTPUT jumps
+    way = "oif" if "output" in chain.rpartition(" ")[2].lower() else "iif"
+    return f"nft insert rule {chain} {way} lo accept"
 
 
 def _first_blocked(
