@@ -129,9 +129,6 @@ class Backlog(DiskWriter):
         self._most = most
         self._patience = patience
         self._give_up = give_up
-        self._waited = 0.0  # seconds that a caller has waited since the disk last moved
-        self._waited_for = 0  # what `_moved` was then
-        self._seen = 0.0  # until when these were counted: several may wait at once
         self._late = -1  # what `_moved` was when a caller last waited in vain
 
     def make_room(self) -> None:
@@ -164,22 +161,21 @@ class Backlog(DiskWriter):
 
     def _wait(self, over: Callable[[], bool], timeout: float) -> bool:
         until = self._clock.monotonic() + timeout
+        waited, moved = 0.0, -1  # seconds since the disk last moved
         with self._changed:
             while not (self.given_up or over()):
                 now = self._clock.monotonic()
-                if self._waited_for != self._moved:
-                    self._waited, self._waited_for = 0.0, self._moved
-                if self._waited >= self._patience:
-                    self.given_up = True
-                    break
                 if now >= until:
                     self._late = self._moved
                     return False
-                look = min(until - now, self._patience - self._waited, _WAIT_SLICE)
+                if moved != self._moved:
+                    waited, moved = 0.0, self._moved
+                if waited >= self._patience:
+                    self.given_up = True
+                    break
+                look = min(until - now, _WAIT_SLICE)
                 self._changed.wait(look)
-                later = self._clock.monotonic()
-                self._waited += min(later - max(now, self._seen), look)
-                self._seen = later
+                waited += min(self._clock.monotonic() - now, look)
             else:
                 return True
         self._give_up()

@@ -74,8 +74,7 @@ class LineSplitter:
         self._shown_at = float("-inf")
         self.due: float | None = None
         """Time when `expire` will have something to give, if nothing is fed before; None: never."""
-        self.flowing = False
-        """The unfinished line is too long to be kept: its bytes are given out as they come."""
+        self._flowing = False  # the unfinished line is too long to be kept: given out as it comes
 
     def feed(self, data: bytes, now: float) -> list[Piece]:
         """Take bytes that the rank wrote; return what became whole by them."""
@@ -141,11 +140,11 @@ class LineSplitter:
             text = current
         if not text:
             return []
-        if not self._pending and not self.flowing:
+        if not self._pending and not self._flowing:
             self.due = now + PART_AFTER
         self._pending = text
-        if self.flowing or len(text) > self._limit:
-            self.flowing = True
+        if self._flowing or len(text) > self._limit:
+            self._flowing = True
             return [self._part()]
         return []
 
@@ -166,7 +165,7 @@ class LineSplitter:
 
     def _whole(self, data: bytes) -> Piece:
         piece = Piece("lines", data, self._open)
-        self._open = self.flowing = False
+        self._open = self._flowing = False
         self._shown = self.due = None
         return piece
 

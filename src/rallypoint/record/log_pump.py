@@ -13,7 +13,6 @@ The loop batches by itself: while one round is written, the next one collects in
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import os
 import select
@@ -34,14 +33,9 @@ StreamName = Literal["stdout", "stderr", "both"]
 READ_SIZE = 1 << 16
 """Bytes of one read: a pipe's usual capacity, so one call empties it."""
 
-FLOOR_SILENCE = 1.0
-"""Seconds for which a rank in the middle of a long line keeps the others waiting though it writes
-nothing; then its line is broken off. Less would cut a line at every hiccup of a busy machine, more
-would stall the job."""
-
-FLOOR_LONGEST = 30.0
-"""Seconds a rank may hold the floor in all: a stream without any newline must not stop the others
-for ever, and 10 MB through a slow remote terminal fit in."""
+SWEEP_BYTES = 1 << 20
+"""Bytes that are read from one pipe at most before an order is carried out: as much as a pipe can
+hold (fs.pipe-max-size). A rank that never stops writing must not hold the order up."""
 
 TAIL_LINES = 40
 """Last lines kept for the report: it shows ten, and may look for the beginning of a traceback."""
@@ -142,10 +136,6 @@ class _Stream:
         self.console: _Console | None = None
         self.tee: KeptFile | None = None
         self.filter: _Filter | None = None
-        try:
-            self.capacity = fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)  # type: ignore[attr-defined, unused-ignore]
-        except (OSError, AttributeError):
-            self.capacity = READ_SIZE  # a terminal or a socket: about what it holds
 
 
 class _Console:
@@ -157,10 +147,8 @@ class _Console:
 
 
 class _Order(NamedTuple):
-    """Something that the agent's thread asked for; `ordered`: what the ranks wrote before it comes
-    first."""
+    """Call of the agent's thread. `ordered`: what the ranks wrote before it comes first."""
 
-    asked: float
     ordered: bool
     action: Callable[[], None]
     done: threading.Event
@@ -225,8 +213,6 @@ class LogPump:
         self._logs: dict[int, _RankLog] = {}
         self._filters: dict[StreamName, _Filter] = {}
         self._streams: dict[int, _Stream] = {}  # by descriptor
-        self._floor: _Stream | None = None
-        self._floor_taken = self._floor_used = 0.0
         self._orders: deque[_Order] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
@@ -403,52 +389,22 @@ class LogPump:
     def _round(self) -> None:
         ready = self._wait()
         now = self._clock.monotonic()
-        # Whoever is in the middle of a long line comes last: the others get their turn when the
-        # floor was taken away.
-        for stream in sorted(ready, key=lambda stream: stream.splitter.flowing):
+        for stream in ready:
             self._read(stream, now)
-            if self._floor is not None:
-                break
-        if self._floor is not None:
-            self._keep_floor(now)
-        if self._floor is None:
-            for stream in list(self._streams.values()):
-                if stream.splitter.due is not None and stream.splitter.due <= now:
-                    self._show(stream, stream.splitter.expire(now))
+        for stream in list(self._streams.values()):
+            self._show(stream, stream.splitter.expire(now))
         self._obey(now)
         self._flush()
 
     def _wait(self) -> list[_Stream]:
-        """Wait for bytes, orders or the time when something is due; the streams that can be
+        """Wait for bytes, orders or the time when something is due; return the streams that can be
         read."""
-        timeout = self._timeout()
-        if self._floor is None:
-            fds = [fd for fd, _ in self._epoll.poll(timeout)]
-        else:
-            only = select.poll()
-            only.register(self._floor.fd, select.POLLIN)
-            only.register(self._wake, select.POLLIN)
-            fds = [fd for fd, _ in only.poll(None if timeout is None else timeout * 1000)]
+        due = [one.splitter.due for one in self._streams.values() if one.splitter.due is not None]
+        timeout = max(0.0, min(due) - self._clock.monotonic()) if due else None
+        fds = [fd for fd, _ in self._epoll.poll(timeout)]
         if self._wake in fds:
             os.eventfd_read(self._wake)
         return [self._streams[fd] for fd in fds if fd in self._streams]
-
-    def _timeout(self) -> float | None:
-        now = self._clock.monotonic()
-        if self._floor is not None:
-            due = [min(self._floor_used + FLOOR_SILENCE, self._floor_taken + FLOOR_LONGEST)]
-            due += [self._orders[0].asked + FLOOR_SILENCE] if self._orders else []
-        else:
-            due = [
-                stream.splitter.due
-                for stream in self._streams.values()
-                if stream.splitter.due is not None
-            ]
-        return max(0.0, min(due) - now) if due else None
-
-    def _keep_floor(self, now: float) -> None:
-        if now - self._floor_used >= FLOOR_SILENCE or now - self._floor_taken >= FLOOR_LONGEST:
-            self._floor = None
 
     def _read(self, stream: _Stream, now: float) -> int:
         """Read once; 0 when there was nothing, or nothing will come any more."""
@@ -472,12 +428,6 @@ class LogPump:
             if shown:
                 stream.console.screen.raw(stream, shown)
         self._show(stream, stream.splitter.feed(data, now))
-        if stream.splitter.flowing:
-            if self._floor is not stream:
-                self._floor, self._floor_taken = stream, now
-            self._floor_used = now
-        elif self._floor is stream:
-            self._floor = None
         return len(data)
 
     def _show(self, stream: _Stream, pieces: list[Piece]) -> None:
@@ -495,29 +445,21 @@ class LogPump:
                 stream.console.screen.show(stream, stream.prefix, piece)
 
     def _obey(self, now: float) -> None:
-        """Do what was asked for, in order. What has to come after the ranks' words waits while a
-        long line is on its way."""
-        waiting = len(
-            self._orders
-        )  # one that comes during the sweep may be about words that the sweep has passed by
+        """Carry out the orders that have come."""
         swept = False
-        for _ in range(waiting):
-            order = self._orders[0]
+        # One that comes during the sweep may be about bytes that the sweep has passed by.
+        for _ in range(len(self._orders)):
+            order = self._orders.popleft()
             if order.ordered and not swept:
-                if self._floor is not None and now - order.asked < FLOOR_SILENCE:
-                    return
                 self._sweep(now)
-                swept = True
-            self._orders.popleft()
             order.action()
             order.done.set()
-            swept = swept and order.ordered  # what is not may be a new pipe
+            swept = order.ordered  # an order without it may be a new pipe
 
     def _sweep(self, now: float) -> None:
-        """Read what stands in the pipes now: until one is empty, or as much as it can hold (a rank
-        that never stops writing must not keep us here)."""
-        for stream in sorted(self._streams.values(), key=lambda stream: stream.splitter.flowing):
-            budget = stream.capacity
+        """Read what stands in the pipes now."""
+        for stream in list(self._streams.values()):
+            budget = SWEEP_BYTES
             while budget > 0 and (got := self._read(stream, now)):
                 budget -= got
 
@@ -531,8 +473,6 @@ class LogPump:
         self._flush()
 
     def _forget(self, stream: _Stream) -> None:
-        if self._floor is stream:
-            self._floor = None
         del self._streams[stream.fd]
         self._epoll.unregister(stream.fd)
         os.close(stream.fd)
@@ -606,7 +546,7 @@ class LogPump:
                 self._write(self._stderr, self._stderr.screen.take())
             done.set()
         else:
-            self._orders.append(_Order(self._clock.monotonic(), ordered, action, done))
+            self._orders.append(_Order(ordered, action, done))
             os.eventfd_write(self._wake, 1)
         return done
 
