@@ -475,9 +475,13 @@ def test_the_demo_learns_and_says_how_it_started(tmp_path: Path) -> None:
     )
     assert said is not None, done.stdout
     assert float(said[1]) >= 0.95
-    assert [line.split(maxsplit=1)[1] for line in done.stdout.splitlines()[-5:-1]] == [
+    steps = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines()[-5:-1]]
+    # The store is made while the workers are forked: either may be ready first.
+    assert set(steps[:2]) == {
         "the store for init_process_group answers",
         "all 4 workers are forked from the template",
+    }
+    assert steps[2:] == [
         "all ranks have left init_process_group",
         "all ranks have done their first step",
     ]

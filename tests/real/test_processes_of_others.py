@@ -270,7 +270,8 @@ def test_a_job_where_proc_hides_other_users_processes(tmp_path: Path) -> None:
     error.
     """
     user = "setpriv --reuid 65534 --regid 65534 --clear-groups" if shutil.which("setpriv") else ""
-    script = f"mount -t proc -o hidepid=1 proc /proc && sleep 1006 & sleep 0.2; {user} {sys.executable} -c {shlex.quote(_FAMILY)}; kill %1"
+    python = shlex.quote(sys.executable)
+    script = f"mount -t proc -o hidepid=1 proc /proc && {{ sleep 1006 & {user} {python} -c {shlex.quote(_FAMILY)}; kill %1; }}"
     done = subprocess.run(
         ["unshare", "--mount", "--pid", "--fork", "bash", "-c", script],
         capture_output=True,

@@ -114,7 +114,7 @@ class Slot:
     """
 
     __slots__ = (
-        "_call", "_on_death", "connection", "counts", "given_up", "into", "owed", "received_bytes", "sent_bytes", "seq", "settled"
+        "_call", "_on_death", "connected_at", "connection", "counts", "given_up", "into", "owed", "received_bytes", "sent_bytes", "seq", "settled"
     )  # fmt: skip
 
     def __init__(self, number: int, on_death: Callable[[object], None]) -> None:
@@ -125,6 +125,7 @@ class Slot:
             number << SLOT_BITS
         )  # the last request's number, and the last that was answered or cancelled
         self.connection: Connection | None = None
+        self.connected_at = 0.0  # monotonic time
         self.into: Received | None = None
         self.given_up = False  # nobody waits for the request under way
         # what the server is to be told before the next request: that nobody waits for the former
@@ -274,6 +275,7 @@ class Session:
         self._confirmed = self._now()  # the server had a sign of life that was sent at this time
         self._welcomed = False
         self._disconnected = False  # a connection broke, and none has been made since
+        self._lost_at = 0.0  # monotonic time of that
         self._mutex = threading.RLock()  # for `end`, and which connections it has to interrupt
         self._numbers = itertools.count()  # of slots
         self._slots: list[Slot] = []
@@ -641,6 +643,7 @@ class Session:
                 connection.close()
                 raise SessionOver
             slot.connection = connection
+            slot.connected_at = self._now()
         self.keep_alive.start()
         self._server, self._server_ended, self._server_pid = (
             welcome.server,
@@ -683,8 +686,10 @@ class Session:
 
     def _lost_connection(self, slot: Slot, why: str) -> None:
         slot.disconnect()
-        if self.end is None and not self._disconnected:
+        # A connection from before the last loss was lost with that one: it is not told again.
+        if self.end is None and not self._disconnected and slot.connected_at >= self._lost_at:
             self._disconnected = True
+            self._lost_at = self._now()
             self._reach.forget()
             self.news.add("warning", f"lost the connection to the store at {self.address}: {why}")
 
