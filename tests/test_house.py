@@ -98,7 +98,7 @@ SAME_STEM = {"clock", "gloo"}
 """File names that are there twice and not yet given up."""
 
 SAME_CLASS = {
-    "Agent", "AtPhase", "Group", "HelperLost", "Misfit", "Place", "Raised", "Reader", "Stall", "Verdict", "_Template", "_Thread",
+    "Agent", "Group", "Place", "Reader", "Stall", "Verdict", "_Template", "_Thread",
 }  # fmt: skip
 """Class names that are there twice and not yet given up."""
 

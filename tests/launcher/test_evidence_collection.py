@@ -27,7 +27,7 @@ from rallypoint.launcher.agent.supervisor import (
     Judged,
     LookWhetherStuck,
     MakeReport,
-    Raised,
+    RankRaised,
     SignalGroup,
     Signalled,
     Timer,
@@ -49,7 +49,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 def fail(scene: Scene, *, consequence: bool = False) -> EvidenceCollection:
     part = EvidenceCollection(scene.job, RendezvousMonitor(scene.job))
-    scene.job.feed(Raised(0, consequence, "rank 0 raised ValueError"))
+    scene.job.feed(RankRaised(0, consequence, "rank 0 raised ValueError"))
     part.begin(scene.of(AskEvidence)[0])
     return part
 
@@ -159,7 +159,7 @@ def test_where_all_wait_the_meeting_point_is_looked_at(
 
 def failed(scene: Scene) -> UnresponsiveRanks:
     """A rank has failed, the others were asked to end, and it is time to look."""
-    scene.job.feed(Raised(2, False, "rank 2 raised ValueError"))
+    scene.job.feed(RankRaised(2, False, "rank 2 raised ValueError"))
     scene.job.feed(EvidenceIn())
     scene.pass_by(SETTLE_APART)
     scene.job.feed(Timer("settle"))

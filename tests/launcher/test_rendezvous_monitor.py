@@ -266,7 +266,7 @@ def test_who_gives_up_while_the_store_is_looked_at_leaves_that_look_the_last_wor
     scene.ranks[0].unanswered = place
     parts._on_unanswered(place)
     scene.job.feed(
-        supervisor.Raised(1, True, "rank 1 waited until the timeout")
+        supervisor.RankRaised(1, True, "rank 1 waited until the timeout")
     )  # for rank 0, in a collective
     parts.look_for_lost()
     (look,) = looks

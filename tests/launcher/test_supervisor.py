@@ -58,7 +58,7 @@ class Play:
     def joined(self) -> Play:
         self.running()
         for phase in ("joining", "running"):
-            self.at(1.5, *(sv.AtPhase(rank, phase) for rank in range(self._ranks)))
+            self.at(1.5, *(sv.PhaseEntered(rank, phase) for rank in range(self._ranks)))
         return self
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -74,8 +74,8 @@ def ended(rank: int, code: int = 0, signal: int = 0, *, sure: bool = False) -> s
     return sv.RankEnded(rank, code, signal, sure, f"rank {rank} ended with {code or signal}")
 
 
-def raised(rank: int, *, consequence: bool = False) -> sv.Raised:
-    return sv.Raised(rank, consequence, f"rank {rank} raised ValueError")
+def raised(rank: int, *, consequence: bool = False) -> sv.RankRaised:
+    return sv.RankRaised(rank, consequence, f"rank {rank} raised ValueError")
 
 
 def signalled(actions: Iterable[sv.Action]) -> list[tuple[int, str]]:
@@ -87,7 +87,7 @@ def signalled(actions: Iterable[sv.Action]) -> list[tuple[int, str]]:
 def test_a_job_that_goes_well_starts_once_and_leaves_with_0() -> None:
     play = Play(2)
     assert play.at(1.0, sv.Prepared()) == [sv.StartRanks(0, "the template is ready")]
-    play.at(2.0, sv.AtPhase(0, "running"), sv.AtPhase(1, "running"))
+    play.at(2.0, sv.PhaseEntered(0, "running"), sv.PhaseEntered(1, "running"))
     assert play.at(3.0, ended(0)) == [sv.CleanGroup(0, kill=False, because="it ended well")]
     assert [type(a) for a in play.at(3.1, ended(1))] == [sv.CleanGroup, sv.CleanUp, sv.Leave]
     assert play.of(sv.CleanUp)[0].gently
@@ -122,7 +122,7 @@ def test_who_has_not_joined_the_others_is_given_longer_for_the_same_mistake() ->
 
 def test_who_waits_for_the_others_or_has_joined_them_makes_no_mistake_of_its_own_then() -> None:
     play = Play(3).running()
-    play.at(2.0, sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"))
+    play.at(2.0, sv.PhaseEntered(0, "joining"), sv.PhaseEntered(1, "joining"))
     play.at(5.0, raised(2), ended(2, code=1), sv.EvidenceIn())
     play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
     assert len(play.of(sv.MakeReport)) == 1
@@ -263,7 +263,7 @@ def test_a_second_signal_kills_now_and_one_that_comes_with_the_first_does_not(as
 
 def test_a_lost_c10d_host_does_not_shorten_the_grace() -> None:
     play = Play(1, status=143).running()
-    play.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn(), sv.HelperLost("c10d host"))
+    play.at(5.0, sv.Signalled("SIGTERM", 15), sv.EvidenceIn(), sv.HelperEnded("c10d host"))
     assert signalled(play.actions) == [(0, "SIGTERM")]
 
 
@@ -282,7 +282,7 @@ def test_what_would_not_die_is_given_up_and_said() -> None:
     play.at(6.1, sv.Timer("grace"), ended(0, code=1))
     last = play.at(6.1 + sv.KILL_PATIENCE, sv.Timer("patience"))
     assert [type(a) for a in last] == [sv.CleanUp, sv.Leave]
-    assert "rank 1 would not die" in last[-1].because  # type: ignore[union-attr]
+    assert "rank 1 would not die" in last[-1].because  # type: ignore[attr-defined]
 
 
 def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
@@ -424,7 +424,7 @@ def test_on_failure_continue_when_the_last_one_fails() -> None:
 def test_a_rank_that_swallowed_its_error_and_left_is_a_failure_at_once(late: bool) -> None:
     play = Play(2).running()
     steps: list[sv.Event] = [sv.Erred(0, "init_process_group"), ended(0)]
-    waiting = sv.AtPhase(1, "joining")
+    waiting = sv.PhaseEntered(1, "joining")
     play.at(5.0, *([*steps, waiting] if late else [waiting, *steps]))
     assert play.machine.state is State.JUDGING
     assert (
@@ -434,16 +434,18 @@ def test_a_rank_that_swallowed_its_error_and_left_is_a_failure_at_once(late: boo
 
 def test_an_error_that_the_program_recovered_from_is_none() -> None:
     play = Play(2).running()
-    play.at(2.0, sv.Erred(0, "set_device"), sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"))
-    play.at(3.0, sv.AtPhase(0, "running"), sv.AtPhase(1, "running"), ended(0), ended(1))
+    play.at(
+        2.0, sv.Erred(0, "set_device"), sv.PhaseEntered(0, "joining"), sv.PhaseEntered(1, "joining")
+    )
+    play.at(3.0, sv.PhaseEntered(0, "running"), sv.PhaseEntered(1, "running"), ended(0), ended(1))
     assert play.status == 0
 
 
 def test_a_rank_that_never_joined_and_left_while_others_wait_for_it() -> None:
     play = Play(3).running()
-    play.at(2.0, sv.AtPhase(0, "importing"), sv.AtPhase(0, "finishing"), ended(0))
+    play.at(2.0, sv.PhaseEntered(0, "importing"), sv.PhaseEntered(0, "finishing"), ended(0))
     assert not play.of(sv.AskEvidence)  # nobody has asked for it
-    play.at(2.5, sv.AtPhase(2, "joining"))  # rank 1 may come or not: rank 2 waits in vain
+    play.at(2.5, sv.PhaseEntered(2, "joining"))  # rank 1 may come or not: rank 2 waits in vain
     assert play.machine.state is State.JUDGING
     assert (
         play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 2 waits in init_process_group"
@@ -453,20 +455,27 @@ def test_a_rank_that_never_joined_and_left_while_others_wait_for_it() -> None:
 def test_who_left_before_a_group_of_some_ranks_is_missed_by_nobody() -> None:
     play = Play(3).running()
     play.at(
-        2.0, ended(0), sv.AtPhase(1, "joining", whole=False), sv.AtPhase(2, "joining", whole=False)
+        2.0,
+        ended(0),
+        sv.PhaseEntered(1, "joining", whole=False),
+        sv.PhaseEntered(2, "joining", whole=False),
     )
-    play.at(2.1, sv.AtPhase(1, "running"), sv.AtPhase(2, "running"), ended(1), ended(2))
+    play.at(2.1, sv.PhaseEntered(1, "running"), sv.PhaseEntered(2, "running"), ended(1), ended(2))
     assert play.status == 0
 
 
 def test_a_rank_that_was_in_the_first_group_and_left_before_the_second() -> None:
     play = Play(2).running()
     play.at(
-        2.0, sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"), sv.AtPhase(0, "running"), ended(0)
+        2.0,
+        sv.PhaseEntered(0, "joining"),
+        sv.PhaseEntered(1, "joining"),
+        sv.PhaseEntered(0, "running"),
+        ended(0),
     )
     assert not play.of(sv.AskEvidence)  # rank 1 is about to leave the call that rank 0 has left
-    play.at(2.1, sv.AtPhase(1, "running"))
-    play.at(3.0, sv.AtPhase(1, "joining"))
+    play.at(2.1, sv.PhaseEntered(1, "running"))
+    play.at(3.0, sv.PhaseEntered(1, "joining"))
     assert (
         play.of(sv.AskEvidence)[0].because == "rank 0 left while rank 1 waits in init_process_group"
     )
@@ -478,7 +487,9 @@ def test_a_rank_that_was_in_the_first_group_and_left_before_the_second() -> None
 
 def test_the_roll_is_called_after_half_a_minute_and_then_ever_more_rarely() -> None:
     play = Play(2).running()
-    assert play.at(5.0, sv.AtPhase(0, "joining")) == [sv.SetTimer("roll call", 5.0 + ROLL_CALL)]
+    assert play.at(5.0, sv.PhaseEntered(0, "joining")) == [
+        sv.SetTimer("roll call", 5.0 + ROLL_CALL)
+    ]
     called, now = [], 35.0
     while now < 5.0 + 1800:  # torch's own timeout
         _, following = play.at(now, sv.Timer("roll call"))
@@ -493,25 +504,27 @@ def test_the_roll_is_called_after_half_a_minute_and_then_ever_more_rarely() -> N
 
 def test_nobody_is_called_who_has_come() -> None:
     play = Play(2).running()
-    play.at(5.0, sv.AtPhase(0, "joining"), sv.AtPhase(1, "joining"))
-    play.at(5.1, sv.AtPhase(0, "running"), sv.AtPhase(1, "running"))
+    play.at(5.0, sv.PhaseEntered(0, "joining"), sv.PhaseEntered(1, "joining"))
+    play.at(5.1, sv.PhaseEntered(0, "running"), sv.PhaseEntered(1, "running"))
     assert play.at(35.0, sv.Timer("roll call")) == []
-    assert play.at(40.0, sv.AtPhase(1, "joining")) == [
+    assert play.at(40.0, sv.PhaseEntered(1, "joining")) == [
         sv.SetTimer("roll call", 70.0)
     ]  # a second group
 
 
 def test_each_wait_has_its_own_half_minute() -> None:
     play = Play(3).running()
-    play.at(5.0, sv.AtPhase(0, "joining"))
-    play.at(20.0, sv.AtPhase(1, "joining"), sv.Erred(0, "init_process_group"))  # rank 0 gave up
+    play.at(5.0, sv.PhaseEntered(0, "joining"))
+    play.at(
+        20.0, sv.PhaseEntered(1, "joining"), sv.Erred(0, "init_process_group")
+    )  # rank 0 gave up
     assert play.at(35.0, sv.Timer("roll call")) == [sv.SetTimer("roll call", 50.0)]
     assert isinstance(play.at(50.0, sv.Timer("roll call"))[0], sv.CallRoll)
 
 
 def test_the_roll_is_not_called_while_a_person_is_at_a_debugger() -> None:
     play = Play(2).running()
-    play.at(5.0, sv.AtPhase(0, "joining"), sv.Debugged(1, waits=True))
+    play.at(5.0, sv.PhaseEntered(0, "joining"), sv.Debugged(1, waits=True))
     assert play.at(35.0, sv.Timer("roll call")) == [sv.SetTimer("roll call", 65.0)]
     play.at(60.0, sv.Debugged(1, waits=False))
     assert play.at(65.0, sv.Timer("roll call")) == [sv.SetTimer("roll call", 90.0)]
@@ -520,7 +533,7 @@ def test_the_roll_is_not_called_while_a_person_is_at_a_debugger() -> None:
 
 def test_a_job_that_is_judged_calls_no_roll() -> None:
     play = Play(2).running()
-    play.at(5.0, sv.AtPhase(0, "joining"))
+    play.at(5.0, sv.PhaseEntered(0, "joining"))
     play.at(34.99, raised(1))
     assert play.at(35.0, sv.Timer("roll call")) == []
 
@@ -532,7 +545,7 @@ def test_a_lost_helper_ends_the_job(when: str) -> None:
         play.running()
     if when == "judging":
         play.at(2.0, raised(0))
-    play.at(3.0, sv.HelperLost("template"))
+    play.at(3.0, sv.HelperEnded("template"))
     assert play.of(sv.MakeReport)[-1].reason == "helper"
     assert signalled(play.actions) == (
         [] if when == "preparing" else [(0, "SIGKILL")]
@@ -558,17 +571,17 @@ def test_the_supervisor_introduces_itself() -> None:
 RANKS = st.integers(0, 2)
 EVENTS = st.one_of(
     st.builds(
-        sv.AtPhase,
+        sv.PhaseEntered,
         RANKS,
         st.sampled_from(["started", "importing", "joining", "running", "finishing"]),
         st.booleans(),
     ),
     st.builds(sv.Debugged, RANKS, st.booleans()),
     st.builds(sv.Erred, RANKS, st.sampled_from(["init_process_group", "all_reduce"])),
-    st.builds(sv.Raised, RANKS, st.booleans(), st.just("raised")),
+    st.builds(sv.RankRaised, RANKS, st.booleans(), st.just("raised")),
     st.builds(sv.Signalled, st.just("SIGINT"), st.just(2)),
-    st.builds(sv.HelperLost, st.just("guard")),
-    st.builds(sv.Misfit, st.just("they differ")),
+    st.builds(sv.HelperEnded, st.just("guard")),
+    st.builds(sv.CannotMeet, st.just("they differ")),
     st.just(sv.EvidenceIn()),
     st.builds(sv.Timer, st.sampled_from(["settle", "stuck", "grace", "roll call"])),
     st.builds(sv.Stuck, st.sets(RANKS).map(lambda ranks: tuple(sorted(ranks)))),
@@ -614,7 +627,7 @@ def test_no_rank_is_signalled_before_evidence_was_asked_for(events: list[sv.Even
     for now, event in enumerate(events, 2):
         play.at(float(now), event)
     kinds = [type(action) for action in play.actions]
-    lost = any(isinstance(event, sv.HelperLost) for event in events)
+    lost = any(isinstance(event, sv.HelperEnded) for event in events)
     if sv.SignalGroup in kinds and not lost:
         assert sv.AskEvidence in kinds[: kinds.index(sv.SignalGroup)]
         assert sv.MakeReport in kinds[: kinds.index(sv.SignalGroup)]
@@ -636,7 +649,7 @@ def attempts_of(
                 case sv.StartRanks():
                     made, now = made + 1, now + lasts
                     events += [
-                        sv.Raised(0, False, "rank 0 raised"),
+                        sv.RankRaised(0, False, "rank 0 raised"),
                         sv.RankEnded(0, 1, 0, True, "rank 0 ended"),
                         sv.EvidenceIn(),
                     ]

@@ -1,4 +1,4 @@
-"""What agent, template and workers say to each other, one packet each.
+"""Messages between agent, template and workers, one packet each.
 
 All of them are `SOCK_SEQPACKET` socket pairs made by the agent: a packet is whole or absent, keeps
 its order, and carries descriptors (SCM_RIGHTS). Nothing here leaves the machine or outlives the
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import array
 import errno
+import functools
 import json
+import operator
 import os
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -34,7 +36,12 @@ TEXT_BYTES = (
 Phase = Literal["started", "preparing", "importing", "joining", "running", "finishing", "done"]
 
 
-class Setup(msgspec.Struct, frozen=True, tag=True):
+@dataclass_transform(frozen_default=True)
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """A message, which travels with the name of its class."""
+
+
+class Setup(Message):
     """agent -> template: what it is there for. The first packet, and the only one of its kind."""
 
     program: Program
@@ -53,7 +60,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     )
 
 
-class StartWorker(msgspec.Struct, frozen=True, tag=True):
+class StartWorker(Message):
     """agent -> template: fork a worker. Descriptors: stdin, stdout, stderr, control channel,
     evidence memfd, the store's secret when there is a `store`, the terminal when this rank has it,
     the task's parcel."""
@@ -75,7 +82,7 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     task: Task | None = None
 
 
-class StartHost(msgspec.Struct, frozen=True, tag=True):
+class StartHost(Message):
     """agent -> template: fork a c10d host. Descriptors: the listening socket, a pipe's end that
     says when it serves.
     """
@@ -84,7 +91,7 @@ class StartHost(msgspec.Struct, frozen=True, tag=True):
     port: int
 
 
-class ImportParts(msgspec.Struct, frozen=True, tag=True):
+class ImportParts(Message):
     """agent -> template: import these parts of torch too, for those who will be forked later.
     `Ready` is the answer.
     """
@@ -92,7 +99,7 @@ class ImportParts(msgspec.Struct, frozen=True, tag=True):
     parts: tuple[str, ...]
 
 
-class Reap(msgspec.Struct, frozen=True, tag=True):
+class Reap(Message):
     """agent -> template: the group was signalled (or is to be forgotten); the number may be
     freed.
     """
@@ -100,11 +107,11 @@ class Reap(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class Finish(Message):
     """agent -> template: nothing more to start; leave."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Ready(Message):
     """template -> agent: everything is imported. `unclean`: why it must not be forked ("" if it
     may), and after which import.
     """
@@ -118,14 +125,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     ] = ()  # what the preload modules were read from: path, time in ns, size
 
 
-class ImportFailed(msgspec.Struct, frozen=True, tag=True):
+class ImportFailed(Message):
     """template -> agent: torch or a preload module cannot be imported."""
 
     module: str
     raised: Raised
 
 
-class Forked(msgspec.Struct, frozen=True, tag=True):
+class Forked(Message):
     """template -> agent: rank `rank` (-1: the c10d host) is process `pid`."""
 
     rank: int
@@ -133,7 +140,7 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
     seconds: float  # what the fork took
 
 
-class NotForked(msgspec.Struct, frozen=True, tag=True):
+class NotForked(Message):
     """template -> agent: it could not be started: an error number, or the template is no longer
     clean.
     """
@@ -143,7 +150,7 @@ class NotForked(msgspec.Struct, frozen=True, tag=True):
     unclean: str = ""
 
 
-class Exited(msgspec.Struct, frozen=True, tag=True):
+class Exited(Message):
     """template -> agent: a child has ended; it is not reaped yet. In the kernel's order."""
 
     pid: int
@@ -151,7 +158,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     signal: int
 
 
-class Reaped(msgspec.Struct, frozen=True, tag=True):
+class Reaped(Message):
     """template -> agent: a child is reaped. Times in seconds, memory in bytes."""
 
     pid: int
@@ -160,13 +167,13 @@ class Reaped(msgspec.Struct, frozen=True, tag=True):
     resident_max: int
 
 
-class AtPhase(msgspec.Struct, frozen=True, tag=True):
+class AtPhase(Message):
     """worker -> agent: where the program is."""
 
     phase: Phase
 
 
-class Uncaught(msgspec.Struct, frozen=True, tag=True):
+class Uncaught(Message):
     """worker -> agent: an exception leaves the program."""
 
     raised: Raised
@@ -174,7 +181,7 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
     keyboard: bool = False  # KeyboardInterrupt
 
 
-class Leaving(msgspec.Struct, frozen=True, tag=True):
+class Leaving(Message):
     """worker -> agent: sys.exit with something other than success; `line` is the place,
     "train.py:10 in main", `words` what it said.
     """
@@ -184,7 +191,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
     words: str = ""
 
 
-class Caught(msgspec.Struct, frozen=True, tag=True):
+class Caught(Message):
     """worker -> agent: an exception left a torch.distributed call, or is on its way while the
     program closes its group; whether the program catches it is seen later.
 
@@ -194,7 +201,7 @@ class Caught(msgspec.Struct, frozen=True, tag=True):
     raised: Raised
 
 
-class Uncatch(msgspec.Struct, frozen=True, tag=True):
+class Uncatch(Message):
     """worker -> agent: the exception of `Caught(serial)` was not handled after all: it leaves the
     program.
     """
@@ -202,7 +209,7 @@ class Uncatch(msgspec.Struct, frozen=True, tag=True):
     serial: int
 
 
-class ClosesGroup(msgspec.Struct, frozen=True, tag=True):
+class ClosesGroup(Message):
     """worker -> agent: the program closes the process group, with no exception on its way; `line`:
     where, "" if not known.
     """
@@ -210,7 +217,7 @@ class ClosesGroup(msgspec.Struct, frozen=True, tag=True):
     line: str
 
 
-class Meets(msgspec.Struct, frozen=True, tag=True):
+class Meets(Message):
     """worker -> agent: init_process_group was called, and `AtPhase("joining")` follows. `differs`:
     it is not where the agent holds a socket."""
 
@@ -218,7 +225,7 @@ class Meets(msgspec.Struct, frozen=True, tag=True):
     differs: bool
 
 
-class Debugging(msgspec.Struct, frozen=True, tag=True):
+class Debugging(Message):
     """worker -> agent: the debugger of `breakpoint()` waits for a person's line, or (`waits` False)
     the program goes on.
     """
@@ -226,7 +233,7 @@ class Debugging(msgspec.Struct, frozen=True, tag=True):
     waits: bool
 
 
-class Spawns(msgspec.Struct, frozen=True, tag=True):
+class Spawns(Message):
     """worker -> agent: the program starts ranks of its own (mp.spawn). The agent answers `Released`
     when it is the only rank.
     """
@@ -234,7 +241,7 @@ class Spawns(msgspec.Struct, frozen=True, tag=True):
     line: str
 
 
-class OfSpawned(msgspec.Struct, frozen=True, tag=True):
+class OfSpawned(Message):
     """process that the only rank has spawned -> agent, by the rank's line: process `index` of
     `size` says this. With the first come its pidfd and the memfd of its stacks."""
 
@@ -244,7 +251,7 @@ class OfSpawned(msgspec.Struct, frozen=True, tag=True):
     told: AtPhase | Meets
 
 
-class ForksCuda(msgspec.Struct, frozen=True, tag=True):
+class ForksCuda(Message):
     """worker -> agent: the program forks at `line` with CUDA up, which `first` had used first (""
     if not known). Once for each line.
     """
@@ -266,7 +273,7 @@ class Child(msgspec.Struct, frozen=True):
     unguarded: bool = False
 
 
-class ChildrenFailed(msgspec.Struct, frozen=True, tag=True):
+class ChildrenFailed(Message):
     """worker -> agent: the program has ended, and never asked how these of its children did.
     `more`: how many were not kept.
     """
@@ -275,14 +282,14 @@ class ChildrenFailed(msgspec.Struct, frozen=True, tag=True):
     more: int
 
 
-class Imported(msgspec.Struct, frozen=True, tag=True):
+class Imported(Message):
     """worker -> agent: a package took long to import."""
 
     name: str
     seconds: float
 
 
-class ImportedPart(msgspec.Struct, frozen=True, tag=True):
+class ImportedPart(Message):
     """worker -> agent: a part of torch was imported, took long, and could have been imported before
     the fork.
     """
@@ -290,7 +297,7 @@ class ImportedPart(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-class SetLate(msgspec.Struct, frozen=True, tag=True):
+class SetLate(Message):
     """worker -> agent: the program set a variable that libraries in the template had read before.
     `line`: where, "" if not known.
     """
@@ -299,13 +306,13 @@ class SetLate(msgspec.Struct, frozen=True, tag=True):
     line: str
 
 
-class NotExecuted(msgspec.Struct, frozen=True, tag=True):
+class NotExecuted(Message):
     """worker -> agent: execve failed; the process leaves with 126 or 127."""
 
     errno: int
 
 
-class Outcome(msgspec.Struct, frozen=True, tag=True):
+class Outcome(Message):
     """worker -> agent -> caller: the function of `launch` has returned, or raised, in this rank;
     the parcel's descriptors come along.
     """
@@ -314,7 +321,7 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     kind: Literal["value", "error"]
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
+class Call(Message):
     """caller -> standby: launch this. Descriptors: a pipe for stdout, one for stderr, the task's
     parcel.
     """
@@ -335,17 +342,17 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     color: bool  # whether its stderr shows colours
 
 
-class Interrupt(msgspec.Struct, frozen=True, tag=True):
+class Interrupt(Message):
     """caller -> standby: it got this signal (Ctrl-C); a second one is for those who cannot wait."""
 
     signal: str
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
+class Finished(Message):
     """standby -> caller: the call is over; a `Verdict` is in the memfd that comes along."""
 
 
-class Restarted(msgspec.Struct, frozen=True, tag=True):
+class Restarted(Message):
     """standby -> caller: all ranks start again; what came from the earlier attempt is void."""
 
     attempt: int
@@ -366,19 +373,19 @@ class Verdict(msgspec.Struct, frozen=True):
     usable: bool = True  # False: the standby ends, and takes no other call
 
 
-class Go(msgspec.Struct, frozen=True, tag=True):
+class Go(Message):
     """agent -> worker: you are registered with the guard; start the program."""
 
 
-class Released(msgspec.Struct, frozen=True, tag=True):
+class Released(Message):
     """agent -> worker: the held port is free again."""
 
 
-class Noticed(msgspec.Struct, frozen=True, tag=True):
+class Noticed(Message):
     """agent -> worker: a notice came (a signal of `--notice-signal`), which `preempted` tells."""
 
 
-class Register(msgspec.Struct, frozen=True, tag=True):
+class Register(Message):
     """agent -> guard: look after this process (its pidfd comes along); it leads a session of its
     own.
     """
@@ -387,7 +394,7 @@ class Register(msgspec.Struct, frozen=True, tag=True):
     is_template: bool = False  # all that descends from it is the job's
 
 
-class Inherit(msgspec.Struct, frozen=True, tag=True):
+class Inherit(Message):
     """agent -> guard: a socket of the agent's, to be removed with its folder when the agent is
     killed. It replaces the last of its name.
     """
@@ -395,62 +402,52 @@ class Inherit(msgspec.Struct, frozen=True, tag=True):
     path: str
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
+class Forget(Message):
     """agent -> guard: this process is about to be reaped; its number is nobody's any more."""
 
     pid: int
 
 
-class Farewell(msgspec.Struct, frozen=True, tag=True):
+class Farewell(Message):
     """agent -> guard: the job is over and clean; leave."""
 
 
-class Aside(msgspec.Struct, frozen=True, tag=True):
+class Aside(Message):
     """A message that fits no packet (a long command line, a path that is not UTF-8): it is in the
     memfd that comes first.
     """
 
 
-Message = (
-    Setup | StartWorker | StartHost | Reap | Finish | Ready | ImportFailed | Forked | NotForked | Exited | Reaped | AtPhase | Uncaught
-    | Leaving | Caught | Uncatch | Meets | Spawns | Imported | SetLate | NotExecuted | Go | Released | Noticed | Register | Inherit | Forget
-    | Farewell | Outcome | Call | Interrupt | Finished | Restarted | ForksCuda | OfSpawned | Debugging | ChildrenFailed | ClosesGroup
-    | ImportParts | ImportedPart | Aside
-)  # fmt: skip
-
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTORS)
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+# Any, since no type checker follows a union that is made at run time.
+_ANY_MESSAGE: Any = functools.reduce(operator.or_, Message.__subclasses__())
+_decoder = msgspec.msgpack.Decoder(_ANY_MESSAGE)
 
 
 def exact(value: msgspec.Struct) -> bytes:
-    """A struct as bytes, with what a packet refuses: arguments and paths that are not UTF-8
+    """Encode a struct with texts that a packet refuses: arguments and paths that are not UTF-8
     (surrogates in Python).
     """
     return json.dumps(msgspec.to_builtins(value)).encode()
 
 
 def from_exact(data: bytes, kind: type[_Struct]) -> _Struct:
-    """The way back."""
+    """Decode what `exact` has encoded."""
     return msgspec.convert(json.loads(data), kind)
 
 
 def read_struct(fd: int, kind: type[_Struct]) -> _Struct:
-    """A struct from a memfd, which is closed."""
+    """Read a struct from a memfd, and close it."""
     with os.fdopen(fd, "rb") as file:
         file.seek(0)
         return from_exact(file.read(), kind)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a channel, both close-on-exec and blocking."""
+    """Return the two ends of a channel, both close-on-exec and blocking."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def encode(message: Message) -> bytes:
-    """The packet of a message."""
-    return _encoder.encode(message)
 
 
 def send(
@@ -471,15 +468,25 @@ def send(
         packet = _encoder.encode(message)
     except UnicodeEncodeError:  # surrogates: text that is not UTF-8
         packet = b""
-    if packet and len(packet) <= PACKET_BYTES:
-        _send(sock, packet, fds, flags, sent)
-        return
-    fd = processes.memory_file("rallypoint-message")
+    aside = -1
     try:
-        os.write(fd, exact(message))
-        _send(sock, _encoder.encode(Aside()), (fd, *fds), flags, sent)
+        if not packet or len(packet) > PACKET_BYTES:
+            aside = processes.memory_file("rallypoint-message")
+            os.write(aside, exact(message))
+            packet, fds = _encoder.encode(Aside()), (aside, *fds)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+        # In one step of the interpreter, between sending and remembering which no handler can run.
+        sent.extend(
+            map(
+                sock.sendmsg,
+                ([packet],),
+                ([rights] if fds else [],),
+                (flags | socket.MSG_NOSIGNAL,),
+            )
+        )
     finally:
-        os.close(fd)
+        if aside >= 0:
+            os.close(aside)
 
 
 def limit_sends(sock: socket.socket, seconds: float) -> None:
@@ -493,19 +500,9 @@ def limit_sends(sock: socket.socket, seconds: float) -> None:
     )
 
 
-def _send(
-    sock: socket.socket, packet: bytes, fds: Sequence[int], flags: int, sent: list[int]
-) -> None:
-    ancillary = (
-        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
-    )
-    # In one step of the interpreter, between sending and remembering which no handler can run.
-    sent.extend(map(sock.sendmsg, ([packet],), (ancillary,), (flags | socket.MSG_NOSIGNAL,)))
-
-
 def receive(sock: socket.socket, *, flags: int = 0) -> tuple[Message | None, list[int]]:
-    """One packet and its descriptors (close-on-exec); (None, []) when the other side has gone.
-    BlockingIOError as recv; OSError (EMFILE) when this process has no room for the descriptors,
+    """Receive one packet and its descriptors (close-on-exec); (None, []) when the other side has
+    gone. BlockingIOError as recv; OSError (EMFILE) when this process has no room for the descriptors,
     which are lost with the packet."""
     try:
         data, ancillary, told, _ = sock.recvmsg(
@@ -527,14 +524,12 @@ def receive(sock: socket.socket, *, flags: int = 0) -> tuple[Message | None, lis
         return None, fds
     message: Message = _decoder.decode(data)
     if isinstance(message, Aside):
-        with os.fdopen(fds.pop(0), "rb") as file:
-            file.seek(0)
-            message = msgspec.convert(json.loads(file.read()), Message)
+        message = read_struct(fds.pop(0), _ANY_MESSAGE)
     return message, fds
 
 
 def cut(text: str, limit: int = TEXT_BYTES) -> str:
-    """Text that fits a packet: the middle goes, head and tail stay."""
+    """Shorten text so that it fits a packet: the middle goes, head and tail stay."""
     if len(text) <= limit // 4:  # no character is longer than four bytes
         return text
     data = text.encode("utf-8", "replace")

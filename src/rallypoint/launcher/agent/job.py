@@ -109,7 +109,7 @@ class Job:
         self.reporter.event(
             "ended", because=f"the {name} ended by itself", pid=pid, code=code, signal=signal
         )
-        self.feed(supervisor.HelperLost(name))
+        self.feed(supervisor.HelperEnded(name))
 
     def impossible(self, problem: RallypointError | Report, because: str = "") -> None:
         """End the job because it cannot be started."""

@@ -80,7 +80,7 @@ class RendezvousMonitor:
             job.console.say_differs(message.meeting, job.attempt.held)
             self._look_at_once(message.meeting)
         if job.evidence.share_a_device(job.ranks):
-            job.feed(supervisor.Misfit("ranks of one group of NCCL's have the same GPU"))
+            job.feed(supervisor.CannotMeet("ranks of one group of NCCL's have the same GPU"))
         if message.meeting.timeout:
             until = job.loop.now + message.meeting.timeout + TORCH_OVERRUN
             self._until[handle.rank] = until
@@ -129,7 +129,7 @@ class RendezvousMonitor:
             and self._misfit.ranks == before.ranks
         ):
             self._settled = True
-            self._job.feed(supervisor.Misfit(self._misfit.because))
+            self._job.feed(supervisor.CannotMeet(self._misfit.because))
 
     def cause_of_all(self) -> Misfit | None:
         """The misfit, when that is what the job failed of: it has lasted, or ranks gave up waiting,
@@ -224,7 +224,7 @@ class RendezvousMonitor:
         if hangs or not any(
             handle.meeting is not None and handle.meeting.guarded for handle in late
         ):
-            job.feed(supervisor.Misfit(f"ranks cannot meet at {seen.address}"))
+            job.feed(supervisor.CannotMeet(f"ranks cannot meet at {seen.address}"))
 
     def _on_unanswered(self, place: StoreAddress) -> None:
         """Ranks that have met wait for torch's store, and their time is up."""
@@ -251,7 +251,7 @@ class RendezvousMonitor:
             # here
             return
         if seen is not None and reachability.explains(seen):
-            job.feed(supervisor.Misfit(f"torch's store at {seen.address} does not answer"))
+            job.feed(supervisor.CannotMeet(f"torch's store at {seen.address} does not answer"))
             return
         for handle in job.ranks:
             handle.unanswered = None

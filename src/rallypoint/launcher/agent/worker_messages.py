@@ -145,7 +145,7 @@ class WorkerMessages:
         if phase == "running" and handle.joined_at is None and handle.meeting is not None:
             handle.joined_at = handle.phase_at
         job.reporter.event("phase", rank=handle.rank, phase=phase)
-        job.feed(supervisor.AtPhase(handle.rank, phase, job.evidence.needs_all(handle)))
+        job.feed(supervisor.PhaseEntered(handle.rank, phase, job.evidence.needs_all(handle)))
         if phase == "joining":
             self._rendezvous.joining()
 
@@ -163,7 +163,7 @@ class WorkerMessages:
         if job.supervisor.is_stopping_from_outside:
             job.console.say_raised_while_stopped(handle.rank, handle.raised)
         job.feed(
-            supervisor.Raised(
+            supervisor.RankRaised(
                 handle.rank,
                 job.evidence.is_consequence(raised),
                 f"rank {handle.rank} raised {raised.type}",
