@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rallypoint.launcher import exception_capture, interruptions, protocol
-from rallypoint.launcher.protocol import AtPhase, Caught, Imported, Message
+from rallypoint.launcher.protocol import AtPhase, Caught, Imported, Packet
 from rallypoint.launcher.worker.worker_hooks import Hooks
 
 from ..real.job import run_job
@@ -49,7 +49,7 @@ def line() -> Iterator[tuple[Hooks, socket.socket]]:
     ours.close()
 
 
-def _arrived(sock: socket.socket) -> list[Message | None]:
+def _arrived(sock: socket.socket) -> list[Packet | None]:
     found = []
     while True:
         try:

@@ -38,7 +38,7 @@ class Play:
         self.now = 0.0
         self._ranks, self._status = ranks, status
 
-    def at(self, now: float, *events: sv.Event) -> list[sv.Action]:
+    def at(self, now: float, *events: sv.JobEvent) -> list[sv.Action]:
         self.now = now
         fresh: list[sv.Action] = []
         for event in events:
@@ -308,7 +308,7 @@ def test_who_waits_for_the_end_is_told_for_what_and_how_to_end_it() -> None:
     ],
     ids=["a batch system", "a failure", "the time is over"],
 )
-def test_what_ends_the_waiting(event: sv.Event, hurry: str) -> None:
+def test_what_ends_the_waiting(event: sv.JobEvent, hurry: str) -> None:
     play = Play(2, grace=30.0).joined()
     play.at(5.0, event, sv.EvidenceIn())
     play.at(5.0 + sv.SETTLE, sv.Timer("settle"))
@@ -423,7 +423,7 @@ def test_on_failure_continue_when_the_last_one_fails() -> None:
 )
 def test_a_rank_that_swallowed_its_error_and_left_is_a_failure_at_once(late: bool) -> None:
     play = Play(2).running()
-    steps: list[sv.Event] = [sv.Erred(0, "init_process_group"), ended(0)]
+    steps: list[sv.JobEvent] = [sv.Erred(0, "init_process_group"), ended(0)]
     waiting = sv.PhaseEntered(1, "joining")
     play.at(5.0, *([*steps, waiting] if late else [waiting, *steps]))
     assert play.machine.state is State.JUDGING
@@ -596,7 +596,7 @@ EVENTS = st.one_of(
     st.integers(0, 3),
 )
 def test_whatever_happens_it_leaves_once_when_every_rank_has_ended(
-    events: list[sv.Event], order: list[int], on_failure: Any, restarts: int, code: int
+    events: list[sv.JobEvent], order: list[int], on_failure: Any, restarts: int, code: int
 ) -> None:
     """Once every process has ended and all timers have rung, the launcher leaves, once, after a
     clean-up.
@@ -621,7 +621,7 @@ def test_whatever_happens_it_leaves_once_when_every_rank_has_ended(
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_no_rank_is_signalled_before_evidence_was_asked_for(events: list[sv.Event]) -> None:
+def test_no_rank_is_signalled_before_evidence_was_asked_for(events: list[sv.JobEvent]) -> None:
     play = Play(3)
     play.running()
     for now, event in enumerate(events, 2):
@@ -642,7 +642,7 @@ def attempts_of(
     machine = Supervisor(world_size=1, max_restarts=max_restarts, grace=30.0, on_failure="stop")
     now, made = 0.0, 0
     said: list[sv.SayHopeless] = []
-    events: list[sv.Event] = [sv.Prepared()]
+    events: list[sv.JobEvent] = [sv.Prepared()]
     while events:
         for action in machine.handle(events.pop(0), now):
             match action:

@@ -37,11 +37,11 @@ Phase = Literal["started", "preparing", "importing", "joining", "running", "fini
 
 
 @dataclass_transform(frozen_default=True)
-class Message(msgspec.Struct, frozen=True, tag=True):
+class Packet(msgspec.Struct, frozen=True, tag=True):
     """A message, which travels with the name of its class."""
 
 
-class Setup(Message):
+class Setup(Packet):
     """agent -> template: what it is there for. The first packet, and the only one of its kind."""
 
     program: Program
@@ -60,7 +60,7 @@ class Setup(Message):
     )
 
 
-class StartWorker(Message):
+class StartWorker(Packet):
     """agent -> template: fork a worker. Descriptors: stdin, stdout, stderr, control channel,
     evidence memfd, the store's secret when there is a `store`, the terminal when this rank has it,
     the task's parcel."""
@@ -82,7 +82,7 @@ class StartWorker(Message):
     task: Task | None = None
 
 
-class StartHost(Message):
+class StartHost(Packet):
     """agent -> template: fork a c10d host. Descriptors: the listening socket, a pipe's end that
     says when it serves.
     """
@@ -91,7 +91,7 @@ class StartHost(Message):
     port: int
 
 
-class ImportParts(Message):
+class ImportParts(Packet):
     """agent -> template: import these parts of torch too, for those who will be forked later.
     `Ready` is the answer.
     """
@@ -99,7 +99,7 @@ class ImportParts(Message):
     parts: tuple[str, ...]
 
 
-class Reap(Message):
+class Reap(Packet):
     """agent -> template: the group was signalled (or is to be forgotten); the number may be
     freed.
     """
@@ -107,11 +107,11 @@ class Reap(Message):
     pid: int
 
 
-class Finish(Message):
+class Finish(Packet):
     """agent -> template: nothing more to start; leave."""
 
 
-class Ready(Message):
+class Ready(Packet):
     """template -> agent: everything is imported. `unclean`: why it must not be forked ("" if it
     may), and after which import.
     """
@@ -125,14 +125,14 @@ class Ready(Message):
     ] = ()  # what the preload modules were read from: path, time in ns, size
 
 
-class ImportFailed(Message):
+class ImportFailed(Packet):
     """template -> agent: torch or a preload module cannot be imported."""
 
     module: str
     raised: Raised
 
 
-class Forked(Message):
+class Forked(Packet):
     """template -> agent: rank `rank` (-1: the c10d host) is process `pid`."""
 
     rank: int
@@ -140,7 +140,7 @@ class Forked(Message):
     seconds: float  # what the fork took
 
 
-class NotForked(Message):
+class NotForked(Packet):
     """template -> agent: it could not be started: an error number, or the template is no longer
     clean.
     """
@@ -150,7 +150,7 @@ class NotForked(Message):
     unclean: str = ""
 
 
-class Exited(Message):
+class Exited(Packet):
     """template -> agent: a child has ended; it is not reaped yet. In the kernel's order."""
 
     pid: int
@@ -158,7 +158,7 @@ class Exited(Message):
     signal: int
 
 
-class Reaped(Message):
+class Reaped(Packet):
     """template -> agent: a child is reaped. Times in seconds, memory in bytes."""
 
     pid: int
@@ -167,13 +167,13 @@ class Reaped(Message):
     resident_max: int
 
 
-class AtPhase(Message):
+class AtPhase(Packet):
     """worker -> agent: where the program is."""
 
     phase: Phase
 
 
-class Uncaught(Message):
+class Uncaught(Packet):
     """worker -> agent: an exception leaves the program."""
 
     raised: Raised
@@ -181,7 +181,7 @@ class Uncaught(Message):
     keyboard: bool = False  # KeyboardInterrupt
 
 
-class Leaving(Message):
+class Leaving(Packet):
     """worker -> agent: sys.exit with something other than success; `line` is the place,
     "train.py:10 in main", `words` what it said.
     """
@@ -191,7 +191,7 @@ class Leaving(Message):
     words: str = ""
 
 
-class Caught(Message):
+class Caught(Packet):
     """worker -> agent: an exception left a torch.distributed call, or is on its way while the
     program closes its group; whether the program catches it is seen later.
 
@@ -201,7 +201,7 @@ class Caught(Message):
     raised: Raised
 
 
-class Uncatch(Message):
+class Uncatch(Packet):
     """worker -> agent: the exception of `Caught(serial)` was not handled after all: it leaves the
     program.
     """
@@ -209,7 +209,7 @@ class Uncatch(Message):
     serial: int
 
 
-class ClosesGroup(Message):
+class ClosesGroup(Packet):
     """worker -> agent: the program closes the process group, with no exception on its way; `line`:
     where, "" if not known.
     """
@@ -217,7 +217,7 @@ class ClosesGroup(Message):
     line: str
 
 
-class Meets(Message):
+class Meets(Packet):
     """worker -> agent: init_process_group was called, and `AtPhase("joining")` follows. `differs`:
     it is not where the agent holds a socket."""
 
@@ -225,7 +225,7 @@ class Meets(Message):
     differs: bool
 
 
-class Debugging(Message):
+class Debugging(Packet):
     """worker -> agent: the debugger of `breakpoint()` waits for a person's line, or (`waits` False)
     the program goes on.
     """
@@ -233,7 +233,7 @@ class Debugging(Message):
     waits: bool
 
 
-class Spawns(Message):
+class Spawns(Packet):
     """worker -> agent: the program starts ranks of its own (mp.spawn). The agent answers `Released`
     when it is the only rank.
     """
@@ -241,7 +241,7 @@ class Spawns(Message):
     line: str
 
 
-class OfSpawned(Message):
+class OfSpawned(Packet):
     """process that the only rank has spawned -> agent, by the rank's line: process `index` of
     `size` says this. With the first come its pidfd and the memfd of its stacks."""
 
@@ -251,7 +251,7 @@ class OfSpawned(Message):
     told: AtPhase | Meets
 
 
-class ForksCuda(Message):
+class ForksCuda(Packet):
     """worker -> agent: the program forks at `line` with CUDA up, which `first` had used first (""
     if not known). Once for each line.
     """
@@ -273,7 +273,7 @@ class Child(msgspec.Struct, frozen=True):
     unguarded: bool = False
 
 
-class ChildrenFailed(Message):
+class ChildrenFailed(Packet):
     """worker -> agent: the program has ended, and never asked how these of its children did.
     `more`: how many were not kept.
     """
@@ -282,14 +282,14 @@ class ChildrenFailed(Message):
     more: int
 
 
-class Imported(Message):
+class Imported(Packet):
     """worker -> agent: a package took long to import."""
 
     name: str
     seconds: float
 
 
-class ImportedPart(Message):
+class ImportedPart(Packet):
     """worker -> agent: a part of torch was imported, took long, and could have been imported before
     the fork.
     """
@@ -297,7 +297,7 @@ class ImportedPart(Message):
     name: str
 
 
-class SetLate(Message):
+class SetLate(Packet):
     """worker -> agent: the program set a variable that libraries in the template had read before.
     `line`: where, "" if not known.
     """
@@ -306,13 +306,13 @@ class SetLate(Message):
     line: str
 
 
-class NotExecuted(Message):
+class NotExecuted(Packet):
     """worker -> agent: execve failed; the process leaves with 126 or 127."""
 
     errno: int
 
 
-class Outcome(Message):
+class Outcome(Packet):
     """worker -> agent -> caller: the function of `launch` has returned, or raised, in this rank;
     the parcel's descriptors come along.
     """
@@ -321,7 +321,7 @@ class Outcome(Message):
     kind: Literal["value", "error"]
 
 
-class Call(Message):
+class Call(Packet):
     """caller -> standby: launch this. Descriptors: a pipe for stdout, one for stderr, the task's
     parcel.
     """
@@ -342,17 +342,17 @@ class Call(Message):
     color: bool  # whether its stderr shows colours
 
 
-class Interrupt(Message):
+class Interrupt(Packet):
     """caller -> standby: it got this signal (Ctrl-C); a second one is for those who cannot wait."""
 
     signal: str
 
 
-class Finished(Message):
+class Finished(Packet):
     """standby -> caller: the call is over; a `Verdict` is in the memfd that comes along."""
 
 
-class Restarted(Message):
+class Restarted(Packet):
     """standby -> caller: all ranks start again; what came from the earlier attempt is void."""
 
     attempt: int
@@ -373,19 +373,19 @@ class Verdict(msgspec.Struct, frozen=True):
     usable: bool = True  # False: the standby ends, and takes no other call
 
 
-class Go(Message):
+class Go(Packet):
     """agent -> worker: you are registered with the guard; start the program."""
 
 
-class Released(Message):
+class Released(Packet):
     """agent -> worker: the held port is free again."""
 
 
-class Noticed(Message):
+class Noticed(Packet):
     """agent -> worker: a notice came (a signal of `--notice-signal`), which `preempted` tells."""
 
 
-class Register(Message):
+class Register(Packet):
     """agent -> guard: look after this process (its pidfd comes along); it leads a session of its
     own.
     """
@@ -394,7 +394,7 @@ class Register(Message):
     is_template: bool = False  # all that descends from it is the job's
 
 
-class Inherit(Message):
+class Inherit(Packet):
     """agent -> guard: a socket of the agent's, to be removed with its folder when the agent is
     killed. It replaces the last of its name.
     """
@@ -402,17 +402,17 @@ class Inherit(Message):
     path: str
 
 
-class Forget(Message):
+class Forget(Packet):
     """agent -> guard: this process is about to be reaped; its number is nobody's any more."""
 
     pid: int
 
 
-class Farewell(Message):
+class Farewell(Packet):
     """agent -> guard: the job is over and clean; leave."""
 
 
-class Aside(Message):
+class Aside(Packet):
     """A message that fits no packet (a long command line, a path that is not UTF-8): it is in the
     memfd that comes first.
     """
@@ -422,7 +422,7 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTORS)
 _encoder = msgspec.msgpack.Encoder()
 # Any, since no type checker follows a union that is made at run time.
-_ANY_MESSAGE: Any = functools.reduce(operator.or_, Message.__subclasses__())
+_ANY_MESSAGE: Any = functools.reduce(operator.or_, Packet.__subclasses__())
 _decoder = msgspec.msgpack.Decoder(_ANY_MESSAGE)
 
 
@@ -452,7 +452,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def send(
     sock: socket.socket,
-    message: Message,
+    message: Packet,
     fds: Sequence[int] = (),
     *,
     flags: int = 0,
@@ -500,7 +500,7 @@ def limit_sends(sock: socket.socket, seconds: float) -> None:
     )
 
 
-def receive(sock: socket.socket, *, flags: int = 0) -> tuple[Message | None, list[int]]:
+def receive(sock: socket.socket, *, flags: int = 0) -> tuple[Packet | None, list[int]]:
     """Receive one packet and its descriptors (close-on-exec); (None, []) when the other side has
     gone. BlockingIOError as recv; OSError (EMFILE) when this process has no room for the descriptors,
     which are lost with the packet."""
@@ -522,7 +522,7 @@ def receive(sock: socket.socket, *, flags: int = 0) -> tuple[Message | None, lis
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not data:
         return None, fds
-    message: Message = _decoder.decode(data)
+    message: Packet = _decoder.decode(data)
     if isinstance(message, Aside):
         message = read_struct(fds.pop(0), _ANY_MESSAGE)
     return message, fds

@@ -36,7 +36,7 @@ class Guard:
         self._sock = sock
         protocol.limit_sends(sock, SEND_DEADLINE)
 
-    def _tell(self, message: protocol.Message, fds: Sequence[int] = ()) -> None:
+    def _tell(self, message: protocol.Packet, fds: Sequence[int] = ()) -> None:
         """One that does not read is killed: the job ends with that, since nobody would clean up
         after it.
         """

@@ -16,7 +16,7 @@ from rallypoint.launcher.protocol import (
     Exited,
     ImportFailed,
     ImportParts,
-    Message,
+    Packet,
     Ready,
     Reap,
     Setup,
@@ -69,7 +69,7 @@ class HelperProcesses:
                 return path
         return ""
 
-    def between_jobs(self, message: Message | None) -> None:
+    def between_jobs(self, message: Packet | None) -> None:
         """The template says something while there is no job: a c10d host of the last one has ended,
         mostly; or that it is ready, when the last job was over before that. None: it has ended. One
         that cannot be used goes, and the next job hears why from its own."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rallypoint.diagnosis.evidence import Ended, HelperLost
 from rallypoint.launcher.agent import supervisor
 from rallypoint.launcher.agent.event_loop import Loop
-from rallypoint.launcher.agent.supervisor import Action, Event, State, Supervisor, Timer
+from rallypoint.launcher.agent.supervisor import Action, JobEvent, State, Supervisor, Timer
 from rallypoint.launcher.plan import Plan
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Job:
         """Whether nothing has failed so far and no end was asked for."""
         return self.state is State.RUNNING
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: JobEvent) -> None:
         """Tell the supervisor of an event, and do what it decides."""
         for action in self.supervisor.handle(event, self.loop.now):
             self._act(action)

@@ -16,7 +16,7 @@ from rallypoint.host import processes, system_calls
 from rallypoint.host.processes import ThreadActivity
 from rallypoint.host.signals import ATTENTION_SIGNAL, EVIDENCE_SIGNAL
 from rallypoint.launcher import protocol
-from rallypoint.launcher.protocol import ChildrenFailed, Go, Message, Noticed, Released, Setup
+from rallypoint.launcher.protocol import ChildrenFailed, Go, Noticed, Packet, Released, Setup
 
 # Bytes of dumps that are kept when a rank is asked once more: a job that is looked at every minute
 # for days must not fill the memory. What a rank writes when it crashes comes after all answers.
@@ -67,7 +67,7 @@ class TemplateHandle:
         self.order(setup)
         self.is_set_up = True
 
-    def order(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def order(self, message: Packet, fds: Sequence[int] = ()) -> None:
         """Send an order. When the template is gone nothing happens here: its pidfd tells
         the loop.
         """
@@ -267,7 +267,7 @@ class RankHandle:
         """Tell the worker that the held port is free."""
         self._tell(Released())
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: Packet) -> None:
         try:
             protocol.send(self.control, message)
         except OSError:  # it has ended; the template tells so

@@ -80,21 +80,21 @@ class State(enum.Enum):
 
 
 @dataclass_transform(frozen_default=True)
-class Event(msgspec.Struct, frozen=True):
+class JobEvent(msgspec.Struct, frozen=True):
     """Something that has happened."""
 
 
-class Prepared(Event):
+class Prepared(JobEvent):
     """The template is ready."""
 
 
-class Impossible(Event):
+class Impossible(JobEvent):
     """The job cannot be started; the agent holds the reason."""
 
     because: str
 
 
-class PhaseEntered(Event):
+class PhaseEntered(JobEvent):
     """A rank has come to a phase. `whole`: the group that it joins needs every rank of the job."""
 
     rank: int
@@ -102,14 +102,14 @@ class PhaseEntered(Event):
     whole: bool = True
 
 
-class Erred(Event):
+class Erred(JobEvent):
     """An error left a call of torch's in a rank; the program may have caught it."""
 
     rank: int
     call: str
 
 
-class RankRaised(Event):
+class RankRaised(JobEvent):
     """An exception leaves a rank's program. `consequence`: its text speaks of a lost peer."""
 
     rank: int
@@ -117,20 +117,20 @@ class RankRaised(Event):
     because: str
 
 
-class CannotMeet(Event):
+class CannotMeet(JobEvent):
     """The ranks cannot meet (they would do so at different addresses, say)."""
 
     because: str
 
 
-class Debugged(Event):
+class Debugged(JobEvent):
     """A rank's debugger waits for a person, or (`waits` False) the program goes on."""
 
     rank: int
     waits: bool
 
 
-class RankEnded(Event):
+class RankEnded(JobEvent):
     """A rank's process has ended. `sure`: the consequence of another rank's end never looks so."""
 
     rank: int
@@ -140,11 +140,11 @@ class RankEnded(Event):
     because: str
 
 
-class EvidenceIn(Event):
+class EvidenceIn(JobEvent):
     """Every rank that can has said where it is, or the deadline for it has passed."""
 
 
-class Judged(Event):
+class Judged(JobEvent):
     """The report is made; `status` is the exit status that it asks for, `same` what two equal
     failures have in common: "" when the next one may be another."""
 
@@ -152,27 +152,27 @@ class Judged(Event):
     same: str = ""
 
 
-class Signalled(Event):
+class Signalled(JobEvent):
     """The launcher itself got a signal."""
 
     name: str
     number: int
 
 
-class Overdue(Event):
+class Overdue(JobEvent):
     """The time that the whole job was given is over."""
 
     seconds: float
     grace: float  # seconds from now after which whatever lives is killed
 
 
-class HelperEnded(Event):
+class HelperEnded(JobEvent):
     """The template, the guard or the c10d host ended by itself."""
 
     name: str
 
 
-class Stuck(Event):
+class Stuck(JobEvent):
     """`ranks` stand where they stood when they were signalled: they cannot have seen it. `waiting`
     have seen it, and wait for others in a call of torch's now. All that were looked at and are in
     neither go on, as far as is seen."""
@@ -181,7 +181,7 @@ class Stuck(Event):
     waiting: tuple[int, ...] = ()
 
 
-class Timer(Event):
+class Timer(JobEvent):
     """A time that `SetTimer` asked for has come."""
 
     name: str
@@ -358,7 +358,7 @@ class Supervisor:
     def __repr__(self) -> str:
         return f"<Supervisor {self.state.value}, attempt {self.attempt}, {len(self._living())} of {self._size} ranks alive>"
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: JobEvent, now: float) -> list[Action]:
         """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
         row = TABLE[self.state].get(type(event))
         return row(self, event, now) if row else []
@@ -562,7 +562,7 @@ class Supervisor:
             actions.append(SetTimer("settle", self._settle_until))
         return actions + self._perhaps_conclude(event, now)
 
-    def _perhaps_conclude(self, event: Event, now: float) -> list[Action]:
+    def _perhaps_conclude(self, event: JobEvent, now: float) -> list[Action]:
         self._evidence_in = self._evidence_in or isinstance(event, EvidenceIn)
         settled = now >= self._settle_until or self._is_from_outside() or not self._living()
         return self._conclude(self._because) if self._evidence_in and settled else []
@@ -739,7 +739,7 @@ def _wait_in_init(ranks: list[int]) -> str:
     return f"{ranks_phrase(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in init_process_group"
 
 
-TABLE: dict[State, dict[type[Event], Callable[[Supervisor, Any, float], list[Action]]]] = {
+TABLE: dict[State, dict[type[JobEvent], Callable[[Supervisor, Any, float], list[Action]]]] = {
     State.PREPARING: {
         Prepared: Supervisor._start,
         Impossible: Supervisor._impossible,

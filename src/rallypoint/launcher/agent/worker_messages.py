@@ -30,10 +30,10 @@ from rallypoint.launcher.protocol import (
     ImportedPart,
     Leaving,
     Meets,
-    Message,
     NotExecuted,
     OfSpawned,
     Outcome,
+    Packet,
     SetLate,
     Spawns,
     Uncatch,
@@ -74,7 +74,7 @@ class WorkerMessages:
         self._act(handle, message, fds)
         return True
 
-    def _act(self, handle: RankHandle, message: Message, fds: Sequence[int]) -> None:
+    def _act(self, handle: RankHandle, message: Packet, fds: Sequence[int]) -> None:
         job, reporter, now = self._job, self._job.reporter, self._job.loop.now
         match message:
             case AtPhase(phase):

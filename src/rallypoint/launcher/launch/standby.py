@@ -29,7 +29,7 @@ from rallypoint.launcher.agent.launch_request import CallerGone, LaunchRequest
 from rallypoint.launcher.launch.standby_main import Terms
 from rallypoint.launcher.plan import Machine, Options, Plan
 from rallypoint.launcher.program import Program
-from rallypoint.launcher.protocol import Call, Finished, Message, Ready, Verdict
+from rallypoint.launcher.protocol import Call, Finished, Packet, Ready, Verdict
 from rallypoint.record import run_folder
 from rallypoint.record.disk_writer import DiskWriter
 from rallypoint.record.run_folder import default_root
@@ -103,7 +103,7 @@ class _Standby:
             return self._carry_out(message, fds)
         return message is not None  # an Interrupt that came after the end
 
-    def _between_calls(self, message: Message | None) -> None:
+    def _between_calls(self, message: Packet | None) -> None:
         if isinstance(message, Ready) and message.unclean:
             self._forget({message.module})
         elif (

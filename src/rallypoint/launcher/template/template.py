@@ -37,9 +37,9 @@ from rallypoint.launcher.protocol import (  # fmt: skip
     Forked,
     ImportFailed,
     ImportParts,
-    Message,
     NotExecuted,
     NotForked,
+    Packet,
     Ready,
     Reap,
     Reaped,
@@ -218,7 +218,7 @@ class _Template:
         self._children: dict[int, int] = {}  # pidfd -> pid
         self._epoll = select.epoll()
         self._epoll.register(orders, select.EPOLLIN)
-        self._unsent: deque[Message] = deque()
+        self._unsent: deque[Packet] = deque()
         # What a rank started and left without a parent becomes this process's child, and nobody
         # else's does: that is how it is told from what the launcher's own process had started
         # before it became the launcher.
@@ -228,7 +228,7 @@ class _Template:
         self._orphans = system_calls.signalfd(signal.SIGCHLD)
         self._epoll.register(self._orphans, select.EPOLLIN)
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: Packet) -> None:
         """Tell the agent, without waiting: it may itself be waiting for us to read an order."""
         self._unsent.append(message)
         self._send_unsent()

@@ -11,7 +11,7 @@ import msgspec
 
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.launcher import exception_capture, interruptions, late_variables, protocol
-from rallypoint.launcher.protocol import Caught, ClosesGroup, Message, Noticed, SetLate
+from rallypoint.launcher.protocol import Caught, ClosesGroup, Noticed, Packet, SetLate
 
 # Exceptions told per worker: a program that tries again for ever must not fill the agent.
 CAUGHT_MOST = 100
@@ -29,7 +29,7 @@ class AgentLine:
         self._noticed = False
         self._torch_hook: object = None  # torch's own sys.excepthook
 
-    def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
+    def tell(self, message: Packet, fds: Sequence[int] = ()) -> bool:
         """Tell the agent; return False when it does not listen (any more), or this process is not
         the rank.
         """
@@ -41,7 +41,7 @@ class AgentLine:
                 raise
             return False  # it is gone; the guard is about to end this process
 
-    def _post(self, message: Message, fds: Sequence[int], sent: list[int]) -> bool:
+    def _post(self, message: Packet, fds: Sequence[int], sent: list[int]) -> bool:
         """Send a message unless it is `sent`. A signal handler of the program's may raise in
         between.
         """

@@ -17,7 +17,7 @@ from typing import Any
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.host import processes, system_calls
 from rallypoint.host.signals import EVIDENCE_SIGNAL
-from rallypoint.launcher.protocol import AtPhase, Meets, Message, OfSpawned
+from rallypoint.launcher.protocol import AtPhase, Meets, OfSpawned, Packet
 from rallypoint.launcher.worker import torch_hooks
 from rallypoint.launcher.worker.worker_hooks import Hooks
 
@@ -55,7 +55,7 @@ class SpawnedHooks(Hooks):
         super().__init__(control, held="", began=began, single=False)
         self._index, self._size = index, size
 
-    def tell(self, message: Message, fds: Sequence[int] = ()) -> bool:
+    def tell(self, message: Packet, fds: Sequence[int] = ()) -> bool:
         """Tell the launcher, if it is about meeting the others; False when it is not, or the
         launcher has gone.
         """
