@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import random
 import select
-import socket
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -14,18 +12,9 @@ from typing import TypeAlias
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
 from rallypoint.testing.faults import BOTH, Fault, Way
-from rallypoint.testing.proxy_listener import (
-    ListenerState,
-    Place,
-    ProxyAddress,
-    ProxyListener,
-    resolve,
-)
+from rallypoint.testing.proxy_listener import ListenerState, ProxyAddress, ProxyListener, resolve
 from rallypoint.testing.proxy_loop import ProxyLoop
 from rallypoint.testing.proxy_relay import ByteTrigger, Relay, StreamFaults, StreamTotals
-
-TRY_AGAIN = 0.005
-"""Seconds until a Unix socket whose queue is full is tried again: there is no event for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +55,18 @@ class ProxyEngine:
 
     def __init__(self, target: ProxyAddress, listen: ProxyAddress, seed: int, clock: Clock) -> None:
         self.seed = seed
-        self.target, self._places = resolve(target)
+        self.target, self.places = resolve(target)
         self.listener = ProxyListener(listen)
         self.totals: dict[Way, StreamTotals] = {way: StreamTotals() for way in BOTH}
         self.relays: dict[Relay, None] = {}  # in the order of accepting
         self.faults: list[Fault] = []  # that are on or may still come, the oldest first
         self.waiters: list[tuple[Condition, Future[ProxyStatistics]]] = []
+        self.unreached = 0
         self._effects: list[tuple[Fault, Relay | None]] = []  # in effect everywhere, or on one
-        self._accepted = self._unreached = self._resets = 0
+        self._accepted = self._resets = 0
         self._random = random.Random(f"{seed} proxy")
-        self.loop = ProxyLoop(clock, at_end=self._at_end, each_round=self._tell_waiters)
-        self.loop.watch(self.listener.fileno(), select.EPOLLIN, self._arrived)
+        self.loop = ProxyLoop(clock, step=self._step, at_end=self._at_end)
+        self.loop.watch(self.listener.fileno(), select.EPOLLIN)
 
     def begin(self, fault: Fault) -> None:
         """Begin or plan a fault, and return when that is done."""
@@ -90,13 +80,9 @@ class ProxyEngine:
             except UsageError:
                 pass  # closed in this moment, by another thread
 
-    def retarget(self, target: str, places: list[Place]) -> None:
-        """Pass new connections on to another server."""
-        self.target, self._places = target, places
-
     def heal(self) -> None:
         """End all faults, and with them the connections that cannot go on."""
-        self._end(list(self.faults))
+        self._end(self.faults)
         for relay in list(self.relays):
             if relay.is_severed:
                 self.cut(relay, BOTH)
@@ -113,23 +99,19 @@ class ProxyEngine:
             for way in BOTH
         )
         return ProxyStatistics(
-            self._accepted, len(self.relays), self._unreached, self._resets, to_server, to_client
+            self._accepted, len(self.relays), self.unreached, self._resets, to_server, to_client
         )
 
     def accept_all(self) -> None:
         """Accept every client that has connected: before a fault begins, and before a look."""
         while self.listener.state == "accepting" and (found := self.listener.accept()):
             sock, name = found
-            relay = Relay(self, self._accepted, name)
+            relay = Relay(self, self._accepted, name, sock)
             self._accepted += 1
-            relay.client_end.take(sock)
-            relay.client_end.ready = True
             self.relays[relay] = None
             for fault in self.faults:
                 if fault.when.size is not None and fault.planned:
                     self._arm(fault, relay)
-            relay.refresh()
-            self._reach(relay)
 
     def forget(self) -> None:
         """Close this process's copies of the descriptors, in a forked child."""
@@ -173,9 +155,7 @@ class ProxyEngine:
         """Forget a connection that is over, and the faults of it alone."""
         self.relays.pop(relay, None)
         for effect in [effect for effect in self._effects if effect[1] is relay]:
-            self._effects.remove(effect)
-            effect[0].on -= 1
-        self._tidy()
+            self._effect_over(effect)
 
     # Faults.
 
@@ -190,26 +170,24 @@ class ProxyEngine:
         if when.size is not None:
             for relay in self.relays:
                 self._arm(fault, relay)
-        elif when.every is not None:
-            self._repeat(fault, when.every, self.loop.now(), 1)
         else:
-            self.loop.at(self.loop.now() + when.after, lambda: self._once(fault))
+            self._plan(fault, self.loop.now(), 1)
 
-    def _once(self, fault: Fault) -> None:
-        if fault.planned:
-            self._happen(fault, None)
-            fault.planned = False
-            self._tidy()
+    def _plan(self, fault: Fault, began: float, number: int) -> None:
+        """Let a fault happen for the `number`th time when its time has come."""
+        when = fault.when
 
-    def _repeat(self, fault: Fault, interval: float, began: float, number: int) -> None:
-        def tick() -> None:
+        def happen() -> None:
             if fault.planned:
                 self._happen(fault, None)
-                self._repeat(fault, interval, began, number + 1)
+                fault.planned = when.every is not None
+                self._tidy()
+                if when.every is not None:
+                    self._plan(fault, began, number + 1)
 
-        jitter = self._random.uniform(-fault.when.jitter, fault.when.jitter)
         # Counted from the beginning: a busy machine does not stretch the interval.
-        self.loop.at(began + interval * number + jitter, tick)
+        delay = when.after if when.every is None else when.every * number
+        self.loop.at(began + delay + self._random.uniform(-when.jitter, when.jitter), happen)
 
     def _arm(self, fault: Fault, relay: Relay) -> None:
         trigger = ByteTrigger(fault, fault.when.size or 0)
@@ -240,14 +218,14 @@ class ProxyEngine:
             self.faults.append(fault)
         if fault.when.lasting is not None:
             self.loop.at(self.loop.now() + fault.when.lasting, lambda: self._effect_over(effect))
-        self._refresh(only)
+        self._watch_listener()
 
     def _effect_over(self, effect: tuple[Fault, Relay | None]) -> None:
         if effect in self._effects:
             self._effects.remove(effect)
             effect[0].on -= 1
             self._tidy()
-            self._refresh(effect[1])
+            self._watch_listener()
 
     def _end(self, faults: list[Fault]) -> None:
         for fault in faults:
@@ -257,19 +235,10 @@ class ProxyEngine:
             for stream in relay.streams:
                 stream.triggers = [one for one in stream.triggers if one.fault not in faults]
         self._tidy()
-        self._refresh(None)
+        self._watch_listener()
 
     def _tidy(self) -> None:
         self.faults = [fault for fault in self.faults if fault.active]
-
-    def _refresh(self, only: Relay | None) -> None:
-        if only is None:
-            self._watch_listener()
-        for relay in [only] if only else list(self.relays):
-            relay.refresh()
-            self._reach(relay)
-
-    # The listening socket, and the way to the server.
 
     def _watch_listener(self) -> None:
         everywhere = [fault for fault, only in self._effects if only is None]
@@ -283,59 +252,20 @@ class ProxyEngine:
         if state == self.listener.state:
             return
         if self.listener.state == "accepting":
-            self.loop.watch(self.listener.fileno(), None, self._arrived)
+            self.loop.watch(self.listener.fileno(), None)
         self.listener.become(state)
         if state == "accepting":
-            self.loop.watch(self.listener.fileno(), select.EPOLLIN, self._arrived)
-
-    def _arrived(self, _: int) -> None:
-        self.accept_all()
-
-    def _reach(self, relay: Relay) -> None:
-        """Connect to the server, unless that was begun, or the server must not hear of it."""
-        over = relay.is_reaching or relay.is_closed or relay.is_severed
-        if not over and not relay.to_server.is_now.hole:
-            relay.is_reaching = True
-            self._try(relay, self._places)
-
-    def _try(self, relay: Relay, places: list[Place]) -> None:
-        if relay.is_closed or relay.is_severed:
-            return
-        if not places:
-            self._unreached += 1
-            relay.reset(BOTH)
-            return
-        family, where = places[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        error = sock.connect_ex(where)
-        if error in (0, errno.EINPROGRESS):
-            relay.server_end.take(sock)
-            tried = lambda _: self._tried(relay, sock, places)  # noqa: E731
-            self.loop.watch(sock.fileno(), select.EPOLLOUT, tried)
-            return
-        sock.close()
-        if error == errno.EAGAIN and family == socket.AF_UNIX:
-            self.loop.at(self.loop.now() + TRY_AGAIN, lambda: self._try(relay, places))
-        else:
-            self._try(relay, places[1:])
-
-    def _tried(self, relay: Relay, sock: socket.socket, places: list[Place]) -> None:
-        end = relay.server_end
-        if end.socket is not sock:
-            return  # reset meanwhile
-        self.loop.watch(sock.fileno(), None, self._arrived)
-        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error in (0, errno.ECONNRESET, errno.EPIPE):
-            # The last two come after the connection was made: read what was sent before.
-            end.ready, end.broken = True, error != 0
-            relay.refresh()
-        else:
-            end.socket = None
-            sock.close()
-            self._try(relay, places[1:])
+            self.loop.watch(self.listener.fileno(), select.EPOLLIN)
 
     # For the loop.
+
+    def _step(self) -> float | None:
+        self.accept_all()
+        for relay in list(self.relays):
+            relay.step()
+        self._tell_waiters()
+        due = (stream.due() for relay in self.relays for stream in relay.streams)
+        return min((moment for moment in due if moment is not None), default=None)
 
     def _tell_waiters(self) -> None:
         if not self.waiters:

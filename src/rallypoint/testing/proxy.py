@@ -242,11 +242,8 @@ class ChaosProxy(ListenerFaults):
         if self._is_closed:
             return ()
 
-        def get() -> list[Relay]:
-            self._engine.accept_all()
-            return list(self._engine.relays)
-
-        found = self._engine.loop.call(get)
+        self._engine.loop.call(self._engine.accept_all)
+        found = self._engine.loop.call(lambda: list(self._engine.relays))
         return tuple(ProxiedConnection(self._engine, relay) for relay in found)
 
     def connection_of(self, client: socket.socket) -> ProxiedConnection:
@@ -266,11 +263,8 @@ class ChaosProxy(ListenerFaults):
         if self._is_closed:
             return self._engine.statistics()
 
-        def get() -> ProxyStatistics:
-            self._engine.accept_all()
-            return self._engine.statistics()
-
-        return self._engine.loop.call(get)
+        self._engine.loop.call(self._engine.accept_all)
+        return self._engine.loop.call(self._engine.statistics)
 
     def wait_for(
         self, condition: Callable[[ProxyStatistics], object], timeout: float = 30.0
@@ -298,7 +292,11 @@ class ChaosProxy(ListenerFaults):
     def retarget(self, target: ProxyAddress) -> None:
         """Pass new connections on to another server from now on; open ones stay."""
         name, places = resolve(target)
-        self._engine.loop.call(lambda: self._engine.retarget(name, places))
+
+        def change() -> None:
+            self._engine.target, self._engine.places = name, places
+
+        self._engine.loop.call(change)
 
     def _forget(self) -> None:
         self._is_closed = True

@@ -62,6 +62,7 @@ class ProxyListener:
             name = name_of(where)
             if name not in self._fillers:
                 sock.setblocking(False)
+                no_delay(sock)
                 return sock, name
             sock.close()
             self._fillers.pop(name).close()
@@ -107,8 +108,7 @@ class ProxyListener:
         sock = socket.socket(self._family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            if self._family != socket.AF_UNIX:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
         except OSError:
             sock.close()
@@ -117,12 +117,7 @@ class ProxyListener:
 
     def _listen(self) -> None:
         if self._path:
-            # The path is there: replaced in one step, so that no client ever finds none.
-            beside = f"{self._path}~"
-            self._socket = self._bound(beside)
-            self._socket.listen(BACKLOG)
-            os.rename(beside, self._path)
-            return
+            os.unlink(self._path)
         self._socket = self._bound(self._where)
         self._path = self._where if isinstance(self._where, str) else ""
         self._socket.listen(BACKLOG)
@@ -173,3 +168,9 @@ def name_of(where: object) -> str:
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     text = where.decode("utf-8", "backslashreplace") if isinstance(where, bytes) else str(where)
     return f"unix://{text}" if text.startswith("/") else f"unix:{text}"
+
+
+def no_delay(sock: socket.socket) -> None:
+    """Send small pieces at once."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

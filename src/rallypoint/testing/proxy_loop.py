@@ -1,6 +1,6 @@
 """The chaos proxy's thread: it waits for descriptors, times of a clock and calls of other threads.
 
-Everything that is handed in runs in this thread, one thing after another, and must not wait.
+After each of these `step` runs, which moves whatever can move. Nothing in this thread may wait.
 """
 
 from __future__ import annotations
@@ -23,22 +23,27 @@ NAME = "the chaos proxy"
 
 
 class ProxyLoop:
-    """One thread with an epoll. `each_round` runs after every round, `at_end` last."""
+    """One thread with an epoll.
+
+    `step` returns the time at which it wants to run again, or None. `at_end` runs last.
+    """
 
     def __init__(
-        self, clock: Clock, *, at_end: Callable[[], None], each_round: Callable[[], None]
+        self, clock: Clock, *, step: Callable[[], float | None], at_end: Callable[[], None]
     ) -> None:
         self.now = clock.monotonic
+        self.events: dict[int, int] = {}  # events of this round by descriptor
         self._manual = isinstance(clock, ManualClock)
         self._unsubscribe: Callable[[], None] = lambda: None
         if isinstance(clock, ManualClock):
-            self._unsubscribe = clock.when_moved(self._run_due)
+            self._unsubscribe = clock.when_moved(self._clock_moved)
+        self._step = step
         self._at_end = at_end
-        self._each_round = each_round
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._masks: dict[int, int] = {}
+        self._due: float | None = None
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_number = 0
         self._lock = threading.Lock()
@@ -71,7 +76,7 @@ class ProxyLoop:
         return self._ended or os.getpid() != self._pid
 
     def call(self, do: Callable[[], T]) -> T:
-        """Run `do` in the thread, wait for it, and return or raise what it does.
+        """Run `do` and a step in the thread, wait, and return or raise what `do` does.
 
         `UsageError` when the thread has ended, and in a process that was forked since.
         """
@@ -83,9 +88,14 @@ class ProxyLoop:
             try:
                 if self._ended:
                     raise UsageError("usage", f"{NAME} has ended")
-                answer.set_result(do())
+                value = do()
             except BaseException as error:
                 answer.set_exception(error)
+                return
+            try:
+                self._due = self._step()
+            finally:
+                answer.set_result(value)
 
         if os.getpid() != self._pid:
             text = f"{NAME} runs in process {self._pid}, which forked this one"
@@ -99,17 +109,18 @@ class ProxyLoop:
             os.eventfd_write(self._wake, 1)
         return answer.result()
 
-    def watch(self, fd: int, mask: int | None, handler: Callable[[int], None]) -> None:
-        """Call `handler(events)` for the events in `mask` (0: only errors). None: no longer."""
+    def watch(self, fd: int, mask: int | None) -> None:
+        """Wake up for the events in `mask` (0: only errors); None: no longer."""
+        if mask == self._masks.get(fd):
+            return
         if mask is None:
-            if self._handlers.pop(fd, None) is not None:
-                self._epoll.unregister(fd)
-        elif fd in self._handlers:
-            self._handlers[fd] = handler
-            self._epoll.modify(fd, mask)
-        else:
-            self._handlers[fd] = handler
-            self._epoll.register(fd, mask)
+            del self._masks[fd]
+            self._epoll.unregister(fd)
+            self.events.pop(fd, None)  # the next descriptor may get this number
+            return
+        change = self._epoll.modify if fd in self._masks else self._epoll.register
+        change(fd, mask)
+        self._masks[fd] = mask
 
     def at(self, due: float, do: Callable[[], None]) -> None:
         """Call `do()` when the clock shows `due`; about a millisecond late, never early."""
@@ -124,56 +135,38 @@ class ProxyLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                # Handlers first, then calls: a descriptor that a call closes may get its number
-                # again in this same round.
-                found = self._epoll.poll(self._patience())
-                for handler, mask in [(self._handlers.get(fd), mask) for fd, mask in found]:
-                    if handler is not None:
-                        handler(mask)
-                self._answer()
-                self._due()
-                self._each_round()
+                self.events = dict(self._epoll.poll(self._patience()))
+                if self.events.pop(self._wake, 0):
+                    os.eventfd_read(self._wake)
+                while self._timers and self._timers[0][0] <= self.now():
+                    heapq.heappop(self._timers)[2]()
+                self._due = self._step()
+                self.events = {}
+                while self._calls:
+                    self._calls.popleft()()
         except BaseException as error:  # raised in the next caller, and by stop()
             self._crash = error
         finally:
             with self._lock:
                 self._ended = True
             self._at_end()
-            self._answer()
+            while self._calls:
+                self._calls.popleft()()
             self._epoll.close()
             os.close(self._wake)
 
     def _patience(self) -> float | None:
-        if not self._timers:
+        due = [] if self._due is None else [self._due]
+        due += [self._timers[0][0]] if self._timers else []
+        if not due:
             return None
-        left = self._timers[0][0] - self.now()
+        left = min(due) - self.now()
         return 0.0 if left <= 0 else None if self._manual else left
 
-    def _answer(self) -> None:
+    def _clock_moved(self) -> None:
+        """Return when all that is due by the clock has happened."""
         try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass  # nobody called
-        while self._calls:
-            self._calls.popleft()()
-
-    def _due(self) -> None:
-        now = self.now()
-        due = []
-        while self._timers and self._timers[0][0] <= now:
-            due.append(heapq.heappop(self._timers)[2])
-        for do in due:
-            do()
-
-    def _run_due(self) -> None:
-        """Return when all that is due has happened: a manual clock was moved."""
-
-        def run() -> None:
-            while self._timers and self._timers[0][0] <= self.now():
-                self._due()
-
-        try:
-            self.call(run)
+            self.call(lambda: None)
         except UsageError:
             pass  # closed meanwhile: nothing is due any more
 

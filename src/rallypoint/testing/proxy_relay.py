@@ -1,22 +1,24 @@
 """One connection through the chaos proxy: two sockets, and the two streams between them.
 
-A stream reads only what it may soon pass on, so the sender feels a slow receiver through the proxy.
+`Relay.step` moves whatever the kernel and the faults in effect let move now. A stream reads only
+what it may soon pass on, so the sender feels a slow receiver through the proxy.
 """
 
 from __future__ import annotations
 
 import array
+import errno
 import os
 import random
 import select
 import socket
 import struct
 from collections import deque
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rallypoint.testing.faults import BOTH, Fault, FaultKind, Way
+from rallypoint.testing.proxy_listener import no_delay
 
 if TYPE_CHECKING:
     from rallypoint.testing.fault_engine import ProxyEngine
@@ -63,34 +65,26 @@ class StreamFaults:
 
 @dataclass(slots=True)
 class StreamChunk:
-    """Bytes that were read at once, their descriptors, and the time at which they may pass."""
+    """Bytes that were read at once, or the stream's end (without bytes), and when they may pass."""
 
     data: memoryview
     due: float
-    descriptors: list[int]
+    descriptors: list[int] = field(default_factory=list)
 
     def close(self) -> None:
         """Close the proxy's copies of the descriptors."""
-        for fd in self.descriptors:
-            os.close(fd)
-        self.descriptors = []
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 class StreamEnd:
     """One of the two sockets of a connection; None before there is one and after it was closed."""
 
-    def __init__(self) -> None:
-        self.socket: socket.socket | None = None
-        self.ready = False  # connected
-        self.broken = False  # the stream that is read from it ends with a reset
-        self.hung = False  # nothing will ever come or go again: watching it would turn the loop
-        self.mask: int | None = None  # the events that are watched
-
-    def take(self, sock: socket.socket) -> None:
-        """Use this socket."""
+    def __init__(self, sock: socket.socket | None = None) -> None:
         self.socket = sock
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.ready = sock is not None  # connected
+        self.broken = False  # the peer has reset the connection
+        self.hung = False  # nothing will ever come or go again: watching it would turn the loop
 
 
 class RelayStream:
@@ -107,34 +101,35 @@ class RelayStream:
         self.queued = 0
         self.exhausted = self.ended = self.lost = False
         self.blocked = False  # the sink's buffer is full
-        self.is_now = StreamFaults()
         self.triggers: list[ByteTrigger] = []
         self.passed = 0
-        self._ending = ""  # "fin" or "rst", after the queue
-        self._ending_due = self._last_due = 0.0
+        self._last_due = 0.0
         self._way: Way = way
         self._relay = relay
         self._owner = relay.owner
         self._totals = relay.owner.totals[way]
         self._random = random.Random(f"{relay.owner.seed} {relay.number} {way} jitter")
 
-    def refresh(self) -> None:
-        """Look which faults are in effect now."""
-        had_latency = self.is_now.latency is not None
-        self.is_now = self._owner.faults_of(self._relay, self._way)
-        if had_latency and self.is_now.latency is None:
-            self._last_due = self._ending_due = 0.0
-            for chunk in self.queue:
-                chunk.due = 0.0
+    @property
+    def faults(self) -> StreamFaults:
+        """The faults that are in effect now."""
+        return self._owner.faults_of(self._relay, self._way)
 
     def wants(self) -> bool:
         """Tell whether to read from the source now."""
         if self.exhausted or not self.source.ready:
             return False
-        if self.is_now.hole or self.ended:
+        faults = self.faults
+        if faults.hole or self.ended:
             return True
-        most = IN_FLIGHT if self.is_now.latency else 1
-        return self.sink.ready and not self.is_now.frozen and self.queued < most
+        most = IN_FLIGHT if faults.latency else 1
+        return self.sink.ready and not faults.frozen and self.queued < most
+
+    def due(self) -> float | None:
+        """Return when the next chunk may pass, if only a latency holds it back."""
+        faults = self.faults
+        held = self.queue and faults.latency and not faults.frozen and not self.blocked
+        return self.queue[0].due if held else None
 
     def read(self) -> None:
         """Take what the source has: bytes, its end, or nothing after all."""
@@ -145,73 +140,46 @@ class RelayStream:
             return
         except OSError:
             data, descriptors, self.source.broken = b"", [], True
-        if data:
-            self.queue.append(StreamChunk(memoryview(data), self._due(), descriptors))
-            self.queued += len(data)
-        else:
-            self.exhausted = True
-            if not self.ended:
-                self.end_with("rst" if self.source.broken else "fin")
-        self.pump()
+        self.exhausted = not data
+        self.queued += len(data)
+        self.append(data, descriptors)
 
-    def end_with(self, ending: str) -> None:
-        """Pass on the end of the stream after what is under way."""
-        self._ending, self._ending_due = ending, self._due()
+    def append(self, data: bytes, descriptors: list[int]) -> None:
+        """Let bytes, or without any the end of the stream, follow what is under way."""
+        due = 0.0
+        if latency := self.faults.latency:
+            delay = latency.seconds + self._random.uniform(-latency.jitter, latency.jitter)
+            due = self._last_due = max(self._last_due, self._owner.loop.now() + delay)
+        self.queue.append(StreamChunk(memoryview(data), due, descriptors))
 
     def pump(self) -> None:
         """Pass on what may pass now; the rest waits for its time, the kernel, or a fault's end."""
-        while not self._relay.is_closed:
-            if self.ended or self.is_now.hole:
-                self._swallow()
-                break
-            if self.is_now.frozen or not self.sink.ready or self.blocked:
-                break
-            if not (self.queue or self._ending):
-                break
-            due = self.queue[0].due if self.queue else self._ending_due
-            if due > self._owner.loop.now():
-                self._owner.loop.at(due, self.pump)
-                break
-            if not self.queue:
-                ending, self._ending = self._ending, ""
-                self._relay.pass_ending(self, ending)
-                break
-            if (trigger := self._reached()) is not None:  # after 0 bytes: something has come
+        self.blocked = False
+        while self.queue and not self._relay.is_closed:
+            faults, chunk = self.faults, self.queue[0]
+            if self.ended or faults.hole:
+                self._totals.swallowed += self.queued
+                # After a proper end nothing is missing: only a black hole leaves a hole.
+                self.lost = self.lost or not self.ended
+                self.drop()
+            elif faults.frozen or not self.sink.ready or self.blocked or (faults.latency and chunk.due > self._owner.loop.now()):
+                return
+            elif not chunk.data:
+                self.queue.popleft()
+                self._relay.pass_ending(self)
+            elif trigger := next((one for one in self.triggers if not one.left), None):
                 self._owner.fire(trigger, self._relay)
-            elif not self._send():
-                break
-        self._relay.settle()
+            else:
+                self._send(chunk)
 
     def drop(self) -> None:
         """Forget what is under way."""
-        for chunk in self.queue:
-            chunk.close()
-        self.queue.clear()
+        while self.queue:
+            self.queue.popleft().close()
         self.queued = 0
-        self._ending = ""
 
-    def _due(self) -> float:
-        latency = self.is_now.latency
-        if latency is None:
-            return 0.0
-        delay = latency.seconds + self._random.uniform(-latency.jitter, latency.jitter)
-        self._last_due = max(self._last_due, self._owner.loop.now() + delay)
-        return self._last_due
-
-    def _reached(self) -> ByteTrigger | None:
-        return next((trigger for trigger in self.triggers if not trigger.left), None)
-
-    def _swallow(self) -> None:
-        if self.queue or self._ending:
-            self._totals.swallowed += self.queued
-            # After a proper end nothing is missing: only a black hole leaves a hole in the stream.
-            self.lost = self.lost or not self.ended
-            self.drop()
-
-    def _send(self) -> bool:
-        """Send one piece; False when the kernel takes no more."""
+    def _send(self, chunk: StreamChunk) -> None:
         assert self.sink.socket is not None
-        chunk = self.queue[0]
         piece = chunk.data[: min([len(chunk.data), *(trigger.left for trigger in self.triggers)])]
         try:
             if chunk.descriptors and self.sink.socket.family == socket.AF_UNIX:
@@ -220,10 +188,10 @@ class RelayStream:
                 sent = self.sink.socket.send(piece)
         except BlockingIOError:
             self.blocked = True
-            return False
+            return
         except OSError:
             self._relay.sink_broke(self)
-            return False
+            return
         chunk.close()
         chunk.data = chunk.data[sent:]
         if not chunk.data:
@@ -232,12 +200,10 @@ class RelayStream:
         self.passed += sent
         self._totals.passed += sent
         self._totals.pieces += 1
-        for trigger in self.triggers:
+        for trigger in list(self.triggers):
             trigger.left -= sent
-        # One by one: firing may let more pass at once, and so fire others from within.
-        while (reached := self._reached()) is not None:
-            self._owner.fire(reached, self._relay)
-        return True
+            if not trigger.left:
+                self._owner.fire(trigger, self._relay)
 
 
 class Relay:
@@ -246,17 +212,17 @@ class Relay:
     `number` counts from 0 in the order of accepting.
     """
 
-    def __init__(self, owner: ProxyEngine, number: int, client: str) -> None:
+    def __init__(self, owner: ProxyEngine, number: int, client: str, sock: socket.socket) -> None:
         self.owner = owner
         self.number = number
         self.client = client
         self.is_closed = False
-        self.is_reaching = False  # connecting to the server has begun
         self.is_severed = False  # one side was not told that the other one was cut off
-        self.client_end, self.server_end = StreamEnd(), StreamEnd()
+        self.client_end, self.server_end = StreamEnd(sock), StreamEnd()
         self.to_server = RelayStream(self, "server", self.client_end, self.server_end)
         self.to_client = RelayStream(self, "client", self.server_end, self.client_end)
         self.streams = (self.to_server, self.to_client)
+        self._places = list(owner.places)  # of the server, still to be tried
 
     def __str__(self) -> str:
         return f"connection {self.number}"
@@ -265,32 +231,27 @@ class Relay:
         """Return the stream of this direction."""
         return self.to_server if way == "server" else self.to_client
 
-    def refresh(self) -> None:
-        """Look which faults are in effect, and let pass what may pass now."""
-        if self.is_closed:
-            return
+    def step(self) -> None:
+        """Move what can move; reset the connection when a stream has lost something."""
+        if not (self.server_end.ready or self.is_severed):
+            self._reach()
         for stream in self.streams:
-            stream.refresh()
-        if any(stream.lost and not stream.is_now.hole for stream in self.streams):
-            self.owner.cut(self, BOTH)
-            return
-        for stream in self.streams:
+            if stream.wants():
+                stream.read()
             stream.pump()
-
-    def settle(self) -> None:
-        """Close what is over; else wait for what is of use."""
-        if self.is_closed:
-            return
-        if all(stream.exhausted and stream.ended for stream in self.streams):
+        self._look_for_reset(self.client_end, self.to_server, self.to_client)
+        self._look_for_reset(self.server_end, self.to_client, self.to_server)
+        if any(stream.lost and not stream.faults.hole for stream in self.streams):
+            self.owner.cut(self, BOTH)
+        elif all(stream.exhausted and stream.ended for stream in self.streams):
             self.close()
-            return
         self._watch(self.client_end, self.to_server, self.to_client)
         self._watch(self.server_end, self.to_client, self.to_server)
 
-    def pass_ending(self, stream: RelayStream, ending: str) -> None:
+    def pass_ending(self, stream: RelayStream) -> None:
         """Tell the sink that the stream has ended, when all of it has been passed on."""
         stream.ended = True
-        if ending == "rst":
+        if stream.source.broken:
             self._cut_off(stream.sink)
             return
         assert stream.sink.socket is not None
@@ -308,27 +269,21 @@ class Relay:
         stream.drop()
         stream.ended = True
         stream.sink.broken = True
-        if not back.exhausted:
-            self.settle()  # what was sent before the reset is still to be read
-        elif not back.ended:
-            back.end_with("rst")
-            back.pump()
-        else:
+        if back.ended:
             self._cut_off(stream.source)
-            self.settle()
+        elif back.exhausted:  # else what was sent before the reset is still to be read
+            back.append(b"", [])
+            back.pump()
 
     def reset(self, ways: tuple[Way, ...]) -> None:
         """Cut both sides off, or one of them without telling the other."""
-        if self.is_closed:
-            return
-        if ways == BOTH:
+        if "client" in ways:
             self._cut_off(self.client_end)
+        if "server" in ways:
             self._cut_off(self.server_end)
+        self.is_severed = True
+        if ways == BOTH:
             self.close()
-        else:
-            self.is_severed = True
-            self._cut_off(self.server_end if ways == ("server",) else self.client_end)
-            self.settle()
 
     def close(self) -> None:
         """Let both sockets go."""
@@ -341,33 +296,55 @@ class Relay:
             stream.drop()
         self.owner.closed(self)
 
-    def _event(self, end: StreamEnd, reads: RelayStream, writes: RelayStream, mask: int) -> None:
-        if mask & (select.EPOLLIN | GONE) and reads.wants():
-            reads.read()
-        if end.socket is not None and writes.blocked and mask & (select.EPOLLOUT | GONE):
-            writes.blocked = False
-            writes.pump()
-        if end.socket is not None and reads.exhausted and mask & GONE:
+    def _reach(self) -> None:
+        """Connect to the server, one of its places after the other, unless it must not hear."""
+        end = self.server_end
+        if end.socket is None:
+            if self.to_server.faults.hole:
+                return
+            error = 0
+        elif not self.owner.loop.events.get(end.socket.fileno()):
+            return
+        else:
+            self.owner.loop.watch(end.socket.fileno(), None)
+            error = end.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error in (0, errno.ECONNRESET, errno.EPIPE):
+                # The last two come after the connection was made: read what was sent before.
+                end.ready, end.broken = True, error != 0
+                return
+        while self._places:
+            self._close_end(end)
+            family, where = self._places.pop(0)
+            end.socket = socket.socket(family, socket.SOCK_STREAM)
+            end.socket.setblocking(False)
+            no_delay(end.socket)
+            if end.socket.connect_ex(where) in (0, errno.EINPROGRESS):
+                self.owner.loop.watch(end.socket.fileno(), select.EPOLLOUT)
+                return
+        self.owner.unreached += 1
+        self.reset(BOTH)
+
+    def _look_for_reset(self, end: StreamEnd, reads: RelayStream, writes: RelayStream) -> None:
+        if end.socket is None or not reads.exhausted:
+            return
+        if self.owner.loop.events.get(end.socket.fileno(), 0) & GONE:
             end.hung = True
             error = end.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error and not writes.ended:
                 self.sink_broke(writes)
-        self.settle()
 
     def _watch(self, end: StreamEnd, reads: RelayStream, writes: RelayStream) -> None:
         if not end.ready or end.socket is None:
             return
-        readable = select.EPOLLIN if reads.wants() else 0
-        mask: int | None = readable | (select.EPOLLOUT if writes.blocked else 0)
+        mask: int | None = (select.EPOLLIN if reads.wants() else 0) | (
+            select.EPOLLOUT if writes.blocked else 0
+        )
         if not mask:
             # Half closed: a reset can still come. Mask 0 is only for that: with bytes unread,
             # errors would turn the loop.
-            still = [stream.is_now.hole or stream.is_now.frozen for stream in self.streams]
-            mask = 0 if reads.exhausted and not (end.hung or any(still)) else None
-        if mask != end.mask:
-            end.mask = mask
-            handler = partial(self._event, end, reads, writes)
-            self.owner.loop.watch(end.socket.fileno(), mask, handler)
+            still = any(one.faults.hole or one.faults.frozen for one in self.streams)
+            mask = 0 if reads.exhausted and not (end.hung or still) else None
+        self.owner.loop.watch(end.socket.fileno(), mask)
 
     def _cut_off(self, end: StreamEnd) -> None:
         """Send RST to one side. Nothing passes from it or to it any more."""
@@ -381,9 +358,9 @@ class Relay:
 
     def _close_end(self, end: StreamEnd) -> None:
         if end.socket is not None:
-            self.owner.loop.watch(end.socket.fileno(), None, lambda _: None)
+            self.owner.loop.watch(end.socket.fileno(), None)
             end.socket.close()
-            end.socket, end.ready, end.mask = None, False, None
+            end.socket, end.ready = None, False
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
