@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
-from rallypoint.host.socket_diag import bound_sockets, control_groups
 
 BACKLOG = 65535
 """Connections that may wait to be accepted: as many as the kernel allows (it takes min(this,
@@ -35,9 +34,6 @@ RESOLVE_TIMEOUT = 5.0
 it asks a silent name server again."""
 
 LISTENING, TIME_WAIT = 0x0A, 0x06  # include/net/tcp_states.h
-BOUND = 0x07  # TCP_CLOSE there: a socket that is bound, and neither listens nor is connected
-
-_CAP_NET_BIND_SERVICE = 10  # the bit of capabilities(7) in CapEff
 
 
 class HeldPort:
@@ -98,15 +94,14 @@ class PortHolder(NamedTuple):
 
     port: int
     host: str
-    # "listening", "bound", "connected", "ownerless" (what is left of a connection, or its
-    # beginning), "time-wait"
+    # "listening", "connected", "ownerless" (what is left of a connection, or its beginning),
+    # "time-wait"
     state: str
     uid: int
     pid: int = 0
     command: str = ""
     started: float = 0.0  # seconds since 1970, 0 if unknown
     peer: str = ""
-    group: str = ""  # the control group it was made in, looked up only where no process is seen
     # the rallypoint job that the process belongs to, if it is one of the launcher's own or a forked
     # rank
     job: str = ""
@@ -130,19 +125,18 @@ class PortHolder(NamedTuple):
             return f"a connection that was closed on {address} is still in TIME_WAIT, at most 60 s"
         if self.state == "ownerless":
             return f"no process has the connection from {address} to {self.peer}: it was closed, or is not accepted yet"
-        does = {
-            "listening": f"is listening on {address}",
-            "bound": f"has bound {address} and does not listen",
-            "connected": f"is connected from {address} to {self.peer}",
-        }[self.state]
+        does = (
+            f"is listening on {address}"
+            if self.state == "listening"
+            else f"is connected from {address} to {self.peer}"
+        )
         if not self.pid:
-            why = (
+            unseen = (
                 "in another container"
-                if os.geteuid() == 0 or self.uid == os.geteuid()
+                if os.geteuid() in (0, self.uid)
                 else "only that user and root see which"
             )
-            why += f"; control group {self.group}" if self.group else ""
-            return f"a process of user {self.user} ({why}) {does}"
+            return f"a process of user {self.user} ({unseen}) {does}"
         since = (
             f", started {_ago((Clock().wall() if now is None else now) - self.started)}"
             if self.started
@@ -175,7 +169,7 @@ def hold_port(
         # With SO_REUSEADDR the kernel may give one number to two binders; then only the first of
         # them may listen.
         held = _first(family, ip, [0] * TRIES)
-        low, high = _ephemeral()
+        low, high = ephemeral_range()
     else:
         low, high = port_range
         # In random order: jobs that start together do not queue up at the same number.
@@ -189,17 +183,10 @@ def holders(port: int) -> list[PortHolder]:
     """Return who has this TCP port on this machine, listeners first; empty if nobody is seen.
 
     Not seen are other network namespaces (containers with a network of their own), which are no
-    hindrance, and, before Linux 6.8, sockets that are bound and do not listen. Takes milliseconds;
-    reads every process's descriptors only until all are found.
+    hindrance, and sockets that are bound and do not listen. Takes milliseconds; reads every
+    process's descriptors only until all are found.
     """
     return _holders_of(list(_sockets(port, port)))
-
-
-def in_time_wait(low: int = 1, high: int = 65535) -> int:
-    """Return how many connections in TIME_WAIT have their local port in this range. They keep
-    nobody from listening, and each keeps an outgoing connection from using its port to the same
-    place for a minute."""
-    return sum(entry.state == TIME_WAIT for entry in _sockets(low, high))
 
 
 def held_by(low: int, high: int) -> list[tuple[str, int]]:
@@ -207,18 +194,11 @@ def held_by(low: int, high: int) -> list[tuple[str, int]]:
     user ada)`. TIME_WAIT does not count."""
     ports: dict[str, set[int]] = {}
     for holder in _holders_of([entry for entry in _sockets(low, high) if entry.state != TIME_WAIT]):
-        unseen = f"processes of user {holder.user}" + (
-            f" in {holder.group}" if holder.group else ""
-        )
-        name = f"{holder.command} (pid {holder.pid}, user {holder.user})" if holder.pid else unseen
+        name = f"processes of user {holder.user}"
+        if holder.pid:
+            name = f"{holder.command} (pid {holder.pid}, user {holder.user})"
         ports.setdefault(name, set()).add(holder.port)
     return sorted(((name, len(held)) for name, held in ports.items()), key=lambda item: -item[1])
-
-
-def ephemeral_range() -> tuple[int, int]:
-    """Return the ports, both ends included, of which the kernel gives one to every outgoing
-    connection, and to who asks for any (ip(7))."""
-    return _ephemeral()
 
 
 def check_loopback(ip: str) -> None:
@@ -359,9 +339,7 @@ def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
             f"port {port} on {ip} is taken{first}",
             why=why[1:]
             if why
-            else (
-                "a process has bound it without listening, which this kernel does not show (Linux does from 6.8 on)",
-            ),
+            else ("a process has bound it without listening: the kernel does not show which",),
             help=tuple(helps),
         )
     if error.errno in (errno.EACCES, errno.EPERM) and port:
@@ -383,61 +361,30 @@ def _forbidden(ports: Sequence[int], forbidden: Collection[int]) -> EnvironmentP
     somebody has the others. It does so for low numbers (ip(7)), and for any number by a rule of
     this machine's."""
     first_free = _number("/proc/sys/net/ipv4/ip_unprivileged_port_start", 1024)
-    status = _status()
-    privileged = bool(int(status.get("CapEff", "0"), 16) & 1 << _CAP_NET_BIND_SERVICE)
-    by_rule = [port for port in forbidden if port >= first_free or privileged]
+    low_ones = os.geteuid() != 0 and max(forbidden) < first_free
     taken = len(ports) - len(forbidden)
     which = (
         f"none of the ports {ports[0]}-{ports[-1]} may"
         if len(ports) > 1
         else f"port {ports[0]} may not"
     )
-    headline = f"{which} be bound by user {_user(os.geteuid())}"
-    if not by_rule:
-        why = [f"ports below {first_free} need root or CAP_NET_BIND_SERVICE"]
-        if taken:
-            why.append(f"others hold the {taken} of the range that need neither")
-        help = (
-            f"choose from {first_free} to 65535; without a port or a range any free one is taken",
-            "",
-        )
-        return EnvironmentProblem("port-forbidden", headline, why=tuple(why), help=(help,))
-    number = (
-        "this process has the right to bind any port"
-        if privileged
-        else f"only ports below {first_free} need a privilege here"
+    why = (
+        f"ports below {first_free} need root or CAP_NET_BIND_SERVICE"
+        if low_ones
+        else "a rule of this machine's forbids it: SELinux, Landlock, BPF or the filter of a container"
     )
-    why = [f"a rule of this machine's forbids it: {number}"]
-    selinux = _words("/sys/fs/selinux/enforce") == "1"
-    if selinux:
-        why.append("SELinux is enforcing here")
-    if status.get("Seccomp") == "2":
-        why.append("this process runs under a seccomp filter, as in most containers")
-    if not why[1:]:
-        why.append(
-            "which one is not seen from here: SELinux is off, and there is no seccomp filter; Landlock and BPF do not show"
-        )
-    if taken:
-        why.append(f"others hold the {taken} of the range that are not forbidden")
-    helps = [("try other ports; without a port or a range the kernel chooses", "")]
-    if selinux:
-        helps.append(("see what SELinux refused", "sudo ausearch -m avc -ts recent"))
-    return EnvironmentProblem("port-unavailable", headline, why=tuple(why), help=tuple(helps))
-
-
-def _status() -> dict[str, str]:
-    """/proc/self/status: the kernel's words for this process."""
-    pairs = (line.partition(":") for line in _words("/proc/self/status").splitlines())
-    return {name: value.strip() for name, _, value in pairs}
-
-
-def _words(path: str) -> str:
-    """Return what a file of the kernel's says, "" when it is not there."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    others = (f"others hold the {taken} of the range that are not forbidden",) if taken else ()
+    help = (
+        f"choose from {first_free} to 65535; without a port or a range any free one is taken"
+        if low_ones
+        else "try other ports; without a port or a range the kernel chooses"
+    )
+    return EnvironmentProblem(
+        "port-forbidden" if low_ones else "port-unavailable",
+        f"{which} be bound by user {_user(os.geteuid())}",
+        why=(why, *others),
+        help=((help, ""),),
+    )
 
 
 def _same_place(held: str, ip: str) -> bool:
@@ -450,7 +397,7 @@ def _same_place(held: str, ip: str) -> bool:
 def _exhausted(ip: str, low: int, high: int, asked: bool) -> EnvironmentProblem:
     """No port left: who holds how many."""
     size = high - low + 1
-    first, last = _ephemeral()
+    first, last = ephemeral_range()
     why = [f"{name} holds {count}" for name, count in held_by(low, high)[:5]]
     if not asked:
         why.insert(0, f"the kernel gives out ports {low}-{high} (net.ipv4.ip_local_port_range)")
@@ -514,9 +461,6 @@ def _sockets(low: int, high: int) -> Iterator[_Socket]:
                 int(fields[7]),
                 int(fields[9]),
             )
-    for bound in bound_sockets():
-        if low <= bound.port <= high:
-            yield _Socket(bound.host, bound.port, "", BOUND, bound.uid, bound.inode)
 
 
 def _decode(text: str) -> tuple[str, int]:
@@ -530,19 +474,15 @@ def _decode(text: str) -> tuple[str, int]:
 
 
 def _holders_of(sockets: Sequence[_Socket]) -> list[PortHolder]:
-    inodes = {entry.inode for entry in sockets if entry.inode}
-    owners = _owners(inodes)
-    groups = control_groups(inodes - owners.keys()) if inodes - owners.keys() else {}
-    names = {LISTENING: "listening", TIME_WAIT: "time-wait", BOUND: "bound"}
+    owners = _owners({entry.inode for entry in sockets if entry.inode})
+    names = {LISTENING: "listening", TIME_WAIT: "time-wait"}
     found = []
     for entry in sockets:
         pids = owners.get(entry.inode, [])
         state = names.get(entry.state, "connected" if entry.inode else "ownerless")
         plain = PortHolder(entry.port, entry.host, state, entry.uid, peer=entry.peer)
-        found += [_described(plain, pid) for pid in pids] or [
-            plain._replace(group=groups.get(entry.inode, ""))
-        ]
-    order = ("listening", "bound", "connected", "ownerless", "time-wait")
+        found += [_described(plain, pid) for pid in pids] or [plain]
+    order = ("listening", "connected", "ownerless", "time-wait")
     return sorted(found, key=lambda holder: (order.index(holder.state), holder.pid))
 
 
@@ -624,7 +564,9 @@ def _user(uid: int) -> str:
 
 
 @functools.cache
-def _ephemeral() -> tuple[int, int]:
+def ephemeral_range() -> tuple[int, int]:
+    """Return the ports, both ends included, of which the kernel gives one to every outgoing
+    connection, and to a program that asks for any (ip(7))."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
             low, high = file.read().split()

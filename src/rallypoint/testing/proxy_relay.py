@@ -162,7 +162,12 @@ class RelayStream:
                 # After a proper end nothing is missing: only a black hole leaves a hole.
                 self.lost = self.lost or not self.ended
                 self.drop()
-            elif faults.frozen or not self.sink.ready or self.blocked or (faults.latency and chunk.due > self._owner.loop.now()):
+            elif (
+                faults.frozen
+                or not self.sink.ready
+                or self.blocked
+                or (faults.latency and chunk.due > self._owner.loop.now())
+            ):
                 return
             elif not chunk.data:
                 self.queue.popleft()
