@@ -218,11 +218,9 @@ def activity(pid: int) -> Activity | None:
     tell. Disturbs nobody: two small files."""
     try:
         found = status(f"{pid}/task/{pid}")
-        with open(f"{_PROC}/{pid}/task/{pid}/status", "rb") as file:
-            text = file.read()
     except OSError:
         return None
-    counts = [int(line.split()[1]) for line in text.splitlines() if b"_ctxt_switches:" in line]
+    counts = _switches(_task_status(pid, pid))
     if found is None or len(counts) != 2:
         return None
     return Activity(found.state, found.cpu, counts[0], sum(counts))
@@ -231,12 +229,28 @@ def activity(pid: int) -> Activity | None:
 def kernel_wait(pid: int) -> str:
     """Return the kernel function that the main thread sleeps in ("futex_do_wait"); "" when it runs,
     or this user may not know."""
-    try:
-        with open(f"{_PROC}/{pid}/task/{pid}/wchan", "rb") as file:
-            name = file.read().decode("ascii", "replace").strip()
-    except OSError:
-        return ""
+    name = _content(f"{pid}/task/{pid}/wchan").decode("ascii", "replace").strip()
     return "" if name == "0" else name
+
+
+def _content(name: str) -> bytes:
+    """Return the content of a file below /proc, b"" when it cannot be read."""
+    try:
+        with open(f"{_PROC}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _task_status(pid: int, thread: int) -> dict[bytes, bytes]:
+    """Return /proc/PID/task/TID/status, empty when it cannot be read."""
+    pairs = (line.partition(b":") for line in _content(f"{pid}/task/{thread}/status").splitlines())
+    return {key: value.strip() for key, _, value in pairs}
+
+
+def _switches(found: dict[bytes, bytes]) -> list[int]:
+    """Return how often a thread has left the processor by itself, and how often by force."""
+    return [int(value) for key, value in found.items() if key.endswith(b"_ctxt_switches")]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -260,20 +274,13 @@ def is_stopped(pid: int) -> bool:
 
 def command_line(pid: int) -> str:
     """Return the command line of a process with its spaces, "" when it cannot be read."""
-    try:
-        with open(f"{_PROC}/{pid}/cmdline", "rb") as file:
-            return file.read().replace(b"\0", b" ").strip().decode("utf-8", "replace")
-    except OSError:
-        return ""
+    return _content(f"{pid}/cmdline").replace(b"\0", b" ").strip().decode("utf-8", "replace")
 
 
 def resident(pid: int) -> int:
     """Return bytes of a process that are in memory, 0 when it is gone."""
-    try:
-        with open(f"{_PROC}/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-    except (OSError, IndexError):
-        return 0
+    pages = _content(f"{pid}/statm").split()[1:2]
+    return int(pages[0]) * os.sysconf("SC_PAGESIZE") if pages else 0
 
 
 def handles(pid: int, number: int) -> bool:
@@ -297,28 +304,23 @@ def is_handling(pid: int, number: int) -> bool:
     """Tell whether a signal that was sent is still pending, or its handler still runs in some
     thread (it blocks its own signal)."""
     bit = 1 << (number - 1)
-    try:
-        threads = os.listdir(f"{_PROC}/{pid}/task")
-    except OSError:
-        return False
-    if _signal_mask(pid, pid, b"ShdPnd") & bit:
+    if is_pending(pid, number):
         return True
     return any(
-        (_signal_mask(pid, int(thread), b"SigBlk") | _signal_mask(pid, int(thread), b"SigPnd"))
-        & bit
-        for thread in threads
+        (_signal_mask(pid, thread, b"SigBlk") | _signal_mask(pid, thread, b"SigPnd")) & bit
+        for thread in _threads(pid)
     )
 
 
 def _signal_mask(pid: int, thread: int, key: bytes) -> int:
+    return int(_task_status(pid, thread).get(key, b"0"), 16)
+
+
+def _threads(pid: int) -> list[int]:
     try:
-        with open(f"{_PROC}/{pid}/task/{thread}/status", "rb") as file:
-            for line in file:
-                if line.startswith(key):
-                    return int(line.split()[1], 16)
-    except OSError:
-        return 0
-    return 0
+        return [int(name) for name in os.listdir(f"{_PROC}/{pid}/task")]
+    except OSError:  # it has ended
+        return []
 
 
 def main_thread_place(pid: int) -> tuple[str, int] | None:
@@ -362,24 +364,12 @@ class ThreadActivity(NamedTuple):
 def other_threads(pid: int) -> dict[int, ThreadActivity]:
     """Return the activity of every thread of a process but the main one, by thread id; empty for
     what cannot be seen."""
-    found: dict[int, ThreadActivity] = {}
-    with contextlib.suppress(OSError):  # it has ended
-        for entry in os.listdir(f"{_PROC}/{pid}/task"):
-            if entry == str(pid):
-                continue
-            with (
-                contextlib.suppress(OSError),
-                open(f"{_PROC}/{pid}/task/{entry}/status", "rb") as file,
-            ):  # it has ended
-                name, state, switches = "", "", 0
-                for line in file:
-                    if line.startswith(b"Name:"):
-                        name = line[5:].strip().decode("utf-8", "replace")
-                    elif line.startswith(b"State:"):
-                        state = line.split()[1].decode()
-                    elif b"_ctxt_switches:" in line:
-                        switches += int(line.split()[1])
-                found[int(entry)] = ThreadActivity(name, state, switches)
+    found = {}
+    for thread in _threads(pid):
+        if thread != pid and (told := _task_status(pid, thread)):
+            name = told[b"Name"].decode("utf-8", "replace")
+            state = told[b"State"][:1].decode()
+            found[thread] = ThreadActivity(name, state, sum(_switches(told)))
     return found
 
 
@@ -405,11 +395,7 @@ def sockets(pid: int) -> set[int]:
 def has_marker(pid: int, marker: bytes) -> bool:
     """Tell whether a process was started with `marker` ("NAME=value") in its environment. False
     also where it may not be read."""
-    try:
-        with open(f"{_PROC}/{pid}/environ", "rb") as file:
-            return marker in file.read().split(b"\0")
-    except OSError:
-        return False
+    return marker in _content(f"{pid}/environ").split(b"\0")
 
 
 def family(
