@@ -97,8 +97,13 @@ def test_lines_are_counted_and_dull_ones_passed() -> None:
 
 
 def test_colours_bars_and_json() -> None:
-    assert shown(b"\x1b[31mValueError\x1b[0m: x") == "ValueError: x"
-    assert shown(b'{"log":"ValueError: x\\n","stream":"stderr"}') == "ValueError: x"
+    assert shown(b"\x1b[31mValueError\x1b[0m: x") == ["ValueError: x"]
+    assert shown(b'{"log":"ValueError: x\\n","stream":"stderr"}') == ["ValueError: x"]
+    assert shown(b'{"msg":"bad","rank":3,"exc_info":"A:\\n  b"}') == [
+        "[rank3]: bad",
+        "[rank3]: A:",
+        "[rank3]:   b",
+    ]
     assert b"".join(as_utf8([b"\xff\xfea\0", b"b\0"])) == b"ab"
 
 

@@ -214,10 +214,11 @@ _LINES = (
         Sign.INTERRUPTED,
     ),
     _line(
-        "DUE TO",
-        r"CANCELLED AT \S+ DUE TO (?P<by>TIME LIMIT|PREEMPTION|NODE FAILURE|\w[\w ]*?) \*\*\*",
+        "CANCELLED AT",  # with its reason
+        r"CANCELLED AT \S+ DUE (?:TO (?P<by>\w[\w ]*?)|to SIGNAL (?P<name>\w+))(?:, SEE [\w ]+)? \*\*\*",
         Sign.INTERRUPTED,
     ),
+    _line("Node failure", r"^srun: error: Node failure on \S+", Sign.INTERRUPTED, "NODE FAILURE"),
     _line(
         "CANCELLED AT",
         r"^slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ \*\*\*$",

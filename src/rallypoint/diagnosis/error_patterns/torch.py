@@ -36,6 +36,9 @@ CAUSES = {
     ),
     "cuda-forked": re.compile(
         r"Cannot re-initialize CUDA in forked subprocess"
+        # notebook_launcher of accelerate
+        r"|has been initialized before the `notebook_launcher` could create a forked subprocess"
+        r"|avoid running any instruction using `torch\.cuda`"
         r"|can't create new processes if CUDA is already initialized"
     ),
     "device-busy": re.compile(
@@ -48,6 +51,9 @@ CAUSES = {
         r"|No HIP GPUs are available|ProcessGroupNCCL is only supported with GPUs"
         r"|^Invalid device id$"  # torch.nn.DataParallel
         r"|You requested gpus?: \[[\d, ]*\]\s+But your machine only has: "  # Lightning
+        r"|No slot '\d+' specified on host"  # DeepSpeed
+        # vLLM, Ray, and programs of people
+        r"|(exceeds|larger than|greater than|more than) the (total )?number of (available )?(GPUs|devices)\b"
         # accelerate, transformers
         r"|mixed precision requires a (GPU|CUDA)\b|can only be used on CUDA (or \w+ )?devices",
         re.IGNORECASE,

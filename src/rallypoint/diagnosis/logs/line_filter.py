@@ -46,6 +46,10 @@ _WORTH = re.compile(
     rb"|\xc9(?:rror)|\x00"
 )
 _END = re.compile(rb"[\r\n]")
+# Fields of a JSON object: the first of these holds the line, and each of those holds a traceback.
+_MESSAGES = ("log", "message", "msg", "textPayload", "event")
+_TRACES = ("exception", "exc_info", "exc_text", "traceback", "stack_trace", "error.stack_trace")
+_RANKS = ("rank", "global_rank", "RANK")
 _DIGITS = b"0123456789"
 
 
@@ -140,7 +144,7 @@ class Sifter:
             if self._data[end - 1 : end] == b"\n":
                 number -= 1
             if start < end - 1 and (start or number <= 1):
-                found.append(Line(number, shown(self._data[start : end - 1])))
+                found.append(Line(number, shown(self._data[start : end - 1])[-1]))
             end = start
         return found[::-1]
 
@@ -185,31 +189,29 @@ class Sifter:
             if self._too_long:
                 self._too_long = False  # the rest of a line whose start was read
             elif body:
-                for text in _shown(body[:LINE_LIMIT]):
+                for text in shown(body[:LINE_LIMIT]):
                     yield Line(number, text)
                     self.passed, self._passed_from = 0, stop
 
     def _line(self, start: int, stop: int) -> Line:
         self._line_start, self._line_ended = start, 0
-        return Line(self.number, shown(self._data[start:stop]))
+        return Line(self.number, _cleaned(self._data[start:stop]))
 
 
-def _shown(data: bytes) -> list[str]:
-    """The same for what may be several lines: a collector of logs has put a whole traceback into
-    one.
+def shown(data: bytes) -> list[str]:
+    """Clean a line as people see it. A JSON object, or a traceback that a collector of logs has put
+    into one line, becomes several.
     """
-    if b"call last):\\n" in data and not data.startswith(
-        b'{"'
-    ):  # a value of a JSON object that has lines of its own
-        lines = data.replace(b"\\n", b"\n").replace(b'\\"', b'"').split(b"\n")
-        return [shown(line) for line in lines]
-    if not data.startswith(b'{"') or b"\\n" not in data:
-        return [shown(data)]
-    return [shown(line.encode()) for line in _wrapped(data.decode("utf-8", "replace")).split("\n")]
+    if data.startswith(b'{"') and (inner := _unwrapped(data)):
+        return [text for line in inner for text in shown(line.encode())]
+    if b"call last):\\n" in data:
+        lines = data.replace(b'\\"', b'"').split(b"\\n")
+        return [_cleaned(line) for line in lines]
+    return [_cleaned(data)]
 
 
-def shown(data: bytes) -> str:
-    """A line as people see it. What is no UTF-8 is taken for Latin-1, in which every byte is a
+def _cleaned(data: bytes) -> str:
+    """Remove colours and controls. What is no UTF-8 is taken for Latin-1, in which every byte is a
     letter.
     """
     try:
@@ -217,22 +219,22 @@ def shown(data: bytes) -> str:
     except UnicodeDecodeError:
         text = data.decode("latin-1")
     text = text.replace("\0", "")
-    if text.startswith('{"'):
-        text = _wrapped(text)
     return text.rstrip() if text.isprintable() else render.plain(text)
 
 
-def _wrapped(text: str) -> str:
-    """What a container runtime or a collector of logs has put into a JSON object for each line."""
+def _unwrapped(data: bytes) -> list[str]:
+    """Read the lines that a container runtime, a collector of logs or a logger has put into a JSON
+    object, with torch's mark of the rank where the object has a field for it.
+    """
     try:
-        told = json.loads(text)
+        told = json.loads(data.decode(errors="replace"))
     except ValueError:
-        return text
-    for name in ("log", "message", "msg", "textPayload"):
-        words = told.get(name)
-        if isinstance(words, str):
-            return words.rstrip("\n")
-    return text
+        return []
+    fields = [next((name for name in _MESSAGES if isinstance(told.get(name), str)), ""), *_TRACES]
+    rank = next((told[name] for name in _RANKS if isinstance(told.get(name), int)), None)
+    mark = "" if rank is None else f"[rank{rank}]: "
+    texts = (told[name].rstrip("\n") for name in fields if isinstance(told.get(name), str))
+    return [mark + line for text in texts for line in text.split("\n")]
 
 
 def as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:

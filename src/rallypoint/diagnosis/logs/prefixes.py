@@ -15,6 +15,8 @@ _CARRIERS = re.compile(
     # kubectl, docker, cri-o
     r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? (?:(?:stdout|stderr) [FP] )?"
     r"(?=\S|  )(?!\||-|INFO|WARN|ERROR|DEBUG)"
+    # ctime(3): mpirun --timestamp-output, dmesg -T
+    r"|\[?(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}(?:\] |(?=\[))"
     # Determined, which puts the rank between its two marks where there are several.
     r"|\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?Z?\] [0-9a-f]{8} (?:\|\| |(?=\[rank=\d+\] \|\| ))"
     r"|\|\| ?(?=\S|  |$)"
@@ -35,7 +37,9 @@ _CARRIERS = re.compile(
 _RANK = re.compile(
     r"\[rank(\d+)\]: ?"  # torch
     r"|\[rank=(\d+)\] "
-    r"|\[\d+,(\d+)\]<std(?:err|out|diag)>: ?"  # mpirun --tag-output
+    # mpirun --tag-output, horovodrun; SageMaker has "1,mpirank:11,algo-2" in its brackets. Some
+    # put a space behind it, and two are the indentation of a frame.
+    r"|\[(?:[\w@.-]{1,100},)?(?:mpirank:)?(\d+)(?:,[\w.-]{1,100})?\]<std(?:err|out|diag)>:(?: (?! ))?"
     r"|\[(\d{1,4})\] (?=\S|  )(?!NCCL)"  # rallypoint
 )
 _TASK = re.compile(r" ?(\d{1,5}): (?=\S|  |$)")  # srun --label
