@@ -289,7 +289,7 @@ def test_what_cannot_be_read(tmp_path: pathlib.Path, format: str) -> None:
         ([str(tmp_path)], "is a folder"),
         (["-"], "nothing came from stdin"),
         (["/dev/null"], "is empty"),
-        (["--error-format", "xml"], "is text or json"),
+        (["--error-format", "xml"], "is not one of text, json"),
     ):
         status, out, err = _run(
             *words, *([] if "xml" in words else ["--error-format", format]), stdin=b""

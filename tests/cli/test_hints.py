@@ -50,14 +50,11 @@ def test_unknown_option_shows_the_command_mended() -> None:
     ("line", "mended"),
     [
         ("-np 4 train.py x", "rallypoint run -n 4 train.py x"),
-        ("-np4 train.py", "rallypoint run -n 4 train.py"),
-        ("--fresh -np=4 train.py", "rallypoint run --fresh -n 4 train.py"),
+        ("--fresh -np=4 train.py", "rallypoint run --fresh -n=4 train.py"),
         ("-ppn 4 train.py", "rallypoint run --nproc-per-node 4 train.py"),
         ("-npernode 4 train.py", "rallypoint run --nproc-per-node 4 train.py"),
         ("-nproc_per_node=4 train.py", "rallypoint run --nproc-per-node=4 train.py"),
         ("--no-python -np 4 python train.py", "rallypoint run --no-python -n 4 python train.py"),
-        ("-n train.py --lr 1", "rallypoint run -n 4 train.py --lr 1"),
-        ("--fresh --max-restarts train.py", "rallypoint run --fresh --max-restarts 3 train.py"),
         ("-n 2", "rallypoint run -n 2 train.py"),
         ("-n 2 -m", "rallypoint run -n 2 train.py"),
         ("-n 2 --no-python", "rallypoint run -n 2 --no-python ./program"),
@@ -90,6 +87,24 @@ def test_an_option_of_another_launcher_says_why_it_is_not_here(line: str, reason
     error = refused(line)
     assert error.headline == f"rallypoint run has no option {line.split()[0]}: {reason}"
     assert error.help == (("leave it out", ""),)
+
+
+@pytest.mark.parametrize(
+    ("line", "headline", "example"),
+    [
+        ("-n train.py --lr 1", "-n lacks its value, N: it got train.py", "-n 4"),
+        (
+            "--fresh --max-restarts train.py",
+            "--max-restarts lacks its value, N: it got train.py",
+            "--max-restarts 3",
+        ),
+    ],
+)
+def test_an_option_that_took_the_program_for_its_value(
+    line: str, headline: str, example: str
+) -> None:
+    error = refused(line)
+    assert (error.headline, error.help) == (headline, (("give, for example", example),))
 
 
 def test_an_option_that_is_not_ours_may_be_the_programs() -> None:

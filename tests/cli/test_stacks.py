@@ -144,7 +144,7 @@ def test_a_job_with_a_folder_of_its_own_leaves_no_link(state: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("door", "words", "command"),
     [
-        ((), "has no door at which it could be asked", "tail "),
+        ((), "has no socket at which it could be asked", "tail "),
         (
             ("/no/such/door.sock", "node07", "1"),
             "runs on node07, and this is ",

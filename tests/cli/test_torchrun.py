@@ -268,7 +268,7 @@ def test_abbreviations_that_torchrun_takes(line: str) -> None:
 @pytest.mark.parametrize(
     ("abbreviated", "near"),
     [
-        ("--master", "--master-addr"),
+        ("--master", "--master-port"),
         ("--log", "--log-dir"),
         ("--gra", "--grace"),
         ("--run", "--run-dir"),

@@ -12,9 +12,9 @@ import msgspec
 from rallypoint.cli import options
 from rallypoint.cli.options import Option
 
-Words = Literal["program", "own", "none"]
-"""What is no option: a program and its arguments, behind our options and untouched; the command's
-own words, among its options; nothing.
+Words = Literal["program", "own", "message", "none"]
+"""Kind of the words that are no options: a program and its arguments, behind our options and
+untouched; the command's own words, among its options; the same, and dashes may begin them; none.
 """
 
 
@@ -128,8 +128,28 @@ Nothing is changed, and no GPU is used but for the trial job at the end, which s
 """,
 )
 
-# Only for what is said of a wrong line: `explain` answers a code without this table, and its words
-# may be a message, with dashes.
-EXPLAIN = Command(name="explain", options=options.EXPLAIN, words="own", head="")
+EXPLAIN = Command(
+    name="explain",
+    options=options.EXPLAIN,
+    words="message",
+    head="""\
+usage: rallypoint explain [CODE]
+       rallypoint explain QUESTION
+       rallypoint explain FILE ...
+       rallypoint explain MESSAGE
+       ... 2>&1 | rallypoint explain
+
+Without anything: every code with what it means. With a code (the word in brackets of a report: error[rank-killed]): what
+you see, why it happens, how to make sure, how to fix it. The last ones of the list are questions, which have a page each.
+
+With logs, of whatever launcher: the cause, found among its consequences, with its line. torchrun, accelerate, DeepSpeed,
+Lightning, mpirun, srun, Slurm, Kubernetes, docker, a traceback, one message; .gz, .bz2, .xz; several files are the logs of
+one job. `-` is stdin.
+
+  --error-format text|json    how the report is written
+
+The exit status is 0 when a cause is named (or a page was shown), 1 when the log does not tell it, 2 for what cannot be read.
+""",
+)
 
 BY_NAME = {command.name: command for command in (RUN, SHOW, SERVE, STACKS, STOP, DOCTOR, EXPLAIN)}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rallypoint import __version__
-from rallypoint.cli.output import OutputLost, discard_stdout, wants_color, width, write_err
+from rallypoint.cli.output import OutputLost, discard, rendered, write_err
 from rallypoint.errors import EnvironmentProblem, InternalError, RallypointError
 from rallypoint.launcher import exits, torch_version
-
-if TYPE_CHECKING:
-    from rallypoint.diagnosis.report import Report
 
 
 def guarded(command: Callable[[], int], error_format: Callable[[], str] = lambda: "text") -> int:
@@ -31,20 +28,19 @@ def guarded(command: Callable[[], int], error_format: Callable[[], str] = lambda
         write_err(f"rallypoint: {lost}\n")
         return exits.RAISED
     except BrokenPipeError:
-        discard_stdout()
+        if sys.stdout:
+            discard(sys.stdout)
         return exits.of_signal(signal.SIGPIPE)
     except Exception as error:
         try:
             return _complain(_translated(error), error_format())
-        except (
-            Exception
-        ):  # what shows errors is broken too: the bare traceback is better than nothing
+        except Exception:  # what shows errors is broken too: the bare traceback is shown
             sys.excepthook(*sys.exc_info())
             return exits.INTERNAL
 
 
 def _complain(error: RallypointError, error_format: str) -> int:
-    """Show an error of ours; the status that goes with its kind."""
+    """Show an error of ours; return the status that goes with its kind."""
     import msgspec
 
     from rallypoint.diagnosis import render
@@ -56,24 +52,23 @@ def _complain(error: RallypointError, error_format: str) -> int:
 
         lines = "".join(traceback.format_exception(error.__cause__)).splitlines()
         report = msgspec.structs.replace(report, said=(Said(who="Python", lines=tuple(lines)),))
-    show(report, error_format)
+    write_err(rendered(report, error_format, sys.stderr))
     return report.exit_status
 
 
 def _translated(error: Exception) -> RallypointError:
-    """What an exception that nobody expected says of this machine, or else of a fault in us."""
-    if (
-        isinstance(error, OSError)
-        and error.errno in (errno.EAGAIN, errno.ENOMEM)
-        and not error.filename
-    ):  # of fork(2)
+    """Return what an exception that nobody expected says of this machine, or else of a fault in
+    us.
+    """
+    number = error.errno if isinstance(error, OSError) else 0
+    if number in (errno.EAGAIN, errno.ENOMEM) and not getattr(error, "filename", None):  # fork(2)
         return EnvironmentProblem(
             "start-failed",
-            f"this machine refuses another process: {error.strerror}",
+            f"this machine refuses another process: {os.strerror(number)}",
             why=("a limit on processes (ulimit -u, pids.max of the cgroup) or memory is reached",),
             help=(("see the limits", "ulimit -u; cat /sys/fs/cgroup/pids.max"),),
         )
-    if not isinstance(error, OSError) or error.errno != errno.EMFILE:
+    if number != errno.EMFILE:
         return _internal(error)
     import resource
 
@@ -87,7 +82,7 @@ def _translated(error: Exception) -> RallypointError:
 
 
 def _internal(error: Exception) -> InternalError:
-    """A fault of ours, with what we need to know to mend it."""
+    """Return a fault of ours, with what we need to know to mend it."""
     import platform
 
     fault = InternalError(
@@ -104,17 +99,3 @@ def _internal(error: Exception) -> InternalError:
     )
     fault.__cause__ = error
     return fault
-
-
-def show(report: Report, error_format: str) -> None:
-    """Write a report to stderr, coloured and as wide as the terminal when there is one."""
-    if not sys.stderr:  # closed at the start: the exit status still tells
-        return
-    from rallypoint.diagnosis import render
-
-    text = (
-        render.json(report)
-        if error_format == "json"
-        else render.text(report, width=width(sys.stderr), color=wants_color(sys.stderr))
-    )
-    write_err(text + "\n")

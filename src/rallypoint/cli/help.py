@@ -16,16 +16,16 @@ it stands below the option.
 
 
 def text(command: Command, columns: int) -> str:
-    """What `--help` prints on so many columns. Options of several fates stand apart."""
+    """Return what `--help` prints on so many columns. Options of several fates stand apart."""
     parts = [filled(command.head, columns)]
+    if command.words == "message":  # its head has the option
+        return parts[0]
     present = {option.fate for option in command.options}
     for fate, title in FATES.items():
         if fate in present:
             parts += [f"{title}:"] if len(present) > 1 else []
-            parts += [
-                *_rows((option for option in command.options if option.fate == fate), columns),
-                "",
-            ]
+            parts += _rows((one for one in command.options if one.fate == fate), columns)
+            parts.append("")
     foot = command.foot()
     return "\n".join([*parts, *([filled(foot, columns)] if foot else [])])
 
@@ -36,58 +36,51 @@ def _rows(options: Iterable[Option], columns: int) -> list[str]:
     indent = BESIDE if beside else 6
     for option in options:
         names = f"  {', '.join(option.names)} {option.metavar}".rstrip()
-        default = (
-            _default(option) if option.fate != "several-nodes" else ""
-        )  # the sentence says what it must be
+        # of the options for several nodes the sentence says what it must be
+        default = "" if option.fate == "several-nodes" else _default(option)
         told = f"{option.sentence} (default:\0{default})" if default else option.sentence
-        sentence = [
-            line.replace("\0", " ")
-            for line in textwrap.wrap(told, width=columns - indent, break_long_words=False)
-        ]
-        if len(names) > BESIDE - 2 or not beside:
-            parts.append(names)
-        else:
-            parts.append(f"{names:<{BESIDE}}{sentence.pop(0)}")
-        parts += [f"{'':{indent}}{line}" for line in sentence]
+        wrapped = textwrap.wrap(told, width=columns - indent, break_long_words=False)
+        sentence = [line.replace("\0", " ") for line in wrapped]
+        if len(names) <= BESIDE - 2 and beside:
+            names = f"{names:<{BESIDE}}{sentence.pop(0)}"
+        parts += [names, *(" " * indent + line for line in sentence)]
     return parts
 
 
 def reference() -> str:
-    """The tables of docs/reference/run.md."""
+    """Return the tables of docs/reference/run.md."""
     parts = []
     for fate, title in FATES.items():
-        last = "why it has no effect" if fate == "accepted" else "default"
-        parts += [
-            f"### {title}",
-            "",
-            f"| option | variable | meaning | {last} |",
-            "|---|---|---|---|",
-        ]
+        is_accepted = fate == "accepted"
+        last = "why it has no effect" if is_accepted else "default"
+        parts += [f"### {title}", "", f"| option | variable | meaning | {last} |"]
+        parts.append("|---|---|---|---|")
         for option in RUN.options:
             if option.fate == fate:
-                names = ", ".join(f"`{name}`" for name in option.names) + (
-                    f" `{_cell(option.metavar)}`" if option.metavar else ""
+                metavar = f" `{_cell(option.metavar)}`" if option.metavar else ""
+                names = ", ".join(f"`{name}`" for name in option.names) + metavar
+                variables = filter(None, (option.variable, option.fallback))
+                cells = (
+                    names,
+                    ", ".join(f"`{name}`" for name in variables),
+                    _cell(option.sentence),
+                    _cell(option.why if is_accepted else _default(option)),
                 )
-                variables = ", ".join(
-                    f"`{name}`" for name in (option.variable, option.fallback) if name
-                )
-                end = option.why if fate == "accepted" else _default(option)
-                parts.append(f"| {names} | {variables} | {_cell(option.sentence)} | {_cell(end)} |")
+                parts.append(f"| {' | '.join(cells)} |")
         parts.append("")
     return "\n".join(parts)
 
 
 def _default(option: Option) -> str:
-    """As one would type it; "" for none, or one that the sentence tells."""
-    if option.default in (None, "", (), ("", 0)):
+    """Return the default as one would type it; "" for none, or one that the sentence tells."""
+    default = option.default
+    if default in (None, "", (), ("", 0)):
         return ""
     if option.key == "nnodes":
         return "1"
-    return (
-        ",".join(option.default)
-        if isinstance(option.default, tuple)
-        else format(option.default, "g" if option.key == "grace" else "")
-    )
+    if isinstance(default, tuple):
+        return ",".join(default)
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _cell(text: str) -> str:

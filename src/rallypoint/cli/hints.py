@@ -1,14 +1,15 @@
-"""Answers to a command line that is refused: the nearest option or command, and what to type."""
+"""Answers to a command line that is refused: the nearest option or command, what to type."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from rallypoint.cli.option_values import nearest
+from rallypoint.cli.option_values import hint_at, nearest
 from rallypoint.cli.options import BY_KEY, Option
 from rallypoint.errors import UsageError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rallypoint.cli.commands import Command
 
 SYNONYMS = {
+    "-np": "-n",
     **dict.fromkeys(
         (
             *("-ppn", "-npernode", "--gpus", "--gpus-per-node", "--n", "--np", "--npernode"),
@@ -57,6 +59,8 @@ LAUNCHERS = (
 )
 
 COMMANDS = {
+    "-v": "--version",
+    **{name: f"--{name}" for name in ("version", "help")},
     **dict.fromkeys((*LAUNCHERS, "launch", "start", "exec", "submit"), "run"),
     **dict.fromkeys(("log", "logs"), "show"),
     **dict.fromkeys(("ps", "status", "top", "list", "ls", "history", "runs"), "show --list"),
@@ -86,6 +90,15 @@ def is_one_dashed(word: str) -> bool:
     return word.startswith(("-np", "-nn"))
 
 
+def is_option(word: str, argv: Sequence[str]) -> bool:
+    """Tell whether a word with dashes is meant as an option, not as a part of a message: it begins
+    the line, or is near an option.
+    """
+    is_named = re.fullmatch(r"--?[a-z][\w-]*(=\S*)?", word)
+    near = _nearest_option(word.partition("=")[0], ("--error-format", "--help"))
+    return bool(is_named and (word == argv[0] or near))
+
+
 def retyped(typed: Sequence[str], *words: str, as_script: bool = False) -> str:
     """Return the command again, with these words behind its options.
 
@@ -93,23 +106,26 @@ def retyped(typed: Sequence[str], *words: str, as_script: bool = False) -> str:
     """
     kinds = ("module", "no_python", "run_path") if as_script else ()
     left_out = {spelling for key in kinds for spelling in BY_KEY[key].spellings}
-    kept = [word for word in typed if word not in left_out]
-    return "rallypoint run " + shlex.join([*kept, *words])
+    return shlex.join(("rallypoint", "run", *(one for one in typed if one not in left_out), *words))
 
 
 def example(option: Option, command: Command) -> tuple[tuple[str, str], ...]:
     """Return the help for a value that is missing or wrong."""
     if option.example:
         return (("give, for example", option.example),)
+    return _see_options(command)
+
+
+def _see_options(command: Command) -> tuple[tuple[str, str], ...]:
     return (("see the options", f"rallypoint {command.name} --help"),)
 
 
-def incomplete(spelling: str, whole: str, command: Command) -> UsageError:
-    """Return the error for an option without its value, or a flag with one.
-
-    `whole`: one of its names, when it was abbreviated.
-    """
-    option = next(option for option in command.options if whole in option.spellings)
+def incomplete(error: argparse.ArgumentError, argv: Sequence[str], command: Command) -> UsageError:
+    """Return the error for an option without its value, or a flag with one."""
+    spellings = (error.argument_name or "").split("/")
+    option = next(option for option in command.options if option.names[0] in spellings)
+    names = (word.partition("=")[0] for word in argv)
+    spelling = next((name for name in names if name in spellings), option.names[0])
     if option.metavar:
         headline = f"{spelling} lacks its value, {option.metavar}"
         return UsageError("usage", headline, help=example(option, command))
@@ -117,149 +133,105 @@ def incomplete(spelling: str, whole: str, command: Command) -> UsageError:
     return UsageError("usage", headline, help=(("give it alone", spelling),))
 
 
-def swallowed(option: Option, spelling: str, text: str, argv: Sequence[str]) -> UsageError | None:
-    """Return the error for `-n train.py`: an option without a value has taken the program
-    for it.
-    """
-    if not (option.metavar and option.example and text.endswith(".py") and text in argv):
-        return None
-    try:
-        option.read(text)
-    except ValueError:
-        at = list(argv).index(text)
-        value = option.example.rpartition(" ")[2]
-        return UsageError(
-            "usage",
-            f"{spelling} lacks its value, {option.metavar}: {text} stands in its place",
-            help=(("give, for example", retyped((*argv[:at], value), *argv[at:])),),
-        )
-    return None
-
-
 def unknown(word: str, argv: Sequence[str], command: Command) -> UsageError:
     """Return the error for an option that is not there: the nearest one, or why there is none."""
     name, equals, value = word.partition("=")
     headline = f"rallypoint {command.name} has no option {name}"
     is_run = command.name == "run"
-    if is_run and hyphened(name) in NOT_HERE:
-        headline = f"{headline}: {NOT_HERE[hyphened(name)]}"
-        return UsageError("option-unknown", headline, help=(("leave it out", ""),))
-    flag = hyphened(name).replace("--no-", "--", 1)
-    flags = [one for option in command.options if not option.metavar for one in option.names]
-    if flag != hyphened(name) and flag in flags:
-        headline = f"{headline}: {flag} is off unless it is given"
-        return UsageError("option-unknown", headline, help=(("leave it out", ""),))
-    if count := re.fullmatch(r"-np=?(\d*)", word) if is_run else None:
-        near, instead = "-n", ["-n", count[1]] if count[1] else ["-n"]
-    else:
-        near = _nearest_option(name, command)
-        instead = [f"{near}{equals}{value}"]
+    by_name = {one: option for option in command.options for one in option.names}
+    near = _nearest_option(name, by_name)
+    why_not = NOT_HERE.get(hyphened(name), "") if is_run else ""
+    if near == hyphened(name).replace("--no-", "--", 1) and not by_name[near].metavar:
+        why_not = f"{near} is off unless it is given"
+    if why_not:
+        return UsageError("option-unknown", f"{headline}: {why_not}", help=(("leave it out", ""),))
     helps = []
     if near:
-        at = argv.index(word) if word in argv else len(argv)
-        line = shlex.join([*argv[:at], *instead, *argv[at + 1 :]])
-        helps.append((f"use {near}", f"rallypoint {command.name} {line}"))
+        helps.append((f"use {near}", _replaced(word, [f"{near}{equals}{value}"], argv, command)))
     if is_run and not is_one_dashed(word) and hyphened(name) not in SYNONYMS:
         sentence = "put the program's own options after its name"
         helps.append((sentence, f"rallypoint run train.py {word}"))
-    named = f"; the nearest is {near}" if near else ""
-    see = (("see the options", f"rallypoint {command.name} --help"),)
-    return UsageError("option-unknown", f"{headline}{named}", help=tuple(helps) or see)
+    help = tuple(helps) or _see_options(command)
+    return UsageError("option-unknown", f"{headline}{hint_at(near)}", help=help)
 
 
-def _nearest_option(name: str, command: Command) -> str:
+def _replaced(word: str, instead: Sequence[str], argv: Sequence[str], command: Command) -> str:
+    """Return the line with other words in the place of one."""
+    at = argv.index(word)
+    return shlex.join(("rallypoint", command.name, *argv[:at], *instead, *argv[at + 1 :]))
+
+
+def _nearest_option(name: str, names: Collection[str]) -> str:
+    """Return the option that a name means: a synonym, an abbreviation, or a typing error in either.
+    "" for none.
+    """
     name = hyphened(name)
-    names = [one for option in command.options for one in option.names if one.startswith("--")]
     known = SYNONYMS.get(name, "")
     if known.partition("=")[0] in names:
         return known
-    long = f"--{name.lstrip('-')}"
-    begun = [one for one in names if one.startswith(long)] if len(long) > 3 else []
-    if begun:  # an abbreviation, which torchrun takes: `--nproc`
-        return min(begun, key=len)
-    near = nearest(long[2:], [one[2:] for one in names])  # the dashes are alike in all
-    if near:
-        return f"--{near}"
-    beginnings = {
-        one[: len(long)]: one for one in sorted(names, key=len, reverse=True)
-    }  # a typing error in an abbreviation
-    near = nearest(long[2:], [one[2:] for one in beginnings], alike=0.8) if len(long) > 5 else ""
-    return beginnings[f"--{near}"] if near else ""
+    typed = name.lstrip("-")  # the dashes are alike in all
+    long = {one[2:]: one for one in sorted(names, key=len, reverse=True) if one.startswith("--")}
+    if len(typed) > 1:
+        begun = {one[: len(typed)]: whole for one, whole in long.items()}
+        if typed in begun:
+            return begun[typed]
+        long = {**begun, **long} if len(typed) > len("gpu") else long
+    return long.get(nearest(typed, long), "")
 
 
 def no_word(word: str, argv: Sequence[str], command: Command) -> UsageError | None:
     """Return the error for a word that was meant as an option, from a document or from quotes."""
-    at = argv.index(word)
     name = word.lstrip(_DASHES + "-")
     if name and word[0] in _DASHES:
         plain = name.translate(dict.fromkeys(map(ord, _DASHES), "-"))
-        instead = f"{'-' if len(name.partition('=')[0]) == 1 else '--'}{plain}"
-        code = f"U+{ord(word[0]):04X}"
-        end = "text programs change options like that"
-        headline = f"{word} begins with a dash ({code}) that is no hyphen: {end}"
-        line = shlex.join([*argv[:at], instead, *argv[at + 1 :]])
-        help = (("type it with hyphens", f"rallypoint {command.name} {line}"),)
-        return UsageError("option-unknown", headline, help=help)
-    words = word.split()
-    spellings = {spelling for option in command.options for spelling in option.spellings}
-    if len(words) > 1 and words[0] in spellings:
-        line = shlex.join([*argv[:at], *words, *argv[at + 1 :]])
-        return UsageError(
-            "usage",
-            f"{word} is one word with a blank in it, and no option",
-            help=(("give each word of it by itself", f"rallypoint {command.name} {line}"),),
-        )
-    return None
+        instead = [f"{'-' if len(name.partition('=')[0]) == 1 else '--'}{plain}"]
+        headline = f"{word} begins with a dash (U+{ord(word[0]):04X}) that is no hyphen: text programs change options like that"
+        sentence, code = "type it with hyphens", "option-unknown"
+    elif len(instead := word.split()) > 1 and any(
+        instead[0] in option.spellings for option in command.options
+    ):
+        headline = f"{word} is one word with a blank in it, and no option"
+        sentence, code = "give each word of it by itself", "usage"
+    else:
+        return None
+    return UsageError(code, headline, help=((sentence, _replaced(word, instead, argv, command)),))
 
 
 def no_words(words: Sequence[str], typed: Sequence[str], command: Command) -> UsageError:
     """Return the error for words that were given to a command that takes options only."""
-    first, *rest = words
-    help = ("see the options", f"rallypoint {command.name} --help")
-    if any(f"--{first}" in option.spellings for option in command.options):
-        line = shlex.join((*typed, f"--{first}", *rest))
-        help = ("it is an option", f"rallypoint {command.name} {line}")
-    elif command.name == "doctor":
+    help = _see_options(command)
+    if command.name == "doctor":
         from rallypoint.diagnosis.doctor.doctor import NAMES
 
         if set(words) <= set(NAMES):
-            line = shlex.join((*typed, "--only", ",".join(words)))
-            help = ("name the checks after --only", f"rallypoint doctor {line}")
-    headline = f"rallypoint {command.name} takes options only, and got {first}"
-    return UsageError("usage", headline, help=(help,))
+            line = shlex.join(("rallypoint", "doctor", *typed, "--only", ",".join(words)))
+            help = (("name the checks after --only", line),)
+    headline = f"rallypoint {command.name} takes options only, and got {words[0]}"
+    return UsageError("usage", headline, help=help)
 
 
 def no_command(words: Sequence[str], commands: Collection[str]) -> UsageError:
     """Return the error for a first word that is no command."""
     from rallypoint.diagnosis.catalogue import CATALOGUE
 
-    name, rest = words[0], list(words[1:])
-    missing = f"rallypoint has no command {name or repr(name)}"
-    near = "--version" if name == "-v" else ""
-    if name.startswith("--") and (like := nearest(name[2:], ("version", "help"))):
-        near = f"--{like}"
-    if near:
-        headline = f"rallypoint has no option {name}; the nearest is {near}"
-        return UsageError("option-unknown", headline, help=((f"use {near}", f"rallypoint {near}"),))
-    if (name.startswith("-") and rest) or name.endswith(".py") or os.sep in name:
-        line = f"rallypoint run {shlex.join(words)}"
+    name, *rest = words
+    near = COMMANDS.get(name, "")
+    if not near and ((name.startswith("-") and rest) or name.endswith(".py") or os.sep in name):
         headline = f"rallypoint {name}: no command is given"
+        line = shlex.join(("rallypoint", "run", *words))
         return UsageError("usage", headline, help=(("say what to do with it", line),))
-    if name in ("help", "version"):
-        line = (
-            f"rallypoint {shlex.join([*[one for one in rest[:1] if one in commands], f'--{name}'])}"
-        )
-        return UsageError("usage", missing, help=(("it is an option", line),))
     if name in CATALOGUE or name.endswith((".log", ".out", ".err")):
         near, rest = "explain", list(words)
     elif is_python(name):
         near = "run"
-    else:
-        near = COMMANDS.get(name) or nearest(name.lower(), commands, alike=0.6)
+    names = {one.lstrip("-"): one for one in (*commands, "--version", "--help")}
+    near = near or names.get(nearest(name.lower().lstrip("-"), names, alike=0.6), "")
+    code, kind = ("option-unknown", "option") if name.startswith("-") else ("usage", "command")
+    missing = f"rallypoint has no {kind} {name or repr(name)}{hint_at(near)}"
     if not near:
         return UsageError("usage", missing, help=(("see the commands", "rallypoint --help"),))
     line = f"rallypoint {near} {shlex.join(rest)}".rstrip()
     helps = [(f"leave {name} out" if name in LAUNCHERS else f"use {near}", line)]
-    if name in ("ps", "status", "top"):
+    if near == "show --list":
         helps.append(("or, for a job that is running", "rallypoint stacks"))
-    return UsageError("usage", f"{missing}; the nearest is {near}", help=tuple(helps))
+    return UsageError(code, missing, help=tuple(helps))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
 
 from rallypoint.host import terminal
+
+if TYPE_CHECKING:
+    from rallypoint.diagnosis.report import Report
 
 
 class OutputLost(Exception):
@@ -27,7 +32,7 @@ def write_out(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        discard_stdout()
+        discard(sys.stdout)
         raise OutputLost(f"cannot write to stdout: {os.strerror(error.errno or 0)}") from error
 
 
@@ -38,44 +43,42 @@ def write_err(text: str) -> None:
             sys.stderr.write(text)
             sys.stderr.flush()
         except OSError:
-            _discard(sys.stderr)
+            discard(sys.stderr)
 
 
-def discard_stdout() -> None:
-    """Lead stdout to nowhere: what could not be written is kept, and would fail again at the
+def discard(stream: TextIO) -> None:
+    """Lead a stream to nowhere: what could not be written is kept, and would fail again at the
     interpreter's end (exit status 120).
     """
-    if sys.stdout:
-        _discard(sys.stdout)
-
-
-def _discard(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
-def wants_color(stream: TextIO) -> bool:
-    """https://no-color.org and https://force-color.org: set and not empty; otherwise colour is for
-    terminals.
+def rendered(reports: Report | Sequence[Report], error_format: str, stream: TextIO | None) -> str:
+    """Return reports for a stream: JSON, or text as wide as its terminal and in its colours."""
+    from rallypoint.diagnosis import render
+
+    if error_format == "json":
+        return f"{render.json(reports)}\n"
+    return f"{render.text(reports, width=width(stream), color=wants_color(stream))}\n"
+
+
+def wants_color(stream: TextIO | None) -> bool:
+    """Tell whether to use colours: NO_COLOR and FORCE_COLOR when set and not empty
+    (https://no-color.org, https://force-color.org), else on terminals.
     """
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
         return True
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def help_width() -> int:
-    """Columns of a help text."""
-    return width(sys.stdout) if sys.stdout else terminal.WIDEST
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def filled(text: str, columns: int) -> str:
-    """A text for `--help`, its paragraphs filled to so many columns; what is indented, and the
+    """Fill the paragraphs of a text for `--help` to so many columns; what is indented, and the
     lines of use, stay as they are.
     """
-    import textwrap
 
     def part(paragraph: str) -> str:
         if paragraph.startswith(("usage:", " ")):
@@ -89,19 +92,19 @@ def filled(text: str, columns: int) -> str:
     return "\n\n".join(map(part, text.strip("\n").split("\n\n"))) + "\n"
 
 
-def columns(stream: TextIO) -> int | None:
-    """Columns of a stream, for what need not be prose: COLUMNS, else the terminal's; None when
-    there is neither.
+def columns(stream: TextIO | None) -> int | None:
+    """Return the columns of a stream, for what need not be prose: COLUMNS, else the terminal's;
+    None when there is neither.
     """
     try:
-        fd = stream.fileno()
+        fd = stream.fileno() if stream else -1
     except (OSError, ValueError):  # a stream without a descriptor
         fd = -1
     return terminal.columns(fd)
 
 
-def width(stream: TextIO) -> int:
-    """Columns to write prose in: COLUMNS, else the terminal's, else 92, and at most 100."""
+def width(stream: TextIO | None) -> int:
+    """Return the columns to write prose in: COLUMNS, else the terminal's, else 92; at most 100."""
     return terminal.prose_columns(columns(stream))
 
 
@@ -112,24 +115,17 @@ them where there are fewer.
 
 
 def beside(head: str, words: str, columns: int | None) -> str:
-    """A row whose last words may be long: beside its head, and filled there or below it where the
-    row is longer than so many columns.
+    """Return a row whose last words may be long: beside its head, and filled there or below it
+    where the row is longer than so many columns.
 
     None: one line, however long. `head` ends with the blanks before the words.
     """
     if columns is None or len(head) + len(words) <= columns:
         return f"{head}{words}".rstrip() + "\n"
-    import textwrap
-
     below = bool(head.strip()) and columns - len(head) < FEWEST_BESIDE
     indent = min(BELOW, columns // 4) if below else len(head)
     lines = textwrap.wrap(
         words, max(columns - indent, 8), break_long_words=False, break_on_hyphens=False
     )
-    first = [] if below else [head + lines.pop(0)]
-    return (
-        "\n".join(
-            [*([head.rstrip()] if below else first), *(" " * indent + line for line in lines)]
-        )
-        + "\n"
-    )
+    first = head.rstrip() if below else head + lines.pop(0)
+    return "\n".join([first, *(" " * indent + line for line in lines)]) + "\n"

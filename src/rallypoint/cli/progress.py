@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import sys
 
+from rallypoint.cli.output import write_err
+from rallypoint.clock import Clock
+
 PROGRESS_AFTER = 1.0
 """Seconds of reading until a terminal is told how far it is: what is done by then needs no
 progress.
 """
 
-PROGRESS_EVERY = 0.5  # seconds between two states of that line: people read no faster
+PROGRESS_EVERY = 0.5
+"""Seconds between two states of that line: people read no faster."""
 
 
 class Progress:
-    """One line on a terminal's stderr while a long log is read: how far it is. It is gone when the
+    """Line on a terminal's stderr while a long log is read: how far it is. It is gone when the
     report comes.
     """
 
     def __init__(self) -> None:
-        from rallypoint.clock import Clock
-
         self._clock = Clock()
         self._next = self._clock.monotonic() + PROGRESS_AFTER
         self._shown = False
@@ -30,26 +32,19 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            write_err("\r\x1b[K")
 
     def at(self, name: str, done: int, size: int) -> None:
-        """`done` bytes of `size` were read; 0: nobody knows how many there are."""
+        """Say that `done` bytes of `size` were read; 0: nobody knows how many there are."""
         now = self._clock.monotonic()
-        if (
-            now < self._next
-            or not sys.stderr
-            or not sys.stderr.isatty()
-            or os.environ.get("TERM") == "dumb"
-        ):
+        if now < self._next or not (sys.stderr and sys.stderr.isatty()):
             return
         from rallypoint.diagnosis.render import plain
 
         of = f" of {_size(size)}" if size else ""
-        sys.stderr.write(f"\r\x1b[Kreading {plain(os.path.basename(name))}: {_size(done)}{of}")
-        sys.stderr.flush()
+        write_err(f"\r\x1b[Kreading {plain(os.path.basename(name))}: {_size(done)}{of}")
         self._shown, self._next = True, now + PROGRESS_EVERY
 
 
 def _size(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
+    return f"{count / (1 << 20):.0f} MiB"

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rallypoint.cli import args, commands, precheck, run_options
-from rallypoint.cli.error_exit import show
 from rallypoint.cli.hints import retyped
-from rallypoint.cli.output import write_out
+from rallypoint.cli.output import rendered, write_err, write_out
 from rallypoint.errors import UsageError
 from rallypoint.launcher import torch_version
 
@@ -55,7 +54,7 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         wanted.log_dir
     )
     if trouble:
-        show(trouble, wanted.error_format)
+        write_err(rendered(trouble, wanted.error_format, sys.stderr))
         return trouble.exit_status
     if made.rendezvous:
         from rallypoint.launcher import rendezvous_file

@@ -17,7 +17,7 @@ import msgspec
 from rallypoint.cli import args
 from rallypoint.cli.args import CommandLine
 from rallypoint.cli.commands import SHOW
-from rallypoint.cli.output import beside, columns, wants_color, width, write_out
+from rallypoint.cli.output import beside, columns, rendered, write_out
 from rallypoint.diagnosis import render
 from rallypoint.diagnosis.report import Report
 from rallypoint.errors import UsageError
@@ -34,62 +34,51 @@ number of the lines between.
 LEAST_OF_COMMAND = 24
 """Columns of the list that a command needs beside the rest of its line."""
 
-MOST_RANKS_QUOTED = (
-    3  # ranks at fault whose last lines are shown; what more of them said is mostly the same
-)
-MOST_LINES_QUOTED = 10  # of each: as in a report
+MOST_RANKS_QUOTED = 3
+"""Ranks at fault whose last lines are shown; what more of them said is mostly the same."""
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
+MOST_LINES_QUOTED = 10
+"""Last lines of each, as in a report."""
 
-_NO_END = "events.jsonl ends early"
+LOGS_LISTED = 8
+"""Log files that are named one by one."""
 
-LOGS_LISTED = 8  # log files that are named one by one
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+_SPANS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 def main(argv: list[str]) -> int:
-    """`rallypoint show` with its arguments; the exit status: 0 when something was shown."""
+    """Run `rallypoint show`; return the exit status: 0 when something was shown."""
 
     def act(line: CommandLine) -> int:
         values, words = args.values(line, SHOW), line.words
         root, now = default_root(os.environ), datetime.datetime.now().timestamp()
         as_json = values["error_format"] == "json"
         if values["list"]:
-            return _show_list(words, root, now, as_json)
-        if len(words) > 1:
-            raise UsageError(
-                "usage",
-                f"show takes one run, and got {len(words)}",
-                help=(("see what is kept", "rallypoint show --list"),),
+            if words:
+                help = (("see one run", f"rallypoint show {words[0]}"),)
+                raise UsageError("usage", f"--list names no run, and got {words[0]}", help=help)
+            runs = list(_kept(root))
+            write_out(
+                _json([_summary(run, now) for run in runs])
+                if as_json
+                else listed(runs, root, now, columns(sys.stdout))
             )
+            return 0
+        if len(words) > 1:
+            help = (("see what is kept", "rallypoint show --list"),)
+            raise UsageError("usage", f"show takes one run, and got {len(words)}", help=help)
         run = past_run.read(past_run.find(root, *words))
-        if as_json or not sys.stdout:
-            write_out(_json(document(run, now)))
-        else:
-            write_out(text(run, now, wide=width(sys.stdout), color=wants_color(sys.stdout)))
+        write_out(_json(document(run, now)) if as_json else text(run, now))
         return 0
 
     return args.invoke(SHOW, argv, act)
 
 
-def _show_list(words: Sequence[str], root: str, now: float, as_json: bool) -> int:
-    if words:
-        raise UsageError(
-            "usage",
-            f"--list names no run, and got {words[0]}",
-            help=(("see one run", f"rallypoint show {words[0]}"),),
-        )
-    runs = list(_kept(root))
-    write_out(
-        _json([_summary(run, now) for run in runs])
-        if as_json
-        else listed(runs, root, now, columns(sys.stdout) if sys.stdout else None)
-    )
-    return 0
-
-
 def _kept(root: str) -> Iterator[KeptRun]:
-    """All runs of a folder of runs, newest first; but those that a launcher, which keeps so many,
-    has removed since they were listed.
+    """Yield all runs of a folder of runs, newest first, without those that a launcher has removed
+    since they were listed.
     """
     for past in past_runs(root):
         with contextlib.suppress(UsageError):
@@ -97,13 +86,9 @@ def _kept(root: str) -> Iterator[KeptRun]:
 
 
 def reports_of(run: KeptRun) -> tuple[tuple[Report, ...], str]:
-    """The reports, first cause first, and what is wrong with the file they stand in ("" if nothing
-    is).
-    """
-    if not run.report:
-        return (), ""
+    """Return the reports, first cause first, and what is wrong with their file ("" if nothing)."""
     try:
-        return msgspec.json.decode(run.report, type=tuple[Report, ...]), ""
+        return msgspec.json.decode(run.report or b"[]", type=tuple[Report, ...]), ""
     except msgspec.DecodeError as error:
         return (), f"report.json cannot be read: {error}"
 
@@ -111,18 +96,16 @@ def reports_of(run: KeptRun) -> tuple[tuple[Report, ...], str]:
 # --- text
 
 
-def text(run: KeptRun, now: float, *, wide: int = 92, color: bool = False) -> str:
-    """All of it, as a person reads it. Pure, but for the last lines of logs, which are read
-    here.
-    """
+def text(run: KeptRun, now: float) -> str:
+    """Return all of it, as a person reads it on stdout."""
     reports, damage = reports_of(run)
     blocks = [
         _labelled(_header(run, reports, now)),
         "\n".join(_timeline(timeline.whole(run.events))),
-        render.text(reports, width=wide, color=color) if reports else "",
+        rendered(reports, "text", sys.stdout).rstrip("\n") if reports else "",
         *_last_words(run, reports),
         _labelled(_logs(run, reports)),
-        "\n".join(f"  {line}" for line in (*run.damage, *filter(None, [damage]))),
+        "\n".join(f"  {line}" for line in (*run.damage, damage) if line),
     ]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
@@ -130,36 +113,31 @@ def text(run: KeptRun, now: float, *, wide: int = 92, color: bool = False) -> st
 def _header(run: KeptRun, reports: Sequence[Report], now: float) -> list[tuple[str, str]]:
     command = render.plain(past_run.command(run.plan))
     torch = f", torch {run.plan.torch}" if run.plan.torch else ""
+    ranks = [("ranks", f"{run.plan.world.local_size}{torch}")]
+    folder = [("in", render.plain(run.plan.cwd))] if run.plan.cwd else []
     return [
         ("run", run.name),
         ("command", command or "not known: plan.json does not tell"),
-        *([("in", render.plain(run.plan.cwd))] if command and run.plan.cwd else []),
-        *([("ranks", f"{run.plan.world.local_size}{torch}")] if command else []),
+        *((*folder, *ranks) if command else ()),
         ("began", _date(run.began)),
         ("ended", how(run, reports, now)),
     ]
 
 
 def how(run: KeptRun, reports: Sequence[Report], now: float) -> str:
-    """How the run ended, or that it has not."""
+    """Say how the run ended, or that it has not."""
     if run.running:
-        return f"not yet: it has been running for {_span(max(now - run.began, run.took))}; where its ranks are: rallypoint stacks {_word(run)}"
+        inside = os.path.dirname(run.path) == default_root(os.environ)
+        word = shlex.quote(run.name if inside else run.path)
+        return f"not yet: it has been running for {_took(run, now)}; where its ranks are: rallypoint stacks {word}"
     if run.status is None:
         last = f"; last heard of {_span(run.took)} after the start" if run.events else ""
-        return (
-            f"not known: {_NO_END}{last}"
-            if run.events_cut
-            else f"the launcher was killed, or the machine went down{last}"
-        )
+        if run.events_cut:
+            return f"not known: events.jsonl ends early{last}"
+        return f"the launcher was killed, or the machine went down{last}"
     headline = reports[0].headline if reports else run.reported
     because = f": {render.plain(headline)}" if headline else ""
     return f"after {_span(run.took)} with exit status {run.status}{because}"
-
-
-def _word(run: KeptRun) -> str:
-    """What names this run on a command line: its name is enough in the folder of runs."""
-    inside = os.path.dirname(run.path) == default_root(os.environ)
-    return shlex.quote(run.name if inside else run.path)
 
 
 def _timeline(rows: Sequence[Row]) -> list[str]:
@@ -178,28 +156,22 @@ def _timeline(rows: Sequence[Row]) -> list[str]:
 
 
 def _last_words(run: KeptRun, reports: Sequence[Report]) -> list[str]:
-    """The last lines of the ranks at fault, where the report has not shown them already."""
+    """Return the last lines of the ranks at fault, where the report has not shown them already."""
     quoted = {line for report in reports for said in report.said for line in said.lines}
+    paths = {log.rank: log.path for log in run.logs}
     blocks = []
     for rank in dict.fromkeys(rank for report in reports for rank in report.ranks):
-        log = next((log for log in run.logs if log.rank == rank), None)
-        lines = (
-            [render.plain(line) for line in past_run.tail(log.path, MOST_LINES_QUOTED)]
-            if log
-            else []
-        )
+        kept = past_run.tail(paths[rank], MOST_LINES_QUOTED) if rank in paths else ()
+        lines = [render.plain(line) for line in kept]
         if any(line and line not in quoted for line in lines):
-            blocks.append(
-                "\n".join(
-                    [f"  rank {rank}'s log ends:", *(f"    | {line}".rstrip() for line in lines)]
-                )
-            )
+            told = (f"    | {line}".rstrip() for line in lines)
+            blocks.append("\n".join([f"  rank {rank}'s log ends:", *told]))
     return blocks[:MOST_RANKS_QUOTED]
 
 
 def _logs(run: KeptRun, reports: Sequence[Report]) -> list[tuple[str, str]]:
-    """Where the logs are, and how large: of the ranks at fault, then those that were cut, then the
-    largest. Empty ones are only counted.
+    """Return where the logs are, and how large: of the ranks at fault, then those that were cut,
+    then the largest. Empty ones are only counted.
     """
     at_fault = {rank for report in reports for rank in report.ranks}
     full = sorted(
@@ -214,15 +186,9 @@ def _logs(run: KeptRun, reports: Sequence[Report]) -> list[tuple[str, str]]:
     lines += [f"and {more} more"] if more > 0 else []
     lines += [f"{empty} rank{'s' * (empty > 1)} printed nothing"] if empty else []
     if not run.logs:
-        lines = [
-            "none: a single rank has the terminal for itself"
-            if run.plan.world.local_size == 1
-            else "none"
-        ]
-    return [
-        ("folder", run.path),
-        *(("logs" if i == 0 else "", line) for i, line in enumerate(lines)),
-    ]
+        alone = ": a single rank has the terminal for itself" * (run.plan.world.local_size == 1)
+        lines = [f"none{alone}"]
+    return [("folder", run.path), ("logs", lines[0]), *(("", line) for line in lines[1:])]
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> str:
@@ -233,62 +199,44 @@ def _labelled(lines: Sequence[tuple[str, str]]) -> str:
 
 
 def listed(runs: Sequence[KeptRun], root: str, now: float, columns: int | None = None) -> str:
-    """A line for each run: its name, when, how long, how many ranks, how it ended, the command.
+    """Return a line for each run: its name, when, how long, how many ranks, how it ended, the
+    command.
+
     Fitted to so many columns: long commands are filled beside the rest, and where there is no room
-    for them each run has some lines of its own."""
+    for them each run has some lines of its own.
+    """
     if not runs:
         return f"no run is kept in {root}\n"
-    rows = []
+    rows = [("run", "began", "took", "ranks", "ended", "command")]
     for run in runs:
-        reports, _ = reports_of(run)
-        ranks = str(run.plan.world.local_size) if _command(run) else "-"
-        rows.append(
-            (
-                run.name,
-                _date(run.began),
-                _duration(run, now),
-                ranks,
-                _end(run, reports),
-                _command(run),
-            )
-        )
-    header = ("run", "began", "took", "ranks", "ended", "command")
-    wide = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
-    heads = [
-        "".join(f"{cell:<{w}}  " for cell, w in zip(row, wide, strict=False))
-        for row in (header, *rows)
-    ]
+        command = render.plain(past_run.command(run.plan).removeprefix("rallypoint run "))
+        ranks = str(run.plan.world.local_size) if command else "-"
+        row = (run.name, _date(run.began), _took(run, now), ranks, _end(run), command)
+        rows.append(row)
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    heads = ["".join(f"{cell:<{w}}  " for cell, w in zip(row, wide, strict=False)) for row in rows]
     if columns is not None and columns - len(heads[0]) < LEAST_OF_COMMAND:
-        return "".join(_apart(row, columns) for row in rows)
-    return "".join(
-        beside(head, row[-1], columns) for head, row in zip(heads, (header, *rows), strict=True)
-    )
+        return "".join(_apart(row, columns) for row in rows[1:])
+    return "".join(beside(head, row[-1], columns) for head, row in zip(heads, rows, strict=True))
 
 
 def _apart(row: Sequence[str], columns: int) -> str:
-    """A run on lines of its own."""
+    """Return a run on lines of its own."""
     name, began, took, ranks, ended, command = row
     of = "" if ranks == "-" else f" on {ranks} rank{'s' * (ranks != '1')}"
     ended = f"exit status {ended.replace(' ', ', ')}" if ended[0].isdecimal() else ended
-    return beside(f"{name}  ", ended, columns) + "".join(
-        beside("    ", words, columns) for words in (f"{began}, {took}{of}", command) if words
-    )
+    below = filter(None, (f"{began}, {took}{of}", command))
+    lines = (beside("    ", words, columns) for words in below)
+    return beside(f"{name}  ", ended, columns) + "".join(lines)
 
 
-def _end(run: KeptRun, reports: Sequence[Report]) -> str:
+def _end(run: KeptRun) -> str:
     if run.running:
         return "still running"
     if run.status is None:
         return "not known" if run.events_cut else "launcher killed"
-    return f"{run.status} {reports[0].code}" if reports else str(run.status)
-
-
-def _duration(run: KeptRun, now: float) -> str:
-    return _span(max(now - run.began, run.took) if run.running else run.took)
-
-
-def _command(run: KeptRun) -> str:
-    return render.plain(past_run.command(run.plan).removeprefix("rallypoint run "))
+    reports, _ = reports_of(run)
+    return " ".join([str(run.status), *(report.code for report in reports[:1])])
 
 
 # --- for a program
@@ -296,31 +244,31 @@ def _command(run: KeptRun) -> str:
 
 def _summary(run: KeptRun, now: float) -> dict[str, Any]:
     reports, _ = reports_of(run)
+    began = datetime.datetime.fromtimestamp(run.began).astimezone()
+    state = "killed"
+    if run.running:
+        state = "running"
+    elif run.status is not None:
+        state = "ended"
+    elif run.events_cut:
+        state = "unknown"
     return {
         "run": run.name,
         "path": run.path,
         "command": past_run.command(run.plan),
         "folder": run.plan.cwd,
         "ranks": run.plan.world.local_size,
-        "began": datetime.datetime.fromtimestamp(run.began)
-        .astimezone()
-        .isoformat(timespec="seconds"),
-        "seconds": max(now - run.began, run.took) if run.running else run.took,
-        "state": "running"
-        if run.running
-        else "ended"
-        if run.status is not None
-        else "unknown"
-        if run.events_cut
-        else "killed",
+        "began": began.isoformat(timespec="seconds"),
+        "seconds": _seconds(run, now),
+        "state": state,
         "exit_status": run.status,
         "code": reports[0].code if reports else None,
     }
 
 
 def document(run: KeptRun, now: float) -> dict[str, Any]:
-    """What `--error-format json` prints: the summary that --list has, the timeline, the reports as
-    they stand in report.json, the logs.
+    """Return what `--error-format json` prints: the summary that --list has, the timeline, the
+    reports as they stand in report.json, the logs.
     """
     reports, damage = reports_of(run)
     return {
@@ -328,7 +276,7 @@ def document(run: KeptRun, now: float) -> dict[str, Any]:
         "timeline": [row._asdict() for row in timeline.whole(run.events)],
         "reports": [render.cleaned(report) for report in reports],
         "logs": [log._asdict() for log in run.logs],
-        "damage": [*run.damage, *filter(None, [damage])],
+        "damage": [line for line in (*run.damage, damage) if line],
     }
 
 
@@ -343,27 +291,26 @@ def _date(at: float) -> str:
     return datetime.datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
 
 
+def _seconds(run: KeptRun, now: float) -> float:
+    return max(now - run.began, run.took) if run.running else run.took
+
+
+def _took(run: KeptRun, now: float) -> str:
+    return _span(_seconds(run, now))
+
+
 def _span(seconds: float) -> str:
-    """`1.3 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
+    """Return `1.3 s`, `4 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
     whole = round(seconds)
-    for unit, name, smaller, small in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= unit:
+    for unit, name, smaller, small in _SPANS:
+        if whole >= unit and seconds >= 60:
             return f"{whole // unit} {name} {whole % unit // smaller} {small}"
-    raise AssertionError(seconds)
+    return f"{seconds:.1f} s"
 
 
 def _size(size: int) -> str:
-    """`167 bytes`, `12 KiB`, `3.4 GiB`."""
-    if size < 1024:
-        return f"{size} byte{'s' * (size != 1)}"
-    power = min((size.bit_length() - 1) // 10, len(_UNITS))
+    """Return `167 bytes`, `12 KiB`, `3.4 GiB`."""
+    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     amount = size / 1024**power
-    return (
-        f"{amount:.1f} {_UNITS[power - 1]}" if amount < 10 else f"{amount:.0f} {_UNITS[power - 1]}"
-    )
+    unit = "byte" if size == 1 else _UNITS[power]
+    return f"{amount:.1f} {unit}" if amount < 10 and power else f"{amount:.0f} {unit}"

@@ -10,25 +10,20 @@ from rallypoint.cli import args, stacks
 from rallypoint.cli.args import CommandLine
 from rallypoint.cli.commands import STOP
 from rallypoint.cli.output import write_out
-from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.errors import EnvironmentProblem
 from rallypoint.world import ranks_phrase
 
-# Seconds beyond those that the launcher gives the ranks in which it must be over: it ends what they
-# left, and writes down their last words.
 SLACK = 10.0
+"""Seconds beyond those that the launcher gives the ranks in which it must be over: it ends what
+they left, and writes down their last words.
+"""
 
 
 def main(argv: list[str]) -> int:
-    """`rallypoint stop` with its arguments; the exit status: 0 when the job is over."""
+    """Run `rallypoint stop`; return the exit status: 0 when the job is over."""
 
     def act(line: CommandLine) -> int:
         args.values(line, STOP)
-        if len(line.words) > 1:
-            raise UsageError(
-                "usage",
-                f"stop takes one run, and got {len(line.words)}",
-                help=(("stop one", f"rallypoint stop {line.words[0]}"),),
-            )
         path, others = stacks.chosen(line.words, "stop")
         write_out(f"{stop(path)}\n")
         if others:
@@ -39,8 +34,10 @@ def main(argv: list[str]) -> int:
 
 
 def stop(path: str) -> str:
-    """Have the job of this run folder stopped, and wait until it is over: what to say of it. Raises
-    as `stacks.reaching` does, and `EnvironmentProblem` when the job does not end."""
+    """Have the job of this run folder stopped, and wait until it is over; return what to say of it.
+
+    Raises as `stacks.reaching` does, and `EnvironmentProblem` when the job does not end.
+    """
     from rallypoint.launcher.agent import query_socket
     from rallypoint.record import past_run
 
@@ -54,9 +51,7 @@ def stop(path: str) -> str:
             said = f"stopping job {name}, of which no rank runs"
         write_out(f"{said}\n")
         line.settimeout(stopping.longest + SLACK)
-        with contextlib.suppress(
-            OSError
-        ):  # its time is up, or the launcher was killed: the look below tells
+        with contextlib.suppress(OSError):  # too late, or the launcher was killed: looked at below
             line.recv(1)
     if not stacks.ends(path, door.pid):
         raise EnvironmentProblem(
@@ -68,9 +63,7 @@ def stop(path: str) -> str:
             ),
         )
     status = past_run.read(path).status
-    left = (
-        f"with exit status {status}"
-        if status is not None
-        else "without writing down its exit status"
-    )
+    left = f"with exit status {status}"
+    if status is None:
+        left = "without writing down its exit status"
     return f"job {name} has ended {left}; to see it: rallypoint show {shlex.quote(name)}"
