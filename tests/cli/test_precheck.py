@@ -152,7 +152,6 @@ def test_the_command_to_type_keeps_the_options(folder: Path) -> None:
             "rallypoint run --fresh --nproc-per-node 2 train.py",
         ),
         (("accelerate", "train.py"), "rallypoint run --fresh train.py"),
-        (("--dry-run", "train.py"), "rallypoint run --fresh --dry-run train.py"),
         (("bash", "job.sh"), "rallypoint run --fresh --no-python bash job.sh"),
     ],
 )

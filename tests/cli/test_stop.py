@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -115,6 +116,22 @@ def test_a_job_is_stopped_in_good_order(
     if not elsewhere:
         assert cli.main(["stop", name]) == 2
         assert "is over" in capsys.readouterr().err
+
+
+def test_a_job_whose_run_folder_was_removed_is_named(
+    state: Path, program: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was hidden: "no job of this user is running here"."""
+    jobs.append(Job(str(program)))
+    name = os.readlink(state / "latest")
+    shutil.rmtree(state)
+    for words in (["stop"], ["stop", name[-4:]], ["stacks", name]):
+        assert cli.main(words) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"[launcher-silent]: job {name} runs, and its run folder was removed" in said
+        assert f"kill {jobs[0].process.pid}" in said
+    jobs[0].process.terminate()
+    assert jobs[0].end() == 143
 
 
 def test_a_second_one_kills(

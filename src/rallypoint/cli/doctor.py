@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from rallypoint.cli import args
 from rallypoint.cli.args import CommandLine
@@ -21,171 +21,127 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 def main(argv: list[str]) -> int:
-    """`rallypoint doctor` with its arguments; the exit status: 0, or 1 when there is a fault."""
+    """Run `rallypoint doctor`; return the exit status: 0, or 1 when there is a fault."""
 
     def act(line: CommandLine) -> int:
+        from rallypoint.host import processes
+
         values = args.values(line, DOCTOR)
         listen, peers, port_range = values["listen"], values["peer"], values["port_range"]
-        if listen is not None or peers:
-            _refuse_both(listen is not None and bool(peers), bool(values["only"] or values["skip"]))
-        elif port_range is not None:
-            raise UsageError(
-                "usage",
-                "--port-range is for --listen and --peer: the checks of this machine look at the kernel's range",
-                help=(
-                    (
-                        "on this machine",
-                        f"rallypoint doctor --listen 0 --port-range {port_range[0]}-{port_range[1]}",
-                    ),
-                ),
-            )
-        _prepare()
+        _refuse(values)
+        # one that was closed when we started must not become a pipe of ours
+        processes.open_standard_descriptors()
         screen = _DoctorScreen(values["error_format"])
         if listen is not None:
-            return listen_for_peers(listen, port_range, screen)
+            return screen.show(listen_for_peers(listen, port_range))
         if peers:
-            return check_peers(peers, port_range, screen)
+            return screen.show(check_peers(peers, port_range, screen))
         return examine(_names(values["only"], values["skip"]), screen)
 
     return args.invoke(DOCTOR, argv, act)
 
 
 def examine(names: tuple[str, ...], screen: _DoctorScreen) -> int:
-    """Check this machine; the exit status."""
+    """Check this machine; return the exit status."""
     from rallypoint.diagnosis.doctor import doctor
     from rallypoint.launcher.plan import OLDEST_TORCH
 
-    for finding in doctor.run(doctor.standard(OLDEST_TORCH, trial), names, screen.starting):
-        screen.show(finding)
-    return screen.end()
+    return screen.show(doctor.run(doctor.standard(OLDEST_TORCH, trial), names, screen.starting))
 
 
 def check_peers(
     peers: Iterable[tuple[str, int]], port_range: tuple[int, int] | None, screen: _DoctorScreen
-) -> int:
-    """Check the way to each of these machines and back; the exit status."""
+) -> Iterator[Finding]:
+    """Check the way to each of these machines and back."""
     from rallypoint.diagnosis.doctor import peer_check
 
     for host, port in peers:
         screen.starting(f"{host}:{port}")
-        for finding in peer_check.run_client(host, port, port_range):
-            screen.show(finding)
-    return screen.end()
+        yield from peer_check.run_client(host, port, port_range)
 
 
-def listen_for_peers(port: int, port_range: tuple[int, int] | None, screen: _DoctorScreen) -> int:
-    """Let other machines check the way to here and back, until none comes any more; the exit
-    status.
-    """
+def listen_for_peers(port: int, port_range: tuple[int, int] | None) -> Iterator[Finding]:
+    """Let other machines check the way to here and back, until none comes any more."""
     from rallypoint.diagnosis.doctor import peer_check
 
     try:
-        for finding in peer_check.run_server(port, port_range):
-            screen.show(finding)
-    except (
-        UsageError,
-        EnvironmentProblem,
-    ) as refused:  # its help speaks of other commands' options
-        help = (("take any free port", "rallypoint doctor --listen 0"),)
+        yield from peer_check.run_server(port, port_range)
+    except (UsageError, EnvironmentProblem) as refused:  # its help is of other commands' options
+        sentence, command = "take any free port", "rallypoint doctor --listen 0"
         if port_range is not None and refused.code != "ports-exhausted":
-            help = (
-                (
-                    "take any free port of the range",
-                    f"{help[0][1]} --port-range {port_range[0]}-{port_range[1]}",
-                ),
-            )
+            sentence += " of the range"
+            command += " --port-range {}-{}".format(*port_range)
+        help = ((sentence, command),)
         raise type(refused)(refused.code, refused.headline, why=refused.why, help=help) from refused
-    return screen.end()
 
 
-def _prepare() -> None:
-    """A descriptor that was closed when we started must not become a pipe of ours."""
-    from rallypoint.host import processes
-
-    processes.open_standard_descriptors()
-
-
-def _refuse_both(roles: bool, selected: bool) -> None:
-    """`UsageError` for what does not go together."""
-    if roles:
-        raise UsageError(
-            "usage",
-            "--listen and --peer exclude each other: one machine listens, and the other calls",
-            help=(
-                ("on this machine", "rallypoint doctor --listen 29500"),
-                ("on the other", "rallypoint doctor --peer HOST:29500"),
-            ),
+def _refuse(values: dict[str, Any]) -> None:
+    """Raise `UsageError` for options that do not go together."""
+    is_listening, range_ = values["listen"] is not None, values["port_range"]
+    headline = ""
+    help: tuple[tuple[str, str], ...] = (("leave them out", ""),)
+    if is_listening and values["peer"]:
+        headline = (
+            "--listen and --peer exclude each other: one machine listens, and the other calls"
         )
-    if selected:
-        raise UsageError(
-            "usage",
-            "--only and --skip choose among the checks of this machine, and --listen and --peer make none of these",
-            help=(("leave them out", ""),),
+        help = (
+            ("on this machine", "rallypoint doctor --listen 29500"),
+            ("on the other", "rallypoint doctor --peer HOST:29500"),
         )
+    elif (is_listening or values["peer"]) and (values["only"] or values["skip"]):
+        headline = "--only and --skip choose among the checks of this machine, and --listen and --peer make none of these"
+    elif range_ and not is_listening and not values["peer"]:
+        headline = "--port-range is for --listen and --peer: the checks of this machine look at the kernel's range"
+        command = "rallypoint doctor --listen 0 --port-range {}-{}".format(*range_)
+        help = (("on this machine", command),)
+    if headline:
+        raise UsageError("usage", headline, help=help)
 
 
-def _names(only: tuple[tuple[str, ...], ...], skip: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    """The checks that were asked for, in their order. `UsageError` when none is left."""
+def _names(only: tuple[str, ...], skip: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the checks that were asked for, in their order. `UsageError` when none is left."""
     from rallypoint.diagnosis.doctor.doctor import NAMES
 
-    chosen = {name for names in only for name in names} or set(NAMES)
-    left = chosen - {name for names in skip for name in names}
+    left = tuple(name for name in NAMES if name in (only or NAMES) and name not in skip)
     if not left:
-        raise UsageError(
-            "usage",
-            "--only and --skip leave no check",
-            help=(("see the checks", "rallypoint doctor --help"),),
-        )
-    return tuple(name for name in NAMES if name in left)
+        help = (("see the checks", "rallypoint doctor --help"),)
+        raise UsageError("usage", "--only and --skip leave no check", help=help)
+    return left
 
 
 class _DoctorScreen:
-    """Shows findings as they come, and counts them. On a terminal it says what is being
-    waited for.
-    """
+    """Findings as they come, and their count. On a terminal it says what is being waited for."""
 
     def __init__(self, error_format: str) -> None:
         self._json = error_format == "json"
-        self._found: list[Finding] = []
-        self._live = (
-            not self._json and bool(sys.stdout) and sys.stdout.isatty() and wants_color(sys.stdout)
-        )
-        self._pending = False
+        self._clear = ""
 
     def starting(self, name: str) -> None:
-        if self._live:
+        is_terminal = bool(sys.stdout) and sys.stdout.isatty() and wants_color(sys.stdout)
+        if is_terminal and not self._json:
             write_out(f"{_CLEAR_LINE}     {name} ...")
-            self._pending = True
+            self._clear = _CLEAR_LINE
 
-    def show(self, finding: Finding) -> None:
+    def show(self, findings: Iterable[Finding]) -> int:
+        """Show them all, and a last line; return the exit status."""
         from rallypoint.diagnosis.doctor import doctor
 
-        self._found.append(finding)
-        if self._json:
-            text = doctor.json(finding)
-        else:
-            text = (
-                doctor.text(finding, width=width(sys.stdout), color=wants_color(sys.stdout))
-                if sys.stdout
-                else ""
+        found = []
+        for finding in findings:
+            found.append(finding)
+            wide, color = width(sys.stdout), wants_color(sys.stdout)
+            self._write(
+                doctor.json(finding)
+                if self._json
+                else doctor.text(finding, width=wide, color=color)
             )
-        write_out(f"{self._cleared()}{text}\n")
-
-    def end(self) -> int:
-        """The last line, and the exit status."""
-        from rallypoint.diagnosis.doctor import doctor
-
-        status = (
-            exits.RAISED if any(finding.mark == "fault" for finding in self._found) else exits.OK
-        )
-        write_out(
-            f"{self._cleared()}{doctor.json_summary(self._found, status) if self._json else doctor.summary(self._found)}\n"
-        )
+        status = exits.RAISED if any(one.mark == "fault" for one in found) else exits.OK
+        self._write(doctor.json_summary(found, status) if self._json else doctor.summary(found))
         return status
 
-    def _cleared(self) -> str:
-        pending, self._pending = self._pending, False
-        return _CLEAR_LINE if pending else ""
+    def _write(self, text: str) -> None:
+        write_out(f"{self._clear}{text}\n")
+        self._clear = ""
 
 
 def trial(backend: Backend, ranks: int, timeout: float) -> TrialOutcome:
@@ -197,13 +153,10 @@ def trial(backend: Backend, ranks: int, timeout: float) -> TrialOutcome:
     from rallypoint.launcher.launch.launch import launch
 
     clock = Clock()
+    patience = min(timeout, MEETING)
     try:
         measured = launch(
-            measure,
-            nproc=ranks,
-            backend=backend,
-            timeout=timeout,
-            backend_timeout=min(timeout, MEETING),
+            measure, nproc=ranks, backend=backend, timeout=timeout, backend_timeout=patience
         )
     except (WorkerError, LaunchTimeout) as failed:
         if isinstance(failed.report, Report):

@@ -229,7 +229,7 @@ def no_command(words: Sequence[str], commands: Collection[str]) -> UsageError:
     code, kind = ("option-unknown", "option") if name.startswith("-") else ("usage", "command")
     missing = f"rallypoint has no {kind} {name or repr(name)}{hint_at(near)}"
     if not near:
-        return UsageError("usage", missing, help=(("see the commands", "rallypoint --help"),))
+        return UsageError(code, missing, help=(("see the commands", "rallypoint --help"),))
     line = f"rallypoint {near} {shlex.join(rest)}".rstrip()
     helps = [(f"leave {name} out" if name in LAUNCHERS else f"use {near}", line)]
     if near == "show --list":

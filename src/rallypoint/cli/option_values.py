@@ -295,7 +295,7 @@ def read_checks(text: str) -> tuple[str, ...]:
 def read_peer(text: str) -> tuple[tuple[str, int]]:
     """Read `HOST:PORT`, where another machine's doctor listens."""
     try:
-        host, port = read_endpoint(text) if re.search(r":\d+$", text) else ("", 0)
+        host, port = read_endpoint(text) if re.search(r".:\d+$", text) else ("", 0)
     except ValueError as error:
         raise ValueError(str(error).removesuffix(_ANY_FREE)) from None
     if "://" in host or not host or not port:

@@ -21,7 +21,6 @@ class PortFile:
     def __init__(self, path: str) -> None:
         """`UsageError` for a file that is not ours to replace; nothing is written yet."""
         self._path = path
-        self._fd = -1  # kept open, so that no other file gets the number of ours
         self._text = b""
         self._check()
 
@@ -30,40 +29,36 @@ class PortFile:
         self._text = f"{port}\n".encode("ascii")
         beside = f"{self._path}.{secrets.token_hex(4)}"
         try:
-            self._fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            os.write(self._fd, self._text)
+            with open(beside, "xb") as file:
+                file.write(self._text)
             os.replace(beside, self._path)
         except OSError as error:
-            if self._fd >= 0:
-                with contextlib.suppress(OSError):  # the first error is told
-                    os.unlink(beside)
+            with contextlib.suppress(OSError):  # the first error is told
+                os.unlink(beside)
             raise self._unwritable(error) from error
 
     def remove(self) -> None:
         """Remove the file if it still is the one that was written: another server may have put its
         own in its place.
         """
-        if self._fd < 0:
-            return
-        with contextlib.suppress(OSError):  # it is not there, or no longer ours to remove
-            is_ours = os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
-            if is_ours and os.pread(self._fd, 64, 0) == self._text:
+        with contextlib.suppress(OSError, UsageError):  # it is not there, or no longer ours
+            if self._text and self._check() == self._text:
                 os.unlink(self._path)
-        os.close(self._fd)
-        self._fd = -1
 
-    def _check(self) -> None:
+    def _check(self) -> bytes:
+        """Return what is in the file, b"" when it is not there. `UsageError` for no port."""
         try:
             if not stat.S_ISREG(os.lstat(self._path).st_mode):
                 raise self._refused("is no regular file, and is not replaced by one with the port")
             with open(self._path, "rb") as file:
                 content = file.read(64)
         except FileNotFoundError:
-            return
+            return b""
         except OSError as error:
             raise self._unwritable(error) from error
         if not re.fullmatch(rb"[0-9]{1,5}\n?", content):
             raise self._refused("holds something else than a port, and is not replaced")
+        return content
 
     def _refused(self, why: str) -> UsageError:
         help = (("name another file", "--port-file F"),)
