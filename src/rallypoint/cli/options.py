@@ -87,13 +87,9 @@ RUN: tuple[Option, ...] = (
         metavar="MODULE,...", read=read_modules, default=(), adds_up=True,
         example="--preload transformers,datasets",
     ),
+    Option("--fresh", "start every rank as a new interpreter instead of forking it from a template"),
     Option(
-        "--fresh",
-        "start every rank as a new interpreter instead of forking it from a template",
-    ),
-    Option(
-        "--port-range",
-        "listen on a port of this range only",
+        "--port-range", "listen on a port of this range only",
         metavar="A-B", read=read_port_range, example="--port-range 20000-20100",
     ),
     Option(
@@ -122,8 +118,7 @@ RUN: tuple[Option, ...] = (
         example="--on-failure stop",
     ),
     Option(
-        "--debug-rank",
-        "the rank that has stdin and breakpoint(); without it rank 0",
+        "--debug-rank", "the rank that has stdin and breakpoint(); without it rank 0",
         metavar="R", read=read_count, example="--debug-rank 0",
     ),
     Option(
@@ -144,38 +139,27 @@ RUN: tuple[Option, ...] = (
         "--plain",
         "do not look into the workers: no phases, no roll call, no wrap of init_process_group",
     ),
+    Option("--quiet", "say nothing of our own but errors"),
     Option(
-        "--quiet",
-        "say nothing of our own but errors",
-    ),
-    Option(
-        "--error-format",
-        "how errors and reports are written to stderr",
+        "--error-format", "how errors and reports are written to stderr",
         metavar="text|json", read=read_choice("text", "json"), default="text",
         example="--error-format json",
     ),
     Option(
-        "--dry-run",
-        "print what would start, where and with what environment, and start nothing",
+        "--dry-run", "print what would start, where and with what environment, and start nothing",
     ),
-    Option(
-        "-h --help",
-        "print this",
-    ),
+    Option("-h --help", "print this"),
     # torchrun's own, meaning the same
     Option(
-        "-m --module",
-        "the program is a module, run as python -m would",
+        "-m --module", "the program is a module, run as python -m would",
         fate="same", variable="PET_MODULE",
     ),
     Option(
-        "--no-python",
-        "the program is an executable of any kind, not a Python script",
+        "--no-python", "the program is an executable of any kind, not a Python script",
         fate="same", variable="PET_NO_PYTHON",
     ),
     Option(
-        "--run-path",
-        "the program is a script; takes precedence over --no-python and -m",
+        "--run-path", "the program is a script; takes precedence over --no-python and -m",
         fate="same", variable="PET_RUN_PATH",
     ),
     Option(
@@ -192,8 +176,7 @@ RUN: tuple[Option, ...] = (
         example="--max-restarts 3",
     ),
     Option(
-        "--master-addr",
-        "must be this machine; ranks on one node meet at 127.0.0.1",
+        "--master-addr", "must be this machine; ranks on one node meet at 127.0.0.1",
         metavar="ADDR", fate="same", read=read_address, default="", variable="PET_MASTER_ADDR",
         example="--master-addr 127.0.0.1",
     ),
@@ -209,8 +192,7 @@ RUN: tuple[Option, ...] = (
         metavar="ID", fate="same", default="", variable="PET_RDZV_ID",
     ),
     Option(
-        "--role",
-        "the workers' ROLE_NAME",
+        "--role", "the workers' ROLE_NAME",
         metavar="NAME", fate="same", default="default", variable="PET_ROLE",
     ),
     Option(
@@ -227,14 +209,12 @@ RUN: tuple[Option, ...] = (
         example="-r 0:1,1:3",
     ),
     Option(
-        "-t --tee",
-        "write streams to files and to the terminal; MAP as for --redirects",
+        "-t --tee", "write streams to files and to the terminal; MAP as for --redirects",
         metavar="MAP", fate="same", read=read_streams, default=0, variable="PET_TEE",
         example="-t 3",
     ),
     Option(
-        "--local-ranks-filter",
-        "show the words of these local ranks only on the terminal",
+        "--local-ranks-filter", "show the words of these local ranks only on the terminal",
         metavar="R,...", fate="same", read=read_ranks, default=(),
         variable="PET_LOCAL_RANKS_FILTER", example="--local-ranks-filter 0,1",
     ),
@@ -251,15 +231,13 @@ RUN: tuple[Option, ...] = (
         variable="PET_DUPLICATE_STDERR_FILTERS",
     ),
     Option(
-        "--signals-to-handle",
-        "the signals that stop the job; SIGINT always does",
+        "--signals-to-handle", "the signals that stop the job; SIGINT always does",
         metavar="SIG,...", fate="same", read=read_signals,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"), variable="PET_SIGNALS_TO_HANDLE",
         example="--signals-to-handle SIGTERM,SIGUSR1",
     ),
     Option(
-        "--shutdown-timeout",
-        "torchrun's name for --grace",
+        "--shutdown-timeout", "torchrun's name for --grace",
         metavar="S", fate="same", read=read_seconds, variable="PET_SHUTDOWN_TIMEOUT",
         fallback="TORCH_ELASTIC_SHUTDOWN_TIMEOUT", example="--grace 30",
     ),
@@ -270,20 +248,17 @@ RUN: tuple[Option, ...] = (
     ),
     # torchrun's, for several nodes
     Option(
-        "--nnodes",
-        "number of nodes; here 1 or 1:1",
+        "--nnodes", "number of nodes; here 1 or 1:1",
         metavar="N|MIN:MAX", fate="several-nodes", read=read_nodes, default=(1, 1),
         variable="PET_NNODES", example="--nnodes 1",
     ),
     Option(
-        "--node-rank",
-        "which node this is; here 0",
+        "--node-rank", "which node this is; here 0",
         metavar="R", fate="several-nodes", read=read_integer, default=0,
         variable="PET_NODE_RANK", example="--node-rank 0",
     ),
     Option(
-        "--rdzv-backend",
-        "how nodes meet; here static or c10d, which are the same on one node",
+        "--rdzv-backend", "how nodes meet; here static or c10d, which are the same on one node",
         metavar="NAME", fate="several-nodes", read=read_backend, default="static",
         variable="PET_RDZV_BACKEND", example="--rdzv-backend c10d",
     ),
@@ -296,47 +271,40 @@ RUN: tuple[Option, ...] = (
     ),
     # torchrun's, without effect here
     Option(
-        "--rdzv-conf",
-        "settings of the meeting of nodes",
+        "--rdzv-conf", "settings of the meeting of nodes",
         metavar="K=V,...", fate="accepted", read=read_settings, default=(),
         variable="PET_RDZV_CONF", example="--rdzv-conf timeout=900",
         why="one node has nobody to wait for",
     ),
     Option(
-        "--local-addr",
-        "the address of this node for the others",
+        "--local-addr", "the address of this node for the others",
         metavar="ADDR", fate="accepted", variable="PET_LOCAL_ADDR",
         why="ranks on one node meet at 127.0.0.1",
     ),
     Option(
-        "--monitor-interval",
-        "how often torchrun looks whether a worker has ended",
+        "--monitor-interval", "how often torchrun looks whether a worker has ended",
         metavar="S", fate="accepted", read=read_seconds, variable="PET_MONITOR_INTERVAL",
         example="--monitor-interval 0.1",
         why="a rank's end is seen at once, without looking at intervals",
     ),
     Option(
-        "--start-method",
-        "how torchrun starts functions; never had an effect on scripts",
+        "--start-method", "how torchrun starts functions; never had an effect on scripts",
         metavar="NAME", fate="accepted", read=read_choice("spawn", "fork", "forkserver"),
         variable="PET_START_METHOD", example="--start-method spawn",
         why="it is for functions; scripts are forked from the template, or --fresh",
     ),
     Option(
-        "--event-log-handler",
-        "where torchrun's events go",
+        "--event-log-handler", "where torchrun's events go",
         metavar="NAME", fate="accepted", variable="PET_EVENT_LOG_HANDLER",
         why="what happened stands in events.jsonl of the run folder",
     ),
     Option(
-        "--logs-specs",
-        "torchrun's plug-in for log folders",
+        "--logs-specs", "torchrun's plug-in for log folders",
         metavar="NAME", fate="accepted",
         why="torchrun's plug-ins are not loaded; --log-dir, -r and -t say where logs go",
     ),
     Option(
-        "--numa-binding",
-        "bind ranks to the processors near their GPU",
+        "--numa-binding", "bind ranks to the processors near their GPU",
         metavar="MODE", fate="accepted",
         read=read_choice("node", "socket", "exclusive", "core-complex"),
         example="--numa-binding node", why="binding to processors is not built yet",
@@ -361,8 +329,7 @@ SERVE = (
         metavar="H", read=read_host, default="127.0.0.1", example="--host 127.0.0.1",
     ),
     Option(
-        "--port",
-        "the port; 0 is any free one",
+        "--port", "the port; 0 is any free one",
         metavar="P", read=read_port, default=0, example="--port 29500",
     ),
     _reworded("port_range", "take the free port from this range only"),
@@ -387,18 +354,12 @@ SERVE = (
     BY_KEY["help"],
 )  # fmt: skip
 
-
 STACKS = (
     _reworded("error_format", "how the ranks are written to stdout, and errors to stderr"),
     BY_KEY["help"],
 )
 
-
-STOP = (
-    _reworded("error_format", "how errors are written to stderr"),
-    BY_KEY["help"],
-)
-
+STOP = (_reworded("error_format", "how errors are written to stderr"), BY_KEY["help"])
 
 DOCTOR = (
     Option(
@@ -416,20 +377,17 @@ DOCTOR = (
     ),
     _reworded("port_range", "with --listen or --peer: this side listens on ports of this range only, as a firewall may ask for"),
     Option(
-        "--only",
-        "these checks and no others",
+        "--only", "these checks and no others",
         metavar="NAME,...", read=read_checks, default=(), example="--only limits,shm",
         adds_up=True,
     ),
     Option(
-        "--skip",
-        "all checks but these",
+        "--skip", "all checks but these",
         metavar="NAME,...", read=read_checks, default=(), example="--skip job", adds_up=True,
     ),
     _reworded("error_format", "how findings are written to stdout, and errors to stderr; json is one object a line"),
     BY_KEY["help"],
 )  # fmt: skip
-
 
 SHOW = (
     Option("--list", "the runs that are kept, newest first, a line each"),
