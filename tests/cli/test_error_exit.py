@@ -39,6 +39,30 @@ def test_no_descriptor_left_is_no_fault_of_ours(capsys: pytest.CaptureFixture[st
     assert "ulimit -n 65536" in err
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable", "/usr/bin/python3"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+def test_no_process_left_is_no_fault_of_ours(
+    refusal: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What posix_spawn raises has a file name, and a thread's refusal is no OSError: both were
+    shown as faults of rallypoint.
+    """
+
+    def command() -> int:
+        raise refusal
+
+    assert guarded(command) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error[start-failed]: this machine refuses another process or thread: ")
+    assert "pids.max" in err
+
+
 def test_a_fault_of_ours_is_70_and_says_what_to_report(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> int:
         return len(None)  # type: ignore[arg-type]

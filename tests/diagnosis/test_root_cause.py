@@ -1720,6 +1720,18 @@ HISTORIES = [
         status=70,
     ),
     History(
+        "template-crashed-beneath-a-limit-on-its-address-space",
+        job(
+            stopped(0),
+            memory=MemoryEvidence(address_space=400 << 20),
+            helper=HelperLost("template", 4711, Ended(signal=6, at=0.2)),
+        ),
+        "launcher-died",
+        (),
+        "rallypoint's template was ended by SIGABRT",
+        status=70,
+    ),
+    History(
         "ctrl-c",
         job(
             stopped(0),

@@ -448,6 +448,48 @@ def test_few_descriptors_are_said_to_be_few(tmp_path: Path) -> None:
     assert "ulimit -n 4096" in result.err
 
 
+def test_little_address_space_is_named(tmp_path: Path) -> None:
+    """The import of torch fails then, or ends the template with SIGABRT, which was "please report
+    it".
+    """
+    program = tmp_path / "train.py"
+    program.write_text("print('here')\n")
+    shell = ['ulimit -v 200000; exec "$@"', "sh", sys.executable, "-P", "-m", "rallypoint"]
+    result = run_job(
+        [*shell, "run", "-n", "2", str(program)], state=tmp_path, launcher=("/bin/sh", "-c")
+    )
+    assert result.codes in (["start-failed"], ["launcher-died"]), result.everything
+    assert "ulimit -v lets a process map 195" in result.err
+    assert "report it" not in result.err
+
+
+REFUSED = """
+import errno, os, sys
+def refuse(path, *_, **__):
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
+os.posix_spawn = refuse
+from rallypoint.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_limit_on_processes_is_named(tmp_path: Path) -> None:
+    """Below `pids.max` of a cgroup. It was an internal error, and the guard said that the launcher
+    was killed.
+    """
+    program = tmp_path / "train.py"
+    program.write_text("print('here')\n")
+    result = run_job(
+        ["run", "-n", "4", str(program)],
+        state=tmp_path,
+        launcher=(sys.executable, "-P", "-c", REFUSED),
+    )
+    assert (result.rc, result.codes) == (1, ["start-failed"]), result.everything
+    assert "pids.max" in result.err
+    assert "was killed" not in result.err
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     program = os.fsencode(tmp_path) + b"/caf\xe9.py"

@@ -241,6 +241,27 @@ def test_the_folder_of_a_running_job_is_refused_until_it_dies(
     opened(tmp_path, "running-job", said, asked_for=True).close()
 
 
+def test_a_file_system_without_locks_costs_nothing_but_the_protection(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENOLCK, as NFS without its lock service answers: nobody can tell whether a run goes on, so it
+    is taken for one that does, and is not removed.
+    """
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    folder = opened(tmp_path, "a-job", said)
+    assert said == []
+    assert sorted(os.listdir(folder.path)) == ["plan.json", "running"]
+    monkeypatch.setattr(run_folder, "_locked_here", set())  # as another process sees it
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    assert is_running(folder.path)
+    assert remove_old_runs(str(tmp_path), keep=0, most=0) == []
+    folder.close()
+
+
 def test_twice_in_one_process_is_refused_too(tmp_path: Path, said: list[str]) -> None:
     folder = opened(tmp_path, "job", said)
     with pytest.raises(UsageError):

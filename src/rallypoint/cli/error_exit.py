@@ -61,10 +61,12 @@ def _translated(error: Exception) -> RallypointError:
     us.
     """
     number = error.errno if isinstance(error, OSError) else 0
-    if number in (errno.EAGAIN, errno.ENOMEM) and not getattr(error, "filename", None):  # fork(2)
+    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    if no_thread or number in (errno.EAGAIN, errno.ENOMEM):  # fork(2), clone(2), posix_spawn(3)
+        refused = os.strerror(number) if number else error
         return EnvironmentProblem(
             "start-failed",
-            f"this machine refuses another process: {os.strerror(number)}",
+            f"this machine refuses another process or thread: {refused}",
             why=("a limit on processes (ulimit -u, pids.max of the cgroup) or memory is reached",),
             help=(("see the limits", "ulimit -u; cat /sys/fs/cgroup/pids.max"),),
         )

@@ -15,7 +15,7 @@ from rallypoint.diagnosis.causes import collectives, resources
 from rallypoint.diagnosis.causes.case import Case, how_ended, status_of, where, whereabouts
 from rallypoint.diagnosis.causes.children import mixed_up, spawns
 from rallypoint.diagnosis.causes.report_form import SAID_LINES, logs, of_end, said, traceback_said
-from rallypoint.diagnosis.causes.wording import CRASHES, EVIDENCE_LINES, cut, signal_name
+from rallypoint.diagnosis.causes.wording import CRASHES, EVIDENCE_LINES, cut, signal_name, size
 from rallypoint.diagnosis.error_patterns import schedulers, torch
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
@@ -121,6 +121,9 @@ def overdue(job: JobEvidence, seen: tuple[str, ...] = ()) -> Report:
     )
 
 
+_MAP_MORE = Help("let processes map more, in the shell that starts the job", "ulimit -v unlimited")
+
+
 def launcher_died(job: JobEvidence, then: str) -> Report:
     """The template, the guard or the c10d host ended by itself."""
     lost = job.helper
@@ -147,9 +150,13 @@ def launcher_died(job: JobEvidence, then: str) -> Report:
         evidence.append(
             "rallypoint ends it with no signal while a job runs, so the signal came from outside"
         )
+    elif job.memory.address_space:
+        evidence.append(f"ulimit -v lets a process map {size(job.memory.address_space)} in all")
     helps = (
         () if by_signal else (Help("if it happens again, report it with this text and the logs"),)
     )
+    if job.memory.address_space and not by_signal:
+        helps = (_MAP_MORE,)
     if for_memory:
         helps = (
             Help(

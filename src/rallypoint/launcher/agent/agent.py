@@ -143,9 +143,17 @@ class Agent:
         self.signalled_by = ""
         self._overdue = 0.0  # seconds that the job was given, when they are over
         self._status: int | None = None
-        if self._helpers.template is None:
-            self._helpers.use(self._start_template(imports=plan.start == "template"))
-        self._make_parts(adopts_strangers, held, place)
+        try:
+            if self._helpers.template is None:
+                self._helpers.use(self._start_template(imports=plan.start == "template"))
+            self._make_parts(adopts_strangers, held, place)
+        except BaseException:
+            # the run folder belongs to another job, or this machine refuses another process: the
+            # user reads that, and nothing may stay behind
+            if request is None:
+                self._helpers.end()
+            self._signals.close()
+            raise
 
     def _make_parts(
         self, adopts_strangers: bool, held: HeldPort | None, place: RendezvousFile | None
@@ -170,22 +178,13 @@ class Agent:
         from rallypoint.launcher.agent.worker_messages import WorkerMessages
 
         plan, request, clock = self.plan, self.request, Clock()
-        try:
-            if plan.torch:
-                ports.check_loopback(
-                    plan.master_addr
-                )  # torch would try for a minute, with a thousand lines
-            folder, writer = open_folder(plan), DiskWriter()
-            console = Console(plan, folder.path, request.outputs if request is not None else (1, 2))
-            streams = RankStreams(plan, folder, console)
-            reporter = Reporter(plan, clock, folder, writer, console)
-        except BaseException:
-            # the run folder belongs to another job: the user reads that, and nothing may stay
-            # behind
-            if request is None:
-                self._helpers.end()
-            self._signals.close()
-            raise
+        if plan.torch:
+            # torch would try for a minute, with a thousand lines
+            ports.check_loopback(plan.master_addr)
+        folder, writer = open_folder(plan), DiskWriter()
+        console = Console(plan, folder.path, request.outputs if request is not None else (1, 2))
+        streams = RankStreams(plan, folder, console)
+        reporter = Reporter(plan, clock, folder, writer, console)
         self._console, self._reporter, self._loop = console, reporter, Loop(clock)
         decider = Supervisor(
             world_size=plan.world.size,

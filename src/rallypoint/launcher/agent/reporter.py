@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,11 @@ DISK_TIMEOUT = 5.0
 # Seconds for the list of parts to preload, a file of some hundred bytes. Beside a disk that takes
 # longer, the next start finds them again.
 LEARNT_TIMEOUT = 1.0
+
+
+# Bytes of address space below which the import of torch may fail: it maps a few hundred MiB, with
+# CUDA's libraries several GiB.
+TORCH_SPACE = 8 << 30
 
 
 def open_folder(plan: Plan) -> RunFolder:
@@ -194,11 +200,17 @@ class Reporter:
             else f"{raised.type}: {raised.message}"
         )
         lines = tuple(raised.traceback.rstrip().splitlines()[-10:])
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: none
         return Report(
             code="start-failed",
             headline=f"{message.module} cannot be imported",
             where="before any worker started",
             why=why,
+            evidence=(
+                (f"ulimit -v lets a process map {limit >> 20} MiB in all: torch may need more",)
+                if 0 < limit < TORCH_SPACE
+                else ()
+            ),
             said=(Said("the template", lines),)
             if len(lines) > 1
             else (),  # a module that is not there: `why` has said it
