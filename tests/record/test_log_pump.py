@@ -734,6 +734,26 @@ def test_tee_gets_the_same_bytes_and_the_filter_the_lines_that_match(
     assert err == b""
 
 
+def test_a_note_after_the_end_of_a_teed_stderr_is_in_its_file(
+    rigs: Callable[..., Rig], tmp_path: Path
+) -> None:
+    """A traceback comes by the control channel; the rank's pipe may have been read to its end
+    before, and then the file of `-t` lacked the traceback.
+    """
+    rig = rigs(2)
+    teed = os.open(tmp_path / "stderr.log", os.O_WRONLY | os.O_CREAT)
+    write_later(rig.rank(1, "stderr", tee=teed), b"before\n").join(SOON)
+    assert rig.pump.settle(SOON)
+    assert not rig.pump._streams
+    rig.pump.note(1, "ValueError: nan")
+    assert rig.pump.drain(SOON)
+    assert (tmp_path / "stderr.log").read_bytes() == b"before\nValueError: nan\n"
+    rig.pump.attempt(1)
+    rig.pump.note(1, "of the next attempt")
+    rig.close()
+    assert (tmp_path / "stderr.log").read_bytes() == b"before\nValueError: nan\n"
+
+
 def test_a_prefix_of_the_users_or_none(rigs: Callable[..., Rig], tmp_path: Path) -> None:
     """Every line had `[0] ` in front, whatever torchrun's template said, and a JSON reader behind
     the pipe could not read it.

@@ -210,6 +210,7 @@ class LogPump:
             self._clock, BACKLOG_BYTES, DISK_PATIENCE, DISK_LINGER, self._give_up_files
         )
         self._torchruns: list[KeptFile] = []
+        self._teed: list[_Stream] = []  # of this attempt, ended ones too: a note may come later
         self._logs: dict[int, _RankLog] = {}
         self._filters: dict[StreamName, _Filter] = {}
         self._streams: dict[int, _Stream] = {}  # by descriptor
@@ -351,6 +352,7 @@ class LogPump:
         self._obey_the_rest()
         for stream in list(self._streams.values()):
             self._forget(stream)
+        self._close_tees()
         for log in self._logs.values():
             if log.file:
                 self._disk.submit(log.file.close)
@@ -476,8 +478,6 @@ class LogPump:
         del self._streams[stream.fd]
         self._epoll.unregister(stream.fd)
         os.close(stream.fd)
-        if stream.tee is not None:
-            self._disk.submit(stream.tee.close)
 
     def _flush(self) -> None:
         """Hand over what was composed; logs first, because a terminal may keep us waiting. A disk
@@ -559,11 +559,19 @@ class LogPump:
             stream.tee = KeptFile(_path_of(tee), self._trouble, fd=tee)
             self._torchruns.append(stream.tee)
             stream.filter = self._filters.get(name) if rank in self._shown else None
+            self._teed.append(stream)
         os.set_blocking(fd, False)
         self._streams[fd] = stream
         self._epoll.register(fd, select.EPOLLIN)
 
+    def _close_tees(self) -> None:
+        for stream in self._teed:
+            if stream.tee is not None:
+                self._disk.submit(stream.tee.close)
+        self._teed.clear()
+
     def _attempt(self, number: int) -> None:
+        self._close_tees()
         for log in self._logs.values():
             log.break_line()
             log.out.append(b"--- attempt %d ---\n" % number)
@@ -588,7 +596,7 @@ class LogPump:
         log.show(log, b"", piece)
         with self._lock:
             log.remember(log, piece)
-        for stream in self._streams.values():
+        for stream in self._teed:
             if stream.log is log and stream.name == "stderr" and stream.tee is not None:
                 self._keep(stream.tee, piece.data)
                 if stream.filter is not None:
