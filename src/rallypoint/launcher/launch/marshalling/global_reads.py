@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import linecache
 import re
-import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -26,22 +25,27 @@ class Read(NamedTuple):
     line: int
 
 
+def closure(function: FunctionType) -> dict[str, object]:
+    """Return a function's closure variables that have a value by now."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    return found
+
+
 def reads(function: FunctionType) -> Iterator[Read]:
     """Yield what a function, and those defined inside it, read of globals and closure variables.
 
     Modules and attributes are followed: `state.lock` is both `state` and `state.lock`. Names that
-    have no value yet are left out.
+    have no value yet, and imports inside the function, are left out.
     """
-    cells = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            cells[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    yield from _of_code(function.__code__, function.__globals__, cells)
+    yield from _of_code(function.__code__, function.__globals__, closure(function))
 
 
-def _of_code(code: CodeType, namespace: dict[str, Any], cells: dict[str, Any]) -> Iterator[Read]:
+def _of_code(code: CodeType, namespace: dict[str, Any], cells: dict[str, object]) -> Iterator[Read]:
     here = str(namespace.get("__name__", ""))
     names: tuple[str, ...] = ()
     value: object = _MISSING
@@ -57,28 +61,14 @@ def _of_code(code: CodeType, namespace: dict[str, Any], cells: dict[str, Any]) -
             case "LOAD_DEREF":
                 names, value, module = (name,), cells.get(name, _MISSING), here
             case "LOAD_ATTR" | "LOAD_METHOD" if value is not _MISSING:
-                names, (value, module) = (*names, name), _attribute(value, name, module)
-            case "IMPORT_NAME":
-                imported = sys.modules.get(name) if isinstance(name, str) else None
-                names, value, module = (
-                    (str(name),),
-                    imported if imported is not None else _MISSING,
-                    str(name),
-                )
-                continue  # nothing of it is read yet
-            case "IMPORT_FROM" if value is not _MISSING or isinstance(
-                sys.modules.get(names[0] if names else ""), ModuleType
-            ):
-                source = sys.modules.get(names[0])
-                found, owner = _attribute(source, name, module)
-                if found is not _MISSING:
-                    yield Read((name,), found, owner, code.co_qualname, line)
-                continue
+                names = (*names, name)
+                if isinstance(value, ModuleType):
+                    module = value.__name__
+                value = _attribute(value, name)
             case "CACHE" | "PUSH_NULL" | "EXTENDED_ARG" | "PRECALL" | "RESUME" | "NOP":
                 continue
             case _:
                 value = _MISSING
-                continue
         if value is not _MISSING:
             yield Read(names, value, module, code.co_qualname, line)
     for constant in code.co_consts:
@@ -86,13 +76,10 @@ def _of_code(code: CodeType, namespace: dict[str, Any], cells: dict[str, Any]) -
             yield from _of_code(constant, namespace, cells)
 
 
-def _attribute(owner: object, name: str, module: str) -> tuple[object, str]:
-    """Return an attribute of a module or of an instance itself, and its module, without running
-    code."""
-    if isinstance(owner, ModuleType):
-        return owner.__dict__.get(name, _MISSING), owner.__name__
+def _attribute(owner: object, name: str) -> object:
+    """Return an attribute of a module or of an instance itself, without running code."""
     own = getattr(owner, "__dict__", None) if not isinstance(owner, type) else None
-    return (own.get(name, _MISSING) if isinstance(own, dict) else _MISSING), module
+    return own.get(name, _MISSING) if isinstance(own, dict) else _MISSING
 
 
 def line_of_definition(filename: str, name: str) -> int:

@@ -8,7 +8,7 @@ memory) goes by value, as `__main__` does.
 
 from __future__ import annotations
 
-import importlib.machinery
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ def is_users(name: str | None) -> bool:
     if module is None:
         return False
     file = getattr(module, "__file__", None)
-    if not isinstance(file, str):
-        return (
-            not hasattr(module, "__path__") and getattr(module, "__spec__", None) is None
-        )  # made in memory
+    if not isinstance(file, str):  # made in memory, if it is no namespace package
+        return not hasattr(module, "__path__") and getattr(module, "__spec__", None) is None
+    package = str(getattr(sys.modules.get(top), "__file__", None))
     return not (
-        any(part in file for part in _LIBRARY) or os.path.realpath(file).startswith(_STDLIB)
+        any(part in file or part in package for part in _LIBRARY)
+        or os.path.realpath(file).startswith(_STDLIB)
     )
 
 
@@ -66,36 +66,20 @@ class Importable:
 
     def _find(self, name: str) -> bool:
         module = sys.modules.get(name)
-        if not isinstance(
-            module, ModuleType
-        ):  # cloudpickle decides itself; some packages put objects of their own there
+        if not isinstance(module, ModuleType) or not is_users(name):
             return True
-        top = name.partition(".")[0]
-        if top in sys.stdlib_module_names or top == _OURS:
-            return True
-        loader = getattr(module, "__loader__", None)
-        if type(loader).__module__.startswith("_pytest."):
+        if type(getattr(module, "__loader__", None)).__module__.startswith("_pytest."):
             # its asserts were rewritten, and are to tell what they compared in a rank, too
             return False
-        file = getattr(module, "__file__", None)
-        package = getattr(sys.modules.get(top), "__file__", None)
-        if any(
-            isinstance(one, str) and any(part in one for part in _LIBRARY)
-            for one in (file, package)
-        ):
-            return True
         parent = name.rpartition(".")[0]
-        path: Sequence[str] | None = None
-        if parent:
-            if not self(parent):
-                return False
-            path = list(getattr(sys.modules.get(parent), "__path__", ()))
-        spec = _spec(name, path)
-        if spec is None:
+        if parent and not self(parent):
             return False
-        if isinstance(file, str) and spec.has_location and spec.origin is not None:
-            return _same(file, spec.origin)
-        return True
+        path = list(getattr(sys.modules.get(parent), "__path__", ())) if parent else None
+        spec = _spec(name, path)
+        file = getattr(module, "__file__", None)
+        if spec is None or not isinstance(file, str) or spec.origin is None:
+            return spec is not None
+        return os.path.realpath(file) == os.path.realpath(spec.origin)
 
 
 def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -106,25 +90,9 @@ def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
         # Editable installs have finders from `.pth` files.
         of_site = kind.__module__.startswith("_") and not kind.__module__.startswith("_pytest")
         if of_site or kind in (BuiltinImporter, FrozenImporter, PathFinder):
-            try:
+            # A finder that looks at a half imported parent may raise.
+            with contextlib.suppress(ImportError, AttributeError, ValueError, TypeError):
                 spec = finder.find_spec(name, path)
-            except (
-                ImportError,
-                AttributeError,
-                ValueError,
-                TypeError,
-            ):  # a finder that looks at a half imported parent
-                continue
-            if spec is not None:
-                return spec
+                if spec is not None:
+                    return spec
     return None
-
-
-def _same(one: str, other: str) -> bool:
-    if one == other:
-        return True
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        bare = importlib.machinery.BYTECODE_SUFFIXES[0]
-        return one.removesuffix(bare) == other.removesuffix(bare)

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from rallypoint.errors import UsageError
@@ -26,10 +26,6 @@ from rallypoint.wire.values import shown
 
 SCANNED_MOST = 5000
 """Maximum functions whose code is read for one call (a thousand take 0.1 s)."""
-
-ELEMENTS_MOST = 100
-"""Maximum elements of a global container that is searched: a lock per device or file, no data
-set."""
 
 _WRONG = frozenset({"lock-in-wrong-scope", "mp-object-in-launch"})
 """Codes of objects that are wrong as globals of an imported module, too.
@@ -54,95 +50,63 @@ def bind(fn: object, args: object, kwargs: object, *, pass_rank: bool = False) -
 
     Raises UsageError, with the line to type.
     """
-    function = _function(fn)
-    name = name_of(function)
+    _check_function(fn)
+    name = name_of(fn)
     positional, named = _args(args), _kwargs(kwargs)
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(fn)  # type: ignore[arg-type]  # checked
     except (ValueError, TypeError):  # builtins often have none: the ranks will say
         return Called(positional, named, name)
-    rank = (0,) if pass_rank else ()
-    problem = _unbound(signature, (*rank, *positional), named)
+    with_rank, without = (0, *positional), positional
+    given, other = (with_rank, without) if pass_rank else (without, with_rank)
+    problem = _unbound(signature, given, named)
     if not problem:
         return Called(positional, named, name)
     line = f"{name}{_shown_signature(signature)}"
-    other = () if pass_rank else (0,)
-    if not _unbound(signature, (*other, *positional), named):
-        right = _call(name, args=positional, kwargs=named, pass_rank=not pass_rank)
-        wrong = _call(name, args=positional, kwargs=named, pass_rank=pass_rank)
-        pair = f"wrong:  {wrong}\nright:  {right}"
-        if pass_rank:
-            raise _usage(f"{line} does not want the rank in front", ("write it like this", pair))
-        if "rank" in next(iter(signature.parameters), ""):
-            raise _usage(
-                f"{line} wants the rank in front, which is given only on request",
-                ("write it like this", pair),
-            )
-        raise _usage(
-            f"{line} cannot be called with these arguments: {problem}",
-            ("give what it takes", _call(name, args=None, kwargs={}, pass_rank=False)),
-            ("or, if its first argument is to be the rank, ask for it", pair),
+    if not _unbound(signature, other, named) and (
+        pass_rank or "rank" in next(iter(signature.parameters), "")
+    ):
+        wrong = _call(name, positional, named, pass_rank=pass_rank)
+        right = _call(name, positional, named, pass_rank=not pass_rank)
+        wants = (
+            "does not want the rank in front"
+            if pass_rank
+            else "wants the rank in front, which is given only on request"
         )
+        raise _usage(f"{line} {wants}", "write it like this", f"wrong:  {wrong}\nright:  {right}")
     raise _usage(
         f"{line} cannot be called with these arguments: {problem}",
-        ("give what it takes", _call(name, args=None, kwargs={}, pass_rank=pass_rank)),
+        "give what it takes",
+        f"rallypoint.launch({name}, args=(...), kwargs={{...}})",
     )
 
 
-def _function(fn: object) -> Callable[..., Any]:
-    """Return `fn` if it is a function whose result can come back from a rank. Raises UsageError."""
-    if inspect.iscoroutine(fn) or inspect.isgenerator(fn) or inspect.isasyncgen(fn):
-        name = fn.__name__
-        if inspect.iscoroutine(fn):
-            fn.close()  # nobody awaits it any more: no warning about that
-        raise _called_already(
-            f"the {'coroutine' if inspect.iscoroutine(fn) else 'generator'} that {name}() returned",
-            name,
-        )
-    if fn is None:
-        raise _called_already("None", "train")
+def _check_function(fn: Any) -> None:
+    """Refuse what is no function, and a function whose result cannot come back from a rank."""
     if not callable(fn):
-        raise _called_already(f"{_article(type(fn).__name__)} {type(fn).__name__}", "train")
-    inner = _innermost(fn)
+        given, name = f"{_article(type(fn).__name__)} {type(fn).__name__}", "train"
+        if fn is None:
+            given = "None"
+        elif inspect.iscoroutine(fn) or inspect.isgenerator(fn):
+            name = fn.__name__
+            given = f"the {type(fn).__name__} that {name}() returned"
+            fn.close()  # nobody awaits it any more: no warning about that
+        raise _usage(
+            f"launch takes a function, and was given {given}",
+            "give the function itself, without calling it",
+            f"wrong:  rallypoint.launch({name}())\nright:  rallypoint.launch({name})",
+        )
     name = name_of(fn)
-    if inspect.iscoroutinefunction(inner):
-        raise _usage(
-            f"{name} is an async function: calling it only makes a coroutine",
-            (
-                "run it in the rank",
-                f"wrong:  rallypoint.launch({name})\nright:  rallypoint.launch(lambda: asyncio.run({name}()))",
-            ),
-        )
-    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
-        raise _usage(
-            f"{name} is a generator function: calling it runs nothing, and a generator cannot come back",
-            (
-                "return a list",
-                f"wrong:  rallypoint.launch({name})\nright:  rallypoint.launch(lambda: list({name}()))",
-            ),
-        )
-    return fn
-
-
-def _innermost(fn: Any) -> Any:
-    """Return the function that a call runs in the end."""
-    while True:
-        if isinstance(fn, functools.partial):
-            fn = fn.func
-        elif isinstance(fn, MethodType):
-            fn = fn.__func__
-        elif not isinstance(fn, FunctionType | type) and isinstance(_own_call(fn), FunctionType):
-            fn = _own_call(fn)
-        else:
-            return fn
-
-
-def _own_call(fn: object) -> object:
-    """Return `__call__` of an object's class."""
-    return next(
-        (kind.__dict__["__call__"] for kind in type(fn).__mro__ if "__call__" in kind.__dict__),
-        None,
-    )
+    for kind, test, makes, how, run in (
+        ("an async", inspect.iscoroutinefunction, "only makes a coroutine", "run it in the rank", "asyncio.run"),
+        ("a generator", inspect.isgeneratorfunction, "runs nothing, and a generator cannot come back", "return a list", "list"),
+    ):  # fmt: skip
+        if test(fn):
+            raise _usage(
+                f"{name} is {kind} function: calling it {makes}",
+                how,
+                f"wrong:  rallypoint.launch({name})\nright:  rallypoint.launch(lambda: {run}({name}()))",
+            )
 
 
 def name_of(fn: Any) -> str:
@@ -153,43 +117,30 @@ def name_of(fn: Any) -> str:
     return str(name).rpartition("<locals>.")[2]
 
 
-def _called_already(what: str, name: str) -> UsageError:
-    return _usage(
-        f"launch takes a function, and was given {what}",
-        (
-            "give the function itself, without calling it",
-            f"wrong:  rallypoint.launch({name}())\nright:  rallypoint.launch({name})",
-        ),
-    )
-
-
 def _args(args: object) -> tuple[Any, ...]:
     if isinstance(args, list | tuple):
         return tuple(args)
-    one = args if isinstance(args, int | float | str | bool | None) else "x"
-    text = one if one == "x" and not isinstance(args, str) else repr(one)
-    if len(text) > 40:
-        text = "x"
+    text = repr(args) if _short(args) else "x"
     raise _usage(
         f"args is a tuple, and was given {_article(type(args).__name__)} {type(args).__name__}",
-        ("put it in a tuple", f"wrong:  args={text}\nright:  args=({text},)"),
+        "put it in a tuple",
+        f"wrong:  args={text}\nright:  args=({text},)",
     )
 
 
 def _kwargs(kwargs: object) -> dict[str, Any]:
     if kwargs is None:
         return {}
+    wrong = ""
     if not isinstance(kwargs, dict):
-        raise _usage(
-            f"kwargs is a dict, and was given {_article(type(kwargs).__name__)} {type(kwargs).__name__}",
-            ("give names and values", 'kwargs={"lr": 0.1}'),
+        wrong = (
+            f"is a dict, and was given {_article(type(kwargs).__name__)} {type(kwargs).__name__}"
         )
-    for key in kwargs:
-        if not isinstance(key, str):
-            raise _usage(
-                f"kwargs has a key that is no name: {shown(key)}",
-                ("names are text", 'kwargs={"lr": 0.1}'),
-            )
+    elif keys := [key for key in kwargs if not isinstance(key, str)]:
+        wrong = f"has a key that is no name: {shown(keys[0])}"
+    if wrong:
+        raise _usage(f"kwargs {wrong}", "give names and values", 'kwargs={"lr": 0.1}')
+    assert isinstance(kwargs, dict)
     return dict(kwargs)
 
 
@@ -219,16 +170,11 @@ def _short(value: object) -> bool:
     )
 
 
-def _call(
-    name: str, args: tuple[Any, ...] | None, kwargs: dict[str, Any], *, pass_rank: bool
-) -> str:
+def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, pass_rank: bool) -> str:
     given = [name]
-    if args is None:
-        given.append("args=(...), kwargs={...}")
-    elif args:
-        given.append(
-            f"args=({', '.join(repr(one) if _short(one) else '...' for one in args)}{',' if len(args) == 1 else ''})"
-        )
+    if args:
+        shown_args = ", ".join(repr(one) if _short(one) else "..." for one in args)
+        given.append(f"args=({shown_args}{',' if len(args) == 1 else ''})")
     if kwargs:
         given.append(f"kwargs={{{', '.join(f'{shown(key)}: ...' for key in kwargs)}}}")
     if pass_rank:
@@ -240,8 +186,8 @@ def _article(word: str) -> str:
     return "an" if word[:1].lower() in "aeiou" else "a"
 
 
-def _usage(headline: str, *help: tuple[str, str]) -> UsageError:
-    return UsageError("usage", headline, help=help)
+def _usage(headline: str, sentence: str, command: str) -> UsageError:
+    return UsageError("usage", headline, help=((sentence, command),))
 
 
 # --- what is not pickled, and what is ---
@@ -257,8 +203,7 @@ class Scan:
     def __init__(self, is_shared: Callable[[object], bool]) -> None:
         """`is_shared`: tells whether a value is memory that processes share."""
         self._is_shared = is_shared
-        self._seen: set[int] = set()
-        self._keep: list[object] = []  # so that no id is used twice
+        self._seen: dict[int, FunctionType] = {}  # by id, which is used twice for none of them
         self.handed_over: list[tuple[str, str, object]] = []
 
     def function(self, function: FunctionType, *, by_name: bool) -> None:
@@ -267,84 +212,45 @@ class Scan:
         Globals of its own module matter when the function goes `by_name`, and those of other
         modules in any case.
         """
-        waiting: list[tuple[object, bool]] = [(function, by_name)]
+        waiting = [(function, by_name)]
         while waiting and len(self._seen) < SCANNED_MOST:
             one, named = waiting.pop()
-            if id(one) in self._seen:
+            if id(one) in self._seen or not is_users(one.__module__):
                 continue
-            self._seen.add(id(one))
-            self._keep.append(one)
-            if isinstance(one, type):
-                waiting += [(member, named) for member in self._members(one)]
-                continue
-            assert isinstance(one, FunctionType)
-            if not is_users(one.__module__):
-                continue
+            self._seen[id(one)] = one
             for read in reads(one):
                 own = read.module == one.__globals__.get("__name__")
                 if named if own else is_users(read.module):
-                    self._read(one, read)
-                    waiting += [(code, True) for code in _code_of(read.value)]
+                    self._look(one, read)
+                    waiting += [(code, True) for code in _functions_of(read.value)]
 
     def kind(self, kind: type, *, by_name: bool) -> None:
         """Inspect the methods of a class."""
-        if by_name and is_users(kind.__module__):
-            for member in self._members(kind):
-                self.function(member, by_name=True)
+        for method in _functions_of(kind) if by_name else ():
+            self.function(method, by_name=True)
 
-    def _members(self, kind: type) -> list[FunctionType]:
-        found: list[FunctionType] = []
-        for name, member in list(kind.__dict__.items()):
-            refused = unpicklable.kind_of(type(member))
-            if refused is not None and refused.code in _WRONG:
-                raise ObjectRefused(refused, f"class attribute {kind.__qualname__}.{name}")
-            found += _code_of(member)
-        return found
-
-    def _read(self, function: FunctionType, read: Read) -> None:
-        if isinstance(read.value, ModuleType | FunctionType | type | CodeType):
-            return
-        for path, value in _looked_into(read.value):
-            refused = unpicklable.kind_of(type(value))
-            if refused is not None and refused.code in _WRONG:
-                raise ObjectRefused(refused, _read_text(function, read, path))
+    def _look(self, function: FunctionType, read: Read) -> None:
+        refused = unpicklable.kind_of(type(read.value))
+        if refused is not None and refused.code in _WRONG:
+            raise ObjectRefused(refused, _read_text(function, read))
         if read.module in sys.modules and self._is_shared(read.value):
             last = read.names[-1]
             if sys.modules[read.module].__dict__.get(last) is read.value:
                 self.handed_over.append((read.module, last, read.value))
 
 
-def _code_of(value: object) -> list[Any]:
-    """Return the functions that a call of a global or a member may run."""
-    if isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    if isinstance(value, property):
-        return [
-            one for one in (value.fget, value.fset, value.fdel) if isinstance(one, FunctionType)
-        ]
-    if isinstance(value, functools.partial):
-        value = value.func
-    if isinstance(value, MethodType):
-        value = value.__func__
-    if not isinstance(value, FunctionType | type):
-        value = inspect.getattr_static(value, "__wrapped__", None)  # functools.cache and its like
-    if isinstance(value, FunctionType):
-        inner = value.__dict__.get("__wrapped__")
-        return [value, inner] if isinstance(inner, FunctionType) else [value]
-    return [value] if isinstance(value, type) and is_users(value.__module__) else []
+def _functions_of(value: Any) -> list[FunctionType]:
+    """Return the functions that a call of a global may run: itself, its methods, and what a
+    decorator has wrapped."""
+    if isinstance(value, type) and is_users(value.__module__):
+        members = [getattr(one, "__func__", one) for one in value.__dict__.values()]
+        return [one for one in members if isinstance(one, FunctionType)]
+    value = inspect.getattr_static(value, "__func__", value)
+    wrapped = inspect.getattr_static(value, "__wrapped__", None)  # by functools.wraps or cache
+    return [one for one in (value, wrapped) if isinstance(one, FunctionType)]
 
 
-def _looked_into(value: Any) -> list[tuple[str, object]]:
-    """Return (path, object) for a value and the elements of a small container."""
-    found: list[tuple[str, object]] = [("", value)]
-    if type(value) is dict and len(value) <= ELEMENTS_MOST:
-        found += [(f"[{shown(key)}]", one) for key, one in value.items()]
-    elif type(value) in (list, tuple) and len(value) <= ELEMENTS_MOST:
-        found += [(f"[{index}]", one) for index, one in enumerate(value)]
-    return found
-
-
-def _read_text(function: FunctionType, read: Read, path: str) -> str:
+def _read_text(function: FunctionType, read: Read) -> str:
     """Return `global lock in train.py:6, used by increment at train.py:9`, or `state.lock
     (...)`."""
     module = sys.modules.get(read.module)
@@ -352,8 +258,7 @@ def _read_text(function: FunctionType, read: Read, path: str) -> str:
     text = object_path.global_text(
         read.names[-1], made_in, read.function, function.__code__.co_filename, read.line
     )
-    expression = ".".join(read.names) + path
-    return text if expression == read.names[-1] else f"{expression} ({text})"
+    return text if len(read.names) == 1 else f"{'.'.join(read.names)} ({text})"
 
 
 def refusal(kind: UnpicklableKind, place: object_path.ObjectPlace) -> UsageError:

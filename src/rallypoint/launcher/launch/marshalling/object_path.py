@@ -1,4 +1,4 @@
-"""ObjectPlace of an object that could not be sent, as its author would write it: `args[1].lock`,
+"""Place of an object that could not be sent, as its author would write it: `args[1].lock`,
 `global lock in train.py:6`.
 
 Pickle says which object it would not take. Then what was to be sent is walked once, through the
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.launch.marshalling import global_reads
-from rallypoint.launcher.launch.marshalling.importable import is_users
+from rallypoint.launcher.launch.marshalling.importable import Importable, is_users
 from rallypoint.wire.values import shown
 
 PATH_MOST = 160
@@ -28,7 +28,7 @@ _TORCH_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of a torch module: people write model.layer, not model._modules["layer"]."""
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
-_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, deque})
+_CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 _PROGRAMS = FunctionType, MethodType, type, ModuleType, functools.partial
 
 
@@ -43,68 +43,62 @@ class ObjectPlace(NamedTuple):
     holder_text: str = ""
 
 
-class _Node:
+class _Node(NamedTuple):
     """An object that was reached, and how its author would write it.
 
-    `base`: what the first name of the expression is, if that is not plain.
+    `segment`: its part of the expression, behind the parent's. `base`: description of a name with
+    which an expression begins; "" when there is none.
     """
 
-    __slots__ = ("base", "expression", "parent", "thing")
+    parent: _Node | None
+    thing: object
+    segment: str
+    base: str
 
-    def __init__(self, parent: _Node | None, thing: object, expression: str, base: str) -> None:
-        self.parent = parent
-        self.thing = thing
-        self.expression = expression
-        self.base = base
-
-    def __str__(self) -> str:
-        expression = self.expression
+    def text(self) -> str:
+        """Return the expression, with what its first name is."""
+        node, expression = self, self.segment
+        while not node.base and node.parent is not None and len(expression) < 10 * PATH_MOST:
+            node = node.parent
+            expression = node.segment + expression
         if len(expression) > PATH_MOST:
             expression = f"{expression[: PATH_MOST // 2]} ... {expression[-PATH_MOST // 2 :]}"
-        if not self.base:
+        if not node.base:
             return expression
-        return self.base if expression.isidentifier() else f"{expression} ({self.base})"
+        return node.base if expression.isidentifier() else f"{expression} ({node.base})"
 
 
-def find(
-    culprit: object, roots: Sequence[tuple[object, str]], by_value: Callable[[object], bool]
-) -> ObjectPlace | None:
-    """Return the place of an object in the named roots; None when the walk does not come to it.
-
-    `by_value`: tells whether what is inside a function or a class is sent.
-    """
+def find(culprit: object, roots: Sequence[tuple[object, str]], otherwise: str) -> ObjectPlace:
+    """Return the place of an object in the named roots; `otherwise` when the walk does not come to
+    it: it was made by pickling another object, or is in a container that is not walked."""
+    goes_by_value = Importable().goes_by_value
     waiting = deque(_Node(None, root, name, "") for root, name in roots)
     seen = {id(node.thing) for node in waiting}
     kept: list[object] = []  # so that no id is used twice
     while waiting and len(kept) < WALKED_MOST:
         node = waiting.popleft()
-        if node.thing is culprit:
+        thing = node.thing
+        if thing is culprit:
             holder = _holder(node)
-            return (
-                ObjectPlace(str(node), holder.thing, str(holder))
-                if holder
-                else ObjectPlace(str(node))
-            )
-        kept.append(node.thing)
-        if isinstance(node.thing, FunctionType | type) and not by_value(node.thing):
+            return ObjectPlace(node.text(), *((holder.thing, holder.text()) if holder else ()))
+        kept.append(thing)
+        if isinstance(thing, FunctionType | type) and not goes_by_value(thing):
             continue
-        for segment, base, child in _children(node.thing):
+        for segment, base, child in _children(thing):
             if id(child) not in seen and not _is_plain(child):
                 seen.add(id(child))
-                if base or isinstance(node.thing, FunctionType):
-                    waiting.append(_Node(node, child, segment, base))
-                else:
-                    waiting.append(_Node(node, child, node.expression + segment, node.base))
-    return None
+                waiting.append(_Node(node, child, segment, base))
+    return ObjectPlace(otherwise)
 
 
 def _is_plain(thing: object) -> bool:
     """Tell whether an object is plain data, or a container of nothing else."""
-    if isinstance(thing, dict) and type(thing) is dict:
-        return _PLAIN.issuperset(map(type, thing)) and _PLAIN.issuperset(map(type, thing.values()))
-    if isinstance(thing, list | tuple | set | frozenset) and type(thing) in _CONTAINERS:
-        return bool(thing) and _PLAIN.issuperset(map(type, thing))
-    return type(thing) in _PLAIN
+    kinds = {type(thing)}
+    if kinds < _CONTAINERS:
+        assert isinstance(thing, dict | list | tuple | set | frozenset)
+        values = thing.values() if isinstance(thing, dict) else ()
+        kinds = {*map(type, thing), *map(type, values)}
+    return _PLAIN.issuperset(kinds)
 
 
 def _holder(node: _Node) -> _Node | None:
@@ -129,13 +123,9 @@ def _children(owner: object) -> Iterator[tuple[str, str, object]]:
         yield from _children_of_function(owner)
         return
     if isinstance(owner, dict):
-        for key, value in list(owner.items()):
-            yield f"[{shown(key)}]", "", value
-            yield f".keys(): {shown(key)}", "", key
-    elif isinstance(owner, list | tuple | deque):
-        fields = getattr(owner, "_fields", ())
-        for index, value in enumerate(owner):
-            yield f".{fields[index]}" if index < len(fields) else f"[{index}]", "", value
+        yield from ((f"[{shown(key)}]", "", value) for key, value in list(owner.items()))
+    elif isinstance(owner, list | tuple):
+        yield from ((f"[{index}]", "", value) for index, value in enumerate(owner))
     elif isinstance(owner, set | frozenset):
         yield from ((" (an element)", "", value) for value in owner)
     elif isinstance(owner, functools.partial):
@@ -146,27 +136,16 @@ def _children(owner: object) -> Iterator[tuple[str, str, object]]:
     for name, value in list(getattr(owner, "__dict__", {}).items()):
         if name in _TORCH_TABLES and isinstance(value, dict):
             yield from ((f".{key}", "", one) for key, one in value.items())
-        elif isinstance(value, staticmethod | classmethod):
-            yield f".{name}", "", value.__func__
         else:
-            yield f".{name}", "", value
-    for kind in type(owner).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            try:
-                yield f".{name}", "", object.__getattribute__(owner, name)
-            except AttributeError:
-                continue
+            yield f".{name}", "", getattr(value, "__func__", value)
 
 
 def _children_of_function(function: FunctionType) -> Iterator[tuple[str, str, object]]:
     code, name_of = function.__code__, function.__qualname__
-    here = f"{name_of} at {exception_capture.shown_path(code.co_filename)}:{code.co_firstlineno}"
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield name, f"closure variable {name} in {here}", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+    file = code.co_filename
+    here = f"{name_of} at {exception_capture.shown_path(file)}:{code.co_firstlineno}"
+    for name, value in global_reads.closure(function).items():
+        yield name, f"closure variable {name} in {here}", value
     positional = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
     named = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=False))
@@ -175,10 +154,7 @@ def _children_of_function(function: FunctionType) -> Iterator[tuple[str, str, ob
     for read in global_reads.reads(function):
         name = read.names[0]
         if len(read.names) == 1 and function.__globals__.get(name) is read.value:
-            file = code.co_filename
             yield name, global_text(name, file, name_of, file, read.line), read.value
-    for name, value in function.__dict__.items():
-        yield f"{function.__name__}.{name}", "", value
 
 
 def global_text(name: str, made_in: str, function: str, used_in: str, line: int) -> str:

@@ -13,10 +13,8 @@ processes arrives as that same memory; a result is always a copy, on the CPU.
 
 from __future__ import annotations
 
-import array
 import errno
 import fcntl
-import functools
 import io
 import mmap
 import os
@@ -27,23 +25,23 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from rallypoint.errors import UsageError
+import msgspec
+
+from rallypoint.errors import RemoteError, RemoteTraceback, UsageError
 from rallypoint.host import fd_passing, memory, system_calls
 from rallypoint.host.fd_passing import OwnedFds
 from rallypoint.launcher.launch.marshalling import unpicklable, unpickling
-from rallypoint.launcher.launch.marshalling.importable import Importable
-from rallypoint.launcher.launch.marshalling.pickling import Pickler, bytes_of, is_shared
+from rallypoint.launcher.launch.marshalling.pickling import Pickler, is_shared, write_storage
 from rallypoint.launcher.launch.marshalling.unpicklable import ObjectRefused
 from rallypoint.launcher.launch.marshalling.unpickling import (
     MAPPED_BYTES,
     ArrivingPayload,
-    DescriptorReader,
+    Footer,
     Unpickler,
 )
 
 if TYPE_CHECKING:
     from rallypoint.launcher.launch.marshalling import inspection
-    from rallypoint.launcher.launch.marshalling.object_path import ObjectPlace
 
 BESIDE_BYTES = 64 * 1024
 """Minimum bytes of a buffer beside the pickle: to copy a shorter one costs less than its own
@@ -60,7 +58,7 @@ A model of 300 shared parameters has more: the receiver opens the others, while 
 open and waits.
 """
 
-_HEAD = struct.Struct("<QQQ")  # length of the pickle; offset of the footer; how many numbers it has
+_HEAD = struct.Struct("<QQQ")  # length of the pickle; offset and length of the footer
 _HEAD_BYTES = 64
 _NO_ROOM = frozenset({errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE})
 _SEALS = memory.SEALS | system_calls.F_SEAL_WRITE
@@ -102,6 +100,15 @@ class Unsendable(Exception):
         return f"{self.path}: {self.reason}"
 
 
+class _PicklingFailed(Exception):
+    """Pickling stopped at `culprit`, with `error`."""
+
+    def __init__(self, culprit: object, error: Exception) -> None:
+        super().__init__()
+        self.culprit = culprit
+        self.error = error
+
+
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:
     """Pack a function and its arguments, for any number of ranks.
 
@@ -111,17 +118,14 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     # Not at the top: ranks, which import this module, need it only when something fails.
     from rallypoint.launcher.launch.marshalling import inspection, object_path
 
-    recent: list[object] = []
     try:
-        return _pack((fn, args, kwargs), inspection.Scan(is_shared), recent)
-    except Exception as problem:
-        if _of_memory(problem):
-            raise
-        error = problem
+        return _pack((fn, args, kwargs), inspection.Scan(is_shared))
+    except _PicklingFailed as failed:
+        error, culprit = failed.error, failed.culprit
     if isinstance(error, ObjectRefused) and error.place:
         raise inspection.refusal(error.kind, object_path.ObjectPlace(error.place))
     name = fn.__name__ if isinstance(fn, FunctionType) else "fn"
-    culprit, place = _find(((fn, name), (args, "args"), (kwargs, "kwargs")), recent, in_call=True)
+    place = object_path.find(culprit, ((fn, name), (args, "args"), (kwargs, "kwargs")), "args")
     if isinstance(error, ObjectRefused):
         raise inspection.refusal(error.kind, place)
     raise inspection.not_pickled(culprit, error, place) from error
@@ -151,28 +155,25 @@ def pack_result(value: object) -> Packed:
 
     Raises Unsendable, which names by path what cannot be sent; OSError when there is no memory.
     """
-    from rallypoint.launcher.launch.marshalling import inspection
-
-    recent: list[object] = []
     try:
-        return _pack(value, None, recent)
-    except Exception as problem:
-        if _of_memory(problem) or isinstance(problem, Unsendable):
-            raise
-        error = problem
-    culprit, place = _find(((value, "result"),), recent, in_call=False)
+        return _pack(value, None)
+    except _PicklingFailed as failed:
+        error, culprit = failed.error, failed.culprit
+    from rallypoint.launcher.launch.marshalling import inspection, object_path
+
+    place = object_path.find(culprit, ((value, "result"),), "result")
     kind = error.kind if isinstance(error, ObjectRefused) else None
-    why = f" (it holds {kind.name})" if kind is not None else f": {inspection.describe(error)}"
-    name = inspection.type_name(culprit)
-    if kind is None or place.holder is not None:
-        reason = f"a {name} cannot be sent to another process{why}"
+    name = inspection.type_name(culprit if place.holder is None else place.holder)
+    if kind is None:
+        reason = f"a {name} cannot be sent to another process: {inspection.describe(error)}"
+    elif place.holder is not None:
+        reason = f"a {name} cannot be sent to another process (it holds {kind.name})"
     elif kind is unpicklable.NOT_A_LEAF:
         reason = f"{kind.name} cannot be sent back: give loss.detach() or loss.item()"
     else:
         reason = f"{kind.name} {kind.reason}"
-    raise Unsendable(place.holder_text or place.text, name, reason) from (
-        error if kind is None else None
-    )
+    cause = error if kind is None else None
+    raise Unsendable(place.holder_text or place.text, name, reason) from cause
 
 
 def unpack_result(fds: Sequence[int]) -> Any:
@@ -201,12 +202,10 @@ def pack_error(error: BaseException) -> Packed:
     """
     from rallypoint.launcher.launch.marshalling import exception_payload
 
-    for records_of in (exception_payload.records_of, exception_payload.text_of):
-        try:
-            return _pack(records_of(error, _small_bytes), None)
-        except Exception:
-            continue
-    return _pack(exception_payload.name_of(error), None)
+    try:
+        return _pack(exception_payload.records_of(error, _small_bytes), None)
+    except Exception:  # of a signal's handler, or of a class that raises wherever it is looked at
+        return _pack(exception_payload.name_of(error), None)
 
 
 def unpack_error(fds: Sequence[int]) -> BaseException:
@@ -218,10 +217,13 @@ def unpack_error(fds: Sequence[int]) -> BaseException:
     from rallypoint.launcher.launch.marshalling import exception_payload
 
     try:
-        records, _ = _unpack(fds, in_rank=False)
-        return exception_payload.rebuilt(records, _from_small_bytes)
+        (text, records), _ = _unpack(fds, in_rank=False)
+        return exception_payload.rebuilt(text, records, _from_small_bytes)
     except Exception as problem:
-        return exception_payload.unreadable(problem)
+        text = f"{type(problem).__name__}: {problem}"
+        error = RemoteError("an exception that cannot be read here", text)
+        error.__cause__ = RemoteTraceback(text)
+        return error
 
 
 # --- packing ---
@@ -242,65 +244,55 @@ class _PayloadWriter:
             view, self.at = view[done:], self.at + done
         return size
 
+    def move_to_place(self, size: int) -> int:
+        """Move to an offset for this many bytes, at which they can be mapped if they are large."""
+        unit = mmap.PAGESIZE if size >= MAPPED_BYTES else ALIGNMENT
+        self.at = -(-self.at // unit) * unit
+        return self.at
 
-def _pack(
-    value: object, scan: inspection.Scan | None, recent: list[object] | None = None
-) -> Packed:
-    """Pack a value. After an exception `recent` has the last objects that pickle came to."""
+
+def _pack(value: object, scan: inspection.Scan | None) -> Packed:
+    """Pack a value; `scan`: of a call. Raises _PicklingFailed, or OSError when there is no
+    memory."""
     flags = system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING
-    fd = system_calls.memfd_create("rallypoint-payload", flags)
+    memfd = OwnedFds()
+    fd = memfd.add(system_calls.memfd_create("rallypoint-payload", flags))
     buffers: list[memoryview] = []
+
+    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes >= BESIDE_BYTES:
+            buffers.append(raw)
+        return raw.nbytes < BESIDE_BYTES
+
     writer = _PayloadWriter(fd)
-    pickler = Pickler(writer, scan, functools.partial(_aside, buffers))
-    try:
-        with fd_passing.collecting() as passed:
+    pickler = Pickler(writer, scan, stays_inside)
+    with fd_passing.collecting() as passed:
+        try:
             pickler.dump(value)
             pickler.dump(scan.handed_over if scan is not None else None)
-            length = writer.at - _HEAD_BYTES
-            footer = array.array("q", [len(buffers), len(pickler.extents)])
-            for buffer in buffers:
-                footer.extend((_place(writer, len(buffer)), len(buffer)))
-                writer.write(buffer)
-            for (first, last), sent in zip(pickler.extents, pickler.storages.values(), strict=True):
-                begin = first - first % ALIGNMENT  # the offsets of all dtypes stay whole numbers
-                footer.extend((_place(writer, last - begin), last - begin, begin))
-                writer.write(bytes_of(sent.storage, begin, last))
-            kept_open = passed[DESCRIPTORS_MOST:]
-            if kept_open and scan is None:
-                from rallypoint.launcher.launch.marshalling import inspection
-
-                many = f"{len(passed)} objects in it have shared memory to pass on"
-                reason = f"{many}, and {DESCRIPTORS_MOST} can be"
-                raise Unsendable("result", inspection.type_name(value), reason)
-            footer.extend((os.getpid(), len(kept_open), *kept_open))
-            where = writer.at
-            writer.write(footer.tobytes())
-            os.pwrite(fd, _HEAD.pack(length, where, len(footer)), 0)
-            fcntl.fcntl(fd, system_calls.F_ADD_SEALS, _SEALS)
-            return Packed([fd, *passed[:DESCRIPTORS_MOST]], writer.at, kept_open)
-    except BaseException:
-        os.close(fd)
-        if recent is not None:
-            recent += pickler.recent
-        raise
-    finally:
-        pickler.forget()
-
-
-def _aside(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
-    """Tell pickle whether a buffer stays inside; keep it if not."""
-    raw = buffer.raw()
-    if raw.nbytes < BESIDE_BYTES:
-        return True
-    buffers.append(raw)
-    return False
-
-
-def _place(writer: _PayloadWriter, size: int) -> int:
-    """Move to an offset for this many bytes, at which they can be mapped if they are large."""
-    unit = mmap.PAGESIZE if size >= MAPPED_BYTES else ALIGNMENT
-    writer.at = -(-writer.at // unit) * unit
-    return writer.at
+        except (MemoryError, _PicklingFailed):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                raise
+            raise _PicklingFailed(pickler.last, error) from None
+        length = writer.at - _HEAD_BYTES
+        kept = passed[DESCRIPTORS_MOST:]
+        footer = Footer([], [], os.getpid(), kept)
+        for buffer in buffers:
+            footer.buffers.append((writer.move_to_place(len(buffer)), len(buffer)))
+            writer.write(buffer)
+        for sent in pickler.storages.values():
+            begin = sent.first - sent.first % ALIGNMENT  # offsets of all dtypes stay whole numbers
+            size = sent.last - begin
+            footer.storages.append((writer.move_to_place(size), size, begin))
+            write_storage(writer.write, sent.storage, begin, sent.last)
+        where = writer.at
+        writer.write(msgspec.msgpack.encode(footer))
+        os.pwrite(fd, _HEAD.pack(length, where, writer.at - where), 0)
+        fcntl.fcntl(fd, system_calls.F_ADD_SEALS, _SEALS)
+        return Packed([*memfd.give(), *passed[:DESCRIPTORS_MOST]], writer.at, kept)
 
 
 def _small_bytes(value: object) -> bytes:
@@ -308,11 +300,7 @@ def _small_bytes(value: object) -> bytes:
     from rallypoint.launcher.launch.marshalling import exception_payload
 
     file = io.BytesIO()
-    pickler = Pickler(file, None, beside=False)
-    try:
-        pickler.dump(value)
-    finally:
-        pickler.forget()
+    Pickler(file, None, beside=False).dump(value)
     data = file.getvalue()
     if len(data) > exception_payload.BYTES_MOST:
         raise ValueError(f"{len(data)} bytes are more than {exception_payload.BYTES_MOST}")
@@ -325,60 +313,18 @@ def _from_small_bytes(data: bytes) -> Any:
 
 def _unpack(fds: Sequence[int], *, in_rank: bool) -> Any:
     """Unpickle the value and what was sent behind it."""
-    fd, *passed = fds
-    try:
-        length, where, count = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
-        footer = array.array("q", os.pread(fd, 8 * count, where))
-        arrival = ArrivingPayload(fd, footer)
-        others = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in arrival.others]
-    except BaseException:
-        for one in passed:
-            os.close(one)
-        os.close(fd)
-        raise
-    try:
-        with fd_passing.arriving([*passed, *others]), unpickling.arriving(arrival):
-            file = io.BufferedReader(DescriptorReader(fd, _HEAD_BYTES, length), BESIDE_BYTES)
+    with OwnedFds(fds[:1]), OwnedFds(fds[1:]) as passed:
+        length, where, size = _HEAD.unpack(os.pread(fds[0], _HEAD.size, 0))
+        footer = msgspec.msgpack.decode(os.pread(fds[0], size, where), type=Footer)
+        for number in footer.kept:
+            path = f"/proc/{footer.pid}/fd/{number}"
+            passed.add(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        arrival = ArrivingPayload(fds[0], footer)
+        with (
+            mmap.mmap(fds[0], _HEAD_BYTES + length, mmap.MAP_PRIVATE, mmap.PROT_READ) as file,
+            fd_passing.arriving(passed.give()),
+            unpickling.arriving(arrival),
+        ):
+            file.seek(_HEAD_BYTES)
             unpickler = Unpickler(file, arrival.buffers(), in_rank=in_rank)
             return unpickler.load(), unpickler.load()
-    finally:
-        os.close(fd)
-
-
-# --- what cannot be sent ---
-
-
-def _find(
-    roots: Sequence[tuple[object, str]], recent: list[object], *, in_call: bool
-) -> tuple[object, ObjectPlace]:
-    """Return the object that could not be sent, and its place.
-
-    That is the last object that pickle came to. If it was made by pickling another, it is in
-    nothing that a person knows: then that other is named, if it cannot be sent by itself either.
-    """
-    from rallypoint.launcher.launch.marshalling import object_path
-
-    importable = Importable()
-    for number, culprit in enumerate(reversed(recent)):
-        place = object_path.find(culprit, roots, importable.goes_by_value)
-        if place is not None and (number == 0 or _fails(culprit, in_call=in_call)):
-            return culprit if place.holder is None else place.holder, place
-    root, name = roots[-1 if len(roots) == 1 else 1]
-    return root, object_path.ObjectPlace(name)
-
-
-def _fails(value: object, *, in_call: bool) -> bool:
-    from rallypoint.launcher.launch.marshalling import inspection
-
-    try:
-        _pack(value, inspection.Scan(is_shared) if in_call else None).close()
-    except Exception:
-        return True
-    return False
-
-
-def _of_memory(error: BaseException) -> bool:
-    """Tell whether an error is about memory, and not about the objects that were packed."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno in _NO_ROOM
-    )

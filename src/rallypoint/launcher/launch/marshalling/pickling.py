@@ -4,10 +4,8 @@ could not import them."""
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
-from collections import deque
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,15 +23,15 @@ if TYPE_CHECKING:
     from rallypoint.launcher.launch.marshalling import inspection
 
 
-RECENT = 20
-"""Last objects that are remembered, to know the one that cannot be sent."""
+class SentStorage:
+    """Storage that is sent (torch's UntypedStorage): its number in the footer, and the first and
+    last byte that its tensors use."""
 
-
-class SentStorage(NamedTuple):
-    """Storage that is sent (torch's UntypedStorage), and its place in the footer."""
-
-    number: int
-    storage: Any
+    def __init__(self, number: int, storage: Any, first: int, last: int) -> None:
+        self.number = number
+        self.storage = storage
+        self.first = first
+        self.last = last
 
 
 class _SharedStorage(NamedTuple):
@@ -49,7 +47,7 @@ class _SharedStorage(NamedTuple):
     storage: Any
 
 
-_Reducer = Callable[[Any], Any]
+_Reducer = Callable[["Pickler", Any], Any]
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -69,54 +67,44 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.scan = scan
         self.beside = beside
-        self.recent: deque[object] = deque(maxlen=RECENT)
-        self.extents: list[
-            list[int]
-        ] = []  # of each storage: first and last byte that its tensors use
+        self.last: object = None  # object that pickle came to last: the one that it refused
         self.storages: dict[int, SentStorage] = {}
         self._shared: dict[int, _SharedStorage] = {}
         self._importable = Importable()
         self._known: dict[type, _Reducer | None] = {}
         self._mappings = Mappings()
 
-    def forget(self) -> None:
-        """Let go of what was pickled: methods kept by type would leave it to the collector."""
-        self._known.clear()
-        self.recent.clear()
-        self.storages.clear()
-        self._shared.clear()
-
     def reducer_override(self, obj: Any) -> Any:
-        self.recent.append(obj)
+        self.last = obj
         kind = type(obj)
         try:
             how = self._known[kind]
         except KeyError:
             how = self._known[kind] = self._choose(kind)
-        return NotImplemented if how is None else how(obj)
+        return NotImplemented if how is None else how(self, obj)
 
     def _choose(self, kind: type) -> _Reducer | None:
         if issubclass(kind, type):
-            return self._class
+            return Pickler._class
         if kind is FunctionType:
-            return self._function
+            return Pickler._function
         if kind is ModuleType:
-            return self._module
+            return Pickler._module
         refused = unpicklable.kind_of(kind)
         if refused is not None:
-            return functools.partial(self._refuse, refused)
+            return lambda self, obj: self._refuse(refused, obj)
         torch = sys.modules.get("torch")
         if self.beside and torch is not None and hasattr(torch, "UntypedStorage"):
             if kind is torch.Tensor:
-                return self._tensor
+                return Pickler._tensor
             if issubclass(kind, torch.Tensor):
-                return self._other_tensor
+                return Pickler._other_tensor
             if issubclass(kind, torch.UntypedStorage):
-                return self._storage
+                return Pickler._storage
             if issubclass(kind, torch.storage.TypedStorage):
-                return unpickling.typed
+                return Pickler._typed_storage
         if issubclass(kind, ctypes._SimpleCData | ctypes.Array) and self.scan is not None:
-            return self._ctypes
+            return Pickler._ctypes
         return None
 
     def _refuse(self, kind: UnpicklableKind, obj: object) -> Any:
@@ -210,6 +198,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._check_tensor(obj)
         return NotImplemented
 
+    def _typed_storage(self, obj: Any) -> Any:
+        legacy = type(obj) if type(obj).__name__ != "TypedStorage" else None
+        return unpickling.typed_storage, (obj._untyped_storage, obj.dtype, legacy)
+
     def _storage(self, obj: Any) -> Any:
         shared = self._as_shared(obj)
         if shared is not None:
@@ -224,15 +216,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _keep(self, storage: Any, first: int, last: int) -> int:
         sent = self.storages.get(storage._cdata)
-        if sent is None:
-            sent = self.storages[storage._cdata] = SentStorage(len(self.extents), storage)
-            self.extents.append([first, last])
-        elif last > first:
-            extent = self.extents[sent.number]
-            if extent[1] > extent[0]:
-                extent[:] = min(extent[0], first), max(extent[1], last)
-            else:
-                extent[:] = first, last
+        if sent is None or sent.first == sent.last:
+            number = len(self.storages) if sent is None else sent.number
+            sent = self.storages[storage._cdata] = SentStorage(number, storage, first, last)
+        elif first < last:
+            sent.first, sent.last = min(sent.first, first), max(sent.last, last)
         return sent.number
 
     def _as_shared(self, storage: Any) -> _SharedStorage | None:
@@ -263,21 +251,17 @@ _memory_of.restype = ctypes.py_object
 _PYBUF_READ = 0x100
 
 
-def bytes_of(storage: Any, first: int, last: int) -> Any:
-    """Return bytes of a storage, where they are; of an accelerator's storage in a copy."""
-    if last <= first:
-        return b""
+def write_storage(write: Callable[[Any], object], storage: Any, first: int, last: int) -> None:
+    """Write bytes of a storage from where they are; of an accelerator's storage from a copy."""
+    if first == last:
+        return
     if storage.device.type != "cpu":
         import torch
 
-        part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-            storage, first, (last - first,), (1,)
-        )
-        copy = part.cpu().untyped_storage()
-        block = (ctypes.c_ubyte * (last - first)).from_address(copy.data_ptr())
-        block.storage = copy  # type: ignore[attr-defined]  # it is nobody else's
-        return memoryview(block).cast("B")
-    return _memory_of(storage.data_ptr() + first, last - first, _PYBUF_READ)
+        part = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        storage = part.set_(storage, first, (last - first,), (1,)).cpu().untyped_storage()
+        first, last = 0, last - first
+    write(_memory_of(storage.data_ptr() + first, last - first, _PYBUF_READ))
 
 
 def is_shared(value: Any) -> bool:

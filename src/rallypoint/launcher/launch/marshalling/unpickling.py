@@ -3,8 +3,6 @@ the same again."""
 
 from __future__ import annotations
 
-import array
-import io
 import os
 import pickle
 import sys
@@ -14,6 +12,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+import msgspec
 from cloudpickle import cloudpickle as by_value
 
 from rallypoint.host import fd_passing, memory
@@ -24,20 +23,24 @@ tensor does not keep pages for itself, and many tensors not many mappings (the k
 65530)."""
 
 
+class Footer(msgspec.Struct):
+    """Table of what lies beside the pickle. Offsets and sizes are bytes of the payload."""
+
+    buffers: list[tuple[int, int]]  # offset and size, in the pickle's order
+    storages: list[tuple[int, int, int]]  # offset, size, and the first byte's offset in the storage
+    pid: int  # of the sender
+    kept: list[int]  # shared memory that the receiver opens itself: the sender's descriptors
+
+
 class ArrivingPayload:
     """Memory of a payload that is being unpickled."""
 
-    def __init__(self, fd: int, footer: array.array[int]) -> None:
+    def __init__(self, fd: int, footer: Footer) -> None:
         self._fd = fd
-        count, storages = footer[0], footer[1]
-        self._buffers = [tuple(footer[at : at + 2]) for at in range(2, 2 + 2 * count, 2)]
-        begin = 2 + 2 * count
-        end = begin + 3 * storages
-        self.storages = [tuple(footer[at : at + 3]) for at in range(begin, end, 3)]
+        self._buffers = footer.buffers
+        self.storages = footer.storages
         self.made: dict[int, Any] = {}
         self.shared: dict[int, Any] = {}
-        pid, _, *numbers = footer[end:]
-        self.others = [f"/proc/{pid}/fd/{number}" for number in numbers]
 
     def buffers(self) -> Iterator[Any]:
         """Yield the buffers beside the pickle, in its order."""
@@ -133,13 +136,8 @@ def shared_storage(descriptor: int, size: int, start: int) -> Any:
     return shared[descriptor]
 
 
-def typed(storage: Any) -> Any:
-    """Reduce a typed storage to its untyped one."""
-    legacy = type(storage) if type(storage).__name__ != "TypedStorage" else None
-    return _typed_again, (storage._untyped_storage, storage.dtype, legacy)
-
-
-def _typed_again(storage: Any, dtype: Any, legacy: Any) -> Any:
+def typed_storage(storage: Any, dtype: Any, legacy: Any) -> Any:
+    """Return a typed storage, of torch's class or of a `legacy` one (`torch.FloatStorage`)."""
     import torch
 
     if legacy is not None:
@@ -157,25 +155,6 @@ def _put(
 
 
 # --- the pickle ---
-
-
-class DescriptorReader(io.RawIOBase):
-    """DescriptorReader of a descriptor with a position of its own: several processes share the
-    descriptor's."""
-
-    def __init__(self, fd: int, at: int, size: int) -> None:
-        self._fd = fd
-        self._at = at
-        self._end = at + size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: self._end - self._at]
-        done = os.preadv(self._fd, [view], self._at) if view else 0
-        self._at += done
-        return done
 
 
 _TRACKER = -2  # index of the argument by which cloudpickle's class makers know a class again
