@@ -60,8 +60,6 @@ NOT_YET_SHORT = {
     "host/record_lock.py",
     "launcher/agent/agent.py",
     "launcher/agent/process_handles.py",
-    "launcher/launch/marshalling/inspection.py",
-    "launcher/rendezvous_file.py",
     "launcher/template/template.py",
     "launcher/worker/worker.py",
     "primitives/average/average.py",

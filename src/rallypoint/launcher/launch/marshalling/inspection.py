@@ -63,22 +63,21 @@ def bind(fn: object, args: object, kwargs: object, *, pass_rank: bool = False) -
     if not problem:
         return Called(positional, named, name)
     line = f"{name}{_shown_signature(signature)}"
-    if not _unbound(signature, other, named) and (
-        pass_rank or "rank" in next(iter(signature.parameters), "")
-    ):
-        wrong = _call(name, positional, named, pass_rank=pass_rank)
-        right = _call(name, positional, named, pass_rank=not pass_rank)
-        wants = (
-            "does not want the rank in front"
-            if pass_rank
-            else "wants the rank in front, which is given only on request"
-        )
-        raise _usage(f"{line} {wants}", "write it like this", f"wrong:  {wrong}\nright:  {right}")
-    raise _usage(
-        f"{line} cannot be called with these arguments: {problem}",
-        "give what it takes",
-        f"rallypoint.launch({name}, args=(...), kwargs={{...}})",
+    pair = "\n".join(
+        f"{way}:  {_call(name, positional, named, pass_rank=pass_rank == (way == 'wrong'))}"
+        for way in ("wrong", "right")
     )
+    help = [("give what it takes", f"rallypoint.launch({name}, args=(...), kwargs={{...}})")]
+    if not _unbound(signature, other, named):
+        if pass_rank:
+            raise _usage(f"{line} does not want the rank in front", ("write it like this", pair))
+        if "rank" in next(iter(signature.parameters), ""):
+            raise _usage(
+                f"{line} wants the rank in front, which is given only on request",
+                ("write it like this", pair),
+            )
+        help.append(("or, if its first argument is to be the rank, ask for it", pair))
+    raise _usage(f"{line} cannot be called with these arguments: {problem}", *help)
 
 
 def _check_function(fn: Any) -> None:
@@ -93,8 +92,10 @@ def _check_function(fn: Any) -> None:
             fn.close()  # nobody awaits it any more: no warning about that
         raise _usage(
             f"launch takes a function, and was given {given}",
-            "give the function itself, without calling it",
-            f"wrong:  rallypoint.launch({name}())\nright:  rallypoint.launch({name})",
+            (
+                "give the function itself, without calling it",
+                f"wrong:  rallypoint.launch({name}())\nright:  rallypoint.launch({name})",
+            ),
         )
     name = name_of(fn)
     for kind, test, makes, how, run in (
@@ -104,8 +105,10 @@ def _check_function(fn: Any) -> None:
         if test(fn):
             raise _usage(
                 f"{name} is {kind} function: calling it {makes}",
-                how,
-                f"wrong:  rallypoint.launch({name})\nright:  rallypoint.launch(lambda: {run}({name}()))",
+                (
+                    how,
+                    f"wrong:  rallypoint.launch({name})\nright:  rallypoint.launch(lambda: {run}({name}()))",
+                ),
             )
 
 
@@ -123,8 +126,7 @@ def _args(args: object) -> tuple[Any, ...]:
     text = repr(args) if _short(args) else "x"
     raise _usage(
         f"args is a tuple, and was given {_article(type(args).__name__)} {type(args).__name__}",
-        "put it in a tuple",
-        f"wrong:  args={text}\nright:  args=({text},)",
+        ("put it in a tuple", f"wrong:  args={text}\nright:  args=({text},)"),
     )
 
 
@@ -139,7 +141,7 @@ def _kwargs(kwargs: object) -> dict[str, Any]:
     elif keys := [key for key in kwargs if not isinstance(key, str)]:
         wrong = f"has a key that is no name: {shown(keys[0])}"
     if wrong:
-        raise _usage(f"kwargs {wrong}", "give names and values", 'kwargs={"lr": 0.1}')
+        raise _usage(f"kwargs {wrong}", ("give names and values", 'kwargs={"lr": 0.1}'))
     assert isinstance(kwargs, dict)
     return dict(kwargs)
 
@@ -186,8 +188,8 @@ def _article(word: str) -> str:
     return "an" if word[:1].lower() in "aeiou" else "a"
 
 
-def _usage(headline: str, sentence: str, command: str) -> UsageError:
-    return UsageError("usage", headline, help=((sentence, command),))
+def _usage(headline: str, *help: tuple[str, str]) -> UsageError:
+    return UsageError("usage", headline, help=help)
 
 
 # --- what is not pickled, and what is ---
