@@ -565,11 +565,11 @@ class World:
         if request.seq:
             self.past.append((link, request))
         if answer is not None and heard:
-            link.to_client.append(answer[0])
+            link.to_client.append(answer)
         self.deliver()
 
     def deliver(self) -> None:
-        for session, reply, _ in self.state.woken:
+        for session, reply in self.state.woken:
             link = self.of[session].link
             if link is not None and link.session is session:
                 link.to_client.append(reply)
@@ -649,10 +649,10 @@ class World:
             answer = self.state.apply(self.now, session, m.Pop(seq, seq - 1, "q"))
             assert answer is not None
             self.now += 2 * STEP
-            if not isinstance(answer[0], m.Value):
+            if not isinstance(answer, m.Value):
                 return
-            event.told, event.revision = "value", answer[0].revision
-            event.token, event.value = answer[0].modified, json.loads(answer[0].value)
+            event.told, event.revision = "value", answer.revision
+            event.token, event.value = answer.modified, json.loads(answer.value)
             self.history.append(event)
 
 

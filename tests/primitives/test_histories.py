@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.store.state.replies import Answer
 from rallypoint.store.state.state import Session, State
 from rallypoint.store.state.waiters import Lines, Waiter
 from rallypoint.wire import messages as m
@@ -334,10 +333,10 @@ class Mutant(State):
 
     def apply(
         self, now: float, session: Session, request: m.Request, large: Any = None
-    ) -> Answer | None:
+    ) -> m.Reply | None:
         answer = super().apply(now, session, self.before(session, request), large)
-        self.woken[:] = [(who, self.after(reply), large) for who, reply, large in self.woken]
-        return None if answer is None else (self.after(answer[0]), answer[1])
+        self.woken[:] = [(who, self.after(reply)) for who, reply in self.woken]
+        return None if answer is None else self.after(answer)
 
     def before(self, session: Session, request: m.Request) -> m.Request:
         return request
@@ -379,17 +378,13 @@ class Forgetful(Mutant):
 
     def apply(
         self, now: float, session: Session, request: m.Request, large: Any = None
-    ) -> Answer | None:
+    ) -> m.Reply | None:
         if request.changes and session.replies.get(request.seq) is not None:
             self.seq += 1
             answer = super().apply(
                 now, session, msgspec.structs.replace(request, seq=self.seq), large
             )
-            return (
-                None
-                if answer is None
-                else (msgspec.structs.replace(answer[0], seq=request.seq), answer[1])
-            )
+            return None if answer is None else msgspec.structs.replace(answer, seq=request.seq)
         return super().apply(now, session, request, large)
 
 

@@ -339,7 +339,7 @@ class World:
             float(self.tick()), self.observer, kind(self.observed, self.observed - 1, *fields)
         )
         assert answer is not None
-        return answer[0].value if isinstance(answer[0], m.Value) else None
+        return answer.value if isinstance(answer, m.Value) else None
 
     def read(self, key: str) -> Any:
         value = self.observe(m.Get, key)
@@ -392,8 +392,8 @@ class World:
         if isinstance(request, m.Cancel):
             client.given_up.discard(request.target)
         if answer is not None:
-            self.to_client.append((client, answer[0]))
-        for session, reply, _ in self.state.woken:
+            self.to_client.append((client, answer))
+        for session, reply in self.state.woken:
             self.to_client.append((self.of[session], reply))
         self.state.woken.clear()
 

@@ -30,7 +30,7 @@ from rallypoint.store.server import server as servers
 from rallypoint.store.server import server_loop as loops
 from rallypoint.store.server.connection import Body, Peer
 from rallypoint.store.server.server import Server, serve
-from rallypoint.store.state.quotas import Budget
+from rallypoint.store.state.quotas import Budget, Refused
 from rallypoint.testing import ChaosProxy
 from rallypoint.wire.messages import (
     Absent,
@@ -305,10 +305,9 @@ def test_a_full_store_says_that_a_large_value_needs_room_beside_the_old_one(
 ) -> None:
     budget = Budget(limits("1MiB"))
     budget.used = 1024 * 1024 - 10
-    failed = budget.refuse_value(size, size, 1, 1)
-    assert failed is not None
-    assert f"{size} bytes do not fit" in failed.text
-    assert ("room for both" in failed.text) == told
+    with pytest.raises(Refused, match=f"{size} bytes do not fit") as refused:
+        budget.check_value(size, size)
+    assert ("room for both" in str(refused.value)) == told
 
 
 def test_all_addresses_only_when_asked_and_with_a_word(caplog: pytest.LogCaptureFixture) -> None:

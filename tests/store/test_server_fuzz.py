@@ -18,6 +18,7 @@ import pytest
 
 from rallypoint.clock import Clock
 from rallypoint.store.server.server import Server
+from rallypoint.store.state import quotas
 from rallypoint.wire.frames import header
 from rallypoint.wire.messages import (
     Add,
@@ -309,7 +310,10 @@ def test_nonsense_of_every_kind(seed: int, caplog: pytest.LogCaptureFixture) -> 
             ):
                 pass
         results = loop._state._claims._results  # `once` keeps its values for good
-        kept = sum(320 + len(name.encode()) + result.size for name, result in results.items())
+        kept = sum(
+            320 + len(name.encode()) + quotas.bytes_of(value)
+            for name, (_, value) in results.items()
+        )
         watcher.ask(Ping)
         assert watcher.ask(Status).used_bytes == kept
         assert watcher.ask(Status).waiting == 0

@@ -97,13 +97,13 @@ class Model(RuleBasedStateMachine):
             self.answered[rank, request.seq] = (request, answer)
         if answer is None:
             return None
-        assert answer[0].revision == self.state.revision
-        return answer[0]
+        assert answer.revision == self.state.revision
+        return answer
 
     def read(self, reply: Any) -> Any:
         if isinstance(reply, m.Absent):
             return None
-        return decode(reply.value) if reply.value else "large"
+        return decode(reply.value) if isinstance(reply.value, bytes) else "large"
 
     def changed(self, times: int = 1) -> None:
         self.revision += times
@@ -398,12 +398,12 @@ class Model(RuleBasedStateMachine):
             return
         woken, self.state.woken = self.state.woken, []
         found = []
-        for session, reply, large in woken:
+        for session, reply in woken:
             rank = session.identity.rank
             assert rank is not None
             found.append((rank, reply.seq, type(reply).__name__))
             request, _ = self.answered[rank, reply.seq]
-            self.answered[rank, reply.seq] = (request, (reply, large))
+            self.answered[rank, reply.seq] = (request, reply)
             if isinstance(reply, m.Granted):
                 assert reply.token > self.tokens[request.name]  # type: ignore[attr-defined]
                 self.tokens[request.name] = reply.token  # type: ignore[attr-defined]
@@ -418,15 +418,11 @@ class Model(RuleBasedStateMachine):
         state: Any = self.state
         entries = state._keys._entries.values()
         assert {
-            entry.key: decode(entry.value) if entry.value else "large" for entry in entries
+            entry.key: decode(entry.value) if isinstance(entry.value, bytes) else "large"
+            for entry in entries
         } == self.keys
         assert state.budget.keys == len(self.keys)
-        used = sum(
-            KEY_BYTES
-            + len(entry.key.encode())
-            + (entry.large.size if entry.large else len(entry.value))
-            for entry in entries
-        )
+        used = sum(KEY_BYTES + len(entry.key.encode()) + entry.size for entry in entries)
         items = [(number, value) for queue in self.queues.values() for number, value in queue]
         items += [
             (number, value) for held in self.held.values() for number, (_, value) in held.items()
@@ -437,15 +433,14 @@ class Model(RuleBasedStateMachine):
             HELD_BYTES + len(held.name) + len(held.owner) for held in state._locks._held.values()
         )
         used += sum(HELD_BYTES + len(name) for name in state._claims._open)
-        lent = {
-            id(kept.loan)
+        numbers = {number for number, _ in items}
+        left = {
+            id(held): held.weight
             for session in self.sessions.values()
-            for kept in session.kept.values()
-            if kept.loan is not None
+            for held in session.kept.values()
+            if getattr(held, "number", 0) not in numbers
         }
-        loans = state.budget._loans
-        assert lent == set(loans)
-        used += sum(loan.size for loan in loans.values() if not loan.stored)
+        used += sum(left.values())
         assert state.budget.used == used
 
     @invariant()

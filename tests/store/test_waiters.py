@@ -28,7 +28,8 @@ def waiter(lines: Lines, *names: str, into: Waiting, until: float = NEVER) -> Wa
 
 
 def lines() -> Lines:
-    return Lines(lambda now, waiter: pytest.fail("not called here"))
+    nobody: Any = None
+    return Lines(nobody)
 
 
 def test_a_line_is_first_come_first_served_and_may_be_left_from_anywhere() -> None:
@@ -57,25 +58,6 @@ def test_who_waits_for_several_things_stands_in_several_lines() -> None:
     assert key.all("b") == [alone]
 
 
-def test_a_whole_line_leaves_at_once() -> None:
-    all_, key = Waiting(), lines()
-    line = [waiter(key, "a", into=all_, until=float(n)) for n in range(3)]
-    other = waiter(key, "b", into=all_, until=1.0)
-    assert list(all_.dismiss(key, "a")) == line
-    assert not all_.dismiss(key, "a")
-    assert (key.all("a"), key.all("b"), len(all_)) == ([], [other], 1)
-    assert all_.expire(9.0) is other
-    assert all_.expire(9.0) is None
-
-
-def test_times_that_are_all_over_are_forgotten_at_once() -> None:
-    all_, key = Waiting(), lines()
-    for _ in range(3):
-        waiter(key, "a", into=all_, until=3600.0)
-    all_.dismiss(key, "a")
-    assert (len(all_.deadlines), all_.deadlines.next) == (0, NEVER)
-
-
 def test_a_waiter_is_taken_when_its_time_has_come_and_not_before() -> None:
     all_, key = Waiting(), lines()
     late, early, never = (
@@ -84,12 +66,12 @@ def test_a_waiter_is_taken_when_its_time_has_come_and_not_before() -> None:
         waiter(key, "a", into=all_),
     )
     assert all_.deadlines.next == 3.0
-    assert all_.expire(2.9) is None
-    assert all_.expire(3.0) is early
+    assert all_.deadlines.take(2.9) is None
+    assert all_.deadlines.take(3.0) is early
     all_.remove(early)
-    assert all_.expire(3.0) is None
+    assert all_.deadlines.take(3.0) is None
     all_.remove(late)
-    assert all_.expire(10.0) is None
+    assert all_.deadlines.take(10.0) is None
     assert all_.deadlines.next == NEVER
     assert key.all("a") == [never]
 
@@ -112,12 +94,8 @@ def _set_and_take(changes: list[tuple[int, float]], now: float) -> None:
     deadlines: Deadlines[Thing] = Deadlines()
     model: dict[str, float] = {}
     for number, deadline in changes:
-        if deadline == 0.0:  # of several at once
-            deadlines.drop(things[number:])
-            model |= {thing.name: NEVER for thing in things[number:]}
-        else:
-            deadlines.set(things[number], deadline)
-            model[str(number)] = deadline
+        deadlines.set(things[number], deadline)
+        model[str(number)] = deadline
         assert deadlines.next <= min(model.values())
     taken = []
     while (thing := deadlines.take(now)) is not None:
@@ -132,7 +110,7 @@ def test_what_is_answered_long_before_its_time_is_not_remembered_until_then() ->
     for _ in range(10_000):
         all_.remove(waiter(key, "a", into=all_, until=3600.0))
     assert len(all_.deadlines) <= 2 * w.SWEEP + 2
-    assert all_.expire(3600.0) is staying
+    assert all_.deadlines.take(3600.0) is staying
 
 
 def test_a_long_line_is_served_one_after_another_without_looking_at_all_of_it() -> None:
@@ -161,7 +139,7 @@ def test_leaving_a_long_line_in_any_order_costs_the_same() -> None:
     for one in everybody:
         all_.remove(one)
     assert not key
-    assert all_.expire(1e9) is None
+    assert all_.deadlines.take(1e9) is None
 
 
 def test_the_order_outlives_the_sweeping_of_dead_entries() -> None:

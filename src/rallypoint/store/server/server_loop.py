@@ -17,6 +17,7 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -639,11 +640,11 @@ class Loop:
         if answer is None:
             _expect(peer, session, request.seq)
         else:
-            reply, held = answer
+            reply, held = answer, _large_of(answer)
             if held is not None:
                 parts: list[bytes] = []
                 self._put(peer, parts, reply, held)
-                answer = held = None
+                del answer, reply, held
                 data = b"".join(parts)
             else:
                 message = encode(reply)
@@ -704,10 +705,10 @@ class Loop:
                 if answer is None:
                     _expect(peer, session, request.seq)
                     continue
-                reply, held = answer
+                reply, held = answer, _large_of(answer)
                 if held is not None:
                     self._put(peer, parts, reply, held)
-                    answer = held = None
+                    del answer, reply, held
                     size = 0
                 else:
                     message = encode(reply)
@@ -754,7 +755,7 @@ class Loop:
         message = encode(msgspec.structs.replace(refused, seq=seq_of(begun)))
         return _pack(len(message), 0), message
 
-    def _fault(self, request: AnyRequest) -> tuple[Reply, None]:
+    def _fault(self, request: AnyRequest) -> Reply:
         """The state failed, which is our fault: this client learns it at once, and everybody else
         is served.
         """
@@ -762,7 +763,7 @@ class Loop:
         text = (
             f"rallypoint itself failed on this {type(request).__name__}; the server's log says how"
         )
-        return Failed(request.seq, self._state.revision, "bad-request", text), None
+        return Failed(request.seq, self._state.revision, "bad-request", text)
 
     def _value(
         self, peer: Peer, session: Session, request: AnyRequest, body: bytes, missing: int
@@ -908,7 +909,7 @@ class Loop:
             _expect(peer, peer.session, arriving.request.seq)
         else:
             parts: list[bytes] = []
-            reply, held = answer
+            reply, held = answer, _large_of(answer)
             if held is not None:
                 self._put(peer, parts, reply, held)
             else:
@@ -926,7 +927,8 @@ class Loop:
         """Send the answers to requests that have waited."""
         woken = self._state.woken[:]
         self._state.woken.clear()
-        for session, reply, held in woken:
+        for session, reply in woken:
+            held = _large_of(reply)
             peer = session.routes.pop(reply.seq, None)
             if peer is None or peer.closing or peer.session is not session:
                 continue  # kept by the state, or asked for again
@@ -966,7 +968,8 @@ class Loop:
             peer.lend(reply.seq, held)
             peer.queue(Lending(_pack(len(message), 0) + message, held))
         else:
-            message = encode(reply)
+            assert type(reply) is Value
+            message = encode(Value(reply.seq, reply.revision, reply.modified, b""))
             parts.append(_pack(len(message), held.size) + message)
             self._flush_parts(peer, parts)
             if isinstance(held, Segment):
@@ -1148,6 +1151,12 @@ def _turn_away(sock: socket.socket, answer: bytes) -> None:
         sock.recv(HELLO_BYTES, socket.MSG_DONTWAIT)
     except OSError:  # it has gone, or has not said anything
         pass
+
+
+def _large_of(reply: Reply) -> Large | None:
+    """Return the large value of a reply, which travels beside it."""
+    value: Any = reply.value if type(reply) is Value else b""
+    return None if type(value) is bytes else value
 
 
 def _expect(peer: Peer, session: Session, seq: int) -> None:

@@ -1,30 +1,31 @@
-"""Barriers: all arrive, or all who wait learn at once that it will not be, and who was there. Pure.
+"""Barriers: all arrive, or all that wait learn at once that it will not be, and who was there. Pure.
 
-A barrier's generation exists from its first arrival until all `size` are there, or it breaks:
-somebody's timeout passed, somebody gave up or his session ended, or two disagree about the size.
-One request is one seat: the threads of one session may each take one.
+A barrier's generation exists from its first arrival until all `size` are there, or it breaks: a
+timeout passed, a caller gave up or its session ended, or two disagree about the size. One request
+is one seat: the threads of one session may each take one.
 
-With a quorum, whose seat is lost is merely not there, and the generation is complete when everybody
-is there who was at the former one and still lives, or when the first timeout of those who wait is
-over; it breaks when the quorum is not there by then, or cannot be any more.
+With a quorum, a seat that is lost is merely empty. The generation is complete when everybody is
+there that was at the former one and still lives, or when the first timeout of the waiters is over;
+it breaks when the quorum is not there by then, or cannot be any more.
 
-The next arrival under the name begins the next generation, with one exception: who did not come to
-a generation that broke, or was complete without him, is told so when he does come, once, and does
-not sit down among those who are a round ahead of him. That is `_Over`; it is forgotten when all who
-did not come were told, or when a generation of the name is complete.
+The next arrival under the name begins the next generation, with one exception: a session that did
+not come to a generation that broke, or was complete without it, is told so when it does come, once,
+and takes no seat among those that are a round ahead. That is forgotten when all were told, or when
+a generation of the name is complete with everybody.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection
-from typing import Generic, TypeVar
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import TypeVar
 
-from rallypoint.store.state import attendance as rollcall
-from rallypoint.store.state.attendance import Roster, attendance, who
-from rallypoint.store.state.quotas import LEND_BYTES, Budget, Large, quoted
-from rallypoint.store.state.replies import Answer, Ledger, Session
-from rallypoint.store.state.waiters import Line, Lines, Waiter
+from msgspec.structs import replace
+
+from rallypoint.store.state.attendance import Roster, absent_members, attendance, who
+from rallypoint.store.state.quotas import Refused, quoted
+from rallypoint.store.state.replies import Kind, Ledger, Session
+from rallypoint.store.state.waiters import Waiter
 from rallypoint.wire.messages import (
     INLINE_BYTES,
     Arrive,
@@ -33,30 +34,28 @@ from rallypoint.wire.messages import (
     Integer,
     Member,
     Met,
+    Reply,
     Seat,
     TimedOut,
 )
 
 PRESENT_WHOLE = 1024
-"""Up to so many seats a failure names everybody who was there, and everybody who was not."""
+"""Seats up to which a failure names everybody who was there, and everybody who was not."""
 
 PRESENT_SHOWN = 100
-"""Of more than that, so many are named: each of 10,000 getting 10,000 names would be gigabytes."""
+"""Seats that it names of more than that: each of 10,000 getting 10,000 names would be gigabytes."""
 
 MET_BYTES = 16 * 1024 * 1024
-"""Of the values of one generation: everybody gets all of them in one message, a quarter of what
-that may have.
-"""
+"""Bytes of the values of one generation: everybody gets all of them in one message, a quarter of
+what a message may have. They are not charged once the generation is complete."""
 
 NAMES_KEPT = 4096
 """Names of which the last generation is remembered. A program that gives each round a name of its
-own must not fill the server.
-"""
+own must not fill the server."""
 
 SEATS_KEPT = 65_536
 """Sessions, and ranks that did not come, in all that these remember, as many as may live: 50 MB at
-most, if all of them have ended.
-"""
+most, if all of them have ended."""
 
 RANKS_KEPT = 65_536
 """Ranks of which the last session that ended is remembered."""
@@ -65,568 +64,337 @@ T = TypeVar("T")
 
 
 class _Generation:
-    """A barrier at which somebody waits."""
+    """A barrier at which a request waits."""
 
-    __slots__ = ("expected", "gone", "quorum", "size")
+    __slots__ = ("expected", "gone", "name", "quorum", "size")
 
-    def __init__(self, size: int, quorum: int | None) -> None:
-        self.size = size
-        self.quorum = quorum
-        # With a quorum: those of the former generation who live and are not here yet, with their
-        # seats; None: there was none.
-        self.expected: dict[Session, int] | None = None
-        self.gone: list[Session] = []  # who had arrived, and died or gave up: once for each seat
+    def __init__(self, request: Arrive) -> None:
+        self.name = request.name
+        self.size = request.size
+        self.quorum = request.quorum
+        # With a quorum: the living sessions of the former generation that are not here yet, with
+        # their seats; None: there was no former one.
+        self.expected: Counter[Session] | None = None
+        self.gone: list[Session] = []  # had arrived, and died or gave up: once for each seat
 
+    def __str__(self) -> str:
+        return _wanted(self.size, self.quorum)
 
-class _Former:
-    """The last complete generation of a name."""
+    def came(self, session: Session) -> None:
+        """Note that a session takes a seat: it is not expected, nor gone, any more."""
+        if self.expected and session in self.expected:
+            self.expected[session] -= 1
+            if not self.expected[session]:
+                del self.expected[session]
+        rank = session.identity.rank
+        for one in self.gone:
+            # The same session, or the same rank started again after its death.
+            if one is session or (rank is not None and one.ended and one.identity.rank == rank):
+                self.gone.remove(one)
+                return
 
-    __slots__ = ("seated", "size")
-
-    def __init__(self, size: int, seated: list[Session]) -> None:
-        self.size = size
-        self.seated = seated
-
-
-class _Over:
-    """The last generation of a name to which not everybody came: what those who come too late are
-    told.
-    """
-
-    __slots__ = ("absent", "at", "code", "details", "late", "opened", "present", "seated", "text")
-
-    def __init__(
-        self, at: float, opened: int, code: str, text: str, details: tuple[tuple[str, int], ...], present: tuple[Identity, ...],
-        absent: tuple[Member, ...], seated: set[Session], late: int,
-    ) -> None:  # fmt: skip
-        self.at = at
-        self.opened = (
-            opened  # sessions that there had been by then: who began later was not expected
-        )
-        self.code = code
-        self.text = text
-        self.details = details
-        self.present = present
-        self.absent = absent
-        self.seated = seated  # who was there, or has been told
-        self.late = late  # how many are still to come
+    def is_enough(self, arrived: int, at_once: bool) -> bool:
+        """Tell whether the quorum is there and nobody else is waited for."""
+        if self.quorum is None or arrived < self.quorum:
+            return arrived == self.size
+        return at_once or arrived == self.size or self.expected == {}
 
 
-class _Recent(Generic[T]):
-    """What was last, by name; the oldest is forgotten first, when there are too many names, or too
-    many sessions in them.
-    """
+class _LastRound:
+    """The last complete generation of a name, and the last one to which not everybody came."""
 
-    __slots__ = ("_seats", "kept")
+    __slots__ = ("at", "failure", "late", "opened", "seated", "size", "told", "weight")
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[str, tuple[T, int]] = (
-            OrderedDict()
-        )  # and how many sessions are in each
-        self._seats = 0
-
-    def get(self, name: str) -> T | None:
-        kept = self.kept.get(name)
-        return None if kept is None else kept[0]
-
-    def keep(self, name: str, thing: T, seats: int) -> None:
-        self.forget(name)
-        self.kept[name] = thing, seats
-        self._seats += seats
-        while len(self.kept) > NAMES_KEPT or self._seats > SEATS_KEPT:
-            self._seats -= self.kept.popitem(last=False)[1][1]
-
-    def forget(self, name: str) -> None:
-        kept = self.kept.pop(name, None)
-        if kept is not None:
-            self._seats -= kept[1]
+        self.size = 0
+        self.seated: list[Session] = []
+        self.failure: Failed | None = None  # late sessions are told this
+        self.at = 0.0
+        self.opened = 0  # sessions that there had been by then: later ones were not expected
+        self.told: set[Session] = set()  # was there, or has been told
+        self.late = 0  # number of seats that are still to be told
+        self.weight = 0  # sessions and members in it
 
 
-class _Seats(Lines):
-    """Who waits at each barrier. However a seat is left, its value counts no more
-    (`Barriers.arrive` charges it); with the last one the generation is over."""
-
-    __slots__ = ("_budget", "expecting", "generations")
-
-    def __init__(self, barriers: Barriers, budget: Budget) -> None:
-        super().__init__(barriers.timed_out)
-        self._budget = budget
-        self.generations: dict[str, _Generation] = {}
-        self.expecting: dict[
-            str, _Generation
-        ] = {}  # of these, the ones that anybody's death may complete
-
-    def leave(self, waiter: Waiter, name: str) -> None:
-        super().leave(waiter, name)
-        if waiter.request.value:
-            self._budget.used -= len(waiter.request.value)
-        if name not in self:
-            self._empty(name)
-
-    def dismiss(self, name: str) -> Line:
-        line = super().dismiss(name)
-        for waiter in line:
-            if waiter.request.value:
-                self._budget.used -= len(waiter.request.value)
-        if line:
-            self._empty(name)
-        return line
-
-    def _empty(self, name: str) -> None:
-        """Nobody waits there any more."""
-        del self.generations[name]
-        self.expecting.pop(name, None)
-
-
-class Barriers:
-    """All barriers at which somebody waits, and what is remembered of those before."""
+class Barriers(Kind):
+    """All barriers at which a request waits, and the last rounds of those before."""
 
     def __init__(
         self, ledger: Ledger, sessions: dict[bytes, Session], roster: Roster | None = None
     ) -> None:
-        """`sessions`: those that live. `roster`: what the launcher knows of the ranks, asked when
-        somebody is missing.
-        """
-        self._ledger = ledger
+        """`sessions`: those that live. `roster`: the launcher's knowledge of the ranks, asked for
+        when somebody is missing."""
+        super().__init__(ledger)
         self._sessions = sessions
         self._roster = roster
-        self._seats = _Seats(self, ledger.budget)
-        self._generations = self._seats.generations
-        self._former: _Recent[_Former] = _Recent()
-        self._over: _Recent[_Over] = _Recent()
+        self._generations: dict[str, _Generation] = {}
+        # The generations that the end of any session may complete: few, while there may be a
+        # hundred thousand generations, and as many ends.
+        self._expecting: dict[str, _Generation] = {}
+        self._last: OrderedDict[str, _LastRound] = OrderedDict()
+        self._weight = 0  # of all in `_last`
         self._ended: OrderedDict[int, Session] = OrderedDict()  # by rank
 
-    def arrive(
-        self, now: float, session: Session, request: Arrive, large: Large | None
-    ) -> Answer | None:
-        name, quorum = request.name, request.quorum
-        if (
-            self._over.kept
-            and (over := self._over.get(name)) is not None
-            and session not in over.seated
-            and session.number <= over.opened
-        ):
-            return self._tell_late(now, session, request, over)
-        generation = self._generations.get(name)
-        if request.value or generation is None:
-            refused = self._refused(request)
-            if refused is not None:
-                return refused, None
-        if generation is None:
-            generation = self._begun(name, request.size, quorum)
-            arrived = 1
-        elif request.size != generation.size or quorum != generation.quorum:
-            return self._disagree(now, session, request, generation)
-        else:
-            arrived = len(self._seats[name]) + 1
-            if generation.gone:
-                _back(generation, session)
-        if arrived == generation.size:
-            return self._complete(now, name, generation, session, request)
-        if quorum is not None:
-            at_once = request.timeout is not None and not request.timeout > 0
-            _here(generation, session)
-            if arrived >= quorum and (at_once or _all_here(generation)):
-                return self._complete(now, name, generation, session, request)
-        if request.timeout is not None and not request.timeout > 0:
-            return self._did_not_wait(now, name, generation, session, request)
-        answer = self._ledger.wait(now, session, request, request.timeout, self._seats, (name,))
-        if answer is None:
-            if arrived == 1:
-                self._generations[name] = generation
-                if generation.expected is not None:
-                    self._seats.expecting[name] = generation
-            if request.value:
-                self._ledger.budget.used += len(request.value)
-        return answer
+    def arrive(self, session: Session, request: Arrive) -> Reply | None:
+        name = request.name
+        last = self._last.get(name)
+        if last and last.late > 0 and session not in last.told and session.number <= last.opened:
+            return self._tell_late(session, request, last)
+        self._check(request)
+        generation = self._generations.get(name) or self._begun(request)
+        if (request.size, request.quorum) != (generation.size, generation.quorum):
+            return self._disagree(session, request, generation)
+        arrived = len(self._lines.get(name, ())) + 1
+        at_once = request.timeout is not None and not request.timeout > 0
+        generation.came(session)
+        if generation.is_enough(arrived, at_once):
+            return self._complete(generation, session, request)
+        if at_once:
+            generation.gone.append(session)
+            timed_out, _ = self._break(generation, f"{session.identity} did not wait")
+            return replace(timed_out, seq=request.seq)
+        self._ledger.wait(session, request, self._lines, name)
+        self._budget.used += len(request.value)
+        self._generations[name] = generation
+        if generation.expected is not None:
+            self._expecting[name] = generation
+        return None
 
-    def is_seat(self, waiter: Waiter) -> bool:
-        """Whether this waiter waits at a barrier."""
-        return waiter.lines is self._seats
+    def give_up(self, waiter: Waiter) -> None:
+        """Leave a seat empty whose caller was interrupted: the others need not wait for it."""
+        waited = self._ledger.now - waiter.since
+        because = f"left after {waited:.1f} s: an exception ended its call"
+        self._leave([waiter], f"{waiter.session.identity} {because}")
 
-    def give_up(self, now: float, waiter: Waiter) -> None:
-        """The caller was interrupted: his seat is empty, and the others need not wait for him."""
-        self._leave(
-            now,
-            [waiter],
-            f"{waiter.session.identity} left after {now - waiter.since:.1f} s: an exception ended its call",
-        )
-
-    def end(self, now: float, session: Session, seats: list[Waiter]) -> None:
-        """The session has ended; these are all its seats."""
+    def end(self, session: Session) -> None:
         rank = session.identity.rank
         if rank is not None:
             self._ended.pop(rank, None)
             self._ended[rank] = session
             if len(self._ended) > RANKS_KEPT:
                 self._ended.popitem(last=False)
-        if seats:
-            self._leave(
-                now,
-                seats,
-                f"the session of {session.identity} ended while it waited: {session.because}",
-            )
-        for name, generation in list(
-            self._seats.expecting.items()
-        ):  # not of all: there may be a hundred thousand, and as many ends
+        because = f"the session of {session.identity} ended while it waited: {session.because}"
+        self._leave(self._waiters(session), because)
+        for generation in list(self._expecting.values()):
             if generation.expected and generation.expected.pop(session, 0):
-                self._perhaps_complete(now, name, generation)
+                self._perhaps_complete(generation)
 
-    def timed_out(self, now: float, waiter: Waiter) -> None:
-        """The time of somebody who waits is over."""
-        request = waiter.request
-        name = request.name
-        generation = self._generations[name]
-        if generation.quorum is not None and len(self._seats[name]) >= generation.quorum:
-            self._complete(now, name, generation)
-            return
-        because = f"{waiter.session.identity} gave up after {now - waiter.since:.1f} s"
-        self._break(now, name, generation, because, waiter)
+    def timed_out(self, waiter: Waiter) -> None:
+        generation = self._generations[waiter.request.name]
+        if generation.quorum is not None and len(self._lines[generation.name]) >= generation.quorum:
+            self._complete(generation)
+        else:
+            waited = self._ledger.now - waiter.since
+            self._break(
+                generation, f"{waiter.session.identity} gave up after {waited:.1f} s", waiter
+            )
 
     # --- complete ---
 
-    def _begun(self, name: str, size: int, quorum: int | None) -> _Generation:
-        """A new generation, at which nobody waits yet."""
-        generation = _Generation(size, quorum)
-        former = self._former.get(name) if quorum is not None else None
-        if former is not None and former.size == size:
-            generation.expected = {}
-            for one in former.seated:
-                if not one.ended:
-                    generation.expected[one] = generation.expected.get(one, 0) + 1
+    def _begun(self, request: Arrive) -> _Generation:
+        generation = _Generation(request)
+        last = self._last.get(request.name)
+        if request.quorum is not None and last is not None and last.size == request.size:
+            generation.expected = Counter(one for one in last.seated if not one.ended)
         return generation
 
-    def _perhaps_complete(self, now: float, name: str, generation: _Generation) -> None:
-        """Somebody will not come: perhaps all others are there."""
-        if (
-            generation.quorum is not None
-            and len(self._seats.get(name, ())) >= generation.quorum
-            and _all_here(generation)
-        ):
-            self._complete(now, name, generation)
+    def _perhaps_complete(self, generation: _Generation) -> None:
+        """Complete it if the others were waiting only for a seat that stays empty."""
+        if generation.is_enough(len(self._lines.get(generation.name, ())), at_once=False):
+            self._complete(generation)
 
     def _complete(
         self,
-        now: float,
-        name: str,
         generation: _Generation,
         session: Session | None = None,
         request: Arrive | None = None,
-    ) -> Answer | None:
-        """Everybody is there, or as many as suffice; `session` and `request` are of the last to
-        arrive, if that made it complete, who is answered by what is returned. The generation's
-        number is the revision at which that was so: it grows, and needs no memory."""
-        ledger = self._ledger
-        waiters = self._seats.all(name)
-        seated = [waiter.session for waiter in waiters]
-        requests: list[Arrive] = [waiter.request for waiter in waiters]
-        if session is not None and request is not None:
-            seated.append(session)
-            requests.append(request)
-        number = ledger.changed()
-        absent: tuple[Member, ...] = ()
-        if len(seated) < generation.size:
-            absent = self._missed(now, name, generation, number, seated)
-        else:
-            self._over.forget(name)
-        self._former.keep(name, _Former(generation.size, seated), len(seated))
-        answers: list[Integer | Met]
-        if [one for one in requests if one.value]:
-            answers = self._meeting(number, seated, requests, absent)
-        else:
-            answers = [Integer(one.seq, number, number) for one in requests]
-        ledger.answer_all(self._seats, name, answers)
-        return None if session is None else (answers[-1], None)
+    ) -> Reply | None:
+        """Answer all seats, and return the reply to `request`, if its arrival made it complete.
 
-    def _meeting(
-        self, number: int, seated: list[Session], requests: list[Arrive], absent: tuple[Member, ...]
-    ) -> list[Integer | Met]:
-        """Who brought something gets what all have brought; the values are one piece of memory,
-        whoever holds the answers.
+        The generation's number is the revision at which it was complete: it grows, and needs no
+        memory.
         """
-        seats = tuple(
-            Seat(session.identity, request.value)
-            for session, request in zip(seated, requests, strict=True)
-        )
-        size = sum(len(seat.value) for seat in seats)
-        answers: list[Integer | Met] = []
-        for mine, (session, request) in enumerate(zip(seated, requests, strict=True)):
-            if request.value:
-                answers.append(Met(request.seq, number, number, mine, seats, absent))
-                if size >= LEND_BYTES:
-                    self._ledger.keep(session, request.seq, seats, size, stored=False, changed=True)
-            else:
-                answers.append(Integer(request.seq, number, number))
-        return answers
-
-    def _missed(
-        self, now: float, name: str, generation: _Generation, number: int, seated: list[Session]
-    ) -> tuple[Member, ...]:
-        """It is complete without somebody: he will be told when he comes. Returns who that is."""
-        size, arrived = generation.size, len(seated)
-        present = [session.identity for session in seated]
-        absent = self._absent(now, name, size, present)
-        late = size - arrived - len(generation.gone)
-        if late > 0:
+        name, ledger = generation.name, self._ledger
+        seated = [(waiter.session, waiter.request) for waiter in self._lines.get(name, ())]
+        if session is not None and request is not None:
+            seated.append((session, request))
+        number, came = ledger.changed(), [one for one, _ in seated]
+        last = _LastRound()
+        last.size, last.seated = generation.size, came
+        absent = self._absent(generation, came)
+        if len(came) < generation.size:
             text = (
-                f"round {number} of the barrier {quoted(name)} was complete with {arrived} of {size} "
-                f"({who(present)}; the quorum is {generation.quorum})"
+                f"round {number} of the barrier {quoted(name)} was complete with {len(came)} of {generation.size} "
+                f"({who(_identities(came))}; the quorum is {generation.quorum})"
             )
-            details = (("size", size), ("arrived", arrived), ("generation", number))
-            everybody = {*seated, *generation.gone}
-            over = _Over(
-                now,
-                self._ledger.opened,
-                "barrier-missed",
-                text,
-                details,
-                _shown(present),
-                _shown(absent),
-                everybody,
-                late,
-            )
-            self._over.keep(name, over, len(everybody) + len(over.absent))
-        else:
-            self._over.forget(name)
-        return _shown(absent)
+            details = (("size", generation.size), ("arrived", len(came)), ("generation", number))
+            present = _shown(_identities(came))
+            failure = Failed(0, 0, "barrier-missed", text, details, present, b"", _shown(absent))
+            self._fail(last, failure, came + generation.gone, generation.size)
+        self._keep(name, last)
+        seats: tuple[Seat, ...] = ()
+        if any(one.value for _, one in seated):
+            seats = tuple(Seat(one.identity, arrival.value) for one, arrival in seated)
+        replies = [
+            Met(one.seq, number, number, mine, seats, _shown(absent))
+            if one.value
+            else Integer(one.seq, number, number)
+            for mine, (_, one) in enumerate(seated)
+        ]
+        self._answer(generation, replies)
+        return None if request is None else replies[-1]
+
+    def _answer(self, generation: _Generation, replies: Sequence[Reply]) -> None:
+        """End the generation with a reply for each waiter."""
+        waiters = self._lines.all(generation.name)
+        self._generations.pop(generation.name, None)
+        self._expecting.pop(generation.name, None)
+        for waiter, reply in zip(waiters, replies, strict=False):
+            self._budget.used -= len(waiter.request.value)
+            self._ledger.answer(waiter, reply)
 
     # --- broken ---
 
-    def _leave(self, now: float, seats: list[Waiter], because: str) -> None:
-        """These seats are given up. With a quorum the others go on, if that can still be had."""
+    def _leave(self, seats: list[Waiter], because: str) -> None:
+        """Give up these seats. With a quorum the others go on, if that can still be had."""
         left: dict[str, _Generation] = {}
         for waiter in seats:
             name = waiter.request.name
-            generation = left[name] = self._generations.get(name) or left[name]
-            generation.gone.append(waiter.session)
+            left[name] = self._generations[name]
+            left[name].gone.append(waiter.session)
+            self._budget.used -= len(waiter.request.value)
             self._ledger.remove(waiter)
         for name, generation in left.items():
-            quorum = generation.quorum
+            here, quorum = len(self._lines.get(name, ())), generation.quorum
+            possible = generation.size - sum(one.ended for one in generation.gone)
             if quorum is None:
-                self._break(now, name, generation, because)
-            elif (
-                len(self._seats.get(name, ())) < quorum
-                and generation.size - sum(one.ended for one in generation.gone) < quorum
-            ):
-                self._break(
-                    now,
-                    name,
-                    generation,
-                    f"{because}; the quorum of {quorum} cannot be had any more",
-                )
+                self._break(generation, because)
+            elif max(here, possible) < quorum:
+                self._break(generation, f"{because}; the quorum of {quorum} cannot be had any more")
             else:
-                self._perhaps_complete(now, name, generation)
-
-    def _did_not_wait(
-        self, now: float, name: str, generation: _Generation, session: Session, request: Arrive
-    ) -> Answer:
-        generation.gone.append(session)
-        here = [waiter.session.identity for waiter in self._seats.get(name, ())]
-        present = [*here, session.identity]
-        absent = self._absent(now, name, generation.size, present)
-        self._break(now, name, generation, f"{session.identity} did not wait")
-        return TimedOut(
-            request.seq, self._ledger.revision, present=_shown(present), absent=_shown(absent), arrived=len(present)
-        ), None  # fmt: skip
+                self._perhaps_complete(generation)
+            if name not in self._lines:
+                self._answer(generation, ())
 
     def _break(
-        self,
-        now: float,
-        name: str,
-        generation: _Generation,
-        because: str,
-        late: Waiter | None = None,
-    ) -> None:
-        """Tell all who wait, and remember it for those who are still to come. `late`: whose time is
-        over.
-        """
-        ledger, size = self._ledger, generation.size
-        waiters = self._seats.all(name)
-        came = [waiter.session for waiter in waiters] + generation.gone
-        present = [session.identity for session in came]
-        absent = self._absent(now, name, size, present)
+        self, generation: _Generation, because: str, late: Waiter | None = None
+    ) -> tuple[TimedOut, Failed]:
+        """Tell all waiters; `late` is the one whose time is over."""
+        size = generation.size
+        came = self._came(generation)
+        present, absent = _identities(came), self._absent(generation, came)
         text = (
-            f"the barrier {quoted(name)} of {_said(size, generation.quorum)} is broken: {because}; "
+            f"the barrier {quoted(generation.name)} of {generation} is broken: {because}; "
             f"{attendance(size, len(came), present, absent)}"
-        )  # fmt: skip
-        details = (("size", size), ("arrived", len(came)))
-        self._end_with(
-            now, name, "barrier-broken", text, details, present, absent, came, size - len(came)
         )
-        shown, missing, revision = _shown(present), _shown(absent), ledger.revision
-        for waiter in waiters:
-            seq = waiter.request.seq
-            if waiter is late:
-                ledger.answer(
-                    waiter,
-                    TimedOut(seq, revision, present=shown, absent=missing, arrived=len(came)),
-                )
-            else:
-                ledger.answer(
-                    waiter,
-                    Failed(seq, revision, "barrier-broken", text, details, shown, b"", missing),
-                )
+        details = (("size", size), ("arrived", len(came)))
+        return self._broken(generation, "barrier-broken", text, details, came, absent, size, late)
 
-    def _disagree(
-        self, now: float, session: Session, request: Arrive, generation: _Generation
-    ) -> Answer:
-        name, ledger = request.name, self._ledger
-        waiters = self._seats.all(name)
-        here = [waiter.session.identity for waiter in waiters]
+    def _disagree(self, session: Session, request: Arrive, generation: _Generation) -> Reply:
+        here = [waiter.session.identity for waiter in self._lines.all(generation.name)]
         text = (
-            f"the barrier {quoted(name)} has no one size: {who(here)} said {_said(generation.size, generation.quorum)}, "
-            f"{session.identity} said {_said(request.size, request.quorum)}"
+            f"the barrier {quoted(generation.name)} has no one size: {who(here)} said {generation}, "
+            f"{session.identity} said {_wanted(request.size, request.quorum)}"
         )
         details = (("size", generation.size), ("asked", request.size))
-        present = [*here, session.identity]
-        came = [waiter.session for waiter in waiters] + [session] + generation.gone
-        self._end_with(
-            now,
-            name,
-            "barrier-size",
-            text,
-            details,
-            present,
-            (),
-            came,
-            max(generation.size, request.size) - len(came),
-        )
-        shown, revision = _shown(present), ledger.revision
-        for waiter in waiters:
-            ledger.answer(
-                waiter, Failed(waiter.request.seq, revision, "barrier-size", text, details, shown)
-            )
-        return Failed(request.seq, revision, "barrier-size", text, details, shown), None
+        came, size = [*self._came(generation), session], max(generation.size, request.size)
+        _, failure = self._broken(generation, "barrier-size", text, details, came, (), size)
+        return replace(failure, seq=request.seq)
 
-    def _end_with(
-        self, now: float, name: str, code: str, text: str, details: tuple[tuple[str, int], ...], present: list[Identity],
-        absent: tuple[Member, ...], came: list[Session], late: int,
-    ) -> None:  # fmt: skip
-        """Remember how it ended, for those who are still to come."""
-        if late <= 0:
-            self._over.forget(name)
-            return
-        over = _Over(
-            now,
-            self._ledger.opened,
-            code,
-            text,
-            details,
-            _shown(present),
-            _shown(absent),
-            set(came),
-            late,
-        )
-        self._over.keep(name, over, len(over.seated) + len(over.absent))
+    def _came(self, generation: _Generation) -> list[Session]:
+        """Return the sessions that have arrived, those that left again at the end."""
+        here = [waiter.session for waiter in self._lines.all(generation.name)]
+        return here + generation.gone
 
-    def _tell_late(self, now: float, session: Session, request: Arrive, over: _Over) -> Answer:
-        """He comes to a round that is over. His next call is his next round: with a quorum, the
-        others wait for him again.
-        """
-        name = request.name
-        over.late -= 1
-        over.seated.add(session)
-        if over.late <= 0:
-            self._over.forget(name)
-        former = self._former.get(name)
-        if over.code == "barrier-missed" and former is not None:
-            former.seated.append(session)
-            generation = self._generations.get(name)
+    def _broken(
+        self, generation: _Generation, code: str, text: str, details: tuple[tuple[str, int], ...], came: list[Session],
+        absent: tuple[Member, ...], size: int, late: Waiter | None = None,
+    ) -> tuple[TimedOut, Failed]:  # fmt: skip
+        """Tell all waiters, and remember it for the sessions that are still to come."""
+        present, missing = _shown(_identities(came)), _shown(absent)
+        revision = self._ledger.revision
+        timed_out = TimedOut(0, revision, present=present, absent=missing, arrived=len(came))
+        failure = Failed(0, revision, code, text, details, present, b"", missing)
+        last = self._last.get(generation.name) or _LastRound()
+        self._fail(last, failure, came, size)
+        self._keep(generation.name, last)
+        replies = [
+            replace(timed_out if one is late else failure, seq=one.request.seq)
+            for one in self._lines.get(generation.name, ())
+        ]
+        self._answer(generation, replies)
+        return timed_out, failure
+
+    def _fail(self, last: _LastRound, failure: Failed, came: list[Session], size: int) -> None:
+        last.failure, last.at, last.opened = failure, self._ledger.now, self._ledger.opened
+        last.told, last.late = set(came), size - len(came)
+
+    def _keep(self, name: str, last: _LastRound) -> None:
+        """Remember it; the oldest are forgotten when there are too many."""
+        former = self._last.pop(name, None)
+        self._weight -= former.weight if former is not None else 0
+        absent = last.failure.absent if last.failure is not None else ()
+        last.weight = len(last.seated) + len(last.told) + len(absent)
+        self._last[name] = last
+        self._weight += last.weight
+        while len(self._last) > NAMES_KEPT or self._weight > SEATS_KEPT:
+            self._weight -= self._last.popitem(last=False)[1].weight
+
+    def _tell_late(self, session: Session, request: Arrive, last: _LastRound) -> Reply:
+        """Answer a session that comes to a round that is over. Its next call is its next round:
+        with a quorum, the others wait for it again."""
+        failure = last.failure
+        assert failure is not None
+        last.late -= 1
+        last.told.add(session)
+        if failure.code == "barrier-missed":
+            last.seated.append(session)
+            generation = self._generations.get(request.name)
             if generation is not None and generation.expected is not None:
-                generation.expected[session] = generation.expected.get(session, 0) + 1
-        text = f"{over.text}; that was {now - over.at:.1f} s before this caller came"
-        return Failed(
-            request.seq,
-            self._ledger.revision,
-            over.code,
-            text,
-            over.details,
-            over.present,
-            b"",
-            over.absent,
-        ), None
-
-    # --- what is asked ---
-
-    def _refused(self, request: Arrive) -> Failed | None:
-        """The failure for what no barrier can be, or a value that cannot be passed on."""
-        ledger, size, quorum = self._ledger, request.size, request.quorum
-        if size < 1:
-            return ledger.failed(
-                request, "bad-request", f"a barrier of {size} has nobody to wait for", size=size
-            )[0]
-        if quorum is not None and not 1 <= quorum <= size:
-            return ledger.failed(
-                request,
-                "bad-request",
-                f"a quorum of {quorum} is none of {size}",
-                size=size,
-                quorum=quorum,
-            )[0]
-        length = len(request.value)
-        if length > min(INLINE_BYTES, MET_BYTES // size):
-            limit = min(INLINE_BYTES, MET_BYTES // size)
-            text = f"the value has {length} bytes, and what {size} bring to a barrier may have {limit} each"
-            return ledger.failed(request, "value-too-large", text, size=length, limit=limit)[0]
-        return (
-            ledger.budget.refuse_value(length, length, request.seq, ledger.revision)
-            if length
-            else None
+                generation.expected[session] += 1
+        text = (
+            f"{failure.text}; that was {self._ledger.now - last.at:.1f} s before this caller came"
         )
+        return replace(failure, seq=request.seq, revision=self._ledger.revision, text=text)
 
-    def _absent(
-        self, now: float, name: str, size: int, present: list[Identity]
-    ) -> tuple[Member, ...]:
-        if len(present) >= size:
+    # --- questions ---
+
+    def _check(self, request: Arrive) -> None:
+        """Refuse sizes that no barrier can have, and a value that cannot be passed on."""
+        size, quorum, length = request.size, request.quorum, len(request.value)
+        if size < 1:
+            raise Refused("bad-request", f"a barrier of {size} has nobody to wait for", size=size)
+        if quorum is not None and not 1 <= quorum <= size:
+            text = f"a quorum of {quorum} is none of {size}"
+            raise Refused("bad-request", text, size=size, quorum=quorum)
+        limit = min(INLINE_BYTES, MET_BYTES // size)
+        if length > limit:
+            text = f"the value has {length} bytes, and what {size} bring to a barrier may have {limit} each"
+            raise Refused("value-too-large", text, size=length, limit=limit)
+        self._budget.check_value(length, length)
+
+    def _absent(self, generation: _Generation, came: list[Session]) -> tuple[Member, ...]:
+        if len(came) >= generation.size:
             return ()
-        former = self._former.get(name)
-        seated = former.seated if former is not None and former.size == size else None
+        last = self._last.get(generation.name)
+        seated = last.seated if last is not None and last.size == generation.size else None
         try:
             roster = self._roster() if self._roster is not None else None
         except OSError:
-            # the launcher cannot look at its ranks now; what the sessions tell is known all the
-            # same
+            # The launcher cannot look at its ranks now; the sessions are known all the same.
             roster = None
-        return rollcall.absent(
-            now, size, present, seated, self._sessions.values(), self._ended, roster
-        )
+        present, living = _identities(came), self._sessions.values()
+        now, size = self._ledger.now, generation.size
+        return absent_members(now, size, present, seated, living, self._ended, roster)
 
 
-def _back(generation: _Generation, session: Session) -> None:
-    """Somebody comes: if he had given up before, or died and was started again as the same rank, he
-    is no more one of those who left.
-    """
-    rank = session.identity.rank
-    former = session if session in generation.gone else None
-    if former is None and rank is not None:
-        former = next(
-            (one for one in generation.gone if one.ended and one.identity.rank == rank), None
-        )
-    if former is not None:
-        generation.gone.remove(former)
+def _identities(sessions: list[Session]) -> list[Identity]:
+    return [session.identity for session in sessions]
 
 
-def _here(generation: _Generation, session: Session) -> None:
-    """He is not waited for any more."""
-    expected = generation.expected
-    if expected and session in expected:
-        expected[session] -= 1
-        if not expected[session]:
-            del expected[session]
-
-
-def _all_here(generation: _Generation) -> bool:
-    """Whether all are here who were at the former generation and live."""
-    return generation.expected is not None and not generation.expected
-
-
-def _said(size: int, quorum: int | None) -> str:
+def _wanted(size: int, quorum: int | None) -> str:
     return f"{size}" if quorum is None else f"{size} with a quorum of {quorum}"
 
 
-S = TypeVar("S")
-
-
-def _shown(them: Collection[S]) -> tuple[S, ...]:
-    listed = tuple(them)
-    return listed if len(listed) <= PRESENT_WHOLE else listed[:PRESENT_SHOWN]
+def _shown(members: Sequence[T]) -> tuple[T, ...]:
+    return tuple(members if len(members) <= PRESENT_WHOLE else members[:PRESENT_SHOWN])

@@ -1,306 +1,222 @@
-"""Locks: first come, first served, held for as long as its holder gives signs of life, each grant
-with a fencing token. Pure.
+"""Locks: first come, first served, held while the holder gives signs of life, each grant with a
+fencing token. Pure.
 
-A lock by itself keeps things moving; what keeps data right is the token, checked where the data is:
-a write with `fence=token` is refused once that grant is over. A token is the revision of its grant,
+A lock by itself keeps things moving; data is kept right by the token, checked where the data is: a
+write with `fence=token` is refused once that grant is over. A token is the revision of its grant,
 so tokens grow, over all locks.
 
 A grant is over when it is given back, when its session ends, or when the session gave no sign of
-life for the `ttl` of that grant. A session lives for as long as the longest of its grants: one that
-is lost with a short session would not have the lease it asked for.
+life for the `ttl` of that grant. A session lives for as long as the longest of its grants.
 
-Who waits for whom is a graph of owners (threads): each waits for the holder of what it asked for. A
+Owners (threads) that wait form a graph: each waits for the holder of the lock that it asked for. A
 request that would close a circle in it is refused, for then nobody in it would ever go on. Only a
-request can close one: a grant gives the lock to somebody who waits for nothing any more.
+request can close one: a grant gives the lock to an owner that waits for nothing any more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from itertools import islice, pairwise
 
 from rallypoint.store.limits import lease
-from rallypoint.store.state.quotas import HELD_BYTES, Large, quoted
-from rallypoint.store.state.replies import Answer, Ledger, Session
-from rallypoint.store.state.waiters import NEVER, Deadlines, Line, Lines, Waiter
-from rallypoint.wire.messages import (
-    Absent,
-    CompareAndSet,
-    Delete,
-    Done,
-    Failed,
-    Granted,
-    Lock,
-    Set,
-    TimedOut,
-    Unlock,
-)
+from rallypoint.store.state.quotas import HELD_BYTES, Refused, quoted
+from rallypoint.store.state.replies import Kind, Ledger, Session
+from rallypoint.store.state.waiters import NEVER, Deadlines, Waiter
+from rallypoint.wire.messages import Absent, Done, Granted, Lock, Reply, TimedOut, Unlock
 
 QUEUE_SHOWN = 64
-"""Of those who wait in front, so many are named in a `TimedOut`: what a person reads; 10,000 that
-time out cost 10,000 short replies.
-"""
+"""Waiters in front that a `TimedOut` names: a person reads no more; 10,000 that time out cost
+10,000 short replies."""
 
 CIRCLE_SHOWN = 16
-"""Of those who wait for each other, so many are named: more than anybody has ever built, and a text
-that fits a screen.
-"""
+"""Owners in a circle that a refusal names: more than anybody has ever built, and a text that fits a
+screen."""
 
 PAST = 4096
-"""Grants that are over and still known by name, so that a stale token is told whose lock it was;
-about a megabyte.
-"""
+"""Grants that are over and still known by name, so that a refused write names the lock of its token;
+about a megabyte."""
 
-Owner = str | tuple[bytes, str]
-"""Who holds or waits, to find him again: see `_owner`."""
+Owner = tuple[bytes, str]
 
 
-class _Held:
+class HeldLock:
     """A lock that is held."""
 
-    __slots__ = ("deadline", "name", "owner", "session", "since", "token", "ttl", "who")
+    __slots__ = ("deadline", "name", "owner", "session", "since", "token", "ttl")
 
     def __init__(self, session: Session, request: Lock, token: int, since: float) -> None:
         self.name = request.name
         self.session = session
         self.owner = request.owner
-        self.who = _owner(session, request.owner)
         self.token = token
         self.since = since
         self.ttl = NEVER if request.ttl is None else lease(request.ttl)
-        self.deadline = NEVER  # the earliest at which to look whether the lease is over
+        self.deadline = NEVER  # the earliest time at which the lease may be over
+
+    @property
+    def weight(self) -> int:
+        """Bytes that it is charged."""
+        return HELD_BYTES + len(self.name.encode()) + len(self.owner.encode())
 
 
 def _owner(session: Session, owner: str) -> Owner:
-    """A thread with several sessions is one owner: behind "#" it has said who it is in all
-    of them.
-    """
-    return owner if "#" in owner else (session.id, owner)
+    """Return the key of an owner. A thread names itself behind "#" and is then one owner in all its
+    sessions."""
+    return (b"" if "#" in owner else session.id, owner)
 
 
 def _called(session: Session, owner: str) -> str:
-    """An owner, for people."""
+    """Return an owner's name for people."""
     thread = owner.partition("#")[0]
-    return (
-        str(session.identity)
-        if thread in ("", "MainThread")
-        else f"the thread {thread} of {session.identity}"
-    )
+    main = thread in ("", "MainThread")
+    return f"{session.identity}" if main else f"the thread {thread} of {session.identity}"
 
 
-def _weight(name: str, owner: str) -> int:
-    """Bytes that a held lock is charged."""
-    return HELD_BYTES + len(name.encode()) + len(owner.encode())
-
-
-class _Queues(Lines):
-    """Who waits for which lock; `by_owner`: for what an owner waits, which is more than one thing
-    only in signal handlers.
-    """
-
-    __slots__ = ("by_owner",)
-
-    def __init__(self, locks: Locks) -> None:
-        super().__init__(locks._timed_out)
-        self.by_owner: dict[Owner, Line] = {}
-
-    def join(self, waiter: Waiter, names: Iterable[str]) -> None:
-        super().join(waiter, names)
-        self.by_owner.setdefault(_owner(waiter.session, waiter.request.owner), OrderedDict())[
-            waiter
-        ] = None
-
-    def leave(self, waiter: Waiter, name: str) -> None:
-        super().leave(waiter, name)
-        owner = _owner(waiter.session, waiter.request.owner)
-        waits = self.by_owner[owner]
-        del waits[waiter]
-        if not waits:
-            del self.by_owner[owner]
-
-
-class Locks:
-    """All locks that are held, and who waits for them."""
+class Locks(Kind):
+    """All locks that are held. A waiter stands in the line of its lock and in that of its owner."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._held: dict[str, _Held] = {}
-        self._tokens: dict[int, _Held] = {}
+        super().__init__(ledger)
+        self._held: dict[str, HeldLock] = {}
+        self._tokens: dict[int, HeldLock] = {}
         self._past: OrderedDict[int, str] = OrderedDict()  # name by token
-        self._lines = _Queues(self)
-        self.leases: Deadlines[_Held] = Deadlines()
+        self.leases: Deadlines[HeldLock] = Deadlines()
 
-    def lock(
-        self, now: float, session: Session, request: Lock, large: Large | None
-    ) -> Answer | None:
-        budget, seq, revision = self._ledger.budget, request.seq, self._ledger.revision
-        held = self._held.get(request.name)
-        refused = budget.refuse_name(request.name, seq, revision) or budget.refuse_name(
-            request.owner, seq, revision
-        )
+    def lock(self, session: Session, request: Lock) -> Reply | None:
+        ledger, name = self._ledger, request.name
+        self._budget.check_name(name)
+        self._budget.check_name(request.owner)
+        held = self._held.get(name)
         at_once = request.timeout is not None and not request.timeout > 0
-        only_look = at_once and request.timeout != 0
-        if held is None and refused is None and not only_look:
-            refused = budget.refuse_value(0, _weight(request.name, request.owner), seq, revision)
-        if refused is not None:
-            return refused, None
         if held is None:
-            return Absent(seq, revision) if only_look else self._grant(now, session, request), None
+            if at_once and request.timeout != 0:  # the client only looks
+                return Absent(request.seq, ledger.revision)
+            return self._grant(session, request)
         if at_once:
-            return self._refused(now, request, held, None), None
+            return self._timed_out(request)
         if self._is_asker(held, session, request):
+            held_for = ledger.now - held.since
             who = _called(held.session, held.owner)
-            text = f"{who} asks for the lock {quoted(request.name)} and has it already, for {now - held.since:.1f} s"
-            return self._ledger.failed(
-                request, "lock-twice", text, token=held.token, held_for=now - held.since
+            text = (
+                f"{who} asks for the lock {quoted(name)} and has it already, for {held_for:.1f} s"
             )
-        circle = self._circle(session, request)
-        if circle:
-            return self._refuse_circle(session, request, circle), None
-        return self._ledger.wait(
-            now, session, request, request.timeout, self._lines, (request.name,)
-        )
+            raise Refused("lock-twice", text, token=held.token, held_for=held_for)
+        self._check_circle(session, request)
+        return ledger.wait(session, request, self._lines, name, _owner(session, request.owner))
 
-    def unlock(self, now: float, session: Session, request: Unlock, large: Large | None) -> Answer:
+    def unlock(self, session: Session, request: Unlock) -> Reply:
         held = self._tokens.get(request.token)
         if held is None or held.name != request.name or held.session is not session:
-            return Absent(request.seq, self._ledger.revision), None
-        self.release(now, held.token)
-        return Done(request.seq, self._ledger.revision), None
+            return Absent(request.seq, self._ledger.revision)
+        self.release(held.token)
+        return Done(request.seq, self._ledger.revision)
 
-    def release(self, now: float, token: int) -> None:
-        """The grant is over; the next in line has the lock. Nothing when it was over before."""
+    def release(self, token: int) -> None:
+        """End a grant; the next in line has the lock. Nothing when it was over before."""
         held = self._tokens.pop(token, None)
         if held is None:
             return
-        name = held.name
-        self._ledger.budget.used -= _weight(name, held.owner)
+        self._budget.used -= held.weight
         self.leases.set(held, NEVER)
-        del self._held[name]
+        del self._held[held.name]
         del held.session.locks[token]
-        self._past[token] = name
+        self._past[token] = held.name
         if len(self._past) > PAST:
             self._past.popitem(last=False)
         self._ledger.changed()
-        waiter = self._lines.first(name)
+        waiter = self._lines.first(held.name)
         if waiter is not None:
-            self._ledger.answer(waiter, self._grant(now, waiter.session, waiter.request))
+            self._ledger.answer(waiter, self._grant(waiter.session, waiter.request, charge=False))
 
-    def end(self, now: float, session: Session) -> None:
-        """Pass on what the session holds."""
+    def end(self, session: Session) -> None:
+        super().end(session)
         for token in list(session.locks):
-            self.release(now, token)
+            self.release(token)
 
-    def expire(self, now: float) -> None:
-        """Pass on what is held by sessions that gave no sign of life for too long. A grant to
-        somebody who was silent for as long while he waited is over at once."""
-        while (held := self.leases.take(now)) is not None:
+    def expire(self) -> None:
+        """Pass on the locks of sessions that gave no sign of life for too long. A grant to a waiter
+        that was silent for as long is over at once."""
+        while (held := self.leases.take(self._ledger.now)) is not None:
             # A sign of life only sets `heard`, as with sessions.
             until = held.session.heard + held.ttl
-            if until > now:
+            if until > self._ledger.now:
                 self.leases.set(held, until)
             else:
-                self.release(now, held.token)
+                self.release(held.token)
 
     def longest(self, session: Session) -> float:
-        """The longest lease that the session has, in seconds; 0 without one."""
+        """Return the longest lease that the session has, in seconds; 0 without one."""
         ttls = [self._tokens[token].ttl for token in session.locks]
         return max([ttl for ttl in ttls if ttl != NEVER], default=0.0)
 
-    def refuse_fence(self, now: float, request: Set | CompareAndSet | Delete) -> Answer | None:
-        """Why a write with this token is refused; None when it has none, or that of a lock which is
-        held.
-        """
-        token = request.fence
+    def check_fence(self, token: int | None) -> None:
+        """Refuse a write whose token is not that of a lock which is held."""
         if token is None or token in self._tokens:
-            return None
+            return
         name = self._past.get(token)
         if name is None:
-            return self._ledger.failed(
-                request,
-                "fence-stale",
-                f"{token} is not the token of a lock that is held",
-                token=token,
-            )
+            text = f"{token} is not the token of a lock that is held"
+            raise Refused("fence-stale", text, token=token)
         held = self._held.get(name)
         if held is None:
             text = f"the lock {quoted(name)} with token {token} is no longer held, by nobody"
-            return self._ledger.failed(request, "fence-stale", text, token=token, lock=name)
+            raise Refused("fence-stale", text, token=token, lock=name)
         text = f"the lock {quoted(name)} is no longer held with token {token}: {held.session.identity} has it, with token {held.token}"
-        return self._ledger.failed(
-            request, "fence-stale", text, token=token, lock=name, held=held.token
-        )
+        raise Refused("fence-stale", text, token=token, lock=name, held=held.token)
 
-    def _grant(self, now: float, session: Session, request: Lock) -> Granted:
+    def timed_out(self, waiter: Waiter) -> None:
+        self._ledger.answer(waiter, self._timed_out(waiter.request, waiter))
+
+    def _grant(self, session: Session, request: Lock, charge: bool = True) -> Granted:
+        held = HeldLock(session, request, self._ledger.revision + 1, self._ledger.now)
+        if charge:  # a waiter is granted the lock in any case
+            self._budget.check_value(0, held.weight)
         token = self._ledger.changed()
-        self._ledger.budget.used += _weight(request.name, request.owner)
-        held = _Held(session, request, token, now)
+        self._budget.used += held.weight
         self._held[held.name] = self._tokens[token] = held
         session.locks[token] = held.name
         if held.ttl != NEVER:
             self.leases.set(held, session.heard + held.ttl)
         return Granted(request.seq, token, token)
 
-    # --- who is told what ---
-
-    def _circle(self, session: Session, request: Lock) -> list[_Held]:
-        """What would be waited for in a circle: the lock that is asked for, the one that its holder
-        waits for, and so on; the last of them is held by who asks. Empty when there is no circle.
-        """
-        came: dict[str, str] = {}  # from which lock on the way to which
-        ways = [request.name]
-        for name in ways:  # which grows
-            held = self._held[name]
-            if self._is_asker(held, session, request):
-                circle = [name]
-                while circle[-1] != request.name:
-                    circle.append(came[circle[-1]])
-                return [self._held[one] for one in reversed(circle)]
-            for waiter in self._lines.by_owner.get(held.who, ()):
-                wanted = waiter.request.name
-                if wanted not in came and wanted != request.name:
-                    came[wanted] = name
-                    ways.append(wanted)
-        return []
-
-    def _is_asker(self, held: _Held, session: Session, request: Lock) -> bool:
-        """Whether who asks would wait for himself. A thread that has two sessions may stand for two
-        clients, in a test, say: only if it would wait for ever is it told."""
-        return held.who == _owner(session, request.owner) and (
+    def _is_asker(self, held: HeldLock, session: Session, request: Lock) -> bool:
+        """Tell whether the asking owner would wait for itself. A thread that has two sessions may
+        stand for two clients, in a test, say: only if it would wait for ever is it refused."""
+        return _owner(held.session, held.owner) == _owner(session, request.owner) and (
             held.session is session or request.timeout is None
         )
 
-    def _refuse_circle(self, session: Session, request: Lock, circle: list[_Held]) -> Failed:
+    def _check_circle(self, session: Session, request: Lock) -> None:
+        """Refuse to wait for a lock whose holder waits, over any number of others, for the asking
+        owner."""
+        circle: dict[HeldLock, None] = {}
+        held = self._held[request.name]
+        while not self._is_asker(held, session, request):
+            circle[held] = None
+            waiter = self._lines.first(_owner(held.session, held.owner))
+            if waiter is None or (held := self._held[waiter.request.name]) in circle:
+                return
+        chain = [*circle, held]
         steps = [
-            f"{_called(held.session, held.owner)} has {quoted(held.name)} and waits for {quoted(after.name)}"
-            for held, after in pairwise(circle)
+            f"{_called(one.session, one.owner)} has {quoted(one.name)} and waits for {quoted(after.name)}"
+            for one, after in pairwise(chain)
         ]
         if len(steps) > CIRCLE_SHOWN:
             steps[CIRCLE_SHOWN:] = [f"{len(steps) - CIRCLE_SHOWN} more in the same way"]
-        steps.append(f"{_called(session, request.owner)}, who asks, has {quoted(circle[-1].name)}")
+        steps.append(f"{_called(session, request.owner)}, who asks, has {quoted(held.name)}")
         text = f"waiting for the lock {quoted(request.name)} would never end: {'; '.join(steps)}"
-        present = tuple(held.session.identity for held in circle[: CIRCLE_SHOWN + 1])
-        return Failed(
-            request.seq,
-            self._ledger.revision,
-            "lock-cycle",
-            text,
-            (("owners", len(circle)),),
-            present,
-        )
+        present = tuple(one.session.identity for one in chain[: CIRCLE_SHOWN + 1])
+        raise Refused("lock-cycle", text, present, owners=len(chain))
 
-    def _timed_out(self, now: float, waiter: Waiter) -> None:
-        request = waiter.request
-        self._ledger.answer(waiter, self._refused(now, request, self._held[request.name], waiter))
-
-    def _refused(self, now: float, request: Lock, held: _Held, until: Waiter | None) -> TimedOut:
-        """Who holds it, and who waits in front of this waiter (None: of somebody new)."""
+    def _timed_out(self, request: Lock, until: Waiter | None = None) -> TimedOut:
+        """Tell the holder, and the waiters in front of `until` (None: of somebody new)."""
+        held, ledger = self._held[request.name], self._ledger
         front = []
         for waiter in islice(self._lines.get(request.name, ()), QUEUE_SHOWN):
             if waiter is until:
                 break
             front.append(waiter.session.identity)
+        holder, held_for = held.session.identity, ledger.now - held.since
         return TimedOut(
-            request.seq, self._ledger.revision, holder=held.session.identity, held_for=now - held.since, queue=tuple(front)
-        )  # fmt: skip
+            request.seq, ledger.revision, holder=holder, held_for=held_for, queue=tuple(front)
+        )

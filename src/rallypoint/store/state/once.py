@@ -1,109 +1,89 @@
 """`once`: the first to claim a name computes its value, the others get that value. Pure.
 
-A value is remembered for good. A failure is not: those who wait at that moment get it, and whoever
-claims the name later tries again. When the one who computes dies, or gives up with `retry`, the
-next in line does it.
+A value is remembered for good. A failure is not: those that wait at that moment get it, and a later
+claim of the name tries again. When the session that computes ends, or gives up with `retry`, the
+next in line computes.
 """
 
 from __future__ import annotations
 
-from rallypoint.store.state.quotas import HELD_BYTES, KEY_BYTES, Large, quoted
-from rallypoint.store.state.replies import Answer, Ledger, Session
-from rallypoint.store.state.waiters import Lines, Waiter
-from rallypoint.wire.messages import Absent, Claim, Done, Failed, Granted, Resolve, TimedOut, Value
+from typing import NamedTuple
+
+from rallypoint.store.state.quotas import (
+    HELD_BYTES,
+    KEY_BYTES,
+    Refused,
+    Stored,
+    bytes_of,
+    check_bytes,
+    quoted,
+)
+from rallypoint.store.state.replies import Kind, Ledger, Session
+from rallypoint.store.state.waiters import Waiter
+from rallypoint.wire.messages import (
+    Absent,
+    Claim,
+    Done,
+    Failed,
+    Granted,
+    Reply,
+    Resolve,
+    TimedOut,
+    Value,
+)
 
 
-class _Open:
-    """A name that somebody computes."""
+class _OpenClaim(NamedTuple):
+    """A name whose value a session computes."""
 
-    __slots__ = ("name", "session", "since", "token")
-
-    def __init__(self, name: str, session: Session, token: int, since: float) -> None:
-        self.name = name
-        self.session = session
-        self.token = token
-        self.since = since
-
-
-class _Result:
-    """A name whose value is known."""
-
-    __slots__ = ("large", "modified", "size", "value")
-
-    def __init__(self, value: bytes, large: Large | None, size: int, modified: int) -> None:
-        self.value = value
-        self.large = large
-        self.size = size
-        self.modified = modified
+    name: str
+    session: Session
+    token: int
+    since: float
 
 
 def _weight(name: str) -> int:
-    """Bytes that an open claim is charged."""
+    """Return the bytes that an open claim is charged."""
     return HELD_BYTES + len(name.encode())
 
 
-class Claims:
-    """All names that are claimed or resolved, and who waits for them."""
+class Claims(Kind):
+    """All names that are claimed or resolved."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._open: dict[str, _Open] = {}
-        self._results: dict[str, _Result] = {}
-        self._lines = Lines(self._timed_out)
+        super().__init__(ledger)
+        self._open: dict[str, _OpenClaim] = {}
+        self._results: dict[str, tuple[int, Stored]] = {}  # revision and value
 
-    def claim(
-        self, now: float, session: Session, request: Claim, large: Large | None
-    ) -> Answer | None:
+    def claim(self, session: Session, request: Claim) -> Reply | None:
         name = request.name
-        result = self._results.get(name)
-        if result is not None:
-            return self._value(session, request, result)
-        claim = self._open.get(name)
-        if claim is None:
-            budget, seq, revision = self._ledger.budget, request.seq, self._ledger.revision
-            refused = budget.refuse_name(name, seq, revision) or budget.refuse_value(
-                0, _weight(name), seq, revision
-            )
-            if refused is not None:
-                return refused, None
-            return self._grant(now, session, request), None
+        if name in self._results:
+            return self._value(request)
+        if name not in self._open:
+            self._budget.check_name(name)
+            self._budget.check_value(0, _weight(name))
+            return self._grant(session, request)
         if request.timeout is not None and not request.timeout > 0:
-            return self._refused(now, request, claim), None
-        return self._ledger.wait(now, session, request, request.timeout, self._lines, (name,))
+            return self._timed_out(request)
+        return self._ledger.wait(session, request, self._lines, name)
 
-    def resolve(
-        self, now: float, session: Session, request: Resolve, large: Large | None
-    ) -> Answer:
-        ledger, name = self._ledger, request.name
-        claim = self._open.get(name)
+    def resolve(self, session: Session, request: Resolve) -> Reply:
+        ledger = self._ledger
+        claim = self._open.get(request.name)
         if claim is None or claim.session is not session or request.token not in (0, claim.token):
-            return Absent(request.seq, ledger.revision), None
+            return Absent(request.seq, ledger.revision)
         if request.retry:
-            self.release(now, session, claim.token)
-            return Done(request.seq, ledger.revision), None
-        if large is None and not request.value:
-            return ledger.failed(request, "bad-request", "a value has at least one byte")
-        if request.failed:
-            # `Failed.value` is part of the message: an error that is too large for that cannot be
-            # passed on.
-            if large is not None:
-                return ledger.failed(
-                    request,
-                    "value-too-large",
-                    f"the error has {large.size} bytes: shorten it",
-                    size=large.size,
-                )
-            self._fail(claim, request.value)
+            self.release(session, claim.token)
         else:
-            refused = self._store(claim, request, large)
-            if refused is not None:
-                return refused, None
-        return Done(request.seq, ledger.revision), None
+            check_bytes(request.value)
+            if request.failed:
+                self._fail(claim, request.value)
+            else:
+                self._store(claim, request.value)
+        return Done(request.seq, ledger.revision)
 
-    def release(self, now: float, session: Session, token: int) -> None:
-        """The session gives this claim up: the next in line computes. Nothing when it was over
-        before.
-        """
+    def release(self, session: Session, token: int) -> None:
+        """End a claim without a value: the next in line computes. Nothing when it was over."""
         name = session.claims.get(token)
         if name is None:
             return
@@ -111,72 +91,57 @@ class Claims:
         self._ledger.changed()
         waiter = self._lines.first(name)
         if waiter is not None:
-            self._ledger.answer(waiter, self._grant(now, waiter.session, waiter.request))
+            self._ledger.answer(waiter, self._grant(waiter.session, waiter.request))
 
-    def end(self, now: float, session: Session) -> None:
-        """Pass on what the session has claimed."""
+    def end(self, session: Session) -> None:
+        super().end(session)
         for token in list(session.claims):
-            self.release(now, session, token)
+            self.release(session, token)
 
-    def _grant(self, now: float, session: Session, request: Claim) -> Granted:
+    def timed_out(self, waiter: Waiter) -> None:
+        self._ledger.answer(waiter, self._timed_out(waiter.request))
+
+    def _grant(self, session: Session, request: Claim) -> Granted:
         token = self._ledger.changed()
-        self._ledger.budget.used += _weight(request.name)
-        self._open[request.name] = _Open(request.name, session, token, now)
+        self._budget.used += _weight(request.name)
+        self._open[request.name] = _OpenClaim(request.name, session, token, self._ledger.now)
         session.claims[token] = request.name
         return Granted(request.seq, token, token)
 
-    def _close(self, claim: _Open) -> None:
+    def _close(self, claim: _OpenClaim) -> None:
         del self._open[claim.name]
-        self._ledger.budget.used -= _weight(claim.name)
+        self._budget.used -= _weight(claim.name)
         del claim.session.claims[claim.token]
 
-    def _store(self, claim: _Open, request: Resolve, large: Large | None) -> Failed | None:
-        ledger, budget, name = self._ledger, self._ledger.budget, claim.name
-        size = len(request.value) if large is None else large.size
+    def _store(self, claim: _OpenClaim, value: Stored) -> None:
+        name, size = claim.name, bytes_of(value)
         weight = KEY_BYTES + len(name.encode()) + size
-        refused = budget.refuse_value(
-            size, weight, request.seq, ledger.revision
-        ) or budget.refuse_key(request.seq, ledger.revision)
-        if refused is not None:
-            return refused
+        self._budget.check_value(size, weight)
+        self._budget.check_key()
         self._close(claim)
-        budget.keys += 1
-        budget.used += weight
-        result = self._results[name] = _Result(request.value, large, size, ledger.changed())
+        self._budget.keys += 1
+        self._budget.used += weight
+        self._results[name] = (self._ledger.changed(), value)
         for waiter in self._lines.all(name):
-            reply, _ = self._value(waiter.session, waiter.request, result)
-            ledger.answer(waiter, reply, large)
-        return None
+            self._ledger.answer(waiter, self._value(waiter.request))
 
-    def _fail(self, claim: _Open, error: bytes) -> None:
-        ledger, name = self._ledger, claim.name
+    def _fail(self, claim: _OpenClaim, error: Stored) -> None:
+        if type(error) is not bytes:  # `Failed.value` is part of the message
+            size = bytes_of(error)
+            raise Refused("value-too-large", f"the error has {size} bytes: shorten it", size=size)
         self._close(claim)
-        revision = ledger.changed()
-        who = claim.session.identity
-        for waiter in self._lines.all(name):
+        revision, identity = self._ledger.changed(), claim.session.identity
+        text = f"once({quoted(claim.name)}) failed in {identity}"
+        for waiter in self._lines.all(claim.name):
             seq = waiter.request.seq
-            ledger.keep(waiter.session, seq, error, len(error), stored=False, changed=False)
-            text = f"once({quoted(name)}) failed in {who}"
-            ledger.answer(
-                waiter, Failed(seq, revision, "once-failed", text, present=(who,), value=error)
-            )
+            failed = Failed(seq, revision, "once-failed", text, present=(identity,), value=error)
+            self._ledger.answer(waiter, failed)
 
-    def _value(self, session: Session, request: Claim, result: _Result) -> Answer:
-        thing = result.value if result.large is None else result.large
-        self._ledger.keep(session, request.seq, thing, result.size, stored=True, changed=False)
-        return Value(
-            request.seq, self._ledger.revision, result.modified, result.value
-        ), result.large
+    def _value(self, request: Claim) -> Value:
+        return Value(request.seq, self._ledger.revision, *self._results[request.name])
 
-    def _timed_out(self, now: float, waiter: Waiter) -> None:
-        self._ledger.answer(
-            waiter, self._refused(now, waiter.request, self._open[waiter.request.name])
-        )
-
-    def _refused(self, now: float, request: Claim, claim: _Open) -> TimedOut:
-        return TimedOut(
-            request.seq,
-            self._ledger.revision,
-            holder=claim.session.identity,
-            held_for=now - claim.since,
-        )
+    def _timed_out(self, request: Claim) -> TimedOut:
+        claim, ledger = self._open[request.name], self._ledger
+        held_for = ledger.now - claim.since
+        holder = claim.session.identity
+        return TimedOut(request.seq, ledger.revision, holder=holder, held_for=held_for)

@@ -1,4 +1,4 @@
-"""Queues: what is put first is taken first, by whoever has waited longest. Pure.
+"""Queues: first in, first out, to the client that has waited longest. Pure.
 
 An item's number is the revision at which it was put, so the order of the numbers is the order of
 the queue, also for items that come back: one that was held by a session which ended stands where it
@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from rallypoint.store.state.quotas import ITEM_BYTES, QUEUE_BYTES, Large
-from rallypoint.store.state.replies import Answer, Ledger, Session
-from rallypoint.store.state.waiters import Lines, Waiter
+from rallypoint.store.state.quotas import ITEM_BYTES, QUEUE_BYTES, Stored, bytes_of, check_bytes
+from rallypoint.store.state.replies import Held, Kind, Ledger, Session
 from rallypoint.wire.messages import (
     Absent,
     Done,
@@ -20,37 +19,32 @@ from rallypoint.wire.messages import (
     Length,
     Pop,
     Push,
+    Reply,
     Settle,
     TimedOut,
     Value,
 )
 
 
-class Item:
+class Item(Held):
     """A value in a queue, held by a session, or on its way to one."""
 
-    __slots__ = ("large", "number", "queue", "seq", "size", "value")
+    __slots__ = ("number", "queue", "seq", "value")
 
-    def __init__(
-        self, queue: str, number: int, value: bytes, large: Large | None, size: int
-    ) -> None:
+    def __init__(self, queue: str, number: int, value: Stored) -> None:
+        super().__init__(bytes_of(value) + ITEM_BYTES)
+        self.holders = 1  # the queue, or the session that holds it
         self.queue = queue
         self.number = number
         self.value = value
-        self.large = large
-        self.size = size
-        self.seq = 0  # of the request that it went out to
+        self.seq = 0  # number of the Pop that it went out to
 
     def __lt__(self, other: Item) -> bool:
         return self.number < other.number
 
-    def thing(self) -> object:
-        """Whatever holds the value's bytes."""
-        return self.value if self.large is None else self.large
-
 
 class _Queue:
-    """One queue that is not empty. All that came back was taken before all that was never taken."""
+    """One queue that is not empty. Items that came back were taken before all that are fresh."""
 
     __slots__ = ("back", "fresh")
 
@@ -66,89 +60,73 @@ class _Queue:
 
 
 def _weight(name: str) -> int:
-    """Bytes that a queue is charged beside its items."""
+    """Return the bytes that a queue is charged beside its items."""
     return QUEUE_BYTES + len(name.encode())
 
 
-class Queues:
-    """All queues, and who waits for their items."""
+class Queues(Kind):
+    """All queues. Nobody waits for a queue that is not empty."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+        super().__init__(ledger)
         self._queues: dict[str, _Queue] = {}
-        self._lines = Lines(self._timed_out)  # nobody waits for a queue that is not empty
 
-    def push(self, now: float, session: Session, request: Push, large: Large | None) -> Answer:
-        ledger, budget, name, seq = self._ledger, self._ledger.budget, request.queue, request.seq
-        if large is None and not request.value:
-            return ledger.failed(request, "bad-request", "a value has at least one byte")
-        size = len(request.value) if large is None else large.size
-        queue = self._queues.get(name)
-        growth = size + ITEM_BYTES + (_weight(name) if queue is None else 0)
-        refused = budget.refuse_name(name, seq, ledger.revision) or budget.refuse_value(
-            size, growth, seq, ledger.revision
-        )
-        if refused is not None:
-            return refused, None
-        budget.used += size + ITEM_BYTES
-        item = Item(name, ledger.changed(), request.value, large, size)
-        waiter = self._lines.first(name)
-        if waiter is not None:
-            self._hand_over(waiter, item)
-            return Integer(seq, ledger.revision, 0), None
-        if queue is None:
-            queue = self._begin(name)
-        queue.fresh.append(item)
-        return Integer(seq, ledger.revision, len(queue)), None
+    def push(self, session: Session, request: Push) -> Reply:
+        name, size = request.queue, bytes_of(request.value)
+        check_bytes(request.value)
+        self._budget.check_name(name)
+        beside = 0 if name in self._queues else _weight(name)
+        self._budget.check_value(size, size + ITEM_BYTES + beside)
+        item = Item(name, self._ledger.changed(), request.value)
+        self._budget.used += item.weight
+        length = 0 if self._handed_over(item) else self._put(item)
+        return Integer(request.seq, self._ledger.revision, length)
 
-    def pop(self, now: float, session: Session, request: Pop, large: Large | None) -> Answer | None:
+    def pop(self, session: Session, request: Pop) -> Reply | None:
         name, timeout = request.queue, request.timeout
         queue = self._queues.get(name)
         if queue is not None:
             item = queue.take()
             if not queue:
                 del self._queues[name]
-                self._ledger.budget.used -= _weight(name)
-            return self._give(session, request, item), item.large
+                self._budget.used -= _weight(name)
+            return self._give(session, request, item)
         if timeout is None:
-            return Absent(request.seq, self._ledger.revision), None
+            return Absent(request.seq, self._ledger.revision)
         if not timeout > 0:
-            return TimedOut(request.seq, self._ledger.revision), None
-        return self._ledger.wait(now, session, request, timeout, self._lines, (name,))
+            return TimedOut(request.seq, self._ledger.revision)
+        return self._ledger.wait(session, request, self._lines, name)
 
-    def settle(self, now: float, session: Session, request: Settle, large: Large | None) -> Answer:
+    def settle(self, session: Session, request: Settle) -> Reply:
+        ledger = self._ledger
         item = session.items.get(request.item)
         if item is None or item.queue != request.queue or request.taken not in (0, item.seq):
-            return Absent(request.seq, self._ledger.revision), None
+            return Absent(request.seq, ledger.revision)
         del session.items[item.number]
-        if (kept := session.kept.get(item.seq)) is not None:
-            kept.item = None  # a Cancel that comes late takes nothing back
+        if session.kept.pop(item.seq, None) is not None:
+            ledger.let_go(item)  # a Cancel of the Pop that comes late takes nothing back
         if request.accept:
-            # Whoever does not get this answer does not know that the item is gone: a Cancel of the
-            # request brings it back.
-            self._ledger.keep(
-                session, request.seq, item.thing(), item.size, stored=True, changed=True, item=item
-            )
-            self._free(item)
-            self._ledger.changed()
+            # The client may not get this reply, and then does not know that the item is gone: a
+            # Cancel of the request brings it back.
+            ledger.keep(session, request.seq, item)
+            ledger.let_go(item)
+            ledger.changed()
         else:
             self._put_back(item)
-        return Done(request.seq, self._ledger.revision), None
+        return Done(request.seq, ledger.revision)
 
-    def length(self, now: float, session: Session, request: Length, large: Large | None) -> Answer:
-        return Integer(
-            request.seq, self._ledger.revision, len(self._queues.get(request.queue, ()))
-        ), None
+    def length(self, session: Session, request: Length) -> Reply:
+        length = len(self._queues.get(request.queue, ()))
+        return Integer(request.seq, self._ledger.revision, length)
 
     def undo(self, session: Session, item: Item) -> None:
-        """Nobody has looked at the reply with which this item left, to its taker or for good: it
-        comes back. The reply must have been forgotten before."""
+        """Take back an item whose reply nobody has looked at."""
         if session.items.pop(item.number, None) is None:
-            self._ledger.budget.take_back(item.size + ITEM_BYTES, item.thing())
+            item.holders += 1
         self._put_back(item)
 
     def end(self, session: Session) -> None:
-        """What the session holds comes back, in its old order."""
+        super().end(session)
         items = sorted(session.items.values())
         session.items.clear()
         for item in items:
@@ -157,37 +135,33 @@ class Queues:
     def _give(self, session: Session, request: Pop, item: Item) -> Value:
         ledger = self._ledger
         item.seq = request.seq
-        ledger.keep(
-            session, request.seq, item.thing(), item.size, stored=True, changed=True, item=item
-        )
+        ledger.keep(session, request.seq, item)
         if request.hold:
             session.items[item.number] = item
         else:
-            self._free(item)
+            ledger.let_go(item)
         return Value(request.seq, ledger.changed(), item.number, item.value)
 
-    def _hand_over(self, waiter: Waiter, item: Item) -> None:
-        self._ledger.answer(waiter, self._give(waiter.session, waiter.request, item), item.large)
+    def _handed_over(self, item: Item) -> bool:
+        """Give the item to the first waiter, if there is one."""
+        waiter = self._lines.first(item.queue)
+        if waiter is not None:
+            self._ledger.answer(waiter, self._give(waiter.session, waiter.request, item))
+        return waiter is not None
 
     def _put_back(self, item: Item) -> None:
         self._ledger.changed()
-        waiter = self._lines.first(item.queue)
-        if waiter is not None:
-            self._hand_over(waiter, item)
-            return
+        if not self._handed_over(item):
+            self._put(item, back=True)
+
+    def _put(self, item: Item, *, back: bool = False) -> int:
+        """Put the item into its queue; return the queue's length."""
         queue = self._queues.get(item.queue)
         if queue is None:
-            queue = self._begin(item.queue)
-        heappush(queue.back, item)
-
-    def _begin(self, name: str) -> _Queue:
-        """A queue in which there was nothing."""
-        queue = self._queues[name] = _Queue()
-        self._ledger.budget.used += _weight(name)
-        return queue
-
-    def _free(self, item: Item) -> None:
-        self._ledger.budget.free(item.size + ITEM_BYTES, item.thing())
-
-    def _timed_out(self, now: float, waiter: Waiter) -> None:
-        self._ledger.answer(waiter, TimedOut(waiter.request.seq, self._ledger.revision))
+            queue = self._queues[item.queue] = _Queue()
+            self._budget.used += _weight(item.queue)
+        if back:
+            heappush(queue.back, item)
+        else:
+            queue.fresh.append(item)
+        return len(queue)

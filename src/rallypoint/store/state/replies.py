@@ -1,16 +1,15 @@
-"""What all kinds of things in the store share: the revision, who is answered what, and that it
-happens once.
+"""Things that all kinds share: the revision, the time, sessions, and replies that are given once.
 
 `State` (`store/state/state.py`) is a ledger, and hands itself to the kinds: keys, queues, locks,
-claims, barriers. Pure.
+claims, barriers, history. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable
+from typing import Any
 
-from rallypoint.store.state.quotas import Budget, Large, failed
+from rallypoint.store.state.quotas import Budget
 from rallypoint.store.state.waiters import NEVER, Lines, Waiter, Waiting
 from rallypoint.wire.messages import (
     SLOT_BITS,
@@ -19,38 +18,30 @@ from rallypoint.wire.messages import (
     Identity,
     Limits,
     Reply,
-    Request,
     TimedOut,
+    Value,
 )
-
-if TYPE_CHECKING:
-    from rallypoint.store.state.queues import Item
-
-Answer = tuple[Reply, Large | None]
 
 _ANOTHER = object()
 
 
-class Kept:
-    """What there is to know about a cached reply that carries a value. `loan`: see `Budget.lend`.
-    `item`: the item of a queue that went out with it. `changed`: False when the request changed
-    nothing although its answer is a value."""
+class Held:
+    """A charge of `weight` bytes for a value that left the store with a reply. It is charged until
+    the store and all cached replies have let go of it."""
 
-    __slots__ = ("changed", "item", "loan")
+    __slots__ = ("holders", "weight")
 
-    def __init__(self, loan: object | None, item: Item | None, changed: bool) -> None:
-        self.loan = loan
-        self.item = item
-        self.changed = changed
+    def __init__(self, weight: int) -> None:
+        self.weight = weight
+        self.holders = 0
 
 
 class Session:
     """One client, across all its connections. The server sets `heard` at every sign of life;
     everything else belongs to the state.
 
-    `replies` has, by seq, the answers to changing requests that are not acknowledged; None: it is
-    being waited for, or nobody wants the answer any more. What follows in the list of attributes is
-    what the session holds and gives back when it ends.
+    `replies` has, by seq, the replies to changing requests that are not acknowledged; None: the
+    request waits, or nobody wants the reply any more.
     """
 
     __slots__ = (
@@ -58,28 +49,28 @@ class Session:
         "number", "replies", "routes", "ttl", "waiting",
     )  # fmt: skip
 
-    def __init__(self, id: bytes, identity: Identity, ttl: float, now: float) -> None:
+    def __init__(self, id: bytes, identity: Identity, ttl: float, now: float, number: int) -> None:
         self.id = id
         # An object of its own, so that "was it this session?" is asked by `is`, and an entry that
         # outlives its writer keeps only this.
         self.identity = Identity(identity.host, identity.pid, identity.rank)
         self.ttl = ttl
-        self.number = 0  # the how manieth of this server it is
+        self.number = number  # in the order in which the sessions of this server began
         self.heard = now
         self.deadline = NEVER
         self.ended = False
         self.ended_at = NEVER
-        self.because = ""  # it ended
-        self.acked: dict[int, int] = {}  # by slot: up to which number its replies have arrived
-        self.replies: dict[int, Answer | None] = {}
-        self.kept: dict[int, Kept] = {}
-        self.waiting: dict[int, Waiter] = {}  # by seq, in the order in which they came
-        self.routes: dict[
-            int, Any
-        ] = {}  # by seq: the server's connection on which a request that waits has come last
+        self.because = ""  # reason of the end
+        self.acked: dict[int, int] = {}  # by slot: the last number whose replies have arrived
+        self.replies: dict[int, Reply | None] = {}
+        self.waiting: dict[int, Waiter] = {}  # by seq, in the order of arrival
+        # by seq: the server's connection on which a request that waits has come last
+        self.routes: dict[int, Any] = {}
+        # From here on: things that the session holds and gives back when it ends.
+        self.kept: dict[int, Held] = {}  # values that left with a cached reply, by its seq
         self.locks: dict[int, str] = {}  # name by token, in the order of the grants
         self.claims: dict[int, str] = {}  # likewise
-        self.items: dict[int, Item] = {}  # held items of queues, by number
+        self.items: dict[int, Any] = {}  # held items of queues, by number
         self.ephemeral: dict[str, None] = {}  # keys, in the order in which they were written
 
     def __repr__(self) -> str:
@@ -87,137 +78,124 @@ class Session:
         return f"<Session {self.id.hex()[:8]} of {self.identity}: {state}>"
 
     def acked_in_slot(self, seq: int) -> int:
-        """Up to which number the replies in the slot of this one have arrived."""
+        """Return the last number in the slot of `seq` whose replies have arrived."""
         slot = seq >> SLOT_BITS
         return self.acked.get(slot, slot << SLOT_BITS)
 
     def happened(self, seq: int) -> bool:
-        """Whether a request whose reply is kept did change something."""
-        answer = self.replies[seq]
-        if answer is None or isinstance(answer[0], Failed | TimedOut | Absent):
+        """Tell whether a request whose reply is kept did change something."""
+        reply = self.replies[seq]
+        if reply is None or isinstance(reply, Failed | TimedOut | Absent):
             return False
-        return seq not in self.kept or self.kept[seq].changed
+        # A Value that did not leave the store only says what is there.
+        return type(reply) is not Value or seq in self.kept
 
 
 class Ledger:
-    """One revision, one order of answers."""
+    """One revision, one time, one order of replies."""
 
     def __init__(self, limits: Limits, revision: int = 0) -> None:
-        """`revision`: before any change."""
+        """Begin with `revision`, before any change."""
         self.revision = revision
-        self.opened = 0  # how many sessions there have been
-        self.woken: list[tuple[Session, Reply, Large | None]] = []
+        self.now = 0.0  # time of the call that is being carried out
+        self.opened = 0  # number of sessions that there have been
+        self.woken: list[tuple[Session, Reply]] = []  # replies to requests that have waited
         self.budget = Budget(limits)
         self.waiting = Waiting()
 
     def changed(self) -> int:
-        """Something that others can see has changed: the revision is one higher, and returned."""
+        """Count one change that others can see, and return its revision."""
         self.revision += 1
         return self.revision
 
-    def failed(
-        self, request: Request, code: str, text: str, **details: int | float | str
-    ) -> tuple[Failed, None]:
-        """The answer that it was not done. `text` is a complete sentence in lower case, `details`
-        the figures in it.
-        """
-        return failed(request.seq, self.revision, code, text, details), None
+    def wait(self, session: Session, request: Any, lines: Lines, *names: Hashable) -> Reply | None:
+        """Let the request wait in these lines for its `timeout`; return None. Raises Refused.
 
-    def wait(
-        self,
-        now: float,
-        session: Session,
-        request: Request,
-        timeout: float | None,
-        lines: Lines,
-        names: Sequence[str],
-    ) -> tuple[Failed, None] | None:
-        """Let the request wait in these lines. None, which `apply` returns, or the failure when too
-        many wait. Asked again (a read that is repeated after a reconnect) it keeps its place and
-        its deadline."""
+        A read that is repeated after a reconnect keeps its place and its deadline.
+        """
         if session.ended or request.seq in session.waiting:
             return None
-        budget, seq, waiting = self.budget, request.seq, self.waiting
-        refused = None
-        if waiting.count >= budget.limits.waiting:
-            refused = budget.refuse_waiter(waiting.count, seq, self.revision)
+        self.budget.check_waiting(self.waiting.count)
         for name in names:
-            if len(name) * 4 > budget.limits.key_bytes:  # else it is surely short enough
-                refused = refused or budget.refuse_name(name, seq, self.revision)
-        if refused is not None:
-            return refused, None
-        waiter = Waiter(session, request, lines, now)
-        session.waiting[seq] = waiter
-        waiting.add(waiter, names, NEVER if timeout is None else now + timeout)
+            if isinstance(name, str):
+                self.budget.check_name(name)
+        waiter = session.waiting[request.seq] = Waiter(session, request, lines, self.now)
+        timeout = request.timeout
+        self.waiting.add(waiter, names, NEVER if timeout is None else self.now + timeout)
         return None
 
     def remove(self, waiter: Waiter) -> None:
-        """Whatever it waited for, it does so no longer, and is not answered."""
+        """End a wait without a reply."""
         self.waiting.remove(waiter)
         del waiter.session.waiting[waiter.request.seq]
         waiter.session.routes.pop(waiter.request.seq, None)
 
-    def answer(self, waiter: Waiter, reply: Reply, large: Large | None = None) -> None:
-        """The end of a wait."""
+    def answer(self, waiter: Waiter, reply: Reply) -> None:
+        """End a wait with a reply."""
         session = waiter.session
         self.waiting.remove(waiter)
-        del session.waiting[waiter.request.seq]
+        del session.waiting[reply.seq]
         if waiter.request.changes:
-            session.replies[reply.seq] = (reply, large)
-        self.woken.append((session, reply, large))
+            session.replies[reply.seq] = reply
+        self.woken.append((session, reply))
 
-    def answer_all(self, lines: Lines, name: str, replies: Iterable[Reply]) -> None:
-        """The end of the wait of all who stand in this line, and in no other; `replies` in its
-        order.
-        """
-        woken = self.woken
-        for waiter, reply in zip(self.waiting.dismiss(lines, name), replies, strict=False):
-            session, seq = waiter.session, reply.seq
-            del session.waiting[seq]
-            if waiter.request.changes:
-                session.replies[seq] = (reply, None)
-            woken.append((session, reply, None))
+    def keep(self, session: Session, seq: int, held: Held) -> None:
+        """Charge a value for as long as the cached reply to `seq` carries it."""
+        held.holders += 1
+        session.kept[seq] = held
 
-    def keep(
-        self,
-        session: Session,
-        seq: int,
-        thing: object,
-        size: int,
-        *,
-        stored: bool,
-        changed: bool,
-        item: Item | None = None,
-    ) -> None:
-        """The cached reply to a changing request carries this value (`thing`: the bytes or the
-        Large). `stored`: the store holds it too.
-        """
-        session.kept[seq] = Kept(self.budget.lend(thing, size, stored=stored), item, changed)
+    def let_go(self, held: Held) -> None:
+        """Count one holder less; the last one frees the bytes."""
+        held.holders -= 1
+        if not held.holders:
+            self.budget.used -= held.weight
 
     def acknowledge(self, session: Session, upto: int) -> None:
-        """The replies of this one's slot up to it have arrived, or nobody wants them."""
-        acked = session.acked_in_slot(upto)
-        if upto - acked > len(session.replies):
-            numbers: Iterable[int] = [seq for seq in session.replies if acked < seq <= upto]
-        else:
-            numbers = range(acked + 1, upto + 1)
+        """Forget the replies up to this number, in its slot: they have arrived."""
+        before = session.acked_in_slot(upto)
+        if upto <= before:
+            return
         session.acked[upto >> SLOT_BITS] = upto
+        numbers: Iterable[int] = range(before + 1, upto + 1)
+        if upto - before > len(session.replies):
+            numbers = [seq for seq in session.replies if before < seq <= upto]
         for seq in numbers:
             self.forget(session, seq)
 
-    def abandon(self, session: Session, seq: int) -> None:
-        """If this request waits, it does so for nobody: it is not answered."""
-        waiter = session.waiting.get(seq)
-        if waiter is not None:
-            self.remove(waiter)
-
     def forget(self, session: Session, seq: int) -> None:
-        """Drop a cached reply, and with it what only the reply kept alive."""
-        if session.replies.pop(seq, _ANOTHER) is None:
-            self.abandon(session, seq)
-        if (
-            session.kept
-            and (kept := session.kept.pop(seq, None)) is not None
-            and kept.loan is not None
-        ):
-            self.budget.settle(kept.loan)
+        """Drop a cached reply, or the wait for it."""
+        if session.replies.pop(seq, _ANOTHER) is None and seq in session.waiting:
+            waiter = session.waiting[seq]
+            waiter.lines.kind.give_up(waiter)
+        if session.kept and (held := session.kept.pop(seq, None)) is not None:
+            self.let_go(held)
+
+
+class Kind:
+    """Base of each kind of thing: keys, queues, locks, claims, barriers, history.
+
+    A method named like a request (`Queues.pop` for `Pop`) takes the session and the request, and
+    returns the reply. It may instead let the request wait in the kind's lines (`Ledger.wait`), and
+    answer it later (`Ledger.answer`), or raise Refused before it has changed anything.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._budget = ledger.budget
+        self._lines = Lines(self)
+
+    def timed_out(self, waiter: Waiter) -> None:
+        """Answer a waiter whose time is over."""
+        self._ledger.answer(waiter, TimedOut(waiter.request.seq, self._ledger.revision))
+
+    def give_up(self, waiter: Waiter) -> None:
+        """Remove a waiter whose client does not wait any more."""
+        self._ledger.remove(waiter)
+
+    def end(self, session: Session) -> None:
+        """Give back what a session that has ended held of this kind."""
+        for waiter in self._waiters(session):
+            self._ledger.remove(waiter)
+
+    def _waiters(self, session: Session) -> list[Waiter]:
+        return [waiter for waiter in session.waiting.values() if waiter.lines is self._lines]

@@ -1,103 +1,86 @@
-"""The last changes of keys, in order: what watches are answered from. Pure.
+"""The last changes of keys, in order: watches are answered from them. Pure.
 
-Bounded in number and bytes. Whoever asks for changes older than that is told `compacted`, never
-given a gap.
+Bounded in number and bytes. A watch from before the first change that is known is told `compacted`,
+never given a gap.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from operator import itemgetter
 
-from rallypoint.store.state.quotas import Large
-from rallypoint.store.state.replies import Answer, Ledger, Session
-from rallypoint.store.state.waiters import Lines, Waiter
-from rallypoint.wire.messages import Change, Changes, TimedOut, Watch
+from rallypoint.store.state.quotas import Refused, Stored
+from rallypoint.store.state.replies import Kind, Ledger, Session
+from rallypoint.wire.messages import Change, Changes, Reply, TimedOut, Watch
 
 CHANGES = 65_536
-"""Changes that are kept: three seconds of the fastest writers we have measured, hours of a usual
-job. 15 MB at most with small values.
-"""
+"""Changes that are kept: three seconds of the fastest writers that were measured, hours of a usual
+job. 15 MB at most with small values."""
 
 CHANGE_BYTES = 16 * 1024 * 1024
-"""Bytes of values that are kept alive only by being history; not part of what the store's limit
-counts.
-"""
+"""Bytes of values that only the history keeps; not part of the store's limit."""
 
 BATCH = 1024
 """Changes in one reply: a watcher that fell behind does not hold up the others."""
 
 BATCH_BYTES = 1024 * 1024
-"""Bytes of values in one reply, for the same reason; one change is always sent, whatever it weighs.
-"""
+"""Bytes of values in one reply, for the same reason; one change is always sent."""
 
 _revision = itemgetter(0)
 
 
-class History:
-    """What happened to keys, and who waits for more of it."""
+class History(Kind):
+    """Changes of keys, and the watches that wait for more of them, by prefix."""
 
     def __init__(self, ledger: Ledger, count: int = CHANGES, size: int = CHANGE_BYTES) -> None:
-        self._ledger = ledger
-        self._changes: list[
-            tuple[int, str, bytes | None, bool]
-        ] = []  # revision, key, value, large: as in `Change`
+        super().__init__(ledger)
+        # revision, key, value, large: as in `Change`
+        self._changes: list[tuple[int, str, bytes | None, bool]] = []
         self._count = count
         self._size = size
         self._bytes = 0
         self._first = ledger.revision  # before any change
-        self._forgotten = 0  # the revision of the last change that is no longer known
-        self._lines = Lines(self._timed_out)  # by prefix
-        self._lengths: list[
-            int
-            # of all these prefixes, ascending, and perhaps of some that nobody waits for any more
-        ] = []
+        self._forgotten = 0  # revision of the last change that is no longer known
 
-    def record(self, revision: int, key: str, value: bytes | None, large: bool) -> None:
-        """A key has changed; `value` None: it was removed, b"" with `large`: see `Change`."""
-        self._changes.append((revision, key, value, large))
-        if value:
-            self._bytes += len(value)
+    def record(self, revision: int, key: str, value: Stored | None) -> None:
+        """Add a change of a key, None when it was removed, and tell the watches."""
+        large = value is not None and type(value) is not bytes
+        shown = b"" if large else value
+        self._changes.append((revision, key, shown, large))
+        self._bytes += len(shown or b"")
         if len(self._changes) > self._count or self._bytes > self._size:
             self._shorten()
         if self._lines:
-            self._wake(revision, key, value, large)
+            batch = (Change(key, revision, shown, large),)
+            for length in range(len(key) + 1):
+                for waiter in self._lines.all(key[:length]):
+                    changes = Changes(waiter.request.seq, revision, batch, revision)
+                    self._ledger.answer(waiter, changes)
 
-    def watch(
-        self, now: float, session: Session, request: Watch, large: Large | None
-    ) -> Answer | None:
-        seq, since, prefix = request.seq, request.since, request.prefix
-        ledger = self._ledger
-        revision = ledger.revision
+    def watch(self, session: Session, request: Watch) -> Reply | None:
+        seq, since, revision = request.seq, request.since, self._ledger.revision
         if since is None:
-            return Changes(seq, revision, (), revision), None
+            return Changes(seq, revision, (), revision)
+        text = ""
         if since > revision or 0 < since < self._first:
             text = f"revision {since} is another server's: here they go from {self._first} to {revision}"
-            return ledger.failed(
-                request, "compacted", text, since=since, oldest=self._forgotten, revision=revision
-            )
-        if since < self._forgotten:
+        elif since < self._forgotten:
             text = f"the changes after revision {since} are no longer all known, only those after {self._forgotten} are"
-            return ledger.failed(
-                request, "compacted", text, since=since, oldest=self._forgotten, revision=revision
-            )
-        batch, until = self._batch(since, prefix)
+        if text:
+            raise Refused("compacted", text, since=since, oldest=self._forgotten, revision=revision)
+        batch, until = self._batch(since, request.prefix)
         if batch:
-            return Changes(seq, revision, batch, until), None
+            return Changes(seq, revision, batch, until)
         if not request.timeout > 0:
-            return TimedOut(seq, revision), None
-        at = bisect_left(self._lengths, len(prefix))
-        if at == len(self._lengths) or self._lengths[at] != len(prefix):
-            self._lengths = sorted({len(prefix), *map(len, self._lines)})
-        return ledger.wait(now, session, request, request.timeout, self._lines, (prefix,))
+            return TimedOut(seq, revision)
+        return self._ledger.wait(session, request, self._lines, request.prefix)
 
     def _batch(self, since: int, prefix: str) -> tuple[tuple[Change, ...], int]:
-        """What to answer, and up to which revision that is everything."""
-        changes = self._changes
+        """Return changes after `since`, and the revision up to which they are complete."""
         batch: list[Change] = []
         size = 0
-        for at in range(bisect_right(changes, since, key=_revision), len(changes)):
-            revision, key, value, large = changes[at]
+        for at in range(bisect_right(self._changes, since, key=_revision), len(self._changes)):
+            revision, key, value, large = self._changes[at]
             if not key.startswith(prefix):
                 continue
             size += len(value or b"")
@@ -106,24 +89,10 @@ class History:
             batch.append(Change(key, revision, value, large))
         return tuple(batch), self._ledger.revision
 
-    def _wake(self, revision: int, key: str, value: bytes | None, large: bool) -> None:
-        for length in self._lengths:
-            if length > len(key):
-                break
-            prefix = key[:length]
-            if prefix in self._lines:
-                batch = (Change(key, revision, value, large),)
-                for waiter in self._lines.all(prefix):
-                    self._ledger.answer(
-                        waiter, Changes(waiter.request.seq, revision, batch, revision)
-                    )
-
     def _shorten(self) -> None:
-        """Drop the oldest changes until an eighth of the room is free, so that this is done
-        rarely.
-        """
+        """Drop the oldest changes until an eighth of the room is free, so that this is rare."""
         changes = self._changes
-        surplus = max(len(changes) - self._count * 7 // 8, 0)
+        surplus = len(changes) - self._count * 7 // 8
         gone = 0
         while gone < len(changes) and (gone < surplus or self._bytes > self._size * 7 // 8):
             self._bytes -= len(changes[gone][2] or b"")
@@ -131,6 +100,3 @@ class History:
         if gone:
             self._forgotten = changes[gone - 1][0]
             del changes[:gone]
-
-    def _timed_out(self, now: float, waiter: Waiter) -> None:
-        self._ledger.answer(waiter, TimedOut(waiter.request.seq, self._ledger.revision))
