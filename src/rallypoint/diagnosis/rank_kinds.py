@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 import msgspec
+from msgspec.structs import replace
 
 from rallypoint.diagnosis import classify, stacks, tracebacks
 from rallypoint.diagnosis.causes.wording import CRASHES, signal_name
@@ -49,67 +50,68 @@ OF_CAUSES = (
 )  # fmt: skip
 """Kinds of evidence that may be the cause, in the order of their weight."""
 
-CONSEQUENCES = (Kind.LOST, Kind.WAITED, Kind.DOUBTFUL, Kind.NCCL, Kind.ABORTED)
+HURT = (Kind.LOST, Kind.WAITED)
+"""Kinds of evidence of a rank that speaks of a peer."""
+
+CONSEQUENCES = (*HURT, Kind.DOUBTFUL, Kind.NCCL, Kind.ABORTED)
 """Kinds of evidence that another rank's failure may have brought about."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A rank, what kind of evidence it shows, and the exception that shows it."""
+    """A rank, the kind of evidence it shows, and the exception that shows it."""
 
     rank: RankEvidence
     kind: Kind
     error: Raised | None = None
 
+    @property
+    def message(self) -> str:
+        return self.error.message if self.error is not None else ""
+
 
 def look_at(job: JobEvidence) -> tuple[JobEvidence, list[Verdict]]:
-    """The job with its ranks in order, and what each of them shows beside the others."""
+    """Return the job with its ranks in order, and what each of them shows beside the others."""
     if job.log is not None:
         return job, [_verdict_in_log(rank) for rank in job.ranks]
-    job = msgspec.structs.replace(job, ranks=_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
+    job = replace(job, ranks=_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
     verdicts = [_verdict(rank, job) for rank in job.ranks]
-    verdicts = [_stopped_after(verdict, verdicts) for verdict in verdicts]
-    verdicts = [_after_a_loss(verdict, verdicts) for verdict in verdicts]
-    return job, [_shared(verdict, verdicts) for verdict in verdicts]
+    return job, _shared(_after_a_loss(_stopped_after(verdicts)))
 
 
 def _placed(ranks: list[RankEvidence]) -> tuple[RankEvidence, ...]:
-    """A rank has told where it is by its phase, which says "importing" until it joins a group: in a
-    job that joins none, it runs.
+    """Correct the phase in a job that joins no group: "importing", which a rank says until it
+    joins one, means there that the program runs.
     """
     if any(rank.meeting is not None or rank.phase in ("joining", "running") for rank in ranks):
         return tuple(ranks)
     return tuple(
-        msgspec.structs.replace(rank, phase="running") if rank.phase == "importing" else rank
-        for rank in ranks
+        replace(rank, phase="running") if rank.phase == "importing" else rank for rank in ranks
     )
 
 
 def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
+    """Return what a live job's rank shows, looked at alone."""
     error, ended = _last_exception(rank, job), rank.ended
-    if error is not None and (before := _never_joined(rank, error)) is not None:
-        return Verdict(rank, kind_of(before), before)
     if error is not None:
-        inner = tracebacks.wrapped(error) if kind_of(error) is Kind.RAISED else None
-        if inner is not None and kind_of(inner) in (Kind.LOST, Kind.WAITED):
-            return Verdict(rank, kind_of(inner), inner)
+        inner = _never_joined(rank, error)
+        if inner is None and kind_of(error) is Kind.RAISED:
+            inner = tracebacks.wrapped(error)
+            if inner is not None and kind_of(inner) not in HURT:
+                inner = None
+        error = inner or error
         return Verdict(rank, kind_of(error), error)
     if rank.not_executed:
         return Verdict(rank, Kind.NOT_RUN)
     if ended is None:
         return _leaving(rank, job) or Verdict(rank, Kind.STOPPED if rank.sent else Kind.ALIVE)
-    # Whom we only asked, and who died of SIGKILL all the same, was killed by somebody else: the
+    # A rank that was only asked to end, and died of SIGKILL, was killed by somebody else: the
     # kernel needs a second for a large process.
     asked = bool(rank.sent) and not (ended.signal == SIGKILL and "SIGKILL" not in rank.sent)
     if asked or _by_launcher(rank, job):
-        well = ended.code == 0 and not ended.signal and not rank.sent
-        return (
-            Verdict(rank, Kind.FINISHED)
-            if well
-            else _leaving(rank, job) or Verdict(rank, Kind.STOPPED)
-        )
-    peer = next(
-        (one for one in reversed(rank.handled) if kind_of(one) in (Kind.LOST, Kind.WAITED)), None
-    )
+        if ended.code == 0 and not ended.signal and not rank.sent:
+            return Verdict(rank, Kind.FINISHED)
+        return _leaving(rank, job) or Verdict(rank, Kind.STOPPED)
+    peer = next((one for one in reversed(rank.handled) if kind_of(one) in HURT), None)
     own = next((one for one in rank.handled if kind_of(one) is Kind.RAISED), None)
     if ended.signal:
         if ended.signal == SIGKILL or (ended.signal not in CRASHES and peer is None):
@@ -122,9 +124,8 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
     if ended.code == 0:
         # What was on its way while it closed the group may have been caught for good reason, and is
         # no cause while others show one.
-        return Verdict(
-            rank, Kind.SWALLOWED if own and not own.on_its_way else Kind.FINISHED, own or peer
-        )
+        kind = Kind.SWALLOWED if own and not own.on_its_way else Kind.FINISHED
+        return Verdict(rank, kind, own or peer)
     if rank.handled and peer is rank.handled[-1]:
         return Verdict(rank, kind_of(peer), peer)
     if own is None and classify.says_lost(rank.said):
@@ -135,26 +136,28 @@ def _verdict(rank: RankEvidence, job: JobEvidence) -> Verdict:
 
 
 def _verdict_in_log(rank: RankEvidence) -> Verdict:
-    """What a process shows of which a log tells. Nobody sees there what it caught, and how far it
-    was.
+    """Return what a process shows of which a log tells: nobody sees there what it caught, and how
+    far it was.
     """
     error, ended = rank.raised, rank.ended
-    if rank.went_on and error is None:
-        return Verdict(rank, Kind.HANDLED)
     if error is not None:
         kind = _kind_in_log(error)
         return Verdict(rank, Kind.HANDLED if kind is Kind.RAISED and rank.went_on else kind, error)
-    if rank.not_executed:
-        return Verdict(rank, Kind.NOT_RUN)
-    if rank.sent:
-        return Verdict(rank, Kind.STOPPED)
-    if ended is None:
-        return Verdict(rank, Kind.WAITED if rank.collective is not None else Kind.LOST)
-    if not ended.signal:
-        return Verdict(rank, Kind.EXITED)
-    if ended.signal not in CRASHES:
-        return Verdict(rank, Kind.KILLED)
-    return Verdict(rank, Kind.ABORTED if only_aborted(rank) else Kind.CRASHED)
+    if rank.went_on:
+        kind = Kind.HANDLED
+    elif rank.not_executed:
+        kind = Kind.NOT_RUN
+    elif rank.sent:
+        kind = Kind.STOPPED
+    elif ended is None:
+        kind = Kind.WAITED if rank.collective is not None else Kind.LOST
+    elif not ended.signal:
+        kind = Kind.EXITED
+    elif ended.signal not in CRASHES:
+        kind = Kind.KILLED
+    else:
+        kind = Kind.ABORTED if only_aborted(rank) else Kind.CRASHED
+    return Verdict(rank, kind)
 
 
 def only_aborted(rank: RankEvidence) -> bool:
@@ -172,14 +175,12 @@ def _kind_in_log(error: Raised) -> Kind:
         return Kind.RAISED if classify.fits("calls-mismatched", error) else Kind.NCCL
     if classify.nccl_gave_up(error):
         return Kind.NCCL
-    if classify.loader_broke_off(error):
-        return Kind.LOST
     kind = kind_of(error)
-    return Kind.LOST if kind is Kind.DOUBTFUL else kind
+    return Kind.LOST if kind is Kind.DOUBTFUL or classify.loader_broke_off(error) else kind
 
 
 def _leaving(rank: RankEvidence, job: JobEvidence) -> Verdict | None:
-    """Of a rank that has not ended by itself: what was on its way when it closed its group."""
+    """Return what was on its way when a rank that has not ended by itself closed its group."""
     error = rank.handled[-1] if rank.handled and not job.interrupted_by else None
     if error is None or not error.on_its_way:
         return None
@@ -188,8 +189,8 @@ def _leaving(rank: RankEvidence, job: JobEvidence) -> Verdict | None:
 
 
 def _last_exception(rank: RankEvidence, job: JobEvidence) -> Raised | None:
-    """What left the program: as our hook saw it, as `@record` wrote it, or as the log shows it. Not
-    the KeyboardInterrupt of our SIGINT.
+    """Return what left the program: as our hook saw it, as `@record` wrote it, or as the log shows
+    it. The KeyboardInterrupt of our own SIGINT is left out.
     """
     error = rank.raised
     if error is None and rank.error_file:
@@ -197,150 +198,154 @@ def _last_exception(rank: RankEvidence, job: JobEvidence) -> Raised | None:
     if error is None and rank.ended is not None and rank.ended.code == 1:
         error = tracebacks.exception_in(rank.said)
     kind = error.type.rpartition(".")[2] if error is not None else ""
-    ours = kind == "SystemExit" or (
-        kind == "KeyboardInterrupt" and bool(rank.sent or job.interrupted_by)
-    )
-    return None if ours else error
+    stopped = kind == "KeyboardInterrupt" and bool(rank.sent or job.interrupted_by)
+    return None if kind == "SystemExit" or stopped else error
 
 
 def _never_joined(rank: RankEvidence, error: Raised) -> Raised | None:
-    """Why a rank has no group when it asks for one: the program went on after init_process_group
-    had failed.
+    """Return why a rank has no group when it asks for one: the program went on after
+    init_process_group had failed.
     """
-    if classify.says("group-missing", error.message) is None or rank.phase == "running":
+    if rank.phase == "running" or classify.says("group-missing", error.message) is None:
         return None
     return next((one for one in reversed(rank.handled) if one.call == "init_process_group"), None)
 
 
 def _aborted_by_gloo(rank: RankEvidence) -> Raised | None:
-    """What gloo found wrong in a thread of its own, where nobody catches it."""
-    words = next(
-        (line for line in rank.said if classify.says("sizes-differ", line) is not None), None
-    )
+    """Return what gloo found wrong in a thread of its own, where nobody catches it."""
+    words = next((line for line in rank.said if classify.says("sizes-differ", line)), None)
     if words is None or rank.ended is None:
         return None
     frames = stacks.last_stack(rank) or stacks.main_frames(rank.stack_text)
-    call = stacks.collective(frames)
-    return Raised(
-        "gloo::EnforceNotMet",
-        words.strip().removeprefix("what():").strip(),
-        frames,
-        "",
-        rank.ended.at,
-        call[0] if call else "",
-    )
+    call, _ = stacks.collective(frames) or ("", 0)
+    message = words.strip().removeprefix("what():").strip()
+    return Raised("gloo::EnforceNotMet", message, frames, "", rank.ended.at, call)
+
+
+_KINDS = {
+    classify.Meaning.OWN: Kind.RAISED,
+    classify.Meaning.LOST: Kind.LOST,
+    classify.Meaning.WAITED: Kind.WAITED,
+    classify.Meaning.MAYBE_LOST: Kind.DOUBTFUL,
+}
 
 
 def kind_of(error: Raised) -> Kind:
+    """Return the kind of evidence that an exception is; of a process of mp.spawn, the inner one."""
     if (inside := tracebacks.in_process(error)) is not None:
         error = inside[1]
-    if classify.fits("producer-gone", error):
-        return Kind.RAISED
     if error.code:
         return Kind.DOUBTFUL if error.code in classify.AFTER_ANOTHER else Kind.RAISED
-    if classify.nccl_gave_up(error):
-        return Kind.LOST if classify.nccl_names_peer(error.message) else Kind.NCCL
-    kinds = {
-        classify.Meaning.OWN: Kind.RAISED,
-        classify.Meaning.LOST: Kind.LOST,
-        classify.Meaning.WAITED: Kind.WAITED,
-        classify.Meaning.MAYBE_LOST: Kind.DOUBTFUL,
-    }
-    return kinds[classify.meaning(error)]
+    if classify.fits("producer-gone", error):
+        return Kind.RAISED
+    if classify.nccl_gave_up(error) and not classify.nccl_names_peer(error.message):
+        return Kind.NCCL
+    return _KINDS[classify.meaning(error)]
 
 
 def _by_launcher(rank: RankEvidence, job: JobEvidence) -> bool:
-    """Ended with the launcher: by the signal that it got, too (batch systems signal every process),
-    or by the death of its parent.
+    """Tell whether a rank ended with the launcher: by the signal that the launcher got, too (batch
+    systems signal every process), or by the death of its parent.
     """
-    ended = rank.ended
-    if ended is None:
+    if rank.ended is None:
         return False
+    number = rank.ended.signal
     if job.interrupted_by:
-        return not ended.signal or signal_name(ended.signal) == job.interrupted_by
-    return job.helper is not None and ended.signal == SIGKILL
+        return not number or signal_name(number) == job.interrupted_by
+    return job.helper is not None and number == SIGKILL
 
 
 # --- one rank beside the others
 # --------------------------------------------------------------------------------------
 
 
-def _stopped_after(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
-    """What a rank raised after we had told it to stop is no cause of its own, unless it came before
-    every other one.
+# Each step below looks once at all ranks for what it compares with: a job may have thousands.
+
+
+def _stopped_after(verdicts: list[Verdict]) -> list[Verdict]:
+    """Acquit ranks of what they raised after the launcher had told them to stop, unless it came
+    before every other cause.
     """
-    if verdict.kind not in (Kind.RAISED, Kind.LEAVING) or not verdict.rank.sent:
-        return verdict
     others = [moment(one) for one in verdicts if one.kind in OF_CAUSES and not one.rank.sent]
-    if others and (not verdict.error or not verdict.error.at or verdict.error.at >= min(others)):
-        return Verdict(verdict.rank, Kind.STOPPED)
-    return verdict
+    first = min(others, default=None)
+
+    def stopped(one: Verdict) -> bool:
+        raised = one.kind in (Kind.RAISED, Kind.LEAVING) and bool(one.rank.sent)
+        at = one.error.at if one.error is not None else 0.0
+        return raised and first is not None and (not at or at >= first)
+
+    return [Verdict(one.rank, Kind.STOPPED) if stopped(one) else one for one in verdicts]
 
 
-def _after_a_loss(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
-    """What a rank raised just after it had caught the loss of a peer is no cause, when another had
-    failed or left by then without one.
+def _after_a_loss(verdicts: list[Verdict]) -> list[Verdict]:
+    """Acquit ranks of what they raised just after they had caught the loss of a peer, when another
+    rank had failed or left by then without such a loss.
     """
-    raised = verdict.error
-    if verdict.kind not in (Kind.RAISED, Kind.LEAVING) or raised is None or not raised.at:
-        return verdict
-    peer = loss_before(verdict.rank, raised)
-    if peer is None:
-        return verdict
-    gone = (*OF_CAUSES, Kind.FINISHED)
-    for one in verdicts:
-        had_gone = (
-            one.kind in gone
-            and one.rank is not verdict.rank
-            and moment(one) <= raised.at + HEARD_LATE
-        )
-        if had_gone and loss_before(one.rank, one.error) is None:
-            return Verdict(verdict.rank, kind_of(peer), peer)
-    return verdict
+    losses = [loss_before(one.rank, one.error) for one in verdicts]
+    gone = [
+        moment(one)
+        for one, loss in zip(verdicts, losses, strict=True)
+        if loss is None and one.kind in (*OF_CAUSES, Kind.FINISHED)
+    ]
+    first = min(gone, default=None)
+
+    def judged(one: Verdict, loss: Raised | None) -> Verdict:
+        raised = one.kind in (Kind.RAISED, Kind.LEAVING) and one.error is not None and one.error.at
+        if not raised or loss is None or first is None or first > raised + HEARD_LATE:
+            return one
+        return Verdict(one.rank, kind_of(loss), loss)
+
+    return list(map(judged, verdicts, losses))
 
 
 def loss_before(rank: RankEvidence, error: Raised | None) -> Raised | None:
-    """The loss of a peer that a rank had caught shortly before an error, or before its end."""
-    at = error.at if error is not None else rank.ended.at if rank.ended is not None else 0.0
-    losses = [
-        one for one in rank.handled if one is not error and kind_of(one) in (Kind.LOST, Kind.WAITED)
-    ]
-    return next((one for one in reversed(losses) if one.at <= at <= one.at + AFTERMATH), None)
-
-
-def _shared(verdict: Verdict, verdicts: list[Verdict]) -> Verdict:
-    """An error that a rank swallowed is no cause when another rank swallowed the same and went on,
-    or when nobody was left behind.
+    """Return the loss of a peer that a rank had caught shortly before an error, or before its
+    end.
     """
-    if verdict.kind is not Kind.SWALLOWED or verdict.error is None:
-        return verdict
-    same = (verdict.error.type, verdict.error.call)
-    for one in verdicts:
-        if one.rank.ended is None and any(
-            (error.type, error.call) == same for error in one.rank.handled
-        ):
-            return Verdict(verdict.rank, Kind.FINISHED)
-    left = any(one.kind not in (Kind.FINISHED, Kind.SWALLOWED) for one in verdicts)
-    return (
-        verdict
-        if left or all(one.kind is Kind.SWALLOWED for one in verdicts)
-        else Verdict(verdict.rank, Kind.FINISHED)
-    )
+    at = error.at if error is not None else rank.ended.at if rank.ended is not None else 0.0
+    for one in reversed(rank.handled):
+        if one is not error and one.at <= at <= one.at + AFTERMATH and kind_of(one) in HURT:
+            return one
+    return None
+
+
+def _shared(verdicts: list[Verdict]) -> list[Verdict]:
+    """Acquit ranks of an error that they swallowed when another rank swallowed the same and went
+    on, or when nobody was left behind.
+    """
+    kinds = {one.kind for one in verdicts}
+    if Kind.SWALLOWED not in kinds:
+        return verdicts
+    alone = not kinds - {Kind.FINISHED, Kind.SWALLOWED} and Kind.FINISHED in kinds
+    common = {
+        (error.type, error.call)
+        for one in verdicts
+        if one.rank.ended is None
+        for error in one.rank.handled
+    }
+    return [
+        Verdict(one.rank, Kind.FINISHED)
+        if one.kind is Kind.SWALLOWED
+        and one.error is not None
+        and (alone or (one.error.type, one.error.call) in common)
+        else one
+        for one in verdicts
+    ]
 
 
 def moment(verdict: Verdict) -> float:
+    """Return when the rank failed or ended, in seconds since the job's start."""
     if verdict.error is not None and verdict.error.at:
         return verdict.error.at
-    if (
-        verdict.kind is Kind.EXITED and verdict.rank.left_when
-    ):  # torch's interpreter takes a quarter of a second to close down
+    # torch's interpreter takes a quarter of a second to close down
+    if verdict.kind is Kind.EXITED and verdict.rank.left_when:
         return verdict.rank.left_when
     return verdict.rank.ended.at if verdict.rank.ended is not None else 0.0
 
 
-def place_in_order(verdict: Verdict) -> tuple[float, int, int, int]:
-    """The key by which verdicts are sorted: time, a log's line, the order of ends, the rank."""
+def place_in_order(verdict: Verdict) -> tuple[float, int, int]:
+    """Return the key by which verdicts are sorted: a log's line, or time, order of ends, rank."""
     rank, ended = verdict.rank, verdict.rank.ended
     if rank.order:
-        return (0.0, rank.order, 0, 0)
-    return (moment(verdict), rank.order, ended.order if ended is not None else 1 << 30, rank.rank)
+        return (0.0, rank.order, 0)
+    return (moment(verdict), ended.order if ended is not None else 1 << 30, rank.rank)
