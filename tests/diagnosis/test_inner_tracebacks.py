@@ -70,28 +70,6 @@ def test_a_process_of_mp_spawn_whose_cause_is_not_known_says_its_own_words() -> 
     )
 
 
-def test_sets_of_ranks_that_met_at_one_port() -> None:
-    """`rallypoint run -n 2` of a program that calls mp.spawn."""
-    spawn = Frame(
-        f"{TORCH}/multiprocessing/spawn.py", 211, "join", "raise ProcessRaisedException(msg)"
-    )
-    message = f"\n\n-- Process 0 terminated with the following error:\nTraceback (most recent call last):\n{WORKER}{LOST}\n"
-    error = Raised(
-        "torch.multiprocessing.spawn.ProcessRaisedException",
-        message,
-        (MAIN, spawn),
-        "Traceback",
-        at=2.0,
-    )
-    first = RankEvidence(0, 0, 4000, ended=Ended(1, 0, 2.1), phase="running", raised=error)
-    other = RankEvidence(1, 1, 4001, sent=("SIGTERM",), stack=(MAIN, spawn), phase="running")
-    (report,) = diagnose(JobEvidence("train.py", 2, (first, other)))
-    assert report.code == "spawn-inside-run"
-    assert report.headline == "rank 0 had started ranks of its own, and one of those lost another"
-    assert "ranks 0-1 called mp.spawn, each for itself" in report.evidence
-    assert report.help[0].command == "rallypoint run -n 1 train.py"
-
-
 def test_a_port_that_another_set_of_ranks_had() -> None:
     taken = "The server socket has failed to listen on any local network address. port: 29517, useIpv6: false, code: -98, name: EADDRINUSE"
     inner = f'Traceback (most recent call last):\n{WORKER}  File "/home/ada/train.py", line 5, in worker\n    dist.init_process_group("gloo")\n'

@@ -10,7 +10,7 @@ from rallypoint.diagnosis import classify, reachability, stacks
 from rallypoint.diagnosis.causes import collectives, stops
 from rallypoint.diagnosis.causes.case import Case
 from rallypoint.diagnosis.consequences import case_of, never_set, then_told
-from rallypoint.diagnosis.evidence import JobEvidence, RankEvidence
+from rallypoint.diagnosis.evidence import JobEvidence
 from rallypoint.diagnosis.log_events import Findings, Sign
 from rallypoint.diagnosis.rank_kinds import (
     Kind,
@@ -53,9 +53,7 @@ def watched_calls(job: JobEvidence, verdicts: list[Verdict]) -> Report | None:
         first = min((last[rank] for ranks, _ in told for rank in ranks), key=place_in_order)
         at_fault = [first, *(last[rank] for rank in odd if last[rank] is not first)]
         case = case_of(job, verdicts, at_fault, "certain" if all(named) else "likely")
-        return msgspec.structs.replace(
-            collectives.watched_calls_differ(case, told), then="", ranks=odd
-        )
+        return collectives.watched_calls_differ(case, told, odd)
     return None
 
 
@@ -174,10 +172,9 @@ def absent_in_log(
 def _missing_in_log(
     job: JobEvidence, absent: list[int], waited: list[Verdict], first: Verdict, why: str
 ) -> Report:
-    missing = tuple(RankEvidence(rank, rank, 0, "") for rank in absent)
-    waiters = Case(job, tuple(v.rank for v in waited), "")
     assert first.error is not None
-    return collectives.missing_in_log(Case(job, missing, ""), waiters, first.error, why)
+    waiters = Case(job, tuple(v.rank for v in waited), "")
+    return collectives.missing_in_log(waiters, tuple(absent), first.error, why)
 
 
 def _waits_in_own_line(verdict: Verdict) -> bool:

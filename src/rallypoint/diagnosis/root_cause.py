@@ -25,7 +25,7 @@ from rallypoint.diagnosis.consequences import (
     then_told,
 )
 from rallypoint.diagnosis.error_patterns import schedulers
-from rallypoint.diagnosis.evidence import JobEvidence, Meeting, RankEvidence
+from rallypoint.diagnosis.evidence import JobEvidence, Meeting, Raised, RankEvidence
 from rallypoint.diagnosis.log_consequences import (
     absent_in_log,
     not_reached,
@@ -36,7 +36,6 @@ from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
 from rallypoint.diagnosis.rank_kinds import (
     CONSEQUENCES,
     HEARD_LATE,
-    SIGABRT,
     SIGKILL,
     STRONG,
     Kind,
@@ -309,7 +308,7 @@ def _reports(job: JobEvidence, verdicts: list[Verdict], found: list[Verdict]) ->
             "; ".join(filter(None, (more, then if i == 0 else ""))),
             sure,
         )
-        report = ACCOUNTS[group[0].kind](case, group[0])
+        report = ACCOUNTS[group[0].kind](case, group[0].error)
         doubt = doubt_in_log(group, report) if job.log is not None else _doubt(group, verdicts)
         if doubt and sure == "possible":
             report = msgspec.structs.replace(report, confidence=sure, why=doubt)
@@ -410,82 +409,46 @@ def _for_memory(rank: RankEvidence, job: JobEvidence) -> bool:
     return resources.for_memory(job.memory, rank.pid)
 
 
-def _not_run(case: Case, verdict: Verdict) -> Report:
-    return endings.not_run(case, verdict.rank.not_executed)
-
-
-def _killed(case: Case, verdict: Verdict) -> Report:
-    if verdict.rank.killed_by:
-        return resources.killed_for_memory(case)
-    if _for_memory(verdict.rank, case.job):
-        return resources.out_of_memory(case)
-    return endings.killed(case, verdict.rank.ended.signal if verdict.rank.ended else SIGKILL)
-
-
-def _crashed(case: Case, verdict: Verdict) -> Report:
-    ends = [
-        rank.ended.signal for rank in case.ranks if rank.ended is not None and not rank.stack_text
-    ]
-    ends += [rank.ended.signal for rank in case.ranks if rank.ended is not None]
-    return endings.crashed(case, ends[0] if ends else SIGABRT)
-
-
-def _exited(case: Case, verdict: Verdict) -> Report:
-    return endings.exited(case, verdict.rank.ended.code if verdict.rank.ended else 1, verdict.error)
-
-
-def _raised(case: Case, verdict: Verdict) -> Report:
-    error, meeting = verdict.error, verdict.rank.meeting
+def _raised(case: Case, error: Raised | None) -> Report:
+    """Tell of an exception that left the program."""
     assert error is not None
-    if (foreign := reachability.of_words(error, meeting)) is not None:
+    rank = case.first
+    if (foreign := reachability.of_words(error, rank.meeting)) is not None:
         reached = case.job.reached
-        return reachability.report(
-            case,
-            reached if reached is not None and reached.outcome == "answered" else foreign,
-            error,
-        )
+        if reached is None or reached.outcome != "answered":
+            reached = foreign
+        return reachability.report(case, reached, error)
     # torch says it a moment later: in the rank's last words, or in what its signal handler raised
     # over the exception that began the chain. Or a moment before: what the handler raises in the
     # middle of a library is sometimes caught there, and only logged.
-    worker = classify.says_loader_killed((*verdict.rank.said, *error.traceback.splitlines()))
-    if worker is not None and (
-        classify.fits("producer-gone", error) or worker[0] in classify.loader_gone(error.message)
-    ):
+    gone = classify.fits("producer-gone", error)
+    worker = classify.says_loader_killed((*rank.said, *error.traceback.splitlines()))
+    if worker is not None and (gone or worker[0] in classify.loader_gone(error.message)):
         return children.loader_killed(case, error, *worker)
-    if classify.fits("producer-gone", error) and any(
-        classify.says("files-exhausted", line) for line in verdict.rank.said
-    ):
+    if gone and any(classify.says("files-exhausted", line) for line in rank.said):
         return resources.files_exhausted(case, error)
     return exceptions.raised(case, error)
 
 
-def _swallowed(case: Case, verdict: Verdict) -> Report:
-    assert verdict.error is not None
-    return exceptions.swallowed(case, verdict.error)
+def _handled(case: Case, error: Raised | None) -> Report:
+    """Tell of a failure after which the same process went on, by a log."""
+    if error is not None:
+        return exceptions.raised(case, error)
+    ended = case.first.ended
+    crashed = ended is not None and ended.signal in CRASHES
+    return (endings.crashed if crashed else endings.killed)(case)
 
 
-def _handled(case: Case, verdict: Verdict) -> Report:
-    if verdict.error is not None:
-        return exceptions.raised(case, verdict.error)
-    crashed = verdict.rank.ended is not None and verdict.rank.ended.signal in CRASHES
-    return _crashed(case, verdict) if crashed else _killed(case, verdict)
-
-
-def _on_its_way(case: Case, verdict: Verdict) -> Report:
-    assert verdict.error is not None
-    return exceptions.on_its_way(case, verdict.error)
-
-
-ACCOUNTS: dict[Kind, Callable[[Case, Verdict], Report]] = {
-    Kind.NOT_RUN: _not_run,
-    Kind.KILLED: _killed,
+ACCOUNTS: dict[Kind, Callable[[Case, Raised | None], Report]] = {
+    Kind.NOT_RUN: endings.not_run,
+    Kind.KILLED: endings.killed,
     Kind.RAISED: _raised,
-    Kind.CRASHED: _crashed,
-    Kind.SWALLOWED: _swallowed,
-    Kind.LEAVING: _on_its_way,
-    Kind.EXITED: _exited,
+    Kind.CRASHED: endings.crashed,
+    Kind.SWALLOWED: exceptions.swallowed,
+    Kind.LEAVING: exceptions.on_its_way,
+    Kind.EXITED: endings.exited,
     Kind.NCCL: _raised,
-    Kind.ABORTED: _crashed,
+    Kind.ABORTED: endings.crashed,
     Kind.HANDLED: _handled,
     Kind.DOUBTFUL: _raised,
 }

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import msgspec
+from msgspec.structs import replace
 
 from rallypoint.diagnosis import stacks, tracebacks
 from rallypoint.diagnosis.causes.wording import listed, signal_name, since, size
@@ -29,8 +31,8 @@ NOT_KNOWN = "where it was is not known"
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What every account needs: the job, the ranks at fault (first one first), what the others did,
-    how sure we are.
+    """What a report needs: the job, the ranks at fault (first one first), what the others did, how
+    sure we are.
     """
 
     job: JobEvidence
@@ -54,59 +56,52 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def root(self) -> str:
-        errors = [
-            error
-            for rank in self.job.ranks
-            for error in (rank.raised, *rank.handled)
-            if error is not None
-        ]
-        frames = [frame for error in errors for frame in error.frames]
-        return self.job.folder or stacks.root_of(
-            self.job.program, [*frames, *(frame for rank in self.job.ranks for frame in rank.stack)]
-        )
+        """The folder that paths are shown relative to. It may look at all ranks: not for a loop."""
+        ranks = self.job.ranks
+        errors = [error for rank in ranks for error in (rank.raised, *rank.handled) if error]
+        frames = [*(error.frames for error in errors), *(rank.stack for rank in ranks)]
+        return self.job.folder or stacks.root_of(self.job.program, chain.from_iterable(frames))
 
 
 def who(rank: RankEvidence) -> str:
-    """`rank 2`, or what a log calls a process whose rank it does not tell."""
+    """Return `rank 2`, or what a log calls a process whose rank it does not tell."""
     return f"rank {rank.rank}" if rank.rank >= 0 else rank.name
 
 
 def likely(case: Case) -> Case:
-    """The same case, told as likely."""
-    return msgspec.structs.replace(case, confidence="likely")
+    """Return the same case, told as likely."""
+    return replace(case, confidence="likely")
 
 
 def subject(ranks: Sequence[int], world_size: int) -> str:
-    """`rank 2`, `ranks 0-1 and 3`, `all 4 ranks`."""
+    """Return `rank 2`, `ranks 0-1 and 3`, `all 4 ranks`."""
     if len(ranks) == world_size > 1:
         return "both ranks" if world_size == 2 else f"all {world_size} ranks"
     return ranks_phrase(ranks)
 
 
-def again(job: JobEvidence, ranks: int) -> str:
-    """The line that starts the same job with so many ranks."""
-    return (
-        f"rallypoint.launch({job.program}, nproc={ranks})"
-        if job.function
-        else f"rallypoint run -n {ranks} {job.program}"
-    )
+def again(job: JobEvidence, ranks: int | str) -> str:
+    """Return the line that starts the same job with so many ranks, or "gpu": one for each."""
+    if job.function and isinstance(ranks, int):
+        return f"rallypoint.launch({job.program}, nproc={ranks})"
+    return f"rallypoint run -n {ranks} {job.program}"
 
 
 def python_of(job: JobEvidence) -> str:
-    """The ranks' Python in a line to type: with its whole path, since the shell's `python` may be
-    another, or none.
+    """Return the ranks' Python in a line to type: with its whole path, since the shell's `python`
+    may be another, or none.
     """
     return job.python or "python"
 
 
 def went_home(job: JobEvidence) -> str:
-    """What a rank did that ended well."""
+    """Return what a rank did that ended well."""
     return "returned" if job.function else "ended with exit code 0"
 
 
 def where(case: Case, rank: RankEvidence, error: Raised) -> str:
-    """The program's innermost line, and the process; of what a DataLoader's worker raised, the line
-    there.
+    """Return the program's innermost line, and the process; of what a DataLoader's worker raised,
+    the line there.
     """
     inner = tracebacks.from_loader(error)
     if inner is not None and not all(stacks.library(frame) for frame in inner.frames):
@@ -115,111 +110,98 @@ def where(case: Case, rank: RankEvidence, error: Raised) -> str:
     place = stacks.place(error.frames, case.root or stacks.root_of(case.job.program, error.frames))
     if not place and error.filename:
         line = re.search(r", line (\d+)\)$", error.message)  # SyntaxError's own words for the place
-        place = error.filename + (f":{line.group(1)}" if line else "")
+        place = error.filename + (f":{line[1]}" if line else "")
     return located(place or phase_of(rank), rank)
 
 
 def whereabout(case: Case, rank: RankEvidence) -> str:
-    """Where a rank stands, or stood at its end, and the process. What libraries do while the
+    """Return where a rank stands, or stood at its end, and the process. What libraries do while the
     interpreter closes down is no place.
     """
-    return located(
-        stacks.place(_of_program(rank, stacks.last_stack(rank)), case.root) or phase_of(rank), rank
-    )
+    place = stacks.place(_of_program(rank, stacks.last_stack(rank)), case.root)
+    return located(place or phase_of(rank), rank)
 
 
 def _of_program(rank: RankEvidence, frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """The frames of a rank, () when they are but what libraries, ours among them, do once the
-    program is over.
+    """Return the frames of a rank, () when they are but what libraries, ours among them, do once
+    the program is over.
     """
-    over = rank.phase in ("finishing", "done") or all(
-        stacks.library(frame) == "rallypoint" for frame in frames
-    )
-    return () if over and all(stacks.library(frame) for frame in frames) else frames
+    libraries = {stacks.library(frame) for frame in frames}
+    over = rank.phase in ("finishing", "done") or libraries == {"rallypoint"}
+    return () if over and "" not in libraries else frames
 
 
 def located(place: str, rank: RankEvidence) -> str:
-    """A place and the process: "train.py:88 in step, pid 4711"."""
-    process = (
-        f"pid {rank.pid}" if rank.pid else f"rank {rank.rank}" if place and rank.rank >= 0 else ""
-    )
+    """Return a place and the process: "train.py:88 in step, pid 4711"."""
+    process = f"rank {rank.rank}" if place and rank.rank >= 0 else ""
+    if rank.pid:
+        process = f"pid {rank.pid}"
     return ", ".join(filter(None, (place, process)))
 
 
 def whereabouts(job: JobEvidence, ranks: Sequence[RankEvidence], root: str) -> tuple[str, ...]:
-    """A line for each place at which ranks stand, or for what is known instead: "ranks 1-2
+    """Return a line for each place at which ranks stand, or for what is known instead: "ranks 1-2
     train.py:6 in build".
     """
     placed = {rank.rank: frames for rank in ranks if (frames := _of_program(rank, rank.stack))}
-    lines = [
-        (ranks_phrase(group.ranks), stacks.place(group.frames, root))
-        for group in stacks.group(placed)
-    ]
+    groups = stacks.group(placed)
+    lines = [(ranks_phrase(group.ranks), stacks.place(group.frames, root)) for group in groups]
     elsewhere: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.rank not in placed:
             ended = rank.ended is not None and not rank.sent
-            elsewhere.setdefault(
-                how_ended(job, rank) if ended else phase_of(rank) or NOT_KNOWN, []
-            ).append(rank.rank)
+            at = how_ended(job, rank) if ended else phase_of(rank)
+            elsewhere.setdefault(at or NOT_KNOWN, []).append(rank.rank)
     lines += [(ranks_phrase(numbers), at) for at, numbers in elsewhere.items()]
     wide = max((len(who) for who, _ in lines), default=0)
     return listed([f"{who.ljust(wide)}  {at}" for who, at in lines])
 
 
 def phase_of(rank: RankEvidence) -> str:
-    """How far a rank had come, in words, and since when; "" when nothing is known of it."""
-    entered = (
-        f" (since {since(rank.phase_at)})"
-        if rank.phase_at and rank.phase in ("joining", "running", "importing")
-        else ""
-    )
-    return PHASES.get(rank.phase, rank.phase) + entered
+    """Return how far a rank had come, in words, and since when; "" when nothing is known of it."""
+    words = PHASES.get(rank.phase, rank.phase)
+    if rank.phase_at and rank.phase in ("joining", "running", "importing"):
+        words += f" (since {since(rank.phase_at)})"
+    return words
 
 
 def was(ranks: Sequence[RankEvidence]) -> str:
-    """ "was" or "were"."""
+    """Return "was" or "were"."""
     return "was" if len(ranks) == 1 else "were"
 
 
 def pids(ranks: Iterable[RankEvidence]) -> str:
-    """ "pid 4711", "pids 4711, 4712"."""
+    """Return "pid 4711", "pids 4711, 4712"."""
     return process_ids([rank.pid for rank in ranks])
 
 
 def process_ids(numbers: Sequence[int]) -> str:
-    """The same of processes that are no ranks."""
+    """Return the same of processes that are no ranks."""
     return f"pid{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def resident(ranks: Iterable[RankEvidence]) -> list[str]:
-    """A line of evidence with what these ranks held in memory when last looked at; [] when nobody
-    looked.
+    """Return a line of evidence with what these ranks held in memory when last looked at; [] when
+    nobody looked.
     """
     held = [f"rank {rank.rank} {size(rank.resident)}" for rank in ranks if rank.resident]
-    return (
-        [f"resident at the last look: {', '.join(held[:8])}{', ...' if len(held) > 8 else ''}"]
-        if held
-        else []
-    )
+    more = ", ..." if len(held) > 8 else ""
+    return [f"resident at the last look: {', '.join(held[:8])}{more}"] if held else []
 
 
 def how_ended(job: JobEvidence, rank: RankEvidence) -> str:
-    """How a process ended, in words."""
-    if rank.ended is None:
+    """Return how a process ended, in words."""
+    ended = rank.ended
+    if ended is None:
         return "has not ended"
-    if job.function and rank.ended.code == rank.ended.signal == 0:
-        return went_home(job)
-    return (
-        f"died: {signal_name(rank.ended.signal)}"
-        if rank.ended.signal
-        else f"exited with code {rank.ended.code}"
-    )
+    if ended.signal:
+        return f"died: {signal_name(ended.signal)}"
+    return went_home(job) if job.function and not ended.code else f"exited with code {ended.code}"
 
 
 def status_of(rank: RankEvidence) -> int:
-    """The exit status that a rank's end gives the job: its code, or 128 and its signal; 1 for one
-    that ended well or not at all.
+    """Return the exit status that a rank's end gives the job: its code, or 128 and its signal; 1
+    for one that ended well or not at all.
     """
     if rank.ended is None:
         return 1

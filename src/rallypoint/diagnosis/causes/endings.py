@@ -8,12 +8,10 @@ import re
 import signal as signals
 from collections.abc import Sequence
 
-import msgspec
-
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.causes import resources
 from rallypoint.diagnosis.causes.case import Case, located, pids, resident, was, went_home
-from rallypoint.diagnosis.causes.report_form import logs, of_end, said, words_before
+from rallypoint.diagnosis.causes.report_form import account, of_end, said, words_before
 from rallypoint.diagnosis.causes.wording import (
     EVIDENCE_LINES,
     crash_words,
@@ -35,16 +33,17 @@ _DUMP = re.compile(
 )
 
 
-_ASK_THE_KERNEL = Help(
-    "ask the kernel whether it was for lack of memory, on that machine",
-    "sudo dmesg -T | grep -i 'killed process'",
-)
+_LIMITS = {
+    signals.SIGXCPU: ("the limit on processor time was reached", "ulimit -t"),
+    signals.SIGXFSZ: ("the limit on the size of files was reached", "ulimit -f"),
+}
+"""What the kernel says by a signal that a limit sends, and how to see the limit."""
+
 _ASK_SLURM = Help("under Slurm, ask it", "sacct -j JOBID --format=JobID,State,ExitCode,MaxRSS")
-_BY_THE_KERNEL = "; the kernel, which does so when memory runs out, leaves no word there"
 
 
-def _not_found(case: Case, number: int) -> Report:
-    """The interpreter, mpiexec or Slurm did not find the program, by a log."""
+def _not_found(case: Case) -> Report:
+    """Tell that the interpreter, mpiexec or Slurm did not find the program, by a log."""
     file, words = case.job.program, "".join(case.first.said)
     reasons = {
         errno.EACCES: "it is not executable",
@@ -57,81 +56,80 @@ def _not_found(case: Case, number: int) -> Report:
     if by_path:
         look = "activate the environment that has it before the job, and see whether that node has it, too"
         help = Help(look, f"{'srun' if slurm else 'mpiexec'} which {file}")
-    return Report(
-        code="start-failed",
-        headline=f"{file} cannot be started: {reasons.get(number, 'there is no such file')}",
+    return account(
+        case,
+        "start-failed",
+        f"{file} cannot be started: {reasons.get(case.first.not_executed, 'there is no such file')}",
         why="it was looked for on the PATH of the job" if by_path else "",
-        help=(help,),
-        logs=logs(case),
+        then="",
+        help=[help],
+        ranks=(),
+        confidence="certain",
     )
 
 
-def not_run(case: Case, number: int) -> Report:
-    """The kernel refused to execute the program. `number`: errno."""
+def not_run(case: Case, caught: Raised | None = None) -> Report:
+    """Tell that the kernel refused to execute the program."""
     if case.job.log is not None:
-        return _not_found(case, number)
-    program = case.job.program
-    helps: tuple[Help, ...] = ()
-    if number == errno.EACCES:
-        helps = (Help("make it executable", f"chmod +x {program}"),)
-    elif number == errno.ENOEXEC:
-        helps = (Help("say in its first line what runs it", "#!/bin/sh"),)
-    elif number == errno.ENOENT:
-        helps = (
-            Help(
-                "see whether it is there, and the interpreter that its first line names",
-                f"head -n 1 {program}",
-            ),
-        )
-    return Report(
-        code="start-failed",
-        headline=f"{program} cannot be executed: {os.strerror(number)}",
+        return _not_found(case)
+    program, number = case.job.program, case.first.not_executed
+    helps = {
+        errno.EACCES: Help("make it executable", f"chmod +x {program}"),
+        errno.ENOEXEC: Help("say in its first line what runs it", "#!/bin/sh"),
+        errno.ENOENT: Help(
+            "see whether it is there, and the interpreter that its first line names",
+            f"head -n 1 {program}",
+        ),
+    }
+    return account(
+        case,
+        "start-failed",
+        f"{program} cannot be executed: {os.strerror(number)}",
         where=f"execve, {pids(case.ranks[:1])}",
-        help=helps,
-        ranks=case.numbers,
+        then="",
+        help=[helps[number]] if number in helps else (),
+        logs=(),
         exit_status=127 if number == errno.ENOENT else 126,
     )
 
 
-def killed(case: Case, number: int) -> Report:
-    """A signal from outside. Memory is looked at by `out_of_memory` first."""
+def killed(case: Case, caught: Raised | None = None) -> Report:
+    """Tell of a signal from outside, or of the kernel, which sends one when memory runs out."""
+    rank, memory = case.first, case.job.memory
+    number = rank.ended.signal if rank.ended is not None else signals.SIGKILL
+    if rank.killed_by:
+        return resources.killed_for_memory(case)
+    if number == signals.SIGKILL and resources.for_memory(memory, rank.pid):
+        return resources.out_of_memory(case)
     name = signal_name(number)
-    memory = case.job.memory
     evidence = [
         f"{case.subject} ended by {name}; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal"
     ]
-    helps: tuple[Help, ...] = ()
-    sender = f"who sent {name} is not known"
+    why, helps = f"who sent {name} is not known", list[Help]()
     if case.job.log is not None:
-        evidence = told_by(case)
-        sender = f"who sent {name} is not in the log"
+        evidence, why = told_by(case), f"who sent {name} is not in the log"
         if number == signals.SIGKILL:
-            sender, helps = sender + _BY_THE_KERNEL, (_ASK_THE_KERNEL, _ASK_SLURM)
+            why += resources.BY_THE_KERNEL
+            helps = [resources.ASK_THAT_KERNEL, _ASK_SLURM]
     elif number == signals.SIGKILL:
         evidence += [*resources.no_kill_known(memory, pids(case.ranks)), *resident(case.ranks)]
         helps = resources.ask_the_kernel(memory)
-    elif number == signals.SIGXCPU:
-        helps = (Help("see the limit on processor time", "ulimit -t"),)
-    elif number == signals.SIGXFSZ:
-        helps = (Help("see the limit on the size of files", "ulimit -f"),)
-    who = {
-        signals.SIGXCPU: "the limit on processor time was reached",
-        signals.SIGXFSZ: "the limit on the size of files was reached",
-    }
-    report = of_end(
+    elif number in _LIMITS:
+        why, command = _LIMITS[signals.Signals(number)]
+        helps = [Help("see the limit", command)]
+    return of_end(
         case,
         "rank-killed",
         f"{case.subject} {was(case.ranks)} killed by {name}",
-        why=who.get(signals.Signals(number) if has_name(number) else signals.SIGKILL, sender),
-        evidence=tuple(evidence),
+        why=why,
+        evidence=evidence,
         help=helps,
-        status=128 + number,
+        said=words_before(case),
     )
-    return msgspec.structs.replace(report, said=words_before(case))
 
 
 def told_by(case: Case) -> list[str]:
-    """Who says in a log how the first of these ranks ended."""
+    """Return who says in a log how the first of these ranks ended."""
     return [case.first.told_by] if case.first.told_by else []
 
 
@@ -140,132 +138,125 @@ _SHOW_STACKS = Help(
 )
 
 
-def crashed(case: Case, number: int) -> Report:
-    """SIGSEGV, SIGABRT and their like, with the last Python stack."""
+def crashed(case: Case, caught: Raised | None = None) -> Report:
+    """Tell of SIGSEGV, SIGABRT and their like, with the last Python stack."""
     rank, in_log = case.first, case.job.log is not None
-    status = next((one.ended.status for one in case.ranks if one.ended is not None), "")
-    name = status or signal_name(number)
+    ends = [(bool(one.stack_text), one.ended) for one in case.ranks if one.ended is not None]
+    # Of several the one that left no stack: the launcher's word is all that is known of it.
+    number = min(ends, key=lambda end: end[0])[1].signal if ends else signals.SIGABRT
     stack = stacks.last_stack(rank)
-    calls = tuple(frame for frame in stack if frame.function not in stacks.WRAPPERS)
+    calls = [frame for frame in stack if frame.function not in stacks.WRAPPERS]
     evidence = [
         ("called from " if i else "at ") + stacks.describe(frame, case.root)
         for i, frame in enumerate(reversed(calls[-CRASH_FRAMES:]))
     ]
+    helps = []
     if rank.uncaught is not None:
         evidence.append(f"an exception of C++ that nobody caught: {named(rank.uncaught)}")
-    if number == signals.SIGBUS and not in_log:
-        evidence.append(
-            "SIGBUS often means that /dev/shm or a mapped file's disk is full; that was not looked at"
-        )
-    helps: tuple[Help, ...] = ()
     if number == signals.SIGBUS:
-        helps = (Help("see whether shared memory is full", "df -h /dev/shm"),)
+        helps.append(Help("see whether shared memory is full", "df -h /dev/shm"))
+        if not in_log:
+            evidence.append(
+                "SIGBUS often means that /dev/shm or a mapped file's disk is full; that was not looked at"
+            )
     main = stacks.main_frames(rank.stack_text)
-    if not stack and main:  # faulthandler marks no thread as the current one
-        evidence.append(
-            f"it crashed in a thread of native code, while the main thread stood at {stacks.place(main, case.root)}"
-        )
-    elif not stack:
-        evidence.append(
-            "the log has no Python stack of it" if in_log else "the rank left no Python stack"
-        )
-        if in_log:
-            helps += (_SHOW_STACKS,)
+    if stack:
+        at = f" in {stacks.place(stack, case.root)}"
+    else:
+        at = ""
+        if main:  # faulthandler marks no thread as the current one
+            evidence.append(
+                f"it crashed in a thread of native code, while the main thread stood at {stacks.place(main, case.root)}"
+            )
+        elif in_log:
+            evidence.append("the log has no Python stack of it")
+            helps.append(_SHOW_STACKS)
+        else:
+            evidence.append("the rank left no Python stack")
     if not rank.stack_text:
         evidence += told_by(case)
-    words = tuple(line for line in rank.said if not _DUMP.match(line))
-    report = of_end(
+    status = next((end.status for _, end in ends), "")
+    return of_end(
         case,
         "rank-crashed",
-        f"{case.subject} crashed with {name}"
-        + (f" in {stacks.place(stack, case.root)}" if stack else ""),
+        f"{case.subject} crashed with {status or signal_name(number)}{at}",
         why=crash_words(number),
-        evidence=tuple(evidence),
+        evidence=evidence,
         help=helps,
-        status=128 + number,
+        said=said(rank, [line for line in rank.said if not _DUMP.match(line)]),
     )
-    return msgspec.structs.replace(report, said=said(rank, words))
 
 
-def exited(case: Case, code: int, caught: Raised | None) -> Report:
-    """An exit code that is not 0, and no exception that left the program."""
+def exited(case: Case, caught: Raised | None) -> Report:
+    """Tell of an exit code that is not 0, and no exception that left the program."""
+    rank = case.first
+    code = rank.ended.code if rank.ended is not None else 1
+    if case.job.log is not None:
+        return _exited_by_a_log(case, code)
     evidence = []
     if caught is not None:
         at = stacks.place(caught.frames, case.root)
         what = caught.call or (f"the program, at {at}," if at else "a call")
-        evidence.append(f"{what} had raised {named(caught)}{_caught_at(caught, case.root)}")
-    elif not case.first.left_at and case.first.phase in (
-        "importing",
-        "joining",
-        "running",
-    ):  # it is looked into
+        clause = caught.caught_at
+        by = f", caught at {stacks.describe(clause, case.root)}" if clause else ""
+        evidence.append(f"{what} had raised {named(caught)}{by}")
+    elif not rank.left_at and rank.phase in ("importing", "joining", "running"):
+        # The rank is looked into.
         evidence.append(
             "no exception and no sys.exit was seen in it: os._exit, exec or native code ended it"
         )
-    said_by = {first_line(rank.left_saying): rank for rank in reversed(case.ranks)}
+    said_by = {first_line(one.left_saying): one.rank for one in reversed(case.ranks)}
     words = next(iter(said_by)) if len(said_by) == 1 else ""
     if not words:
-        evidence += [
-            f"rank {rank.rank} left by: {line}" for line, rank in reversed(said_by.items()) if line
-        ][:EVIDENCE_LINES]
-    if case.job.log is not None:
-        return _exited_by_a_log(case, code)
-    if code in (2, 70, 75) and not words:
-        evidence.append(f"{code} is the program's own exit code here, not rallypoint's")
+        lines = [f"rank {who} left by: {line}" for line, who in said_by.items() if line]
+        evidence += reversed(lines[-EVIDENCE_LINES:])
+        if code in (2, 70, 75):
+            evidence.append(f"{code} is the program's own exit code here, not rallypoint's")
     if code > 128 and has_name(code - 128):
         evidence.append(
             f"{code} is how shells say that a program of theirs ended by {signal_name(code - 128)}"
         )
-    if code in (126, 127):
-        evidence.append(
-            f"{code} is how shells say: {'found, but not executable' if code == 126 else 'command not found'}"
-        )
-    where = f"{case.first.left_at}, pid {case.first.pid}" if case.first.left_at else ""
-    headline = ": ".join(filter(None, (f"{case.subject} exited with code {code}", words)))
-    helps: tuple[Help, ...] = ()
-    behind = case.job.behind
-    unseen = code == 2 and not words and not case.first.said  # a lone rank has the terminal itself
-    if behind and (
-        unseen
-        or any(
-            _REFUSED.search(line) and behind.split()[0] in line
-            for line in (words, *case.first.said)
-        )
-    ):
-        helps = (
-            Help(
-                f"{behind} stands behind the program, which got it; options of rallypoint run stand before the program",
-                case.job.moved,
-            ),
-        )
+    if code in _OF_SHELLS:
+        evidence.append(f"{code} is how shells say: {_OF_SHELLS[code]}")
+    helps, behind = [], case.job.behind
+    unseen = code == 2 and not words and not rank.said  # a lone rank has the terminal itself
+    refused = any(
+        _REFUSED.search(line) and behind.split()[0] in line
+        for line in (words, *rank.said)
+        if behind
+    )
+    if behind and (unseen or refused):
+        sentence = f"{behind} stands behind the program, which got it; options of rallypoint run stand before the program"
+        helps = [Help(sentence, case.job.moved)]
     return of_end(
         case,
         "rank-exited",
-        headline,
-        where=where,
-        evidence=tuple(evidence),
+        ": ".join(filter(None, (f"{case.subject} exited with code {code}", words))),
+        where=f"{rank.left_at}, pid {rank.pid}" if rank.left_at else "",
+        evidence=evidence,
         help=helps,
-        status=code,
-        quote=True,
+        said=said(case.first, case.first.said),
     )
 
 
+_OF_SHELLS = {126: "found, but not executable", 127: "command not found"}
+
+
 def _exited_by_a_log(case: Case, code: int) -> Report:
-    assert case.job.log is not None
     look = Help(
         "see what it said: the log has none of its words on that",
         "torchrun --redirects 3 --log-dir logs ...",
     )
-    report = of_end(
+    words = words_before(case)
+    return of_end(
         case,
         "rank-exited",
         f"{case.subject} exited with code {code}",
         why=case.first.doubt or "no traceback or error of it stands in the log",
-        evidence=tuple(told_by(case)),
-        help=() if case.job.log.last_words else (look,),
-        status=code,
+        evidence=told_by(case),
+        help=() if case.job.log is not None and case.job.log.last_words else [look],
+        said=words,
     )
-    return msgspec.structs.replace(report, said=words_before(case))
 
 
 # argparse, click and optparse, absl
@@ -276,65 +267,56 @@ _REFUSED = re.compile(
 
 
 def left_early(case: Case) -> Report:
-    """Exit code 0 while the others went on."""
-    waiting = [rank for rank in case.job.ranks if rank.rank not in case.numbers]
+    """Tell of exit code 0, or of a closed group, while the others went on."""
+    job, first, one = case.job, case.first, len(case.ranks) == 1
+    waiting = [rank for rank in job.ranks if rank.rank not in case.numbers]
     joining = [rank.rank for rank in waiting if rank.phase == "joining" and rank.raised is None]
-    at_its_end = case.first.phase == "finishing" or (
-        case.job.function and case.first.phase == "done"
-    )
     over = all(rank.ended is not None and not rank.sent for rank in case.ranks)
-    closed = not over and not at_its_end and bool(case.first.closed_at)
-    went = went_home(case.job) if over else f"came to the end of {case.job.program}"
+    at_its_end = first.phase == "finishing" or (job.function and first.phase == "done")
+    closed = not over and not at_its_end and bool(first.closed_at)
+    went = went_home(job) if over else f"came to the end of {job.program}"
+    where = f"at the end of {job.program}" if at_its_end else ""
     if closed:
-        went = f"closed {'its' if len(case.ranks) == 1 else 'their'} process group"
-    where = (
-        case.first.closed_line
-        if closed
-        else f"at the end of {case.job.program}"
-        if at_its_end
-        else ""
-    )
+        went, where = f"closed {'its' if one else 'their'} process group", first.closed_line
     absent = _never_joined(case)
-    step = (
-        "let every rank make the same number of steps, and close the group together",
-        "dist.destroy_process_group()",
-    )
-    if case.job.function:
-        step = (
-            "let every rank make the same number of steps, and none return before the last one",
-            "dist.barrier()",
-        )
-    if closed and any(rank.raised is not None and rank.phase == "joining" for rank in waiting):
-        step = (
-            "the group is open in one rank before it is in all: let them meet once before any closes it",
-            "dist.barrier()",
-        )
     if absent:
         step = (
             "let every rank open the group before any of them may leave",
             'dist.init_process_group("gloo")',
         )
-    seen = (
-        f"{ranks_phrase(joining)} {'wait' if len(joining) > 1 else 'waits'} in init_process_group"
-        if joining
-        else ""
-    )
+    elif closed and any(rank.raised is not None and rank.phase == "joining" for rank in waiting):
+        step = (
+            "the group is open in one rank before it is in all: let them meet once before any closes it",
+            "dist.barrier()",
+        )
+    elif job.function:
+        step = (
+            "let every rank make the same number of steps, and none return before the last one",
+            "dist.barrier()",
+        )
+    else:
+        step = (
+            "let every rank make the same number of steps, and close the group together",
+            "dist.destroy_process_group()",
+        )
+    wait = "wait" if len(joining) > 1 else "waits"
+    seen = f"{ranks_phrase(joining)} {wait} in init_process_group" if joining else ""
     return of_end(
         case,
         "rank-left-early",
-        f"{case.subject} {went} while others still needed {'it' if closed or len(case.ranks) == 1 else 'them'}",
-        where=located(where, case.first) if where else "",
+        f"{case.subject} {went} while others still needed {'it' if closed or one else 'them'}",
+        where=located(where, first) if where else "",
         why="every rank must make the same collective calls, and stay until the last one",
-        evidence=tuple(filter(None, (_when(case, waiting), seen, *absent))),
-        help=(Help(*step),),
-        status=1,
-        quote=True,
+        evidence=filter(None, (_when(case, waiting), seen, absent)),
+        help=[Help(*step)],
+        exit_status=1,
+        said=said(case.first, case.first.said),
     )
 
 
 def _when(case: Case, waiting: Sequence[RankEvidence]) -> str:
-    """Who left when, and who noticed it when, where no timeline shows it: of ranks that had not
-    ended by themselves.
+    """Return who left when, and who noticed it when, where no timeline shows it: of ranks that had
+    not ended by themselves.
     """
     left = [
         (rank.closed_at or rank.phase_at, rank.rank)
@@ -347,21 +329,18 @@ def _when(case: Case, waiting: Sequence[RankEvidence]) -> str:
         for error in (rank.raised, *rank.handled)
         if error is not None and error.at
     ]
-    if (
-        not left or not lost or min(left) > min(lost)
-    ):  # heard late: it would read the wrong way round
+    # Heard late: it would read the wrong way round.
+    if not left or not lost or min(left) > min(lost):
         return ""
     did = f"{ranks_phrase(number for _, number in left)} {'closed the group' if case.first.closed_at else 'came to the end'}"
     (gone, _), (noticed, number) = min(left), min(lost)
     return f"{did} at {since(gone)}, rank {number} noticed at {since(noticed)}"
 
 
-def _caught_at(error: Raised, root: str) -> str:
-    return f", caught at {stacks.describe(error.caught_at, root)}" if error.caught_at else ""
-
-
-def _never_joined(case: Case) -> tuple[str, ...]:
-    """Only where others were seen to join: without our wrap of init_process_group nobody is."""
+def _never_joined(case: Case) -> str:
+    """Name the ranks that never joined, where others were seen to join: without our wrap of
+    init_process_group nobody is.
+    """
     absent = [rank.rank for rank in case.ranks if rank.meeting is None]
     seen = any(rank.meeting is not None for rank in case.job.ranks)
-    return (f"{ranks_phrase(absent)} never called init_process_group",) if absent and seen else ()
+    return f"{ranks_phrase(absent)} never called init_process_group" if absent and seen else ""

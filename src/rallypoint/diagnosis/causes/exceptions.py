@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import msgspec
+from msgspec.structs import replace
 
 from rallypoint.diagnosis import classify, stacks, tracebacks
 from rallypoint.diagnosis.causes import children, collectives, gpus, rendezvous, resources
@@ -26,7 +26,7 @@ from rallypoint.world import ranks_phrase
 
 
 def raised(case: Case, error: Raised) -> Report:
-    """An exception left the program: by what it says, one of several codes."""
+    """Tell of an exception that left the program: by what it says, one of several codes."""
     if error.code:
         return _known(case, error)
     if (inside := tracebacks.in_process(error)) is not None:
@@ -36,108 +36,63 @@ def raised(case: Case, error: Raised) -> Report:
         return tell(case, error)
     if starts_nothing(case.job.program, error):
         return _start_failed(case, error)
-    if (
-        error.type == "bdb.BdbQuit" and case.first.raised is None
-    ):  # with our hooks a person has left the debugger
-        return _debugger_without_input(case, error)
     headline = f"{case.subject} raised {named(error)}"
     return told(case, "rank-raised", headline, error, help=_help_for(error, case.job))
 
 
 def _no_input(case: Case, error: Raised) -> Report:
-    """`input()` in a rank, whose standard input is mostly /dev/null: a terminal is one, and the
-    ranks are many.
-    """
+    """Tell of `input()` in a rank, or of a debugger: there is one terminal, and many ranks."""
     why = "rank 0 reads what the launcher reads (--debug-rank chooses another), and all others read /dev/null"
-    helps: tuple[Help, ...] = (
-        Help(
-            "ask in that rank alone, and give the others the answer",
-            "dist.broadcast_object_list(answer)",
-        ),
-    )
     if case.job.function:
         why = "a rank's standard input is /dev/null"
-        helps = (
-            Help(
-                "ask before, and pass the answer",
-                f"rallypoint.launch({case.job.program}, (answer,))",
-            ),
-        )
-    elif case.numbers == (0,):
-        why, helps = "rank 0 reads what the launcher reads, and that was at its end", ()
+    ask = "ask in that rank alone, or before, and give the others the answer"
     return told(
-        case, "rank-raised", f"{case.subject} raised {named(error)}", error, why=why, help=helps
+        case,
+        "rank-raised",
+        f"{case.subject} raised {named(error)}",
+        error,
+        why=why,
+        help=[Help(ask, "dist.broadcast_object_list(answer)")],
     )
 
 
-def _debugger_without_input(case: Case, error: Raised) -> Report:
-    """`pdb.set_trace()` in a rank that the launcher does not look into (`--plain`)."""
-    why = "a debugger raises it when its standard input ends, and a rank's is mostly /dev/null"
-    helps = (
-        Help(
-            "leave --plain out: rank 0, or that of --debug-rank, then has the terminal",
-            "breakpoint()",
-        ),
-    )
-    return told(
-        case, "rank-raised", f"{case.subject} raised {named(error)}", error, why=why, help=helps
-    )
-
-
-def swallowed(case: Case, error: Raised) -> Report:
-    """An error in a shared call that the program caught before it went home."""
+def swallowed(case: Case, error: Raised | None) -> Report:
+    """Tell of an error in a shared call that the program caught before it went home."""
+    assert error is not None
+    rank, clause = case.first, error.caught_at
     call = error.call or "a call of torch.distributed"
-    headline = (
-        f"caught {named(error)} and left"
-        if error.on_its_way
-        else f"caught an error of {call} and left: {named(error)}"
-    )
-    clause = error.caught_at
-    ended = case.first.ended
-    how = (
-        f"ended with exit code {ended.code}"
-        if ended is not None and ended.code
-        else went_home(case.job)
-    )
-    left = f"the rank then {how} while others waited"
+    did, seen = f"caught an error of {call} and left: {named(error)}", f"{call} was called"
+    if error.on_its_way:
+        did, seen = f"caught {named(error)} and left", "it was raised"
+    code = rank.ended.code if rank.ended is not None else 0
+    left = f"ended with exit code {code}" if code else went_home(case.job)
+    by = f"{stacks.shown(clause.file, case.root)}:{clause.line}" if clause else "the program"
+    evidence = [gpus.lack_and_facts(case.job.devices)[0]]
     # The traceback of an exception that is still on its way has no frame of the program: it begins
     # at the call.
-    raised_at = (
-        stacks.place(error.frames, case.root)
-        if any(not stacks.library(frame) for frame in error.frames)
-        else ""
-    )
-    seen = (
-        ""
-        if not raised_at
-        else f"it was raised at {raised_at}"
-        if error.on_its_way
-        else f"{call} was called at {raised_at}"
-    )
-    report = told(
+    if any(not stacks.library(frame) for frame in error.frames):
+        evidence.insert(0, f"{seen} at {stacks.place(error.frames, case.root)}")
+    at = f"{stacks.describe(clause, case.root)}, pid {rank.pid}" if clause else ""
+    return told(
         case,
         "error-swallowed",
-        f"{case.subject} {headline}",
+        f"{case.subject} {did}",
         error,
-        why=f"{stacks.shown(clause.file, case.root)}:{clause.line} caught it; {left}"
-        if clause
-        else f"the program caught it; {left}",
-        evidence=tuple(filter(None, (seen, gpus.lack_and_facts(case.job.devices)[0]))),
-        help=(
-            Help("let the exception leave the program, or end with a code that is not 0", "raise"),
-        ),
+        where=at or where(case, rank, error),
+        why=f"{by} caught it; the rank then {left} while others waited",
+        evidence=filter(None, evidence),
+        help=[
+            Help("let the exception leave the program, or end with a code that is not 0", "raise")
+        ],
+        timeline=timeline(case),
     )
-    if clause is not None:
-        report = msgspec.structs.replace(
-            report, where=f"{stacks.describe(clause, case.root)}, pid {case.first.pid}"
-        )
-    return msgspec.structs.replace(report, timeline=timeline(case))
 
 
-def on_its_way(case: Case, error: Raised) -> Report:
-    """An exception that was seen while the program closed its group: the others lost the rank then,
-    and it has not left the program yet.
+def on_its_way(case: Case, error: Raised | None) -> Report:
+    """Tell of an exception that was seen while the program closed its group: the others lost the
+    rank then, and it has not left the program yet.
     """
+    assert error is not None
     report = raised(case, error)
     evidence = [
         *report.evidence,
@@ -146,114 +101,95 @@ def on_its_way(case: Case, error: Raised) -> Report:
     if error.caught_at is not None:
         evidence.append(f"{stacks.describe(error.caught_at, case.root)} may catch it")
     why = report.why or "it had not left the program yet when the others had failed"
-    return msgspec.structs.replace(report, why=why, evidence=tuple(evidence), confidence="likely")
+    return replace(report, why=why, evidence=tuple(evidence), confidence="likely")
 
 
 def starts_nothing(program: str, error: Raised) -> bool:
-    """True when the exception says that the program itself could not begin: it does not compile, or
-    is not found.
+    """Tell whether the exception says that the program itself could not begin: it does not compile,
+    or is not found.
     """
     short = error.type.rpartition(".")[2]
     typed = program.removeprefix("./")
     if short in ("SyntaxError", "IndentationError", "TabError"):
-        return bool(error.filename) and (
-            error.filename == program or error.filename.endswith("/" + typed)
-        )
-    own = [frame for frame in error.frames if not stacks.hidden(frame)]
+        return error.filename == program or error.filename.endswith("/" + typed)
+    if not all(stacks.hidden(frame) for frame in error.frames):
+        return False
     if short in ("ModuleNotFoundError", "ImportError"):
-        return not own and program.split(".")[0] in re.split(r"[\s'.]+", error.message)
-    return (
-        short in ("FileNotFoundError", "PermissionError", "IsADirectoryError")
-        and not own
-        and error.filename.endswith(typed)
-    )
+        return program.split(".")[0] in re.split(r"[\s'.]+", error.message)
+    missing = short in ("FileNotFoundError", "PermissionError", "IsADirectoryError")
+    return missing and error.filename.endswith(typed)
 
 
 def _start_failed(case: Case, error: Raised) -> Report:
-    helps: tuple[Help, ...] = ()
-    if error.type == "ModuleNotFoundError" and (
-        near := re.search(r"; the nearest is ([\w.]+)$", error.message)
-    ):
-        helps = (Help("take the nearest name", f"-m {near[1]}"),)
-    elif error.type == "ModuleNotFoundError":
-        helps = (
-            Help(
-                "start from the folder that holds the package, or install it",
-                f"{python_of(case.job)} -m pip install -e .",
-            ),
-        )
-    report = told(
+    helps = []
+    if error.type == "ModuleNotFoundError":
+        near = re.search(r"; the nearest is ([\w.]+)$", error.message)
+        install = "start from the folder that holds the package, or install it"
+        helps = [
+            Help("take the nearest name", f"-m {near[1]}")
+            if near
+            else Help(install, f"{python_of(case.job)} -m pip install -e .")
+        ]
+    located = error.frames or error.filename
+    return told(
         case,
         "start-failed",
         f"{case.job.program} cannot be started: {named(error)}",
         error,
+        where=where(case, case.first, error) if located else "",
+        # That it happened in every rank says nothing: they all began the same file.
+        then="",
         help=helps,
+        exit_status=2 if helps else 1,  # 2: as for a script that is not there
     )
-    # That it happened in every rank says nothing: they all began the same file.
-    report = msgspec.structs.replace(
-        report, then="", where="" if not error.frames and not error.filename else report.where
-    )
-    return (
-        msgspec.structs.replace(report, exit_status=2) if helps else report
-    )  # as for a script that is not there
 
 
 def _known(case: Case, error: Raised) -> Report:
-    """An exception of ours, raised in the rank, or one that our hook recognised: it brings its own
-    words.
+    """Tell of an exception of ours, raised in the rank, or one that our hook recognised: it brings
+    its own words.
     """
-    if error.code == "group-twice":
-        return rendezvous.group_twice(case, error)
-    if error.code == "main-unguarded":
-        return children.main_unguarded(case, error)
-    why, evidence = error.why[:1], error.why[1:]
+    if error.code in ("group-twice", "main-unguarded"):
+        return _TELLS[error.code](case, error)
+    why, evidence = "".join(error.why[:1]), error.why[1:]
     if case.confidence != "certain":  # one of the store's that another rank may have caused
         came = classify.came_to_barrier(error.message)
         here = came or {rank.rank for rank in case.job.ranks if _waited_too(rank)}
-        others = [
-            rank
-            for rank in case.job.ranks
-            if rank.rank not in case.numbers and rank.rank not in here
-        ]
-        why = (_AFTER_ANOTHER.get(error.code, "no rank shows why the store gave no answer"),)
+        others = [rank for rank in case.job.ranks if rank.rank not in {*case.numbers, *here}]
+        why = _AFTER_ANOTHER.get(error.code, "no rank shows why the store gave no answer")
         seen = any(rank.stack or rank.ended or phase_of(rank) for rank in others)
         evidence = (*error.why, *(whereabouts(case.job, others, case.root) if seen else ()))
     if error.code in classify.SAID_TO_ALL and (calls := _calls(case, error.code)):
-        why, evidence = why or ("the ranks made the call at different places",), (*evidence, *calls)
+        why = why or "the ranks made the call at different places"
+        evidence = (*evidence, *calls)
     return account(
         case,
         error.code,
         f"{case.subject}: {first_line(error.message, HEADLINE_OURS)}",
         where=where(case, case.first, error),
-        why="".join(why),
+        why=why,
         evidence=evidence,
-        help=tuple(Help(sentence, command) for sentence, command in error.help[:3]),
+        help=[Help(*one) for one in error.help[:3]],
     )
 
 
 def _waited_too(rank: RankEvidence) -> bool:
-    """Whether a rank shows that it was where the others waited: it got such an error itself."""
+    """Tell whether a rank was where the others waited: it got such an error itself."""
     return rank.raised is not None and rank.raised.code in classify.AFTER_ANOTHER
 
 
 def _calls(case: Case, code: str) -> tuple[str, ...]:
-    """A line for each place from which ranks made the call that did not fit together; () for one
-    place.
+    """Return a line for each place from which ranks made the call that did not fit together; () for
+    one place.
     """
+    root = case.root
     places: dict[str, list[int]] = {}
     for rank in sorted(case.ranks, key=lambda one: one.rank):
-        error = next(
-            (one for one in (rank.raised, *rank.handled) if one is not None and one.code == code),
-            None,
-        )
-        place = stacks.place(error.frames, case.root) if error is not None else ""
-        if place:
-            places.setdefault(place, []).append(rank.rank)
-    return (
-        listed([f"{ranks_phrase(ranks)}: {place}" for place, ranks in places.items()])
-        if len(places) > 1
-        else ()
-    )
+        errors = [one for one in (rank.raised, *rank.handled) if one is not None]
+        frames = next((one.frames for one in errors if one.code == code), ())
+        places.setdefault(stacks.place(frames, root), []).append(rank.rank)
+    places.pop("", None)
+    lines = [f"{ranks_phrase(ranks)}: {place}" for place, ranks in places.items()]
+    return listed(lines) if len(lines) > 1 else ()
 
 
 _AFTER_ANOTHER = {
@@ -268,20 +204,16 @@ silence has no rank to blame.
 
 
 def _in_process(case: Case, number: str, error: Raised) -> Report:
-    """What a process of `mp.spawn` raised: torch wraps its traceback into the message of another
-    exception.
+    """Tell what a process of `mp.spawn` raised: torch wraps its traceback into the message of
+    another exception.
     """
     report = raised(case, error)
     inside = f"it was process {number} of those that mp.spawn had started in {case.subject}"
     helps = report.help
     if report.code == "port-in-use" and case.job.world_size > 1:
-        helps = (
-            Help(
-                "start the program once, and let it spawn: of several, all ask for that port",
-                again(case.job, 1),
-            ),
-        )
-    return msgspec.structs.replace(report, evidence=(inside, *report.evidence), help=helps)
+        once = "start the program once, and let it spawn: of several, all ask for that port"
+        helps = (Help(once, again(case.job, 1)),)
+    return replace(report, evidence=(inside, *report.evidence), help=helps)
 
 
 PACKAGES = {
@@ -299,25 +231,24 @@ and others are worse)."""
 
 
 def _install(module: str, python: str) -> tuple[Help, ...]:
-    """How to get a module that is not there. `python`: that of the ranks, "" when it is not
+    """Return how to get a module that is not there. `python`: that of the ranks, "" when it is not
     known.
     """
     name = module.partition(".")[0]
     package = PACKAGES.get(name)
+    install = Help(
+        "install it for the Python that the ranks run",
+        f"{python or 'python'} -m pip install {package}",
+    )
+    if package is None:
+        install = Help(
+            f"find the package that has the module {name} (its name may be another), and install it for the Python of the ranks"
+        )
     look = Help(
         "see which Python the ranks run, and whether it has the module",
         f"python -c 'import sys, {name}; print(sys.executable)'",
     )
-    if package is None:
-        sentence = f"find the package that has the module {name} (its name may be another), and install it for the Python of the ranks"
-        return (Help(sentence),) if python else (look, Help(sentence))
-    if python:
-        return (
-            Help(
-                "install it for the Python that the ranks run", f"{python} -m pip install {package}"
-            ),
-        )
-    return look, Help("install it there", f"python -m pip install {package}")
+    return (install,) if python else (look, install)
 
 
 _HELPS = (
@@ -392,60 +323,46 @@ _SCHEDULERS = {
 
 
 def _help_for(error: Raised, job: JobEvidence) -> tuple[Help, ...]:
-    """What to do, for the few exceptions where that is known."""
-    short = error.type.rpartition(".")[2]
+    """Return what to do, for the few exceptions where that is known."""
+    short, key = error.type.rpartition(".")[2], error.message.strip("'\"")
     if classify.loader_gone(error.message):
-        return (
-            Help(
-                "load in the rank itself: then the traceback has the line that failed",
-                "DataLoader(..., num_workers=0)",
-            ),
-        )
+        return (children.LOAD_IN_RANK,)
     if short == "ModuleNotFoundError" and (
         found := re.search(r"No module named '([\w.]+)'", error.message)
     ):
-        return _install(found.group(1), job.python)
-    for pattern, helps in _HELPS:
-        if pattern.search(error.message):
-            return helps
-    if short == "KeyError" and (ours := _SCHEDULERS.get(error.message.strip("'\""))):
-        return (
-            Help(
-                "this is another launcher's variable; read the one that rallypoint and torchrun set",
-                f'os.environ["{ours}"]',
-            ),
+        return _install(found[1], job.python)
+    if short == "KeyError" and key in _SCHEDULERS:
+        theirs = (
+            "this is another launcher's variable; read the one that rallypoint and torchrun set"
         )
-    if short == "KeyError" and error.message.strip("'\"") in _VARIABLES:
-        return (
-            Help(
-                "start the program with a launcher, which sets it",
-                f"rallypoint run -n 2 {job.program}",
-            ),
-        )
-    return ()
+        return (Help(theirs, f'os.environ["{_SCHEDULERS[key]}"]'),)
+    if short == "KeyError" and key in _VARIABLES:
+        start = "start the program with a launcher, which sets it"
+        return (Help(start, f"rallypoint run -n 2 {job.program}"),)
+    return next((helps for pattern, helps in _HELPS if pattern.search(error.message)), ())
 
 
 def library_differs(case: Case, error: Raised) -> Report:
-    """A shared library misses a symbol: it, or the torch that is there, is another version."""
+    """Tell of a shared library that misses a symbol: it, or the torch that is there, is another
+    version.
+    """
     found = classify.symbol_missing(error)
     assert found is not None
     library, symbol, of_torch = found
-    built = "it was built for another torch"
-    helps: tuple[Help, ...] = (
+    python, built = python_of(case.job), "it was built for another torch"
+    helps = [
         Help(
             "build or install it for the torch that is there",
-            f"{python_of(case.job)} -c 'import torch; print(torch.__version__)'",
-        ),
-    )
+            f"{python} -c 'import torch; print(torch.__version__)'",
+        )
+    ]
     if of_torch:
         built = "a library that was loaded is not the version that torch was built with"
-        helps = (
-            Help(
-                "see whether another copy is found first: the loader takes that",
-                'echo "$LD_LIBRARY_PATH"',
-            ),
-            Help("and install what this torch wants", f"{python_of(case.job)} -m pip check"),
-        )
+        look = "see whether another copy is found first: the loader takes that"
+        helps = [
+            Help(look, 'echo "$LD_LIBRARY_PATH"'),
+            Help("and install what this torch wants", f"{python} -m pip check"),
+        ]
     return told(
         case,
         "versions-differ",

@@ -7,29 +7,25 @@ import re
 from rallypoint.diagnosis.causes.case import Case, again, likely, python_of, subject
 from rallypoint.diagnosis.causes.report_form import account, told
 from rallypoint.diagnosis.causes.wording import first_line, listed, named
-from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Help, Report
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
 from rallypoint.world import ranks_phrase
 
+_ASSERTED = re.compile(r"\b(\w{1,100}\.cu:\d+): .{0,300}?Assertion `(.{0,300}?)` ?failed")
+_FAULT = re.compile(
+    r"device-side assert triggered|illegal memory access|misaligned address|unspecified launch failure"
+)
+
 
 def kernel_failed(case: Case, error: Raised) -> Report:
-    """A kernel asserted, or wrote where it must not; seldom noticed on the line that caused it."""
-    asserted = re.search(
-        r"\b(\w{1,100}\.cu:\d+): .{0,300}?Assertion `(.{0,300}?)` ?failed",
-        error.message + "\n" + error.traceback,
-    )
+    """Tell of a kernel that asserted, or wrote where it must not; seldom noticed on the line that
+    caused it.
+    """
     words = first_line(error.message)
-    if asserted:
-        what = f"the assertion {asserted.group(2)} failed at {asserted.group(1)}"
-    else:
-        found = re.search(
-            r"device-side assert triggered|illegal memory access|misaligned address|unspecified launch failure",
-            words,
-        )
-        what = found.group(0) if found else words
     if "uncorrectable ECC error" in words:
+        replaced = "reset that GPU, or have it replaced if it happens again"
         return told(
             case,
             "cuda-kernel-failed",
@@ -38,26 +34,26 @@ def kernel_failed(case: Case, error: Raised) -> Report:
             why="the GPU counts errors in its own memory, and met one that it cannot correct: no program causes that",
             help=(
                 Help("see which GPU it was", "nvidia-smi -q -d ECC"),
-                Help(
-                    "reset that GPU, or have it replaced if it happens again",
-                    "sudo nvidia-smi --gpu-reset -i INDEX",
-                ),
+                Help(replaced, "sudo nvidia-smi --gpu-reset -i INDEX"),
             ),
         )
-    index = bool(asserted and re.search(r"[Ii]ndex|t >= 0|cur_target", asserted.group(2)))
+    fault = _FAULT.search(words)
+    what = fault[0] if fault else words
+    why = "kernels run behind the program: the line in the traceback is where it was noticed, mostly not where it was caused"
+    asserted = _ASSERTED.search(f"{error.message}\n{error.traceback}")
+    if asserted:
+        what = f"the assertion {asserted[2]} failed at {asserted[1]}"
+        if re.search(r"[Ii]ndex|t >= 0|cur_target", asserted[2]):
+            why = "an index lies outside of what it points into: a label, a token or an embedding's row that is not there"
+    again = "run once more with each kernel waited for: then the traceback has the line"
     return told(
         case,
         "cuda-kernel-failed",
         f"a CUDA kernel failed in {case.subject}: {what}",
         error,
-        why="an index lies outside of what it points into: a label, a token or an embedding's row that is not there"
-        if index
-        else "kernels run behind the program: the line in the traceback is where it was noticed, mostly not where it was caused",
+        why=why,
         help=(
-            Help(
-                "run once more with each kernel waited for: then the traceback has the line",
-                "export CUDA_LAUNCH_BLOCKING=1",
-            ),
+            Help(again, "export CUDA_LAUNCH_BLOCKING=1"),
             Help(
                 "or run the same step on the CPU, which checks what it is given", 'model.to("cpu")'
             ),
@@ -65,107 +61,67 @@ def kernel_failed(case: Case, error: Raised) -> Report:
     )
 
 
+_GET_TORCH = "https://pytorch.org/get-started/locally/"
+_OWN_GPU = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+
+
 def device_missing(case: Case, error: Raised) -> Report:
-    """The GPU, or torch's support for one, is not there."""
-    found, program = case.job.devices, case.job.program
+    """Tell that the GPU, or torch's support for one, is not there."""
+    found, message = case.job.devices, error.message
     why, facts = lack_and_facts(found)
+    stopped = found is not None and bool(found.visible.stopped)
     helps: list[Help] = []
-    if found is not None and found.visible.stopped:
-        helps.append(
-            Help(
-                "list GPUs that there are, or let the job see all of them",
-                "unset CUDA_VISIBLE_DEVICES",
-            )
-        )
-    if "NCCL" in error.message:
+    if stopped:
+        see = "list GPUs that there are, or let the job see all of them"
+        helps.append(Help(see, "unset CUDA_VISIBLE_DEVICES"))
+    if "NCCL" in message:
         helps.append(Help("use the backend that needs no GPU", 'dist.init_process_group("gloo")'))
-    elif (
-        "without CUDA" in why
-        or "no attribute '_cuda_" in error.message
-        or "not compiled" in error.message
-    ):
-        helps.append(
-            Help(
-                "run on the CPU",
-                'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")',
-            )
-        )
-    elif "invalid device ordinal" in error.message:
+    elif "without CUDA" in why or "no attribute '_cuda_" in message or "not compiled" in message:
+        on_cpu = 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+        helps.append(Help("run on the CPU", on_cpu))
+    elif "invalid device ordinal" in message:
         number = len(found.visible) if found is not None and not why else 0
-        line = again(case.job, number) if number else f"rallypoint run -n gpu {program}"
-        helps.append(Help("start one rank for each GPU", line))
-        helps.append(
-            Help(
-                "or use the rank's own number",
-                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
-            )
+        line = again(case.job, number or "gpu")
+        helps += (
+            Help("start one rank for each GPU", line),
+            Help("or use the rank's own number", _OWN_GPU),
         )
-        why = why or (
-            f"a program here sees {devices.count(number)}, and numbers {'them ' if number > 1 else 'it '}from 0"
-            if number
-            else ""
-        )
-    if (
-        found is not None
-        and found.look.devices
-        and devices.missing(found)
-        and not found.visible.stopped
-    ):
-        helps.append(
-            Help(
-                "or install the torch that fits these GPUs and their driver",
-                "https://pytorch.org/get-started/locally/",
-            )
-        )
+        if number:
+            them = "them " if number > 1 else "it "
+            why = f"a program here sees {devices.count(number)}, and numbers {them}from 0"
+    if found is not None and found.look.devices and devices.missing(found) and not stopped:
+        fit = "or install the torch that fits these GPUs and their driver"
+        helps.append(Help(fit, _GET_TORCH))
     if not helps:
-        helps.append(
-            Help(
-                "see what torch finds",
-                f"{python_of(case.job)} -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
-            )
-        )
+        look = "-c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'"
+        helps.append(Help("see what torch finds", f"{python_of(case.job)} {look}"))
     headline = f"{case.subject} asked for a device that is not there: {named(error)}"
-    return told(
-        case, "device-missing", headline, error, why=why, evidence=facts, help=tuple(helps[:3])
-    )
+    return told(case, "device-missing", headline, error, why=why, evidence=facts, help=helps[:3])
 
 
 def cuda_init_failed(case: Case, error: Raised) -> Report:
-    """There may be a GPU, and CUDA does not start on it."""
-    found = case.job.devices
+    """Tell that CUDA does not start on a GPU that there may be."""
+    found, message = case.job.devices, error.message
     why, facts = lack_and_facts(found)
-    why = why or (found.look.problem if found is not None else "")
-    helps: tuple[Help, ...] = ()
-    if "too old" in error.message or "insufficient" in error.message or "knows CUDA up to" in why:
-        helps = (
-            Help(
-                "install a torch that was built for what this driver knows, or a newer driver",
-                "https://pytorch.org/get-started/locally/",
-            ),
-        )
-    elif "not yet initialized" in error.message:
-        helps = (
-            Help(
-                "start the service that connects the GPUs of this machine",
-                "sudo systemctl start nvidia-fabricmanager",
-            ),
-        )
-    elif found is not None and "mismatch" in found.look.problem:
-        helps = (
-            Help(
-                "the driver was updated while the old one is loaded: load the new one",
-                "sudo reboot",
-            ),
-        )
-    helps = helps or (
+    problem = found.look.problem if found is not None else ""
+    why = why or problem
+    helps = [
         Help("see whether the driver answers at all", "nvidia-smi"),
         Help("and whether the device files are there, nvidia-uvm among them", "ls /dev/nvidia*"),
-    )
-    headline = f"CUDA could not be started in {case.subject}: {named(error)}"
+    ]
+    if "too old" in message or "insufficient" in message or "knows CUDA up to" in why:
+        fit = "install a torch that was built for what this driver knows, or a newer driver"
+        helps = [Help(fit, _GET_TORCH)]
+    elif "not yet initialized" in message:
+        service = "start the service that connects the GPUs of this machine"
+        helps = [Help(service, "sudo systemctl start nvidia-fabricmanager")]
+    elif "mismatch" in problem:
+        load = "the driver was updated while the old one is loaded: load the new one"
+        helps = [Help(load, "sudo reboot")]
     return told(
         case,
         "cuda-init-failed",
-        headline,
+        f"CUDA could not be started in {case.subject}: {named(error)}",
         error,
         why=why,
         evidence=(*facts, *strangers_of(case)),
@@ -174,36 +130,27 @@ def cuda_init_failed(case: Case, error: Raised) -> Report:
 
 
 def device_busy(case: Case, error: Raised) -> Report:
-    """The GPU serves one process at a time, and another one has it."""
+    """Tell that the GPU serves one process at a time, and another one has it."""
     strangers = strangers_of(case)
-    why = (
-        "the GPU was set to serve one process at a time, and another one has it"
-        if not strangers
-        else strangers[0]
-    )
+    why = "the GPU was set to serve one process at a time, and another one has it"
+    others = "CUDA_VISIBLE_DEVICES=1,3"
+    other_gpus = f"{others} {again(case.job, 'gpu')}"
+    if case.job.function:
+        other_gpus = f"export {others}"
     return told(
         case,
         "device-busy",
         f"{case.subject} did not get its GPU: {named(error)}",
         error,
-        why=why,
+        why=strangers[0] if strangers else why,
         evidence=(*strangers[1:], *lack_and_facts(case.job.devices)[1]),
         help=(
             Help(
                 "see who uses the GPUs, and in which mode they are",
                 "nvidia-smi --query-gpu=index,compute_mode,memory.used --format=csv",
             ),
-            Help("or take others, by index or UUID", _again_on(case.job, "1,3")),
+            Help("or take others, by index or UUID", other_gpus),
         ),
-    )
-
-
-def _again_on(job: JobEvidence, gpus: str) -> str:
-    """The line that starts the same job on other GPUs."""
-    return (
-        "export CUDA_VISIBLE_DEVICES=" + gpus
-        if job.function
-        else f"CUDA_VISIBLE_DEVICES={gpus} rallypoint run -n gpu {job.program}"
     )
 
 
@@ -217,63 +164,39 @@ _HOW = {
 
 
 def device_shared(case: Case, error: Raised | None) -> Report:
-    """Ranks of one group of NCCL's have the same GPU. `error`: NCCL's own refusal, when it came to
-    that.
+    """Tell that ranks of one group of NCCL's have the same GPU. `error`: NCCL's own refusal, when
+    it came to that.
     """
     job, found = case.job, case.job.devices
-    by_device: dict[str, list[RankEvidence]] = {}
+    by_device: dict[str, list[tuple[int, Meeting]]] = {}
     for rank in job.ranks:
         if rank.meeting is not None and rank.meeting.device:
-            by_device.setdefault(rank.meeting.device, []).append(rank)
-    groups = {device: ranks for device, ranks in by_device.items() if len(ranks) > 1}
-    ways: dict[tuple[str, str, str], list[int]] = {}
-    for device, ranks in groups.items():
-        for rank in ranks:
-            if rank.meeting is not None:
-                ways.setdefault(
-                    (rank.meeting.device_name, device, rank.meeting.device_how), []
-                ).append(rank.rank)
-    evidence = [
-        f"{ranks_phrase(numbers)}: {name} ({device}){_HOW.get(how, '')}"
-        for (name, device, how), numbers in ways.items()
-    ]
-    number = len(found.visible) if found is not None else 0
-    helps: tuple[Help, ...] = ()
-    if number and number < job.world_size:
-        helps = (Help("start one rank for each GPU", again(job, number)),)
-    else:
-        helps = (
-            Help(
-                "give each rank its own GPU, before the first use of CUDA",
-                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
-            ),
-        )
-    helps += (
-        Help(
-            "or, for ranks that share one, take the backend that allows it",
-            'dist.init_process_group("gloo")',
-        ),
-    )
-    at_fault = tuple(rank for ranks in groups.values() for rank in ranks)
-    who = (
-        subject(sorted(rank.rank for rank in at_fault), job.world_size)
-        if at_fault
-        else case.subject
-    )
-    meeting = (at_fault or case.ranks)[0].meeting
-    why = "NCCL refuses two ranks of one group on the same GPU, at their first collective"
-    facts = (*listed(evidence), *(found.facts() if found is not None else ()))
+            by_device.setdefault(rank.meeting.device, []).append((rank.rank, rank.meeting))
+    at_fault = [one for ranks in by_device.values() if len(ranks) > 1 for one in ranks]
+    ways: dict[str, list[int]] = {}
+    for number, meeting in at_fault:
+        how = f"{meeting.device_name} ({meeting.device}){_HOW.get(meeting.device_how, '')}"
+        ways.setdefault(how, []).append(number)
+    evidence = listed([f"{ranks_phrase(numbers)}: {how}" for how, numbers in ways.items()])
+    gpus = len(found.visible) if found is not None else 0
+    own = Help("give each rank its own GPU, before the first use of CUDA", _OWN_GPU)
+    if 0 < gpus < job.world_size:
+        own = Help("start one rank for each GPU", again(job, gpus))
+    allow = "or, for ranks that share one, take the backend that allows it"
+    who = case.subject
+    first = case.first.meeting
+    if at_fault:
+        who = subject(sorted(number for number, _ in at_fault), job.world_size)
+        first = at_fault[0][1]
     headline = f"{who} joined a group of NCCL's with the same GPU"
+    why = "NCCL refuses two ranks of one group on the same GPU, at their first collective"
+    facts = (*evidence, *(found.facts() if found is not None else ()))
+    helps = (own, Help(allow, 'dist.init_process_group("gloo")'))
     if error is not None:
         return told(case, "device-shared", headline, error, why=why, evidence=facts, help=helps)
+    where = first.line if first is not None else ""
     return account(
-        case,
-        "device-shared",
-        headline,
-        where=meeting.line if meeting is not None else "",
-        why=why,
-        evidence=facts,
-        help=helps,
+        case, "device-shared", headline, where=where, why=why, evidence=facts, help=helps
     )
 
 
@@ -283,50 +206,42 @@ _SPAWN = Help(
 )
 
 
+_FORKED = re.compile(
+    r"this process was forked at (\S+?)(?:, after (\S+) had used CUDA|,|$)", re.MULTILINE
+)
+
+
 def cuda_before_fork(case: Case, error: Raised) -> Report:
-    """torch refuses CUDA in a process that was forked with CUDA up; a loader's worker hands that to
-    the rank.
+    """Tell that torch refuses CUDA in a process that was forked with CUDA up; a loader's worker
+    hands that to the rank.
     """
+    words = error.message + error.traceback
     forks = [fork for rank in case.ranks for fork in rank.cuda_forks]
-    at = re.search(
-        r"this process was forked at (\S+?)(?:, after (\S+) had used CUDA|,|$)",
-        error.message + error.traceback,
-        re.MULTILINE,
-    )
-    line, first = (at[1], at[2] or "") if at else forks[-1] if forks else ("", "")
-    why = f"the process was forked at {line}" if line else "the process was forked"
-    why += f", after {first} had used CUDA" if first else ", after CUDA had been used"
-    loader = re.search("DataLoader|torch/utils/data/", error.message + error.traceback) is not None
-    helps = (
-        (
-            Help(
-                "let the loader's workers hand over CPU tensors, and move them in the loop",
-                "batch = batch.to(device, non_blocking=True)",
-            ),
-            Help(
-                "or give it workers that start anew",
-                'DataLoader(..., multiprocessing_context="spawn")',
-            ),
-        )
-        if loader
-        else (
-            _SPAWN,
-            Help("or fork before CUDA is used for the first time"),
-        )
-    )
+    at = _FORKED.search(words)
+    line, first = (at[1], at[2]) if at else forks[-1] if forks else ("", "")
+    where = f" at {line}" if line else ""
+    after = f"{first} had used CUDA" if first else "CUDA had been used"
+    helps = [_SPAWN, Help("or fork before CUDA is used for the first time")]
+    if "DataLoader" in words or "torch/utils/data/" in words:
+        hand_over = "let the loader's workers hand over CPU tensors, and move them in the loop"
+        anew = 'DataLoader(..., multiprocessing_context="spawn")'
+        helps = [
+            Help(hand_over, "batch = batch.to(device, non_blocking=True)"),
+            Help("or give it workers that start anew", anew),
+        ]
     return told(
         case,
         "cuda-before-fork",
         f"{case.subject} used CUDA in a process that was forked after CUDA was up",
         error,
-        why=why,
+        why=f"the process was forked{where}, after {after}",
         help=helps,
     )
 
 
 def cuda_perhaps_forked(case: Case, error: Raised) -> Report:
-    """CUDA could not be started in a child of `multiprocessing`, and how that was started is not
-    known.
+    """Tell that CUDA could not be started in a child of `multiprocessing`, of which it is not known
+    how it was started.
     """
     return told(
         likely(case),
@@ -334,12 +249,12 @@ def cuda_perhaps_forked(case: Case, error: Raised) -> Report:
         f"{case.subject} could not start CUDA in a process of multiprocessing, as when that was forked after CUDA was up",
         error,
         why="CUDA says no more than that it could not be started; how the process was started is not known",
-        help=(_SPAWN,),
+        help=[_SPAWN],
     )
 
 
 def npu_busy(case: Case, error: Raised) -> Report:
-    """Ascend's driver says that an earlier job may still have the device."""
+    """Tell that Ascend's driver says that an earlier job may still have the device."""
     return told(
         likely(case),
         "device-busy",
@@ -354,7 +269,9 @@ def npu_busy(case: Case, error: Raised) -> Report:
 
 
 def lack_and_facts(found: Found | None) -> tuple[str, tuple[str, ...]]:
-    """What speaks against using CUDA here, and what was found; nothing when nobody looked."""
+    """Return what speaks against using CUDA here, and what was found; nothing when nobody
+    looked.
+    """
     if found is None:
         return "", ()
     lack = devices.missing(found)
@@ -362,7 +279,7 @@ def lack_and_facts(found: Found | None) -> tuple[str, tuple[str, ...]]:
 
 
 def strangers_of(case: Case) -> tuple[str, ...]:
-    """Who else uses these GPUs, a line each; () when nobody looked."""
+    """Return who else uses these GPUs, a line each; () when nobody looked."""
     if case.job.devices is None:
         return ()
     return listed(case.job.devices.strangers(rank.pid for rank in case.job.ranks))

@@ -4,17 +4,18 @@ logs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypedDict, Unpack
 
-import msgspec
+from msgspec.structs import replace
 
 from rallypoint.diagnosis import classify, stacks, tracebacks
-from rallypoint.diagnosis.causes.case import Case, how_ended, where, whereabout, who
+from rallypoint.diagnosis.causes.case import Case, how_ended, status_of, where, whereabout, who
 from rallypoint.diagnosis.causes.short_traceback import abridged
 from rallypoint.diagnosis.causes.wording import cut, signal_name
 from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import Raised, RankEvidence
-from rallypoint.diagnosis.report import Help, Moment, Report, Said
+from rallypoint.diagnosis.report import Confidence, Help, Moment, Report, Said
 
 SAID_LINES = 10  # of a rank's own words: what fits on a screen together with the rest
 TRACEBACK_LINES_ALONE = 40  # when no log has the rest of it: a full disk, or no run folder
@@ -25,31 +26,42 @@ TIMELINE = 7  # lines around the cause; the rest is in events.jsonl
 TIMELINE_WORDS = 72  # characters of one event, so that a line fits on 92 columns
 
 
+class Fields(TypedDict, total=False):
+    """Fields of a report that a cause may give instead of those that follow from its case."""
+
+    where: str
+    then: str
+    timeline: tuple[Moment, ...]
+    said: tuple[Said, ...]
+    logs: tuple[str, ...]
+    ranks: tuple[int, ...]
+    confidence: Confidence
+    exit_status: int
+
+
 def account(
     case: Case,
     code: str,
     headline: str,
     *,
-    where: str = "",
     why: str = "",
-    evidence: tuple[str, ...] = (),
-    said: tuple[Said, ...] = (),
-    help: tuple[Help, ...] = (),
+    evidence: Iterable[str] = (),
+    help: Iterable[Help] = (),
+    **fields: Unpack[Fields],
 ) -> Report:
-    """A report about a case: its ranks, their logs, and what became of the others."""
-    return Report(
-        code=code,
-        headline=headline,
-        where=where,
+    """Make a report about a case: its ranks, their logs, and what became of the others."""
+    report = Report(
+        code,
+        headline,
         why=why,
-        evidence=evidence,
+        confidence=case.confidence,
+        evidence=tuple(evidence),
         then=case.then,
-        said=said,
-        help=help,
+        help=tuple(help),
         logs=logs(case),
         ranks=case.numbers,
-        confidence=case.confidence,
     )
+    return replace(report, **fields)
 
 
 def told(
@@ -59,38 +71,24 @@ def told(
     error: Raised,
     *,
     why: str = "",
-    evidence: tuple[str, ...] = (),
-    help: tuple[Help, ...] = (),
+    evidence: Iterable[str] = (),
+    help: Iterable[Help] = (),
+    **fields: Unpack[Fields],
 ) -> Report:
-    """A report about an exception."""
+    """Make a report about an exception."""
+    rank, evidence, help = case.first, tuple(evidence), tuple(help)
     room = TRACEBACK_LINES - sum(1 + len(one.command.splitlines()) for one in help)
-    quoted = traceback_said(case.first, error, max(room, TRACEBACK_LINES_LEAST))
-    if not quoted and error.frames:
+    quoted = traceback_said(rank, error, max(room, TRACEBACK_LINES_LEAST))
+    if not why and case.confidence != "certain":
+        why = "its words may speak of another rank, or of something else that broke"
+    elif not (why or quoted or evidence):
         source = stacks.own_frame(error.frames)
-        if source is not None and source.source and not evidence and not why:
-            why = f"the line there: {cut(source.source)}" if case.confidence == "certain" else ""
-    if (
-        error.caught_at is None
-        and case.first.ended is not None
-        and case.first.ended.signal
-        and not case.first.sent
-    ):
-        evidence += (f"its process then ended by {signal_name(case.first.ended.signal)}",)
-    return account(
-        case,
-        code,
-        headline,
-        where=where(case, case.first, error),
-        why=why
-        or (
-            ""
-            if case.confidence == "certain"
-            else "its words may speak of another rank, or of something else that broke"
-        ),
-        evidence=evidence,
-        said=quoted,
-        help=help,
-    )
+        if source is not None and source.source:
+            why = f"the line there: {cut(source.source)}"
+    if error.caught_at is None and rank.ended is not None and rank.ended.signal and not rank.sent:
+        evidence += (f"its process then ended by {signal_name(rank.ended.signal)}",)
+    report = account(case, code, headline, why=why, evidence=evidence, help=help, said=quoted)
+    return replace(report, **{"where": where(case, rank, error), **fields})
 
 
 def of_end(
@@ -98,28 +96,23 @@ def of_end(
     code: str,
     headline: str,
     *,
-    where: str = "",
     why: str = "",
-    evidence: tuple[str, ...] = (),
-    help: tuple[Help, ...] = (),
-    status: int,
-    quote: bool = False,
+    evidence: Iterable[str] = (),
+    help: Iterable[Help] = (),
+    **fields: Unpack[Fields],
 ) -> Report:
-    """A report about how a process ended."""
+    """Make a report about how a process ended."""
     rank = case.first
-    if not where:
-        where = whereabout(case, rank)
     if case.confidence != "certain" and not why:
         why = "other ranks ended too, and nothing shows that they ended for another reason"
-    words = said(rank, rank.said) if quote else ()
-    report = account(
-        case, code, headline, where=where, why=why, evidence=evidence, said=words, help=help
-    )
-    return msgspec.structs.replace(report, timeline=timeline(case), exit_status=status)
+    report = account(case, code, headline, why=why, evidence=evidence, help=help)
+    report = replace(report, timeline=timeline(case), exit_status=status_of(rank))
+    report = replace(report, **fields)
+    return report if report.where else replace(report, where=whereabout(case, rank))
 
 
 def said(rank: RankEvidence, lines: Sequence[str]) -> tuple[Said, ...]:
-    """The rank's last words."""
+    """Return the rank's last words among these lines."""
     words = [cut(line) for line in lines if line.strip()]
     return (Said(who(rank), tuple(words[-SAID_LINES:])),) if words else ()
 
@@ -127,91 +120,67 @@ def said(rank: RankEvidence, lines: Sequence[str]) -> tuple[Said, ...]:
 def traceback_said(
     rank: RankEvidence, error: Raised, room: int = TRACEBACK_LINES_LEAST
 ) -> tuple[Said, ...]:
-    """The traceback, of a long one `room` lines; () when the terminal has it already. Of one
-    process that another tells of, as a DataLoader and mp.spawn do, its own: the other's ends in the
+    """Return the traceback, of a long one `room` lines; () when the terminal has it already. Where
+    a DataLoader or mp.spawn tells of another process, that one's: the outer traceback ends in the
     library that passed it on."""
     if rank.said_traceback or not error.traceback:
         return ()
     spawned = tracebacks.in_process(error)
     error = tracebacks.from_loader(error) or (spawned[1] if spawned is not None else error)
     lines = error.traceback.rstrip("\n").splitlines()
-    if error.caught_at is not None and all(stacks.library(frame) for frame in error.frames):
-        lines = lines[
-            _ends_at(lines, error) :
-        ]  # caught near the call: what is above is the library's
+    # The first line that names the exception: what follows was raised while it was handled.
+    end = next((i for i, line in enumerate(lines) if line.startswith(error.type)), len(lines) - 1)
     if error.code:
-        lines = lines[
-            : _ends_at(lines, error) + 1
-        ]  # what follows are its notes, of which the report is made
+        lines = lines[: end + 1]  # what follows are its notes, of which the report is made
+    if error.caught_at is not None and all(stacks.library(frame) for frame in error.frames):
+        lines = lines[end:]  # caught near the call: what is above is the library's
     most = room if rank.log else TRACEBACK_LINES_ALONE
     if len(lines) > most:
         lines = [line for line in lines if line.strip(" ~^") or not line.strip()]
-    file = (
-        f" in {rank.log.rpartition('/')[2]}:{rank.log_line}" if rank.log and rank.log_line else ""
-    )
+    known = rank.log and rank.log_line
+    file = f" in {rank.log.rpartition('/')[2]}:{rank.log_line}" if known else ""
     lines = abridged(lines, error.type, most, file)
     return (Said(who(rank), tuple(cut(line) for line in lines)),)
 
 
 def words_before(case: Case) -> tuple[Said, ...]:
-    """What stands in a log before a launcher's word of the end, whoever said it."""
+    """Return what stands in a log before a launcher's word of the end, whoever said it."""
     words = case.job.log.last_words if case.job.log is not None else ()
     lines = tuple(cut(line, 200) for line in words if schedulers.told_by(line) is None)
     return (Said("the log, before that,", lines),) if lines else ()
 
 
-def _ends_at(lines: Sequence[str], error: Raised) -> int:
-    """The index of the line that names the exception: the first such, since what follows was raised
-    while it was handled.
-    """
-    return next((i for i, line in enumerate(lines) if line.startswith(error.type)), len(lines) - 1)
-
-
 def timeline(case: Case) -> tuple[Moment, ...]:
-    """What happened around the cause, as far as the evidence has times; () when there is no more
-    than the end itself.
+    """Return what happened around the cause, as far as the evidence has times; () when there is no
+    more than the end itself.
     """
     at_fault = set(case.numbers)
-    moments: list[Moment] = []
+    found: list[tuple[float, bool, str, str]] = []
     for rank in case.job.ranks:
-        who = f"rank {rank.rank}"
+        name, ended = f"rank {rank.rank}", rank.ended
+        other = rank.rank not in at_fault
         error = rank.raised or (rank.handled[-1] if rank.handled else None)
         if error is not None and error.at:
-            moments.append(Moment(error.at, who, cut(classify.in_short(error), TIMELINE_WORDS)))
-        follows = (
-            rank.raised is not None and rank.ended is not None and rank.ended.code == 1
-        )  # the end that every exception has
-        if (
-            rank.ended is not None
-            and rank.ended.at
-            and not follows
-            and (rank.rank in at_fault or not rank.sent)
-        ):
-            well = rank.ended.code == rank.ended.signal == 0
+            words = cut(classify.in_short(error), TIMELINE_WORDS)
+            found.append((error.at, other, name, words))
+        if ended is None or not ended.at or (rank.raised is not None and ended.code == 1):
+            continue  # exit code 1 is the end that every exception has
+        if not (other and rank.sent):
+            well = ended.code == ended.signal == 0
             # Its sockets were closed while the interpreter closed down: peers that noticed did so
             # after it had left its program.
-            at = (
-                rank.phase_at
-                if well and rank.phase == "finishing" and rank.phase_at
-                else rank.ended.at
-            )
-            moments.append(Moment(at, who, how_ended(case.job, rank)))
-    moments.sort(
-        key=lambda moment: (
-            moment.at,
-            moment.who not in {f"rank {number}" for number in at_fault},
-            moment.who,
-        )
-    )
-    own = [i for i, moment in enumerate(moments) if moment.who == f"rank {case.first.rank}"]
-    start = max(own[-1] - 2, 0) if own else len(moments)
-    around = moments[start : start + TIMELINE]
+            left = well and rank.phase == "finishing" and rank.phase_at
+            found.append((left or ended.at, other, name, how_ended(case.job, rank)))
+    found.sort(key=lambda one: one[:3])
+    own = [i for i, one in enumerate(found) if one[2] == f"rank {case.first.rank}"]
+    start = max(own[-1] - 2, 0) if own else len(found)
+    around = [Moment(at, name, what) for at, _, name, what in found[start : start + TIMELINE]]
     return tuple(around) if len(around) > 1 else ()
 
 
 def logs(case: Case) -> tuple[str, ...]:
-    """The log of the first rank at fault, at the line of its last words."""
-    rank = case.first if case.ranks else None
-    if rank is None or not rank.log:
+    """Return the log of the first rank at fault, at the line of its last words."""
+    if not case.ranks or not case.first.log:
         return (case.job.run_dir,) if case.job.run_dir else ()
+    rank = case.first
     return (f"{rank.log}:{rank.log_line}" if rank.log_line else rank.log,)

@@ -2,100 +2,79 @@
 
 from __future__ import annotations
 
-import signal as signals
-
-import msgspec
-
 from rallypoint.diagnosis import classify
-from rallypoint.diagnosis.causes.case import Case, again, pids, resident, was
+from rallypoint.diagnosis.causes.case import Case, again, likely, pids, resident, was
 from rallypoint.diagnosis.causes.gpus import strangers_of
 from rallypoint.diagnosis.causes.report_form import of_end, told
 from rallypoint.diagnosis.causes.wording import cut, named, size
 from rallypoint.diagnosis.evidence import JobEvidence, MemoryEvidence, Raised
 from rallypoint.diagnosis.report import Help, Report
 
+BY_THE_KERNEL = "; the kernel, which does so when memory runs out, leaves no word there"
+ASK_THAT_KERNEL = Help(
+    "ask the kernel whether it was for lack of memory, on that machine",
+    "sudo dmesg -T | grep -i 'killed process'",
+)
+
 
 def out_of_memory(case: Case) -> Report:
-    """SIGKILL, and the kernel says that it killed for memory."""
+    """Tell of SIGKILL where the kernel says that it killed for memory."""
     memory = case.job.memory
     in_log = [rank for rank in case.ranks if rank.pid in memory.killed_pids]
-    evidence = kills_known(memory, pids(in_log) if in_log else "")
-    evidence.append(
-        f"{case.subject} ended by SIGKILL; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal"
-    )
-    evidence += resident(case.job.ranks)
     certain = len(in_log) == len(case.ranks)
-    if not certain:
-        case = msgspec.structs.replace(case, confidence="likely")
     return of_end(
-        case,
+        case if certain else likely(case),
         "rank-out-of-memory",
         f"{case.subject} {was(case.ranks)} killed by the kernel for lack of memory",
         why=why_killed(memory, certain=certain),
-        evidence=tuple(evidence),
+        evidence=(
+            *kills_known(memory, pids(in_log) if in_log else ""),
+            f"{case.subject} ended by SIGKILL; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal",
+            *resident(case.job.ranks),
+        ),
         help=less_memory(case.job),
-        status=128 + signals.SIGKILL,
     )
 
 
 def killed_for_memory(case: Case) -> Report:
-    """The kernel, Slurm or Ray says in a log that it killed for lack of memory."""
+    """Tell what the kernel, Slurm or Ray says in a log: that it killed for lack of memory."""
     by = case.first.killed_by
-    slurm = by in ("slurmstepd", "srun")
     helps = less_memory(case.job)
     why = "the log has the word of the kernel"
     headline = f"{case.subject} {was(case.ranks)} killed by the kernel for lack of memory"
-    if slurm:
+    if by in ("slurmstepd", "srun"):
         why = "the log has the word of Slurm, which limits the memory of a job"
-        helps = (
-            Help(
-                "see how much it had and how much it may have",
-                "sacct -j JOBID --format=JobID,ReqMem,MaxRSS,State",
-            ),
-            *helps,
-            Help("or ask Slurm for more", "#SBATCH --mem=128G"),
+        look = Help(
+            "see how much it had and how much it may have",
+            "sacct -j JOBID --format=JobID,ReqMem,MaxRSS,State",
         )
+        helps = [look, *helps, Help("or ask Slurm for more", "#SBATCH --mem=128G")]
     elif by == "Ray":
         headline = "Ray killed workers because the memory of their machine was nearly used up"
         why = "Ray does so before the kernel would, at 95 % unless RAY_memory_usage_threshold says otherwise"
-        fewer = Help("or let Ray run fewer of them on one machine", "@ray.remote(num_cpus=4)")
-        helps = (*helps, fewer)
-    evidence = tuple(cut(line, 200) for line in case.first.said[:4])
-    return of_end(
-        case,
-        "rank-out-of-memory",
-        headline,
-        why=why,
-        evidence=evidence,
-        help=helps,
-        status=128 + signals.SIGKILL,
-    )
+        helps.append(Help("or let Ray run fewer of them on one machine", "@ray.remote(num_cpus=4)"))
+    evidence = [cut(line, 200) for line in case.first.said[:4]]
+    return of_end(case, "rank-out-of-memory", headline, why=why, evidence=evidence, help=helps)
 
 
 def for_memory(memory: MemoryEvidence, pid: int) -> bool:
-    """Whether the kernel says, or lets think, that a process which SIGKILL ended was killed for
-    memory.
+    """Tell whether the kernel says, or lets think, that a process which SIGKILL ended was killed
+    for memory.
     """
     return pid in memory.killed_pids or (memory.oom_kills > 0 and not memory.killed_pids)
 
 
 def why_killed(memory: MemoryEvidence, *, certain: bool) -> str:
-    """What ran out when the kernel killed for memory. `certain`: its log names whom it killed."""
-    limit = (
-        f"the cgroup may use {size(memory.limit)}"
-        if memory.limit
-        else "memory ran out on this machine"
-    )
-    return (
-        limit
-        if certain or not memory.limit
-        else f"{limit}, and the kernel killed in it for lack of memory"
-    )
+    """Return what ran out when the kernel killed for memory. `certain`: its log names the victim."""
+    if not memory.limit:
+        return "memory ran out on this machine"
+    limit = f"the cgroup may use {size(memory.limit)}"
+    return limit if certain else f"{limit}, and the kernel killed in it for lack of memory"
 
 
 def kills_known(memory: MemoryEvidence, whom: str) -> list[str]:
-    """What the kernel tells of its kills for memory. `whom`: the pids of ours that its log names,
-    "" if none.
+    """Return what the kernel tells of its kills for memory. `whom`: the pids of ours that its log
+    names, "" if none.
     """
     evidence = [f"the kernel's log says that it killed {whom}"] if whom else []
     if memory.oom_kills:
@@ -106,44 +85,37 @@ def kills_known(memory: MemoryEvidence, whom: str) -> list[str]:
 
 
 def no_kill_known(memory: MemoryEvidence, whom: str) -> list[str]:
-    """What speaks against a kill for memory. `whom`: the pids that were killed."""
+    """Return what speaks against a kill for memory. `whom`: the pids that were killed."""
     evidence = []
     if memory.counted and not memory.oom_kills:
         evidence.append(
             "the kernel killed nothing in this cgroup for lack of memory: its oom_kill count did not change"
         )
     if memory.killed_pids:
-        others = ", ".join(str(pid) for pid in memory.killed_pids)
+        others = ", ".join(map(str, memory.killed_pids))
         evidence.append(f"the kernel's log names kills for lack of memory, but of pid {others}")
     elif memory.kernel_log_read:
         evidence.append(f"the kernel's log names no kill of {whom}")
     return evidence
 
 
-def ask_the_kernel(memory: MemoryEvidence) -> tuple[Help, ...]:
-    """How to read the kernel's log, when it could not be read."""
-    return (
-        ()
-        if memory.kernel_log_read
-        else (
-            Help(
-                "ask the kernel whether it was for memory",
-                "sudo dmesg -T | grep -i 'killed process'",
-            ),
-        )
+def ask_the_kernel(memory: MemoryEvidence) -> list[Help]:
+    """Return how to read the kernel's log, when it could not be read."""
+    look = Help(
+        "ask the kernel whether it was for memory", "sudo dmesg -T | grep -i 'killed process'"
     )
+    return [] if memory.kernel_log_read else [look]
 
 
 def files_exhausted(case: Case, error: Raised) -> Report:
-    """No descriptor left in the rank, or in a process of its own from which it wanted one."""
-    why = "each tensor that came from another process keeps a descriptor, as each file, socket and pipe does"
+    """Tell of a rank, or a process of its own, that has no descriptor left."""
+    has, it = ("has", "it") if len(case.ranks) == 1 else ("have", "they")
     return told(
         case,
         "files-exhausted",
-        f"{case.subject} {'has as many files open as it' if len(case.ranks) == 1 else 'have as many files open as they'} may have: "
-        f"{named(error)}",
+        f"{case.subject} {has} as many files open as {it} may have: {named(error)}",
         error,
-        why=why,
+        why="each tensor that came from another process keeps a descriptor, as each file, socket and pipe does",
         help=(
             Help("raise the limit in the shell that starts the job", "ulimit -n 65536"),
             Help(
@@ -158,38 +130,40 @@ def files_exhausted(case: Case, error: Raised) -> Report:
     )
 
 
+_WHAT = {"GPU": "GPU memory", "host": "memory", "shared": "shared memory (/dev/shm)"}
+
+
 def memory_refused(case: Case, error: Raised) -> Report:
-    """An allocation that was refused: of the GPU's memory, the host's, or /dev/shm's."""
+    """Tell of an allocation that was refused: of the GPU's memory, the host's, or /dev/shm's."""
     kind, why = classify.memory_of(error), ""
+    helps = less_memory(case.job)
     if kind == "host" and (wanted := classify.memory_wanted(error.message)):
         return _refused_at_once(case, error, wanted)
-    helps: tuple[Help, ...] = less_memory(case.job)
     if kind == "GPU":
-        helps = (
+        helps = [
             Help(
                 "lower the batch size, or what the model keeps for the backward pass",
                 "torch.utils.checkpoint.checkpoint(...)",
-            ),
-        )
+            )
+        ]
         if "reserved" in error.message and "unallocated" in error.message:
             setting = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            helps += (Help("or let the allocator grow its blocks, against fragmentation", setting),)
+            helps.append(
+                Help("or let the allocator grow its blocks, against fragmentation", setting)
+            )
     elif kind == "shared":
-        helps = (
+        helps = [
             Help("see how large shared memory is", "df -h /dev/shm"),
             Help("give the container more of it", "docker run --shm-size=8g ..."),
-            Help("or start fewer loader processes", "DataLoader(..., num_workers=0)"),
-        )
+        ]
         if classify.semaphores_full(error):
-            helps, why = (
-                helps[:2],
-                "semaphores and shared blocks of multiprocessing are files there",
-            )
-    what = {"GPU": "GPU memory", "host": "memory", "shared": "shared memory (/dev/shm)"}[kind]
+            why = "semaphores and shared blocks of multiprocessing are files there"
+        else:
+            helps.append(Help("or start fewer loader processes", "DataLoader(..., num_workers=0)"))
     return told(
         case,
         "rank-out-of-memory",
-        f"{case.subject} ran out of {what}: {named(error)}",
+        f"{case.subject} ran out of {_WHAT[kind]}: {named(error)}",
         error,
         why=why,
         evidence=strangers_of(case) if kind == "GPU" else (),
@@ -197,9 +171,17 @@ def memory_refused(case: Case, error: Raised) -> Report:
     )
 
 
+MAP_MORE = Help("let processes map more, in the shell that starts the job", "ulimit -v unlimited")
+
+
+def may_map(memory: MemoryEvidence) -> str:
+    """Return what the limit on the address space of a process says."""
+    return f"ulimit -v lets a process map {size(memory.address_space)} in all"
+
+
 def _refused_at_once(case: Case, error: Raised, wanted: int) -> Report:
-    """One allocation was too large for what there was: more than the whole machine has, or more
-    than was left of it.
+    """Tell of one allocation that was too large for what there was: more than the whole machine
+    has, or more than was left of it.
     """
     memory = case.job.memory
     limited = 0 < memory.limit < memory.total
@@ -207,34 +189,21 @@ def _refused_at_once(case: Case, error: Raised, wanted: int) -> Report:
     helps = less_memory(case.job)
     why = ""
     if memory.address_space and wanted < (most or wanted + 1):
-        why = f"ulimit -v lets a process map {size(memory.address_space)} in all"
-        helps = (
-            Help("let processes map more, in the shell that starts the job", "ulimit -v unlimited"),
-            *helps,
-        )
+        why = may_map(memory)
+        helps.insert(0, MAP_MORE)
     elif limited:
         why = f"the cgroup may use {size(memory.limit)}, and uses {size(memory.current)} now"
     elif memory.total:
         why = f"this machine has {size(memory.total)}, of which {size(memory.available)} can be had now"
-    if most and wanted > most:
-        helps = (
-            Help(
-                "print the sizes in that line: together they need more memory than there is",
-                "breakpoint()",
-            ),
-        )
-    return told(
-        case,
-        "rank-out-of-memory",
-        f"{case.subject} asked for {size(wanted)} of memory at once, and did not get it",
-        error,
-        why=why,
-        help=helps,
-    )
+    if 0 < most < wanted:
+        look = "print the sizes in that line: together they need more memory than there is"
+        helps = [Help(look, "breakpoint()")]
+    headline = f"{case.subject} asked for {size(wanted)} of memory at once, and did not get it"
+    return told(case, "rank-out-of-memory", headline, error, why=why, help=helps)
 
 
-def less_memory(job: JobEvidence) -> tuple[Help, ...]:
-    """How to get by with less."""
+def less_memory(job: JobEvidence) -> list[Help]:
+    """Return how to get by with less."""
     helps = [
         Help(
             "lower what each rank keeps in memory: batches, caches, loader processes",
@@ -243,4 +212,4 @@ def less_memory(job: JobEvidence) -> tuple[Help, ...]:
     ]
     if job.world_size > 1:
         helps.append(Help("or start fewer ranks", again(job, job.world_size // 2)))
-    return tuple(helps)
+    return helps

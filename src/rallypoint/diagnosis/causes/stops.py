@@ -7,15 +7,20 @@ from __future__ import annotations
 import re
 import signal as signals
 from collections.abc import Sequence
+from typing import Unpack
 
-import msgspec
-
-from rallypoint.diagnosis import classify, reachability, tracebacks
+from rallypoint.diagnosis import classify, reachability
 from rallypoint.diagnosis.causes import collectives, resources
-from rallypoint.diagnosis.causes.case import Case, how_ended, status_of, where, whereabouts
-from rallypoint.diagnosis.causes.children import mixed_up, spawns
-from rallypoint.diagnosis.causes.report_form import SAID_LINES, logs, of_end, said, traceback_said
-from rallypoint.diagnosis.causes.wording import CRASHES, EVIDENCE_LINES, cut, signal_name, size
+from rallypoint.diagnosis.causes.case import Case, how_ended, where, whereabouts
+from rallypoint.diagnosis.causes.report_form import (
+    SAID_LINES,
+    Fields,
+    account,
+    of_end,
+    said,
+    traceback_said,
+)
+from rallypoint.diagnosis.causes.wording import CRASHES, EVIDENCE_LINES, cut, signal_name
 from rallypoint.diagnosis.error_patterns import schedulers, torch
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
@@ -24,157 +29,128 @@ from rallypoint.world import ranks_phrase
 
 
 def unknown(case: Case, error: Raised | None) -> Report:
-    """Nothing but consequences: what was ruled out, and who was the first."""
+    """Tell that there is nothing but consequences: what was ruled out, and who was the first."""
     job = case.job
     if not case.ranks:
-        return Report(
-            code="cause-unknown",
-            headline="the job was stopped, and no rank shows why",
+        return account(
+            case,
+            "cause-unknown",
+            "the job was stopped, and no rank shows why",
             why=job.stop_reason or "the cause is not known",
-            then=case.then,
-            logs=(job.run_dir,) if job.run_dir else (),
+            confidence="certain",
         )
-    launchers = [rank.rank for rank in job.ranks if spawns(rank)]
-    if error is not None and tracebacks.in_process(error) is not None and len(launchers) > 1:
-        return mixed_up(case, error, launchers)
-    ruled_out = ["no rank was ended by a signal from outside, and none raised an error of its own"]
+    first = case.first
+    evidence = ["no rank was ended by a signal from outside, and none raised an error of its own"]
     if job.memory.counted and not job.memory.oom_kills:
-        ruled_out.append("the kernel killed nothing in this cgroup for lack of memory")
-    unanswered = error is not None and "connectFullMesh" in error.message
-    if unanswered:
-        ruled_out.append(
-            "gloo had the other ranks' addresses from the store, and one of them did not answer"
-        )
-    did = "did not reach" if unanswered else "lost"
-    what = (
-        f"{did} another rank ({classify.in_short(error)})" if error else how_ended(job, case.first)
-    )
-    report = of_end(
-        case,
-        "cause-unknown",
-        f"{case.subject} {what}; the cause is not known",
-        where=where(case, case.first, error) if error else "",
-        why="every rank that failed says that it lost another one; this one was the first",
-        evidence=tuple(ruled_out),
-        status=status_of(case.first),
-        quote=error is None,
-    )
-    stale: tuple[Help, ...] = ()
-    if unanswered and case.first.meeting is not None and case.first.meeting.method != "env://":
-        stale = (
-            Help(
-                "start the store anew, or meet at another port: one that an earlier job has used keeps the addresses of its ranks"
-            ),
-        )
-    helps = (
-        *stale,
+        evidence.append("the kernel killed nothing in this cgroup for lack of memory")
+    helps = [
         Help("read the last lines of every rank", "rallypoint show"),
         Help(
             "or run it again with what torch knows of its connections in them",
             "export TORCH_CPP_LOG_LEVEL=INFO",
         ),
-    )
-    return msgspec.structs.replace(
-        report, said=traceback_said(case.first, error) if error else report.said, help=helps
+    ]
+    did, what = "lost", how_ended(job, first)
+    if error is not None and "connectFullMesh" in error.message:
+        did = "did not reach"
+        evidence.append(
+            "gloo had the other ranks' addresses from the store, and one of them did not answer"
+        )
+        if first.meeting is not None and first.meeting.method != "env://":
+            anew = "start the store anew, or meet at another port: one that an earlier job has used keeps the addresses of its ranks"
+            helps.insert(0, Help(anew))
+    if error is not None:
+        what = f"{did} another rank ({classify.in_short(error)})"
+    return of_end(
+        case,
+        "cause-unknown",
+        f"{case.subject} {what}; the cause is not known",
+        where=where(case, first, error) if error else "",
+        why="every rank that failed says that it lost another one; this one was the first",
+        evidence=evidence,
+        said=traceback_said(first, error) if error else said(first, first.said),
+        help=helps,
     )
 
 
 def interrupted(job: JobEvidence, seen: tuple[str, ...] = ()) -> Report:
-    """Somebody wanted the job to stop: where each rank was. `seen`: what keeps those who wait from
-    meeting.
+    """Tell that somebody wanted the job to stop, and where each rank was. `seen`: what keeps those
+    who wait from meeting.
     """
     name = job.interrupted_by
-    lines = whereabouts(job, job.ranks, Case(job, job.ranks, "").root)
     number = getattr(signals, name, signals.SIGTERM) if name.startswith("SIG") else signals.SIGTERM
     by = "Ctrl-C" if name == "SIGINT" else name
     after = f", {job.now:.1f} s after its start" if job.now else ""
-    return Report(
-        code="interrupted",
-        headline=f"the job was stopped by {by}{after}",
-        why="where the ranks were:" if lines else "no rank had been started",
-        evidence=(*lines, *seen),
-        logs=(job.run_dir,) if job.run_dir else (),
-        exit_status=128 + int(number),
-    )
+    headline = f"the job was stopped by {by}{after}"
+    return _cut_short(job, "interrupted", headline, seen, exit_status=128 + int(number))
 
 
 def overdue(job: JobEvidence, seen: tuple[str, ...] = ()) -> Report:
-    """The time that the whole job was given is over: where each rank was. `seen` as above."""
-    lines = whereabouts(job, job.ranks, Case(job, job.ranks, "").root)
-    returned = sum(
-        rank.ended is not None and rank.ended.code == rank.ended.signal == 0 for rank in job.ranks
-    )
-    return Report(
-        code="launch-timeout",
-        headline=f"{job.program} had returned in {returned} of {job.world_size} ranks when its {job.overdue:g} s were over",
-        why="where the ranks were:" if lines else "no rank had been started",
-        evidence=(*lines, *seen),
-        then="" if not lines else "the others were stopped" if returned else "they were stopped",
-        help=(
-            Help(
-                "give it more time, or None for as long as it takes",
-                "rallypoint.launch(..., timeout=None)",
-            ),
-        ),
-        logs=(job.run_dir,) if job.run_dir else (),
+    """Tell that the time of the whole job is over, and where each rank was. `seen` as above."""
+    ends = [rank.ended for rank in job.ranks if rank.ended is not None]
+    returned = sum(ended.code == ended.signal == 0 for ended in ends)
+    more = "give it more time, or None for as long as it takes"
+    return _cut_short(
+        job,
+        "launch-timeout",
+        f"{job.program} had returned in {returned} of {job.world_size} ranks when its {job.overdue:g} s were over",
+        seen,
+        then="the others were stopped" if returned else "they were stopped" if job.ranks else "",
+        help=[Help(more, "rallypoint.launch(..., timeout=None)")],
         exit_status=75,
     )
 
 
-_MAP_MORE = Help("let processes map more, in the shell that starts the job", "ulimit -v unlimited")
+def _cut_short(
+    job: JobEvidence,
+    code: str,
+    headline: str,
+    seen: tuple[str, ...],
+    help: Sequence[Help] = (),
+    **fields: Unpack[Fields],
+) -> Report:
+    """Make a report about a job that was stopped, with a line for each place where ranks were."""
+    lines = whereabouts(job, job.ranks, Case(job, job.ranks, "").root)
+    why = "where the ranks were:" if lines else "no rank had been started"
+    case = Case(job, (), "")
+    return account(case, code, headline, why=why, evidence=(*lines, *seen), help=help, **fields)
 
 
 def launcher_died(job: JobEvidence, then: str) -> Report:
-    """The template, the guard or the c10d host ended by itself."""
-    lost = job.helper
+    """Tell that the template, the guard or the c10d host ended by itself."""
+    lost, memory = job.helper, job.memory
     assert lost is not None
     ended = lost.ended
-    by_signal = ended.signal and ended.signal not in CRASHES
-    how = (
-        f"was ended by {signal_name(ended.signal)}"
-        if ended.signal
-        else f"exited with code {ended.code}"
-    )
+    name = signal_name(ended.signal) if ended.signal else ""
+    by_signal = bool(name) and ended.signal not in CRASHES
     evidence = [f"it had pid {lost.pid} and ended {ended.at:.2f} s after the job's start"]
-    why = "a job cannot go on without it"
-    for_memory = ended.signal == signals.SIGKILL and resources.for_memory(job.memory, lost.pid)
-    certain = lost.pid in job.memory.killed_pids or not for_memory
-    if for_memory:
-        why = (
-            "the kernel killed it for lack of memory: its log names the pid"
-            if certain
-            else resources.why_killed(job.memory, certain=False)
-        )
-        evidence += resources.kills_known(job.memory, "")
+    why, certain = "a job cannot go on without it", True
+    helps = [Help("if it happens again, report it with this text and the logs")]
+    if ended.signal == signals.SIGKILL and resources.for_memory(memory, lost.pid):
+        certain = lost.pid in memory.killed_pids
+        why = resources.why_killed(memory, certain=False)
+        if certain:
+            why = "the kernel killed it for lack of memory: its log names the pid"
+        evidence += resources.kills_known(memory, "")
+        more = "give the job more memory: a process that has imported torch holds a few hundred MiB"
+        helps = [Help(more, "docker run --memory=64g ...")]
     elif by_signal:
+        helps.clear()
         evidence.append(
             "rallypoint ends it with no signal while a job runs, so the signal came from outside"
         )
-    elif job.memory.address_space:
-        evidence.append(f"ulimit -v lets a process map {size(job.memory.address_space)} in all")
-    helps = (
-        () if by_signal else (Help("if it happens again, report it with this text and the logs"),)
-    )
-    if job.memory.address_space and not by_signal:
-        helps = (_MAP_MORE,)
-    if for_memory:
-        helps = (
-            Help(
-                "give the job more memory: a process that has imported torch holds a few hundred MiB",
-                "docker run --memory=64g ...",
-            ),
-        )
-    return Report(
-        code="launcher-died",
-        headline=f"rallypoint's {lost.name} {how}",
+    elif memory.address_space:
+        evidence.append(resources.may_map(memory))
+        helps = [resources.MAP_MORE]
+    words = tuple(cut(line) for line in lost.words[-SAID_LINES:])
+    return account(
+        Case(job, (), then),
+        "launcher-died",
+        f"rallypoint's {lost.name} {f'was ended by {name}' if name else f'exited with code {ended.code}'}",
         why=why,
-        evidence=tuple(evidence),
-        then=then,
-        said=(Said(f"the {lost.name}", tuple(cut(line) for line in lost.words[-SAID_LINES:])),)
-        if lost.words
-        else (),
+        evidence=evidence,
+        said=(Said(f"the {lost.name}", words),) if words else (),
         help=helps,
-        logs=(job.run_dir,) if job.run_dir else (),
         confidence="certain" if certain else "likely",
         exit_status=128 + ended.signal if by_signal else 70,
     )
@@ -194,29 +170,28 @@ _UNKNOWN_WORDS = "these words name no cause that is known here"
 
 
 def interrupted_in_log(stop: Sighting) -> Report:
-    """Somebody, or the end of the job's time, stopped it."""
-    end = stop.end
-    by, number = (end.by, end.signal) if end is not None else ("", 0)
-    helps: tuple[Help, ...] = ()
+    """Tell that somebody, or the end of the job's time, stopped it, by a log."""
+    by, number = (stop.end.by, stop.end.signal) if stop.end is not None else ("", 0)
+    helps = []
     what = "the job was stopped by Ctrl-C"
     if by == "TIME LIMIT":
         scheduler = next((name for name in _MORE_TIME if name in stop.text), "Slurm")
         what = f"{scheduler} stopped the job: its time was over"
-        helps = (Help("ask for more time", _MORE_TIME[scheduler]),)
+        helps = [Help("ask for more time", _MORE_TIME[scheduler])]
     elif by:
         what = f"Slurm stopped the job: {by.lower()}"
     elif "CANCELLED AT" in stop.text:
         what = "Slurm stopped the job; for whom is not in the log"
         look = "sacct -j JOBID --format JobID,State,ExitCode,Reason"
-        helps = (Help("see how the job and its steps ended", look),)
+        helps = [Help("see how the job and its steps ended", look)]
     elif number == signals.SIGHUP:
         what = (
             "the launcher was stopped by SIGHUP, as when the terminal or the ssh connection closes"
         )
-        helps = (Help("start it so that it outlives the terminal", "tmux new -s train"),)
+        helps = [Help("start it so that it outlives the terminal", "tmux new -s train")]
     elif number and number != signals.SIGINT:
         what = f"the launcher was stopped by {signal_name(number)}"
-    return Report(code="interrupted", headline=what, help=helps, logs=stop.place.shown)
+    return Report("interrupted", what, help=tuple(helps), logs=stop.place.shown)
 
 
 def reported(headline: Sighting) -> Report:
@@ -258,8 +233,8 @@ def same_rank(count: Sighting) -> Report:
 
 
 def unknown_in_log(case: Case, error: Raised | None) -> Report:
-    """Nothing in a log that names a cause: what it has, and what is ruled out. `case`: who shows a
-    consequence.
+    """Tell that nothing in a log names a cause: what it has, and what is ruled out. `case`: who
+    shows a consequence.
     """
     findings = case.job.log
     assert findings is not None
@@ -274,37 +249,36 @@ def unknown_in_log(case: Case, error: Raised | None) -> Report:
             call = f"{rank.collective.kind}, call {rank.collective.sequence}"
             calls.setdefault(call, []).append(rank.rank)
     evidence += [f"{ranks_phrase(ranks)} timed out in {call}" for call, ranks in calls.items()]
-    evidence = evidence[:EVIDENCE_LINES]
     before = [s for s in spoken if s.place.log == first.log and s.place.line < first.order]
-    evidence += [
+    evidence[EVIDENCE_LINES:] = [
         f"line {s.place.line}, before that: {cut(s.text, 200)}" for s in before[:MOST_SPOKEN]
     ]
     look = "look at the logs of the other ranks and nodes, too: the cause stands in one of them"
-    helps: tuple[Help, ...] = (Help(look, _ALL_LOGS),)
+    helps = [Help(look, _ALL_LOGS)]
     at = reachability.unreached_at(_words(first, error))
     if at is not None:
         evidence[0] = "refused, dropped and unknown names look the same in torch's message"
-        helps = (
+        helps = [
             Help("see whether the name has an address", f"getent hosts {at[0]}"),
             Help("and whether something answers there", f"nc -vz {at[0]} {at[1]}"),
-        )
+        ]
     elif calls:
-        helps = (
+        helps = [
             Help(
                 "let NCCL's record of calls be written at the next timeout",
                 "export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1",
             ),
             Help("or see where every rank stands", "rallypoint run --stall 60 ..."),
-        )
-    subject = ranks_phrase(case.numbers) if case.numbers else "a rank"
-    return Report(
-        code="cause-unknown",
-        headline=f"{subject} {_in_short(first, error)}; the cause is not known",
+        ]
+    return account(
+        case,
+        "cause-unknown",
+        f"{ranks_phrase(case.numbers) if case.numbers else 'a rank'} {_in_short(first, error)}; the cause is not known",
         why="all that the log has are consequences; this is the first",
-        evidence=tuple(evidence),
+        evidence=evidence,
         said=traceback_said(first, error) if error is not None else said(first, first.said),
         help=helps,
-        logs=logs(case),
+        ranks=(),
     )
 
 
@@ -313,39 +287,45 @@ def _words(rank: RankEvidence, error: Raised | None) -> str:
 
 
 def _in_short(rank: RankEvidence, error: Raised | None) -> str:
-    call, ended = rank.collective, rank.ended
+    call, ended, words = rank.collective, rank.ended, _words(rank, error)
     if call is not None:
         return f"waited in {collectives.described(call)} until the timeout of {call.milliseconds / 1000:.0f} s"
-    came = torch.CAME_SHORT.search(_words(rank, error))
+    came = torch.CAME_SHORT.search(words)
     if came is not None and came["came"] and int(came["came"]) > int(came["all"]):
         count = f"{came['came']} processes at the store of a group of {came['all']}"
         return f"found {count}: others use it, too, or did before"
-    at = reachability.unreached_at(_words(rank, error))
+    at = reachability.unreached_at(words)
     if at is not None:
         return f"could not reach {at[0]}:{at[1]} in time"
     if error is not None:
-        words = classify.in_short(error).removesuffix(": ")
+        short = classify.in_short(error).removesuffix(": ")
         if schedulers.LOST.search(f"{error.type}: {error.message}"):
-            return f"failed after something else had ({words})"
+            return f"failed after something else had ({short})"
         waited = classify.meaning(error) is classify.Meaning.WAITED
-        return f"{'waited in vain' if waited else 'lost another rank'} ({words})"
+        return f"{'waited in vain' if waited else 'lost another rank'} ({short})"
     if ended is not None:
-        how = signal_name(ended.signal) if ended.signal else f"exit code {ended.code}"
-        return f"ended with {how}"
-    words = classify.in_short(Raised("", " ".join(rank.said), (), "")).removeprefix(": ")
-    return f"lost another rank or the store ({cut(words, 160)})"
+        return (
+            f"ended with {signal_name(ended.signal) if ended.signal else f'exit code {ended.code}'}"
+        )
+    short = classify.in_short(Raised("", words, (), "")).removeprefix(": ")
+    return f"lost another rank or the store ({cut(short, 160)})"
 
 
 def _nothing(findings: Findings) -> Report:
     headline = f"nothing in these {findings.lines} lines says that something failed"
-    if findings.failed:
+    if findings.lines == 1:
+        headline = "nothing in this line says why"
+    elif findings.failed:
         headline = f"the launcher says that the job failed, and nothing in these {findings.lines} lines says why"
     return Report(
-        code="cause-unknown",
-        headline="nothing in this line says why" if findings.lines == 1 else headline,
+        "cause-unknown",
+        headline,
         why="no exception, no signal, no error of torch, NCCL, Slurm or MPI was recognised",
-        help=(Help("give the whole log, or the logs of all ranks", _ALL_LOGS),),
+        help=(_WHOLE_LOG,),
     )
+
+
+_WHOLE_LOG = Help("give the whole log, or the logs of all ranks", _ALL_LOGS)
 
 
 def in_unknown_words(report: Report) -> bool:
@@ -354,9 +334,9 @@ def in_unknown_words(report: Report) -> bool:
 
 
 def _in_unknown_words(findings: Findings, spoken: Sequence[Sighting]) -> Report:
-    """Lines that speak of a failure, and that is all: the first ones are shown."""
+    """Show the first lines that speak of a failure, where that is all that there is."""
     first = spoken[0]
-    helps = [Help("give the whole log, or the logs of all ranks", _ALL_LOGS)]
+    helps = [_WHOLE_LOG]
     if any(classify.loader_gone(sighting.text) for sighting in spoken):
         load = "load in the rank itself: then the traceback has the line that failed"
         helps.insert(0, Help(load, "DataLoader(..., num_workers=0)"))
@@ -372,8 +352,8 @@ def _in_unknown_words(findings: Findings, spoken: Sequence[Sighting]) -> Report:
     handled = all(sighting.went_on for sighting in spoken)
     lines = tuple(f"{s.place.line}: {cut(s.text, 300)}" for s in spoken[:MOST_SPOKEN])
     return Report(
-        code="cause-unknown",
-        headline=headline,
+        "cause-unknown",
+        headline,
         why="the log goes on for long after it, so it may have been handled"
         if handled
         else _UNKNOWN_WORDS,
