@@ -13,15 +13,16 @@ import signal
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import render
-from rallypoint.diagnosis.doctor.finding import Finding, fault, note, size
+from rallypoint.diagnosis.doctor.finding import Finding, fault, note
 from rallypoint.diagnosis.report import Help
 from rallypoint.host import processes, system_calls
 
@@ -62,9 +63,7 @@ class Check(NamedTuple):
     names: tuple[str, ...]
     deadline: float
     find: Callable[[], Sequence[Finding]]
-    needs: tuple[
-        str, ...
-    ] = ()  # names of earlier checks without which this one only waits for its deadline
+    needs: tuple[str, ...] = ()  # names of earlier checks without which it only waits
 
 
 _TABLE: tuple[tuple[tuple[str, ...], float, str], ...] = (
@@ -108,10 +107,7 @@ def standard(oldest_torch: tuple[int, int], trial: Trial) -> tuple[Check, ...]:
 def _find(path: str, *arguments: object) -> Sequence[Finding]:
     """Import the module of a check in the child: the first line must not wait for what the last one
     needs."""
-    module, _, function = path.partition(".")
-    found: Sequence[Finding] = getattr(
-        import_module(f"rallypoint.diagnosis.doctor.{module}"), function
-    )(*arguments)
+    found: Sequence[Finding] = resolve_name(f"rallypoint.diagnosis.doctor.{path}")(*arguments)
     return found
 
 
@@ -148,9 +144,7 @@ def _left_out(cause: Finding) -> Finding:
 
 
 def _carry_out(check: Check) -> list[Finding]:
-    from rallypoint.diagnosis import evidence  # here: what only prints findings needs none of it
-
-    clock, memory = Clock(), evidence.memory_counters()
+    clock = Clock()
     reader, writer = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
     try:
@@ -169,13 +163,18 @@ def _carry_out(check: Check) -> list[Finding]:
     if answer is not None:
         return msgspec.json.decode(answer, type=list[Finding])
     if clock.elapsed() >= check.deadline:
-        return [_overrun(check.deadline, status)]
-    signaled = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
-    if signaled == signal.SIGKILL:
-        seen = evidence.difference(memory, evidence.memory_counters())
-        if seen.oom_kills:
-            return [_without_memory(seen.limit)]
-    died = f"signal {signaled}" if signaled else "an exit without an answer"
+        held = "the process that looked cannot be killed: the kernel holds it, mostly for a disk, a file server or a driver"
+        return [
+            fault(
+                "check-overrun",
+                f"no answer within {check.deadline:g} s",
+                ("do by hand what this check does: its page says what that is", ""),
+                why=(held,) if status is None else (),
+            )
+        ]
+    died = "an exit without an answer"
+    if status is not None and os.WIFSIGNALED(status):
+        died = f"signal {os.WTERMSIG(status)}"
     return [fault("internal-error", f"the check was ended by {died}", _PLEASE_REPORT)]
 
 
@@ -185,22 +184,14 @@ def _in_child(check: Check, parent: int, writer: int) -> None:
     processes.die_with(parent)
     os.setpgid(0, 0)
     null = os.open(os.devnull, os.O_RDWR)
-    for number in range(
-        3
-    ):  # if it hangs for ever, it must not keep open what others read the doctor's output from
+    for number in range(3):  # if it hangs, it must not keep open what others read ours from
         os.dup2(null, number)
     try:
         found = check.find()
     except Exception as error:
         trace = tuple("".join(traceback.format_exception(error)).splitlines())
-        found = [
-            fault(
-                "internal-error",
-                f"the check failed: {type(error).__name__}: {error}",
-                _PLEASE_REPORT,
-                why=trace,
-            )
-        ]
+        problem = f"the check failed: {type(error).__name__}: {error}"
+        found = [fault("internal-error", problem, _PLEASE_REPORT, why=trace)]
     with os.fdopen(writer, "wb") as pipe:
         pipe.write(msgspec.json.encode([cleaned(finding) for finding in found]) + b"\n")
 
@@ -228,36 +219,13 @@ def _end(pid: int) -> int | None:
         return None
     try:
         for kill in (os.killpg, os.kill):  # the group exists when the child has come that far
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
         return os.waitpid(pid, 0)[1] if processes.wait_for_ends([pidfd], KILLED) else None
     except ChildProcessError:
         return None
     finally:
         os.close(pidfd)
-
-
-def _overrun(deadline: float, status: int | None) -> Finding:
-    held = "the process that looked cannot be killed: the kernel holds it, mostly for a disk, a file server or a driver"
-    help = ("do by hand what this check does: its page says what that is", "")
-    return fault(
-        "check-overrun",
-        f"no answer within {deadline:g} s",
-        help,
-        why=(held,) if status is None else (),
-    )
-
-
-def _without_memory(limit: int) -> Finding:
-    of = f", which may use {size(limit)}" if limit else ""
-    return fault(
-        "rank-out-of-memory",
-        f"memory ran out: what looked was killed, and the kernel has killed in this control group{of}",
-        ("give it more", "docker run --memory=64g ..."),
-        why=("its oom_kill count went up meanwhile",),
-    )
 
 
 # --- for people
@@ -269,7 +237,6 @@ _MARKS = {
     "note": ("[!] ", "\x1b[33m"),
     "fault": ("[x] ", "\x1b[1;31m"),
 }
-_OFF = "\x1b[0m"
 _NAME = max(map(len, NAMES)) + 2  # columns
 _BESIDE = len("[ok] ")
 _INDENT = _BESIDE + _NAME
@@ -280,11 +247,11 @@ def cleaned(finding: Finding) -> Finding:
     return msgspec.structs.replace(
         finding,
         fact=render.plain(finding.fact),
-        why=tuple(render.plain(line) for line in finding.why),
+        why=tuple(map(render.plain, finding.why)),
         help=tuple(
-            Help(render.plain(help.sentence), render.plain(help.command)) for help in finding.help
+            Help(render.plain(one.sentence), render.plain(one.command)) for one in finding.help
         ),
-        reports=tuple(render.cleaned(report) for report in finding.reports),
+        reports=tuple(map(render.cleaned, finding.reports)),
     )
 
 
@@ -293,24 +260,20 @@ def text(finding: Finding, *, width: int = 92, color: bool = False) -> str:
     to do, and which page explains it."""
     finding = cleaned(finding)  # it may quote another machine
     mark, paint = _MARKS[finding.mark]
-    name = f"{paint}{mark}{_OFF} " if color else f"{mark} "
+    name = f"{paint}{mark}\x1b[0m " if color else f"{mark} "
     lines = _lines(finding.fact, width, _INDENT, name + f"{finding.check:<{_NAME}}")
     if finding.reports:  # they say it all
         block = render.text(finding.reports, width=max(width - _BESIDE, 40), color=color)
         return "\n".join([*lines, "", textwrap.indent(block, " " * _BESIDE), ""])
+    blank = " " * _INDENT
     for line in finding.why:
-        lines += _lines(line, width, _INDENT + 2, " " * _INDENT + "- ")
+        lines += _lines(line, width, _INDENT + 2, f"{blank}- ")
     for help in finding.help:
-        lines += _lines(
-            f"{help.sentence}:" if help.command else help.sentence,
-            width,
-            _INDENT + 7,
-            " " * _INDENT + "help   ",
-        )
-        if help.command:
-            lines.append(" " * (_INDENT + 11) + help.command)
+        colon = ":" if help.command else ""
+        lines += _lines(f"{help.sentence}{colon}", width, _INDENT + 7, f"{blank}help   ")
+        lines += [f"{blank}           {help.command}"] if help.command else []
     if finding.code:
-        lines.append(f"{'':{_INDENT}}more   rallypoint explain {finding.code}")
+        lines.append(f"{blank}more   rallypoint explain {finding.code}")
     return "\n".join(lines)
 
 
@@ -334,12 +297,14 @@ def json_summary(findings: Sequence[Finding], status: int) -> str:
 
 def summary(findings: Sequence[Finding]) -> str:
     """Count the findings of each kind: `2 faults, 1 note, 12 ok`."""
-    counts = _counts(findings)
-    words = {
-        name: f"{counts[name]} {name}{'s' * (counts[name] != 1)}" for name in ("fault", "note")
-    }
-    words |= {"ok": f"{counts['ok']} ok", "unknown": f"{counts['unknown']} not known"}
-    return ", ".join(said for mark, said in words.items() if counts[mark])
+    found = _counts(findings)
+    words = (
+        ("fault", f"fault{'s' * (found['fault'] != 1)}"),
+        ("note", f"note{'s' * (found['note'] != 1)}"),
+        ("ok", "ok"),
+        ("unknown", "not known"),
+    )
+    return ", ".join(f"{found[mark]} {word}" for mark, word in words if found[mark])
 
 
 def _counts(findings: Sequence[Finding]) -> dict[str, int]:

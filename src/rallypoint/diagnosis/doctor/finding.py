@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -21,10 +22,20 @@ class Finding(msgspec.Struct, frozen=True):
     code: str = ""  # of the page that explains it; "" when there is nothing to explain
     why: tuple[str, ...] = ()  # evidence, a line each
     help: tuple[Help, ...] = ()
-    reports: tuple[
-        Report, ...
-    ] = ()  # of the trial job that failed, its causes, the first one first
+    reports: tuple[Report, ...] = ()  # of the trial job that failed, the first cause first
     check: str = ""  # name of the check; filled in by the doctor where a check has one name only
+
+
+def _problem(
+    mark: Mark,
+    code: str,
+    fact: str,
+    *help: tuple[str, str],
+    why: tuple[str, ...] = (),
+    check: str = "",
+) -> Finding:
+    """Make a finding. `help`: (sentence, line to type or "") pairs."""
+    return Finding(mark, fact, code, why, tuple(Help(*pair) for pair in help), check=check)
 
 
 def ok(fact: str, check: str = "") -> Finding:
@@ -36,34 +47,20 @@ def unknown(fact: str, check: str = "") -> Finding:
     return Finding("unknown", fact, check=check)
 
 
-def note(
-    code: str, fact: str, *help: tuple[str, str], why: tuple[str, ...] = (), check: str = ""
-) -> Finding:
-    """`help`: (sentence, line to type or "") pairs."""
-    return Finding("note", fact, code, why, tuple(Help(*pair) for pair in help), check=check)
-
-
-def fault(
-    code: str, fact: str, *help: tuple[str, str], why: tuple[str, ...] = (), check: str = ""
-) -> Finding:
-    """`help`: (sentence, line to type or "") pairs."""
-    return Finding("fault", fact, code, why, tuple(Help(*pair) for pair in help), check=check)
+note = partial(_problem, "note")
+fault = partial(_problem, "fault")
 
 
 def size(number: int) -> str:
     """Return bytes for people: `64.0 MiB`, `1.5 GiB`."""
-    for unit, bytes_of in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if number >= bytes_of:
-            return f"{number / bytes_of:.1f} {unit}"
+    for unit, shift in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >> shift:
+            return f"{number / (1 << shift):.1f} {unit}"
     return f"{number} bytes"
 
 
 def duration(seconds: float) -> str:
     """Return seconds for people: `120 us`, `8.0 ms`, `1.5 s`."""
-    return (
-        f"{seconds * 1e6:.0f} us"
-        if seconds < 1e-3
-        else f"{seconds * 1e3:.1f} ms"
-        if seconds < 1.0
-        else f"{seconds:.1f} s"
-    )
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1.0 else f"{seconds:.1f} s"

@@ -1,24 +1,23 @@
 """A check of the way between two machines, both ways: one is the server, the other the client.
 
-Messages are framed as the store's protocol is (`wire/frames.py`), in JSON, and bounded in bytes and
-time on both sides. There is no secret: any client may talk, and gets the host's name, its versions,
-and connections to the address that it comes from. The client asks, and the server answers:
+A message is a line of JSON; messages are bounded in bytes and time on both sides. There is no
+secret: any client may talk, and gets the host's name, its versions, and connections to the address
+that it comes from. The client asks, and the server answers:
 
     PeerHello, PeerHello · PeerPing, Pong (8 times) · Knocking, Knocked (the client comes to the
     server's other port) · CallMe, PeerCalled (the server comes to the client's port) · Bulk, Bulk
-    (there and back) · PeerBye
+    (there and back)
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import platform
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -27,12 +26,10 @@ from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.doctor import peer_findings
 from rallypoint.diagnosis.doctor.finding import Finding
-from rallypoint.diagnosis.doctor.peer_findings import PeerContact, Side
+from rallypoint.diagnosis.doctor.peer_findings import BULK_BYTES, PeerContact, Side
 from rallypoint.errors import EnvironmentProblem, RallypointError
-from rallypoint.host import devices, resolver
-from rallypoint.host.interfaces import interfaces
+from rallypoint.host import devices, probe, resolver
 from rallypoint.host.ports import HeldPort, hold_port
-from rallypoint.wire.frames import Cutter, FrameError, header
 
 NAME_TIMEOUT = 3.0
 """Seconds for the resolver: a healthy one answers in milliseconds; a repeat after 5 s is a
@@ -60,17 +57,10 @@ each for another one."""
 PINGS = 8
 """Number of pings. The quickest counts: of eight on a busy network one meets no queue."""
 
-BULK_BYTES = 256 * 1024
-"""Bytes sent each way: more than the first windows of both sides, so that some hundred full packets
-must come through."""
-
 MESSAGE_BYTES = 4096
 """Longest message: a host's name and three versions have some hundred bytes."""
 
 CLOSED = "it closed the connection"
-
-ECHO = b"rallypoint"
-"""Answer to a connection that said the right token."""
 
 ADDRESSES = 4
 """Addresses of a name that are tried: a machine has one or two of each kind, and each may take
@@ -79,19 +69,15 @@ CONNECT_TIMEOUT."""
 STRANGERS = 20
 """Lines about clients that are no doctor; more would fill the screen."""
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages; other versions are refused."""
-
-_READ_BYTES = 1 << 16
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag="Hello"):
     """First message of both sides. The server's says how it sees the client."""
 
     side: Side
-    port: Annotated[
-        int, msgspec.Meta(ge=1, le=65535)
-    ]  # that this side holds for the other to come to
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]  # held for the other to come to
     token: str  # which the other says there
     seen: str = ""  # the client's address
     protocol: int = PROTOCOL
@@ -135,11 +121,7 @@ class Bulk(msgspec.Struct, frozen=True, tag=True):
     """Message with BULK_BYTES bytes behind it."""
 
 
-class PeerBye(msgspec.Struct, frozen=True, tag="Bye"):
-    """End of the conversation."""
-
-
-Message = PeerHello | PeerPing | Pong | Knocking | Knocked | CallMe | PeerCalled | Bulk | PeerBye
+Message = PeerHello | PeerPing | Pong | Knocking | Knocked | CallMe | PeerCalled | Bulk
 _decoder = msgspec.json.Decoder(Message)
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
@@ -160,18 +142,16 @@ class PeerConversation:
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
-        self._cutter = Cutter(MESSAGE_BYTES, BULK_BYTES)
+        self._data = b""  # received, and not read yet
         self._clock = Clock()
 
-    def send(self, message: Message, body: bytes = b"") -> None:
-        text = msgspec.json.encode(message)
+    def send(self, message: Message) -> None:
+        body = bytes(BULK_BYTES) if isinstance(message, Bulk) else b""
         self.sock.settimeout(ANSWER_TIMEOUT)
         try:
-            self.sock.sendall(header(len(text), len(body)) + text + body)
+            self.sock.sendall(msgspec.json.encode(message) + b"\n" + body)
         except TimeoutError:
-            raise Broken(
-                f"{len(body) or len(text)} bytes could not be sent within {ANSWER_TIMEOUT:g} s"
-            ) from None
+            raise Broken(f"it took no more bytes within {ANSWER_TIMEOUT:g} s") from None
         except OSError as error:
             raise Broken(_words_of(error)) from None
 
@@ -185,37 +165,33 @@ class PeerConversation:
         return message
 
     def receive(self, timeout: float) -> Message:
-        """Receive the next message; a body behind it is read and dropped."""
+        """Receive the next message; the bytes behind a `Bulk` are read and dropped."""
         until = min(self._clock.elapsed() + timeout, CONVERSATION)
-        first = b""
+        while b"\n" not in self._data and len(self._data) <= MESSAGE_BYTES:
+            self._read(until)
+        line, _, rest = self._data.partition(b"\n")
         try:
-            while (frame := self._cutter.next()) is None:
-                data = self._read(until, first, _READ_BYTES)
-                first = first or data
-                self._cutter.feed(data)
-            missing = frame.missing
-            while missing:
-                missing -= len(self._read(until, b"", min(missing, _READ_BYTES)))
-            message: Message = _decoder.decode(frame.message)
-            return message
-        except (FrameError, msgspec.MsgspecError) as error:
-            raise Broken(
-                "it speaks another protocol",
-                error.first if isinstance(error, FrameError) else first,
-            ) from None
+            message: Message = _decoder.decode(line)
+        except msgspec.MsgspecError:
+            raise Broken("it speaks another protocol", self._data) from None
+        self._data = rest
+        if isinstance(message, Bulk):
+            while len(self._data) < BULK_BYTES:
+                self._read(until)
+            self._data = self._data[BULK_BYTES:]
+        return message
 
-    def _read(self, until: float, first: bytes, most: int) -> bytes:
-        """Read some bytes. `first`: what has come of a message that is not whole yet."""
+    def _read(self, until: float) -> None:
         try:
             self.sock.settimeout(max(1e-6, until - self._clock.elapsed()))
-            data = self.sock.recv(most)
+            data = self.sock.recv(1 << 16)
         except TimeoutError:
-            raise Broken("no answer came in time", first) from None
+            raise Broken("no answer came in time", self._data) from None
         except OSError as error:
-            raise Broken(_words_of(error), first) from None
+            raise Broken(_words_of(error), self._data) from None
         if not data:
-            raise Broken(CLOSED, first)
-        return data
+            raise Broken(CLOSED, self._data)
+        self._data += data
 
 
 def _words_of(error: OSError) -> str:
@@ -227,12 +203,8 @@ def _words_of(error: OSError) -> str:
 def this_side() -> Side:
     """Describe this machine."""
     build = devices.torch_build()
-    return Side(
-        socket.gethostname(),
-        __version__,
-        platform.python_version(),
-        build.version if build is not None else "",
-    )
+    torch = build.version if build is not None else ""
+    return Side(socket.gethostname(), __version__, platform.python_version(), torch)
 
 
 def _greeting(conversation: PeerConversation) -> PeerHello:
@@ -246,18 +218,14 @@ def _greeting(conversation: PeerConversation) -> PeerHello:
     return hello
 
 
-Steps = Callable[[PeerConversation, PeerContact, PeerHello, HeldPort, str], None]
-"""Messages of one side after both have said Hello; the last is the token that the other says at the
-held port."""
-
-
 def _converse(
-    conversation: PeerConversation, address: str, port_range: tuple[int, int] | None, steps: Steps
+    sock: socket.socket, address: str, port_range: tuple[int, int] | None, *, is_client: bool
 ) -> PeerContact:
-    """Say Hello, take the `steps`, and return what was seen. Raises Broken only before the other
-    side has said Hello."""
-    mine = _plain(conversation.sock.getsockname()[0])
-    hello = None if steps is _ask else _greeting(conversation)
+    """Say Hello, take the steps of one side, and return what was seen. Raises Broken only before
+    the other side has said Hello."""
+    conversation = PeerConversation(sock)
+    mine = _plain(sock.getsockname()[0])
+    hello = None if is_client else _greeting(conversation)
     with hold_port(0, mine, port_range) as held:
         token = secrets.token_hex(8)
         conversation.send(PeerHello(this_side(), held.port, token, address if hello else ""))
@@ -268,25 +236,17 @@ def _converse(
             address,
             mine,
             hello.seen,
+            packet=sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG),
             there_port=hello.port,
             back_port=held.port,
         )
-        met.packet = conversation.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-        met.bulk_bytes = BULK_BYTES
-        with contextlib.suppress(OSError):
-            names = (
-                one.name
-                for one in interfaces()
-                if any(address.ip == mine for address in one.addresses)
-            )
-            met.interface = next(names, met.interface)
         try:
-            steps(conversation, met, hello, held, token)
+            (_ask if is_client else _answer)(conversation, met, hello, held, token)
         except Broken as broken:
             met.broken = str(broken)
             if (
-                met.there == met.back == "" and met.name_here is not None and met.bulk is None
-            ):  # only the bulk was missing
+                met.there == met.back == "" and met.name_here is not None
+            ):  # only the bulk is missing
                 met.bulk = met.broken
         return met
 
@@ -301,9 +261,9 @@ def run_client(host: str, port: int, port_range: tuple[int, int] | None = None) 
 
     `port_range`: of the port to which the other comes, both ends included.
     """
-    asked = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    asked = peer_findings.joined(host, port)
     addresses: tuple[str, ...] = (host,)
-    if not _is_number(host):
+    if not probe.numeric(host, port):
         answer = resolver.ask({host}, timeout=NAME_TIMEOUT)[host]
         if not answer.found:
             return [peer_findings.unresolved(host, answer)]
@@ -317,9 +277,8 @@ def run_client(host: str, port: int, port_range: tuple[int, int] | None = None) 
             continue
         with sock:
             try:
-                return peer_findings.judge_peer(
-                    asked, _converse(PeerConversation(sock), address, port_range, _ask)
-                )
+                met = _converse(sock, address, port_range, is_client=True)
+                return peer_findings.judge_peer(asked, met)
             except Broken as broken:
                 return [peer_findings.no_doctor(asked, str(broken), broken.first)]
             except RallypointError as problem:  # no port of our own can be held
@@ -339,12 +298,11 @@ def _ask(
     met.back = _let_in(held, token)
     called = conversation.expect(PeerCalled, CONNECT_TIMEOUT + NAME_TIMEOUT + ANSWER_TIMEOUT)
     met.back = called.problem or met.back
-    met.name_here = resolver.ask({hello.side.host}, timeout=NAME_TIMEOUT)[hello.side.host].found
+    met.name_here = _addresses_of(hello.side.host)
     clock = Clock()
-    conversation.send(Bulk(), bytes(BULK_BYTES))
+    conversation.send(Bulk())
     conversation.expect(Bulk)
     met.bulk, met.bulk_seconds = "", clock.elapsed()
-    conversation.send(PeerBye())
 
 
 def _ping(conversation: PeerConversation) -> tuple[float, float]:
@@ -383,17 +341,15 @@ def run_server(
         socket.socket(fileno=os.dup(held.fileno())) as listener,
     ):
         host = addresses.look(0.0)
-        yield peer_findings.waiting(
-            host.name, [address.ip for _, address in host.reachable()], held.port, first_wait
-        )
+        own = [address.ip for _, address in host.reachable()]
+        yield peer_findings.waiting(host.name, own, held.port, first_wait)
         clock, until, strangers, came = Clock(), first_wait, 0, False
         while accepted := _accept(listener, until - clock.elapsed()):
             sock, address = accepted
             with sock:
                 try:
-                    yield from peer_findings.judge_peer(
-                        address, _converse(PeerConversation(sock), address, port_range, _answer)
-                    )
+                    met = _converse(sock, address, port_range, is_client=False)
+                    yield from peer_findings.judge_peer(address, met)
                 except Broken as broken:
                     strangers += 1
                     if strangers <= STRANGERS:
@@ -419,25 +375,19 @@ def _hold_everywhere(port: int, port_range: tuple[int, int] | None) -> HeldPort:
 def _answer(
     conversation: PeerConversation, met: PeerContact, hello: PeerHello, held: HeldPort, token: str
 ) -> None:
-    left: dict[type[Message], int] = {PeerPing: PINGS, Knocking: 1, CallMe: 1, Bulk: 1}
-    while not isinstance(message := conversation.receive(CLIENT_PAUSE), PeerBye):
-        left[type(message)] = left.get(type(message), 0) - 1
-        if left[type(message)] < 0:
-            raise Broken(f"{message.__struct_config__.tag} came out of turn")
-        if isinstance(message, PeerPing):
-            conversation.send(Pong(Clock().started))
-        elif isinstance(message, Knocking):
-            met.round_trip, met.ahead = message.round_trip, -message.ahead
-            met.back = _let_in(held, token)
-            conversation.send(Knocked(met.back))
-        elif isinstance(message, CallMe):
-            met.there = come_to(met.address, hello.port, hello.token)
-            met.name_here = resolver.ask({hello.side.host}, timeout=NAME_TIMEOUT)[
-                hello.side.host
-            ].found
-            conversation.send(PeerCalled(met.there))
-        else:
-            conversation.send(Bulk(), bytes(BULK_BYTES))
+    for _ in range(PINGS):
+        conversation.expect(PeerPing, CLIENT_PAUSE)
+        conversation.send(Pong(Clock().started))
+    knocking = conversation.expect(Knocking, CLIENT_PAUSE)
+    met.round_trip, met.ahead = knocking.round_trip, -knocking.ahead
+    met.back = _let_in(held, token)
+    conversation.send(Knocked(met.back))
+    conversation.expect(CallMe, CLIENT_PAUSE)
+    met.there = come_to(met.address, hello.port, hello.token)
+    met.name_here = _addresses_of(hello.side.host)
+    conversation.send(PeerCalled(met.there))
+    conversation.expect(Bulk, CLIENT_PAUSE)
+    conversation.send(Bulk())
     met.bulk = ""
 
 
@@ -447,29 +397,17 @@ def _answer(
 
 def come_to(address: str, port: int, token: str) -> str:
     """Connect to the port that the other holds, and say its token. Return why that failed, "" when
-    it did not."""
+    it did not. The other tells whether the token came."""
     try:
         with socket.create_connection((address, port), CONNECT_TIMEOUT) as sock:
-            sock.settimeout(ANSWER_TIMEOUT)
             sock.sendall(token.encode())
-            return "" if _read_all(sock, len(ECHO)) == ECHO else "somebody else answers there"
+        return ""
     except TimeoutError:
         return f"no answer within {CONNECT_TIMEOUT:g} s: packets to it are dropped"
+    except ConnectionRefusedError:
+        return "nothing listens there"
     except OSError as error:
-        return (
-            "nothing listens there"
-            if error.errno == errno.ECONNREFUSED
-            else os.strerror(error.errno or 0)
-        )
-
-
-def _read_all(sock: socket.socket, number: int) -> bytes:
-    """Read so many bytes, fewer when the connection is closed before. (MSG_WAITALL does not hold
-    for a socket with a timeout.)"""
-    data = b""
-    while len(data) < number and (more := sock.recv(number - len(data))):
-        data += more
-    return data
+        return os.strerror(error.errno or 0)
 
 
 def _let_in(held: HeldPort, token: str) -> str:
@@ -480,9 +418,9 @@ def _let_in(held: HeldPort, token: str) -> str:
         while accepted := _accept(listener, CONNECT_TIMEOUT - clock.elapsed()):
             with accepted[0] as sock, contextlib.suppress(OSError):  # a stranger
                 sock.settimeout(max(1e-6, CONNECT_TIMEOUT - clock.elapsed()))
-                if _read_all(sock, len(token)) == token.encode():
-                    sock.sendall(ECHO)
-                    return ""
+                with sock.makefile("rb") as file:
+                    if file.read(len(token)) == token.encode():
+                        return ""
     return f"it did not come within {CONNECT_TIMEOUT:g} s"
 
 
@@ -501,15 +439,11 @@ def _accept(listener: socket.socket, timeout: float) -> tuple[socket.socket, str
     return None
 
 
+def _addresses_of(name: str) -> tuple[str, ...]:
+    return resolver.ask({name}, timeout=NAME_TIMEOUT)[name].found
+
+
 def _plain(address: str) -> str:
     """Return an IPv4 address as such, also where a socket for both kinds shows it as
     `::ffff:10.0.0.5`."""
     return address.removeprefix("::ffff:") if "." in address else address
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -7,10 +7,12 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
-from rallypoint.diagnosis.doctor.finding import Finding, duration, fault, note, ok, size
+from rallypoint.diagnosis.doctor import finding
+from rallypoint.diagnosis.doctor.finding import Finding, duration, ok, size
 from rallypoint.diagnosis.report import Help
 from rallypoint.errors import RallypointError
 from rallypoint.host.resolver import Answer
@@ -18,18 +20,14 @@ from rallypoint.host.resolver import Answer
 PEER = "peer"
 """Check name of all these findings."""
 
+fault, note = partial(finding.fault, check=PEER), partial(finding.note, check=PEER)
+
+BULK_BYTES = 256 * 1024
+"""Bytes sent each way: more than the first windows of both sides, so that some hundred full packets
+must come through."""
+
 CLOCKS_APART = 1.0
 """Seconds: with more, the logs of two nodes cannot be read side by side."""
-
-_UNREACHABLE = {
-    errno.EHOSTUNREACH,
-    errno.ENETUNREACH,
-    errno.ETIMEDOUT,
-    errno.EADDRNOTAVAIL,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENETDOWN,
-}
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -51,18 +49,14 @@ class PeerContact:
     address: str  # the other's, as it was connected to, or came from
     mine: str  # ours, as this machine has it
     seen: str = ""  # ours, as the other sees it
-    interface: str = "eth0"  # of ours, over which they talk
     packet: int = 0  # bytes of data in the largest packet; 0: not known
     round_trip: float | None = None  # seconds
-    ahead: float = (
-        0.0  # seconds by which the other's clock is ahead, give or take half the round trip
-    )
+    ahead: float = 0.0  # seconds of the other's clock before ours, within half the round trip
     there_port: int = 0
     there: str | None = None  # why no connection to another port of the other came about
     back_port: int = 0
     back: str | None = None  # why none from the other to a port of ours did
-    bulk_bytes: int = 0
-    bulk: str | None = None  # why many bytes did not get there and back
+    bulk: str | None = None  # why BULK_BYTES did not get there and back
     bulk_seconds: float = 0.0
     name_here: tuple[str, ...] | None = None  # what the other's name resolves to on this machine
     broken: str = ""  # why the conversation ended early
@@ -74,10 +68,10 @@ def judge_peer(asked: str, met: PeerContact) -> list[Finding]:
     us, other, ours = met.us.host, met.other.host, met.seen or met.mine
     closed = []
     if met.there:
-        fact = f"{asked}: {us} does not reach {other} at {_joined(met.address, met.there_port)}: {met.there}"
+        fact = f"{asked}: {us} does not reach {other} at {joined(met.address, met.there_port)}: {met.there}"
         closed.append(_closed(fact, other, ours, met))
     if met.back:
-        fact = f"{asked}: {other} does not reach {us} at {_joined(ours, met.back_port)}: {met.back}"
+        fact = f"{asked}: {other} does not reach {us} at {joined(ours, met.back_port)}: {met.back}"
         closed.append(_closed(fact, us, met.address, met))
     if closed:
         return closed
@@ -86,29 +80,23 @@ def judge_peer(asked: str, met: PeerContact) -> list[Finding]:
         return [
             fault(
                 "large-packets-lost",
-                f"{asked}: single words come through, and {size(met.bulk_bytes)} at a time do not: {met.bulk}",
+                f"{asked}: single words come through, and {size(BULK_BYTES)} at a time do not: {met.bulk}",
                 (
                     "find the largest packet that gets there: lower the number until it does",
                     f"ping -M do -s {max(met.packet, 1400)} {met.address}",
                 ),
-                (
-                    "and set the interface to it, as root",
-                    f"ip link set dev {met.interface} mtu 1400",
-                ),
+                ("and set the interface to it, as root", "ip link set dev INTERFACE mtu 1400"),
                 why=(told,) if met.packet else (),
-                check=PEER,
             )
         ]
     if met.broken or None in (met.back, met.there, met.bulk):
-        early = (
-            f"{asked}: {other} ended the conversation early: {met.broken or 'it is not complete'}"
-        )
-        return [fault("peer-foreign", early, check=PEER)]
+        early = met.broken or "it is not complete"
+        return [fault("peer-foreign", f"{asked}: {other} ended the conversation early: {early}")]
     trip = "" if met.round_trip is None else f"round trip {duration(met.round_trip)}, "
     speed = f" in {duration(met.bulk_seconds)}" if met.bulk_seconds else ""
     packets = f" in packets of up to {met.packet} bytes" if met.packet else ""
     who = "" if other in asked else f" ({other})"
-    well = f"{trip}{size(met.bulk_bytes)} there and back{speed}{packets}, clocks {duration(abs(met.ahead))} apart"
+    well = f"{trip}{size(BULK_BYTES)} there and back{speed}{packets}, clocks {duration(abs(met.ahead))} apart"
     return [ok(f"{asked}{who}: ok both ways; {well}", PEER), *_notes(met)]
 
 
@@ -135,7 +123,6 @@ def _closed(fact: str, where: str, source: str, met: PeerContact) -> Finding:
             f"sudo firewall-cmd --zone=trusted --add-source={source}",
         ),
         why=tuple(why),
-        check=PEER,
     )
 
 
@@ -144,49 +131,28 @@ def _notes(met: PeerContact) -> list[Finding]:
     if abs(met.ahead) > CLOCKS_APART:
         apart = f"{abs(met.ahead):.1f} s {'ahead of' if met.ahead > 0 else 'behind'} that of this machine"
         help = ("let a time service set both, as root", "timedatectl set-ntp true")
-        found.append(note("clock-wrong", f"the clock of {other.host} is {apart}", help, check=PEER))
-    pairs = (
-        ("rallypoint", us.rallypoint, other.rallypoint),
-        ("Python", us.python, other.python),
-        ("torch", us.torch, other.torch),
-    )
-    if differ := [
-        f"{name} {here or 'none'} here and {there or 'none'} there"
-        for name, here, there in pairs
-        if here != there
-    ]:
-        install = (
-            f"python -m pip install torch=={us.torch}"
-            if us.torch and us.torch != other.torch
-            else ""
-        )
-        help = ("install the same on both", install)
-        found.append(
-            note(
-                "versions-differ",
-                f"{other.host} has other versions: {', '.join(differ)}",
-                help,
-                check=PEER,
-            )
-        )
-    if met.name_here is not None and met.address not in (*met.name_here, met.mine):
-        stands = (
-            f"stands for {', '.join(met.name_here)} here, and it was met at {met.address}"
-            if met.name_here
-            else "has no address here"
-        )
+        found.append(note("clock-wrong", f"the clock of {other.host} is {apart}", help))
+    differ = [
+        f"{name} {getattr(us, key) or 'none'} here and {getattr(other, key) or 'none'} there"
+        for name, key in (("rallypoint", "rallypoint"), ("Python", "python"), ("torch", "torch"))
+        if getattr(us, key) != getattr(other, key)
+    ]
+    if differ:
+        lacks_torch = us.torch and us.torch != other.torch
+        install = f"python -m pip install torch=={us.torch}" if lacks_torch else ""
+        fact = f"{other.host} has other versions: {', '.join(differ)}"
+        found.append(note("versions-differ", fact, ("install the same on both", install)))
+    names = met.name_here
+    if names is not None and met.address not in (*names, met.mine):
+        stands = "has no address here"
+        if names:
+            stands = f"stands for {', '.join(names)} here, and it was met at {met.address}"
         help = (
             "give its address instead of its name, or say it in /etc/hosts",
             f"{met.address}  {other.host}",
         )
-        found.append(
-            note(
-                "address-unresolved",
-                f"the name {other.host}, by which that machine knows itself, {stands}",
-                help,
-                check=PEER,
-            )
-        )
+        fact = f"the name {other.host}, by which that machine knows itself, {stands}"
+        found.append(note("address-unresolved", fact, help))
     return found
 
 
@@ -203,7 +169,6 @@ def unresolved(host: str, answer: Answer) -> Finding:
         f"the name {host} has no address here: {said}",
         ("ask this machine's resolver", f"getent hosts {host}"),
         ("or give the address instead of the name", ""),
-        check=PEER,
     )
 
 
@@ -215,11 +180,8 @@ def unconnected(asked: str, port: int, failures: Sequence[tuple[str, OSError]]) 
         for address, error in failures
     }
     why = [f"{address}: {words}" for address, words in said.items()]
-    why += [
-        f"{here} is this machine itself, and no other"
-        for here in said
-        if here == "::1" or here.startswith("127.")
-    ][:1]
+    if own := next((one for one in said if one == "::1" or one.startswith("127.")), ""):
+        why.append(f"{own} is this machine itself, and no other")
     if any(error.errno == errno.ECONNREFUSED for _, error in failures):
         return fault(
             "port-refused",
@@ -229,21 +191,15 @@ def unconnected(asked: str, port: int, failures: Sequence[tuple[str, OSError]]) 
                 f"rallypoint doctor --listen {port}",
             ),
             why=tuple(why),
-            check=PEER,
         )
     address, last = failures[-1]
-    words = (
-        said[address]
-        if last.errno in _UNREACHABLE
-        else "no answer at all: packets to it are dropped, or it is off"
-    )
+    is_dropped = last.errno in (None, errno.ETIMEDOUT)
     return fault(
         "address-unreachable",
-        f"{asked}: {words}",
+        f"{asked}: {said[address]}{': packets to it are dropped, or it is off' * is_dropped}",
         ("see which way packets to it go", f"ip route get {address}"),
         (f"and on that machine, whether its firewall lets port {port} in", "sudo nft list ruleset"),
         why=tuple(why),
-        check=PEER,
     )
 
 
@@ -255,12 +211,11 @@ def no_doctor(asked: str, said: str, first: bytes = b"") -> Finding:
         ("see on that machine who has the port", f"ss -ltnp 'sport = :{asked.rpartition(':')[2]}'"),
         ("or let doctor listen on another one there", "rallypoint doctor --listen 0"),
         why=_quoted(first),
-        check=PEER,
     )
 
 
 def refused(problem: RallypointError) -> Finding:
-    return fault(problem.code, problem.headline, *problem.help, why=problem.why, check=PEER)
+    return fault(problem.code, problem.headline, *problem.help, why=problem.why)
 
 
 # --- server
@@ -269,16 +224,15 @@ def refused(problem: RallypointError) -> Finding:
 
 def waiting(host: str, addresses: Sequence[str], port: int, seconds: float) -> Finding:
     """Say what to type on the other machine: the first line."""
-    commands = [
-        f"rallypoint doctor --peer {shlex.quote(_joined(address, port))}"
-        for address in addresses or (host,)
-    ]
     help = tuple(
-        Help("or" if i else "on the other machine", command) for i, command in enumerate(commands)
+        Help(
+            "or" if i else "on the other machine",
+            f"rallypoint doctor --peer {shlex.quote(joined(address, port))}",
+        )
+        for i, address in enumerate(addresses or (host,))
     )
-    return Finding(
-        "ok", f"{host} listens on port {port} for {seconds:.0f} s", help=help, check=PEER
-    )
+    fact = f"{host} listens on port {port} for {seconds:.0f} s"
+    return Finding("ok", fact, help=help, check=PEER)
 
 
 def stranger(address: str, said: str, first: bytes) -> Finding:
@@ -286,7 +240,6 @@ def stranger(address: str, said: str, first: bytes) -> Finding:
         "peer-foreign",
         f"{address} connected, and is no rallypoint doctor: {said}",
         why=_quoted(first),
-        check=PEER,
     )
 
 
@@ -296,7 +249,6 @@ def nobody(port: int, seconds: float) -> Finding:
         f"nobody came to port {port} within {seconds:.0f} s",
         ("see whether a firewall of this machine lets it in", "sudo nft list ruleset"),
         why=("packets are dropped on the way, or no rallypoint doctor --peer was started",),
-        check=PEER,
     )
 
 
@@ -304,5 +256,5 @@ def _quoted(first: bytes) -> tuple[str, ...]:
     return (f"it said first: {first[:60].decode('ascii', 'backslashreplace')!r}",) if first else ()
 
 
-def _joined(address: str, port: int) -> str:
+def joined(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -8,7 +8,8 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, size
@@ -69,13 +70,10 @@ def look_at_shm(place: str = SHM) -> Shm:
     for name in os.listdir(place):
         named = re.fullmatch(r"torch_(\d+)_.+", name)  # torch_<pid>_<random>
         if named and not os.path.exists(f"/proc/{named[1]}"):
-            try:
+            with suppress(OSError):  # removed meanwhile
                 left.append(os.lstat(os.path.join(place, name)).st_blocks * 512)
-            except OSError:  # removed meanwhile
-                continue
-    return Shm(
-        "", found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, len(left), sum(left)
-    )
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return Shm("", total, free, len(left), sum(left))
 
 
 def judge_shm(shm: Shm) -> Finding:
@@ -87,6 +85,8 @@ def judge_shm(shm: Shm) -> Finding:
             ("in a container, give it one", "docker run --shm-size=8g"),
         )
     shown = f"{SHM} has {size(shm.total)}, {size(shm.free)} of it free"
+    if shm.free >= SHM_SMALL:
+        return ok(shown)
     why: list[str] = []
     help = [
         ("give the container more", "docker run --shm-size=8g"),
@@ -96,27 +96,20 @@ def judge_shm(shm: Shm) -> Finding:
         why.append(
             f"{shm.left} segments of torch's, {size(shm.left_bytes)}, are named after processes that are not here"
         )
-        help.insert(
-            0,
-            (
-                "look at what processes that are gone have left, and remove it",
-                f"ls -l {SHM}/torch_*",
-            ),
-        )
+        remove = "look at what processes that are gone have left, and remove it"
+        help.insert(0, (remove, f"ls -l {SHM}/torch_*"))
     if shm.free < SHM_TOO_LITTLE:
         return fault("shm-small", shown, *help, why=tuple(why))
-    if shm.free < SHM_SMALL:
-        why.append(
-            "DataLoader workers die of SIGBUS, or raise No space left on device, when it is full"
-        )
-        return note("shm-small", shown, *help, why=tuple(why))
-    return ok(shown)
+    why.append(
+        "DataLoader workers die of SIGBUS, or raise No space left on device, when it is full"
+    )
+    return note("shm-small", shown, *help, why=tuple(why))
 
 
 class Folder(NamedTuple):
     """State of one folder."""
 
-    use: str  # "run folders", "temporary files", or the variable that names it
+    use: str  # "run folders" or "temporary files"
     path: str
     problem: str = ""  # why nothing can be written there, in the system's words
     free: int = 0  # bytes
@@ -125,49 +118,22 @@ class Folder(NamedTuple):
 
 def folders() -> list[Finding]:
     """Check the folders that a job writes to, and that a Unix socket can be made."""
-    used, passed_over = look_at_folders(os.environ)
+    used = look_at_folders(os.environ)
     try:
         sock, path = unix_sockets.private_socket(SOCKET)
     except EnvironmentProblem as problem:
-        return judge_folders(used, passed_over, "", problem.why)
+        return judge_folders(used, "", problem.why)
     sock.close()
     unix_sockets.remove(path)
-    return judge_folders(used, passed_over, os.path.dirname(os.path.dirname(path)))
+    return judge_folders(used, os.path.dirname(os.path.dirname(path)))
 
 
-def look_at_folders(environ: Mapping[str, str]) -> tuple[list[Folder], list[Folder]]:
-    """Return the folders that are used, and those that a variable names and that cannot be used."""
+def look_at_folders(environ: Mapping[str, str]) -> list[Folder]:
     try:
         temporary = look_at_folder("temporary files", tempfile.gettempdir())
     except FileNotFoundError as error:  # not even the working directory can be written
         temporary = Folder("temporary files", "/tmp", error.strerror or str(error))
-    named = [
-        _look_at_named(name, path)
-        for name in ("XDG_RUNTIME_DIR", "TMPDIR")
-        if (path := environ.get(name))
-    ]
-    return [look_at_folder("run folders", default_root(environ)), temporary], [
-        one for one in named if one.problem
-    ]
-
-
-def _look_at_named(variable: str, path: str) -> Folder:
-    """Look at a folder that a variable names: when it cannot be used, sockets are made elsewhere
-    without a word."""
-    if not os.path.isdir(path):
-        return Folder(
-            variable, path, os.strerror(errno.ENOTDIR if os.path.lexists(path) else errno.ENOENT)
-        )
-    found = look_at_folder(variable, path)
-    length = len(os.fsencode(os.path.join(os.path.abspath(path), f"rallypoint-{'0' * 12}", SOCKET)))
-    most = unix_sockets.LONGEST_PATH
-    if not found.problem and length > most:
-        return Folder(
-            variable,
-            path,
-            f"a Unix socket's path in it would have {length} bytes, and at most {most} are possible",
-        )
-    return found
+    return [look_at_folder("run folders", default_root(environ)), temporary]
 
 
 def look_at_folder(use: str, path: str) -> Folder:
@@ -184,36 +150,16 @@ def look_at_folder(use: str, path: str) -> Folder:
         found = os.statvfs(there)
     except OSError as error:
         return Folder(use, path, os.strerror(error.errno or 0))
-    return Folder(
-        use, path, "", found.f_bavail * found.f_frsize, found.f_favail if found.f_files else -1
-    )
+    inodes = found.f_favail if found.f_files else -1
+    return Folder(use, path, "", found.f_bavail * found.f_frsize, inodes)
 
 
 def judge_folders(
-    used: list[Folder],
-    passed_over: Sequence[Folder] = (),
-    sockets: str = "",
-    no_sockets: tuple[str, ...] = (),
+    used: list[Folder], sockets: str = "", no_sockets: tuple[str, ...] = ()
 ) -> list[Finding]:
     """`sockets`: the folder in which a socket was made; `no_sockets`: why none could be, a line for
     each place."""
     found = [finding for folder in used for finding in _judge_folder(folder)]
-    for folder in passed_over:
-        if "a Unix socket" in folder.problem:
-            help = ("name one with a shorter path", f"export {folder.use}=DIR")
-        elif folder.problem in _FULL:
-            help = ("make room there, or name another", _usage_of(folder))
-        elif os.path.isdir(folder.path):
-            help = ("name one that this user may write to", f"export {folder.use}=DIR")
-        else:
-            help = ("make it, or name another", f"mkdir -p {shlex.quote(folder.path)}")
-        found.append(
-            note(
-                "folder-unusable",
-                f"{folder.use}={folder.path} cannot be used and is passed over: {folder.problem}",
-                help,
-            )
-        )
     if no_sockets:
         found.append(
             fault(
@@ -230,37 +176,21 @@ def judge_folders(
 
 
 def _judge_folder(folder: Folder) -> list[Finding]:
+    path = shlex.quote(folder.path)
+    full = ("see what fills it", f"df -h {path}; df -i {path}")
     is_run = folder.use == "run folders"
-    option = "--run-dir DIR" if is_run else "export TMPDIR=DIR"
-    full = ("see what fills it", _usage_of(folder))
-    unwritable = f"{folder.use} cannot be written, {folder.path}: {folder.problem}"
-    if folder.problem and is_run:  # a job goes on without a record
-        mend = "make room there" if folder.problem in _FULL else "let this user write there"
-        help = (
-            (f"{mend}, or keep them elsewhere", "export XDG_STATE_HOME=DIR"),
-            ("or name a folder for one run", option),
-        )
-        return [note("run-folder-unwritable", unwritable, *help)]
-    if folder.problem in _FULL:
-        return [fault("folder-unusable", unwritable, full, ("or name another folder", option))]
+    other = ("or name another folder", "--run-dir DIR" if is_run else "export TMPDIR=DIR")
+    is_full = folder.problem in _FULL
     if folder.problem:
-        return [fault("folder-unusable", unwritable, ("name another folder", option))]
-    if folder.free < ROOM or 0 <= folder.inodes < FEW_INODES:
-        left = (
-            f"{size(folder.free)} are free"
-            if folder.free < ROOM
-            else f"{folder.inodes} more files can be made"
-        )
-        return [
-            note(
-                "folder-unusable",
-                f"{folder.use} in {folder.path}: {left}",
-                full,
-                ("or name another folder", option),
-            )
-        ]
-    return []
-
-
-def _usage_of(folder: Folder) -> str:
-    return f"df -h {shlex.quote(folder.path)}; df -i {shlex.quote(folder.path)}"
+        fact = f"{folder.use} cannot be written, {folder.path}: {folder.problem}"
+        if is_run:  # a job goes on without a record
+            mend = "make room there" if is_full else "let this user write there"
+            keep = (f"{mend}, or keep them elsewhere", "export XDG_STATE_HOME=DIR")
+            return [note("run-folder-unwritable", fact, keep, other)]
+        return [fault("folder-unusable", fact, *([full] if is_full else []), other)]
+    left = f"{size(folder.free)} are free" if folder.free < ROOM else ""
+    if 0 <= folder.inodes < FEW_INODES:
+        left = left or f"{folder.inodes} more files can be made"
+    if not left:
+        return []
+    return [note("folder-unusable", f"{folder.use} in {folder.path}: {left}", full, other)]

@@ -15,7 +15,6 @@ import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis.doctor.finding import Finding, duration, fault, note, ok, size
-from rallypoint.diagnosis.evidence import MemoryEvidence, difference, memory_counters
 from rallypoint.diagnosis.report import Help, Report
 
 RANKS = 2
@@ -116,15 +115,11 @@ def run_trial(trial: Trial, has_torch: bool, count_gpus: Callable[[], int]) -> l
     backends: Sequence[Backend] = ("gloo", "nccl") if count_gpus() >= RANKS else ("gloo",)
     found = []
     for backend in backends:
-        before = memory_counters()
-        outcome = trial(backend, RANKS, PATIENCE)
-        found.append(judge_trial(backend, outcome, difference(before, memory_counters())))
+        found.append(judge_trial(backend, trial(backend, RANKS, PATIENCE)))
         if found[-1].mark == "fault":
             break  # what failed without a GPU fails with one
     return found
 
-
-_NO_MEMORY_SEEN = MemoryEvidence()
 
 _LOUDER = (
     Help(
@@ -134,52 +129,24 @@ _LOUDER = (
 )
 
 
-def judge_trial(
-    backend: Backend, outcome: TrialOutcome, memory: MemoryEvidence = _NO_MEMORY_SEEN
-) -> Finding:
-    """`memory`: what the kernel says about the time of the job."""
+def judge_trial(backend: Backend, outcome: TrialOutcome) -> Finding:
     over = f"{RANKS} ranks over {backend}"
-    if memory.oom_kills and (outcome.reports or outcome.problem):
-        return _without_memory(over, outcome, memory)
     if outcome.reports:
-        first = outcome.reports[0]
+        first, *rest = outcome.reports
         if first.code == "launch-timeout":  # more time is not what it lacks
             first = msgspec.structs.replace(first, help=_LOUDER)
-        return msgspec.structs.replace(
-            fault(first.code, f"{over} failed: {first.headline}"),
-            reports=(first, *outcome.reports[1:]),
-        )
+        finding = fault(first.code, f"{over} failed: {first.headline}")
+        return msgspec.structs.replace(finding, reports=(first, *rest))
     if outcome.problem:
-        return fault(
-            outcome.code, f"{over} did not start: {outcome.problem}", *outcome.help, why=outcome.why
-        )
+        fact = f"{over} did not start: {outcome.problem}"
+        return fault(outcome.code, fact, *outcome.help, why=outcome.why)
     wrong = [one.rank for one in outcome.measured if not one.right]
     if wrong or not outcome.measured:
-        return fault(
-            "cause-unknown",
-            f"{over}: all_reduce gave a wrong sum in rank {', '.join(map(str, wrong))}",
-        )
-    small, large = (
-        max(getattr(one, field) for one in outcome.measured) for field in ("small", "large")
-    )
-    library = f" {outcome.measured[0].library}" if outcome.measured[0].library else ""
+        ranks = ", ".join(map(str, wrong))
+        return fault("cause-unknown", f"{over}: all_reduce gave a wrong sum in rank {ranks}")
+    small = max(one.small for one in outcome.measured)
+    large = max(one.large for one in outcome.measured)
+    library = f" {outcome.measured[0].library}".rstrip()
     rate = f"{LARGE / max(large, 1e-9) / 1e9:.1f} GB/s"
     times = f"all_reduce of one number takes {duration(small)}, of {size(LARGE)} {duration(large)} ({rate})"
     return ok(f"{over}{library}: {times}; the job took {outcome.seconds:.1f} s")
-
-
-def _without_memory(over: str, outcome: TrialOutcome, memory: MemoryEvidence) -> Finding:
-    """Report that it failed while the kernel killed for memory; the rank that noticed the loss has
-    another name for it."""
-    first = outcome.reports[0].headline if outcome.reports else outcome.problem
-    killed = "a process" if memory.oom_kills == 1 else f"{memory.oom_kills} processes"
-    limit = f", which may use {size(memory.limit)}" if memory.limit else ""
-    return fault(
-        "rank-out-of-memory",
-        f"{over} failed: memory ran out, and the kernel killed {killed} of this control group{limit}",
-        (
-            "give it more: a process that has imported torch holds a few hundred MiB",
-            "docker run --memory=64g ...",
-        ),
-        why=("its oom_kill count went up while the job ran", f"what was seen of it: {first}"),
-    )
