@@ -24,6 +24,7 @@ class Words:
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
+        self.pump = SimpleNamespace(interrupts=False)
         self.said: list[tuple[Any, ...]] = []
         self.lost: tuple[str, int] | None = None  # what a rank's error speaks of
         self.missing: tuple[int, ...] = ()
@@ -49,12 +50,6 @@ class Words:
 
     def has_given_up(self, rank: int, port: int) -> bool:
         return (rank, port) in self.given_up
-
-    def expect_interruptions(self) -> None:
-        """Only what the pump shows depends on it."""
-
-    def share_a_device(self, ranks: object) -> bool:
-        return False
 
     def of(self, name: str) -> list[tuple[Any, ...]]:
         return [said[1:] for said in self.said if said[0] == name]
@@ -128,6 +123,7 @@ class Scene:
             self.supervisor,
             self.actions.append,
             helpers=cast(Any, None),
+            parts=cast(Any, None),
             console=words,
             reporter=words,
             evidence=words,

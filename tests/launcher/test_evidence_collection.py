@@ -10,22 +10,20 @@ import pytest
 from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.launcher.agent import evidence_collection
 from rallypoint.launcher.agent.evidence_collection import (
+    ANSWER_LOOK,
     EVIDENCE_DEADLINE,
     ROLL_CALL_DEADLINE,
-    EvidenceCollection,
-    RollCall,
-    UnresponsiveRanks,
+    call_roll,
+    collect_evidence,
+    look_for_stuck,
 )
 from rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor
-from rallypoint.launcher.agent.stack_question import ANSWER_LOOK
 from rallypoint.launcher.agent.supervisor import (
     SETTLE_APART,
     VAIN_LOOKS,
     AskEvidence,
-    CallRoll,
     EvidenceIn,
     Judged,
-    LookWhetherStuck,
     MakeReport,
     RankRaised,
     SignalGroup,
@@ -47,11 +45,10 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     scene.close()
 
 
-def fail(scene: Scene, *, consequence: bool = False) -> EvidenceCollection:
-    part = EvidenceCollection(scene.job, RendezvousMonitor(scene.job))
+def fail(scene: Scene, *, consequence: bool = False) -> None:
+    scene.job.rendezvous = RendezvousMonitor(scene.job)
     scene.job.feed(RankRaised(0, consequence, "rank 0 raised ValueError"))
-    part.begin(scene.of(AskEvidence)[0])
-    return part
+    collect_evidence(scene.job, scene.of(AskEvidence)[0].because)
 
 
 def is_in(scene: Scene) -> bool:
@@ -97,10 +94,9 @@ def test_the_report_waits_for_a_look_at_what_an_error_speaks_of(
     assert is_in(scene)
 
 
-def call(scene: Scene) -> RollCall:
-    part = RollCall(scene.job, RendezvousMonitor(scene.job))
-    part.begin(CallRoll("rank 0 waits in init_process_group for 30 s"))
-    return part
+def call(scene: Scene) -> None:
+    scene.job.rendezvous = RendezvousMonitor(scene.job)
+    call_roll(scene.job, "rank 0 waits in init_process_group for 30 s")
 
 
 def said(scene: Scene) -> list[tuple[list[int], Any]]:
@@ -157,7 +153,7 @@ def test_where_all_wait_the_meeting_point_is_looked_at(
 # --- those who do not end
 
 
-def failed(scene: Scene) -> UnresponsiveRanks:
+def failed(scene: Scene) -> None:
     """A rank has failed, the others were asked to end, and it is time to look."""
     scene.job.feed(RankRaised(2, False, "rank 2 raised ValueError"))
     scene.job.feed(EvidenceIn())
@@ -165,7 +161,6 @@ def failed(scene: Scene) -> UnresponsiveRanks:
     scene.job.feed(Timer("settle"))
     scene.job.feed(Judged(1))
     scene.actions.clear()
-    return UnresponsiveRanks(scene.job)
 
 
 def test_who_cannot_hear_a_signal_is_sent_a_stronger_one_and_who_runs_its_handler_is_not(
@@ -174,7 +169,8 @@ def test_who_cannot_hear_a_signal_is_sent_a_stronger_one_and_who_runs_its_handle
     handling, waiting, running = scene.ranks
     handling.sleeps = waiting.sleeps = waiting.deaf = running.deaf = True
     handling.answers = False
-    failed(scene).begin(LookWhetherStuck((0, 1, 2)))
+    failed(scene)
+    look_for_stuck(scene.job, (0, 1, 2), together=False)
     assert [rank.asked for rank in scene.ranks] == [True, True, False], "one that runs will hear it"
     scene.turn()
     assert scene.actions == [], "an answer is missing"
@@ -191,15 +187,14 @@ def test_nobody_is_asked_where_it_waits_while_one_goes_on_for_whom_it_may_wait(
     scene.job.feed(EvidenceIn())
     scene.job.feed(Judged(130))
     scene.actions.clear()
-    part = UnresponsiveRanks(scene.job)
     for _ in range(5):
-        part.begin(LookWhetherStuck((0, 1, 2), together=True))
+        look_for_stuck(scene.job, (0, 1, 2), together=True)
         scene.turn()
     assert not any(rank.asked for rank in scene.ranks)
     assert scene.of(SignalGroup) == []
     scene.ranks[2].sleeps = scene.ranks[2].deaf = True
     for _ in range(VAIN_LOOKS):
-        part.begin(LookWhetherStuck((0, 1, 2), together=True))
+        look_for_stuck(scene.job, (0, 1, 2), together=True)
         scene.turn()
     assert {(action.rank, action.signal) for action in scene.of(SignalGroup)} == {
         (rank, "SIGTERM") for rank in range(3)

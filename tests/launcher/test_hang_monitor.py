@@ -55,7 +55,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 @pytest.fixture
 def inquiry(scene: Scene) -> Iterator[tuple[HangMonitor, str]]:
     inherited: list[str] = []
-    part = HangMonitor(scene.job, hooks=True, stop=lambda: None)
+    part = HangMonitor(scene.job, stop=lambda: None)
     part.open_door(cast(Guard, SimpleNamespace(inherit=inherited.append)))
     [path] = inherited  # should we be killed, the guard removes it
     assert scene.words.of("announce") == [(path,)]
@@ -166,7 +166,7 @@ def _of_a_job_that_some_have_left(
         "activities",
         lambda ranks: {1: Activity("S", 100 + moves * int(scene.clock.elapsed()), 7, 7)},
     )
-    part = HangMonitor(scene.job, hooks=True, stop=lambda: None)
+    part = HangMonitor(scene.job, stop=lambda: None)
     part.begin()
     for _ in range(24):
         scene.pass_by(5.0)

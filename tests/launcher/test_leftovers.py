@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -54,7 +54,8 @@ def parts(scene: Scene) -> tuple[Leftovers, list[Any]]:
         handle.reaped = True
         reaped.append(handle.rank)
 
-    return Leftovers(scene.job, reap), reaped
+    scene.job.endings = cast(Any, SimpleNamespace(reap=reap))
+    return Leftovers(scene.job), reaped
 
 
 def test_what_stays_is_named_once_and_what_goes_by_itself_never(

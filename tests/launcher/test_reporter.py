@@ -18,7 +18,7 @@ from rallypoint.launcher.agent.console import Console
 from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.reporter import Reporter
-from rallypoint.launcher.protocol import ImportFailed, Ready
+from rallypoint.launcher.protocol import ImportFailed
 from rallypoint.record.disk_writer import DiskWriter
 
 from .test_plan import plan
@@ -57,7 +57,7 @@ def test_a_report_is_as_wide_as_the_terminal(columns: str, monkeypatch: pytest.M
     told = object.__new__(Console)
     monkeypatch.setattr(told, "pump", pump, raising=False)
     monkeypatch.setattr(told, "_errors_fd", 2, raising=False)
-    told.say_unclean(Ready(0, unclean="2 threads", module="ops"), "ops.py:3")
+    told.say_unclean("ops", "2 threads")
     headline, *rest = said[0].splitlines()
     assert headline.startswith("warning[cuda-in-template]: ")
     assert int(columns) - 15 < max(map(len, rest)) <= int(columns)
@@ -115,7 +115,7 @@ def test_a_disk_that_answers_slowly_has_one_deadline_for_all_error_files(
     comes_back.set()
     assert writer.finish(30.0)
     assert told._error_files(ranks) == ["", "", ""]  # nobody asks that disk again
-    assert asked == ["first", "second"]
+    assert asked == ["first", "", "second"]
     told._disk_is_silent = False
     monkeypatch.setattr(evidence_gatherer, "ERROR_FILES_TIMEOUT", 30.0)
     assert told._error_files(ranks) == ["first", "", "second"]

@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -21,8 +20,7 @@ from typing import Any
 import pytest
 
 from rallypoint.host.signals import ATTENTION_SIGNAL
-from rallypoint.launcher.agent import unsafe_import
-from rallypoint.launcher.program import Program
+from rallypoint.launcher.agent.template_messages import IMPORT_PATIENCE
 
 from .conftest import Run, Write
 from .job import DEADLINE, MARKER, RALLYPOINT, environment, left_behind
@@ -322,84 +320,32 @@ begin()
 """
 
 
-def test_a_module_that_starts_a_thread_is_named_with_its_line(run: Run, write: Write) -> None:
-    """The job works all the same. The notice waits for the line, at most until the job is over:
-    this one waits for the notice.
-    """
+def test_a_module_that_starts_a_thread_is_named(run: Run, write: Write) -> None:
+    """The job works all the same."""
     write("busy.py", STARTS_A_THREAD)
     write("outer.py", "import json\nimport busy\n")
-    program = write(
-        "train.py",
-        "import sys\nsys.stdin.readline()\nimport outer\nprint('done', outer.busy.__name__)\n",
-    )
-    said: list[bytes] = []
-
-    def act(process: subprocess.Popen[bytes]) -> None:
-        assert process.stderr is not None
-        assert process.stdin is not None
-        while not said or b"rallypoint explain" not in said[-1]:
-            said.append(process.stderr.readline())
-        process.stdin.write(b"\n")
-
-    result = run("-n", "2", "--preload", "outer", program, cwd=program.parent, stdin="\n", act=act)
+    program = write("train.py", "import outer\nprint('done', outer.busy.__name__)\n")
+    result = run("-n", "2", "--preload", "outer", program, cwd=program.parent)
     assert (result.rc, sorted(result.lines)) == (0, ["[0] done busy", "[1] done busy"]), (
         result.everything
     )
-    text = b"".join(said).decode()
-    assert (
-        "[cuda-in-template]: importing outer leaves a process that must not be forked: 2 threads"
-        in text
-    )
-    assert "where  busy.py:4" in text
-    assert result.err == ""  # said once
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (
-            "import torch\nrows = torch.ones(500, 500)\nfor _ in range(2):\n    rows = rows @ rows\nlast = 1\n",
-            "suspect.py:2",
-        ),  # OpenMP's pool
-        ("import helper\n\nhelper.double(2)\nhelper.begin(\n)\n", "helper.py:7"),
-        (
-            "import os\nheld = os.open('/dev/null', os.O_RDONLY)\nlast = 1\n",
-            "",
-        ),  # nothing that would spoil a process
-        ("raise ValueError('not in the template')\n", ""),
-    ],
-    ids=["native", "called", "clean", "raises"],
-)
-def test_the_line_that_spoils_a_process(
-    write: Write, monkeypatch: pytest.MonkeyPatch, text: str, line: str
-) -> None:
-    write(
-        "helper.py",
-        "import threading, time\n\ndef double(x):\n    return 2 * x\n\ndef begin():\n"
-        "    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n",
-    )
-    folder = write("suspect.py", text).parent
-    monkeypatch.chdir(folder)
-    before = len(os.listdir("/proc/self/fd"))
-    search = unsafe_import.LineSearch(
-        ("json", "suspect"),
-        Program("script", "train.py"),
-        {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"},
-    )
-    assert select.select([search.fileno()], [], [], DEADLINE)[0]
-    assert search.answer() == line
-    search.end()
-    os.waitpid(search.pid, 0)
-    assert len(os.listdir("/proc/self/fd")) == before
+    line = "[cuda-in-template]: importing outer leaves a process that must not be forked: 2 threads"
+    assert result.err.count(line) == 1, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")
-def test_a_short_job_is_not_kept_waiting_for_the_line(run: Run, write: Write) -> None:
-    write("busy.py", STARTS_A_THREAD + "time.sleep(0.5)\n")
+def test_a_module_whose_import_takes_long_is_named(run: Run, write: Write) -> None:
+    """Nothing was said of a module that hung as it was preloaded."""
+    write(
+        "slow.py",
+        "import sys, time\nif 'rallypoint' in sys.modules:\n    time.sleep(IMPORT_PATIENCE + 1)\n".replace(
+            "IMPORT_PATIENCE", str(IMPORT_PATIENCE)
+        ),
+    )
     program = write("train.py", "print('done')\n")
-    result = run("-n", "2", "--preload", "busy", program, cwd=program.parent)
-    assert (result.rc, sorted(result.lines)) == (0, ["[0] done", "[1] done"]), result.everything
-    assert result.err.count("cuda-in-template]") == 1, result.everything
+    result = run("-n", "2", "--preload", "json,slow", program, cwd=program.parent)
+    assert result.rc == 0, result.everything
+    assert result.err.count("the template has been importing slow for 10 s") == 1, result.everything
 
 
 @pytest.mark.usefixtures("without_torch")

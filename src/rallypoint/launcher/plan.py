@@ -116,6 +116,11 @@ class Plan(msgspec.Struct, frozen=True):
     behind: str = ""  # options of ours that stand behind the program and so are its own, as typed
     moved: str = ""  # the command with these before the program
 
+    @property
+    def hooks(self) -> bool:
+        """Whether the ranks are looked into, and tell more than their end."""
+        return not self.plain and self.start != "exec"
+
     def patience(self, size: int) -> float | None:
         """Seconds in which none of `size` ranks moves, after which a stall is reported; None: it is
         not.
@@ -123,7 +128,7 @@ class Plan(msgspec.Struct, frozen=True):
         Without `--stall` a single rank is left alone: a server, or a program that waits for a
         person, may stand still for hours.
         """
-        if self.start == "exec" or self.plain or (self.stall is None and size == 1):
+        if not self.hooks or (self.stall is None and size == 1):
             return None
         return STALL if self.stall is None else self.stall or None
 

@@ -125,6 +125,12 @@ class Ready(Packet):
     ] = ()  # what the preload modules were read from: path, time in ns, size
 
 
+class Importing(Packet):
+    """template -> agent: the import of a preload module begins."""
+
+    module: str
+
+
 class ImportFailed(Packet):
     """template -> agent: torch or a preload module cannot be imported."""
 

@@ -27,7 +27,6 @@ FRESH = (
 # A descriptor, the caller's line, and its pid.
 STANDBY = _CLEAN + "from rallypoint.launcher.launch.standby_main import main\nmain(%d, %d)"
 HOST = _CLEAN + "from rallypoint.launcher.template.c10d_host import main\nmain()"
-UNSAFE_LINE = _CLEAN + "from rallypoint.launcher.template.unsafe_line import main\nmain()"
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 """What a batch system sends before the end of a job, to the launcher or to every process."""

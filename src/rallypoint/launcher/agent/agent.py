@@ -8,46 +8,25 @@ import contextlib
 import functools
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rallypoint.clock import Clock
-from rallypoint.diagnosis import root_cause
-from rallypoint.diagnosis.evidence import JobEvidence
-from rallypoint.diagnosis.report import Report
 from rallypoint.host import processes, signals
-from rallypoint.launcher import exception_capture, protocol
+from rallypoint.launcher import protocol
 from rallypoint.launcher.agent import guard, helper_processes, supervisor
-from rallypoint.launcher.agent.event_loop import Loop
 from rallypoint.launcher.agent.helper_processes import HelperProcesses
-from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.launch_request import CallerGone, LaunchRequest
 from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
-from rallypoint.launcher.agent.process_handles import RankHandle, TemplateHandle
-from rallypoint.launcher.agent.supervisor import (
-    Action,
-    AskEvidence,
-    CallRoll,
-    CleanGroup,
-    CleanUp,
-    Leave,
-    LookWhetherStuck,
-    MakeReport,
-    SayHopeless,
-    SayKilled,
-    SayWaiting,
-    SetTimer,
-    SignalGroup,
-    StartRanks,
-    Supervisor,
-)
+from rallypoint.launcher.agent.supervisor import Action, MakeReport
 from rallypoint.launcher.plan import Plan
-from rallypoint.launcher.protocol import Finish, Interrupt, Outcome, Restarted
-from rallypoint.record.disk_writer import DiskWriter
+from rallypoint.launcher.protocol import Finish, Interrupt
 
 if TYPE_CHECKING:
+    from rallypoint.diagnosis.report import Report
     from rallypoint.host.ports import HeldPort
-    from rallypoint.launcher.agent.attempt import Attempt
+    from rallypoint.launcher.agent.job import Job
+    from rallypoint.launcher.agent.process_handles import RankHandle
     from rallypoint.launcher.rendezvous_file import RendezvousFile
 
 # Seconds between SIGTERM and SIGKILL when the time of a call is over, and its caller has not said
@@ -110,42 +89,46 @@ class Agent:
     stay, and so does the process.
     """
 
+    job: Job
+
     def __init__(
         self, plan: Plan, request: LaunchRequest | None = None, *, held: HeldPort | None = None, place: RendezvousFile | None = None
     ) -> None:  # fmt: skip
         """`held`: the first attempt's meeting point, if it was bound before. `place`: where the job
         says on a shared file system where its ranks meet."""
         self.plan = plan
-        self.request = request
+        self.signalled_by = ""
+        self.parts = PreloadedParts(plan)
+        self._request = request
+        self._overdue = 0.0  # seconds that the job was given, when they are over
+        self._status: int | None = None
         self._ignored = signals.ignored()
         # Children of this process from before it became the launcher (a shell's `monitor & exec
         # rallypoint run`) are not the job's, nor is what they leave behind; nor are orphans that
         # the first process of a container gets.
         adopts_strangers = request is None and (os.getpid() == 1 or bool(processes.children()))
-        self._files_limit = (
-            processes.prepare_to_supervise() if request is None else request.files_limit
-        )
-        wanted = {
-            signal.SIGINT,
-            signal.SIGCHLD,
-            *(signal.Signals[name] for name in (*plan.signals, *plan.notices)),
-        }
+        names = [*plan.signals, *plan.notices, "SIGINT", "SIGCHLD"]
         if request is None:
-            wanted.add(signal.SIGTSTP)
-        self._signals = signals.SignalLog(wanted)
-        self._helpers = (
-            HelperProcesses(guard.start(f"RALLYPOINT_JOB={plan.job}".encode()))
-            if request is None
-            else request.helpers
-        )
-        self._hooks = not plan.plain and plan.start != "exec"
-        self.parts = PreloadedParts(plan)
-        self.signalled_by = ""
-        self._overdue = 0.0  # seconds that the job was given, when they are over
-        self._status: int | None = None
+            self._files_limit = processes.prepare_to_supervise()
+            self._signals = signals.SignalLog(
+                {signal.Signals[name] for name in (*names, "SIGTSTP")}
+            )
+            self._helpers = HelperProcesses(guard.start(f"RALLYPOINT_JOB={plan.job}".encode()))
+        else:
+            self._files_limit = request.files_limit
+            self._signals = signals.SignalLog({signal.Signals[name] for name in names})
+            self._helpers = request.helpers
         try:
             if self._helpers.template is None:
-                self._helpers.use(self._start_template(imports=plan.start == "template"))
+                self._helpers.use(
+                    helper_processes.start_for(
+                        plan,
+                        plan.parts,
+                        imports=plan.start == "template",
+                        files_limit=self._files_limit,
+                        guard=self._helpers.guard,
+                    )
+                )
             self._make_parts(adopts_strangers, held, place)
         except BaseException:
             # the run folder belongs to another job, or this machine refuses another process: the
@@ -160,14 +143,12 @@ class Agent:
     ) -> None:
         """Import and make everything else, while the template imports torch."""
         from rallypoint.host import ports
+        from rallypoint.launcher.agent.attempt import Attempt
         from rallypoint.launcher.agent.console import Console
-        from rallypoint.launcher.agent.evidence_collection import (
-            EvidenceCollection,
-            RollCall,
-            UnresponsiveRanks,
-        )
+        from rallypoint.launcher.agent.event_loop import Loop
         from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
         from rallypoint.launcher.agent.hang_monitor import HangMonitor
+        from rallypoint.launcher.agent.job import Job
         from rallypoint.launcher.agent.rank_endings import RankEndings
         from rallypoint.launcher.agent.rank_starter import RankStarter
         from rallypoint.launcher.agent.rank_streams import RankStreams
@@ -176,8 +157,9 @@ class Agent:
         from rallypoint.launcher.agent.spawned_ranks import SpawnedRanks
         from rallypoint.launcher.agent.template_messages import TemplateMessages
         from rallypoint.launcher.agent.worker_messages import WorkerMessages
+        from rallypoint.record.disk_writer import DiskWriter
 
-        plan, request, clock = self.plan, self.request, Clock()
+        plan, request, clock = self.plan, self._request, Clock()
         if plan.torch:
             # torch would try for a minute, with a thousand lines
             ports.check_loopback(plan.master_addr)
@@ -185,8 +167,8 @@ class Agent:
         console = Console(plan, folder.path, request.outputs if request is not None else (1, 2))
         streams = RankStreams(plan, folder, console)
         reporter = Reporter(plan, clock, folder, writer, console)
-        self._console, self._reporter, self._loop = console, reporter, Loop(clock)
-        decider = Supervisor(
+        self._loop, self._console, self._reporter = Loop(clock), console, reporter
+        decider = supervisor.Supervisor(
             world_size=plan.world.size,
             max_restarts=plan.max_restarts,
             grace=plan.grace,
@@ -196,94 +178,27 @@ class Agent:
         self.job = job = Job(
             plan,
             self._loop,
-            self._new_attempt(0, started=False),
+            Attempt(plan, 0, began=clock.wall(), ignored=self._ignored),
             decider,
             self._do,
             helpers=self._helpers,
+            parts=self.parts,
             console=console,
             reporter=reporter,
             evidence=EvidenceGatherer(plan, clock, folder.path, writer, console),
+            request=request,
         )
-        self._rendezvous = RendezvousMonitor(job)
-        self._evidence_collection, self._roll_call = (
-            EvidenceCollection(job, self._rendezvous),
-            RollCall(job, self._rendezvous),
-        )
-        self._unresponsive = UnresponsiveRanks(job)
-        self._hang_monitor = HangMonitor(job, hooks=self._hooks, stop=self._on_stop)
-        self._hang_monitor.open_door(self._helpers.guard)
-        spawned = SpawnedRanks(job, self._rendezvous, self._roll_call, self._hang_monitor)
-        messages = WorkerMessages(job, self._rendezvous, spawned, self.parts, self._tell_caller)
-        self._endings = RankEndings(
-            job, messages, adopts_strangers=adopts_strangers, spared=self._throwaway
-        )
-        self._starter = RankStarter(
-            job,
-            streams,
-            messages,
-            self._endings,
-            self._rendezvous,
-            self._hang_monitor,
-            spawned,
-            new_attempt=self._begin_attempt,
-            hooks=self._hooks,
-        )
-        self._starter.held, self._starter.place = held, place
+        job.rendezvous = RendezvousMonitor(job)
+        job.hang_monitor = HangMonitor(job, stop=self._on_stop)
+        job.hang_monitor.open_door(self._helpers.guard)
+        job.spawn_monitor = SpawnedRanks(job)
+        job.messages = WorkerMessages(job)
+        job.endings = RankEndings(job, adopts_strangers=adopts_strangers)
+        job.starter = RankStarter(job, streams, self._ignored, held=held, place=place)
         self._loop.watch(self._signals.fileno(), self._on_signal)
-        self._template_messages = TemplateMessages(
-            job,
-            self._starter,
-            self._endings,
-            self.parts,
-            lambda imports: self._start_template(imports=imports),
-        )
+        self._template_messages = TemplateMessages(job, self._files_limit)
         if request is not None:
             self._watch_caller(request)
-
-    def _throwaway(self) -> int:
-        """Return the pid of the search for an unsafe line, which descends from this process and
-        ends by itself; 0: none.
-        """
-        found = self._template_messages.unsafe_import
-        return found.pid if found is not None else 0
-
-    def _start_template(self, *, imports: bool) -> TemplateHandle:
-        plan = self.plan
-        return helper_processes.start_template(
-            plan.program,
-            plan.preload,
-            {
-                **os.environ,
-                **(plan.environment if self.request is None else {"RALLYPOINT_JOB": plan.job}),
-            },
-            parts=self.parts.early,
-            imports=imports,
-            hooks=self._hooks,
-            paths=plan.task.paths if plan.task is not None else None,
-            files_limit=self._files_limit,
-            guard=self._helpers.guard,
-        )
-
-    def _begin_attempt(self, number: int) -> Attempt:
-        attempt = self._new_attempt(number)
-        if self.request is not None and number:
-            self._tell_caller(Restarted(number))
-        return attempt
-
-    def _new_attempt(self, number: int, *, started: bool = True) -> Attempt:
-        from rallypoint.launcher.agent.attempt import Attempt
-
-        payload = self.request.payload if self.request is not None else ()
-        began = self._loop.clock.wall()
-        return Attempt(
-            self.plan,
-            number,
-            began=began,
-            ignored=self._ignored,
-            hooks=self._hooks,
-            started=started,
-            parcel=payload,
-        )
 
     # --- for the caller of this module
 
@@ -301,7 +216,7 @@ class Agent:
 
     @property
     def ranks(self) -> list[RankHandle]:
-        """Ranks of this attempt, by rank; none before the first."""
+        """Ranks of this attempt, in order; none before the first."""
         return self.job.ranks
 
     def run(self) -> int:
@@ -323,23 +238,22 @@ class Agent:
 
     def close(self) -> None:
         """Leave nothing behind, whatever happened. May be called in any state."""
-        if self._template_messages.unsafe_import is not None:
-            self._template_messages.unsafe_import.tell()
-        self._hang_monitor.close()
+        job, endings = self.job, self.job.endings
+        job.hang_monitor.close()
         self._console.say_children(self.ranks)
-        if self.request is not None:
+        if self._request is not None:
             self._template_messages.await_forks()
-            left = self._endings.kill_family()
-            self._endings.reap_ranks()
-            self._endings.reap_orphans()
+            left = endings.kill_family()
+            endings.reap_ranks()
+            endings.reap_orphans()
         else:
-            self._endings.kill_family()
-            self.job.template.order(Finish())
-            self.job.template.end()
-            left = self._endings.kill_family(also_helpers=True)
-            self._endings.reap_everything()
-        self._starter.close_store("the job is over")
-        if self.request is None:
+            endings.kill_family()
+            job.template.order(Finish())
+            job.template.end()
+            left = endings.kill_family(also_helpers=True)
+            endings.reap_everything()
+        job.starter.close_store("the job is over")
+        if self._request is None:
             self._helpers.guard.farewell()
         kept = self._reporter.keep_learnt(self.learnt, self.parts.spoilt)
         if self._status == 0:
@@ -347,118 +261,114 @@ class Agent:
         self._console.live(None)
         self._console.say_immortal(left)
         self._reporter.close(self._status, interrupted=self._must_leave)
-        self._hang_monitor.end()
-        self._starter.close_attempt()
+        job.hang_monitor.end()
+        job.starter.close_attempt()
         self._loop.close()
         self._signals.close()
 
     # --- what the supervisor decides
 
     def _do(self, action: Action) -> None:
+        from rallypoint.launcher.agent import evidence_collection
+
+        job = self.job
         match action:
-            case StartRanks():
-                self._starter.start(action)
-            case AskEvidence():
-                self._evidence_collection.begin(action)
+            case supervisor.StartRanks():
+                job.starter.start(action)
+            case supervisor.AskEvidence(because):
+                evidence_collection.collect_evidence(job, because)
             case MakeReport():
                 self._make_report(action)
-            case CallRoll():
-                self._roll_call.begin(action)
-            case SignalGroup():
-                if not self._endings.signal_group(action):
-                    self._starter.stop()
-            case SayWaiting(ranks, seconds, hurry):
+            case supervisor.CallRoll(because):
+                evidence_collection.call_roll(job, because)
+            case supervisor.SignalGroup():
+                job.endings.signal_group(action)
+            case supervisor.SayWaiting(ranks, seconds, hurry):
                 self._console.say_waiting(ranks, seconds, hurry)
-            case SayHopeless(times):
+            case supervisor.SayHopeless(times):
                 self._console.say(
                     f"rallypoint: the same failure {times} times, soon after each start: not started again "
-                    f"(attempt {self.job.supervisor.attempt} of {self.plan.max_restarts})"
+                    f"(attempt {job.supervisor.attempt} of {self.plan.max_restarts})"
                 )
-            case SayKilled(ranks, because, asked):
+            case supervisor.SayKilled(ranks, because, asked):
                 self._console.say_killed(ranks, because, asked=asked)
-            case LookWhetherStuck():
-                self._unresponsive.begin(action)
-            case CleanGroup():
-                self._endings.clean_group(action)
-            case SetTimer():
-                self.job.remind(action.name, action.at)
-            case CleanUp():
+            case supervisor.LookWhetherStuck(ranks, together):
+                evidence_collection.look_for_stuck(job, ranks, together=together)
+            case supervisor.CleanGroup():
+                job.endings.clean_group(action)
+            case supervisor.SetTimer(name, at):
+                job.remind(name, at)
+            case supervisor.CleanUp():
                 self._clean_up(action)
-            case Leave():
-                self._status = action.status
+            case supervisor.Leave(status):
+                self._status = status
 
     def _make_report(self, action: MakeReport) -> None:
-        if self.job.problem is not None and action.reason == "start":
-            reports = self._reporter.report_problem(self.job.problem)
-        else:
-            reports = self._judged(action)
-        self.job.feed(supervisor.Judged(reports[0].exit_status, root_cause.same_again(reports[0])))
-
-    def _judged(self, action: MakeReport) -> tuple[Report, ...]:
         """Gather the evidence, judge it, show the reports."""
-        job = self.job
-        misfit = self._rendezvous.cause_of_all() if action.reason == "failure" else None
-        of_members = misfit is not None or action.reason == "interrupted"
-        ranks = job.members if of_members else self.ranks
-        known = JobEvidence(
-            program=exception_capture.sayable(self.plan.program.target),
-            world_size=job.size if of_members else self.plan.world.size,
-            ranks=(),
-            attempt=job.supervisor.attempt,
-            held_address=job.attempt.held,
-            interrupted_by=self.signalled_by if action.reason == "interrupted" else "",
-            overdue=self._overdue if action.reason == "overdue" else 0.0,
-            helper=job.lost if action.reason == "helper" else None,
-            stop_reason=action.because,
-            reached=self._rendezvous.reached,
-        )
-        # A job that goes on when ranks fail asks nobody for a stack.
-        asked = self.plan.on_failure != "continue" or bool(known.interrupted_by or known.overdue)
-        return self._reporter.report(
-            ranks, job.evidence.gather(ranks, known, asked=asked), misfit, asked=asked
-        )
+        job, reporter = self.job, self._reporter
+        from rallypoint.diagnosis import root_cause
 
-    def _clean_up(self, action: CleanUp) -> None:
+        if job.problem is not None and action.reason == "start":
+            found = reporter.of_problem(job.problem)
+        else:
+            # A job that goes on when ranks fail asks nobody for a stack.
+            outside = action.reason in ("interrupted", "overdue")
+            asked = self.plan.on_failure != "continue" or outside
+            misfit = job.rendezvous.cause_of_all() if action.reason == "failure" else None
+            spawned = misfit is not None or action.reason == "interrupted"
+            evidence = job.evidence.gather(
+                job.members if spawned else job.ranks,
+                asked=asked,
+                told=reporter.told,
+                world_size=job.size if spawned else self.plan.world.size,
+                attempt=job.supervisor.attempt,
+                held_address=job.attempt.held,
+                interrupted_by=self.signalled_by if action.reason == "interrupted" else "",
+                overdue=self._overdue if action.reason == "overdue" else 0.0,
+                helper=job.lost if action.reason == "helper" else None,
+                stop_reason=action.because,
+                reached=job.rendezvous.reached,
+            )
+            found = reporter.judge(evidence, misfit, all_again=asked)
+        reports = reporter.show(found)
+        job.feed(supervisor.Judged(reports[0].exit_status, root_cause.same_again(reports[0])))
+
+    def _clean_up(self, action: supervisor.CleanUp) -> None:
         """End what the ranks left running, and this attempt's host. Every rank has ended."""
-        self._endings.end_leftovers(self._hurries() if action.gently else None)
+        self.job.endings.end_leftovers(self._hurries() if action.gently else None)
         self.job.attempt.release()
         # The call's, a visitor's and those of template and guard are not the attempt's.
-        self._loop.forget_all_but(
-            "overdue", "standing", "unsafe import", "stopped guard", "stopped template"
-        )
+        self._loop.forget_all_but("overdue", "standing", "stopped guard", "stopped template")
         # Show all that the ranks said. A caller of `launch` that reads nothing just now (Ctrl-S,
         # Ctrl-Z) loses nothing.
         while (
             not self._console.settle(DRAIN_TIMEOUT)
-            and self.request is not None
-            and self.request.is_awaited()
+            and self._request is not None
+            and self._request.is_awaited()
         ):
             continue
         self._reporter.event(
             "attempt-ended", because=action.because, attempt=self.job.attempt.number
         )
 
+    def _was_signalled(self) -> bool:
+        return any(number != signal.SIGCHLD for number in self._signals.read())
+
     def _hurries(self) -> dict[int, Callable[[], bool]]:
         """Return what ends every grace at once: a signal to us, the caller's interrupt, its end."""
-        signalled = {
-            self._signals.fileno(): lambda: any(
-                number != signal.SIGCHLD for number in self._signals.read()
+        hurries = {self._signals.fileno(): self._was_signalled}
+        if self._request is not None:
+            hurries |= dict.fromkeys(
+                (self._request.line.fileno(), self._request.caller), lambda: True
             )
-        }
-        if self.request is None:
-            return signalled
-        return {
-            **signalled,
-            self.request.line.fileno(): lambda: True,
-            self.request.caller: lambda: True,
-        }
+        return hurries
 
     def _must_leave(self) -> bool:
         """Return whether a job that is over must not wait for a reader that pauses: what ends the
         launcher from outside, and a second Ctrl-C, leave no time for it. `launch` has waited
         already, for as long as its caller wants."""
-        signalled = any(number != signal.SIGCHLD for number in self._signals.read())
-        return signalled or self.request is not None or self.signalled_by not in ("", "SIGINT")
+        by_system = self.signalled_by not in ("", "SIGINT")
+        return self._was_signalled() or self._request is not None or by_system
 
     # --- the caller of launch
 
@@ -466,17 +376,8 @@ class Agent:
         self._loop.watch(request.line.fileno(), lambda: self._on_caller(request))
         self._loop.watch(request.caller, self._on_caller_end)
         if request.timeout is not None:
-            timeout, grace = request.timeout, request.grace
-            self._loop.at(
-                "overdue",
-                self._loop.now + timeout - (grace or 0.0),
-                lambda now: self._on_overdue(timeout, grace),
-            )
-
-    def _tell_caller(self, message: Restarted | Outcome, fds: Sequence[int] = ()) -> None:
-        assert self.request is not None
-        with contextlib.suppress(OSError):  # it has ended, which its pidfd says, too
-            protocol.send(self.request.line, message, fds)
+            when = self._loop.now + request.timeout - (request.grace or 0.0)
+            self._loop.at("overdue", when, lambda now: self._on_overdue(request))
 
     def _on_caller(self, request: LaunchRequest) -> None:
         message, _ = protocol.receive(request.line)
@@ -488,26 +389,25 @@ class Agent:
     def _on_caller_end(self) -> None:
         raise CallerGone
 
-    def _on_overdue(self, timeout: float, grace: float | None) -> None:
-        self._overdue = timeout
-        self.job.feed(supervisor.Overdue(timeout, grace or OVERDUE_GRACE))
+    def _on_overdue(self, request: LaunchRequest) -> None:
+        self._overdue = request.timeout or 0.0
+        self.job.feed(supervisor.Overdue(self._overdue, request.grace or OVERDUE_GRACE))
 
     # --- signals
 
     def _on_signal(self) -> None:
         for number in self._signals.read():
             if number == signal.SIGCHLD:
-                self._endings.reap_orphans()
+                self.job.endings.reap_orphans()
                 self._look_for_stopped()
-                continue
-            if number == signal.SIGTSTP:
+            elif number == signal.SIGTSTP:
                 self._suspend()
-                continue
-            self._reporter.event("signal-received", signal=number.name)
-            if number.name in self.plan.notices:
-                self._on_notice(number.name)
             else:
-                self._end_by(number.name)
+                self._reporter.event("signal-received", signal=number.name)
+                if number.name in self.plan.notices:
+                    self._on_notice(number.name)
+                else:
+                    self._end_by(number.name)
 
     def _end_by(self, name: str) -> None:
         """End the job because of a signal."""
@@ -520,20 +420,24 @@ class Agent:
         self._console.say("rallypoint: rallypoint stop ends this job")
         self._end_by("SIGTERM")
 
+    def _living(self) -> list[RankHandle]:
+        return [handle for handle in self.ranks if handle.alive]
+
     def _on_notice(self, name: str) -> None:
         """Hand on that a batch system will end the job soon. The job goes on."""
-        self._starter.noticed = True
-        living = [handle for handle in self.ranks if handle.alive]
-        handed = [handle.rank for handle in living if handle.notice(name)]
+        self.job.starter.noticed = True
+        handed = {handle.rank: handle.notice(name) for handle in self._living()}
         self._console.say_notice(
-            name, handed, [handle.rank for handle in living if handle.rank not in handed]
+            name,
+            [rank for rank, handles in handed.items() if handles],
+            [rank for rank, handles in handed.items() if not handles],
         )
 
     def _suspend(self) -> None:
         """Stop the ranks, whose sessions the terminal does not reach, and this process, for Ctrl-Z;
         `fg` continues all.
         """
-        living = [handle for handle in self.ranks if handle.alive]
+        living = self._living()
         for handle in living:
             processes.send_group(handle.pid, signal.SIGSTOP)
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -560,6 +464,5 @@ class Agent:
             self._console.say(
                 f"rallypoint: the {name} (pid {pid}), a helper of the launcher's, was stopped (SIGSTOP): it is continued"
             )
-            os.kill(
-                pid, signal.SIGCONT
-            )  # a child of ours that is not reaped: the number is still its own
+            # a child of ours that is not reaped: the number is still its own
+            os.kill(pid, signal.SIGCONT)

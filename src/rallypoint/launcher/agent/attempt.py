@@ -20,19 +20,19 @@ from rallypoint.launcher.protocol import StartHost, StartWorker
 
 
 class Order(NamedTuple):
-    """What the template is to fork. The descriptors travel with it and are closed here afterwards
-    (`done`).
+    """A process that the template is to fork. The descriptors travel with it, and `ours` are closed
+    here afterwards.
     """
 
     handle: RankHandle | None  # None: the c10d host
     message: StartHost | StartWorker
     fds: list[int]
-    ours: list[int]  # of those, what is ours no longer once it is sent
+    ours: list[int]  # of those, the ones that are of no use here once they are sent
 
 
 class Attempt:
-    """The socket that is held, the c10d host that serves it, the store, the ranks. Empty (none of
-    them) before the first.
+    """All that is known only per attempt: the socket that is held, the c10d host that serves it,
+    the store, the ranks. It begins with none of them.
     """
 
     def __init__(
@@ -42,54 +42,45 @@ class Attempt:
         *,
         began: float,
         ignored: tuple[int, ...],
-        hooks: bool,
-        started: bool = True,
-        parcel: Sequence[int] = (),
+        payload: Sequence[int] = (),
     ) -> None:
+        """`began`: wall clock; a rendezvous file older than this is stale. `ignored`: signals that
+        were ignored when the job started. `payload`: descriptors of `plan.task`, the caller's."""
         self.number = number
         self.host: HostHandle | None = None
         self.host_ready = -1  # a pipe's end that becomes readable when the host serves
         self.ranks: list[RankHandle] = []
-        self.spawned: list[
-            RankHandle
-        ] = []  # what the only rank has started by torch.multiprocessing.spawn, by index
+        # processes that the only rank has started by torch.multiprocessing.spawn, by index
+        self.spawned: list[RankHandle] = []
         self.spawned_size = 0  # how many it starts
-        try:
-            for seat in plan.world.seats() if started else ():
-                self.ranks.append(RankHandle(seat.rank, seat.local_rank))
-        except (
-            OSError
-        ):  # what there is of them would stay open, and cleaning up takes descriptors, too
-            for handle in self.ranks:
-                handle.close()
-            raise
         self.store: JobStore | None = None
         self._no_store = ""  # why there is none
         self._plan = plan
-        self._began = began  # wall clock: a rendezvous file older than this is stale
+        self._began = began
         self._ignored = ignored
-        self._hooks = hooks
+        self._payload = payload
         self._listener = -1
-        self._parcel = parcel  # of `plan.task`; the caller's
+        self._is_single = plan.world.size == 1 and plan.hooks
 
     @property
     def held(self) -> str:
         """host:port of the meeting point, "" when there is none (any more)."""
         return self.host.address if self.host else ""
 
-    def hold(self, held: ports.HeldPort | None = None) -> int:
-        """Bind the meeting point, before any rank starts, unless it is `held` already; the port.
-        Raises as `hold_port`.
+    def begin(self, held: ports.HeldPort | None = None) -> int:
+        """Make the ranks' handles, and bind the meeting point unless it is `held` already; return
+        its port. Raises as `hold_port`, and OSError when descriptors run out.
 
         Where nobody here could serve it (no torch), it is given back: the program's rank 0 hosts
         it, as under torchrun's static rendezvous.
         """
+        plan = self._plan
+        for seat in plan.world.seats():
+            self.ranks.append(RankHandle(seat.rank, seat.local_rank))
         if held is None:
-            held = ports.hold_port(
-                self._plan.master_port, self._plan.master_addr, self._plan.port_range
-            )
-        self.host = HostHandle(f"{self._plan.master_addr}:{held.port}")
-        if self._plan.torch:
+            held = ports.hold_port(plan.master_port, plan.master_addr, plan.port_range)
+        self.host = HostHandle(f"{plan.master_addr}:{held.port}")
+        if plan.torch:
             self._listener = held.detach()
         else:
             held.release()
@@ -110,23 +101,17 @@ class Attempt:
             self._no_store = "; ".join((problem.headline, *problem.why))
 
     def orders(self, streams: RankStreams) -> Iterator[Order]:
-        """The host first, then the ranks. Each one's descriptors are made when it is asked for: few
-        are open at a time.
+        """Yield the host first, then the ranks. Each one's descriptors are made when it is asked
+        for: few are open at a time.
         """
-        if self._listener >= 0:
+        if self._listener >= 0 and self.host is not None:
             self.host_ready, theirs = os.pipe2(os.O_CLOEXEC)
-            listener, self._listener = self._listener, -1
-            port = self.host.port if self.host else 0
-            yield Order(
-                None,
-                StartHost(self._plan.master_addr, port),
-                [listener, theirs],
-                [listener, theirs],
-            )
+            fds, self._listener = [self._listener, theirs], -1
+            yield Order(None, StartHost(self._plan.master_addr, self.host.port), fds, fds)
         for handle in self.ranks:
-            yield self._worker(handle, streams)
+            yield self._order(handle, streams)
 
-    def _worker(self, handle: RankHandle, streams: RankStreams) -> Order:
+    def _order(self, handle: RankHandle, streams: RankStreams) -> Order:
         plan = self._plan
         handle.error_file = streams.error_file(self.number, handle)
         standard, terminal = streams.open(self.number, handle)
@@ -141,20 +126,18 @@ class Attempt:
             debugger=handle.rank == plan.debug_rank,
             held=self.held if plan.torch else "",
             began=self._began,
-            single=self._is_single(),
+            single=self._is_single,
             store=self.store.address if self.store else "",
             no_store=self._no_store,
             task=plan.task,
         )
-        secret = [self.store.secret] if self.store else []
-        terminals = [terminal] if terminal >= 0 else []
         fds = [
             *standard,
             handle.their_control.fileno(),
             handle.evidence,
-            *secret,
-            *terminals,
-            *self._parcel,
+            *([self.store.secret] if self.store else []),
+            *([terminal] if terminal >= 0 else []),
+            *self._payload,
         ]
         return Order(handle, message, fds, standard)
 
@@ -162,9 +145,8 @@ class Attempt:
         plan = self._plan
         host, _, port = self.held.rpartition(":")
         environment = {
-            **(
-                plan.environment if plan.task else {}
-            ),  # the template has it otherwise, which serves one job only
+            # a program's template has it already; a caller's serves more than one job
+            **(plan.environment if plan.task else {}),
             **plan.rank_environment[handle.local_rank],
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
@@ -174,18 +156,12 @@ class Attempt:
             environment["RALLYPOINT_STORE"] = self.store.address
         if handle.error_file:
             environment["TORCHELASTIC_ERROR_FILE"] = handle.error_file
-        if (
-            not plan.torch or self._is_single()
-            # see torch_hooks.py: a program that spawns its own ranks must find torch's plain
-            # meaning
-        ):
+        # See torch_hooks.py: a program that spawns its own ranks must find torch's plain meaning.
+        if not plan.torch or self._is_single:
             environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         if columns and "COLUMNS" not in os.environ:
             environment["COLUMNS"] = str(columns)
         return environment
-
-    def _is_single(self) -> bool:
-        return self._plan.world.size == 1 and self._hooks
 
     def release(self) -> None:
         """Give the meeting point back: end its host, wherever it is by now."""
@@ -195,23 +171,15 @@ class Attempt:
         if self.host is not None:
             self.host.end()
 
-    def hear_host(self) -> bool:
-        """`host_ready` is readable: whether the host serves, or has ended without. Closes
-        the pipe.
+    def has_host_answered(self) -> bool:
+        """Return whether the host serves, or has ended without, once `host_ready` is readable.
+        Closes that pipe.
         """
         ready, self.host_ready = self.host_ready, -1
         try:
             return bool(os.read(ready, 1))
         finally:
             os.close(ready)
-
-    def close_store(self, reason: str) -> None:
-        """End the store: whoever still asks for something is told the reason. Nothing when there is
-        none (any more).
-        """
-        if self.store is not None:
-            self.store.stop(reason)
-            self.store = None
 
     def close(self) -> None:
         """Give every descriptor back. The processes have ended, and the store was closed."""
@@ -224,26 +192,17 @@ class Attempt:
 
 
 def exhausted(error: OSError, ranks: int) -> EnvironmentProblem:
-    """The operating system refuses what starting ranks needs: descriptors, mostly."""
-    if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS):
-        largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        is_size = error.errno == errno.EFBIG
-        return EnvironmentProblem(
-            "start-failed",
-            f"{ranks} ranks cannot be started: {os.strerror(error.errno or 0)}",
-            why=(f"a file may have at most {largest} bytes (ulimit -f), files in memory included",)
-            if is_size
-            else (),
-            help=(("raise the limit in the shell that starts the job", "ulimit -f unlimited"),)
-            if is_size
-            else (),
-        )
+    """Return the problem that the operating system refuses what starting ranks needs: descriptors,
+    mostly.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = error.errno in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
+    limit = f"the launcher keeps about six descriptors for each rank; its limit is {soft} (hard limit {hard})"
     return EnvironmentProblem(
         "start-failed",
         f"{ranks} ranks cannot be started: {os.strerror(error.errno or 0)}",
-        why=(
-            f"the launcher keeps about six descriptors for each rank; its limit is {soft} (hard limit {hard})",
-        ),
-        help=(("raise the limit in the shell that starts the job", "ulimit -n 4096"),),
+        why=(limit,) if few else (),
+        help=(("raise the limit in the shell that starts the job", "ulimit -n 4096"),)
+        if few
+        else (("look at the limits of the shell that starts the job", "ulimit -a"),),
     )

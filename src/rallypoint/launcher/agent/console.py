@@ -19,7 +19,6 @@ from rallypoint.launcher import exception_capture, exits, late_variables
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.supervisor import State
 from rallypoint.launcher.plan import Plan
-from rallypoint.launcher.protocol import Ready
 from rallypoint.record.log_pump import LogPump
 from rallypoint.world import ranks_phrase
 
@@ -263,11 +262,9 @@ class Console:
         for one in left:
             self.say(f"rallypoint: pid {one.pid} ({one.name}) would not die: state {one.state}")
 
-    def say_unclean(self, ready: Ready, line: str) -> None:
-        """Say that the template may not be forked; the job goes on without it. `line`: the cause,
-        "" when not known.
-        """
-        self.print_reports((catalogue.cuda_in_template(ready.module, line, ready.unclean),))
+    def say_unclean(self, module: str, unclean: str) -> None:
+        """Say that the template may not be forked; the job goes on without it."""
+        self.print_reports((catalogue.cuda_in_template(module, "", unclean),))
 
     def say_late(self, name: str, line: str) -> None:
         """Say, once for each variable, that the program sets it after it was read."""
@@ -318,18 +315,6 @@ class Console:
             size = self._plan.world.size
             who = {1: "the rank", 2: "both ranks"}.get(size, f"all {size} ranks")
             self.say(f"rallypoint: restarting {who}, attempt {number} of {self._plan.max_restarts}")
-
-    def note(self, rank: int, text: str) -> None:
-        """Write text of a rank's stderr that came by the control channel into its log and its file
-        of `-t`, not onto the screen.
-        """
-        self.pump.note(rank, text)
-
-    def expect_interruptions(self) -> None:
-        """Keep what torch writes about interrupted calls off the screen: ranks are asked for their
-        stacks by a signal.
-        """
-        self.pump.interrupts = True
 
     def log_line(self, rank: int) -> int:
         """Return the line of a rank's log where its next words go."""

@@ -1,21 +1,16 @@
-"""Evidence from the ranks themselves, collected when something has failed, at a roll call, and from
-ranks that do not end.
+"""Questions to the ranks where they are: when something has failed, at a roll call, and to ranks
+that do not end. A signal asks, stacks answer, a deadline ends it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from rallypoint.diagnosis import reachability
 from rallypoint.host.probe import Looking
 from rallypoint.launcher.agent.job import Job
-from rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor
-from rallypoint.launcher.agent.stack_question import StackQuestion
-from rallypoint.launcher.agent.supervisor import (
-    AskEvidence,
-    CallRoll,
-    EvidenceIn,
-    LookWhetherStuck,
-    Stuck,
-)
+from rallypoint.launcher.agent.process_handles import RankHandle
+from rallypoint.launcher.agent.supervisor import EvidenceIn, Stuck
 
 # Seconds for all ranks to write their stacks. A dump takes a millisecond; a rank that holds the
 # interpreter's memory lock, or is stopped, never answers, and the report must come within 0.3 s.
@@ -23,125 +18,103 @@ EVIDENCE_DEADLINE = 0.2
 # Seconds for the ranks that are missing at a roll call to write their stacks. Nobody waits for it,
 # so a busy machine gets more time.
 ROLL_CALL_DEADLINE = 2.0
+# Seconds between looks whether a dump is whole. The handler has no way to say so; its blocked
+# signal in /proc does.
+ANSWER_LOOK = 0.004
 
 
-class EvidenceCollection:
-    """Stacks of all ranks, and a look at the meeting point that one did not reach, when something
-    has failed or a person ends the job.
+class StackQuestion:
+    """One question to some ranks. It is over when each of them that lives has answered, or has no
+    more time.
     """
 
-    def __init__(self, job: Job, rendezvous: RendezvousMonitor) -> None:
-        self._job = job
-        self._rendezvous = rendezvous
+    def __init__(self, job: Job, ranks: Iterable[RankHandle]) -> None:
+        """Ask every rank that lives. One that has no handler for the question is not in `asked`."""
+        job.console.pump.interrupts = True  # torch's lines about interrupted calls are not shown
+        self._loop = job.loop
+        self.asked = [handle for handle in ranks if handle.alive and handle.ask()]
 
-    def begin(self, action: AskEvidence) -> None:
-        """Ask all ranks; `EvidenceIn` follows."""
-        question = StackQuestion(self._job, (*self._job.ranks, *self._job.spawned))
-        self._job.reporter.event(
-            "evidence-asked",
-            because=action.because,
-            ranks=[handle.rank for handle in question.asked],
-        )
-        self._rendezvous.look_for_lost()
-        question.wait(
-            "evidence",
-            EVIDENCE_DEADLINE,
-            lambda now: self._job.feed(EvidenceIn()),
-            self._has_looked,
-            limited=False,
+    def is_answered(self) -> bool:
+        """Return whether every rank that lives has answered."""
+        return all(handle.answered() for handle in self.asked if handle.alive)
+
+    def wait(self, name: str, seconds: float, then: Callable[[float], object]) -> None:
+        """Call `then` when the question is over, under a timer of this name."""
+        until = self._loop.now + seconds
+        self._loop.poll(
+            name, lambda now: now >= until or self.is_answered(), then, every=ANSWER_LOOK
         )
 
-    def _has_looked(self) -> bool:
-        if (
-            not self._rendezvous.has_looked
-        ):  # torch's own log may have the address, and is read by now
-            self._rendezvous.look_for_lost()
-        return not self._rendezvous.is_looking(self._job.loop.now)
+
+def collect_evidence(job: Job, because: str) -> None:
+    """Ask all ranks, and look at the meeting point that one did not reach; `EvidenceIn` follows."""
+    rendezvous, until = job.rendezvous, job.loop.now + EVIDENCE_DEADLINE
+    question = StackQuestion(job, (*job.ranks, *job.spawned))
+    job.reporter.event(
+        "evidence-asked", because=because, ranks=[handle.rank for handle in question.asked]
+    )
+    rendezvous.look_for_lost()
+
+    def is_over(now: float) -> bool:
+        if not rendezvous.has_looked:  # torch's own log may have the address, and is read by now
+            rendezvous.look_for_lost()
+        return (now >= until or question.is_answered()) and not rendezvous.is_looking(now)
+
+    job.loop.poll("evidence", is_over, lambda now: job.feed(EvidenceIn()), every=ANSWER_LOOK)
 
 
-class RollCall:
-    """Stacks of the ranks that others wait for in init_process_group. They are said, and nothing is
-    stopped.
+def call_roll(job: Job, because: str) -> None:
+    """Ask the ranks that others wait for in init_process_group where they are, then say it. Nothing
+    is stopped.
+
+    The evidence signal makes a system call return early, which Python and most other code does over
+    again; a healthy rank is spared it all the same. A rank that all others have waited for is not
+    healthy until it was looked at, and /proc shows no line of its program. Ranks that wait are not
+    asked, nor is one that was stopped or is at a debugger: that is seen from here.
     """
+    numbers = job.evidence.absent(job.members, job.size)
+    question = StackQuestion(
+        job, [one for one in job.members if one.rank in numbers and one.alive and not one.halted()]
+    )
+    place = job.rendezvous.where_all_wait()
+    # Nobody is asked when all wait: the look at their meeting point has the time then.
+    looking = Looking(*place, reachability.GREETING, reachability.LOOK_TIMEOUT) if place else None
+    until = job.loop.now + ROLL_CALL_DEADLINE
 
-    def __init__(self, job: Job, rendezvous: RendezvousMonitor) -> None:
-        self._job = job
-        self._rendezvous = rendezvous
+    def is_over(now: float) -> bool:
+        looked = looking is None or looking.result is not None
+        return now >= until or (looked and question.is_answered())
 
-    def begin(self, action: CallRoll) -> None:
-        """Ask the missing ranks where they are, then say it.
-
-        The evidence signal makes a system call return early, which Python and most other code does
-        over again; a healthy rank is spared it all the same. A rank that all others have waited for
-        is not healthy until it was looked at, and /proc shows no line of its program. Ranks that
-        wait are not asked, nor is one that was stopped or is at a debugger: that is seen from here.
-        """
-        job = self._job
-        numbers = job.evidence.absent(job.members, job.size)
-        question = StackQuestion(
-            job,
-            [one for one in job.members if one.rank in numbers and one.alive and not one.halted()],
-        )
-        place = self._rendezvous.where_all_wait()
-        looking = (
-            Looking(*place, reachability.GREETING, reachability.LOOK_TIMEOUT)
-            if place is not None
-            else None
-        )
-
-        def say(now: float) -> None:
-            seen = looking.result if looking is not None else None
-            lines = (
-                job.evidence.roll_call(job.members, job.size, question.asked, seen)
-                if job.is_running
-                else ()
-            )
+    def say(now: float) -> None:
+        seen = looking.result if looking is not None else None
+        if job.is_running:
+            lines = job.evidence.roll_call(job.members, job.size, question.asked, seen)
             if lines:
-                job.reporter.report_roll_call(lines, action.because)
+                job.reporter.report_roll_call(lines, because)
 
-        question.wait(
-            "roll answers",
-            ROLL_CALL_DEADLINE,
-            say,
-            lambda: looking is None or looking.result is not None,
-        )
+    job.loop.poll("roll answers", is_over, say, every=ANSWER_LOOK)
 
 
-class UnresponsiveRanks:
-    """Ranks that were asked to end and cannot have heard it, because their main threads wait in C
-    code.
+def look_for_stuck(job: Job, ranks: tuple[int, ...], *, together: bool) -> None:
+    """Look which ranks cannot have heeded their signal, since their main threads wait in C code;
+    `Stuck` follows.
+
+    Only a rank is asked that sleeps though the signal has reached it. It waits in C code, in a
+    handler, or in Python code that has heeded the signal, and its stack tells which. When it
+    matters only that no rank goes on (`together`), none is asked while /proc shows one that does.
     """
+    living = [handle for handle in job.ranks if handle.rank in ranks and handle.alive]
+    if together:
+        asked = living if all(handle.may_wait() for handle in living) else []
+    else:
+        asked = [handle for handle in living if handle.may_be_deaf()]
+    question = StackQuestion(job, asked)
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def tell(now: float) -> None:
+        found: dict[str, list[int]] = {"deaf": [], "waiting": [], "": []}
+        for handle in question.asked:
+            if handle.alive:
+                found[handle.waits(now, together=together)].append(handle.rank)
+        job.feed(Stuck(tuple(found["deaf"]), tuple(found["waiting"])))
 
-    def begin(self, action: LookWhetherStuck) -> None:
-        """Look, and ask where it may be so; `Stuck` follows.
-
-        Only a rank is asked that sleeps though the signal has reached it. It waits in C code, in a
-        handler, or in Python code that has heeded the signal, and its stack tells which. When it
-        matters only that no rank goes on, none is asked while /proc shows one that does.
-        """
-        together = action.together
-        living = [
-            handle for handle in self._job.ranks if handle.rank in action.ranks and handle.alive
-        ]
-        if together:
-            asked = living if all(handle.may_wait() for handle in living) else []
-        else:
-            asked = [handle for handle in living if handle.may_be_deaf()]
-        question = StackQuestion(self._job, asked)
-
-        def tell(now: float) -> None:
-            seen = {
-                handle.rank: handle.waits(now, together=together)
-                for handle in question.asked
-                if handle.alive
-            }
-            deaf, waiting = (
-                tuple(rank for rank, how in seen.items() if how == wanted)
-                for wanted in ("deaf", "waiting")
-            )
-            self._job.feed(Stuck(deaf, waiting))
-
-        question.wait("deafness", EVIDENCE_DEADLINE, tell)
+    question.wait("stuck answers", EVIDENCE_DEADLINE, tell)

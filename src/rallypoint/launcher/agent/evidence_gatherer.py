@@ -8,9 +8,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-
-import msgspec
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import (
@@ -27,12 +26,12 @@ from rallypoint.diagnosis.evidence import (
     HelperLost,
     JobEvidence,
     MemoryEvidence,
-    Raised,
     RankEvidence,
 )
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
 from rallypoint.host.probe import Reached
+from rallypoint.launcher import exception_capture
 from rallypoint.launcher.agent.console import SETTLE_TIMEOUT, Console
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.plan import Plan
@@ -65,36 +64,12 @@ class EvidenceGatherer:
 
     # --- single questions, asked while the job runs
 
-    def needs_all(self, handle: RankHandle) -> bool:
-        """Return whether the group that a rank joins, or joined last, is one of all ranks."""
-        return handle.meeting is not None and rendezvous_mismatch.whole(
-            handle.meeting, self._plan.world.size
-        )
-
     def absent(self, ranks: Sequence[RankHandle], size: int) -> tuple[int, ...]:
         """Return the ranks that others wait for in an init_process_group of `size`."""
         here = [_position(handle, asked=False) for handle in ranks]
         return rendezvous_mismatch.absent(
             here, [handle.rank for handle in ranks if handle.waiting], size
         )
-
-    def share_a_device(self, ranks: Sequence[RankHandle]) -> bool:
-        """Return whether ranks of one NCCL group would use the same GPU."""
-        return bool(
-            root_cause.devices_shared(
-                [(one.rank, one.meeting) for one in ranks if one.meeting], len(ranks)
-            )
-        )
-
-    def is_consequence(self, raised: Raised) -> bool:
-        """Return whether an exception speaks of a lost peer. (Here, since the rules are imported
-        late.)
-        """
-        return classify.is_consequence(raised)
-
-    def has_lost_a_peer(self, handle: RankHandle) -> bool:
-        """Return whether an exception that a rank raised or caught speaks of a lost peer."""
-        return any(map(self.is_consequence, handle.errors()))
 
     def unmet(self, ranks: Sequence[RankHandle]) -> tuple[str, int] | None:
         """Return the host and port that a rank could not reach, or lost, by its errors; None when
@@ -144,38 +119,33 @@ class EvidenceGatherer:
         waiting = [handle.rank for handle in ranks if handle.waiting]
         lines = rendezvous_mismatch.lines(here, waiting, states, size, self._clock.elapsed(), root)
         if lines and seen is not None and reachability.explains(seen):
-            line = next(
-                (
-                    one.meeting.line
-                    for one in here
-                    if reachability.waits_at(one, seen) and one.meeting is not None
-                ),
-                "",
-            )
+            there = [one.meeting for one in here if reachability.waits_at(one, seen)]
+            line = next((meeting.line for meeting in there if meeting is not None), "")
             lines += (f"  {reachability.in_short(seen, line)}",)
         return lines
 
     # --- for a report
 
     def gather(
-        self, ranks: Sequence[RankHandle], known: JobEvidence, *, asked: bool
+        self, ranks: Sequence[RankHandle], *, asked: bool, told: Collection[int], **known: Any
     ) -> JobEvidence:
-        """Return `known` with the ranks, the machine and the plan added. `asked`: the living ranks
-        were asked for their stacks.
+        """Return the evidence: what is `known` of the job, its ranks, the machine and the plan.
+        `asked`: the living ranks were asked for their stacks. `told`: ranks whose failure stands in
+        a report.
         """
         self._console.pump.settle(SETTLE_TIMEOUT)
         plan = self._plan
         waits = any(handle.phase == "joining" for handle in ranks)
-        looked_at = [handle for handle in ranks if not (asked and handle.told)]
+        looked_at = [handle for handle in ranks if not (asked and handle.rank in told)]
         files = self._error_files(looked_at)
-        return msgspec.structs.replace(
-            known,
+        return JobEvidence(
+            program=exception_capture.sayable(plan.program.target),
             ranks=tuple(
                 self._rank(handle, file, asked=asked, waits=waits)
                 for handle, file in zip(looked_at, files, strict=True)
             ),
             max_restarts=plan.max_restarts,
-            memory=self._memory(ranks, known.helper),
+            memory=self._memory(ranks, known["helper"]),
             holders=_holders(ranks),
             run_dir=self._run_dir,
             on_failure=plan.on_failure,
@@ -186,6 +156,7 @@ class EvidenceGatherer:
             devices=self._devices(ranks),
             python=shlex.quote(sys.executable) if sys.executable else "",
             now=self._clock.elapsed(),
+            **known,
         )
 
     def _folder_of_task(self) -> str:
@@ -243,22 +214,19 @@ class EvidenceGatherer:
         has given no answer.
         """
         paths = [handle.error_file for handle in ranks]
-        try:
-            if (
-                not self._disk_is_silent
-            ):  # one question for all, and one deadline: 64 ranks have 64 files
+        try:  # one question for all, and one deadline: 64 ranks have 64 files
+            if not self._disk_is_silent:
                 return self._writer.ask(
-                    lambda: [_read_error_file(path) if path else "" for path in paths],
-                    ERROR_FILES_TIMEOUT,
+                    lambda: [*map(_read_error_file, paths)], ERROR_FILES_TIMEOUT
                 )
         except TimeoutError:
             self._disk_is_silent = True
-        return ["" for _ in ranks]
+        return [""] * len(paths)
 
     def _devices(self, ranks: Sequence[RankHandle]) -> Found | None:
         """Return the GPUs of this machine when an error speaks of them."""
         about = any(classify.about_devices(error) for handle in ranks for error in handle.errors())
-        if not about and not self.share_a_device(ranks):
+        if not about and not share_a_device(ranks):
             return None
         environ = {**os.environ, **self._plan.environment, **self._plan.rank_environment[0]}
         return devices.find(environ, devices.look_closely(DEVICES_TIMEOUT))
@@ -276,6 +244,12 @@ class EvidenceGatherer:
         killed = killed or (helper is not None and helper.ended.signal == signal.SIGKILL)
         pids, read = evidence.kernel_oom_kills(self._began) if killed else ((), False)
         return evidence.difference(self._before, evidence.memory_counters(), pids, read)
+
+
+def share_a_device(ranks: Sequence[RankHandle]) -> bool:
+    """Return whether ranks of one NCCL group would use the same GPU."""
+    meetings = [(one.rank, one.meeting) for one in ranks if one.meeting]
+    return bool(root_cause.devices_shared(meetings, len(ranks)))
 
 
 def _position(handle: RankHandle, *, asked: bool) -> RankEvidence:

@@ -19,11 +19,11 @@ from rallypoint.host import processes
 from rallypoint.host.processes import Activity
 from rallypoint.host.signals import EVIDENCE_SIGNAL
 from rallypoint.launcher import exception_capture
+from rallypoint.launcher.agent.evidence_collection import StackQuestion
 from rallypoint.launcher.agent.guard import Guard
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.query_socket import QuerySocket, Stopping
-from rallypoint.launcher.agent.stack_question import StackQuestion
 from rallypoint.launcher.agent.supervisor import KILL_PATIENCE, State
 from rallypoint.launcher.exits import describe
 
@@ -48,12 +48,10 @@ class StackSampler:
     between.
     """
 
-    def __init__(self, job: Job, watch: Watch, *, hooks: bool) -> None:
-        """Ask them all. `hooks`: they are looked into, and can answer."""
+    def __init__(self, job: Job, watch: Watch) -> None:
         self._plan = job.plan
         self._ranks = list(job.members)
         self._watch = watch
-        self._hooks = hooks
         self._asked_at = job.loop.now
         before = activities(self._ranks)
         watch.look(before, self._asked_at)
@@ -61,7 +59,7 @@ class StackSampler:
             handle.rank: processes.cpu_seconds(handle.pid) for handle in self._ranks if handle.alive
         }
         self._question = StackQuestion(
-            job, [handle for handle in self._ranks if hooks and _can_answer(handle, before)]
+            job, [one for one in self._ranks if job.plan.hooks and _can_answer(one, before)]
         )
         self._asked = {handle.rank for handle in self._question.asked}
 
@@ -124,7 +122,7 @@ class StackSampler:
             return ("stopped" if activity.state == "T" else "held"), ""
         if self._plan.start == "exec":
             return "other program", processes.command_line(handle.pid)
-        if not self._hooks:
+        if not self._plan.hooks:
             return "not looked into", ""
         if handle.rank in self._asked:
             return ("kernel" if activity.state == "D" else "no answer"), ""
@@ -163,12 +161,9 @@ def _activities(ranks: Sequence[RankHandle]) -> Iterator[tuple[int, Activity]]:
 class HangMonitor:
     """The door, the watch over all ranks, the round that is on, and who waits for its result."""
 
-    def __init__(self, job: Job, *, hooks: bool, stop: Callable[[], None]) -> None:
-        """`hooks`: whether the ranks are looked into, and can answer. `stop` is called when a
-        visitor wants the job to end.
-        """
+    def __init__(self, job: Job, *, stop: Callable[[], None]) -> None:
+        """`stop` is called when a visitor wants the job to end."""
         self._job = job
-        self._hooks = hooks
         self._stop = stop
         self._door: QuerySocket | None = None
         self._watch = self._new_watch()
@@ -261,7 +256,7 @@ class HangMonitor:
         # While a failure is judged the report waits for the answers to its own question: another
         # one now could cost it those.
         if self._round is None and self._job.state is not State.JUDGING:
-            self._round = StackSampler(self._job, self._watch, hooks=self._hooks)
+            self._round = StackSampler(self._job, self._watch)
         self._job.loop.by("standing", now, self._look_for_answers)
 
     def _look_for_answers(self, now: float) -> None:

@@ -1,4 +1,6 @@
-"""What outlives a job: the guard and the template, which `launch` keeps warm from call to call."""
+"""Processes that outlive a job: the guard and the template, which `launch` keeps warm from call to
+call.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from collections.abc import Mapping
 from rallypoint.launcher import spawn
 from rallypoint.launcher.agent.guard import Guard
 from rallypoint.launcher.agent.process_handles import TemplateHandle
+from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.program import Program
 from rallypoint.launcher.protocol import (
     Exited,
@@ -24,7 +27,7 @@ from rallypoint.launcher.protocol import (
 
 
 class HelperProcesses:
-    """Both of an agent. There is no template before `template` is set."""
+    """Guard and template of an agent. There is no template before `use`."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
@@ -33,32 +36,32 @@ class HelperProcesses:
         self._files: tuple[tuple[str, int, int], ...] = ()
 
     def is_ready(self, files: tuple[tuple[str, int, int], ...]) -> None:
-        """The template may be forked. `files`: what a person may change that it has imported: path,
+        """Note that the template may be forked. `files`: what a person may change that it has imported: path,
         time in ns, size; none when it has imported parts of torch since it was ready the first
         time."""
         self.ready, self._files = True, files or self._files
 
     def import_parts(self, parts: tuple[str, ...]) -> None:
-        """Between two jobs: let the template import these parts of torch. It is not ready until it
-        has.
+        """Let the template, between two jobs, import these parts of torch. It is not ready
+        until it has.
         """
         if self.template is not None and self.ready:
             self.template.order(ImportParts(parts))
             self.ready = False
 
     def use(self, template: TemplateHandle) -> None:
-        """From now on this template is forked, as soon as it is ready."""
+        """Have this template forked from now on, as soon as it is ready."""
         self.template, self.ready, self._files = template, False, ()
 
     def dismiss_template(self) -> None:
-        """The next job gets a new one."""
+        """End the template: the next job gets a new one."""
         if self.template is not None:
             self.template.end()
         self.template, self.ready, self._files = None, False, ()
 
     def changed_file(self) -> str:
-        """The first file that the template has imported and that is another one by now, "" when
-        there is none.
+        """Return the first file that the template has imported and that is another one by now, ""
+        when there is none.
         """
         for path, time, size in self._files:
             try:
@@ -70,7 +73,7 @@ class HelperProcesses:
         return ""
 
     def between_jobs(self, message: Packet | None) -> None:
-        """The template says something while there is no job: a c10d host of the last one has ended,
+        """Act on a message that comes while there is no job: a c10d host of the last one has ended,
         mostly; or that it is ready, when the last job was over before that. None: it has ended. One
         that cannot be used goes, and the next job hears why from its own."""
         match message:
@@ -83,32 +86,38 @@ class HelperProcesses:
                 self.dismiss_template()
 
     def end(self) -> None:
-        """The template is ended, the guard released."""
+        """End the template, release the guard."""
         if self.template is not None:
             self.template.end()
         self.guard.farewell()
 
 
-def start_template(
-    program: Program,
-    preload: tuple[str, ...],
-    environment: Mapping[str, str],
-    *,
+def start_for(
+    plan: Plan,
     parts: tuple[str, ...],
+    *,
     imports: bool,
-    hooks: bool,
-    paths: tuple[str, ...] | None,
     files_limit: tuple[int, int],
     guard: Guard,
 ) -> TemplateHandle:
-    """Start a template with this environment. `imports=False`: a starter of fresh interpreters,
-    which imports nothing. `parts`, `paths`: see `Setup`."""
+    """Start a template for a job. `imports=False`: a starter of fresh interpreters, which imports
+    nothing. `parts`: of torch, that it imports early.
+    """
+    # A template of `launch` serves more than one job.
+    given = plan.environment if plan.task is None else {"RALLYPOINT_JOB": plan.job}
+    environment = {**os.environ, **given}
     pid, line = spawn.start_template(environment, imports=imports)
     handle = take_over(pid, line, imports=imports, files_limit=files_limit, guard=guard)
-    if not imports:
-        preload = parts = ()
     handle.set_up(
-        setup(program, preload, environment, parts=parts, imports=imports, hooks=hooks, paths=paths)
+        setup(
+            plan.program,
+            plan.preload if imports else (),
+            environment,
+            parts=parts if imports else (),
+            imports=imports,
+            hooks=plan.hooks,
+            paths=plan.task.paths if plan.task is not None else None,
+        )
     )
     return handle
 
@@ -116,8 +125,8 @@ def start_template(
 def take_over(
     pid: int, line: socket.socket, *, imports: bool, files_limit: tuple[int, int], guard: Guard
 ) -> TemplateHandle:
-    """A template that was just started is this process's, and the guard's to look after. It is to
-    be set up.
+    """Take over a template that was just started, and give it to the guard to look after. It is
+    still to be set up.
     """
     handle = TemplateHandle(pid, line, imports=imports)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, files_limit)
@@ -135,7 +144,7 @@ def setup(
     hooks: bool,
     paths: tuple[str, ...] | None,
 ) -> Setup:
-    """What a template is there for that was started with this environment."""
+    """Make the first packet for a template that was started with this environment."""
     return Setup(
         program=program,
         parts=parts,

@@ -1,5 +1,5 @@
-"""State that the agent's parts share: the plan, the loop, console and reporter, the present
-attempt, the supervisor.
+"""State that the agent's parts share, and the parts themselves: each reaches the others through
+it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,31 @@ if TYPE_CHECKING:
     from rallypoint.launcher.agent.attempt import Attempt
     from rallypoint.launcher.agent.console import Console
     from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
+    from rallypoint.launcher.agent.hang_monitor import HangMonitor
     from rallypoint.launcher.agent.helper_processes import HelperProcesses
+    from rallypoint.launcher.agent.launch_request import LaunchRequest
+    from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
     from rallypoint.launcher.agent.process_handles import RankHandle, TemplateHandle
+    from rallypoint.launcher.agent.rank_endings import RankEndings
+    from rallypoint.launcher.agent.rank_starter import RankStarter
+    from rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor
     from rallypoint.launcher.agent.reporter import Reporter
+    from rallypoint.launcher.agent.spawned_ranks import SpawnedRanks
+    from rallypoint.launcher.agent.worker_messages import WorkerMessages
 
 
 class Job:
     """One node's share of a job. A part tells the supervisor what it has seen (`feed`), and never
     what to do about it.
     """
+
+    # The parts, set by the agent once there is a job.
+    rendezvous: RendezvousMonitor
+    hang_monitor: HangMonitor
+    spawn_monitor: SpawnedRanks
+    messages: WorkerMessages
+    endings: RankEndings
+    starter: RankStarter
 
     def __init__(
         self,
@@ -38,26 +54,30 @@ class Job:
         act: Callable[[Action], None],
         *,
         helpers: HelperProcesses,
+        parts: PreloadedParts,
         console: Console,
         reporter: Reporter,
         evidence: EvidenceGatherer,
+        request: LaunchRequest | None = None,
     ) -> None:
         """`act` carries out an action of the supervisor's."""
         self.plan = plan
         self.loop = loop
+        self.attempt = attempt  # the present one; without ranks before the first
+        self.supervisor = decider
+        self.helpers = helpers
+        self.parts = parts
         self.console = console
         self.reporter = reporter
         self.evidence = evidence
-        self.attempt = attempt  # the present one; empty before the first
-        self.supervisor = decider
-        self.helpers = helpers
+        self.request = request  # the call of `launch` that the job carries out
         self.problem: RallypointError | Report | None = None  # why nothing could be started
         self.lost: HelperLost | None = None
         self._act = act
 
     @property
     def ranks(self) -> list[RankHandle]:
-        """The ranks of this attempt, by rank; none before the first."""
+        """The ranks of this attempt, in order; none before the first."""
         return self.attempt.ranks
 
     def rank(self, number: int) -> RankHandle | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
+from collections.abc import Sequence
 
+from rallypoint.launcher import protocol
 from rallypoint.launcher.agent.helper_processes import HelperProcesses
-from rallypoint.launcher.protocol import Call
+from rallypoint.launcher.protocol import Call, Outcome, Restarted
 
 
 class CallerGone(Exception):
@@ -47,6 +50,11 @@ class LaunchRequest:
         poll.register(self.line, 0)  # that it was closed is always told
         poll.register(self.caller, select.POLLIN)
         return not poll.poll(0)
+
+    def tell(self, message: Restarted | Outcome, fds: Sequence[int] = ()) -> None:
+        """Tell the caller, unless it has ended, which its pidfd says, too."""
+        with contextlib.suppress(OSError):
+            protocol.send(self.line, message, fds)
 
     def close(self) -> None:
         """Close the descriptors that came with the call."""

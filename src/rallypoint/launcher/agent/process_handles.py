@@ -176,7 +176,6 @@ class RankHandle:
         self.ended: Ended | None = None
         self.log_rank = rank  # whose log has its words
         self.reaped = False
-        self.told = False  # its failure stands in a report
         self.raised: Raised | None = None
         self.traceback_printed = False
         self.caught: dict[int, Raised] = {}
@@ -248,9 +247,11 @@ class RankHandle:
         self.their_control.close()
         self.pid, self.pidfd, self.evidence, self.log_rank = pid, pidfd, evidence, starter
 
-    def go(self) -> None:
-        """Let the program start."""
+    def go(self, *, noticed: bool) -> None:
+        """Let the program start. `noticed`: a notice came before."""
         self._tell(Go())
+        if noticed:
+            self._tell(Noticed())
 
     def notice(self, name: str) -> bool:
         """Hand a notice on, and the signal itself if there is a handler for it: without one it
@@ -258,10 +259,6 @@ class RankHandle:
         self._tell(Noticed())
         number = signal.Signals[name]
         return processes.handles(self.pid, number) and processes.send(self.pidfd, number)
-
-    def noticed(self) -> None:
-        """Tell it of a notice that came before its start."""
-        self._tell(Noticed())
 
     def released(self) -> None:
         """Tell the worker that the held port is free."""

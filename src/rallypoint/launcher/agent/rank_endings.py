@@ -7,70 +7,48 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
 
+from rallypoint.diagnosis import classify
 from rallypoint.diagnosis.evidence import Ended
 from rallypoint.host import processes, signals
 from rallypoint.launcher.agent import supervisor
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.leftovers import Leftovers
-from rallypoint.launcher.agent.process_handles import RankHandle
+from rallypoint.launcher.agent.process_handles import KILL_DEADLINE, RankHandle
 from rallypoint.launcher.agent.supervisor import CleanGroup, SignalGroup, State
-from rallypoint.launcher.agent.worker_messages import WorkerMessages
 from rallypoint.launcher.protocol import Exited, Reap, Reaped
-
-# Seconds in which a SIGKILLed process must be gone; see error_exit.py.
-KILL_DEADLINE = 2.0
-# Seconds in which the template tells of a rank's end, which the kernel shows at the same time. The
-# template's messages keep the order of the ends and tell more; without them /proc has to do.
-TOLD_PATIENCE = 2.0
 
 
 class RankEndings:
     """Owner of everything that follows when a rank is stopped or ends."""
 
-    def __init__(
-        self,
-        job: Job,
-        messages: WorkerMessages,
-        *,
-        adopts_strangers: bool,
-        spared: Callable[[], int],
-    ) -> None:
-        """`adopts_strangers`: this process has children that are not the job's. `spared`: pid of a
-        process that is not to be killed, 0: none."""
+    def __init__(self, job: Job, *, adopts_strangers: bool) -> None:
+        """`adopts_strangers`: this process has children that are not the job's."""
         self._job = job
-        self._messages = messages
         self._adopts_strangers = adopts_strangers
         self._marker = f"RALLYPOINT_JOB={job.plan.job}".encode()
-        self._spared = spared
         self._order = 0
-        self._template_is_silent = False
-        self._leftovers = Leftovers(job, self.reap)
+        self._leftovers = Leftovers(job)
 
     # --- stopping
 
-    def signal_group(self, action: SignalGroup) -> bool:
-        """Signal a rank's process group; False when the rank has no process, so that nothing more
-        may be started.
+    def signal_group(self, action: SignalGroup) -> None:
+        """Signal a rank's process group. A rank without a process is taken for ended, and none is
+        started any more.
         """
         job, handle = self._job, self._job.rank(action.rank)
-        if handle is None or (not handle.pid and not handle.ordered):
+        if handle is not None and handle.alive:
+            what = "killed" if action.signal == "SIGKILL" else "stop-sent"
+            job.reporter.event(what, rank=action.rank, because=action.because, signal=action.signal)  # type: ignore[arg-type]
+            handle.signal_group(action.signal, job.loop.now)
+        elif handle is None or not handle.pid:
+            job.starter.stop()
             if handle is not None:
                 handle.sent.append(action.signal)
-            self.never_started(action.rank)
-            return False
-        if not handle.pid:  # it is killed when the template tells its pid
-            handle.sent.append(action.signal)
-            return False
-        if handle.alive:
-            what: Literal["killed", "stop-sent"] = (
-                "killed" if action.signal == "SIGKILL" else "stop-sent"
-            )
-            job.reporter.event(what, rank=action.rank, because=action.because, signal=action.signal)
-            handle.signal_group(action.signal, job.loop.now)
-        return True
+            # One that is being forked is killed when the template tells its pid.
+            if handle is None or not handle.ordered:
+                self.never_started(action.rank)
 
     def never_started(self, rank: int) -> None:
         """Take a rank that was not started yet for ended."""
@@ -86,70 +64,33 @@ class RankEndings:
         """Handle the template's message that a child has ended."""
         job, handle = self._job, self._of_pid(message.pid)
         if handle is not None:
-            if handle.ended is None:  # else the template was late: see `_take_end`
-                self._on_end(handle, message.code, message.signal)
+            self._on_end(handle, message.code, message.signal)
             return
+        # a c10d host: this attempt's, or an earlier one's that was ended
         job.helpers.guard.forget(message.pid)
-        job.template.order(
-            Reap(message.pid)
-        )  # a c10d host: this attempt's, or an earlier one's that was ended
+        job.template.order(Reap(message.pid))
         host = job.attempt.host
-        if (
-            host is not None
-            and host.pid == message.pid
-            and host.pidfd >= 0
-            and any(one.alive for one in job.ranks)
-        ):
+        is_ours = host is not None and host.pid == message.pid and host.pidfd >= 0
+        if host is not None and is_ours and any(one.alive for one in job.ranks):
             host.end()
             job.helper_lost("c10d host", message.pid, message.code, message.signal)
 
-    def on_untold_end(self, handle: RankHandle) -> None:
-        """Handle the end of a rank as the kernel shows it. The template is about to say how; not
-        when it was stopped.
-        """
-        self._job.loop.unwatch(handle.pidfd)
-        self._job.loop.at(
-            f"end of rank {handle.rank}",
-            self._job.loop.now + TOLD_PATIENCE,
-            lambda now: self._take_end(handle),
-        )
-
-    def _take_end(self, handle: RankHandle) -> None:
-        if handle.ended is None and (end := processes.end_of_unreaped(handle.pid)) is not None:
-            if not self._template_is_silent:
-                self._template_is_silent = True
-                pid = self._job.template.pid
-                found = processes.status(pid)
-                state = f"state {found.state}" if found is not None else "it is gone"
-                self._job.console.say(
-                    f"rallypoint: the template (pid {pid}) does not tell that ranks have ended: {state}"
-                )
-            self._on_end(handle, *end)
-
     def _on_end(self, handle: RankHandle, code: int, number: int) -> None:
         job = self._job
-        while self._messages.receive(handle, waits=False):  # its last words come before its end
+        while job.messages.receive(handle, waits=False):  # its last words come before its end
             pass
         job.loop.unwatch(handle.control.fileno())
-        job.loop.unwatch(handle.pidfd)
-        job.loop.cancel(f"end of rank {handle.rank}")
-        if (
-            job.state is State.RUNNING
-        ):  # it was asked for `rallypoint stacks`, a stall or a roll call, perhaps hours ago
+        if job.state is State.RUNNING:
+            # its answer is one to `rallypoint stacks`, a stall or a roll call, perhaps hours ago
             handle.disregard()
         handle.ended = Ended(code, number, job.loop.now, self._order)
         self._order += 1
-        job.reporter.event(
-            "ended",
-            rank=handle.rank,
-            **({"signal": signals.name(number)} if number else {"code": code}),
-        )
-        lost_peer = job.evidence.has_lost_a_peer(handle)
+        how = {"signal": signals.name(number)} if number else {"code": code}
+        job.reporter.event("ended", rank=handle.rank, **how)
+        lost_peer = any(map(classify.is_consequence, handle.errors()))
         # An abort and a plain exit code may be a program's answer to a lost peer; other signals and
         # recorded exceptions are not.
-        sure = bool(number and number != signal.SIGABRT) or (
-            handle.raised is not None and not lost_peer
-        )
+        sure = number not in (0, signal.SIGABRT) or (handle.raised is not None and not lost_peer)
         because = f"rank {handle.rank} ended with {signals.name(number) if number else f'exit code {code}'}"
         job.feed(supervisor.RankEnded(handle.rank, code, number, sure and not handle.sent, because))
 
@@ -174,12 +115,10 @@ class RankEndings:
         """End what the ranks, which have all ended, left running. `hurries`: what ends the grace;
         None: there is none.
         """
-        handles = self._unreaped()
         if hurries is not None:
-            self._leftovers.end(handles, hurries)
+            self._leftovers.end(self._unreaped(), hurries)
         self._job.console.say_immortal(self.kill_family())
-        for handle in handles:
-            self.reap(handle)
+        self.reap_ranks()
 
     def _unreaped(self) -> list[RankHandle]:
         return [handle for handle in self._job.ranks if handle.pid and not handle.reaped]
@@ -191,10 +130,9 @@ class RankEndings:
         Its own helpers are spared, unless `also_helpers` (the guard still is). Returns the
         processes that did not end.
         """
-        job, other = self._job, self._spared()
-        spared = [self._job.helpers.guard.pid, *([other] if other else [])]
+        job, host = self._job, self._job.attempt.host
+        spared = [job.helpers.guard.pid]
         if not also_helpers:
-            host = job.attempt.host
             spared += [job.template.pid, *([host.pid] if host and host.pid else [])]
         ancestor = job.template.pid
         if job.template.pidfd < 0:  # it has ended, and left us what was beneath it
@@ -241,28 +179,31 @@ class RankEndings:
         """Reap the job's processes that have lost their parent and come to this one. Template and
         guard are looked after apart.
         """
-        while True:
-            try:
-                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            except ChildProcessError:
-                return
-            if info is None or info.si_pid in (self._job.template.pid, self._job.helpers.guard.pid):
-                return  # the pidfd's event follows, and calls this again
+        for info in _ended_children(self._job.template.pid, self._job.helpers.guard.pid):
             handle = self._of_pid(info.si_pid)
             if handle is not None and handle.ended is None:
                 self._on_end(handle, *processes.ended(info))
             if handle is not None:
                 processes.send_group(handle.pid, signal.SIGKILL)
-            with contextlib.suppress(
-                ChildProcessError
-            ):  # a look's own child, which its thread waits for, too
-                os.waitid(os.P_PID, info.si_pid, os.WEXITED)
+            _reap(info.si_pid)
 
     def reap_everything(self) -> None:
         """Reap all children at the very end, but the guard: nobody asks how they ended any more."""
-        guard = self._job.helpers.guard.pid
-        with contextlib.suppress(ChildProcessError):
-            while (
-                info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            ) is not None and info.si_pid != guard:
-                os.waitid(os.P_PID, info.si_pid, os.WEXITED)
+        for info in _ended_children(self._job.helpers.guard.pid):
+            _reap(info.si_pid)
+
+
+def _ended_children(*but: int) -> Iterator[os.waitid_result]:
+    """Yield this process's children that have ended, until it has none or the next is one of
+    `but`, whose pidfd is watched.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            if info.si_pid in but:
+                return
+            yield info
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):  # a look's own child, which its thread waits for
+        os.waitid(os.P_PID, pid, os.WEXITED)

@@ -6,23 +6,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rallypoint.errors import EnvironmentProblem
 from rallypoint.host import processes
 from rallypoint.launcher.agent import supervisor
 from rallypoint.launcher.agent.attempt import Attempt, Order, exhausted
-from rallypoint.launcher.agent.hang_monitor import HangMonitor
 from rallypoint.launcher.agent.job import Job
-from rallypoint.launcher.agent.process_handles import RankHandle
-from rallypoint.launcher.agent.rank_endings import RankEndings
 from rallypoint.launcher.agent.rank_streams import RankStreams
-from rallypoint.launcher.agent.rendezvous_monitor import RendezvousMonitor
-from rallypoint.launcher.agent.spawned_ranks import SpawnedRanks
 from rallypoint.launcher.agent.supervisor import StartRanks
-from rallypoint.launcher.agent.worker_messages import WorkerMessages
-from rallypoint.launcher.protocol import Forked, NotForked, Ready
+from rallypoint.launcher.protocol import Forked, NotForked, Restarted
 
 if TYPE_CHECKING:
     from rallypoint.host.ports import HeldPort
@@ -40,31 +34,19 @@ class RankStarter:
         self,
         job: Job,
         streams: RankStreams,
-        messages: WorkerMessages,
-        endings: RankEndings,
-        rendezvous: RendezvousMonitor,
-        hang_monitor: HangMonitor,
-        spawned: SpawnedRanks,
+        ignored: tuple[int, ...],
         *,
-        new_attempt: Callable[[int], Attempt],
-        hooks: bool,
+        held: HeldPort | None,
+        place: RendezvousFile | None,
     ) -> None:
-        """`hooks`: the ranks are looked into, and tell more than their end."""
+        """`ignored`: signals that were ignored when the job started. `held`: the first attempt's
+        meeting point, if it was bound before. `place`: on a shared file system, where the job says
+        where its ranks meet."""
         self._job = job
         self._streams = streams
-        self._messages = messages
-        self._endings = endings
-        self._rendezvous = rendezvous
-        self._hang_monitor = hang_monitor
-        self._spawned = spawned
-        self._new_attempt = new_attempt
-        self._hooks = hooks
-        self.held: HeldPort | None = (
-            None  # the first attempt's meeting point, if it was bound before
-        )
-        self.place: RendezvousFile | None = (
-            None  # on a shared file system, where the job says where its ranks meet
-        )
+        self._ignored = ignored
+        self._held = held
+        self._place = place
         self.noticed = False  # a notice came (`--notice-signal`)
         self.ahead = 0  # orders that the template has not answered
         self._orders: Iterator[Order] = iter(())
@@ -73,19 +55,23 @@ class RankStarter:
 
     def start(self, action: StartRanks) -> None:
         """Begin an attempt: bind its meeting point, make its store, order its processes."""
-        job = self._job
+        job, number = self._job, action.attempt
         self.close_store("the job was started again, with a new store")
         self.close_attempt()
+        payload = job.request.payload if job.request is not None else ()
+        began = job.loop.clock.wall()
+        job.attempt = Attempt(job.plan, number, began=began, ignored=self._ignored, payload=payload)
+        if job.request is not None and number:
+            job.request.tell(Restarted(number))
+        job.rendezvous.begin()
+        job.reporter.begin_attempt(number, action.because)
+        job.console.begin_attempt(number)
         try:
-            job.attempt = self._new_attempt(action.attempt)
-            self._rendezvous.begin()
-            job.reporter.begin_attempt(action.attempt, action.because)
-            job.console.begin_attempt(action.attempt)
-            self._streams.begin_attempt(action.attempt)
-            port = job.attempt.hold(self.held)
-            self.held = None
-            if self.place is not None:
-                self.place.publish(action.attempt, job.attempt.held)
+            self._streams.begin_attempt(number)
+            port = job.attempt.begin(self._held)
+            self._held = None
+            if self._place is not None:
+                self._place.publish(number, job.attempt.held)
             self._open_store()
         except EnvironmentProblem as problem:
             self._cannot_start(problem)
@@ -94,7 +80,7 @@ class RankStarter:
             self._exhausted(error)
             return
         job.reporter.event("port-held", host=job.plan.master_addr, port=port)
-        self._hang_monitor.begin()
+        job.hang_monitor.begin()
         self._orders = job.attempt.orders(self._streams)
         self.ahead = 0
         self._send_orders()
@@ -106,10 +92,9 @@ class RankStarter:
     def close_attempt(self) -> None:
         """Close what the attempt holds. Its processes have ended."""
         job = self._job
-        self._spawned.close()
-        job.loop.unwatch(
-            job.attempt.host_ready
-        )  # a function that returns at once is done before the host serves
+        job.spawn_monitor.close()
+        # A function that returns at once is done before the host serves.
+        job.loop.unwatch(job.attempt.host_ready)
         for handle in job.ranks:  # one that would not die
             job.loop.unwatch(handle.pidfd)
         job.attempt.close()
@@ -120,20 +105,19 @@ class RankStarter:
 
     def _exhausted(self, error: OSError) -> None:
         for handle in self._job.ranks:
-            if (
-                not handle.ordered and not handle.pid
-            ):  # it never will be; cleaning up takes descriptors, too
+            # It never will be started; cleaning up takes descriptors, too.
+            if not handle.ordered and not handle.pid:
                 handle.close()
         self._cannot_start(exhausted(error, self._job.plan.world.local_size))
 
     # --- the store
 
     def _open_store(self) -> None:
-        attempt = self._job.attempt
-        attempt.open_store()
-        if attempt.store is not None:
-            self._job.helpers.guard.inherit(attempt.store.path)
-            self._job.loop.watch(attempt.store.fileno(), self._on_store_client)
+        job = self._job
+        job.attempt.open_store()
+        if job.attempt.store is not None:
+            job.helpers.guard.inherit(job.attempt.store.path)
+            job.loop.watch(job.attempt.store.fileno(), self._on_store_client)
 
     def _on_store_client(self) -> None:
         """Start the store's thread for its first client. A job whose ranks never ask for the store
@@ -145,20 +129,19 @@ class RankStarter:
         job.loop.unwatch(store.fileno())
         try:
             store.serve(job.ranks, job.loop.clock.elapsed)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # no descriptor, no memory, no thread: the clients read that nobody answers
+        except (OSError, RuntimeError) as error:
+            # no descriptor, no memory, no thread: the clients read that nobody answers
             job.console.say(f"rallypoint: the job's store cannot be served: {error}")
-            job.attempt.close_store("it could not be started")
+            self.close_store("it could not be started")
             return
         job.reporter.event("store-serves", address=store.address)
 
     def close_store(self, reason: str) -> None:
-        """End the store; its clients are told the reason."""
-        if self._job.attempt.store is not None:
-            self._job.loop.unwatch(self._job.attempt.store.fileno())
-            self._job.attempt.close_store(reason)
+        """End the store, if there is one; its clients are told the reason."""
+        store, self._job.attempt.store = self._job.attempt.store, None
+        if store is not None:
+            self._job.loop.unwatch(store.fileno())
+            store.stop(reason)
 
     # --- orders, and the template's answers
 
@@ -184,7 +167,7 @@ class RankStarter:
     def _on_host_ready(self) -> None:
         job = self._job
         job.loop.unwatch(job.attempt.host_ready)
-        if job.attempt.hear_host():
+        if job.attempt.has_host_answered():
             job.reporter.event("c10d-ready", address=job.attempt.held)
 
     def on_forked(self, message: Forked) -> None:
@@ -194,16 +177,15 @@ class RankStarter:
         try:
             self._take_in(message)
         except OSError as error:  # no descriptor is left for it, and nothing runs unwatched
-            os.kill(
-                message.pid, signal.SIGKILL
-            )  # its own number still: the template reaps it when we say so
+            # its own number still: the template reaps it only when it is told to
+            os.kill(message.pid, signal.SIGKILL)
             if self._job.problem is None:
                 self._exhausted(error)
             self._not_started(message.rank)
 
     def _take_in(self, message: Forked) -> None:
-        """Register a process with the guard and let its program start. `OSError` when no descriptor
-        is left for it.
+        """Register a process with the guard and let its program start. Raises OSError when no
+        descriptor is left for it.
         """
         job, guard = self._job, self._job.helpers.guard
         handle = job.rank(message.rank)
@@ -217,36 +199,34 @@ class RankStarter:
         if handle.sent:  # the job was stopped while it was being forked
             processes.send(handle.pidfd, signal.SIGKILL)
         else:
-            handle.go()
-            if self.noticed:
-                handle.noticed()
-        if not self._hooks:
+            handle.go(noticed=self.noticed)
+        if not job.plan.hooks:
             handle.phase = "started"  # it will tell nothing more
         job.reporter.event(
             "worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4)
         )
-        job.loop.watch(handle.control.fileno(), lambda: self._messages.receive(handle))
-        job.loop.watch(handle.pidfd, lambda: self._endings.on_untold_end(handle))
+        job.loop.watch(handle.control.fileno(), lambda: job.messages.receive(handle))
 
     def on_not_forked(self, message: NotForked) -> None:
         """Handle a process that the template could not fork."""
+        job = self._job
         self.ahead -= 1
         if message.unclean:
-            self._job.console.say_unclean(Ready(0.0, unclean=message.unclean), "")
-        self._job.problem = self._job.reporter.not_forked(message)
+            job.console.say_unclean("", message.unclean)
+        job.problem = job.reporter.not_forked(message)
         if not self._not_started(message.rank):
-            self._job.feed(supervisor.Impossible("a process could not be started"))
+            job.feed(supervisor.Impossible("a process could not be started"))
 
     def _not_started(self, rank: int) -> bool:
         """Note that a rank never will be; return whether the job is being stopped, and the
         supervisor waits for the rank's end.
         """
-        handle: RankHandle | None = self._job.rank(rank)
+        handle = self._job.rank(rank)
         if handle is None:
             return False
         handle.ordered = False
         if handle.sent:
-            self._endings.never_started(rank)
+            self._job.endings.never_started(rank)
         return bool(handle.sent)
 
     def give_up_orders(self) -> None:
@@ -254,8 +234,8 @@ class RankStarter:
         for handle in self._job.ranks:
             handle.ordered = False
 
-    def abandon(self, ranks: Sequence[RankHandle]) -> None:
-        """Start nothing more, and have these ranks killed as soon as they are forked."""
+    def abandon(self) -> None:
+        """Start nothing more, and have ranks that are forked from now on killed."""
         self.stop()
-        for handle in ranks:
+        for handle in self._job.ranks:
             handle.sent.append("SIGKILL")

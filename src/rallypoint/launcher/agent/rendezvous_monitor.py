@@ -14,6 +14,7 @@ from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.diagnosis.rendezvous_mismatch import Caller, Misfit
 from rallypoint.host.probe import Looking, Reached
 from rallypoint.launcher.agent import supervisor
+from rallypoint.launcher.agent.evidence_gatherer import share_a_device
 from rallypoint.launcher.agent.job import Job
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.agent.tcpstore_monitor import StoreAddress, TcpStoreMonitor
@@ -79,7 +80,7 @@ class RendezvousMonitor:
             self._differing_told = True
             job.console.say_differs(message.meeting, job.attempt.held)
             self._look_at_once(message.meeting)
-        if job.evidence.share_a_device(job.ranks):
+        if share_a_device(job.ranks):
             job.feed(supervisor.CannotMeet("ranks of one group of NCCL's have the same GPU"))
         if message.meeting.timeout:
             until = job.loop.now + message.meeting.timeout + TORCH_OVERRUN

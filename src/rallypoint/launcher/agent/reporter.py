@@ -18,7 +18,6 @@ from rallypoint.errors import RallypointError
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.agent.console import Console, say_directly
 from rallypoint.launcher.agent.evidence_gatherer import ERROR_FILES_TIMEOUT
-from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.protocol import ImportFailed, NotForked
 from rallypoint.record import preload_history
@@ -76,6 +75,7 @@ class Reporter:
         self._earlier: tuple[Report, ...] = ()  # reports of earlier attempts
         self._reports: tuple[Report, ...] = ()  # of this one, its cause first
         self._error_files: dict[int, str] = {}  # of this attempt, by rank: what `@record` wrote
+        self.told: set[int] = set()  # ranks of this attempt whose failure stands in a report
         folder.write_plan(plan)
         self.event(
             "job-started",
@@ -110,7 +110,7 @@ class Reporter:
         """Begin the record of an attempt; reports so far are an earlier one's."""
         self.event("attempt-started", because=because, attempt=number)
         self._earlier, self._reports = self.reports, ()
-        self._error_files = {}
+        self._error_files, self.told = {}, set()
 
     # --- notices, which end nothing
 
@@ -136,37 +136,33 @@ class Reporter:
 
     # --- reports
 
-    def report(
-        self, ranks: Sequence[RankHandle], job: JobEvidence, misfit: Misfit | None, *, asked: bool
+    def judge(
+        self, evidence: JobEvidence, misfit: Misfit | None, *, all_again: bool
     ) -> tuple[Report, ...]:
-        """Judge the evidence and show what is new in it; return all reports of this attempt, the
-        cause first.
+        """Return the reports that come of the evidence, the cause first.
 
-        `misfit`: why the ranks could not meet; errors of the ranks came after it. `asked`: see
-        `EvidenceGatherer.gather`.
+        `misfit`: why the ranks could not meet; errors of the ranks came after it. Unless
+        `all_again`, only what is new since the last reports of this attempt.
         """
-        told = tuple(handle.rank for handle in ranks if handle.told)
-        failed = {rank.rank for rank in job.ranks if root_cause.has_failed(rank)}
-        self._error_files |= {one.rank: one.error_file for one in job.ranks if one.error_file}
-        for handle in ranks:
-            handle.told = handle.told or handle.rank in failed
+        before = tuple(self.told)
+        self.told |= {rank.rank for rank in evidence.ranks if root_cause.has_failed(rank)}
+        self._error_files |= {one.rank: one.error_file for one in evidence.ranks if one.error_file}
         if misfit is not None:
-            return self._show((rendezvous_mismatch.report(misfit, job),))
-        if not told or asked:
-            return self._show(root_cause.diagnose(job))
-        news = root_cause.news(
-            job, told, tuple({rank for report in self._reports for rank in report.ranks})
-        )
+            return (rendezvous_mismatch.report(misfit, evidence),)
+        if not before or all_again:
+            return root_cause.diagnose(evidence)
+        blamed = {rank for report in self._reports for rank in report.ranks}
+        news = root_cause.news(evidence, before, tuple(blamed))
         for line in news.followed:
             self._console.say(f"rallypoint: {line}")
-        return self._show(news.reports)
+        return news.reports
 
-    def report_problem(self, problem: RallypointError | Report) -> tuple[Report, ...]:
-        """Report why nothing could be started."""
-        return self._show((problem if isinstance(problem, Report) else render.report_of(problem),))
+    def of_problem(self, problem: RallypointError | Report) -> tuple[Report, ...]:
+        """Return the report on why nothing could be started."""
+        return (problem if isinstance(problem, Report) else render.report_of(problem),)
 
-    def _show(self, reports: tuple[Report, ...]) -> tuple[Report, ...]:
-        """Print and keep reports; return all of this attempt."""
+    def show(self, reports: tuple[Report, ...]) -> tuple[Report, ...]:
+        """Print and keep reports; return all of this attempt, the cause first."""
         self._console.live(None)
         for report in reports:
             self.event("report", code=report.code, headline=report.headline)

@@ -7,90 +7,101 @@ from __future__ import annotations
 import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from rallypoint.host import signals
 from rallypoint.launcher import protocol
-from rallypoint.launcher.agent import supervisor
+from rallypoint.launcher.agent import helper_processes, supervisor
 from rallypoint.launcher.agent.job import Job
-from rallypoint.launcher.agent.preloaded_parts import PreloadedParts
-from rallypoint.launcher.agent.process_handles import TemplateHandle
-from rallypoint.launcher.agent.rank_endings import KILL_DEADLINE, RankEndings
-from rallypoint.launcher.agent.rank_starter import RankStarter
-from rallypoint.launcher.protocol import Exited, Forked, ImportFailed, NotForked, Ready, Reaped
+from rallypoint.launcher.agent.process_handles import KILL_DEADLINE
+from rallypoint.launcher.protocol import (
+    Exited,
+    Forked,
+    ImportFailed,
+    Importing,
+    NotForked,
+    Ready,
+    Reaped,
+)
 
-if TYPE_CHECKING:
-    from rallypoint.launcher.agent.unsafe_import import UnsafeImport
+# Seconds after which a module that the template imports is named: torch takes one, on a cold disk
+# some; one that waits for a lock or the network takes for ever.
+IMPORT_PATIENCE = 10.0
 
 
 class TemplateMessages:
     """Reader of the template's channel, watcher of template and guard."""
 
-    def __init__(
-        self,
-        job: Job,
-        starter: RankStarter,
-        endings: RankEndings,
-        parts: PreloadedParts,
-        start_template: Callable[[bool], TemplateHandle],
-    ) -> None:
-        """`start_template` starts another one; its argument: whether it imports torch."""
+    def __init__(self, job: Job, files_limit: tuple[int, int]) -> None:
+        """`files_limit`: of the ranks, for a template that replaces the first."""
         self._job = job
-        self._starter = starter
-        self._endings = endings
-        self._parts = parts
-        self._start_template = start_template
-        self.unsafe_import: UnsafeImport | None = None
+        self._files_limit = files_limit
         job.loop.watch(job.helpers.guard.pidfd, self._on_guard_end)
         self._watch()
 
     def _watch(self) -> None:
-        template = self._job.template
+        template, helpers = self._job.template, self._job.helpers
         self._job.reporter.event("template-started", pid=template.pid)
         self._job.loop.watch(template.socket.fileno(), self._receive)
         self._job.loop.watch(template.pidfd, self._on_template_end)
+        if template.imports and not helpers.ready:
+            self._await_import("torch")
 
     def _replace(self, *, imports: bool) -> None:
         """End the template, and go on with another one."""
-        template = self._job.template
-        self._job.loop.unwatch(template.socket.fileno())
-        self._job.loop.unwatch(template.pidfd)
+        job, template = self._job, self._job.template
+        job.loop.unwatch(template.socket.fileno())
+        job.loop.unwatch(template.pidfd)
         template.end()
-        self._job.helpers.use(self._start_template(imports))
+        job.helpers.use(
+            helper_processes.start_for(
+                job.plan,
+                job.parts.early,
+                imports=imports,
+                files_limit=self._files_limit,
+                guard=job.helpers.guard,
+            )
+        )
         self._watch()
 
     def _receive(self, *, waits: bool = True) -> bool:
-        """Act on one packet; False when there is none (any more)."""
-        job = self._job
+        """Act on one packet; return False when there is none (any more)."""
+        job, flags = self._job, 0 if waits else socket.MSG_DONTWAIT
         try:
-            message, _ = protocol.receive(
-                job.template.socket, flags=0 if waits else socket.MSG_DONTWAIT
-            )
+            message, _ = protocol.receive(job.template.socket, flags=flags)
         except BlockingIOError:
             return False
         match message:
             case None:
                 job.loop.unwatch(job.template.socket.fileno())
                 return False
+            case Importing(module):
+                self._await_import(module)
             case Ready():
                 self._on_ready(message)
-            case ImportFailed():
-                job.impossible(
-                    job.reporter.import_failed(message), f"{message.module} cannot be imported"
-                )
+            case ImportFailed(module):
+                job.loop.cancel("import")
+                job.impossible(job.reporter.import_failed(message), f"{module} cannot be imported")
             case Forked():
-                self._starter.on_forked(message)
+                job.starter.on_forked(message)
             case NotForked():
-                self._starter.on_not_forked(message)
+                job.starter.on_not_forked(message)
             case Exited():
-                self._endings.on_exited(message)
+                job.endings.on_exited(message)
             case Reaped():
-                self._endings.on_reaped(message)
+                job.endings.on_reaped(message)
         return True
+
+    def _await_import(self, module: str) -> None:
+        """Name the module that is imported now, when that takes long."""
+        line = f"rallypoint: the template has been importing {module} for {IMPORT_PATIENCE:g} s; no rank starts before it is done"
+        self._job.loop.at(
+            "import", self._job.loop.now + IMPORT_PATIENCE, lambda now: self._job.console.say(line)
+        )
 
     def _on_ready(self, message: Ready) -> None:
         job = self._job
+        job.loop.cancel("import")
         if not message.unclean:
             job.helpers.is_ready(message.files)
             if job.template.imports:
@@ -99,23 +110,21 @@ class TemplateMessages:
                 )
             job.feed(supervisor.Prepared())
             return
-        if message.module in self._parts.early:
+        if message.module in job.parts.early:
             self._do_without([message.module], message.unclean)
             return
-        from rallypoint.launcher.agent.unsafe_import import UnsafeImport
-
         because = f"after importing {message.module} {message.unclean}"
         job.reporter.event("template-unclean", because=because, module=message.module)
         self._replace(imports=False)
-        self.unsafe_import = UnsafeImport(job, message)
+        job.console.say_unclean(message.module, message.unclean)
 
     def _do_without(self, names: Sequence[str], because: str) -> None:
         """Replace a template that parts of torch, which nobody has asked for, have made unsafe: the
         ranks import them themselves.
         """
-        self._parts.leave_out(names, f"imported early, it spoils the template: {because}")
+        self._job.parts.leave_out(names, f"imported early, it spoils the template: {because}")
         self._job.reporter.event("template-renewed", because=because, parts=list(names))
-        self._parts.import_fewer()
+        self._job.parts.import_fewer()
         self._replace(imports=True)
 
     def _on_template_end(self) -> None:
@@ -124,30 +133,26 @@ class TemplateMessages:
         """
         job, ended = self._job, self._job.template
         job.loop.unwatch(ended.pidfd)
+        job.loop.cancel("import")
         while self._receive(waits=False):  # what it had said before
             if job.template is not ended:  # that it is unsafe, and another one stands in its place
                 return
         code, number = ended.reap()
-        if (
-            self._parts.early and not job.helpers.ready and number != signal.SIGKILL
-        ):  # its deadline's SIGALRM, or a crash, in one of them
-            self._do_without(
-                self._parts.early,
-                f"the template was ended by {signals.name(number)}"
-                if number
-                else "the template ended",
-            )
+        if job.parts.early and not job.helpers.ready and number != signal.SIGKILL:
+            # by its deadline's SIGALRM, or by a crash, in one of them
+            how = f"was ended by {signals.name(number)}" if number else "ended"
+            self._do_without(job.parts.early, f"the template {how}")
             return
-        self._starter.give_up_orders()
+        job.starter.give_up_orders()
         if job.problem is None:
             job.helper_lost("template", ended.pid, code, number)
-        self._endings.reap_orphans()
+        job.endings.reap_orphans()
 
     def _on_guard_end(self) -> None:
         guard = self._job.helpers.guard
         self._job.loop.unwatch(guard.pidfd)
         code, number = guard.reap()
-        self._endings.reap_orphans()
+        self._job.endings.reap_orphans()
         self._job.helper_lost("guard", guard.pid, code, number)
 
     def await_forks(self) -> None:
@@ -155,13 +160,9 @@ class TemplateMessages:
         next job.
         """
         job = self._job
-        self._starter.abandon(job.ranks)
+        job.starter.abandon()
         poll, until = select.poll(), job.loop.now + KILL_DEADLINE
         poll.register(job.template.socket, select.POLLIN)
-        while (
-            self._starter.ahead > 0
-            and job.lost is None
-            and poll.poll(max(0.0, until - job.loop.now) * 1000)
-        ):
-            if not self._receive():
+        while job.starter.ahead > 0 and job.lost is None:
+            if not poll.poll(max(0.0, until - job.loop.now) * 1000) or not self._receive():
                 return

@@ -36,6 +36,7 @@ from rallypoint.launcher.protocol import (  # fmt: skip
     Finish,
     Forked,
     ImportFailed,
+    Importing,
     ImportParts,
     NotExecuted,
     NotForked,
@@ -100,6 +101,7 @@ def _prepare(
                 setup
             )  # only now: a user's `re.py` must not get between torch and its own imports
             nested_launch.importing = f"{name}, to be preloaded"
+            protocol.send(orders, Importing(name))
         try:
             if failed is not None:
                 raise failed
