@@ -99,7 +99,7 @@ class Agent:
         self.plan = plan
         self.signalled_by = ""
         self.parts = PreloadedParts(plan)
-        self._request = request
+        self.request = request
         self._overdue = 0.0  # seconds that the job was given, when they are over
         self._status: int | None = None
         self._ignored = signals.ignored()
@@ -159,7 +159,7 @@ class Agent:
         from rallypoint.launcher.agent.worker_messages import WorkerMessages
         from rallypoint.record.disk_writer import DiskWriter
 
-        plan, request, clock = self.plan, self._request, Clock()
+        plan, request, clock = self.plan, self.request, Clock()
         if plan.torch:
             # torch would try for a minute, with a thousand lines
             ports.check_loopback(plan.master_addr)
@@ -241,7 +241,7 @@ class Agent:
         job, endings = self.job, self.job.endings
         job.hang_monitor.close()
         self._console.say_children(self.ranks)
-        if self._request is not None:
+        if self.request is not None:
             self._template_messages.await_forks()
             left = endings.kill_family()
             endings.reap_ranks()
@@ -253,7 +253,7 @@ class Agent:
             left = endings.kill_family(also_helpers=True)
             endings.reap_everything()
         job.starter.close_store("the job is over")
-        if self._request is None:
+        if self.request is None:
             self._helpers.guard.farewell()
         kept = self._reporter.keep_learnt(self.learnt, self.parts.spoilt)
         if self._status == 0:
@@ -343,8 +343,8 @@ class Agent:
         # Ctrl-Z) loses nothing.
         while (
             not self._console.settle(DRAIN_TIMEOUT)
-            and self._request is not None
-            and self._request.is_awaited()
+            and self.request is not None
+            and self.request.is_awaited()
         ):
             continue
         self._reporter.event(
@@ -357,9 +357,9 @@ class Agent:
     def _hurries(self) -> dict[int, Callable[[], bool]]:
         """Return what ends every grace at once: a signal to us, the caller's interrupt, its end."""
         hurries = {self._signals.fileno(): self._was_signalled}
-        if self._request is not None:
+        if self.request is not None:
             hurries |= dict.fromkeys(
-                (self._request.line.fileno(), self._request.caller), lambda: True
+                (self.request.line.fileno(), self.request.caller), lambda: True
             )
         return hurries
 
@@ -368,7 +368,7 @@ class Agent:
         launcher from outside, and a second Ctrl-C, leave no time for it. `launch` has waited
         already, for as long as its caller wants."""
         by_system = self.signalled_by not in ("", "SIGINT")
-        return self._was_signalled() or self._request is not None or by_system
+        return self._was_signalled() or self.request is not None or by_system
 
     # --- the caller of launch
 
