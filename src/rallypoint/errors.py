@@ -1,4 +1,4 @@
-"""Every exception, one tree: whose fault it was.
+"""Every exception, in one tree by the party at fault.
 
 `UsageError`: rallypoint was called wrongly. `EnvironmentProblem`: this machine, or the way to
 another (a port, an address, a file, a connection). `InternalError`: us; it asks for a report. Each
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal, Self
 
 Outcome = Literal["happened", "did not happen", "unknown"]
-"""What is known about a request that got no answer."""
+"""Facts about a request that got no answer."""
 
 
 class RallypointError(Exception):
@@ -198,7 +198,7 @@ class UpdateLostWarning(UserWarning):
 
 class LockTimeout(StoreTimeout):
     """`lock-timeout`: the lock could not be acquired in time; this caller left its queue. `holder`:
-    who has it, as text; `held_for`: seconds; `queue`: who waits in front, as texts."""
+    the client that has it, as text; `held_for`: seconds; `queue`: who waits in front, as texts."""
 
     def __init__(
         self,
@@ -235,8 +235,8 @@ class LockAbandoned(EnvironmentProblem):
 
 
 class BarrierTimeout(StoreTimeout):
-    """`barrier-timeout`: not everybody came in time. `present` and `absent`: who did and who did
-    not, as texts. All others who waited get BarrierBroken at the same moment."""
+    """`barrier-timeout`: not everybody came in time. `present` and `absent`: the members, as texts.
+    All others who waited get BarrierBroken at the same moment."""
 
     def __init__(
         self,
@@ -274,8 +274,8 @@ class BarrierBroken(EnvironmentProblem, RuntimeError):
 
 
 class BarrierMismatch(UsageError):
-    """`barrier-size`, `average-mismatch`: those who met want different things (another size, shape
-    or dtype). All of them get it, and it says who wants what."""
+    """`barrier-size`, `average-mismatch`: the members that met want different things (another size,
+    shape or dtype). All of them get it, and it says who wants what."""
 
 
 class OnceFailed(RallypointError):
@@ -332,8 +332,8 @@ class RemoteTraceback(Exception):
 
 
 class RemoteError(Exception):
-    """Stands for an exception of another process whose own class cannot be had here. `type_name` is
-    that class's full name.
+    """Stands for an exception of another process if its own class cannot be had here. `type_name`
+    is that class's full name.
     """
 
     def __init__(self, type_name: str, message: str) -> None:

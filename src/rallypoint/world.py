@@ -1,4 +1,4 @@
-"""Who is who: nodes, ranks, local ranks; arithmetic only."""
+"""Nodes, ranks and local ranks; arithmetic only."""
 
 from __future__ import annotations
 

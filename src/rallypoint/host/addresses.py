@@ -1,4 +1,4 @@
-"""Which of this host's names and addresses others can reach.
+"""Names and addresses by which other machines can reach this host.
 
 `look` gathers the facts, within a deadline; `problems` judges them, and is pure. What is judged is
 the ways in which a machine that seems well makes jobs hang: a host name that stands for 127.0.1.1,

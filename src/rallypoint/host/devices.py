@@ -1,11 +1,11 @@
-"""Which accelerators are here, which are free, which rank gets which.
+"""Accelerators of this machine: found, free, visible to a rank.
 
 Two looks at them. `look` reads files only (`/dev/nvidia<n>`, `/proc/driver/nvidia`) and takes
 microseconds. `look_closely` asks NVML, the driver's own library for that, which creates no CUDA
 context; it does so in a child process with a deadline, because a driver that hangs holds its caller
 in the kernel. What both find is data (`Look`), and everything that is concluded from it is pure:
-which GPUs CUDA_VISIBLE_DEVICES leaves (`resolve`), what speaks against using them (`missing`), who
-holds their memory (`Found.strangers`).
+which GPUs CUDA_VISIBLE_DEVICES leaves (`resolve`), reasons against using them (`missing`),
+processes that hold their memory (`Found.strangers`).
 
 Only NVIDIA so far. Another vendor is another `Look` with its own two ways to make one, and another
 variable for `resolve`.
@@ -136,8 +136,8 @@ class Found(msgspec.Struct, frozen=True):
         )
 
     def strangers(self, own: Iterable[int]) -> tuple[str, ...]:
-        """Return who else holds a tenth or more of a visible GPU's memory, a line each. `own`: pids
-        of the job's ranks, and their sessions."""
+        """Return the other processes that hold a tenth or more of a visible GPU's memory, a line
+        each. `own`: pids of the job's ranks, and their sessions."""
         ours = set(own)
         lines = []
         for index in self.visible.indices:

@@ -40,7 +40,7 @@ class Condition(NamedTuple):
     values: tuple[str, ...]  # `22`, `20000-20100`, `lo`, `@name`
     negated: bool = False
     protocol: str = (
-        ""  # whose header has the field: "tcp", "ip", "ip6"; packets of others do not match
+        ""  # the header that has the field: "tcp", "ip", "ip6"; packets of others do not match
     )
 
 
@@ -55,7 +55,8 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Rules in their order. `policy` applies at the end; "" for a chain that only others jump to."""
+    """Rules in their order. `policy` applies at the end; "" for a chain that only others jump
+    to."""
 
     name: str  # "inet filter input"
     rules: tuple[Rule, ...]

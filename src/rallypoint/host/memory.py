@@ -77,8 +77,8 @@ class Segment:
         return os.preadv(self._fd, [into[: max(0, self.size - at)]], at)
 
     def abandon(self) -> None:
-        """Never use this memory again: somebody may still read it. It is freed when he has gone,
-        too."""
+        """Never use this memory again: another process may still read it. It is freed when that
+        process has let go, too."""
         self._free = None
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class _Back:
             self._dropped.append((fd, capacity))
 
 
-# --- mapped, and opened by those who may look into this process ---
+# --- mapped, and opened by processes that may look into this one ---
 
 
 class Mapped:
@@ -246,7 +246,8 @@ class Mapped:
         return f"<Mapped {self.capacity} bytes, fd {self.fd}>"
 
     def close(self) -> None:
-        """Nobody can open it any more; who has it mapped keeps it. May be called twice."""
+        """Close the descriptor: no other process can open it any more. A process that has it mapped
+        keeps it. May be called twice."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""Hold a port until its user has it; if taken, say by whom.
+"""Hold a port until its user has it; if it is taken, name the process that has it.
 
 A number that was free a moment ago means nothing: between closing a probe socket and binding again
 anyone may take it. What is handed over here is the listening socket itself.
@@ -180,7 +180,7 @@ def hold_port(
 
 
 def holders(port: int) -> list[PortHolder]:
-    """Return who has this TCP port on this machine, listeners first; empty if nobody is seen.
+    """Return the holders of this TCP port on this machine, listeners first; empty if none is seen.
 
     Not seen are other network namespaces (containers with a network of their own), which are no
     hindrance, and sockets that are bound and do not listen. Takes milliseconds; reads every
@@ -190,8 +190,8 @@ def holders(port: int) -> list[PortHolder]:
 
 
 def held_by(low: int, high: int) -> list[tuple[str, int]]:
-    """Return who holds how many of these ports, the greediest first: `python train.py (pid 5112,
-    user ada)`. TIME_WAIT does not count."""
+    """Count the ports of this range that each process holds, the largest number first: `python
+    train.py (pid 5112, user ada)`. TIME_WAIT does not count."""
     ports: dict[str, set[int]] = {}
     for holder in _holders_of([entry for entry in _sockets(low, high) if entry.state != TIME_WAIT]):
         name = f"processes of user {holder.user}"
@@ -388,14 +388,14 @@ def _forbidden(ports: Sequence[int], forbidden: Collection[int]) -> EnvironmentP
 
 
 def _same_place(held: str, ip: str) -> bool:
-    """Tell whether who has bound `held` keeps others from `ip`: the same address, or one of the two
-    is all of them."""
+    """Tell whether a socket that is bound to `held` keeps others from `ip`: the same address, or
+    one of the two is all of them."""
     plain = held.removeprefix("::ffff:")
     return plain == ip or {plain, ip} & {"0.0.0.0", "::"} != set()
 
 
 def _exhausted(ip: str, low: int, high: int, asked: bool) -> EnvironmentProblem:
-    """No port left: who holds how many."""
+    """Report that no port is left, and how many each process holds."""
     size = high - low + 1
     first, last = ephemeral_range()
     why = [f"{name} holds {count}" for name, count in held_by(low, high)[:5]]
@@ -487,9 +487,9 @@ def _holders_of(sockets: Sequence[_Socket]) -> list[PortHolder]:
 
 
 def _owners(inodes: set[int]) -> dict[int, list[int]]:
-    """Which processes have these sockets open. The first of each family that shares one is enough
-    for every inode, but a forked worker and its parent are both told, if they are met before all
-    inodes are found."""
+    """Return the processes that have these sockets open. The first of each family that shares one
+    is enough for every inode, but a forked worker and its parent are both told, if they are met
+    before all inodes are found."""
     wanted = {f"socket:[{inode}]": inode for inode in inodes}
     owners: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if wanted else ():

@@ -98,7 +98,7 @@ class Reached(msgspec.Struct, frozen=True):
     here: bool = False  # one of the addresses is this machine's
     holders: tuple[
         str, ...
-    ] = ()  # who listens on the port on this machine, a line each, when it is this machine's
+    ] = ()  # processes that listen on the port, a line each, when it is this machine's
     stopped: int = 0  # the pid of one of them that stands still (state T)
     rules: tuple[
         str, ...
@@ -118,7 +118,7 @@ class Reached(msgspec.Struct, frozen=True):
 
     @property
     def outcome(self) -> Outcome | Literal["unresolved"]:
-        """Return the most telling one of all addresses: who answered, rather than who did not."""
+        """Return the most telling outcome of all addresses: an answer rather than none."""
         if self.unresolved or not self.tried:
             return "unresolved"
         return min((one.outcome for one in self.tried), key=list(_OUTCOMES).index)
@@ -158,7 +158,9 @@ def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
     rejected: Blocked | None = None
     refusing = [ips.get(one.where, "") for one in tried if one.outcome == "refused"]
     refusing = [ip for ip in refusing if any(holder.accepts_at(ip) for holder in listening)]
-    if refusing:  # where no rule that does so is read he began to listen a moment ago
+    if (
+        refusing
+    ):  # if no rule that was read refuses it, the process has begun to listen a moment ago
         rejected = _rejecting(port, version=6 if ":" in refusing[0] else 4)
     elif here and any(one.outcome in ("dropped", "unreachable") for one in tried):
         rules = _rules(port)
@@ -227,8 +229,8 @@ def arrived(sock: socket.socket) -> None:
 
 
 def told(error: OSError) -> tuple[Literal["refused", "unreachable"], str]:
-    """Classify why a connection was not made, apart by whom: what is there, or the way to it; and
-    in words."""
+    """Classify an error of `connect`: refused by the machine, or no way to it; and name it in
+    words."""
     if error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.EAGAIN):
         text = {
             errno.ENOENT: "there is no such socket",
@@ -309,8 +311,8 @@ def elsewhere(host: str, timeout: float) -> tuple[str, str] | None:
 
 
 def listener(host: str, port: int) -> PortHolder | None:
-    """Return who listens on a port of this machine's, when it can be seen; None for another
-    machine's. Names are not resolved."""
+    """Return the process that listens on a port of this machine's, when it can be seen; None for
+    another machine's. Names are not resolved."""
     if host != "localhost" and not any(is_own(family, host) for family, _ in numeric(host, port)):
         return None
     return next(iter(_listeners(port)), None)

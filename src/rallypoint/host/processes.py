@@ -583,7 +583,7 @@ def memory_file(label: str) -> int:
 
 
 def sealed_memory_file(label: str, content: bytes) -> int:
-    """Return a memfd with this content, which nobody who gets it can change any more. Read it with
+    """Return a memfd with this content, which no receiver can change any more. Read it with
     `os.pread`: its offset is shared."""
     import fcntl
 

@@ -53,7 +53,7 @@ _PF_EXITING = 0x4
 
 _SLICE = 0.05
 """Seconds of one wait in the kernel, between which signal handlers run. A waiter that is stopped
-may swallow the wake-up for the others, who look again after this time."""
+may swallow the wake-up for the others, which look again after this time."""
 
 _PROCESS_SHARED, _ROBUST, _ERRORCHECK, _CLOCK_MONOTONIC = (
     1,
@@ -254,7 +254,7 @@ class RecordLock:
         return int(result)
 
     def _publish(self, who: str, doing: str) -> None:
-        """Take in what the last holder left, and write down who has it now."""
+        """Read what the last holder left, and write this holder down."""
         self.note = self._read(_NOTE_AT, 1)[0]
         former = self._read(_HOLDER_AT, _HOLDER.size)
         self.left = None if former == _NOBODY else _holder(former, holds=False)

@@ -1,4 +1,4 @@
-"""Which of this process's memory is shared with other processes, from the kernel's own list."""
+"""Memory that this process shares with others, from the kernel's own list."""
 
 from __future__ import annotations
 

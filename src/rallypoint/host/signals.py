@@ -10,8 +10,8 @@ from types import FrameType
 # The signal that asks a worker for its stacks. One that does nothing to a process without a
 # handler: a rank may execute another program between our look whether it has one and the signal, or
 # while the signal waits for it. Of those SIGURG is the one that nobody else uses: the kernel sends
-# it only to who asked for it (F_SETOWN), debuggers pass it on without a word, and Go has taken it
-# for the same reasons.
+# it only to a process that asked for it (F_SETOWN), debuggers pass it on without a word, and Go has
+# taken it for the same reasons.
 EVIDENCE_SIGNAL = signal.SIGURG
 
 # The signal that asks whether Python's own handlers run: its handler blocks it, which /proc shows.

@@ -31,8 +31,8 @@ def unanswered(port: int) -> dict[int, int]:
     for it: by the inode of this side's socket, how many.
 
     Bytes that the service, on this machine, has not read, or that no machine has acknowledged. For
-    an instant that is so of every request; of one whose service is stopped, or whose packets are
-    dropped, it stays so.
+    an instant that is so of every request; if the service is stopped, or its packets are dropped,
+    it stays so.
     """
     wanted = port.to_bytes(2, "big")
     # the port of this side, bytes not acknowledged, inode

@@ -72,7 +72,7 @@ def private_socket(name: str) -> tuple[socket.socket, str]:
 
 
 def listener_of(sock: socket.socket) -> int:
-    """Return the pid of who listened at the other end of a connected Unix socket; 0 for another
+    """Return the pid that listened at the other end of a connected Unix socket; 0 for another
     kind, and when it cannot be seen from here."""
     if sock.family != socket.AF_UNIX:
         return 0
@@ -114,7 +114,7 @@ def way_of(family: int, name: Any) -> str:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int]:
-    """pid and uid of the other end: who connected or, seen from there, who listened (unix(7))."""
+    """Return pid and uid of the other end (unix(7))."""
     pid, uid, _ = _CREDENTIALS.unpack(
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -218,7 +218,7 @@ def _claim(place: str) -> tuple[str, int]:
 
 
 def _sweep(place: str) -> None:
-    """Remove the folders whose owners are dead. What cannot be looked at is left alone."""
+    """Remove the folders of dead owners. What cannot be looked at is left alone."""
     with contextlib.suppress(OSError), os.scandir(place) as entries:
         for entry in entries:
             if _FOLDER.fullmatch(entry.name) and entry.path not in _held:
@@ -258,7 +258,7 @@ def _machine() -> bytes:
 
 def _is_here(owner: bytes) -> bool:
     """Tell whether the owner of a folder runs, or ran, on this machine. A folder may be on a file
-    system that several machines share, whose locks do not (NFS with local_lock, Lustre with
+    system that several machines share without sharing its locks (NFS with local_lock, Lustre with
     localflock)."""
     ours, theirs = _machine().split(b"\n"), owner.split(b"\n")
     if theirs == [b""]:  # its maker died, or was swept, before it could write this

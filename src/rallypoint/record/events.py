@@ -34,7 +34,7 @@ What = Literal[
     "stalled",  # code, headline: no rank has moved for five minutes, or for as long as --stall says
     "stall-over",  # ranks that have moved since
     "evidence-asked",  # rank, or none: all; because
-    "roll-call",  # because; lines: who waits in init_process_group, and where the others are
+    "roll-call",  # because; lines: ranks that wait in init_process_group, and where the others are
     "signal-received",  # signal: one that the launcher itself got
     "stop-sent",  # rank; signal; because
     "killed",  # rank; because: SIGKILL sent by the launcher

@@ -1,7 +1,8 @@
 """A run that was kept, read back: what was planned, what happened, and what there is of it.
 
-The folder may be one that is being written, one whose launcher was killed, one that was damaged or
-written by another version. What cannot be read is said in `damage`, and the rest is there.
+The folder may be one that is being written, one left by a launcher that was killed, one that was
+damaged or written by another version. What cannot be read is said in `damage`, and the rest is
+there.
 """
 
 from __future__ import annotations

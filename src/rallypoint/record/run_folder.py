@@ -52,9 +52,9 @@ SECRET = re.compile(
     r"|(?<![a-z0-9])(?:pass|pw|pat|keys?|dsn|auth|creds?|jwt|bearer)(?![a-z0-9])|(?<=[^a-z0-9])pwd(?![a-z0-9])",
     re.IGNORECASE,
 )
-"""Pattern in the name of a variable whose value is not shown. Short words count only by themselves:
-DB_PASS and OPENAI_KEY, not COMPASS and MONKEY; PWD and OLDPWD are folders, MYSQL_PWD is not, and
-TOKENIZERS_PARALLELISM is no token."""
+"""Pattern in the name of a variable that is not shown with its value. Short words count only by
+themselves: DB_PASS and OPENAI_KEY, not COMPASS and MONKEY; PWD and OLDPWD are folders, MYSQL_PWD is
+not, and TOKENIZERS_PARALLELISM is no token."""
 
 SECRET_VALUE = re.compile(
     r"://[^/?#\s]*@|-----BEGIN [A-Z ]*PRIVATE KEY|\bBearer\s|[?&;](?:password|pwd|token)=",
@@ -79,7 +79,7 @@ _FLOCK = struct.Struct("@hhqqi")
 """struct flock of fcntl(2): type, whence, start, length, pid."""
 
 _locked_here: set[str] = set()
-"""Folders whose lock this process holds: a record lock does not keep its own process out, and
+"""Folders that this process has locked: a record lock does not keep its own process out, and
 closing any descriptor of the file would drop it (fcntl(2)), so these are never looked at."""
 
 
@@ -167,7 +167,7 @@ class KeptFile:
         self.path = path
         self.given_up = False
         """True when what came last is not in it."""
-        self._lock = threading.Lock()  # of who tells it
+        self._lock = threading.Lock()  # of `given_up`
         self._trouble = trouble
         self._lost = lost
         self._fd = fd
@@ -192,7 +192,7 @@ class KeptFile:
                 if self.give_up():
                     self._trouble(self.path, error, self._lost)
             else:
-                if self.given_up:  # who waited for this disk could wait no longer, and has said so
+                if self.given_up:  # a thread waited too long for this disk, and has said so
                     self._cut()
         return self._fd is not None
 
@@ -417,7 +417,7 @@ def is_running(path: str) -> bool:
 
 
 def running_runs(root: str) -> list[PastRun]:
-    """Return the runs in a folder of runs whose launchers are alive, and those with a folder of
+    """Return the runs in a folder of runs that go on, and those with a folder of
     their own (`--run-dir`), newest first."""
     found = [*(run for run in past_runs(root) if run.running), *_running_elsewhere(root)]
     return sorted(found, key=lambda run: (run.started, run.job), reverse=True)
@@ -476,9 +476,9 @@ def door_of(path: str) -> LauncherAddress | None:
 
 
 def _is_of_here(path: str) -> bool:
-    """Tell whether this machine may say that a run is over: on a file system whose locks each
-    machine sees alone, one that goes on elsewhere looks so. A launcher that has ended takes its
-    door away; what one has left that was killed elsewhere is left to that machine."""
+    """Tell whether this machine may say that a run is over: on a file system without common locks,
+    one that goes on elsewhere looks so. A launcher that has ended takes its door away; what one has
+    left that was killed elsewhere is left to that machine."""
     door = door_of(path)
     return door is None or door.host == os.uname().nodename
 

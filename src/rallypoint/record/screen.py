@@ -1,9 +1,9 @@
 """Composer where lines of many ranks become one text: a terminal, a pipe or a log. Composing only;
 nothing is written here.
 
-A `Sink` knows in whose unfinished line its text stands, so that a line is continued without a
-prefix when nothing came between, and broken off when something did. A `Screen` is a sink for
-people; on a terminal it also keeps an area at the bottom, one row for each rank that is in the
+A `Sink` knows which stream has begun the line in which its text stands, so that a line is continued
+without a prefix when nothing came between, and broken off when something did. A `Screen` is a sink
+for people; on a terminal it also keeps an area at the bottom, one row for each rank that is in the
 middle of a progress bar and one for the launcher, which is rewritten in place and is erased before
 anything else is written.
 """
@@ -34,7 +34,7 @@ class Sink:
 
     def __init__(self) -> None:
         self.out: list[bytes] = []
-        self._open: object = None  # the stream in whose unfinished line the text stands
+        self._open: object = None  # the stream that has begun the line in which the text stands
 
     def show(self, stream: object, prefix: bytes, piece: Piece) -> None:
         """Add a piece of a stream's text."""

@@ -20,7 +20,7 @@ CAUSAL: tuple[What, ...] = (
 
 
 class Row(NamedTuple):
-    """A line of a timeline: seconds since the job's start, who, what."""
+    """A line of a timeline: seconds since the job's start, subject, event."""
 
     at: float
     who: str

@@ -52,9 +52,9 @@ class ManualClock(Clock):
         return self._wall
 
     def advance(self, seconds: float) -> None:
-        """Move both clocks forward, in one step. Returns when everyone who asked with `when_moved`
-        was told, in the order of asking; what they raise is raised here. `UsageError` when
-        `seconds` is negative: a monotonic clock is never set back."""
+        """Move both clocks forward, in one step. Returns when every listener of `when_moved` was
+        told, in the order of asking; what they raise is raised here. `UsageError` when `seconds` is
+        negative: a monotonic clock is never set back."""
         if not seconds >= 0:
             raise UsageError("usage", f"a clock is moved forward, not by {seconds!r} s")
         with self._lock:

@@ -25,7 +25,7 @@ _EXPLAINED_LINES, _CUT_FROM = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a rank has to know of pytest's process."""
+    """Facts of pytest's process that a rank needs."""
 
     folder: str
     path: str  # the test's file
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How the body ended in a rank. `shown`: pytest's representation of the failure."""
+    """End of the body in a rank. `shown`: pytest's representation of the failure."""
 
     kind: Literal["failed", "skipped", "xfailed", "exit"]
     message: str
@@ -46,7 +46,7 @@ class Told:
 
 
 class Body:
-    """What is launched. It has the test's name: that is what reports call it."""
+    """The function that is launched. It has the test's name, which reports show."""
 
     def __init__(self, name: str) -> None:
         self.__qualname__ = name

@@ -22,7 +22,7 @@ from rallypoint.store.client.client import Options
 from rallypoint.store.server.server import Server
 
 ADDRESS = Address("192.0.2.1", 1)
-"""Where clients believe the server to be: an address that is set aside for documentation (RFC
+"""Address at which clients believe the server to be: one that is set aside for documentation (RFC
 5737), so that nothing is ever there.
 """
 
@@ -52,7 +52,7 @@ class Network:
         return f"<Network: {len(self)} connections{', refusing new ones' if self._refusing else ''}, {self.opened} opened in all>"
 
     def __len__(self) -> int:
-        """How many connections there are now."""
+        """Count the connections that there are now."""
         with self._lock:
             return sum(1 for end in self._ends if end.fileno() >= 0)
 
@@ -82,7 +82,8 @@ class Network:
         strict: bool = False,
         same_host: bool = True,
     ) -> Store:
-        """A client, as `rallypoint.connect` makes it. `rank`: who it is to others."""
+        """Make a client, as `rallypoint.connect` does. `rank`: its rank, as other clients see
+        it."""
         options = Options(ADDRESS, rank, "", timeout, ttl, allow_pickle, strict, same_host)
         store = Store(options, self.server.secret, self._open)
         self._stores.add(store)

@@ -79,7 +79,7 @@ class ChaosProxy(ListenerFaults):
     """A proxy for TCP and Unix sockets, with faults. It serves until `close`; a context manager.
 
     `address` is where clients go, `target` where it passes them on. The target need not be there
-    yet: a client whose server cannot be reached is reset. Closes and resets of one side reach the
+    yet: a client is reset if the server cannot be reached. Closes and resets of one side reach the
     other one, each direction by itself, after what was sent before. Descriptors that accompany
     bytes (SCM_RIGHTS) pass when both sides are Unix sockets.
 
@@ -216,7 +216,7 @@ class ChaosProxy(ListenerFaults):
     def heal(self) -> None:
         """End all faults and forget all plans. Does nothing after `close`.
 
-        Connections whose stream has a hole, and those of which one side was cut off, are reset; all
+        Connections that have lost bytes, and those that were cut off on one side, are reset; all
         others go on. Returns when that is so.
         """
         if not self._is_closed:

@@ -266,7 +266,7 @@ class Relay:
             self.sink_broke(stream)
 
     def sink_broke(self, stream: RelayStream) -> None:
-        """End a stream whose receiver has reset the connection.
+        """End a stream after its receiver has reset the connection.
 
         The other stream passes this on, after what it still holds.
         """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rallypoint.testing import ChaosProxy, ManualClock
 
 MAX_BYTES = "256MiB"
-"""Of a test's store: a test that stores without end is to fail by `store-full`, not take the
+"""Limit of a test's store: a test that stores without end is to fail by `store-full`, not take the
 machine with it.
 """
 

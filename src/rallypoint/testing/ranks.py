@@ -46,7 +46,7 @@ _INIS = (
 _PLACE = re.compile(r'kwargs\["given"\]\["(\w+)"\]')
 
 shown_key = pytest.StashKey[Any]()
-"""What a failed test's report shows instead of the caller's own traceback."""
+"""Key of the text that a failed test's report shows instead of the caller's own traceback."""
 
 skipped_key = pytest.StashKey[tuple[str, int]]()
 """File and line where a rank skipped the test."""
@@ -130,7 +130,7 @@ def _is_unittest(kind: type | None) -> bool:
 
 
 def _is_pytests(value: object) -> bool:
-    """Whether a fixture is a part of pytest's own process: request, capsys, caplog, ... A
+    """Tell whether a fixture is a part of pytest's own process: request, capsys, caplog, ... A
     monkeypatch may go: what it does in a rank ends with the rank."""
     module = getattr(value, "__module__", None) or type(value).__module__
     return (
@@ -264,7 +264,7 @@ def _refuse(item: pytest.Function, error: RallypointError) -> NoReturn:
 
 
 def _shown(shown: Any, ranks: Sequence[int], failed: int, report: Report) -> Any:
-    """What the rank made of its failure, with the rank in front."""
+    """Return the rank's own display of its failure, with the rank in front."""
     who = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
     lines = [f"{who}:"] if not report.then else [f"{who}:  ({report.then})"]
     if failed > len(ranks):
