@@ -4,6 +4,7 @@ the standard library's forkserver.
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -89,15 +90,14 @@ def _start(who: str, command: list[str], ranks: int, turn: int, label: str = "")
 
 def fork_times(folder: Path) -> list[float]:
     """Seconds that the template's forks took, as the run's events have them."""
-    from rallypoint.record.events import read_events
-
     path = folder / "events.jsonl"
     if not path.exists():
         return []
+    events = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [
-        float(event.details["fork"])
-        for event in read_events(str(path))
-        if event.what == "worker-started" and "fork" in event.details
+        float(event["details"]["fork"])
+        for event in events
+        if event["what"] == "worker-started" and "fork" in event.get("details", {})
     ]
 
 

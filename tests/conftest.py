@@ -50,7 +50,7 @@ def _no_compiler() -> str:
 @cache
 def _no_gpu() -> str:
     return devices.missing(
-        devices.find(os.environ)
+        devices.find(os.environ, devices.look())
     )  # by files, and by what the installed torch was built for
 
 

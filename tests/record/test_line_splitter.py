@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rallypoint.record import line_splitter
 from rallypoint.record.line_splitter import (
     PART_AFTER,
     UPDATE_EVERY,
@@ -95,15 +96,9 @@ def test_a_line_shown_in_part_is_ended_before_updates_begin() -> None:
     assert splitter.feed(b"\rdone\n", 2.0) == [Piece("lines", b"done\n")]
 
 
-def test_without_carriage_it_is_a_byte_like_any_other() -> None:
-    splitter = LineSplitter(carriage=False)
-    assert splitter.feed(b"1%\r2%\r\n", 0.0) == [Piece("lines", b"1%\r2%\r\n")]
-    assert splitter.feed(b"3%\r4%", 0.0) == []
-    assert splitter.finish() == [Piece("lines", b"3%\r4%\n")]
-
-
-def test_a_long_line_flows_in_parts_with_bounded_memory() -> None:
-    splitter = LineSplitter(limit=1000)
+def test_a_long_line_flows_in_parts_with_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_splitter, "LINE_LIMIT", 1000)
+    splitter = LineSplitter()
     pieces, kept = [], 0
     for _ in range(200):
         pieces += splitter.feed(b"x" * 100, 0.0)
@@ -115,8 +110,9 @@ def test_a_long_line_flows_in_parts_with_bounded_memory() -> None:
     assert splitter.feed(b"short", 0.0) == []
 
 
-def test_endless_updates_do_not_fill_the_memory() -> None:
-    splitter = LineSplitter(limit=1000)
+def test_endless_updates_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_splitter, "LINE_LIMIT", 1000)
+    splitter = LineSplitter()
     for step in range(10_000):
         splitter.feed(b"\r%d of many" % step, 0.0)
         assert len(splitter._pending) < 50
@@ -139,15 +135,10 @@ def test_the_end_completes_what_was_begun() -> None:
     assert splitter.finish() == [Piece("lines", b"\n", continues=True)]
 
 
-@given(
-    st.lists(st.one_of(st.binary(max_size=40), st.just(b"\n")), max_size=30),
-    st.booleans(),
-    st.data(),
-)
-def test_no_byte_is_lost_or_moved(chunks: list[bytes], carriage: bool, data: st.DataObject) -> None:
-    if carriage:
-        chunks = [chunk.replace(b"\r", b"") for chunk in chunks]
-    splitter = LineSplitter(carriage, limit=64)
+@given(st.lists(st.one_of(st.binary(max_size=40), st.just(b"\n")), max_size=30), st.data())
+def test_no_byte_is_lost_or_moved(chunks: list[bytes], data: st.DataObject) -> None:
+    chunks = [chunk.replace(b"\r", b"") for chunk in chunks]
+    splitter = LineSplitter()
     now, pieces = 0.0, []
     for chunk in chunks:
         now += data.draw(st.sampled_from([0.0, 0.4, 1.5]))

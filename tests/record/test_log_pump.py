@@ -389,7 +389,7 @@ def test_torchruns_files_on_a_disk_that_gives_no_answer(
     rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_pump, "DISK_PATIENCE", 3.0)
-    rig = rigs(1, prefix=True)
+    rig = rigs(1, prefixes=["[0] "])
     held, tee = os.pipe()
     write_later(rig.rank(0, tee=tee), _lines(0, 20_000)).join(SOON)
     assert rig.pump.settle(SOON)
@@ -409,7 +409,7 @@ def test_a_slow_disk_holds_the_ranks_and_loses_nothing(
     monkeypatch.setattr(log_pump, "BACKLOG_BYTES", 1 << 16)
     os.mkfifo(tmp_path / "rank0.log")
     held = os.open(tmp_path / "rank0.log", os.O_RDWR)
-    rig = rigs(1, prefix=True)
+    rig = rigs(1, prefixes=["[0] "])
     writer = write_later(rig.rank(0), _lines(0, 40_000))
     kept = b""
     while len(kept) < len(_lines(0, 40_000)):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from rallypoint.record import timeline
-from rallypoint.record.events import KINDS, Event, What
+from rallypoint.record.events import Event, What
 from rallypoint.record.timeline import Row
 
 
@@ -83,7 +83,7 @@ def test_order_is_that_of_time() -> None:
         {"pids": [1]},
     ],
 )
-@pytest.mark.parametrize("what", KINDS)
+@pytest.mark.parametrize("what", get_args(What))
 def test_every_kind_of_event_has_a_sentence_whatever_is_in_it(
     what: What, details: dict[str, Any]
 ) -> None:

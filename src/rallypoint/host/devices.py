@@ -13,6 +13,7 @@ variable for `resolve`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -21,11 +22,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from rallypoint.clock import Clock
-
 DEADLINE = 5.0
 """Seconds for NVML. It answers in 0.1 s when the driver is loaded, in 2 s where a GPU must wake up
 first (no persistence mode)."""
+
+KILL_PATIENCE = 0.1
+"""Seconds for the child to end after SIGKILL. One that a driver holds in the kernel does not end,
+and is left to die on its own."""
 
 BUSY_SHARE = 0.1
 """Share of a GPU's memory that a stranger must hold to be worth a line: a desktop or a bare context
@@ -88,13 +91,8 @@ class Build(msgspec.Struct, frozen=True):
 
     def described(self) -> str:
         """`torch 2.13.0+cpu was built without CUDA`."""
-        made_for = (
-            f"for CUDA {self.cuda}"
-            if self.cuda
-            else f"for {self.other}"
-            if self.other
-            else "without CUDA"
-        )
+        vendor = f"CUDA {self.cuda}" if self.cuda else self.other
+        made_for = f"for {vendor}" if vendor else "without CUDA"
         return f"torch {self.version} was built {made_for}"
 
 
@@ -141,15 +139,9 @@ class Found(msgspec.Struct, frozen=True):
         ours = set(own)
         lines = []
         for index in self.visible.indices:
-            if index < 0:
-                continue
-            device = self.look.devices[index]
+            device = self.look.devices[index] if index >= 0 else Device()
             for one in device.processes:
-                if (
-                    one.pid in ours
-                    or one.session in ours
-                    or one.memory < BUSY_SHARE * device.memory
-                ):
+                if {one.pid, one.session} & ours or one.memory < BUSY_SHARE * device.memory:
                     continue
                 what = f" ({one.command[:60]})" if one.command else ""
                 lines.append(
@@ -287,26 +279,17 @@ def _of_devices(look: Look) -> str:
 
 
 def _of_variable(look: Look, visible: Visible) -> tuple[str, ...]:
-    more: tuple[str, ...] = (
-        ("CUDA shows a process one instance (MIG) only",) if visible.instance else ()
-    )
+    more = ("CUDA shows a process one instance (MIG) only",) * visible.instance
     if len({device.name for device in look.devices}) > 1 and not visible.by_bus:
         more += (
             "CUDA numbers the fastest GPU first, nvidia-smi by the bus: with CUDA_DEVICE_ORDER=PCI_BUS_ID they agree",
         )
     if visible.given is None:
         return ("CUDA_VISIBLE_DEVICES is not set", *more)
-    if visible.indices:
-        which = ", ".join("one" if index < 0 else str(index) for index in visible.indices)
-        left = f"an instance of GPU {which}" if visible.instance else f"GPU {which}"
-    else:
-        left = "no GPU"
-    why = (
-        f": {visible.stopped}, and what follows is not read"
-        if visible.stopped and visible.indices
-        else ""
-    )
-    why = why or (f": {visible.stopped}" if visible.stopped else "")
+    which = ", ".join("one" if index < 0 else str(index) for index in visible.indices)
+    left = f"{'an instance of ' * visible.instance}GPU {which}" if which else "no GPU"
+    why = f": {visible.stopped}" if visible.stopped else ""
+    why += ", and what follows is not read" if why and which else ""
     return (f"CUDA_VISIBLE_DEVICES={visible.given!r} leaves {left}{why}", *more)
 
 
@@ -325,48 +308,26 @@ def _size(number: int) -> str:
 
 def look(root: str = "/") -> Look:
     """Return what files say. Opens no device, loads nothing, cannot hang. `root` is for tests."""
-    devices_folder, driver_folder = (
-        os.path.join(root, "dev"),
-        os.path.join(root, "proc/driver/nvidia"),
-    )
-    minors = sorted(
-        int(found[1])
-        for name in _names(devices_folder)
-        if (found := re.fullmatch(r"nvidia(\d+)", name))
-    )
-    told: dict[int, tuple[int, Device]] = {}
-    for place, folder in enumerate(
-        _names(os.path.join(driver_folder, "gpus"))
-    ):  # named by PCI address, so in the bus's order
-        fields = dict(
-            (name.strip(), value.strip())
-            for name, _, value in (
-                line.partition(":")
-                for line in _text(
-                    os.path.join(driver_folder, "gpus", folder, "information")
-                ).splitlines()
-            )
-        )
+    dev, driver_folder = os.path.join(root, "dev"), os.path.join(root, "proc/driver/nvidia")
+    minors = [int(name[6:]) for name in _names(dev) if re.fullmatch(r"nvidia\d+", name)]
+    told: dict[int, tuple[int, Device]] = {}  # by minor number: place on the bus, and the device
+    # The folders are named by PCI address, so they are in the bus's order.
+    for place, folder in enumerate(_names(os.path.join(driver_folder, "gpus"))):
+        text = _text(os.path.join(driver_folder, "gpus", folder, "information"))
+        fields = {key.strip(): value.strip() for key, value in re.findall("(.*?):(.*)", text)}
         if fields.get("Device Minor", "").isdigit():
             uuid = fields.get("GPU UUID", "")
-            told[int(fields["Device Minor"])] = (
-                place,
-                Device(
-                    uuid if re.fullmatch(r"GPU-[0-9a-f-]+", uuid) else "", fields.get("Model", "")
-                ),
-            )
+            uuid = uuid if re.fullmatch(r"GPU-[0-9a-f-]+", uuid) else ""
+            told[int(fields["Device Minor"])] = place, Device(uuid, fields.get("Model", ""))
     devices = []
-    for _, minor, device in sorted(
-        (told.get(minor, (minor, Device()))[0], minor, told.get(minor, (minor, Device()))[1])
-        for minor in minors
-    ):
+    for minor in sorted(minors, key=lambda one: (told.get(one, (one,))[0], one)):
         parts = _instances(os.path.join(driver_folder, "capabilities", f"gpu{minor}", "mig"))
+        _, device = told.get(minor, (0, Device()))
         devices.append(msgspec.structs.replace(device, instances=("",) * parts))
-    version = re.search(
-        r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", _text(os.path.join(driver_folder, "version"))
-    )
-    driver = version[1] if version else ""
-    hidden = not devices and "dxg" in _names(devices_folder)
+    version = _text(os.path.join(driver_folder, "version"))
+    numbered = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", version)
+    driver = numbered[1] if numbered else ""
+    hidden = not devices and "dxg" in _names(dev)
     newer = "compat" in os.environ.get("LD_LIBRARY_PATH", "") or os.path.isdir(
         os.path.join(root, "usr/local/cuda/compat")
     )
@@ -421,12 +382,7 @@ def torch_build(folders: Sequence[str] | None = None) -> Build | None:
     if spec is None or not spec.origin:
         return None
     text = _text(os.path.join(os.path.dirname(spec.origin), "version.py"))
-    told = {
-        name: value
-        for name, value in re.findall(
-            r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE
-        )
-    }
+    told = dict(re.findall(r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE))
     if "__version__" not in told:
         return None
     other = next(
@@ -436,11 +392,9 @@ def torch_build(folders: Sequence[str] | None = None) -> Build | None:
     return Build(told["__version__"], told.get("cuda", ""), other)
 
 
-def find(environ: Mapping[str, str], seen: Look | None = None) -> Found:
-    """Return everything that can be said of this machine; `seen`: a look that was taken already,
-    else one at files."""
-    looked = look() if seen is None else seen
-    return Found(looked, resolve(looked, environ), torch_build())
+def find(environ: Mapping[str, str], seen: Look) -> Found:
+    """Return everything that can be said of this machine after a look at it."""
+    return Found(seen, resolve(seen, environ), torch_build())
 
 
 # --- the look through NVML
@@ -467,38 +421,25 @@ def look_closely(deadline: float = DEADLINE) -> Look:
 def _ask(deadline: float) -> tuple[Look | None, str]:
     """Return the child's answer, or why there is none. A child that does not end is left to die on
     its own: in the kernel nothing can kill it."""
-    import select
-    import signal
+    import subprocess
 
-    reader, writer = os.pipe2(os.O_CLOEXEC)
     try:
-        os.set_inheritable(writer, True)
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-c", _CHILD, str(writer)],
-            dict(os.environ),
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)
-            ],
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
     except OSError as error:
-        os.close(reader)
         return None, f"NVML was not asked: {error.strerror}"
-    finally:
-        os.close(writer)
-    clock, data, ended = Clock(), b"", False
-    while not ended and (left := deadline - clock.elapsed()) > 0:
-        if select.select([reader], [], [], left)[0]:
-            chunk = os.read(reader, 1 << 16)
-            data, ended = data + chunk, not chunk
-    os.close(reader)
-    if not ended:
-        os.kill(pid, signal.SIGKILL)
+    assert child.stdout is not None
     try:
-        os.waitpid(pid, 0 if ended else os.WNOHANG)
-    except ChildProcessError:  # whoever looks after this process's children was faster
-        pass
-    if not ended:
+        data = child.communicate(timeout=deadline)[0]
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.stdout.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(KILL_PATIENCE)
         return None, f"the driver gave no answer within {deadline:g} s"
     try:
         answer = msgspec.json.decode(data, type=Look)
@@ -511,9 +452,8 @@ _CHILD = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\nfrom rallypoint.
 
 
 def main() -> None:
-    """Ask NVML in the child, write the answer as JSON to the descriptor that the arguments name."""
-    with os.fdopen(int(sys.argv[1]), "wb") as file:
-        file.write(msgspec.json.encode(_through_library()))
+    """Ask NVML in the child, write the answer as JSON to stdout."""
+    sys.stdout.buffer.write(msgspec.json.encode(_through_library()))
 
 
 def _through_library() -> Look:

@@ -6,7 +6,7 @@ carries its reason in `because`.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
@@ -46,8 +46,6 @@ What = Literal[
     "report",  # code, headline
     "job-ended",  # status
 ]
-
-KINDS: tuple[What, ...] = get_args(What)
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,15 +87,3 @@ class EventLog:
         """May be called twice."""
         if self._file is not None:
             self._file.close()
-
-
-def read_events(path: str) -> list[Event]:
-    """Return the events of a run, in the order in which they were written. A last line that was cut
-    off is left out.
-
-    Raises `OSError` if the file cannot be read and `msgspec.DecodeError` if another line is no
-    event.
-    """
-    decoder = msgspec.json.Decoder(Event)
-    with open(path, "rb") as file:
-        return [decoder.decode(line) for line in file if line.endswith(b"\n")]

@@ -56,17 +56,14 @@ class Piece(NamedTuple):
 class LineSplitter:
     """One stream of one rank. Feed it bytes and the time; it gives back what to show, in order.
 
-    With `carriage`, a `\\r` that no `\\n` follows ends an update: of all updates of one line only
-    the last is part of a "lines" piece. Without it `\\r` is a byte like any other. Bytes are never
-    decoded.
+    A `\\r` that no `\\n` follows ends an update: of all updates of one line only the last is part of
+    a "lines" piece. Bytes are never decoded.
     """
 
-    def __init__(self, carriage: bool = True, limit: int = LINE_LIMIT, thins: bool = False) -> None:
+    def __init__(self, thins: bool = False) -> None:
         """`thins`: updates come ever more rarely, for a reader that keeps each of them."""
         self._thins = thins
         self._first_update: float | None = None
-        self._carriage = carriage
-        self._limit = limit
         # the unfinished line; with updates in it: the last whole one, \r, the one being written
         self._pending = b""
         self._open = False  # a part of the unfinished line was given out
@@ -78,7 +75,7 @@ class LineSplitter:
 
     def feed(self, data: bytes, now: float) -> list[Piece]:
         """Take bytes that the rank wrote; return what became whole by them."""
-        if self._carriage and (b"\r" in data or b"\r" in self._pending):
+        if b"\r" in data or b"\r" in self._pending:
             return self._feed_updates(data, now)
         head, newline, rest = data.rpartition(b"\n")
         if not newline:
@@ -105,8 +102,7 @@ class LineSplitter:
         after."""
         if not self._pending and not self._open:
             return []
-        text = _last_update(self._pending) if self._carriage else self._pending
-        self._pending = b""
+        text, self._pending = _last_update(self._pending), b""
         return [self._whole(text + b"\n")]
 
     def _feed_updates(self, data: bytes, now: float) -> list[Piece]:
@@ -129,10 +125,10 @@ class LineSplitter:
 
     def _wait(self, text: bytes, now: float) -> list[Piece]:
         """Keep the beginning of a line, or let it flow when it is too long."""
-        if self._carriage and b"\r" in text:
+        if b"\r" in text:
             done, _, current = text.rpartition(b"\r")
             text = _last_update(done) + b"\r" + current
-            if len(text) <= self._limit:
+            if len(text) <= LINE_LIMIT:
                 if self.due is None:
                     self.due = max(now + UPDATE_SETTLES, self._shown_at + self._every(now))
                 self._pending = text
@@ -143,7 +139,7 @@ class LineSplitter:
         if not self._pending and not self._flowing:
             self.due = now + PART_AFTER
         self._pending = text
-        if self._flowing or len(text) > self._limit:
+        if self._flowing or len(text) > LINE_LIMIT:
             self._flowing = True
             return [self._part()]
         return []

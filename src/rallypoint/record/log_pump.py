@@ -155,12 +155,12 @@ class _Order(NamedTuple):
 
 
 class LogPump:
-    """Carries the workers' words. All methods may be called from any thread; only `settle`, `drain`
+    """Pump of the workers' output. All methods may be called from any thread; only `settle`, `drain`
     and `close` wait.
 
-    `ranks` are this node's ranks by local rank, `run_dir` "" keeps no log files. `prefix` None: a
-    prefix when there is more than one rank. With a single rank and no prefix its bytes reach the
-    terminal as they are, at once. `console` are the *local* ranks that are shown (None: all); the
+    `ranks` are this node's ranks by local rank, `run_dir` "" keeps no log files. A
+    line has a prefix when there is more than one rank. With a single rank and no prefix its bytes
+    reach the terminal as they are, at once. `console` are the *local* ranks that are shown (None: all); the
     others still reach their logs. `prefixes`, by local rank, take the place of `[rank] `, and of
     the header in the files of `duplicate`.
     """
@@ -170,26 +170,19 @@ class LogPump:
         run_dir: str,
         ranks: Sequence[int],
         *,
-        prefix: bool | None = None,
         prefixes: Sequence[str] | None = None,
         console: Collection[int] | None = None,
         stdout_fd: int = 1,
         stderr_fd: int = 2,
-        clock: Clock | None = None,
     ) -> None:
         self.error: BaseException | None = None
         self.interrupts = False
         """A signal of the launcher's may have interrupted ranks: what torch writes of that is kept
         in their logs, and not shown."""
-        self._clock = clock or Clock()
+        self._clock = Clock()
+        self._own_header = prefixes is not None
         if prefixes is None:
-            prefixes = [
-                f"[{rank}] " if (len(ranks) > 1 if prefix is None else prefix) else ""
-                for rank in ranks
-            ]
-            self._own_header = False
-        else:
-            self._own_header = True
+            prefixes = [f"[{rank}] " if len(ranks) > 1 else "" for rank in ranks]
         self._prefixes = {
             rank: text.encode(errors="surrogateescape")
             for rank, text in zip(ranks, prefixes, strict=True)
