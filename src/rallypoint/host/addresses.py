@@ -95,7 +95,6 @@ class Host:
             if interface.up
             and interface.running
             and address.scope == "global"
-            and address.ready
             and (interface.kind in _ORDER or address.ip in self.source.values())
         ]
 
@@ -215,104 +214,79 @@ def chosen(environ: Mapping[str, str], found: Sequence[str]) -> tuple[Problem, .
 
 
 # --- what is wrong
-# --------------------------------------------------------------------------------------------------
 
 
 def _loopback(host: Host) -> list[Problem]:
     if not host.interfaces:
         return []
     lo = next((interface for interface in host.interfaces if interface.kind == "loopback"), None)
-    if lo is not None and lo.up and any(address.ip == "127.0.0.1" for address in lo.addresses):
-        return []
     if lo is None:
-        said, helps = (
-            "there is no loopback interface",
-            (("ask whoever made this container or sandbox for one", ""),),
-        )
+        said = "there is no loopback interface"
+        help = ("ask whoever made this container or sandbox for one", "")
     elif not lo.up:
-        said, helps = (
-            f"the loopback interface {lo.name} is down",
-            (("switch it on, as root", f"ip link set {lo.name} up"),),
-        )
+        said = f"the loopback interface {lo.name} is down"
+        help = ("switch it on, as root", f"ip link set {lo.name} up")
+    elif all(address.ip != "127.0.0.1" for address in lo.addresses):
+        said = f"the loopback interface {lo.name} has no 127.0.0.1"
+        help = ("add it, as root", f"ip address add 127.0.0.1/8 dev {lo.name}")
     else:
-        said, helps = (
-            f"the loopback interface {lo.name} has no 127.0.0.1",
-            (("add it, as root", f"ip address add 127.0.0.1/8 dev {lo.name}"),),
-        )
+        return []
     return [
-        Problem(
-            "loopback-down", True, said, why=("ranks on one machine meet at 127.0.0.1",), help=helps
-        )
+        Problem("loopback-down", True, said, ("ranks on one machine meet at 127.0.0.1",), (help,))
     ]
 
 
 def _own_name(host: Host) -> list[Problem]:
     """Return the host's own name, which gloo resolves in every rank, and by which other machines
     look for this one."""
-    own, first = host.own, host.own.found[0] if host.own.found else ""
+    own, name, first = host.own, host.name, host.own.found[0] if host.own.found else ""
     reachable = [address.ip for _, address in host.reachable()]
-    entry = (
-        (("say it in /etc/hosts, as root", f"echo '{reachable[0]}  {host.name}' >> /etc/hosts"),)
-        if reachable
-        else ()
-    )
+    listed = ", ".join(reachable)
     if not own.asked:
         return []
-    if not first:
-        said = f"within {own.took:.1f} s" if own.silent else f"({own.error})"
-        what = "gave no answer for" if own.silent else "has no address for"
-        return [
-            Problem(
-                "address-unresolved",
-                False,
-                f"the resolver {what} this machine's own name {host.name} {said}",
-                why=(
-                    "gloo asks for it in every rank; without an address it takes the loopback interface, which is enough for one machine",
-                ),
-                help=entry
-                or (
-                    ("add the name to /etc/hosts", f"echo '127.0.1.1  {host.name}' >> /etc/hosts"),
-                ),
-            )
-        ]
     interface = host.interface_of(first)
-    if interface is None and host.interfaces:
-        return [
-            Problem(
-                "address-unavailable",
-                False,
-                f"this machine's own name {host.name} stands for {first}, which is not one of its addresses",
-                why=(
-                    f"it has {', '.join(reachable) or 'none but loopback'}",
-                    "gloo cannot bind it, and takes the loopback interface, which is enough for one machine",
-                ),
-                help=entry,
-            )
-        ]
-    if not reachable or first in reachable or interface is None:
-        return []
-    about = f"an address of {interface.name}" + {
-        "loopback": "",
-        "bridge": ", a bridge to containers",
-    }.get(interface.kind, "")
-    return [
-        Problem(
-            "address-loopback",
-            False,
-            f"this machine's own name {host.name} stands for {first}, where no other machine reaches it",
-            why=(
-                f"{first} is {about}",
-                f"others may reach it at {', '.join(reachable)}",
-                "on one machine this does no harm",
-            ),
-            help=(
-                (
-                    f"before a job on several machines, let {host.name} stand for {reachable[0]} in /etc/hosts",
-                    f"{reachable[0]}  {host.name}",
-                ),
-            ),
+    entry = f"echo '{reachable[0] if reachable else '127.0.1.1'}  {name}' >> /etc/hosts"
+    help = ("say it in /etc/hosts, as root", entry)
+    if not first:
+        said = (
+            f"gave no answer for this machine's own name {name} within {own.took:.1f} s"
+            if own.silent
+            else f"has no address for this machine's own name {name} ({own.error})"
         )
-    ]
+        code, said = "address-unresolved", f"the resolver {said}"
+        why: tuple[str, ...] = (
+            "gloo asks for it in every rank; without an address it takes the loopback interface, which is enough for one machine",
+        )
+        if not reachable:
+            help = ("add the name to /etc/hosts", entry)
+    elif interface is None and host.interfaces:
+        code = "address-unavailable"
+        said = (
+            f"this machine's own name {name} stands for {first}, which is not one of its addresses"
+        )
+        why = (
+            f"it has {listed or 'none but loopback'}",
+            "gloo cannot bind it, and takes the loopback interface, which is enough for one machine",
+        )
+    elif not reachable or first in reachable or interface is None:
+        return []
+    else:
+        code = "address-loopback"
+        said = (
+            f"this machine's own name {name} stands for {first}, where no other machine reaches it"
+        )
+        bridge = ", a bridge to containers" if interface.kind == "bridge" else ""
+        why = (
+            f"{first} is an address of {interface.name}{bridge}",
+            f"others may reach it at {listed}",
+            "on one machine this does no harm",
+        )
+        help = (
+            f"before a job on several machines, let {name} stand for {reachable[0]} in /etc/hosts",
+            f"{reachable[0]}  {name}",
+        )
+    needed = code != "address-unavailable" or bool(reachable)
+    return [Problem(code, False, said, why, (help,) if needed else ())]
 
 
 def _backwards(host: Host) -> list[Problem]:
@@ -323,37 +297,23 @@ def _backwards(host: Host) -> list[Problem]:
         if answer is None:
             continue
         if answer.silent:
-            wrong.append(
-                Problem(
-                    "address-one-way",
-                    False,
-                    f"the resolver gave no answer within {answer.took:.1f} s when it was asked for the name of {ip}",
-                    why=(
-                        "torch asks for the name of its peer at every connection, and waits for the answer",
-                    ),
-                    help=(
-                        (
-                            "let it wait a second instead of five, if names that you need come in time",
-                            "export RES_OPTIONS='timeout:1 attempts:1'",
-                        ),
-                    ),
-                )
+            said = f"the resolver gave no answer within {answer.took:.1f} s when it was asked for the name of {ip}"
+            why = (
+                "torch asks for the name of its peer at every connection, and waits for the answer"
             )
-        elif answer.found:
-            name = answer.found[0]
+            help = (
+                "let it wait a second instead of five, if names that you need come in time",
+                "export RES_OPTIONS='timeout:1 attempts:1'",
+            )
+        else:
+            name = answer.found[0] if answer.found else ""
             back = host.answers.get(name)
-            if back is not None and (sentence := _leads_elsewhere(host, ip, name, back)):
-                wrong.append(
-                    Problem(
-                        "address-one-way",
-                        False,
-                        f"{ip} is called {name}, and {sentence}",
-                        why=(
-                            f"whoever connects by that name reaches {'another address' if back.found else 'nobody'}",
-                        ),
-                        help=(("ask the resolver both ways", f"getent hosts {ip} {name}"),),
-                    )
-                )
+            if back is None or not (sentence := _leads_elsewhere(host, ip, name, back)):
+                continue
+            said = f"{ip} is called {name}, and {sentence}"
+            why = f"whoever connects by that name reaches {'another address' if back.found else 'nobody'}"
+            help = ("ask the resolver both ways", f"getent hosts {ip} {name}")
+        wrong.append(Problem("address-one-way", False, said, (why,), (help,)))
     return wrong
 
 
@@ -393,29 +353,6 @@ def _ipv6(host: Host) -> list[Problem]:
                 help=(
                     ("remove the name from the line with the IPv6 address", "sudoedit /etc/hosts"),
                 ),
-            )
-        )
-    unready = [
-        (address.ip, interface.name)
-        for interface in host.interfaces
-        for address in interface.addresses
-        if not address.ready
-    ]
-    if unready:
-        (ip, name), *others = unready
-        which = f"{ip} of {name}" + (
-            f" and {len(others)} other address{'es' if len(others) > 1 else ''}" if others else ""
-        )
-        wrong.append(
-            Problem(
-                "ipv6-half-configured",
-                False,
-                f"{which} cannot be used: another machine has it, or the kernel still asks for one",
-                why=(
-                    "its flags are tentative or dadfailed",
-                    *(f"so are those of {ip} of {name}" for ip, name in others),
-                ),
-                help=(("see its flags", f"ip -6 address show dev {name}"),),
             )
         )
     return wrong

@@ -25,7 +25,6 @@ Scope = Literal["global", "link", "host"]
 machine."""
 
 _SIOCETHTOOL, _GDRVINFO, _DRVINFO_BYTES = 0x8946, 3, 196  # include/uapi/linux/{sockios,ethtool}.h
-_TENTATIVE, _FAILED_DAD, _OPTIMISTIC = 0x40, 0x08, 0x04  # include/uapi/linux/if_addr.h
 
 _KINDS: dict[str, Kind] = {
     "bridge": "bridge", "openvswitch": "bridge", "veth": "container", "ipvlan": "container", "macvlan": "container",
@@ -41,9 +40,6 @@ class InterfaceAddress:
 
     ip: str
     scope: Scope
-    # False: IPv6 that the kernel still checks for a double on the link, or found one: it cannot be
-    # bound
-    ready: bool = True
 
     @property
     def version(self) -> int:
@@ -67,7 +63,7 @@ def interfaces() -> tuple[Interface, ...]:
     sandbox)."""
     import psutil  # here: it takes 20 ms, and most commands need no interface
 
-    unready, found = _unready(), []
+    found = []
     listed = psutil.net_if_addrs()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for name, stats in psutil.net_if_stats().items():
@@ -82,7 +78,7 @@ def interfaces() -> tuple[Interface, ...]:
                 for one in listed.get(name, ())
                 if one.family in (socket.AF_INET, socket.AF_INET6)
             ]
-            addresses = tuple(InterfaceAddress(ip, scope(ip), ip not in unready) for ip in ips)
+            addresses = tuple(InterfaceAddress(ip, scope(ip)) for ip in ips)
             found.append(Interface(name, kind, "up" in flags, stats.isup, addresses))
     return tuple(found)
 
@@ -108,17 +104,6 @@ def _kind(name: str, driver: str, point_to_point: bool) -> Kind:
     return (
         "wireless" if name.startswith("wl") else "ethernet"
     )  # udev's names for wireless cards (systemd.net-naming-scheme(7))
-
-
-def _unready() -> set[str]:
-    """Return the IPv6 addresses that cannot be bound (proc_net_if_inet6)."""
-    found = set()
-    with contextlib.suppress(OSError), open("/proc/self/net/if_inet6", encoding="ascii") as file:
-        for words in map(str.split, file):
-            flags = int(words[4], 16)
-            if flags & _FAILED_DAD or (flags & _TENTATIVE and not flags & _OPTIMISTIC):
-                found.add(str(ip_address(bytes.fromhex(words[0]))))
-    return found
 
 
 def scope(ip: str) -> Scope:
