@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
+from rallypoint.host.probe import address_of, numeric
 
 BACKLOG = 65535
 """Connections that may wait to be accepted: as many as the kernel allows (it takes min(this,
@@ -53,7 +54,7 @@ class HeldPort:
     @property
     def address(self) -> str:
         """`127.0.0.1:41235`, `[::1]:41235`."""
-        return _address(self.host, self.port)
+        return address_of(self.host, self.port)
 
     def fileno(self) -> int:
         """Return the descriptor of the listening socket (close-on-exec). `ValueError` after
@@ -120,7 +121,7 @@ class PortHolder(NamedTuple):
     def line(self, now: float | None = None) -> str:
         """`python train.py (pid 5112, user ada, started 3 h ago) is listening on
         127.0.0.1:29500`."""
-        address = _address(self.host, self.port)
+        address = address_of(self.host, self.port)
         if self.state == "time-wait":
             return f"a connection that was closed on {address} is still in TIME_WAIT, at most 60 s"
         if self.state == "ownerless":
@@ -280,10 +281,8 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
     not. "" is every address of this machine."""
     if not host:
         return socket.AF_INET, "0.0.0.0"
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, host)
-            return family, host
+    for family, sockaddr in numeric(host, 0):
+        return family, str(sockaddr[0])
     from rallypoint.host import resolver
 
     answer = resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host]
@@ -307,32 +306,23 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
 
 def _problem(error: OSError, ip: str, port: int) -> EnvironmentProblem:
     """Translate a refused bind or listen into an error of ours."""
-    address = _address(ip, port)
+    address = address_of(ip, port)
     if error.errno == errno.EADDRINUSE:
-        found = holders(port)
         blocking = [
             holder
-            for holder in found
+            for holder in holders(port)
             if holder.state != "time-wait" and _same_place(holder.host, ip)
         ]
-        listening = {
-            holder.pid for holder in blocking if holder.pid and holder.state == "listening"
-        }  # its connections say nothing more
-        blocking = [
-            holder
-            for holder in blocking
-            if holder.state == "listening" or holder.pid not in listening
-        ]
+        # Of a process that listens its connections say nothing more.
+        listening = {one.pid for one in blocking if one.pid and one.state == "listening"}
+        blocking = [one for one in blocking if one.state == "listening" or one.pid not in listening]
         why = tuple(holder.line() for holder in blocking)
         first = f": {why[0]}" if why else ""
         helps = [("leave the port out: a free one is then held from the start", "")]
-        if blocking and blocking[0].pid not in (0, os.getpid()) and blocking[0].uid == os.geteuid():
+        holder = blocking[0] if blocking else None
+        if holder and holder.pid not in (0, os.getpid()) and holder.uid == os.geteuid():
             # What listens for a job is a helper of its launcher, which heeds no SIGTERM.
-            end = (
-                f"rallypoint stop {blocking[0].job}"
-                if blocking[0].job
-                else f"kill {blocking[0].pid}"
-            )
+            end = f"rallypoint stop {holder.job}" if holder.job else f"kill {holder.pid}"
             helps.append(("or end who holds it, if nobody needs it any more", end))
         return EnvironmentProblem(
             "port-in-use",
@@ -410,12 +400,10 @@ def _exhausted(ip: str, low: int, high: int, asked: bool) -> EnvironmentProblem:
             why.append(
                 f"every outgoing connection of this machine takes a port of {first}-{last}, too"
             )
-        more = (
-            (low, min(65535, low + 10 * size - 1))
-            if low + size <= 65535
-            else (max(1024, high - 10 * size + 1), high)
-        )
-        help = ("allow more ports (in Python port_range=)", "--port-range {}-{}".format(*more))
+        low_end, high_end = low, min(65535, low + 10 * size - 1)
+        if low + size > 65535:
+            low_end, high_end = max(1024, high - 10 * size + 1), high
+        help = ("allow more ports (in Python port_range=)", f"--port-range {low_end}-{high_end}")
     return EnvironmentProblem(
         "ports-exhausted",
         f"none of the {size} ports {low}-{high} is free on {ip}"
@@ -453,14 +441,8 @@ def _sockets(low: int, high: int) -> Iterator[_Socket]:
             ):  # a busy server has tens of thousands of others
                 continue
             host, port = _decode(fields[1])
-            yield _Socket(
-                host,
-                port,
-                _address(*_decode(fields[2])),
-                int(fields[3], 16),
-                int(fields[7]),
-                int(fields[9]),
-            )
+            peer, state = address_of(*_decode(fields[2])), int(fields[3], 16)
+            yield _Socket(host, port, peer, state, int(fields[7]), int(fields[9]))
 
 
 def _decode(text: str) -> tuple[str, int]:
@@ -468,9 +450,8 @@ def _decode(text: str) -> tuple[str, int]:
     address, port = text.split(":")
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     raw = struct.pack(f"={len(words)}I", *words)
-    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, raw), int(
-        port, 16
-    )
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return socket.inet_ntop(family, raw), int(port, 16)
 
 
 def _holders_of(sockets: Sequence[_Socket]) -> list[PortHolder]:
@@ -548,10 +529,6 @@ def _ago(seconds: float) -> str:
         if seconds >= 2 * size or (seconds >= size and unit != "days"):
             return f"{seconds / size:.0f} {unit} ago"
     return f"{max(0.0, seconds):.0f} s ago"
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _user(uid: int) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -22,7 +22,7 @@ import msgspec
 from rallypoint.clock import Clock
 
 if TYPE_CHECKING:
-    from rallypoint.host.firewall import Blocked
+    from rallypoint.host.firewall import Blocked, Firewall
     from rallypoint.host.ports import PortHolder
 
 FIRST_BYTES = 128
@@ -158,24 +158,26 @@ def look(host: str, port: int, greeting: bytes, timeout: float) -> Reached:
     rejected: Blocked | None = None
     refusing = [ips.get(one.where, "") for one in tried if one.outcome == "refused"]
     refusing = [ip for ip in refusing if any(holder.accepts_at(ip) for holder in listening)]
-    if (
-        refusing
-    ):  # if no rule that was read refuses it, the process has begun to listen a moment ago
-        rejected = _rejecting(port, version=6 if ":" in refusing[0] else 4)
+    if refusing:
+        # If no rule that was read refuses it, the process has begun to listen a moment ago.
+        blocked = _read_firewall().blocked(port, version=6 if ":" in refusing[0] else 4)
+        rejected = blocked if blocked is not None and blocked.does == "reject" else None
     elif here and any(one.outcome in ("dropped", "unreachable") for one in tried):
-        rules = _rules(port)
+        read = _read_firewall()
+        said = read.blocked(port) or read.unread or "no rule of this machine's firewall drops it"
+        rules = (str(said),)
     return Reached(
-        host,
-        port,
-        tried,
-        unresolved,
-        unanswered,
-        here,
-        lines,
-        _stopped(listening),
-        rules,
-        rejected,
-        clock.elapsed(),
+        host=host,
+        port=port,
+        tried=tried,
+        unresolved=unresolved,
+        unanswered=unanswered,
+        here=here,
+        holders=lines,
+        stopped=_stopped(listening),
+        rules=rules,
+        rejected=rejected,
+        seconds=clock.elapsed(),
     )
 
 
@@ -258,13 +260,8 @@ def by_turns(found: list[Place]) -> list[Place]:
     """IPv6 and IPv4 by turns, the resolver's first choice first (RFC 8305)."""
     first = [entry for entry in found if entry[0] == found[0][0]]
     others = [entry for entry in found if entry[0] != found[0][0]]
-
-    def turns() -> Iterator[Place]:
-        for index in range(max(len(first), len(others))):
-            yield from first[index : index + 1]
-            yield from others[index : index + 1]
-
-    return list(turns())
+    pairs = itertools.zip_longest(first, others)
+    return [entry for pair in pairs for entry in pair if entry is not None]
 
 
 def numeric(host: str, port: int) -> list[Place]:
@@ -408,21 +405,10 @@ class _Way:
         return Tried(self.where, "silent" if self._connected else "dropped")
 
 
-def _rules(port: int) -> tuple[str, ...]:
+def _read_firewall() -> Firewall:
     from rallypoint.host import firewall
 
-    found = firewall.read_firewall(FIREWALL_TIMEOUT)
-    blocked = found.blocked(port)
-    if blocked is not None:
-        return (str(blocked),)
-    return (found.unread or "no rule of this machine's firewall drops it",)
-
-
-def _rejecting(port: int, version: int) -> Blocked | None:
-    from rallypoint.host import firewall
-
-    blocked = firewall.read_firewall(FIREWALL_TIMEOUT).blocked(port, version=version)
-    return blocked if blocked is not None and blocked.does == "reject" else None
+    return firewall.read_firewall(FIREWALL_TIMEOUT)
 
 
 def _listeners(port: int) -> tuple[PortHolder, ...]:
