@@ -372,6 +372,24 @@ def test_where_it_was_started(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(shown(capsys, "--error-format", "json"))["folder"] == "/srv/work"
 
 
+def test_the_command_has_all_that_changes_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """--grace, --debug-rank, --quiet, -r and -t were left out of it."""
+    keep(
+        "20260102-030405-ab12",
+        grace=2.5,
+        debug_rank=1,
+        quiet=True,
+        error_format="json",
+        logs={"redirects": [3, 3], "tee": [0, 1]},
+        rendezvous="/shared/job",
+    )
+    assert (
+        "  command  rallypoint run -n 2 --quiet --max-restarts 3 --grace 2.5 --debug-rank 1 -r 3 -t 1:1"
+        " --rdzv-endpoint file:///shared/job --error-format json train.py --lr 'a b'\n"
+        in shown(capsys)
+    )
+
+
 def test_a_folder_where_a_file_should_be(capsys: pytest.CaptureFixture[str]) -> None:
     path = keep("20260102-030405-ab12")
     for name in ("report.json", "events.jsonl"):

@@ -470,6 +470,12 @@ def test_folders() -> None:
         found = only(judge([folder]))
         assert (found.mark, found.code) == (mark, code)
         assert words in found.fact
+    passed = only(judge([well], passed_over="/nope"))
+    assert shown(passed) == (
+        "note",
+        "folder-unusable",
+        "TMPDIR=/nope cannot be used and is passed over: No such file or directory",
+    )
     none = only(judge([well], no_sockets=("/tmp: Permission denied",)))
     assert (none.mark, none.code, none.why) == (
         "fault",

@@ -28,6 +28,9 @@ a log of gigabytes."""
 
 UNWRITABLE = "it could not be written any more, as when a disk is full"
 
+DEFAULT_GRACE = 30.0
+"""Seconds of `rallypoint run --grace` when it is not given."""
+
 _STAMP = re.compile(r"(\d{8}-\d{6})(?:-|$)")
 _LOG = re.compile(r"rank(\d+)\.log")
 
@@ -40,6 +43,11 @@ class _Program(msgspec.Struct, frozen=True):
 
 class _World(msgspec.Struct, frozen=True):
     local_size: int = 1
+
+
+class _Logs(msgspec.Struct, frozen=True):
+    redirects: tuple[int, ...] = ()
+    tee: tuple[int, ...] = ()
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -58,11 +66,17 @@ class KeptPlan(msgspec.Struct, frozen=True):
     preload: tuple[str, ...] = ()
     max_restarts: int = 0
     on_failure: str = "stop"
+    grace: float = DEFAULT_GRACE
+    debug_rank: int = 0
     plain: bool = False
+    quiet: bool = False
+    error_format: str = "text"
     master_port: int = 0
     port_range: tuple[int, int] | None = None
     stall: float | None = None
     torch: str | None = ""
+    logs: _Logs = _Logs()
+    rendezvous: str = ""
     task: _Task | None = None
     cwd: str = ""
     run_dir: str = ""
@@ -317,17 +331,34 @@ def command(plan: KeptPlan) -> str:
     if not plan.program.target:
         return ""
     words = ["rallypoint", "run", "-n", str(plan.world.local_size)]
-    words += ["--preload", ",".join(plan.preload)] if plan.preload else []
-    words += ["--fresh"] if plan.start == "fresh" else []
-    words += ["--plain"] if plan.plain else []
-    words += ["--max-restarts", str(plan.max_restarts)] if plan.max_restarts else []
-    words += ["--on-failure", plan.on_failure] if plan.on_failure != "stop" else []
-    words += ["--master-port", str(plan.master_port)] if plan.master_port else []
-    words += ["--port-range", "{}-{}".format(*plan.port_range)] if plan.port_range else []
-    words += ["--stall", f"{plan.stall:g}"] if plan.stall is not None else []
-    words += ["--run-dir", _from(plan.run_dir, plan.cwd)] if plan.run_dir_asked else []
+    flags = {"--fresh": plan.start == "fresh", "--plain": plan.plain, "--quiet": plan.quiet}
+    words += [name for name, given in flags.items() if given]
+    asked = {
+        "--preload": ",".join(plan.preload),
+        "--max-restarts": plan.max_restarts or "",
+        "--on-failure": plan.on_failure.removeprefix("stop"),
+        "--grace": "" if plan.grace == DEFAULT_GRACE else f"{plan.grace:g}",
+        "--debug-rank": plan.debug_rank or "",
+        "--master-port": plan.master_port or "",
+        "--port-range": "{}-{}".format(*plan.port_range) if plan.port_range else "",
+        "--stall": "" if plan.stall is None else f"{plan.stall:g}",
+        "-r": _streams(plan.logs.redirects),
+        "-t": _streams(plan.logs.tee),
+        "--rdzv-endpoint": f"file://{plan.rendezvous}" if plan.rendezvous else "",
+        "--error-format": plan.error_format.removeprefix("text"),
+        "--run-dir": _from(plan.run_dir, plan.cwd) if plan.run_dir_asked else "",
+    }
+    for name, value in asked.items():
+        words += [name, str(value)] if value != "" else []
     words += {"module": ["-m"], "command": ["--no-python"]}.get(plan.program.kind, [])
     return shlex.join([*words, plan.program.target, *plan.program.args])
+
+
+def _streams(by_rank: tuple[int, ...]) -> str:
+    """Return a stream map of torchrun's as one types it; "" for none."""
+    if len(set(by_rank)) <= 1:
+        return str(by_rank[0]) if any(by_rank) else ""
+    return ",".join(f"{rank}:{streams}" for rank, streams in enumerate(by_rank) if streams)
 
 
 def _from(path: str, folder: str) -> str:

@@ -119,13 +119,15 @@ class Folder(NamedTuple):
 def folders() -> list[Finding]:
     """Check the folders that a job writes to, and that a Unix socket can be made."""
     used = look_at_folders(os.environ)
+    named = os.environ.get("TMPDIR", "")
+    unusable = named if named and not os.access(named, os.W_OK | os.X_OK) else ""
     try:
         sock, path = unix_sockets.private_socket(SOCKET)
     except EnvironmentProblem as problem:
-        return judge_folders(used, "", problem.why)
+        return judge_folders(used, "", problem.why, unusable)
     sock.close()
     unix_sockets.remove(path)
-    return judge_folders(used, os.path.dirname(os.path.dirname(path)))
+    return judge_folders(used, os.path.dirname(os.path.dirname(path)), passed_over=unusable)
 
 
 def look_at_folders(environ: Mapping[str, str]) -> list[Folder]:
@@ -155,11 +157,19 @@ def look_at_folder(use: str, path: str) -> Folder:
 
 
 def judge_folders(
-    used: list[Folder], sockets: str = "", no_sockets: tuple[str, ...] = ()
+    used: list[Folder],
+    sockets: str = "",
+    no_sockets: tuple[str, ...] = (),
+    passed_over: str = "",
 ) -> list[Finding]:
     """`sockets`: the folder in which a socket was made; `no_sockets`: why none could be, a line for
-    each place."""
+    each place; `passed_over`: the folder that TMPDIR names, if nothing can be written there."""
     found = [finding for folder in used for finding in _judge_folder(folder)]
+    if passed_over:
+        reason = os.strerror(errno.EACCES if os.path.exists(passed_over) else errno.ENOENT)
+        help = ("make it, or name another", f"mkdir -p {shlex.quote(passed_over)}")
+        fact = f"TMPDIR={passed_over} cannot be used and is passed over: {reason}"
+        found.append(note("folder-unusable", fact, help))
     if no_sockets:
         found.append(
             fault(
