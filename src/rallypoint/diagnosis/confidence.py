@@ -235,7 +235,7 @@ def answers(stop: Sighting, seen: Iterable[Sighting]) -> bool:
     """Tell whether a launcher's stop by a signal stands after a failure in the same log: whoever
     ends a job for one sends the same.
     """
-    if stop.end is not None and stop.end.by:  # Slurm names its reason: the time limit, a preemption
+    if stop.end.by:  # Slurm names its reason: the time limit, a preemption
         return False
     failures = (
         s for s in seen if not s.went_on and s.sign in (Sign.ENDED, Sign.RAISED, Sign.WATCHDOG)

@@ -26,6 +26,11 @@ class Speaker(NamedTuple):
 NOBODY = Speaker()
 
 
+def of_rank(rank: int, mark: str = "") -> Speaker:
+    """The process of a rank."""
+    return Speaker(rank, f"rank {rank}", mark)
+
+
 class Sign(Enum):
     """What a place in a log is."""
 
@@ -64,6 +69,13 @@ class End(msgspec.Struct, frozen=True):
     status: str = ""
 
 
+NOT_ENDED = End()
+"""The end of a sighting that tells of none."""
+
+NOT_RAISED = Raised("", "", (), "")
+"""The error of a sighting that tells of none."""
+
+
 class Collective(msgspec.Struct, frozen=True):
     """What a rank was in when NCCL's watchdog gave up."""
 
@@ -95,8 +107,8 @@ class Sighting(msgspec.Struct, frozen=True):
     place: Place
     speaker: Speaker = NOBODY
     text: str = ""
-    error: Raised | None = None
-    end: End | None = None
+    error: Raised = NOT_RAISED
+    end: End = NOT_ENDED
     collective: Collective | None = None
     lines: tuple[str, ...] = ()  # its own words, without prefix
     times: int = 1
@@ -106,6 +118,11 @@ class Sighting(msgspec.Struct, frozen=True):
     went_on: bool = False  # the same process went on for long: it was handled
     followed: bool = False  # the same process said something after it, and the log ends soon after
 
+    @property
+    def has_error(self) -> bool:
+        """Tell whether an exception was seen there."""
+        return self.error is not NOT_RAISED
+
 
 class Findings(msgspec.Struct, frozen=True):
     """All that was seen in one or several logs."""
@@ -114,7 +131,6 @@ class Findings(msgspec.Struct, frozen=True):
     lines: int
     ranks: tuple[int, ...]  # that some line names
     stopped: tuple[int, ...]  # pids that the launcher says to have stopped
-    left_out: int = 0  # sightings beyond what is kept
     failed: bool = False  # a launcher says that the job failed
     empty: bool = False  # there was nothing to read
     last_words: tuple[str, ...] = ()  # before the first word of a launcher on an end

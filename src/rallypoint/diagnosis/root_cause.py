@@ -32,7 +32,7 @@ from rallypoint.diagnosis.log_consequences import (
     refused_value,
     watched_calls,
 )
-from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
+from rallypoint.diagnosis.log_events import NOT_ENDED, Findings, Sighting, Sign
 from rallypoint.diagnosis.rank_kinds import (
     CONSEQUENCES,
     HEARD_LATE,
@@ -499,17 +499,11 @@ def _of_log(job: JobEvidence, log: Findings, verdicts: list[Verdict]) -> tuple[R
 
 def _stops(log: Findings) -> list[Sighting]:
     """Where somebody stopped the job and that was no answer to a failure, the first one first."""
-    stops = [
-        s
-        for s in log.sightings
-        if s.sign is Sign.INTERRUPTED or (s.error is not None and classify.is_stop(s.error))
-    ]
-    failures = [s for s in log.sightings if s.end is not None and log.has_failed(s.end)]
+    stops = [s for s in log.sightings if s.sign is Sign.INTERRUPTED or classify.is_stop(s.error)]
+    failures = [s for s in log.sightings if log.has_failed(s.end)]
     failures += [
-        s
-        for s in log.sightings
-        if s.sign is Sign.WATCHDOG or (s.error is not None and classify.is_consequence(s.error))
+        s for s in log.sightings if s.sign is Sign.WATCHDOG or classify.is_consequence(s.error)
     ]
     stops = [s for s in stops if not schedulers.cancelled_for_no_reason(s.text)] or stops
     stops = [s for s in stops if not answers(s, failures)]
-    return sorted(stops, key=lambda stop: (stop.place.line, stop.end is None))
+    return sorted(stops, key=lambda stop: (stop.place.line, stop.end == NOT_ENDED))

@@ -171,7 +171,7 @@ _UNKNOWN_WORDS = "these words name no cause that is known here"
 
 def interrupted_in_log(stop: Sighting) -> Report:
     """Tell that somebody, or the end of the job's time, stopped it, by a log."""
-    by, number = (stop.end.by, stop.end.signal) if stop.end is not None else ("", 0)
+    by, number = stop.end.by, stop.end.signal
     helps = []
     what = "the job was stopped by Ctrl-C"
     if by == "TIME LIMIT":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from rallypoint.diagnosis.error_patterns.python import SIGNALS
-from rallypoint.diagnosis.log_events import Collective, End, Sign, Speaker
+from rallypoint.diagnosis.log_events import Collective, End, Sign, Speaker, of_rank
 
 CAUSES = {
     "ssh-unresolved": re.compile(r"^(?:.{0,60}: )?ssh: Could not resolve hostname (?P<host>\S+): "),
@@ -451,14 +451,12 @@ def group_of(text: str) -> str:
     return (found["guid"] or found["id"]) if found is not None else ""
 
 
-def spoken_rank(text: str, speaker: Speaker) -> int:
-    """The rank that speaks, by its prefix or by what torch writes into the line; -1 if neither
-    tells.
+def speaking(text: str, speaker: Speaker) -> Speaker:
+    """The rank that speaks, by its prefix or by what torch writes into the line; `speaker` if
+    neither tells.
     """
-    if speaker.rank >= 0:
-        return speaker.rank
     found = re.search(r"\[(?:PG [^\]]*?)?Rank (\d+)\]", text)
-    return int(found.group(1)) if found is not None else -1
+    return of_rank(int(found[1])) if found is not None and speaker.rank < 0 else speaker
 
 
 _WRAPPERS = re.compile(

@@ -10,10 +10,22 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
+
+import msgspec
 
 from rallypoint.diagnosis import classify, stacks
 from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import Frame, Raised
+from rallypoint.diagnosis.log_events import (
+    Collective,
+    End,
+    Place,
+    Sighting,
+    Sign,
+    Speaker,
+    of_rank,
+)
 
 HEADER = "Traceback (most recent call last):"
 # lines after an exception's last line in which its message, or the next of a chain, may still come
@@ -21,6 +33,7 @@ TAIL = 16
 STRAY = 40  # lines of others that may stand inside a traceback before it is taken for cut off
 KEPT = 400  # lines of one traceback; of a deeper one the middle is left out
 MESSAGE_LINES = 14  # NCCL's and DDP's messages have up to ten
+WORDS = 400  # characters of one line that are kept
 
 _DURING = "During handling of the above exception, another exception occurred:"
 _BECAUSE = "The above exception was the direct cause of the following exception:"
@@ -37,7 +50,7 @@ _CARETS = re.compile(r"^[\s~^]+$")
 _ANOTHERS = re.compile(
     r"^(?:\[?[EWIF]\d{3,4} |\[\d{4}-|\[[EWI] |(?:INFO|WARNING|ERROR|CRITICAL)[: ]|Exception raised from|frame #\d+|[-=*]{20})"
 )
-_NOT_COMPILED = (
+NOT_COMPILED = (
     "SyntaxError",
     "IndentationError",
     "TabError",
@@ -53,6 +66,8 @@ _SPAWNED = re.compile(r"^-- Process (\d+) terminated with the following error:")
 # raise: "ranks:dict_keys([0, 3])", and below it the traceback of each.
 _GATHERED = re.compile(r"^CheckpointException ranks:dict_keys\(\[(?P<ranks>[\d, ]+)\]\)")
 _OF_RANK = re.compile(r"\(RANK (\d+)\)$")
+_WHAT = re.compile(r"^ *what\(\): *(.*)$")
+_DUMP = re.compile(r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:)')
 _NATIVE = re.compile(r"^frame #\d+|^Exception raised from |^<omitting python frames>")
 
 
@@ -75,26 +90,34 @@ def headless(text: str) -> bool:
     return _FRAME.match("  " + text.lstrip()) is not None and len(text) - len(text.lstrip()) <= 2
 
 
-class Traceback:
+class Block:
+    """Lines of one process that tell one thing together."""
+
+    rank = -1  # that the words name, as mp.spawn's do
+    ranks: tuple[int, ...] = ()  # that the words count
+    times = 1
+    stray = 0  # lines of others that stand inside
+    ignored = False  # Python says that it is: of `__del__`, or while the interpreter closes down
+
+    def __init__(self, number: int) -> None:
+        self.start = self.last = number
+        self.done = False
+
+
+class Traceback(Block):
     """One traceback, with what it was raised from."""
 
     def __init__(
         self, number: int, text: str, *, ignored: bool = False, headless: bool = False
     ) -> None:
-        self.start = self.last = number
+        super().__init__(number)
         # its first lines were not pasted: the line that names the exception is where it begins then
         self._headless = headless
-        self.ignored = (
-            ignored  # Python says that it is: of `__del__`, or while the interpreter closes down
-        )
-        self.times = 1
-        self.rank = -1  # that the words name, as mp.spawn's do
-        self.done = False
+        self.ignored = ignored
         self._open = 1  # headers that wait for their last line
         self._chain: list[tuple[str, Raised]] = []
-        self._gathered: dict[
-            int, tuple[str, str]
-        ] = {}  # ranks that an exception counts, and what each of them raised, where that is shown
+        # ranks that an exception counts, and what each of them raised, where that is shown
+        self._gathered: dict[int, tuple[str, str] | None] = {}
         self._of = -1  # the rank among these whose traceback is read now
         self._joint = ""  # how the next one of the chain hangs together with the one before
         self._begin(text)
@@ -107,11 +130,11 @@ class Traceback:
         self.stray = self._tail = self._blank = 0
         self._ended = False
         self._doubtful: tuple[str, str, int] | None = None
-        self._kind, self._message, self._file = "", [""], ""
+        self._kind, self._message = "", [""]
 
     @classmethod
     def of_gathered(cls, number: int, kind: str, message: str) -> Traceback | None:
-        """One whose own lines are missing, and that begins with what torch.distributed.checkpoint
+        """Make one whose own lines are missing, and that begins with what torch.distributed.checkpoint
         gathered; None for other messages.
         """
         if _GATHERED.match(message) is None:
@@ -120,16 +143,6 @@ class Traceback:
         block._end(kind, message, number)
         block._keep(f"{kind}: {message}")
         return block
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that raised, where the words count them: those that show the same error as the
-        first one, or none.
-        """
-        told = next((one for one in self._gathered.values() if one != ("", "")), ("", ""))
-        return tuple(
-            sorted(rank for rank, one in self._gathered.items() if one in (told, ("", "")))
-        )
 
     def take(self, number: int, text: str) -> bool:
         """Whether the line belongs to this traceback; `done` afterwards when no more can come."""
@@ -171,11 +184,8 @@ class Traceback:
         if typed and self._frames and (_SURE.search(name) or "." in typed["type"]):
             self._end(typed["type"], typed["message"] or "", number)
         elif typed and self._frames and name[:1].isupper():
-            self._doubtful = (
-                typed["type"],
-                typed["message"] or "",
-                number,
-            )  # "Epoch: 3" of another rank looks like one, too
+            # "Epoch: 3" of another rank looks like one, too.
+            self._doubtful = (typed["type"], typed["message"] or "", number)
         elif classify.recognised(body):
             self._end("", body, number)
         else:
@@ -188,13 +198,17 @@ class Traceback:
     def _end(self, kind: str, message: str, number: int) -> None:
         self._kind, self._message, self._ended, self._doubtful = kind, [message], True, None
         self.last = number
-        if self._headless and not kind.endswith(_NOT_COMPILED):
+        if self._headless and not kind.endswith(NOT_COMPILED):
             self.start = number
         self._headless = False
         if (gathered := _GATHERED.match(message)) is not None:
-            self._gathered = {int(rank): ("", "") for rank in re.findall(r"\d+", gathered["ranks"])}
+            self._gathered = {int(rank): None for rank in re.findall(r"\d+", gathered["ranks"])}
         elif self._of in self._gathered:
             self._gathered[self._of] = (kind, message)
+        # Those that show the same error as the first one, or none.
+        shown = next(filter(None, self._gathered.values()), None)
+        same = (rank for rank, one in self._gathered.items() if one in (shown, None))
+        self.ranks = tuple(sorted(same))
 
     def _after(self, number: int, body: str) -> bool:
         self._tail += 1
@@ -254,11 +268,6 @@ class Traceback:
             del self._lines[KEPT // 2]
         self._lines.append(body)
 
-    @property
-    def ended(self) -> bool:
-        """Whether the line that names the exception has come."""
-        return self._ended or self._doubtful is not None or bool(self._chain)
-
     def error(self) -> Raised | None:
         """The exception that began it: of those raised while one was handled the first, of those
         wrapped the one that says more.
@@ -287,13 +296,9 @@ class Traceback:
                 chosen = error
         return chosen
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        return tuple(self._lines)
-
     def _raised(self) -> Raised:
         frames, filename = self._frames, ""
-        if self._kind.endswith(_NOT_COMPILED) and frames and not frames[-1].function:
+        if self._kind.endswith(NOT_COMPILED) and frames and not frames[-1].function:
             filename = f"{frames[-1].file}"
             frames = frames[:-1]
         own = tuple(frame for frame in frames if not stacks.hidden(frame))
@@ -322,232 +327,261 @@ def _call(frames: tuple[Frame, ...]) -> str:
     return ""
 
 
-class Message:
+class Message(Block):
     """A line that tells of an exception without a traceback, and what its message goes on with."""
 
     def __init__(self, number: int, kind: str, message: str, filename: str = "") -> None:
-        self.start = self.last = number
-        self.frames: tuple[Frame, ...] = ()
-        self.filename = filename
-        self.kind = kind
-        self.message = [message]
-        self.done = False
-        self.long = bool(_LONG.search(message) or message.rstrip().endswith("signal:"))
+        super().__init__(number)
+        self._kind, self._filename = kind, filename
+        self._message = [message]
+        self._broken = message.rstrip().endswith("signal:")  # by a terminal, or a page
+        self._long = self._broken or bool(_LONG.search(message))
 
     def take(self, number: int, text: str) -> bool:
-        """Whether the line goes on with the message."""
+        """Tell whether the line goes on with the message."""
         more = (
-            self.long
+            self._long
             and text.strip()
-            and len(self.message) < MESSAGE_LINES
-            and HEADER not in text
-            and not _ANOTHERS.match(text)
+            and len(self._message) < MESSAGE_LINES
+            and not (HEADER in text or _ANOTHERS.match(text) or _FRAME.match(text))
         )
-        if not more or schedulers.told_by(text) is not None or _FRAME.match(text):
+        if not more or schedulers.told_by(text) is not None:
             self.done = True
             return False
-        self.message.append(text)
+        self._message.append(text)
         self.last = number
         return True
 
     def error(self) -> Raised:
-        lines = [
-            f"{self.kind}: {self.message[0]}" if self.kind else self.message[0],
-            *self.message[1:],
-        ]
-        joint = (
-            " " if self.message[0].endswith("signal:") else "\n"
-        )  # a terminal, or a page, has broken that line
-        return Raised(
-            self.kind,
-            joint.join(self.message),
-            self.frames,
-            "\n".join(lines),
-            filename=self.filename,
-        )
+        """Return the exception that it tells of."""
+        words = "\n".join(self._message)
+        traceback = f"{self._kind}: {words}" if self._kind else words
+        message = words.replace("\n", " ") if self._broken else words
+        return Raised(self._kind, message, (), traceback, filename=self._filename)
 
 
-class Crash:
+class Crash(Block):
     """What native code leaves: faulthandler's dump of the stacks, or the last words of an exception
     of C++.
     """
 
     def __init__(self, number: int, text: str) -> None:
-        self.start = self.last = number
+        super().__init__(number)
         self.lines = [text]
-        self.what: list[str] = []
-        self.done = False
+        self._what: list[str] = []
         self._dump = "Fatal Python error" in text
         self._blank = 0
 
+    @staticmethod
+    def begins(text: str) -> bool:
+        """Tell whether the line is the first of one."""
+        return "Fatal Python error: " in text or text.startswith("terminate called")
+
     def take(self, number: int, text: str) -> bool:
-        if len(self.lines) > KEPT or native(text) or HEADER in text:
-            self.done = True
-            return False
-        if not self._dump:
-            return self._more_of_what(number, text)
-        if not text.strip():
-            self._blank += 1
+        """Tell whether the line belongs to it."""
+        self._blank += not text.strip()
+        if self._dump and not text.strip():
             self.done = self._blank > 3
             return True
-        if not re.match(
-            r'^(?:Current thread|Thread 0x|  File "|  \.\.\.|  <|Extension modules:|Current thread\'s)',
-            text,
-        ):
+        what = _WHAT.match(text)
+        if what is not None and not self._dump:
+            self._what = [what[1]]
+        elif native(text) or HEADER in text or len(self.lines) > KEPT or not self._goes_on(text):
             self.done = True
             return False
+        elif not self._dump:
+            self._what.append(text)
         self.lines.append(text)
         self.last = number
         return True
 
-    def _more_of_what(self, number: int, text: str) -> bool:
-        found = re.match(r"^ *what\(\): *(.*)$", text)
-        if found is not None:
-            self.what = [found.group(1)]
-        elif (
-            not self.what
-            or not text.strip()
-            or len(self.what) >= MESSAGE_LINES
-            or _ANOTHERS.match(text)
-        ):
-            self.done = True
-            return False
-        else:
-            self.what.append(text)
-        self.lines.append(text)
-        self.last = number
-        return True
+    def _goes_on(self, text: str) -> bool:
+        if self._dump:
+            return _DUMP.match(text) is not None
+        room = 0 < len(self._what) < MESSAGE_LINES
+        return room and bool(text.strip()) and _ANOTHERS.match(text) is None
+
+    def error(self) -> Raised | None:
+        """Return the exception of C++; None for a dump."""
+        if not self._what:
+            return None
+        kind = re.search(r"instance of '([^']+)'", self.lines[0])
+        words = "\n".join(self._what)
+        return Raised(kind[1] if kind else "", words, (), "\n".join(self.lines))
 
 
-class Summary:
-    """torchrun's own account: one paragraph for each rank that failed, in its table of failures."""
+class Failure:
+    """One paragraph of torchrun's table."""
+
+    def __init__(self, line: int, first: bool) -> None:
+        self.line, self.first = line, first
+        self.fields: dict[str, str] = {}
+        self.traceback: Traceback | None = None
+
+
+class Summary(Block):
+    """The table of failures that torchrun prints: one paragraph for each rank that failed."""
 
     _FIELD = re.compile(r"^ *(time|host|rank|exitcode|error_file|traceback) *: ?(.*)$")
 
     def __init__(self, number: int, text: str) -> None:
-        self.start = self.last = number
-        self.done = False
-        self.first = number if "Root Cause" in text else 0  # the line of that heading
-        self.failures: list[dict[str, str]] = []
-        self.tracebacks: list[tuple[int, Traceback]] = []  # by the index of the failure
-        self._stray = 0
+        super().__init__(number)
+        self._root = number if "Root Cause" in text else 0  # the line of that heading
+        self._failures: list[Failure] = []
+        self._strays = 0
+
+    @staticmethod
+    def begins(text: str) -> bool:
+        """Tell whether the line is the first of one."""
+        return text == "Failures:" or "Root Cause (first observed failure)" in text
 
     def take(self, number: int, text: str) -> bool:
+        """Tell whether the line belongs to it."""
         self.last = number
-        if self.tracebacks and self.tracebacks[-1][0] == len(self.failures) - 1:
-            inner = self.tracebacks[-1][1]
-            if not inner.done and text.startswith("  ") and self._FIELD.match(text) is None:
-                inner.take(number, text)
-                return True
-        if text.startswith("Root Cause"):
-            self.first = number
+        field = self._FIELD.match(text)
+        inner = self._failures[-1].traceback if self._failures else None
+        if inner is not None and not inner.done and field is None and text.startswith("  "):
+            inner.take(number, text)
+        elif text.startswith("Root Cause"):
+            self._root = number
         elif text.startswith("====="):
-            self.done = bool(self.failures)
+            self.done = bool(self._failures)
         elif re.match(r"^ *\[\d+\]:$", text) is not None:
-            self.failures.append(
-                {"first": "yes" if self.first else "", "line": str(self.first or number)}
-            )
-        elif (field := self._FIELD.match(text)) is not None:
-            if not self.failures or field.group(1) in self.failures[-1]:
-                self.failures.append(
-                    {"first": "yes" if self.first else "", "line": str(self.first or number)}
-                )
-            self.failures[-1][field.group(1)] = field.group(2)
-            if field.group(1) == "traceback" and HEADER in text:
-                self.tracebacks.append((len(self.failures) - 1, Traceback(number, "  " + HEADER)))
+            self._failures.append(Failure(self._root or number, self._root > 0))
+        elif field is not None:
+            name, value = field.groups()
+            if not self._failures or name in self._failures[-1].fields:
+                self._failures.append(Failure(self._root or number, self._root > 0))
+            self._failures[-1].fields[name] = value
+            if HEADER in value:
+                self._failures[-1].traceback = Traceback(number, "  " + HEADER)
         elif text.strip() and not text.startswith(("---", "Failures:", "  <NO_OTHER")):
-            self._stray += 1
-            self.done = self._stray > 8
+            self._strays += 1
+            self.done = self._strays > 8
             return False
         return True
 
+    def sightings(self, speaker: Speaker, log: str) -> Iterator[Sighting]:
+        """Tell how each rank ended, and what it raised."""
+        for failure in self._failures:
+            fields = failure.fields
+            rank = re.match(r"(\d+)(?: \(local_rank: (\d+)\))?", fields.get("rank", ""))
+            status = re.match(r"(-?\d+) *\(pid: (\d+)\)", fields.get("exitcode", ""))
+            if rank is None or status is None:
+                continue
+            number, local, code, pid = (int(x or -1) for x in (*rank.groups(), *status.groups()))
+            place, host = Place(log, failure.line, self.last), fields.get("host", "")
+            ends = (max(code, 0), max(-code, 0), number, local, pid, host, "torchrun")
+            yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first))
+            error = failure.traceback.error() if failure.traceback is not None else None
+            if error is not None and not schedulers.of_launcher(error.type):
+                lines = tuple(error.traceback.splitlines())
+                yield Sighting(Sign.RAISED, place, of_rank(number), error=error, lines=lines)
 
-class MpiExit:
+
+class MpiExit(Block):
     """The paragraph of mpirun (Open MPI) or mpiexec (MPICH, Intel MPI) on the first process that
     ended badly.
     """
 
-    _ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+)")
+    _BEGINS = re.compile(
+        r"detected that one or more processes exited with non-zero"
+        r"|(?P<mpich>BAD TERMINATION OF ONE OF YOUR)|MPI_ABORT was invoked on rank (?P<rank>\d+)"
+    )
+    _FACTS = tuple(
+        re.compile(words)
+        for words in (
+            r"(?P<last>with errorcode|Exit code:) +(?P<code>-?\d+)",
+            r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]",
+            r"^= +(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)",
+            r"^= +EXIT CODE: (?P<code>\d+)",
+            r"^= +KILLED BY SIGNAL: (?P<signal>\d+)",
+            r"(?P<last>TERMINATED WITH THE EXIT STRING): .{0,100}\(signal (?P<signal>\d+)\)",
+        )
+    )
 
     def __init__(self, number: int, text: str) -> None:
-        self.start = self.last = number
-        self.done = False
-        self.rank = self.code = -1
-        self.signal = self.pid = 0
-        self.host = ""
-        self.by = "mpiexec" if "BAD TERMINATION" in text else "mpirun"
+        super().__init__(number)
+        found = self._BEGINS.search(text)
+        assert found is not None
+        self._told: dict[str, str] = {"rank": found["rank"] or "-1"}
+        self._by = "mpiexec" if found["mpich"] else "MPI_ABORT" if found["rank"] else "mpirun"
         self._lines = 0
-        if (found := self._ABORT.search(text)) is not None:
-            self.rank, self.by = int(found[1]), "MPI_ABORT"
 
     @classmethod
     def begins(cls, text: str) -> bool:
-        """Whether the line is the first of one."""
-        known = (
-            "detected that one or more processes exited with non-zero",
-            "BAD TERMINATION OF ONE OF YOUR",
-        )
-        return any(words in text for words in known) or (
-            "MPI_ABORT" in text and cls._ABORT.search(text) is not None
-        )
+        """Tell whether the line is the first of one."""
+        return cls._BEGINS.search(text) is not None
 
     def take(self, number: int, text: str) -> bool:
+        """Tell whether the line belongs to it."""
         self._lines += 1
-        if (found := re.search(r"with errorcode (-?\d+)", text)) is not None:
-            self.code, self.done = int(found[1]), True
-        elif (found := re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]", text)) is not None:
-            self.rank = int(found.group(1))
-        elif (found := re.search(r"Exit code: +(\d+)", text)) is not None:
-            self.code = int(found.group(1))
-            self.done = True
-        elif (
-            found := re.search(
-                r"^= +(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<host>\S+)", text
-            )
-        ) is not None:
-            self.rank, self.pid, self.host = (
-                int(found["rank"] or -1),
-                int(found["pid"]),
-                found["host"],
-            )
-        elif (found := re.search(r"^= +(EXIT CODE|KILLED BY SIGNAL): (\d+)", text)) is not None:
-            self.code, self.signal = (
-                (int(found[2]), 0) if found[1] == "EXIT CODE" else (0, int(found[2]))
-            )
-        elif (
-            found := re.search(r"TERMINATED WITH THE EXIT STRING: .{0,100}\(signal (\d+)\)", text)
-        ) is not None:
-            self.signal, self.code, self.done = int(found[1]), 0, True
-        elif self._lines > 10 or text.startswith("-----"):
-            self.done = True
+        for found in filter(None, (words.search(text) for words in self._FACTS)):
+            self._told.update({name: told for name, told in found.groupdict().items() if told})
+        self.done = "last" in self._told or self._lines > 10 or text.startswith("-----")
         self.last = number
         return True
 
+    def sightings(self, speaker: Speaker, log: str) -> Iterator[Sighting]:
+        """Tell how the process ended, where the paragraph does."""
+        told = self._told
+        code, signal = int(told.get("code", 0)), int(told.get("signal", 0))
+        if code > 0 or signal:
+            end = msgspec.structs.replace(
+                End(signal=signal) if signal else schedulers.exit_of(code),
+                rank=int(told["rank"]),
+                pid=int(told.get("pid", 0)),
+                host=told.get("host", ""),
+                by=self._by,
+                first=True,
+            )
+            yield Sighting(Sign.ENDED, Place(log, self.start, self.last), end=end)
 
-class Stall:
-    """Horovod's list of the calls that some ranks are in and others are not."""
+
+class Stall(Block):
+    """The list that Horovod prints of the calls that some ranks are in and others are not."""
 
     _CALL = re.compile(r"^\s*(?P<call>\S+) \[(?P<which>ready|missing) ranks: (?P<ranks>[\d, ]+)\]")
 
     def __init__(self, number: int, text: str) -> None:
-        self.start = self.last = number
-        self.done = False
-        self.lines = [text]
-        self.call = ""
-        self.ready: set[int] = set()  # of the first call
-        self.missing: set[int] = set()
+        super().__init__(number)
+        self._lines = [text]
+        self._call = ""
+        self._ranks: dict[str, set[int]] = {"ready": set(), "missing": set()}  # of the first call
+
+    @staticmethod
+    def begins(text: str) -> bool:
+        """Tell whether the line is the first of one."""
+        return schedulers.stalls(text)
 
     def take(self, number: int, text: str) -> bool:
+        """Tell whether the line belongs to it."""
         found = self._CALL.match(text)
         if found is None and "Stalled ops:" not in text:
             self.done = True
             return False
         if found is not None:
-            self.call = self.call or found["call"]
-            if found["call"] == self.call:
-                ranks = self.ready if found["which"] == "ready" else self.missing
-                ranks.update(int(rank) for rank in re.findall(r"\d+", found["ranks"]))
+            self._call = self._call or found["call"]
+            if found["call"] == self._call:
+                self._ranks[found["which"]].update(map(int, re.findall(r"\d+", found["ranks"])))
         self.last = number
-        self.lines.append(text)
-        self.done = len(self.lines) > MESSAGE_LINES
+        self._lines.append(text)
+        self.done = len(self._lines) > MESSAGE_LINES
         return True
+
+    def sightings(self, speaker: Speaker, log: str) -> Iterator[Sighting]:
+        """Tell the first call, and the ranks that are missing there."""
+        ranks = tuple(sorted(self._ranks["missing"] or self._ranks["ready"]))
+        yield Sighting(
+            Sign.STALLED,
+            Place(log, self.start, self.last),
+            speaker,
+            self._lines[0][:WORDS],
+            collective=Collective(0, self._call),
+            lines=tuple(self._lines),
+            ranks=ranks,
+        )
+
+
+Table = Summary | MpiExit | Stall
+"""The blocks that several processes are told of by."""

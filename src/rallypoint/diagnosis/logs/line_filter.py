@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -30,10 +31,6 @@ MOST_SHAPES = 20_000
 
 SHAPE_BYTES = 400  # of a line without its digits; longer lines are read each time
 
-_BEFORE_BYTES = (
-    4096  # kept of what was fed before, so that a line at the start of a chunk has lines before it
-)
-
 # One of these is in every line that tells of a failure. Endings of words, so that their first
 # letters are few and rare ones decide: the search runs at about 90 MB/s where
 # "Error|error|Exception|exception|..." does 20. One branch for each first letter, and no new letter
@@ -45,12 +42,16 @@ _WORTH = re.compile(
     rb"|W(?:ARN)|A(?:ILED|TAL|BORT)|R(?:oot Cause|MINA)|c(?:ore d|ommunication with)|D(?:uplicate GPU)"
     rb"|\xc9(?:rror)|\x00"
 )
-_END = re.compile(rb"[\r\n]")
 # Fields of a JSON object: the first of these holds the line, and each of those holds a traceback.
 _MESSAGES = ("log", "message", "msg", "textPayload", "event")
 _TRACES = ("exception", "exc_info", "exc_text", "traceback", "stack_trace", "error.stack_trace")
 _RANKS = ("rank", "global_rank", "RANK")
 _DIGITS = b"0123456789"
+_MARKS = {  # the longer one first: it begins with the shorter
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 
 
 class Line(NamedTuple):
@@ -66,136 +67,66 @@ class Sifter:
     """One log. Feed it bytes; it gives the lines worth reading, in order.
 
     `attentive`: hand out every line until it is False again; the reader sets it between two lines.
-    `passed`: lines of what was fed last that were only counted since the line before.
+    `passed`: lines of the last bytes that were not handed out since the line before.
     """
 
     def __init__(self) -> None:
         self.attentive = False
-        self.passed = 0
-        self._passed_from = 0
-        self.number = 1  # of the line that begins at `_at`
-        self._data = b""
-        self._at = 0
-        self._too_long = False
-        self._line_start = self._line_ended = (
-            0  # of the line that was handed out last: its offset, and whether a newline ended it
-        )
-        self._shape = b""
+        self.number = 1  # of the line that is begun
+        self.passed: list[bytes] = []
+        self._before: deque[tuple[int, bytes]] = deque(maxlen=BEFORE)
+        self._body = b""  # of the line that was handed out last
+        self._rest = b""  # of a line whose end is still to come
+        self._too_long = False  # the start of that line was handed out
         self._dull: set[bytes] = set()
 
     def call_dull(self) -> None:
-        """The line that was handed out last says nothing: those that differ from it by their
-        numbers alone are passed from now on.
+        """Pass from now on what differs from the line that was handed out last by its numbers
+        alone: it says nothing.
         """
-        if self._shape:
+        if not self.attentive and len(self._body) <= SHAPE_BYTES:
             if len(self._dull) >= MOST_SHAPES:
                 self._dull.clear()
-            self._dull.add(self._shape)
+            self._dull.add(self._body.translate(None, _DIGITS))
 
     def feed(self, chunk: bytes) -> Iterator[Line]:
-        """What is worth reading in the lines that are whole by now."""
-        rest = self._data[self._at :]
-        kept = self._data[max(self._at - _BEFORE_BYTES, 0) : self._at]
-        self._data, self._at = kept + rest + chunk, len(kept)
-        self.passed, self._passed_from, self._line_start = 0, self._at, self._at
-        last = max(self._data.rfind(b"\n"), self._data.rfind(b"\r"))
-        yield from self._until(last + 1)
-        if (
-            len(self._data) - self._at > LINE_LIMIT
-        ):  # one line without an end: what was read of it is enough
+        """Hand out what is worth reading in the lines that are whole by now."""
+        self.passed.clear()
+        *whole, last = (self._rest + chunk).split(b"\n")
+        *redrawn, self._rest = last.split(b"\r")
+        for states in (*(line.split(b"\r") for line in whole), redrawn):
+            for body in states:
+                if self._too_long:
+                    self._too_long = False  # the rest of a line whose start was handed out
+                elif body and (self.attentive or self._tells(body)):
+                    self._body = body
+                    for text in shown(body[:LINE_LIMIT]):
+                        yield Line(self.number, text)
+                        self.passed.clear()
+                    self._before.append((self.number, body))
+                elif body:
+                    self.passed.append(body)
+                    self._before.append((self.number, body))
+            self.number += 1
+        self.number -= 1  # the last one has not ended
+        if len(self._rest) > LINE_LIMIT:  # a line without an end: its start is enough
             if not self._too_long:
-                yield self._line(self._at, self._at + LINE_LIMIT)
-            self._too_long = True
-            self._data, self._at, self._line_start = b"", 0, 0
+                yield Line(self.number, _cleaned(self._rest[:LINE_LIMIT]))
+            self._too_long, self._rest = True, b""
+
+    def _tells(self, body: bytes) -> bool:
+        if _WORTH.search(body) is None:
+            return False
+        return len(body) > SHAPE_BYTES or body.translate(None, _DIGITS) not in self._dull
 
     def close(self) -> Iterator[Line]:
-        """The last line, when it has no newline."""
-        self.passed, self._passed_from, self._line_start = 0, self._at, self._at
-        yield from self._until(len(self._data))
-
-    @property
-    def passed_bytes(self) -> bytes:
-        """The lines that `passed` counts."""
-        return (
-            self._data[self._passed_from : max(self._line_start, self._passed_from)]
-            if self.passed
-            else b""
-        )
-
-    @property
-    def ended(self) -> bool:
-        """Whether everything that was fed is handed out or passed, and no line is begun: the number
-        is then that of none.
-        """
-        return self._at >= len(self._data) and (
-            not self._data or self._data.endswith((b"\n", b"\r"))
-        )
+        """Hand out the last line, when it has no newline."""
+        if self._rest:
+            yield from self.feed(b"\n")
 
     def before(self, count: int = BEFORE) -> list[Line]:
-        """Up to `count` lines before the one that was handed out last, oldest first; fewer near the
-        start of what is still in memory.
-        """
-        found: list[Line] = []
-        end, number = self._line_start, self.number - self._line_ended
-        while end > 0 and len(found) < count:
-            start = (
-                max(self._data.rfind(b"\n", 0, end - 1), self._data.rfind(b"\r", 0, end - 1)) + 1
-            )
-            if self._data[end - 1 : end] == b"\n":
-                number -= 1
-            if start < end - 1 and (start or number <= 1):
-                found.append(Line(number, shown(self._data[start : end - 1])[-1]))
-            end = start
-        return found[::-1]
-
-    def _until(self, end: int) -> Iterator[Line]:
-        while self._at < end:
-            start = self._at
-            if not self.attentive:
-                found = _WORTH.search(self._data, start, end)
-                at = found.start() if found else end
-                start = (
-                    max(self._data.rfind(b"\n", start, at), self._data.rfind(b"\r", start, at)) + 1
-                    if found
-                    else end
-                )
-                if start < self._at:
-                    start = self._at
-                if start > self._at:
-                    passed = self._data.count(b"\n", self._at, start)
-                    self.number += passed
-                    self.passed += passed
-                    self._at = start
-                    self._too_long = False  # what was passed ends with the end of a line
-                if found is None:
-                    self._line_start = self._at
-                    return
-            close = _END.search(self._data, start, end)
-            stop = close.end() if close else end
-            self._at = stop
-            ended = self._data[stop - 1 : stop] == b"\n"
-            body = self._data[start : stop - 1] if close else self._data[start:stop]
-            if not self.attentive and not self._too_long:
-                self._shape = body.translate(None, _DIGITS) if len(body) <= SHAPE_BYTES else b""
-                if self._shape in self._dull:
-                    self.number += ended
-                    self.passed += ended
-                    self._line_start = stop
-                    continue
-            else:
-                self._shape = b""
-            self._line_start, self._line_ended = start, int(ended)
-            number, self.number = self.number, self.number + ended
-            if self._too_long:
-                self._too_long = False  # the rest of a line whose start was read
-            elif body:
-                for text in shown(body[:LINE_LIMIT]):
-                    yield Line(number, text)
-                    self.passed, self._passed_from = 0, stop
-
-    def _line(self, start: int, stop: int) -> Line:
-        self._line_start, self._line_ended = start, 0
-        return Line(self.number, _cleaned(self._data[start:stop]))
+        """Up to `count` lines before the one that was handed out last, oldest first."""
+        return [Line(number, shown(body)[-1]) for number, body in list(self._before)[-count:]]
 
 
 def shown(data: bytes) -> list[str]:
@@ -254,18 +185,7 @@ def as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _encoding(head: bytes) -> str:
-    for mark, name in (
-        (codecs.BOM_UTF32_LE, "utf-32"),
-        (codecs.BOM_UTF16_LE, "utf-16"),
-        (codecs.BOM_UTF16_BE, "utf-16"),
-    ):
-        if head.startswith(mark):
-            return name
-    even, odd = head[:4096:2].count(0), head[1:4096:2].count(0)
-    half = len(head[:4096]) // 2
-    if half >= 8 and odd > 0.7 * half and even < 0.1 * half:
-        return "utf-16-le"
-    return "utf-16-be" if half >= 8 and even > 0.7 * half and odd < 0.1 * half else ""
+    return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "")
 
 
 def is_text(head: bytes) -> bool:

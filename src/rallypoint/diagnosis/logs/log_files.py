@@ -4,10 +4,10 @@ folder that touches anything.
 
 from __future__ import annotations
 
-import io
+import importlib
 import os
+import pathlib
 import stat
-import zlib
 from collections.abc import Callable, Iterator
 from typing import IO
 
@@ -20,15 +20,18 @@ CHUNK = 1 << 20
 """
 
 _LISTED = 4  # logs of a folder that are named when the folder itself was given
+_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma"}
+"""Python's modules for compressed files, by their first bytes."""
 
-Progress = Callable[
-    [int, int], None
-]  # bytes read of the file as it lies there, and its size; 0: unknown
+_FOREIGN = {b"\x28\xb5\x2f\xfd": "zstd -dc", b"PK\x03\x04": "unzip -p"}
+"""Commands for files that Python does not unpack."""
+
+# bytes read of the file as it lies there, and its size; 0: unknown
+Progress = Callable[[int, int], None]
 
 
 def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
-    """The bytes of the log at `path`, decompressed. Raises `UsageError` for what cannot be read as
-    a log.
+    """Read the log at `path`, decompressed. Raises `UsageError` for what cannot be read as a log.
 
     A compressed file that ends too early, as one that is being written does, ends there.
     """
@@ -40,29 +43,21 @@ def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
     except OSError as error:
         raise _unreadable(path, error) from error
     with raw:
-        stream, packed = _unpacked(path, raw, info)
+        stream = _unpacked(path, raw) if stat.S_ISREG(info.st_mode) else raw
         first = True
         while True:
             try:
                 chunk = stream.read(CHUNK)
-            except EOFError:
-                return
-            except (zlib.error, OSError, ValueError) as error:
-                if first or not packed:
+            except Exception as error:  # each compression has errors of its own
+                if first or stream is raw:
                     raise _unreadable(path, error) from error
                 return
             if first and not chunk:
-                raise UsageError(
-                    "usage",
-                    f"{path} is empty",
-                    help=(("see whether the log is another file", f"ls -lt {_parent(path)}"),),
-                )
+                look = ("see whether the log is another file", f"ls -lt {_parent(path)}")
+                raise UsageError("usage", f"{path} is empty", help=(look,))
             if first and not is_text(chunk[:4096]):
-                raise UsageError(
-                    "usage",
-                    f"{path} is no text, so it is no log",
-                    help=(("see what it is", f"file {path}"),),
-                )
+                look = ("see what it is", f"file {path}")
+                raise UsageError("usage", f"{path} is no text, so it is no log", help=(look,))
             if not chunk:
                 return
             first = False
@@ -72,84 +67,47 @@ def chunks(path: str, progress: Progress | None = None) -> Iterator[bytes]:
 
 
 def of_stream(stream: IO[bytes]) -> Iterator[bytes]:
-    """The bytes of a pipe, as they come. Raises `UsageError` when it begins like no text."""
+    """Read a pipe, as bytes come. Raises `UsageError` when it begins like no text."""
     read = getattr(stream, "read1", stream.read)
-    first = True
-    while chunk := read(CHUNK):
-        if first and not is_text(chunk[:4096]):
+    for i, chunk in enumerate(iter(lambda: read(CHUNK), b"")):
+        if i == 0 and not is_text(chunk[:4096]):
             raise UsageError(
                 "usage",
                 "what came from stdin is no text, so it is no log",
                 help=(("if it is compressed", "zcat FILE | rallypoint explain"),),
             )
-        first = False
         yield chunk
 
 
-def _unpacked(
-    path: str, raw: IO[bytes], info: os.stat_result
-) -> tuple[IO[bytes] | io.BufferedIOBase, bool]:
-    if not stat.S_ISREG(info.st_mode):
-        return raw, False
+def _unpacked(path: str, raw: IO[bytes]) -> IO[bytes]:
     head = raw.read(6)
     raw.seek(0)
-    if head.startswith(b"\x1f\x8b"):
-        import gzip
-
-        return gzip.GzipFile(fileobj=raw), True
-    if head.startswith(b"BZh"):
-        import bz2
-
-        return bz2.BZ2File(raw), True
-    if head.startswith(b"\xfd7zXZ"):
-        import lzma
-
-        return lzma.LZMAFile(raw), True
-    for mark, program in ((b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "unzip -p")):
+    for mark, command in _FOREIGN.items():
         if head.startswith(mark):
-            command = (
-                f"zstd -dc {path} | rallypoint explain"
-                if program == "zstd"
-                else f"unzip -p {path} | rallypoint explain"
-            )
             raise UsageError(
                 "usage",
                 f"{path} is compressed in a way that explain does not read",
-                help=(("unpack it on the way", command),),
+                help=(("unpack it on the way", f"{command} {path} | rallypoint explain"),),
             )
-    return raw, False
+    module = next((name for mark, name in _PACKED.items() if head.startswith(mark)), "")
+    unpacked: IO[bytes] = importlib.import_module(module).open(raw) if module else raw
+    return unpacked
 
 
 def _unreadable(path: str, error: Exception) -> UsageError:
     if isinstance(error, FileNotFoundError):
-        return UsageError(
-            "usage",
-            f"there is no file {path}",
-            help=(("see what is there", f"ls -l {_parent(path)}"),),
-        )
+        look = ("see what is there", f"ls -l {_parent(path)}")
+        return UsageError("usage", f"there is no file {path}", help=(look,))
     why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     return UsageError("usage", f"{path} cannot be read: {why}")
 
 
 def _folder(path: str) -> UsageError:
-    """The logs in a folder, the newest first: somebody gave the folder because they do not know its
-    files.
-    """
-    found: list[tuple[float, str]] = []
-    for folder, folders, names in os.walk(path):
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith((".log", ".out", ".err", ".txt")) and len(found) < 1000:
-                full = os.path.join(folder, name)
-                try:
-                    found.append((os.stat(full).st_mtime, full))
-                except OSError:
-                    continue  # gone since it was listed
-    found.sort(key=lambda one: -one[0])
-    helps = tuple(
-        ("read its newest log" if i == 0 else "or", f"rallypoint explain {name}")
-        for i, (_, name) in enumerate(found[:_LISTED])
-    )
+    """List the newest logs in a folder: its files are not known to somebody who gives it."""
+    endings = (".log", ".out", ".err", ".txt")
+    logs = [file for file in pathlib.Path(path).rglob("*") if file.suffix in endings]
+    logs.sort(key=lambda file: -file.lstat().st_mtime)
+    helps = tuple(("read one of its logs", f"rallypoint explain {log}") for log in logs[:_LISTED])
     return UsageError(
         "usage",
         f"{path} is a folder, and explain reads files",

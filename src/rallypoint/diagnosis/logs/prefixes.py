@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rallypoint.diagnosis.log_events import NOBODY, Speaker
+from rallypoint.diagnosis.log_events import NOBODY, Speaker, of_rank
 
 # prefixes of one line: a container's time, kubectl's pod, mpirun's tag, torchrun's, torch's own,
 # and one to spare
@@ -75,7 +75,7 @@ def _speaker(text: str) -> tuple[re.Match[str], Speaker] | None:
     if head == "[":
         if (found := _RANK.match(text)) is not None:
             rank = int(next(number for number in found.groups() if number is not None))
-            return found, Speaker(rank, f"rank {rank}")
+            return found, of_rank(rank)
         if (found := _LOCAL.match(text)) is not None:
             return found, Speaker(-1, f"local rank {found.group(1)}")
         if (found := _BRACKETED.match(text)) is not None:
@@ -86,7 +86,7 @@ def _speaker(text: str) -> tuple[re.Match[str], Speaker] | None:
     elif "/" in text[:20] and (found := _ROLE.match(text)) is not None:
         return found, Speaker(-1, f"local rank {found.group(1)}")
     elif (head.isdigit() or head == " ") and (found := _TASK.match(text)) is not None:
-        return found, Speaker(int(found.group(1)), f"rank {found.group(1)}")
+        return found, of_rank(int(found[1]))
     return None
 
 
@@ -140,7 +140,7 @@ def before_traceback(said: str, speaker: Speaker) -> tuple[Speaker, str]:
     traceback it is.
     """
     if (found := re.search(r"\[rank(\d+)\]: ?$", said)) is not None:
-        return Speaker(int(found[1]), f"rank {found[1]}", found[0].rstrip()), said[: found.start()]
+        return of_rank(int(found[1]), found[0].rstrip()), said[: found.start()]
     return speaker, said.rstrip(" ,")
 
 
@@ -151,4 +151,4 @@ def of_file(path: str) -> Speaker:
     found = re.search(r"(?:^|[/_.-])rank[_.-]?(\d+)\b", path) or re.search(
         r"/attempt_\d+/(\d+)/std(?:err|out)\.log$", path
     )
-    return Speaker(int(found.group(1)), f"rank {found.group(1)}") if found else NOBODY
+    return of_rank(int(found[1])) if found else NOBODY

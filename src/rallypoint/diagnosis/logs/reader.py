@@ -14,6 +14,8 @@ from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import Raised
 from rallypoint.diagnosis.log_events import (
     NOBODY,
+    NOT_ENDED,
+    NOT_RAISED,
     Collective,
     End,
     Findings,
@@ -21,15 +23,19 @@ from rallypoint.diagnosis.log_events import (
     Sighting,
     Sign,
     Speaker,
+    of_rank,
 )
 from rallypoint.diagnosis.logs import prefixes
 from rallypoint.diagnosis.logs.blocks import (
     HEADER,
+    NOT_COMPILED,
+    WORDS,
     Crash,
     Message,
     MpiExit,
     Stall,
     Summary,
+    Table,
     Traceback,
     headless,
     native,
@@ -66,19 +72,18 @@ IGNORED_WITHIN = 20
 BEGINNING = 40
 
 LAST_WORDS = 6  # lines before the launcher's word of an end, for a process that says nothing itself
-WORDS = 400  # characters of one line that are kept
 
-_Open = Traceback | Message | Crash | Summary | MpiExit | Stall
 _STOPPED = re.compile(r"(?:Sending process|Terminating process|Killing subprocess) (\d+)")
 _LAUNCHERS = re.compile(
     r"(?:Sending|Terminating) process \d+|Killing subprocess \d+|^srun: |^slurmstepd: |^\[?[EWIF]\d{3,4} |Setting OMP_NUM_THREADS"
     r"|^[*=-]{20}|^Primary job +terminated|^a non-zero exit code|resource_tracker|semaphore_tracker|len\(cache\)"
 )
-# Ray, which knows no more
+# Ray's last word where it knows no more
 _WORKER_DIED = "A worker died or was killed while executing a task by an unexpected system error"
 _IGNORED = re.compile(r"(?:Exception ignored (?:in|while|on)\b|Error in atexit\._run_exitfuncs)")
-_SHELL = "\0the shell"  # whose words that are watched
-_SPOKEN = "\0spoken by "  # the same of lines in words that are not known
+_PLACE = re.compile(r'^ *File "(.+)", line (\d+)$')
+_SHELL = "\0the shell"  # the name under which a shell's words are watched
+_SPOKEN = "\0spoken by "  # the same for a process's lines of unknown words
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -96,39 +101,34 @@ class Reader:
         self._sifter.attentive = True
         self._first_lines = BEGINNING  # that are still to come
         self._prefixes = prefixes.Prefixes()
-        self._open: dict[str, tuple[Speaker, _Open]] = {}
+        self._open: dict[str, tuple[Speaker, Traceback | Message | Crash | Table]] = {}
         self._seen: list[Sighting] = []
         self._same: dict[object, int] = {}
-        self._left_out = 0
-        self._ranks: set[int] = {speaker.rank} if speaker.rank >= 0 else set()
+        self._ranks = {speaker.rank}
         self._stopped: list[int] = []
-        self._watched: dict[
-            str, tuple[bytes, list[int], int]
-        ] = {}  # errors that may be handled: mark, which, lines since
-        self._ignored: dict[
-            str, int
-        ] = {}  # where Python said last that it ignores what a process raised
+        # errors that may be handled, by process: its mark, their indices, its lines since
+        self._watched: dict[str, tuple[bytes, list[int], int]] = {}
+        self._ignored: dict[str, int] = {}  # the last line "Exception ignored" of each process
         self._restarts: list[Place] = []
-        self._groups: dict[int, str] = {}
-        self._members: dict[
-            int, int
-        ] = {}  # how many processes came as this rank, and below where the first of them says so
-        self._came = (0, 0)  # the size of the group that they name, and a line
+        self._groups: dict[int, str] = {}  # of each rank, as its watchdog names it
+        # how many processes came as each rank to a group, its size, and a line that says so
+        self._members: dict[int, int] = {}
+        self._came = (0, 0)
         self._last_words: tuple[str, ...] = ()
         self._bytes = 0
         self._failed = False
-        self._broken = NOBODY  # the speaker of a watchdog's line that was broken before its facts
+        self._broken = NOBODY  # the process of a watchdog's line that was broken before its facts
         self._spoke = 0
 
     def read(self, chunks: Iterable[bytes]) -> Findings:
-        """All of it."""
+        """Read all of it."""
         for chunk in as_utf8(chunks):
             self._bytes += len(chunk)
             self._take_all(self._sifter.feed(chunk))
         return self.finish()
 
     def finish(self) -> Findings:
-        """What was seen, when the log is at its end."""
+        """Tell what was seen, when the log is at its end."""
         self._take_all(self._sifter.close())
         for name in list(self._open):
             self._settle(name)
@@ -136,14 +136,11 @@ class Reader:
             for number in which if since >= FOLLOWED else ():
                 self._seen[number] = msgspec.structs.replace(self._seen[number], followed=True)
         self._count_members()
-        seen = tuple(self._with_group(sighting) for sighting in self._seen)
-        lines = self._sifter.number - self._sifter.ended
         return Findings(
-            seen,
-            lines,
-            tuple(sorted(self._ranks)),
+            tuple(self._with_group(sighting) for sighting in self._seen),
+            self._sifter.number - 1,
+            tuple(sorted(self._ranks - {-1})),
             tuple(self._stopped),
-            self._left_out,
             self._failed,
             not self._bytes,
             self._last_words,
@@ -152,372 +149,213 @@ class Reader:
 
     def _take_all(self, lines: Iterator[Line]) -> None:
         for line in lines:
-            if self._watched:
-                self._pass(self._sifter.passed, self._sifter.passed_bytes)
+            self._pass()
             self._take(line)
             self._sifter.attentive = bool(self._open) or self._first_lines > 0
-        self._pass(self._sifter.passed, self._sifter.passed_bytes if self._watched else b"")
+        self._pass()
 
     def _take(self, line: Line) -> None:
         self._first_lines -= self._first_lines > 0
         speaker, text = self._prefixes.split(line.text)
         if not speaker.known:
             speaker = self._speaker
-        elif speaker.rank >= 0:
-            self._ranks.add(speaker.rank)
-        name = speaker.name
-        mine = self._open.get(name)
-        if mine is not None:
+        self._ranks.add(speaker.rank)
+        if (mine := self._open.get(speaker.name)) is not None:
             taken = mine[1].take(line.number, text)
             if mine[1].done:
-                self._settle(name)
+                self._settle(speaker.name)
             if taken:
                 return
-        self._fresh(line.number, speaker, text)
+        self._read_line(line.number, speaker, text)
 
-    def _fresh(self, number: int, speaker: Speaker, text: str) -> None:
+    def _read_line(self, number: int, speaker: Speaker, text: str) -> None:
+        """Read a line that belongs to nothing that is open."""
         if native(text):
             return
-        at = text.find(HEADER)
-        if at >= 0:
-            if (
-                at > 0
-                and not text[:at].isspace()
-                and not text[:at].startswith(("Original", "Remote"))
-            ):
-                speaker, words = prefixes.before_traceback(text[:at], speaker)
-                self._ranks.update((speaker.rank,) if speaker.rank >= 0 else ())
-                if words:  # of somebody's own, who wrote it into that line
-                    self._fresh(number, speaker, words)
-                text = HEADER
-            ignored = number - self._ignored.pop(speaker.name, -IGNORED_WITHIN) < IGNORED_WITHIN
-            self._begin(speaker, Traceback(number, text, ignored=ignored))
+        if (at := text.find(HEADER)) >= 0:
+            self._begin_traceback(number, speaker, text, at)
         elif _IGNORED.match(text):
             self._ignored[speaker.name] = number
         elif schedulers.restarts(text):
-            self._restarts.append(self._place(number))
-        elif "Fatal Python error: " in text or text.startswith("terminate called"):
-            self._begin(speaker, Crash(number, text))
-        elif "Root Cause (first observed failure)" in text or (
-            text == "Failures:" and "torch" in self._around()
-        ):
-            self._begin(speaker, Summary(number, text))
-        elif MpiExit.begins(text):
-            self._begin(speaker, MpiExit(number, text))
-        elif schedulers.stalls(text):
-            self._begin(speaker, Stall(number, text))
-        elif self._first_lines > 0 and headless(text) and self._quiet(speaker):
-            block = Traceback(number, HEADER, headless=True)
-            block.take(number, "  " + text.lstrip())
-            self._begin(speaker, block)
+            self._restarts.append(Place(self._log, number, number))
+        elif kind := next((one for one in _BLOCKS if one.begins(text)), None):
+            self._begin(speaker, kind(number, text))
+        elif self._first_lines > 0 and headless(text) and speaker.name not in self._open:
+            traceback = Traceback(number, HEADER, headless=True)
+            traceback.take(number, "  " + text.lstrip())
+            self._begin(speaker, traceback)
         elif (told := schedulers.told_by(text)) is not None:
-            self._told(number, speaker, text, told)
+            self._told(Place(self._log, number, number), speaker, text, told)
         elif (member := schedulers.member(text)) is not None:
-            rank, every = member
-            self._ranks.add(rank)
-            if every != self._came[0]:  # another group
-                self._members, self._came = {}, (every, number)
-            self._members[rank] = self._members.get(rank, 0) + 1
-        elif (words := schedulers.nccl_warning(text)) != "" and classify.recognised(words):
-            if self._quiet(speaker):
-                self._begin(speaker, Message(number, "", words))
-        elif words:
-            self._see(
-                Sighting(
-                    Sign.NCCL,
-                    self._place(number),
-                    speaker,
-                    words,
-                    lines=(text[:WORDS],),
-                    ranks=_pair(words),
-                )
-            )
-        elif name_and_message := schedulers.exception(text):
-            if self._quiet(speaker):
-                self._begin(
-                    speaker,
-                    Traceback.of_gathered(number, *name_and_message)
-                    or self._message(number, *name_and_message),
-                )
-        elif classify.recognised(text) or text.endswith(" is killed by signal:"):
-            if self._quiet(speaker):
-                self._begin(speaker, Message(number, "", text))
-        elif text.endswith(
-            ("operation timeout:", "operation timeout: ")
-        ):  # the facts are in the next line
-            rank = schedulers.spoken_rank(text, speaker)
-            self._broken = Speaker(rank, f"rank {rank}") if rank >= 0 else speaker
-        elif classify.came_short(text) is not None:
-            self._begin(speaker, Message(number, "", text))
+            self._count_member(number, *member)
+        elif (words := schedulers.nccl_warning(text)) and not classify.recognised(words):
+            self._note(Sign.NCCL, number, speaker, words, lines=(text[:WORDS],))
+        elif block := self._message(number, words or text):
+            if speaker.name not in self._open:  # inside a traceback it is no message of its own
+                self._begin(speaker, block)
+        elif text.rstrip().endswith("operation timeout:"):  # its facts are in the next line
+            self._broken = schedulers.speaking(text, speaker)
         elif classify.says_lost((text,)) or classify.says_waited((text,)):
-            rank = schedulers.spoken_rank(text, speaker)
-            who = Speaker(rank, f"rank {rank}") if rank >= 0 else speaker
-            self._see(
-                Sighting(Sign.LOST, self._place(number), who, text[:WORDS], lines=(text[:WORDS],))
-            )
+            self._note(Sign.LOST, number, schedulers.speaking(text, speaker), text)
         elif (found := _STOPPED.search(text)) is not None:
             self._stopped.append(int(found.group(1)))
             self._keep_last_words()
         else:
-            of_launcher = "ChildFailedError" in text or text.endswith(".py FAILED")
-            self._failed = self._failed or of_launcher or _WORKER_DIED in text
-            if "watchdog" in text and (rank := schedulers.spoken_rank(text, speaker)) >= 0:
-                self._groups.setdefault(rank, schedulers.group_of(text))
-            if self._spoke < MOST_SPOKEN and not of_launcher and schedulers.speaks_of_failure(text):
-                self._spoken(number, speaker, text)
-            elif not of_launcher and not _LAUNCHERS.search(text):
-                self._pass_one(speaker.name)
-                self._sifter.call_dull()
+            self._pass_over(number, speaker, text)
 
-    def _count_members(self) -> None:
-        """Whether those who came to a group are as many as it has, and not the ones that it has."""
-        every, number = self._came
-        twice = tuple(sorted(rank for rank, count in self._members.items() if count > 1))
-        if twice and sum(self._members.values()) == every:
-            words = f"{every} processes said so, as {len(self._members)} ranks"
-            self._see(Sighting(Sign.SAME_RANK, self._place(number), NOBODY, words, ranks=twice))
-
-    def _spoken(self, number: int, speaker: Speaker, text: str) -> None:
-        """A line that speaks of a failure in words that nobody here knows. The same words again are
-        passed over, but for their numbers.
+    def _pass_over(self, number: int, speaker: Speaker, text: str) -> None:
+        """Pass a line over that tells no cause: shown at most, when it speaks of a failure in words
+        that are not known. Lines that differ by their numbers alone are not read again.
         """
-        self._pass_one(speaker.name)
+        of_launcher = "ChildFailedError" in text or text.endswith(".py FAILED")
+        self._failed = self._failed or of_launcher or _WORKER_DIED in text
+        if "watchdog" in text and (rank := schedulers.speaking(text, speaker).rank) >= 0:
+            self._groups.setdefault(rank, schedulers.group_of(text))
+        speaks = self._spoke < MOST_SPOKEN and schedulers.speaks_of_failure(text)
+        if of_launcher or (not speaks and _LAUNCHERS.search(text)):
+            return
+        self._count_line(speaker.name)
         self._sifter.call_dull()
-        seen = self._see(
-            Sighting(Sign.SPOKEN, self._place(number), speaker, text[:WORDS], lines=(text[:WORDS],))
-        )
-        if seen is not None:
+        if speaks and (seen := self._note(Sign.SPOKEN, number, speaker, text)) is not None:
             self._spoke += 1
-            mark, which, _ = self._watched.get(
-                _SPOKEN + speaker.name, (speaker.mark.encode(), [], 0)
-            )
-            self._watched[_SPOKEN + speaker.name] = (mark, [*which, seen], 0)
+            self._watch(_SPOKEN + speaker.name, speaker.mark, seen)
 
-    def _message(self, number: int, kind: str, message: str) -> Message:
-        """A line with the form of an exception's last. A program that does not compile has no
-        traceback, but its place before that.
+    def _begin_traceback(self, number: int, speaker: Speaker, text: str, at: int) -> None:
+        before = text[:at].strip()
+        if before and not before.startswith(("Original", "Remote")):
+            speaker, words = prefixes.before_traceback(text[:at], speaker)
+            self._ranks.add(speaker.rank)
+            if words:  # of a process of its own, which wrote them into that line
+                self._read_line(number, speaker, words)
+            text = HEADER
+        ignored = number - self._ignored.pop(speaker.name, -IGNORED_WITHIN) < IGNORED_WITHIN
+        self._begin(speaker, Traceback(number, text, ignored=ignored))
+
+    def _message(self, number: int, text: str) -> Traceback | Message | None:
+        """Open what a line begins that has the form of an exception's last, or tells a cause. A
+        program that does not compile has no traceback, but its place before that.
         """
-        if not kind.endswith(("SyntaxError", "IndentationError", "TabError")):
-            return Message(number, kind, message)
-        for line in reversed(self._sifter.before(4)):
-            if (
-                found := re.match(r'^ *File "(.+)", line (\d+)$', prefixes.split(line.text)[1])
-            ) is not None:
-                name = found[1].rpartition("/")[2]
-                return Message(line.number, kind, f"{message} ({name}, line {found[2]})", found[1])
-        return Message(number, kind, message)
+        named = schedulers.exception(text)
+        if named is None:
+            ends = text.endswith(" is killed by signal:")
+            known = ends or classify.recognised(text) or classify.came_short(text) is not None
+            return Message(number, "", text) if known else None
+        kind, message = named
+        for line in reversed(self._sifter.before(4) if kind.endswith(NOT_COMPILED) else ()):
+            if (found := _PLACE.match(prefixes.split(line.text)[1])) is not None:
+                message += f" ({found[1].rpartition('/')[2]}, line {found[2]})"
+                return Message(line.number, kind, message, found[1])
+        return Traceback.of_gathered(number, kind, message) or Message(number, kind, message)
 
-    def _around(self) -> str:
-        return " ".join(line.text for line in self._sifter.before(4))
-
-    def _quiet(self, speaker: Speaker) -> bool:
-        """Whether nothing of this speaker is open: a line inside a traceback is no message of its
-        own.
-        """
-        return speaker.name not in self._open
-
-    def _begin(self, speaker: Speaker, block: _Open) -> None:
+    def _begin(self, speaker: Speaker, block: Traceback | Message | Crash | Table) -> None:
         if speaker.name in self._open:
             self._settle(speaker.name)
         self._open[speaker.name] = (speaker, block)
 
     def _settle(self, name: str) -> None:
-        """What was open is at its end."""
+        """Note what a block tells that is at its end."""
         speaker, block = self._open.pop(name)
-        if isinstance(block, Summary):
-            self._summarised(block)
-        elif isinstance(block, MpiExit):
-            if block.code > 0 or block.signal:
-                end = (
-                    schedulers.exit_of(block.code) if not block.signal else End(signal=block.signal)
-                )
-                end = msgspec.structs.replace(
-                    end, rank=block.rank, pid=block.pid, host=block.host, by=block.by, first=True
-                )
-                self._see(
-                    Sighting(Sign.ENDED, self._place(block.start, block.last), NOBODY, "", end=end)
-                )
-        elif isinstance(block, Crash):
-            self._crashed(speaker, block)
-        elif isinstance(block, Stall):
-            ranks = tuple(sorted(block.missing or block.ready))
-            self._ranks.update(block.missing | block.ready)
-            whom = Collective(0, block.call)
-            place = self._place(block.start, block.last)
-            self._see(
+        if not isinstance(block, Traceback | Message | Crash):
+            for sighting in block.sightings(speaker, self._log):
+                self._see(sighting)
+            return
+        error = block.error()
+        place = Place(self._log, block.start, block.last)
+        if isinstance(block, Crash):
+            self._crashed(speaker, place, block, error)
+        elif error is not None and not block.ignored:
+            who = of_rank(block.rank) if block.rank >= 0 and speaker.rank < 0 else speaker
+            # Where an exception counts ranks, all raise it, whichever began: these did.
+            lines = tuple(error.traceback.splitlines())
+            self._raised(
                 Sighting(
-                    Sign.STALLED,
+                    Sign.RAISED,
                     place,
-                    speaker,
-                    block.lines[0][:WORDS],
-                    collective=whom,
-                    lines=tuple(block.lines),
-                    ranks=ranks,
+                    NOBODY if block.ranks else who,
+                    error=error,
+                    lines=lines,
+                    times=block.times,
+                    ranks=block.ranks,
                 )
             )
-        elif isinstance(block, Traceback) and block.ignored:
-            return
-        elif (error := block.error()) is not None:
-            rank = block.rank if isinstance(block, Traceback) else -1
-            who = Speaker(rank, f"rank {rank}") if rank >= 0 and speaker.rank < 0 else speaker
-            lines = tuple(error.traceback.splitlines())
-            place = self._place(block.start, block.last)
-            if (
-                isinstance(block, Traceback) and block.ranks
-            ):  # every rank raises it, whoever began: these did
-                self._ranks.update(block.ranks)
-                self._raised(NOBODY, place, error, lines, block.times, block.ranks)
-            else:
-                self._raised(
-                    who, place, error, lines, block.times if isinstance(block, Traceback) else 1
-                )
-            if isinstance(block, Traceback):
-                for _ in range(block.stray):
-                    self._pass_one(speaker.name)
+            for _ in range(block.stray):
+                self._count_line(speaker.name)
 
-    def _raised(
-        self,
-        speaker: Speaker,
-        place: Place,
-        error: Raised,
-        lines: tuple[str, ...],
-        times: int = 1,
-        ranks: tuple[int, ...] = (),
-    ) -> None:
-        if schedulers.of_launcher(error.type) or error.type == "Exception":
+    def _raised(self, sighting: Sighting) -> None:
+        error, speaker = sighting.error, sighting.speaker
+        of_launcher = schedulers.of_launcher(error.type)
+        if of_launcher or error.type == "Exception":
             self._failed = True
             told = schedulers.told_by(f"{error.type.rpartition('.')[2]}: {error.message}")
             if told is not None:
-                self._told(place.line, speaker, error.message, told, place)
-            if told is not None or error.type != "Exception":
+                self._told(sighting.place, speaker, error.message, told)
+            if told is not None or of_launcher:
                 return
-        number = self._see(
+        number = self._see(sighting)
+        if number is not None:
+            if speaker.known and self._watched.get(speaker.name, (b"", [], 0))[2] > PERHAPS:
+                # A process that raises another error has handled the one before.
+                self._count_line(speaker.name, WENT_ON)
+            self._watch(speaker.name, speaker.mark, number)
+
+    def _crashed(self, speaker: Speaker, place: Place, block: Crash, error: Raised | None) -> None:
+        if error is not None:
+            if (told := schedulers.told_by(error.message)) is not None:
+                self._told(place, speaker, error.message, told)
+                return
+            speaker = schedulers.speaking(error.message, speaker)
+        self._see(
             Sighting(
-                Sign.RAISED, place, speaker, error=error, lines=lines, times=times, ranks=ranks
+                Sign.CRASHED,
+                place,
+                speaker,
+                block.lines[0],
+                error or NOT_RAISED,
+                lines=tuple(block.lines),
             )
         )
-        if number is not None:
-            mark, watched, since = self._watched.get(speaker.name, (speaker.mark.encode(), [], 0))
-            if (
-                speaker.known and since > PERHAPS
-            ):  # who raises another error has handled the one before
-                self._watch(speaker.name, mark, watched, WENT_ON + 1)
-                watched = []
-            self._watched[speaker.name] = (mark, [*watched, number], 0)
 
-    def _crashed(self, speaker: Speaker, block: Crash) -> None:
-        place = self._place(block.start, block.last)
-        if block.what:
-            message = "\n".join(block.what)
-            kind = re.search(r"instance of '([^']+)'", block.lines[0])
-            error = Raised(kind.group(1) if kind else "", message, (), "\n".join(block.lines))
-            told = schedulers.told_by(message)
-            if told is not None:
-                self._told(block.start, speaker, message, told)
-                return
-            rank = schedulers.spoken_rank(message, speaker)
-            if rank >= 0:
-                speaker = Speaker(rank, f"rank {rank}")
-            self._see(
-                Sighting(
-                    Sign.CRASHED, place, speaker, block.lines[0], error, lines=tuple(block.lines)
-                )
-            )
-        else:
-            self._see(
-                Sighting(Sign.CRASHED, place, speaker, block.lines[0], lines=tuple(block.lines))
-            )
-
-    def _told(
-        self,
-        number: int,
-        speaker: Speaker,
-        text: str,
-        told: schedulers.Told,
-        place: Place | None = None,
-    ) -> None:
+    def _told(self, place: Place, speaker: Speaker, text: str, told: schedulers.Told) -> None:
         sign, facts, ranks = told
-        self._ranks.update(ranks)
         if sign is Sign.ENDED:
             self._keep_last_words()
-        end = facts if isinstance(facts, End) else None
+        end = facts if isinstance(facts, End) else NOT_ENDED
         collective = facts if isinstance(facts, Collective) else None
-        if text.startswith("WorkNCCL("):
-            speaker, self._broken = (speaker if speaker.known else self._broken), NOBODY
-        who = (
-            Speaker(ranks[0], f"rank {ranks[0]}")
-            if sign is Sign.WATCHDOG and speaker.rank < 0 and ranks
-            else speaker
-        )
-        where = place or self._place(number)
+        if collective is not None and speaker.rank < 0:
+            speaker = of_rank(ranks[0]) if ranks else self._broken
+            self._broken = NOBODY
+        words = text[:WORDS]
         seen = self._see(
             Sighting(
                 sign,
-                where,
-                who,
-                text[:WORDS],
+                place,
+                speaker,
+                words,
                 end=end,
                 collective=collective,
-                lines=(text[:WORDS],),
+                lines=(words,),
                 ranks=ranks,
             )
         )
-        if seen is not None and end is not None and end.by == "the shell" and not end.pid:
-            self._watched[_SHELL] = (b"", [*self._watched.get(_SHELL, (b"", [], 0))[1], seen], 0)
+        if seen is not None and end.by == "the shell" and not end.pid:
+            self._watch(_SHELL, "", seen)
 
-    def _summarised(self, block: Summary) -> None:
-        """torchrun's table. Whoever ended by the launcher's own SIGTERM is no failure."""
-        inner = dict(block.tracebacks)
-        for i, failure in enumerate(block.failures):
-            rank = re.match(r"(\d+)(?: \(local_rank: (\d+)\))?", failure.get("rank", ""))
-            status = re.match(r"(-?\d+) *\(pid: (\d+)\)", failure.get("exitcode", ""))
-            if rank is None or status is None:
-                continue
-            code, pid, number = int(status[1]), int(status[2]), int(failure["line"])
-            place = self._place(number, block.last)
-            end = End(
-                max(code, 0),
-                max(-code, 0),
-                int(rank[1]),
-                int(rank[2] or -1),
-                pid,
-                failure.get("host", ""),
-                "torchrun",
-                bool(failure["first"]),
-            )
-            self._ranks.add(end.rank)
-            self._see(Sighting(Sign.ENDED, place, NOBODY, end=end))
-            traceback = inner.get(i)
-            error = traceback.error() if traceback is not None else None
-            if (
-                traceback is not None
-                and error is not None
-                and not schedulers.of_launcher(error.type)
-            ):
-                speaker = Speaker(end.rank, f"rank {end.rank}")
-                self._see(Sighting(Sign.RAISED, place, speaker, error=error, lines=traceback.lines))
-
-    def _place(self, number: int, last: int = 0) -> Place:
-        return Place(self._log, number, max(last, number))
+    def _note(
+        self, sign: Sign, number: int, speaker: Speaker, text: str, lines: tuple[str, ...] = ()
+    ) -> int | None:
+        place, words = Place(self._log, number, number), text[:WORDS]
+        return self._see(Sighting(sign, place, speaker, words, lines=lines or (words,)))
 
     def _see(self, sighting: Sighting) -> int | None:
-        """Note it, once for all that are the same but for their numbers; its index, None when there
-        is no room for it.
+        """Keep a sighting, once for all that are the same but for their numbers; its index, None
+        when there is no room for it.
         """
-        error = sighting.error
-        words = _NUMBERS.sub("0", (error.message if error is not None else sighting.text)[:200])
-        kind = error.type if error is not None else ""
-        end = sighting.end
-        ended = (end.rank, end.pid, end.signal, end.code, end.local_rank) if end is not None else ()
-        key = (
-            sighting.sign,
-            sighting.speaker.name,
-            kind,
-            words,
-            ended,
-            sighting.ranks,
-            error.frames[-1:] if error is not None else (),
-        )
+        error, end = sighting.error, sighting.end
+        self._ranks.update(sighting.ranks, (sighting.speaker.rank, end.rank))
+        words = _NUMBERS.sub("0", (error.message if sighting.has_error else sighting.text)[:200])
+        kind = (error.type, error.frames[-1:])
+        ended = (end.rank, end.pid, end.signal, end.code, end.local_rank)
+        key = (sighting.sign, sighting.speaker.name, kind, words, ended, sighting.ranks)
         number = self._same.get(key)
         if number is not None:
             known = self._seen[number]
@@ -528,7 +366,6 @@ class Reader:
             )
             return number
         if len(self._seen) >= MOST_SIGHTINGS:
-            self._left_out += 1
             return None
         self._same[key] = len(self._seen)
         self._seen.append(sighting)
@@ -536,61 +373,72 @@ class Reader:
 
     def _keep_last_words(self) -> None:
         if not self._last_words:
-            lines = [
-                line.text
-                for line in self._sifter.before()
-                if line.text.strip() and not _LAUNCHERS.search(line.text)
-            ]
-            self._last_words = tuple(line[:WORDS] for line in lines[-LAST_WORDS:])
+            lines = [line.text[:WORDS] for line in self._sifter.before()]
+            lines = [line for line in lines if line.strip() and not _LAUNCHERS.search(line)]
+            self._last_words = tuple(lines[-LAST_WORDS:])
 
-    # --- whether the one who said it went on
+    # --- members of a group
 
-    def _pass(self, count: int, passed: bytes) -> None:
-        """Lines that nobody looked into."""
-        if not count:
-            return
-        said = sum(1 for line in passed.split(b"\n") if line.strip()) if count <= WENT_ON else count
-        for name, (mark, which, since) in list(self._watched.items()):
-            since += passed.count(mark) if mark else said
-            self._watch(name, mark, which, since)
+    def _count_member(self, number: int, rank: int, every: int) -> None:
+        self._ranks.add(rank)
+        if every != self._came[0]:  # another group
+            self._members, self._came = {}, (every, number)
+        self._members[rank] = self._members.get(rank, 0) + 1
 
-    def _pass_one(self, name: str) -> None:
-        for one in (name, _SPOKEN + name, _SHELL):
-            if one in self._watched:
-                mark, which, since = self._watched[one]
-                self._watch(one, mark, which, since + 1)
-
-    def _watch(self, name: str, mark: bytes, which: list[int], since: int) -> None:
-        if since <= WENT_ON:
-            self._watched[name] = (mark, which, since)
-            return
-        del self._watched[name]
-        for number in which:
-            self._seen[number] = msgspec.structs.replace(self._seen[number], went_on=True)
+    def _count_members(self) -> None:
+        """Note a group to which as many processes came as it has, and some as the same rank."""
+        every, number = self._came
+        twice = tuple(sorted(rank for rank, count in self._members.items() if count > 1))
+        if twice and sum(self._members.values()) == every:
+            words = f"{every} processes said so, as {len(self._members)} ranks"
+            place = Place(self._log, number, number)
+            self._see(Sighting(Sign.SAME_RANK, place, NOBODY, words, ranks=twice))
 
     def _with_group(self, sighting: Sighting) -> Sighting:
         if sighting.collective is None or sighting.speaker.rank not in self._groups:
             return sighting
-        collective = msgspec.structs.replace(
-            sighting.collective, group=self._groups[sighting.speaker.rank]
-        )
+        group = self._groups[sighting.speaker.rank]
+        collective = msgspec.structs.replace(sighting.collective, group=group)
         return msgspec.structs.replace(sighting, collective=collective)
 
+    # --- whether a process went on after an error
 
-def _pair(words: str) -> tuple[int, ...]:
-    found = re.search(r"rank (\d+) and rank (\d+) both on", words)
-    return tuple(sorted(int(number) for number in found.groups())) if found is not None else ()
+    def _watch(self, name: str, mark: str, seen: int) -> None:
+        """Count the lines of a process from here on: its errors so far may be handled."""
+        which = self._watched[name][1] if name in self._watched else []
+        self._watched[name] = (mark.encode(), [*which, seen], 0)
+
+    def _pass(self) -> None:
+        """Count lines that were not read."""
+        passed = self._sifter.passed
+        for name, (mark, _, _) in list(self._watched.items()) if passed else ():
+            self._add(name, sum(mark in body for body in passed))
+
+    def _count_line(self, name: str, count: int = 1) -> None:
+        for one in (name, _SPOKEN + name, _SHELL):
+            self._add(one, count)
+
+    def _add(self, name: str, count: int) -> None:
+        mark, which, since = self._watched.get(name, (b"", [], 0))
+        if since + count <= WENT_ON and which:
+            self._watched[name] = (mark, which, since + count)
+            return
+        self._watched.pop(name, None)
+        for number in which:
+            self._seen[number] = msgspec.structs.replace(self._seen[number], went_on=True)
+
+
+_BLOCKS: tuple[type[Crash | Summary | MpiExit | Stall], ...] = (Crash, Summary, MpiExit, Stall)
 
 
 def together(findings: Iterable[Findings]) -> Findings:
-    """What was seen in several logs of one job."""
+    """Join what was seen in several logs of one job."""
     every = list(findings)
     return Findings(
         tuple(sighting for one in every for sighting in one.sightings),
         sum(one.lines for one in every),
         tuple(sorted({rank for one in every for rank in one.ranks})),
         tuple(pid for one in every for pid in one.stopped),
-        sum(one.left_out for one in every),
         any(one.failed for one in every),
         all(one.empty for one in every),
         next((one.last_words for one in every if one.last_words), ()),
