@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from .lines import parse, refused
@@ -196,3 +198,12 @@ def test_a_value_that_is_too_long_is_shown_in_part() -> None:
     assert headline.startswith("-n 999")
     assert headline.endswith("9... is not a number of ranks, nor auto, cpu or gpu")
     assert len(headline) < 300
+
+
+def test_a_log_dir_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    assert refused(["--log-dir", str(tmp_path / "logs"), "x.py"]).headline.endswith(
+        "logs is not a folder"
+    )
+    for there in ("/dev/null", str(tmp_path), str(tmp_path / "new")):
+        assert parse(["--log-dir", there, "x.py"]).log_dir == there

@@ -296,17 +296,3 @@ def test_a_command_of_this_folder(folder: Path) -> None:
     assert look("./tool.py", kind="command") is None
     assert commands(trouble("./tol.py", kind="command")) == ["rallypoint run --no-python ./tool.py"]
     assert trouble(str(folder), kind="command").headline == f"{folder} is a folder, not a program"
-
-
-def test_log_dir_that_is_a_file(folder: Path) -> None:
-    (folder / "logs").touch()
-    report = precheck.look_at_log_dir("logs")
-    assert report is not None
-    assert (report.headline, report.exit_status) == ("--log-dir logs is not a folder", 2)
-    assert (
-        precheck.look_at_log_dir("")
-        is precheck.look_at_log_dir("/dev/null")
-        is precheck.look_at_log_dir(str(folder))
-        is precheck.look_at_log_dir("new")
-        is None
-    )

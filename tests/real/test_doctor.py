@@ -25,15 +25,9 @@ import pytest
 
 from rallypoint.diagnosis.doctor import peer_check
 from rallypoint.diagnosis.doctor.peer_check import (
-    Bulk,
-    CallMe,
-    Knocked,
-    Knocking,
-    PeerCalled,
     PeerConversation,
     PeerHello,
-    PeerPing,
-    Pong,
+    PeerStep,
     this_side,
 )
 
@@ -295,14 +289,14 @@ def test_a_caller_that_asks_too_much_is_left() -> None:
     with listening() as (listener, port, _), socket.create_connection(("127.0.0.1", port)) as sock:
         spoken = PeerConversation(sock)
         spoken.send(PeerHello(this_side(), 1, "token"))
-        spoken.expect(PeerHello)
+        spoken.receive()
         for _ in range(peer_check.PINGS):
-            spoken.send(PeerPing())
-            spoken.expect(Pong)
-        spoken.send(PeerPing())
+            spoken.send(PeerStep("ping"))
+            spoken.expect("pong")
+        spoken.send(PeerStep("ping"))
         found = line(listener)
         assert (found["mark"], found["code"]) == ("fault", "peer-foreign")
-        assert found["fact"].endswith("ended the conversation early: Ping came instead of Knocking")
+        assert found["fact"].endswith("ended the conversation early: another step came than coming")
 
 
 def test_the_listener_ends_by_itself() -> None:
@@ -343,7 +337,9 @@ def other_machine(talk: Callable[[PeerConversation, PeerHello], None]) -> Iterat
             sock, _ = server.accept()
             with sock:
                 spoken = PeerConversation(sock)
-                talk(spoken, spoken.expect(PeerHello))
+                hello = spoken.receive()
+                assert isinstance(hello, PeerHello)
+                talk(spoken, hello)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -355,15 +351,18 @@ def other_machine(talk: Callable[[PeerConversation, PeerHello], None]) -> Iterat
 def polite(spoken: PeerConversation, hello: PeerHello, port: int, token: str = "") -> None:
     """Everything but the bulk, as a doctor would; `port` is where the caller shall come to."""
     spoken.send(PeerHello(this_side(), port, token, "127.0.0.1"))
-    while not isinstance(message := spoken.receive(DEADLINE), CallMe):
-        spoken.send(
-            Knocked("it did not come")
-            if isinstance(message, Knocking)
-            else Pong(0.0)
-            if isinstance(message, PeerPing)
-            else Bulk()
-        )
-    spoken.send(PeerCalled(peer_check.come_to("127.0.0.1", hello.port, hello.token)))
+    until_called(spoken, "it did not come")
+    spoken.send(PeerStep("called", peer_check.come_to("127.0.0.1", hello.port, hello.token)))
+
+
+def until_called(spoken: PeerConversation, problem: str) -> None:
+    """Answer as a doctor would, until the caller wants to be called."""
+    for _ in range(peer_check.PINGS):
+        spoken.expect("ping", DEADLINE)
+        spoken.send(PeerStep("pong"))
+    spoken.expect("coming", DEADLINE)
+    spoken.send(PeerStep("came", problem))
+    spoken.expect("call me", DEADLINE)
 
 
 def test_one_direction_that_is_closed() -> None:
@@ -372,8 +371,8 @@ def test_one_direction_that_is_closed() -> None:
 
         def talk(spoken: PeerConversation, hello: PeerHello) -> None:
             polite(spoken, hello, held.getsockname()[1])
-            spoken.expect(Bulk)
-            spoken.send(Bulk())
+            spoken.expect("bulk")
+            spoken.send(PeerStep("bulk"))
 
         with other_machine(talk) as port:
             (found,) = peer_check.run_client("127.0.0.1", port)
@@ -400,11 +399,10 @@ def test_words_that_come_through_and_many_bytes_that_do_not() -> None:
             thread = threading.Thread(target=let_in)
             thread.start()
             spoken.send(PeerHello(this_side(), listener.getsockname()[1], "token", "127.0.0.1"))
-            while not isinstance(message := spoken.receive(DEADLINE), CallMe):
-                spoken.send(Knocked() if isinstance(message, Knocking) else Pong(0.0))
+            until_called(spoken, "")
             thread.join()
             spoken.send(
-                PeerCalled(peer_check.come_to("127.0.0.1", hello.port, hello.token))
+                PeerStep("called", peer_check.come_to("127.0.0.1", hello.port, hello.token))
             )  # and now the cable is pulled
 
         with other_machine(talk) as port:

@@ -44,7 +44,7 @@ class CommandLine(msgspec.Struct, frozen=True):
     words: tuple[str, ...]  # the program and its arguments, untouched; or the command's own words
     typed: tuple[str, ...] = ()  # the options, untouched: for a line that is to be typed again
     wrong: UsageError | None = None  # makes its values meaningless
-    unknown: UsageError | None = None  # of an option or a word that nobody understands
+    unknown: UsageError | None = None  # of an option or a word that is not understood
 
     @property
     def error_format(self) -> str:

@@ -1,4 +1,4 @@
-"""The commands whose options stand in a table: their words, and what `--help` says around the
+"""The commands: their options, the kind of their words, and the text of `--help` around the
 options.
 """
 

@@ -57,7 +57,7 @@ def _complain(error: RallypointError, error_format: str) -> int:
 
 
 def _translated(error: Exception) -> RallypointError:
-    """Return what an exception that nobody expected says of this machine, or else of a fault in
+    """Return the error that an unexpected exception stands for: of this machine, or a fault in
     us.
     """
     number = error.errno if isinstance(error, OSError) else 0

@@ -251,7 +251,7 @@ def _of_message(message: str) -> Sequence[Report]:
 
 
 def _without_type(report: Report) -> Report:
-    """Return the report without the type that nobody has said."""
+    """Return the report without the type that was put before the message."""
     import msgspec
 
     text = msgspec.json.encode(report).replace(_TYPELESS.encode(), b"")

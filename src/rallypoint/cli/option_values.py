@@ -5,6 +5,7 @@ end of a sentence.
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -153,7 +154,7 @@ def read_words(text: str) -> tuple[str, ...]:
 
 
 _NEVER_HANDLED = ("SIGKILL", "SIGSTOP", "SIGCHLD")
-"""Signals that nobody can handle, and the one that tells the launcher of its children."""
+"""Signals that cannot be handled, and the one that tells the launcher of its children."""
 
 
 def read_signals(text: str, never: tuple[str, ...] = _NEVER_HANDLED) -> tuple[str, ...]:
@@ -255,6 +256,12 @@ def read_host(text: str) -> str:
 def read_path(text: str) -> str:
     if not text:
         raise ValueError("is not a file's name")
+    return text
+
+
+def read_log_dir(text: str) -> str:
+    if text and text != os.devnull and os.path.exists(text) and not os.path.isdir(text):
+        raise ValueError("is not a folder")
     return text
 
 

@@ -18,6 +18,7 @@ from rallypoint.cli.option_values import (
     read_endpoint,
     read_host,
     read_integer,
+    read_log_dir,
     read_modules,
     read_nodes,
     read_notices,
@@ -199,7 +200,7 @@ RUN: tuple[Option, ...] = (
         "--log-dir",
         "folder for <id>_<random>/attempt_<n>/<local rank>/stdout.log and stderr.log; /dev/null "
         "for none",
-        metavar="DIR", fate="same", default="", variable="PET_LOG_DIR", example="--log-dir logs",
+        metavar="DIR", read=read_log_dir, fate="same", default="", variable="PET_LOG_DIR", example="--log-dir logs",
     ),
     Option(
         "-r --redirects",

@@ -1,4 +1,4 @@
-"""Where commands write: stdout and stderr, in colour or not, and in how many columns."""
+"""Output of the commands: stdout and stderr, in colour or not, on so many columns."""
 
 from __future__ import annotations
 

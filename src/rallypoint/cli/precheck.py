@@ -143,7 +143,7 @@ def _is_there(top: str) -> bool:
         return PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None or any(
             finder.find_spec(top, None) is not None for finder in sys.meta_path
         )
-    except Exception:  # of somebody else's finder, or an unreadable folder: the rank will say it
+    except Exception:  # of a foreign finder, or an unreadable folder: the rank will say it
         return True
 
 
@@ -171,22 +171,6 @@ def look_at_command(
         line = hints.retyped(typed, name, *args, as_script=True)
         helps.append(("or let Python run it", line))
     return _not_started(f"{name} is not executable", *helps)
-
-
-def look_at_log_dir(path: str) -> Report | None:
-    """Report that --log-dir names something that is there and no folder. (The run folder looks
-    after itself.)
-    """
-    if not path or path == os.devnull or not os.path.exists(path) or os.path.isdir(path):
-        return None
-    from rallypoint.diagnosis.report import Help, Report
-
-    return Report(
-        code="usage",
-        headline=f"--log-dir {path} is not a folder",
-        help=(Help("name another", "--log-dir logs"),),
-        exit_status=2,
-    )
 
 
 def _missing(program: Program, typed: Sequence[str]) -> Report:

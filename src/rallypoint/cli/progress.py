@@ -1,4 +1,4 @@
-"""How far the reading of a long log is, for a person who waits."""
+"""A line that says how far the reading of a long log is."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Progress:
             write_err("\r\x1b[K")
 
     def at(self, name: str, done: int, size: int) -> None:
-        """Say that `done` bytes of `size` were read; 0: nobody knows how many there are."""
+        """Say that `done` bytes of `size` were read; 0: not known."""
         now = self._clock.monotonic()
         if now < self._next or not (sys.stderr and sys.stderr.isatty()):
             return

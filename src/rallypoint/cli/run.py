@@ -50,10 +50,7 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
         again = retyped(("--fresh", *typed), wanted.program.target, *wanted.program.args)
         help = (*error.help, ("for a program that needs no torch, start new interpreters", again))
         raise UsageError(error.code, error.headline, why=error.why, help=help) from None
-    trouble = precheck.look_at(made.program, environ, typed) or precheck.look_at_log_dir(
-        wanted.log_dir
-    )
-    if trouble:
+    if trouble := precheck.look_at(made.program, environ, typed):
         write_err(rendered(trouble, wanted.error_format, sys.stderr))
         return trouble.exit_status
     if made.rendezvous:

@@ -1,4 +1,4 @@
-"""What a command line of `rallypoint run` asks for, its options taken together."""
+"""The options of `rallypoint run` taken together: what the launcher is asked for."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _stop_at(server: Server, signals: SignalLog, came: list[signal.Signals]) -> 
 
 def _new_secret(stack: contextlib.ExitStack) -> str:
     """Write a secret to a file of its own, in a private folder, and return its path. Both are
-    removed with the stack; the folder stays when somebody has put something else into it.
+    removed with the stack; the folder stays when there is something else in it.
     """
     import secrets
     import tempfile

@@ -31,9 +31,6 @@ MOST_ROWS = 60
 number of the lines between.
 """
 
-LEAST_OF_COMMAND = 24
-"""Columns of the list that a command needs beside the rest of its line."""
-
 MOST_RANKS_QUOTED = 3
 """Ranks at fault whose last lines are shown; what more of them said is mostly the same."""
 
@@ -202,8 +199,7 @@ def listed(runs: Sequence[KeptRun], root: str, now: float, columns: int | None =
     """Return a line for each run: its name, when, how long, how many ranks, how it ended, the
     command.
 
-    Fitted to so many columns: long commands are filled beside the rest, and where there is no room
-    for them each run has some lines of its own.
+    On so many columns a long command is filled beside the rest, or below it.
     """
     if not runs:
         return f"no run is kept in {root}\n"
@@ -215,19 +211,7 @@ def listed(runs: Sequence[KeptRun], root: str, now: float, columns: int | None =
         rows.append(row)
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     heads = ["".join(f"{cell:<{w}}  " for cell, w in zip(row, wide, strict=False)) for row in rows]
-    if columns is not None and columns - len(heads[0]) < LEAST_OF_COMMAND:
-        return "".join(_apart(row, columns) for row in rows[1:])
     return "".join(beside(head, row[-1], columns) for head, row in zip(heads, rows, strict=True))
-
-
-def _apart(row: Sequence[str], columns: int) -> str:
-    """Return a run on lines of its own."""
-    name, began, took, ranks, ended, command = row
-    of = "" if ranks == "-" else f" on {ranks} rank{'s' * (ranks != '1')}"
-    ended = f"exit status {ended.replace(' ', ', ')}" if ended[0].isdecimal() else ended
-    below = filter(None, (f"{began}, {took}{of}", command))
-    lines = (beside("    ", words, columns) for words in below)
-    return beside(f"{name}  ", ended, columns) + "".join(lines)
 
 
 def _end(run: KeptRun) -> str:

@@ -210,14 +210,12 @@ def _silent(name: str, pid: int, again: str) -> EnvironmentProblem:
             "its state in /proc is T: somebody sent SIGSTOP, or pressed Ctrl-Z; its ranks may go on",
             ("let it go on", f"kill -CONT {pid}"),
         )
-    why, help = "it lives, and is busy or waits for something else", ("ask again", again)
-    if state == "t":
-        why = "it is held by a debugger"
-    elif state == "D":
-        why = "it is stuck in the kernel (state D)"
-        help = ("see what it waits for", f"sudo cat /proc/{pid}/stack")
-    headline = f"the launcher of job {name} (pid {pid}) did not answer within {VISIT_DEADLINE:g} s"
-    return _unanswered(headline, why, help)
+    held = {"t": "it is held by a debugger", "D": "it is stuck in the kernel (state D)"}
+    return _unanswered(
+        f"the launcher of job {name} (pid {pid}) did not answer within {VISIT_DEADLINE:g} s",
+        held.get(state, "it lives, and is busy or waits for something else"),
+        ("ask again", again),
+    )
 
 
 def as_text(found: Standing, others: Sequence[str]) -> str:

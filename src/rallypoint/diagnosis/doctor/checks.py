@@ -281,7 +281,7 @@ class ProcessLimits(NamedTuple):
     group_used: int = 0
     locked: int = NO_LIMIT  # bytes
     address_space: int = NO_LIMIT  # bytes
-    infiniband: bool = False  # there is a card, and this user is not root, who may lock any memory
+    infiniband: bool = False  # there is a card, and this user is not root: root may lock any memory
 
 
 def limits() -> list[Finding]:

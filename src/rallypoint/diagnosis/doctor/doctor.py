@@ -215,7 +215,7 @@ def _end(pid: int) -> int | None:
     let it go."""
     try:
         pidfd = system_calls.pidfd_open(pid)
-    except ProcessLookupError:  # reaped by somebody else
+    except ProcessLookupError:  # already reaped
         return None
     try:
         for kill in (os.killpg, os.kill):  # the group exists when the child has come that far

@@ -88,7 +88,7 @@ class PortCounts(NamedTuple):
 
 
 def ports() -> list[Finding]:
-    """Check how many ports the kernel can give out, and who has the port that everybody takes."""
+    """Check how many ports the kernel can give out, and which process has the usual port."""
     from rallypoint.host.ports import holders
 
     return judge_ports(
@@ -267,7 +267,7 @@ def judge_firewall(
                     ),
                 )
             )
-            break  # whoever lets the loopback through lets it through for both
+            break  # one rule lets the loopback through for both
     for version in (4, 6):
         if outside := _first_blocked(rules, asked, interfaces, version):
             port, interface, blocked = outside

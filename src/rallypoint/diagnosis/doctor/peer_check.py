@@ -4,9 +4,8 @@ A message is a line of JSON; messages are bounded in bytes and time on both side
 secret: any client may talk, and gets the host's name, its versions, and connections to the address
 that it comes from. The client asks, and the server answers:
 
-    PeerHello, PeerHello · PeerPing, Pong (8 times) · Knocking, Knocked (the client comes to the
-    server's other port) · CallMe, PeerCalled (the server comes to the client's port) · Bulk, Bulk
-    (there and back)
+    Hello, Hello · ping, pong (8 times) · coming, came (the client comes to the server's other port)
+    · call me, called (the server comes to the client's port) · bulk, bulk (there and back)
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import platform
 import secrets
 import socket
 from collections.abc import Iterator
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -83,47 +82,20 @@ class PeerHello(msgspec.Struct, frozen=True, tag="Hello"):
     protocol: int = PROTOCOL
 
 
-class PeerPing(msgspec.Struct, frozen=True, tag="Ping"):
-    """Request that is answered at once."""
+Step = Literal["ping", "pong", "coming", "came", "call me", "called", "bulk"]
 
 
-class Pong(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a ping. `wall`: seconds since 1970 on the server's clock."""
+class PeerStep(msgspec.Struct, frozen=True, tag="Step"):
+    """Message after the first ones. Behind "bulk" come BULK_BYTES bytes."""
 
-    wall: float
-
-
-class Knocking(msgspec.Struct, frozen=True, tag=True):
-    """Announcement that the client comes to the server's other port now, with what it has measured,
-    in seconds."""
-
-    round_trip: float
-    ahead: float
+    name: Step
+    problem: str = ""  # of "came" and "called": why the connection did not come about
+    wall: float = 0.0  # of "pong": seconds since 1970 on the server's clock
+    round_trip: float = 0.0  # of "coming": what the client has measured, in seconds
+    ahead: float = 0.0
 
 
-class Knocked(msgspec.Struct, frozen=True, tag=True):
-    """Answer of the server: `problem` is "" when the client came."""
-
-    problem: str = ""
-
-
-class CallMe(msgspec.Struct, frozen=True, tag=True):
-    """Request that the server comes to the client's port now."""
-
-
-class PeerCalled(msgspec.Struct, frozen=True, tag="Called"):
-    """Answer to `CallMe`: `problem` is "" when the server got through."""
-
-    problem: str = ""
-
-
-class Bulk(msgspec.Struct, frozen=True, tag=True):
-    """Message with BULK_BYTES bytes behind it."""
-
-
-Message = PeerHello | PeerPing | Pong | Knocking | Knocked | CallMe | PeerCalled | Bulk
-_decoder = msgspec.json.Decoder(Message)
-_Kind = TypeVar("_Kind", bound=msgspec.Struct)
+_decoder = msgspec.json.Decoder(PeerHello | PeerStep)
 
 
 class Broken(Exception):
@@ -145,37 +117,36 @@ class PeerConversation:
         self._data = b""  # received, and not read yet
         self._clock = Clock()
 
-    def send(self, message: Message) -> None:
-        body = bytes(BULK_BYTES) if isinstance(message, Bulk) else b""
+    def send(self, message: PeerHello | PeerStep) -> None:
+        is_bulk = isinstance(message, PeerStep) and message.name == "bulk"
         self.sock.settimeout(ANSWER_TIMEOUT)
         try:
+            body = bytes(BULK_BYTES) if is_bulk else b""
             self.sock.sendall(msgspec.json.encode(message) + b"\n" + body)
         except TimeoutError:
             raise Broken(f"it took no more bytes within {ANSWER_TIMEOUT:g} s") from None
         except OSError as error:
             raise Broken(_words_of(error)) from None
 
-    def expect(self, kind: type[_Kind], timeout: float = ANSWER_TIMEOUT) -> _Kind:
-        """Receive the next message, which must be of this kind."""
+    def expect(self, name: Step, timeout: float = ANSWER_TIMEOUT) -> PeerStep:
+        """Receive the next message, which must be this step."""
         message = self.receive(timeout)
-        if not isinstance(message, kind):
-            raise Broken(
-                f"{message.__struct_config__.tag} came instead of {kind.__struct_config__.tag}"
-            )
+        if isinstance(message, PeerHello) or message.name != name:
+            raise Broken(f"another step came than {name}")
         return message
 
-    def receive(self, timeout: float) -> Message:
-        """Receive the next message; the bytes behind a `Bulk` are read and dropped."""
+    def receive(self, timeout: float = ANSWER_TIMEOUT) -> PeerHello | PeerStep:
+        """Receive the next message; the bytes behind "bulk" are read and dropped."""
         until = min(self._clock.elapsed() + timeout, CONVERSATION)
         while b"\n" not in self._data and len(self._data) <= MESSAGE_BYTES:
             self._read(until)
         line, _, rest = self._data.partition(b"\n")
         try:
-            message: Message = _decoder.decode(line)
+            message: PeerHello | PeerStep = _decoder.decode(line)
         except msgspec.MsgspecError:
             raise Broken("it speaks another protocol", self._data) from None
         self._data = rest
-        if isinstance(message, Bulk):
+        if isinstance(message, PeerStep) and message.name == "bulk":
             while len(self._data) < BULK_BYTES:
                 self._read(until)
             self._data = self._data[BULK_BYTES:]
@@ -209,7 +180,9 @@ def this_side() -> Side:
 
 def _greeting(conversation: PeerConversation) -> PeerHello:
     """Receive the other's first message."""
-    hello = conversation.expect(PeerHello)
+    hello = conversation.receive()
+    if isinstance(hello, PeerStep):
+        raise Broken(f"{hello.name} came before Hello")
     if hello.protocol != PROTOCOL:
         there = hello.side.rallypoint
         raise Broken(
@@ -290,18 +263,18 @@ def _ask(
     conversation: PeerConversation, met: PeerContact, hello: PeerHello, held: HeldPort, token: str
 ) -> None:
     met.round_trip, met.ahead = _ping(conversation)
-    conversation.send(Knocking(met.round_trip, met.ahead))
+    conversation.send(PeerStep("coming", round_trip=met.round_trip, ahead=met.ahead))
     met.there = come_to(met.address, hello.port, hello.token)
-    knocked = conversation.expect(Knocked, CONNECT_TIMEOUT + ANSWER_TIMEOUT)
-    met.there = met.there or knocked.problem
-    conversation.send(CallMe())
+    came = conversation.expect("came", CONNECT_TIMEOUT + ANSWER_TIMEOUT)
+    met.there = met.there or came.problem
+    conversation.send(PeerStep("call me"))
     met.back = _let_in(held, token)
-    called = conversation.expect(PeerCalled, CONNECT_TIMEOUT + NAME_TIMEOUT + ANSWER_TIMEOUT)
+    called = conversation.expect("called", CONNECT_TIMEOUT + NAME_TIMEOUT + ANSWER_TIMEOUT)
     met.back = called.problem or met.back
     met.name_here = _addresses_of(hello.side.host)
     clock = Clock()
-    conversation.send(Bulk())
-    conversation.expect(Bulk)
+    conversation.send(PeerStep("bulk"))
+    conversation.expect("bulk")
     met.bulk, met.bulk_seconds = "", clock.elapsed()
 
 
@@ -311,8 +284,8 @@ def _ping(conversation: PeerConversation) -> tuple[float, float]:
     found = []
     for _ in range(PINGS):
         clock = Clock()
-        conversation.send(PeerPing())
-        pong = conversation.expect(Pong)
+        conversation.send(PeerStep("ping"))
+        pong = conversation.expect("pong")
         took = clock.elapsed()
         found.append((took, pong.wall - (clock.started + took / 2)))
     return min(found)
@@ -376,18 +349,18 @@ def _answer(
     conversation: PeerConversation, met: PeerContact, hello: PeerHello, held: HeldPort, token: str
 ) -> None:
     for _ in range(PINGS):
-        conversation.expect(PeerPing, CLIENT_PAUSE)
-        conversation.send(Pong(Clock().started))
-    knocking = conversation.expect(Knocking, CLIENT_PAUSE)
-    met.round_trip, met.ahead = knocking.round_trip, -knocking.ahead
+        conversation.expect("ping", CLIENT_PAUSE)
+        conversation.send(PeerStep("pong", wall=Clock().started))
+    coming = conversation.expect("coming", CLIENT_PAUSE)
+    met.round_trip, met.ahead = coming.round_trip, -coming.ahead
     met.back = _let_in(held, token)
-    conversation.send(Knocked(met.back))
-    conversation.expect(CallMe, CLIENT_PAUSE)
+    conversation.send(PeerStep("came", met.back))
+    conversation.expect("call me", CLIENT_PAUSE)
     met.there = come_to(met.address, hello.port, hello.token)
     met.name_here = _addresses_of(hello.side.host)
-    conversation.send(PeerCalled(met.there))
-    conversation.expect(Bulk, CLIENT_PAUSE)
-    conversation.send(Bulk())
+    conversation.send(PeerStep("called", met.there))
+    conversation.expect("bulk", CLIENT_PAUSE)
+    conversation.send(PeerStep("bulk"))
     met.bulk = ""
 
 
