@@ -166,7 +166,6 @@ def test_a_process_that_dies_while_it_is_cut_off_is_noticed(server: Server, stor
         process.kill()
         assert thread.result()
         assert not loop._pidfds
-        assert not loop._leaving
 
 
 def test_a_process_that_comes_back_has_it_still(server: Server, store: Store) -> None:

@@ -26,6 +26,7 @@ from rallypoint.host import system_calls
 from rallypoint.primitives.store import connect
 from rallypoint.store.limits import limits
 from rallypoint.store.server import connection as peers
+from rallypoint.store.server import requests
 from rallypoint.store.server import server as servers
 from rallypoint.store.server import server_loop as loops
 from rallypoint.store.server.connection import Body, Peer
@@ -391,7 +392,7 @@ def test_a_forked_child_keeps_neither_port_nor_connections(server: Server) -> No
         parents = [
             *loop._listeners,
             *loop._peers,
-            *(segment.fileno() for segment in loop._segments),
+            *(segment.fileno() for segment in loop._values.segments),
         ]
         assert len(parents) == 4
         blocked, release = os.pipe()
@@ -519,7 +520,7 @@ def test_a_key_that_lives_longer_than_epoll_can_wait(server: Server) -> None:
 def test_a_client_that_never_acknowledges_is_ended(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loops, "UNACKNOWLEDGED", 100)
+    monkeypatch.setattr(requests, "UNACKNOWLEDGED", 100)
     with Raw(server.address, server.secret) as client:
         for _ in range(100):
             client.ask(Add, "k", 1)
@@ -600,7 +601,7 @@ def test_requests_that_had_to_wait_for_the_reader_are_not_forgotten(
     assert loop._state.reserve(body.size) is None
     assert writer.session is not None
     loop._state.apply(now, writer.session, Set(2, 1, "later", b""), body)
-    loop._deliver(now)
+    loop._deliver()
     assert peer.out is None, "all of it has left, before epoll could say that there is room"
     slow.sock.settimeout(DEADLINE)
     asked = slow.seq
@@ -643,9 +644,9 @@ def test_the_descriptor_in_reserve_may_be_lost(
     with Raw(server.address, server.secret) as client:
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(error))
-            loop._no_room(listener, error, 0.0)
+            loop._no_room(listener, error)
             assert loop._reserve == -1
-        loop._no_room(listener, error, 0.0)
+        loop._no_room(listener, error)
         assert loop._reserve >= 0
         assert isinstance(client.ask(Ping), Done)
 

@@ -324,6 +324,6 @@ def test_nonsense_of_every_kind(seed: int, caplog: pytest.LogCaptureFixture) -> 
             if record.levelno >= logging.ERROR or record.exc_info
         ]
         assert faults == []
-        assert not loop._moving
+        assert not loop._movers.moving
         assert not loop._state._locks._held
         assert not loop._state._claims._open

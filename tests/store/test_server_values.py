@@ -192,7 +192,7 @@ def test_a_segment_whose_reader_vanished_is_never_used_again(server: Server, nea
     near.ask(Ping)
     assert near.freed() == []
     assert server._loop is not None
-    assert server._loop._pool._count == 0
+    assert server._loop._values.pool._count == 0
     again.close()
     reader.close()
     os.close(fd)
@@ -203,7 +203,7 @@ def test_memory_of_ours_is_used_again(server: Server, far: Raw) -> None:
     for turn in range(6):
         far.ask(Set, "k", b"", body=bytes([turn]) * (2 * MIB + turn))
         assert server._loop is not None
-        seen |= {os.fstat(segment.fileno()).st_ino for segment in server._loop._segments}
+        seen |= {os.fstat(segment.fileno()).st_ino for segment in server._loop._values.segments}
         far.ask(Get, "k")
         assert far.body == bytes([turn]) * (2 * MIB + turn)
     assert len(seen) <= 3, (
@@ -573,7 +573,7 @@ def test_descriptors_of_strangers_are_not_kept(server: Server, near: Raw) -> Non
 FEW = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from rallypoint.store.server import server_loop as loop
+from rallypoint.store.server import large_values as loop
 loop.HUGE_BYTES = 4 << 20
 """
 

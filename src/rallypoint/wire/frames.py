@@ -46,6 +46,12 @@ def header(message: int, body: int = 0) -> bytes:
     return HEADER.pack(message, body)
 
 
+def framed(message: bytes, body: int = 0) -> bytes:
+    """Return a message with its header, for a body of `body` bytes behind it."""
+    size = len(message)
+    return (HEADS[size] if size < len(HEADS) and not body else HEADER.pack(size, body)) + message
+
+
 class Cutter:
     """Buffer of what has arrived and is not yet a frame."""
 

@@ -1,6 +1,5 @@
-"""Who comes in: strangers are bounded in number, bytes and time until they have proved themselves,
-and turned away in few words.
-"""
+"""Admission of new connections: strangers are bounded in number, bytes and time until they have
+proved themselves, and turned away in few words."""
 
 from __future__ import annotations
 
@@ -8,12 +7,10 @@ import os
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from rallypoint.store.logger import logger
-from rallypoint.wire.frames import Cutter, FrameError, header
+from rallypoint.wire.frames import Cutter, FrameError, framed
 from rallypoint.wire.handshake import NONCE_BYTES, Accepting, HandshakeFailed
-from rallypoint.wire.messages import HELLO_BYTES, Hello, Proof, Refusal, encode
+from rallypoint.wire.messages import HELLO_BYTES, UNDECODABLE, Hello, Proof, encode
 
 if TYPE_CHECKING:
     from rallypoint.store.server.connection import Peer
@@ -34,13 +31,13 @@ comes every few seconds.
 """
 
 LINES = 10
-"""Complaints in `QUIET` seconds, of all sources; the next line says how many were left out."""
+"""Complaints in `QUIET` seconds, about all sources; the next line says how many were left out."""
 
 SOURCES = 1024
 """Sources that are remembered for that; the longest known is forgotten."""
 
 NOT_HTTP = b"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\nthis is a rallypoint store, not a web server\n"
-"""Said to an HTTP request: somebody typed the address into a browser, and should learn what it is.
+"""Answer to an HTTP request: a person typed the address into a browser, and should learn what it is.
 """
 
 HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI")
@@ -49,9 +46,8 @@ log = logger()
 
 
 class TurnedAway(Exception):
-    """This stranger does not come in. `answer` is the last that is sent to it, b"" for nothing; the
-    text is for the log.
-    """
+    """Refusal of a stranger. `answer` is the last that is sent to it, b"" for nothing; the text is
+    for the log."""
 
     def __init__(self, text: str, answer: bytes = b"") -> None:
         super().__init__(text)
@@ -64,14 +60,15 @@ class Greeting:
     __slots__ = ("_accepting", "cutter", "deadline")
 
     def __init__(self, secret: bytes, job: str, software: str, deadline: float, way: str) -> None:
-        """`way`: where the connection arrived (`host.sockets.way_of`)."""
+        """`way`: the address at which the connection arrived (`way_of`)."""
         self.deadline = deadline
         self.cutter = Cutter(HELLO_BYTES, 0)
         self._accepting = Accepting(secret, job, software, os.urandom(NONCE_BYTES), way)
 
     def receive(self, data: bytes) -> bytes | tuple[Hello, Proof]:
-        """What is to be sent now (b"" for nothing yet), or both messages of one who has proved
-        itself. `cutter` may hold what was sent right behind the proof. Raises TurnedAway."""
+        """Return what is to be sent now (b"" for nothing yet), or both messages of a client that
+        has proved itself. `cutter` may hold what was sent right behind the proof. Raises
+        TurnedAway."""
         answers = []
         try:
             self.cutter.feed(data)
@@ -80,8 +77,7 @@ class Greeting:
                 if isinstance(said, Proof):
                     assert self._accepting.hello is not None
                     return self._accepting.hello, said
-                message = encode(said)
-                answers.append(header(len(message)) + message)
+                answers.append(framed(encode(said)))
         except FrameError as error:
             if error.first.startswith(HTTP_METHODS):
                 raise TurnedAway("an HTTP request", NOT_HTTP) from error
@@ -90,24 +86,15 @@ class Greeting:
             ) from error
         except HandshakeFailed as error:
             raise TurnedAway(
-                str(error), refusal(error.refusal) if error.refusal else b""
+                str(error), framed(encode(error.refusal)) if error.refusal else b""
             ) from error
-        except (
-            msgspec.MsgspecError,
-            ValueError,
-        ) as error:  # text that is not UTF-8 is a ValueError
+        except UNDECODABLE as error:
             raise TurnedAway("a message that is not rallypoint's") from error
         return b"".join(answers)
 
 
-def refusal(refusal: Refusal) -> bytes:
-    """As it is sent."""
-    message = encode(refusal)
-    return header(len(message)) + message
-
-
 def printable(data: bytes, most: int = 32) -> str:
-    """A stranger's bytes, fit for a log."""
+    """Return a stranger's bytes, fit for a log."""
     return repr(data[:most]) + ("..." if len(data) > most else "")
 
 
@@ -127,25 +114,25 @@ class Gate:
         return len(self.strangers)
 
     def admit(self, peer: Peer, greeting: Greeting) -> Peer | None:
-        """One more; the peer that has to go for it, if there are too many."""
+        """Add a stranger; return the peer that has to go for it, if there are too many."""
         self.strangers[peer] = greeting
         return next(iter(self.strangers)) if len(self.strangers) > STRANGERS else None
 
     def leave(self, peer: Peer) -> None:
-        """It has proved itself, or has gone."""
+        """Remove a peer that has proved itself, or has gone."""
         self.strangers.pop(peer, None)
 
     def oldest(self) -> Peer | None:
         return next(iter(self.strangers), None)
 
     def due(self) -> float:
-        """When the oldest one's time is up; infinity when there is none."""
+        """Return the time at which the oldest must have proved itself; infinity when there is none."""
         for greeting in self.strangers.values():
             return greeting.deadline
         return float("inf")
 
     def overdue(self, now: float) -> list[Peer]:
-        """Whose time is up."""
+        """Return the strangers whose time is up."""
         late = []
         for peer, greeting in self.strangers.items():
             if greeting.deadline > now:

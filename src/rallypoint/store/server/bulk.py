@@ -16,10 +16,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rallypoint.host.memory import Segment
 from rallypoint.store.logger import logger
+
+if TYPE_CHECKING:
+    from rallypoint.store.server.connection import Peer
 
 THREADS = 4
 """Copying is bound by memory, which two or three cores saturate; each further thread only competes
@@ -27,14 +30,13 @@ with the loop for the interpreter.
 """
 
 CHUNK_BYTES = 512 * 1024
-"""Moved by one system call: fits a core's cache between socket and segment (4.1 GB/s; 256 KiB 3.5,
+"""Bytes moved by one system call: fits a core's cache between socket and segment (4.1 GB/s; 256 KiB 3.5,
 and the interpreter is asked for twice as often), and takes some 150 us, after which a server that
 stops is noticed."""
 
 TURN_BYTES = 64 * 1024 * 1024
-"""After so many bytes the next transfer has its turn: some 20 ms, so that a value of 10 GB does not
-keep one of 10 MB waiting.
-"""
+"""Bytes after which the next transfer has its turn: some 20 ms, so that a value of 10 GB does not
+keep one of 10 MB waiting."""
 
 PATIENCE = 5
 """Milliseconds for the socket to become ready before the transfer goes back to the loop: on one
@@ -47,21 +49,20 @@ Outcome = Literal["whole", "waiting", "turn", "gone", "no-memory"]
 
 
 class Transfer:
-    """The body of one frame, `at` bytes of which have been moved. Belongs to the loop or to a
-    thread, never to both.
-    """
+    """The body of one frame, of which `at` bytes have been moved. Belongs to a thread while `moves`
+    is set, otherwise to the loop."""
 
-    __slots__ = ("at", "incoming", "outcome", "segment", "size", "sock")
+    __slots__ = ("at", "incoming", "moves", "outcome", "peer", "segment", "size", "sock")
 
-    def __init__(
-        self, sock: socket.socket, segment: Segment, *, incoming: bool, at: int = 0
-    ) -> None:
-        """`sock` is non-blocking. `at`: how much of an incoming body has been written already."""
-        self.sock = sock
+    def __init__(self, peer: Peer, segment: Segment, *, incoming: bool, at: int = 0) -> None:
+        """`at`: bytes of an incoming body that have been written already."""
+        self.peer = peer
+        self.sock = peer.sock  # non-blocking
         self.segment = segment
         self.size = segment.size
         self.incoming = incoming
         self.at = at
+        self.moves = False
         self.outcome: Outcome = "turn"
 
     def __repr__(self) -> str:
@@ -107,28 +108,26 @@ class Transfer:
 
 
 class _NoMemory(Exception):
-    """The kernel has no page for the segment. A failed socket is an OSError, too, and means
-    something else.
-    """
+    """The kernel has no page for the segment. A failed socket is an OSError, too."""
 
 
 class Movers:
-    """The threads. What they finish lies in `finished`; `wake()` is called for each, from their
-    threads.
-    """
+    """The threads. `wake()` is called, from a thread, for each transfer that it gives back."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.finished: deque[Transfer] = deque()
+        self.moving: set[Transfer] = set()  # submitted and not yet taken back by the loop
+        self._finished: deque[Transfer] = deque()
         self._wake = wake
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._busy = 0  # submitted and not yet taken back by the loop
         self._stopped = False
 
     def submit(self, transfer: Transfer) -> None:
-        """Let a thread move it. From now on until it is in `finished` nobody else touches it, or
-        that direction of its socket. Raises OSError when there is no thread and none can be had."""
-        if self._busy >= len(self._threads) < THREADS:
+        """Let a thread move it, if none does yet. Until `take` returns it the loop does not touch
+        it, or that direction of its socket. Raises OSError when no thread can be had."""
+        if transfer.moves:  # what epoll said of its socket is older than that
+            return
+        if len(self.moving) >= len(self._threads) < THREADS:
             thread = threading.Thread(
                 target=self._run,
                 name=f"rallypoint store: transfer {len(self._threads)}",
@@ -144,15 +143,18 @@ class Movers:
                     ) from error  # not EAGAIN, which means "later"
             else:
                 self._threads.append(thread)
-        self._busy += 1
+        transfer.moves = True
+        self.moving.add(transfer)
         self._queue.put(transfer)
 
     def take(self) -> Transfer | None:
-        """The next one that a thread has given back; its `outcome` says why."""
-        if not self.finished:
+        """Take the next one that a thread has given back; its `outcome` says why."""
+        if not self._finished:
             return None
-        self._busy -= 1
-        return self.finished.popleft()
+        transfer = self._finished.popleft()
+        transfer.moves = False
+        self.moving.discard(transfer)
+        return transfer
 
     def stop(self) -> None:
         """End the threads: what is under way is given back as "gone"."""
@@ -167,8 +169,8 @@ class Movers:
         scratch = memoryview(bytearray(CHUNK_BYTES))
         while (transfer := self._queue.get()) is not None:
             transfer.outcome = transfer.move(scratch, self._is_stopped)
-            self.finished.append(transfer)
-            del transfer  # the loop may drop the segment: not a reference of ours shall keep it
+            self._finished.append(transfer)
+            del transfer  # the loop may drop the segment: no reference here shall keep it
             self._wake()
 
     def _is_stopped(self) -> bool:

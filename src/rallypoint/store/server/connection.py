@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rallypoint.wire.messages import AnyRequest
 
 READ_BYTES = 64 * 1024
-"""Asked for by one read: hundreds of small requests. More would be taken from memory's slow end for
+"""Bytes asked for by one read: hundreds of small requests. More would be taken from memory's slow end for
 each read, however little comes.
 """
 
@@ -38,7 +38,8 @@ BACKLOG_BYTES = 64 * 1024 * 1024
 it there, and a client that comes back is given them again."""
 
 DESCRIPTORS = 8
-"""That have arrived and belong to no request yet: each comes with its request, so one is usual."""
+"""Maximum of descriptors that have arrived and belong to no request yet: each comes with its request,
+so one is usual."""
 
 LENT = 64
 """Segments that a client has been handed and has not released. Further values are sent to it
@@ -49,7 +50,11 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS * array.array("i").itemsize)
 
 
 class Gone(Exception):
-    """The connection is over; the text, if any, says what the other end did wrong."""
+    """The end of a connection; the text, if any, says what the other end did wrong."""
+
+
+class Malformed(Exception):
+    """A client that has proved itself does not keep to the protocol."""
 
 
 class Lending(NamedTuple):
@@ -92,11 +97,11 @@ class Arriving:
 
 
 class Peer:
-    """See the module. Only the loop's thread touches it."""
+    """One connection. Only the loop's thread touches it."""
 
     __slots__ = (
-        "arriving", "closing", "cutter", "descriptors", "fd", "freed", "held", "incoming", "incoming_moves", "lent", "local", "mask",
-        "number", "out", "outgoing", "outgoing_moves", "pid", "queued", "session", "sock", "source", "stalled",
+        "arriving", "batch", "batched", "closing", "cutter", "descriptors", "fd", "freed", "held", "incoming", "lent", "local", "mask",
+        "number", "out", "outgoing", "pid", "queued", "session", "sock", "source", "stalled",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, source: str, cutter: Cutter) -> None:
@@ -113,11 +118,11 @@ class Peer:
         self.closing = False  # to be closed when `out` is sent, or when a thread has given it back
         self.out: deque[bytes | memoryview | Lending | Segment] | None = None
         self.queued = 0  # bytes in `out`, segments aside
+        self.batch: list[bytes] = []  # frames that are sent together, in front of `out`'s end
+        self.batched = 0  # bytes in `batch`
         self.arriving: Arriving | None = None
         self.incoming: Transfer | None = None
-        self.incoming_moves = False  # a thread has it
         self.outgoing: Transfer | None = None
-        self.outgoing_moves = False
         # whole requests wait here until the other end has read its replies: no event would tell of
         # them
         self.stalled = False
@@ -135,7 +140,7 @@ class Peer:
     # --- in ---
 
     def read(self) -> bytes:
-        """What has arrived. Raises BlockingIOError when that is nothing, Gone at the end."""
+        """Return what has arrived. Raises BlockingIOError when that is nothing, Gone at the end."""
         try:
             if not self.local:
                 data = self.sock.recv(READ_BYTES)
@@ -167,15 +172,12 @@ class Peer:
             raise Gone("it sends descriptors that belong to no request")
 
     def descriptor(self) -> int | None:
-        """The descriptor of the request that was just cut, the caller's from now on; -1 when it was
-        lost, None when there was none.
-        """
+        """Return the descriptor of the request that was just cut, the caller's from now on; -1 when
+        it was lost, None when there was none."""
         return self.descriptors.popleft() if self.descriptors else None
 
     def drop_unclaimed(self) -> None:
-        """Close descriptors that came with no request. To be called when everything that has
-        arrived was cut.
-        """
+        """Close descriptors that came with no request, when everything that has arrived was cut."""
         while self.descriptors:
             fd = self.descriptors.popleft()
             if fd >= 0:
@@ -185,8 +187,7 @@ class Peer:
 
     def send(self, data: bytes) -> None:
         """Send, or queue what the socket does not take. Raises OSError when the connection is
-        broken, Gone when too much waits.
-        """
+        broken, Gone when too much waits."""
         if not self.out and self.outgoing is None:
             try:
                 sent = self.sock.send(data, NOSIGNAL)
@@ -197,6 +198,18 @@ class Peer:
             self.queue(memoryview(data)[sent:])
         else:
             self.queue(data)
+
+    def write(self, frame: bytes) -> None:
+        """Collect a frame for the next `flush_batch`."""
+        self.batch.append(frame)
+        self.batched += len(frame)
+
+    def flush_batch(self) -> None:
+        """Send the frames that were collected, by one call."""
+        if self.batch:
+            data = self.batch[0] if len(self.batch) == 1 else b"".join(self.batch)
+            self.batch, self.batched = [], 0
+            self.send(data)
 
     def queue(self, item: bytes | memoryview | Lending | Segment) -> None:
         """Put at the end of what waits to be sent. Raises Gone when that is too much."""
@@ -237,7 +250,7 @@ class Peer:
         return None
 
     def _flush_bytes(self, out: deque[bytes | memoryview | Lending | Segment]) -> None:
-        """As many plain items as go at once."""
+        """Send as many plain items as go at once."""
         buffers: list[bytes | memoryview] = []
         for item in out:
             if isinstance(item, (Segment, Lending)) or len(buffers) == 64:
@@ -255,54 +268,52 @@ class Peer:
 
     @property
     def paused(self) -> bool:
-        """Whether the other end must read before more of its requests are looked at."""
+        """True while the other end must read before more of its requests are looked at."""
         return self.out is not None and (self.queued > PAUSE_BYTES or len(self.out) > PAUSE_ITEMS)
 
     def wanted(self) -> int:
-        """What epoll is to watch for."""
-        mask = 0
-        if self.incoming is not None:
-            if not self.incoming_moves:
-                mask = select.EPOLLIN
-        elif not self.closing and not self.paused:
+        """Return the events that epoll is to watch for."""
+        incoming, outgoing, mask = self.incoming, self.outgoing, 0
+        if not incoming.moves if incoming else not self.closing and not self.paused:
             mask = select.EPOLLIN
-        if self.outgoing is not None:
-            if not self.outgoing_moves:
-                mask |= select.EPOLLOUT
-        elif self.out or (self.stalled and not self.closing):
+        waits = self.out or (self.stalled and not self.closing)
+        if not outgoing.moves if outgoing else waits:
             mask |= select.EPOLLOUT
         return mask
+
+    @property
+    def moves(self) -> bool:
+        """True while a thread uses the socket."""
+        return any(each is not None and each.moves for each in (self.incoming, self.outgoing))
 
     # --- shared memory ---
 
     def can_lend(self) -> bool:
-        """Whether a descriptor may accompany the next value."""
+        """Tell whether a descriptor may accompany the next value."""
         return self.local and (self.lent is None or len(self.lent) < LENT)
 
     def lend(self, seq: int, segment: Segment) -> None:
-        """The other end reads from this segment until `release`."""
+        """Note that the other end reads from this segment until `release`."""
         if self.lent is None:
             self.lent = {}
         self.lent[seq] = segment
 
     def release(self, seqs: tuple[int, ...]) -> None:
-        """It has read the segments that came with these replies."""
+        """Note that the other end has read the segments that came with these replies."""
         if self.lent:
             for seq in seqs:
                 self.lent.pop(seq, None)
 
     def free(self, number: int) -> None:
-        """A segment of the client's is not needed any more. Called from wherever its last reference
-        goes.
-        """
+        """Note that a segment of the client's is not needed any more. Called by whichever thread
+        drops its last reference."""
         freed = self.freed
         if freed is not None:
             freed.append(number)
 
     def abandon(self) -> None:
-        """Close everything. What was lent may still be read by whoever was connected here, and is
-        never written again.
-        """
+        """Close everything. Memory that was lent may still be read by the other end, and is never
+        written again."""
         self.sock.close()
         self.drop_unclaimed()
         for segment in (self.lent or {}).values():
