@@ -52,6 +52,13 @@ def framed(message: bytes, body: int = 0) -> bytes:
     return (HEADS[size] if size < len(HEADS) and not body else HEADER.pack(size, body)) + message
 
 
+def single(data: bytes) -> bytes | None:
+    """Return the message if `data` is exactly one small frame without a body, as most reads are."""
+    size = len(data) - HEADER_BYTES
+    whole = 0 < size < len(HEADS) and data.startswith(HEADS[size])
+    return data[HEADER_BYTES:] if whole else None
+
+
 class Cutter:
     """Buffer of what has arrived and is not yet a frame."""
 

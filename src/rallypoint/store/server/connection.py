@@ -207,8 +207,9 @@ class Peer:
     def flush_batch(self) -> None:
         """Send the frames that were collected, by one call."""
         if self.batch:
-            data = self.batch[0] if len(self.batch) == 1 else b"".join(self.batch)
-            self.batch, self.batched = [], 0
+            data = b"".join(self.batch)
+            self.batch.clear()
+            self.batched = 0
             self.send(data)
 
     def queue(self, item: bytes | memoryview | Lending | Segment) -> None:

@@ -27,7 +27,7 @@ from rallypoint.store.server.connection import (
 )
 from rallypoint.store.server.large_values import LargeValues
 from rallypoint.store.state.state import Large, Session, State
-from rallypoint.wire.frames import FrameError, WireFrame, framed
+from rallypoint.wire.frames import FrameError, framed, single
 from rallypoint.wire.messages import (
     UNDECODABLE,
     AnyRequest,
@@ -75,41 +75,57 @@ class Requests:
 
     # --- in ---
 
-    def work(self, peer: Peer, session: Session) -> None:
-        """Carry out the requests that have arrived. Raises Gone."""
+    def receive(self, peer: Peer, session: Session, data: bytes) -> None:
+        """Carry out the requests in what was read. Raises Gone."""
+        message = single(data) if peer.cutter.empty else None
+        if message is None:
+            peer.cutter.feed(data)
+        self.work(peer, session, message)
+
+    def work(self, peer: Peer, session: Session, message: bytes | None = None) -> None:
+        """Carry out the only request that has arrived, or all in the cutter. Raises Gone."""
+        try:
+            if message is not None:
+                self._handle_message(peer, session, message)
+            else:
+                self._cut(peer, session)
+        except (FrameError, Malformed) as error:
+            self._write(peer, Failed(0, self._state.revision, "bad-request", str(error)))
+            peer.flush_batch()
+            raise Gone(str(error)) from error
+        if len(session.replies) > UNACKNOWLEDGED or len(session.acked) > UNACKNOWLEDGED:
+            because = f"it acknowledged none of its last {len(session.replies)} replies"
+            self._state.end(self._now(), session, because)
+            raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
+        if peer.descriptors and peer.arriving is None and peer.cutter.empty:
+            peer.drop_unclaimed()
+        self.finish(peer)
+
+    def _cut(self, peer: Peer, session: Session) -> None:
+        """Carry out the requests in the cutter, unless the client does not read the replies."""
         cutter = peer.cutter
         if peer.held and len(cutter) >= cutter.announced:
             self._state.release(peer.held)
             peer.held = 0
         peer.stalled = False
-        try:
-            while not peer.stalled and not cutter.empty and (frame := cutter.next()) is not None:
-                self._request(peer, session, frame)
-                if peer.batched > FLUSH_BYTES or peer.out is not None:
-                    peer.flush_batch()
-                    peer.stalled = peer.paused
-        except (FrameError, Malformed) as error:
-            self._write(peer, Failed(0, self._state.revision, "bad-request", str(error)))
-            peer.flush_batch()
-            raise Gone(str(error)) from error
+        while not peer.stalled and (frame := cutter.next()) is not None:
+            self._handle_message(peer, session, *frame)
+            if peer.batched > FLUSH_BYTES or peer.out is not None:
+                peer.flush_batch()
+                peer.stalled = peer.paused
         if cutter.announced > READ_BYTES and not peer.held:
             self._hold(peer, cutter.announced)
-        if max(len(session.replies), len(session.acked)) > UNACKNOWLEDGED:
-            because = f"it acknowledged none of its last {len(session.replies)} replies"
-            self._state.end(self._now(), session, because)
-            raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
-        if peer.descriptors and peer.arriving is None and cutter.empty:
-            peer.drop_unclaimed()
-        self.finish(peer)
 
-    def _request(self, peer: Peer, session: Session, frame: WireFrame) -> None:
+    def _handle_message(
+        self, peer: Peer, session: Session, message: bytes, body: bytes = b"", missing: int = 0
+    ) -> None:
         try:
-            request = decode_request(frame.message)
+            request = decode_request(message)
         except UNDECODABLE as error:
             raise Malformed(f"a message that is not rallypoint's: {error}") from error
         value: Large | None = None
-        if frame.body or frame.missing or getattr(request, "shared", 0):
-            found = self._value(peer, session, request, frame.body, frame.missing)
+        if body or missing or getattr(request, "shared", 0):
+            found = self._value(peer, session, request, body, missing)
             if isinstance(found, Failed):
                 self._write(peer, found)
             if found is None or isinstance(found, Failed):  # None: it has to arrive first
@@ -254,10 +270,10 @@ class Requests:
 
     def finish(self, peer: Peer) -> None:
         """Send what is queued, and the notice that the client may use segments again."""
-        numbers = []
-        while peer.freed:  # emptied one by one: another thread may add to it
-            numbers.append(peer.freed.popleft())
-        if numbers:
+        if peer.freed:
+            numbers = []
+            while peer.freed:  # emptied one by one: another thread may add to it
+                numbers.append(peer.freed.popleft())
             self._write(peer, Freed(0, self._state.revision, tuple(numbers)))
         peer.flush_batch()
 

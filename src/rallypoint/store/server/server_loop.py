@@ -290,11 +290,11 @@ class Loop:
             elif session.ended:  # the client comes back, and is told what became of it
                 raise Gone
             else:
-                peer.cutter.feed(peer.read())
+                data = peer.read()
                 # What was sent while this turn stood still counts for the client from then on, and
                 # so it must here.
                 session.heard = self._now()
-                self._requests.work(peer, session)
+                self._requests.receive(peer, session, data)
         elif events & HUNG_UP and not events & OUT:
             raise Gone
 

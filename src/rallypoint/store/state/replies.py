@@ -152,10 +152,13 @@ class Ledger:
 
     def acknowledge(self, session: Session, upto: int) -> None:
         """Forget the replies up to this number, in its slot: they have arrived."""
-        before = session.acked_in_slot(upto)
+        slot = upto >> SLOT_BITS
+        before = session.acked.get(slot, slot << SLOT_BITS)
         if upto <= before:
             return
-        session.acked[upto >> SLOT_BITS] = upto
+        session.acked[slot] = upto
+        if not session.replies:
+            return
         numbers: Iterable[int] = range(before + 1, upto + 1)
         if upto - before > len(session.replies):
             numbers = [seq for seq in session.replies if before < seq <= upto]

@@ -53,14 +53,18 @@ class Deadlines(Generic[T]):
 
     def set(self, thing: T, deadline: float) -> None:
         """Replace the deadline of `thing`."""
-        if thing.deadline != NEVER:
-            thing.deadline = NEVER
-            self._sweep()
+        self.clear(thing)
         thing.deadline = deadline
         if deadline != NEVER:
             self._count += 1
             heappush(self._heap, (deadline, self._count, thing))
             self.next = self._heap[0][0]
+
+    def clear(self, thing: T) -> None:
+        """Take the deadline of `thing` away."""
+        if thing.deadline != NEVER:
+            thing.deadline = NEVER
+            self._sweep()
 
     def _sweep(self) -> None:
         """Count one more dead entry, and remove all when they are half of the heap."""
@@ -161,7 +165,7 @@ class Waiting:
 
     def remove(self, waiter: Waiter) -> None:
         """Remove the waiter from all its lines."""
-        for name in list(waiter.names):
+        for name in tuple(waiter.names):
             waiter.lines.leave(waiter, name)
         self.count -= 1
-        self.deadlines.set(waiter, NEVER)
+        self.deadlines.clear(waiter)
