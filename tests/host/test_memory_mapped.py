@@ -20,7 +20,7 @@ SIZE = 200_000
 
 def maps() -> int:
     with open("/proc/self/maps", encoding="utf-8") as file:
-        return sum("/memfd:rallypoint" in line for line in file)
+        return sum("/memfd:rallypoint " in line for line in file)  # and no lock's
 
 
 def files() -> int:

@@ -261,30 +261,13 @@ def mapped(fd: int, size: int, offset: int = 0, *, private: bool = False) -> mem
     """Map `size` bytes of a segment to read and write, for as long as the view, or a tensor in it,
     lives.
 
-    `private`: what is written is this process's alone. Not by `mmap.mmap`: that keeps a duplicate
-    of the descriptor for as long (until Python 3.13), and ranks have two segments of each other.
+    `private`: what is written is this process's alone.
     """
     import ctypes
-    import mmap
 
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
-    if address == ctypes.c_void_p(-1).value:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    address = system_calls.map_memory(fd, size, offset, private=private)
     array = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(array, libc.munmap, address, size).atexit = False
+    weakref.finalize(array, system_calls.unmap_memory, address, size).atexit = False
     return memoryview(array).cast("B")
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError, WouldDeadlock
-from rallypoint.host import fd_passing, processes
+from rallypoint.host import fd_passing, processes, system_calls
 
 _MUTEX_BYTES = 64
 """Room for a pthread_mutex_t at the beginning of the file (40 bytes on x86-64, 48 on AArch64). Its
@@ -65,16 +65,6 @@ _PROCESS_SHARED, _ROBUST, _ERRORCHECK, _CLOCK_MONOTONIC = (
 _libc = ctypes.CDLL(None)
 _clocklock = getattr(_libc, "pthread_mutex_clocklock", None)
 """pthread_mutex_clocklock(3), which glibc has since 2.30; None on older ones and on musl."""
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class _Timespec(ctypes.Structure):
@@ -126,14 +116,13 @@ class RecordLock:
         )
         self.note = 0  # while held: the note
         self._fd = fd
-        # By hand: Python would unmap an mmap object when it ends, before the kernel looks whether
-        # this thread holds the mutex.
-        self._address = _libc.mmap(
-            None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0
-        )
-        if self._address == ctypes.c_void_p(-1).value:
+        # Not by `mmap.mmap`: Python would unmap it when it ends, before the kernel looks whether this
+        # thread holds the mutex.
+        try:
+            self._address = system_calls.map_memory(fd, mmap.PAGESIZE)
+        except OSError as error:
             os.close(fd)
-            raise MemoryError("the memory of a lock cannot be mapped")
+            raise MemoryError("the memory of a lock cannot be mapped") from error
         weakref.finalize(self, _release_memory, self._address, fd).atexit = False
         self._mutex = ctypes.c_void_p(self._address)
         self._word = ctypes.c_uint32.from_address(self._address)
@@ -377,7 +366,7 @@ def _release_memory(address: int, fd: int) -> None:
     """Unmap a lock that is used no more. One that this thread holds stays: unmapped, its robust
     list would lead nowhere."""
     if ctypes.c_uint32.from_address(address).value & _THREAD_BITS != threading.get_native_id():
-        _libc.munmap(address, mmap.PAGESIZE)
+        system_calls.unmap_memory(address, mmap.PAGESIZE)
     try:
         os.close(fd)
     except OSError:

@@ -9,6 +9,7 @@ include/uapi/asm-generic/unistd.h and the tables of the architectures.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import sys
@@ -52,6 +53,33 @@ def _memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
             f"memfd_create on {machine}: this Python has it not, and its number is not known here"
         )
     return _ask(_MEMFD_CREATE[machine], os.fsencode(name), ctypes.c_uint(flags))
+
+
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def map_memory(fd: int, size: int, offset: int = 0, *, private: bool = False) -> int:
+    """Map `size` bytes of a file to read and write; return the address. mmap(2). Raises OSError.
+
+    Python's own `mmap.mmap` keeps a duplicate of the descriptor (until Python 3.13), and unmaps
+    when Python ends.
+    """
+    flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return int(address)
+
+
+def unmap_memory(address: int, size: int) -> None:
+    """Undo `map_memory`. munmap(2)."""
+    _libc.munmap(address, size)
 
 
 def signalfd(number: int) -> int:

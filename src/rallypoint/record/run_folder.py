@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rallypoint.clock import Clock
 from rallypoint.errors import EnvironmentProblem, UsageError
 from rallypoint.record.disk_writer import DiskWriter
 
@@ -66,10 +65,6 @@ private key, a header."""
 LINK_TIMEOUT = 1.0
 """Seconds for the disk of a run that is listed elsewhere to say whether it goes on. Somebody waits
 for the list."""
-
-LINK_KEPT = 30 * 86400.0
-"""Seconds for which a link of another machine's is kept though nothing is seen there: no scheduler
-lets a job run for longer."""
 
 WHOLE, CUT = 0o600, 0o400
 """Modes of a kept file. One that was given up is made read-only: the only mark that a full disk has
@@ -188,12 +183,10 @@ class KeptFile:
             try:
                 rest = rest[os.write(self._fd, rest) :]
             except OSError as error:
-                self._cut()
                 if self.give_up():
                     self._trouble(self.path, error, self._lost)
-            else:
-                if self.given_up:  # a thread waited too long for this disk, and has said so
-                    self._cut()
+            if self.given_up:  # by this error, or by a thread that waited too long for this disk
+                self._cut()
         return self._fd is not None
 
     def give_up(self) -> bool:
@@ -204,8 +197,11 @@ class KeptFile:
         return not before
 
     def _cut(self) -> None:
-        if self._ours and self._fd is not None:
-            _mark_cut(self._fd)
+        # A file system that has no modes, or is gone, has no mark. Never a device that somebody has
+        # put in its place.
+        with contextlib.suppress(OSError):
+            if self._ours and self._fd is not None and stat.S_ISREG(os.fstat(self._fd).st_mode):
+                os.fchmod(self._fd, CUT)
         self.close()
 
     def close(self) -> None:
@@ -216,14 +212,6 @@ class KeptFile:
             # what it could.
             with contextlib.suppress(OSError):
                 os.close(fd)
-
-
-def _mark_cut(fd: int) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # a file system that has no modes, or is gone: then nobody is told later
-        if stat.S_ISREG(os.fstat(fd).st_mode):  # never a device that somebody has put in its place
-            os.fchmod(fd, CUT)
 
 
 class RunFolder:
@@ -435,7 +423,7 @@ def _running_elsewhere(root: str) -> list[PastRun]:
     Machines that share a home share this folder, and a path of another one's may lead nowhere here:
     its links are not ours to judge.
     """
-    here, now = os.uname().nodename, Clock().wall()
+    here = os.uname().nodename
     found = []
     with contextlib.suppress(OSError), os.scandir(_elsewhere(root)) as links:
         for link in links:
@@ -445,10 +433,7 @@ def _running_elsewhere(root: str) -> list[PastRun]:
                 )
                 if run is not None:
                     found.append(run)
-                elif (
-                    link.name.rsplit("-", 2)[0] == here
-                    or now - link.stat(follow_symlinks=False).st_mtime > LINK_KEPT
-                ):
+                elif link.name.rsplit("-", 2)[0] == here:
                     os.unlink(link.path)
     return found
 
@@ -570,14 +555,11 @@ def _take(path: str) -> int:
             f"{os.path.join(path, names[0])} is there already and no run wrote it",
             help=(("name a folder that is empty or not there yet", "--run-dir DIR"),),
         )
-    held = path in _locked_here
-    lock = (
-        -1
-        if held
-        else os.open(os.path.join(path, "running"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    )
-    if held or not _lock(lock):
-        if not held:
+    running, lock = os.path.join(path, "running"), -1
+    if path not in _locked_here:
+        lock = os.open(running, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if lock < 0 or not _lock(lock):
+        if lock >= 0:
             os.close(lock)
         raise UsageError(
             "run-folder-in-use",
