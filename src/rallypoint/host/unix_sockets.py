@@ -128,12 +128,14 @@ def remove(path: str) -> None:
     process that made it.
     """
     folder = os.path.dirname(path)
-    lock, owner = _held.get(folder, (-1, os.getpid()))
-    if owner != os.getpid():
-        return
+    if _held.get(folder, (-1, os.getpid()))[1] == os.getpid():
+        _release(folder)
+
+
+def _release(folder: str) -> None:
+    lock, _ = _held.pop(folder, (-1, 0))
     _delete(folder)
     if lock >= 0:
-        del _held[folder]
         os.close(lock)
 
 
@@ -161,7 +163,7 @@ def _make(place: str, name: str) -> tuple[socket.socket, str]:
         raise OSError("its name is not UTF-8") from None
     if length > LONGEST_PATH:
         raise OSError(f"{path} has {length} bytes, and a socket's path at most {LONGEST_PATH}")
-    folder, lock = _claim(place)
+    folder = _claim(place)
     path = os.path.join(folder, name)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -170,23 +172,18 @@ def _make(place: str, name: str) -> tuple[socket.socket, str]:
         sock.listen(BACKLOG)
     except BaseException:
         sock.close()
-        _delete(folder)
-        del _held[folder]
-        os.close(lock)
+        _release(folder)
         raise
-    _held[folder] = (lock, os.getpid())
     return sock, path
 
 
-def _claim(place: str) -> tuple[str, int]:
-    """Make a fresh folder and its lock. Somebody's sweep may take it between two of these lines;
-    then another is made."""
-    for _ in range(
-        100
-    ):  # a sweep happens once in a process's start: two in a row that hit this are unheard of
+def _claim(place: str) -> str:
+    """Make a fresh folder and its lock. Another process's sweep may take it between two of these
+    lines; then another is made."""
+    # A sweep happens once in a process's start: two in a row that hit this are unheard of.
+    for _ in range(100):
         folder = os.path.join(place, f"rallypoint-{os.urandom(6).hex()}")
-        lock = -1
-        _held[folder] = (lock, os.getpid())
+        _held[folder] = (-1, os.getpid())
         try:
             os.mkdir(folder, 0o700)
         except BaseException:
@@ -194,26 +191,19 @@ def _claim(place: str) -> tuple[str, int]:
             raise
         try:
             os.chmod(folder, 0o700)  # the umask may have taken some of it
-            lock = os.open(
-                os.path.join(folder, _LOCK),
-                os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
-                0o600,
-            )
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            lock = os.open(os.path.join(folder, _LOCK), flags, 0o600)
+            _held[folder] = (lock, os.getpid())
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_nlink:
                 os.write(lock, _machine())
-                return folder, lock
+                return folder
         except (FileNotFoundError, BlockingIOError):
             pass  # it is being swept
         except BaseException:
-            _delete(folder)
-            del _held[folder]
-            if lock >= 0:
-                os.close(lock)
+            _release(folder)
             raise
-        del _held[folder]
-        if lock >= 0:
-            os.close(lock)
+        _release(folder)
     raise OSError("other processes remove what is made there")
 
 

@@ -53,21 +53,20 @@ class Body:
 
     def __call__(
         self, *, body: Callable[..., object], given: dict[str, Any], setting: Setting
-    ) -> str:
-        """Run `body(**given)`; the type of what it returned, "" for None."""
+    ) -> None:
+        """Run `body(**given)`."""
         __tracebackhide__ = True
         sys.breakpointhook = _no_breakpoint
         _explain_comparisons(setting)
         warnings.filters[:] = setting.filters  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
         try:
-            returned = body(**given)
+            body(**given)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             _tell(setting, error)
             raise
-        return "" if returned is None else type(returned).__name__
 
 
 def _no_breakpoint(*_: object, **__: object) -> NoReturn:
@@ -87,11 +86,9 @@ def _tell(setting: Setting, error: BaseException) -> None:
         kind = "xfailed"
     elif isinstance(error, pytest.exit.Exception):
         kind = "exit"
-    message = (
-        str(getattr(error, "msg", ""))
-        if kind != "failed"
-        else f"{type(error).__qualname__}: {error}"
-    )
+    message = str(getattr(error, "msg", ""))
+    if kind == "failed":
+        message = f"{type(error).__qualname__}: {error}"
     place = ("", 0)
     shown = None
     try:

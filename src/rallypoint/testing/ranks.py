@@ -8,6 +8,7 @@ report.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import re
@@ -74,7 +75,7 @@ def run(item: pytest.Function, marker: pytest.Mark) -> None:
         "ranks"
     )  # of a failed test pytest keeps it for a while
     try:
-        returned = rallypoint.launch(
+        rallypoint.launch(
             in_rank.Body(item.name),
             kwargs={
                 "body": _bare(item.obj),
@@ -92,14 +93,6 @@ def run(item: pytest.Function, marker: pytest.Mark) -> None:
     except RallypointError as error:
         _refuse(item, error)
     shutil.rmtree(folder, ignore_errors=True)
-    kinds = sorted({kind for kind in returned if kind})
-    if kinds:
-        warnings.warn(
-            pytest.PytestReturnNotNoneWarning(
-                f"Test functions should return None, but {item.nodeid} returned {', '.join(kinds)} in its ranks: was `assert` meant?"
-            ),
-            stacklevel=1,
-        )
 
 
 def check(item: pytest.Item) -> None:
@@ -167,15 +160,9 @@ def _bare(body: Any) -> Any:
     bare = FunctionType(
         body.__code__, body.__globals__, body.__name__, body.__defaults__, body.__closure__
     )
+    functools.update_wrapper(bare, body)
     bare.__kwdefaults__ = body.__kwdefaults__
-    bare.__module__, bare.__qualname__, bare.__doc__ = (
-        body.__module__,
-        body.__qualname__,
-        body.__doc__,
-    )
-    bare.__dict__.update(
-        {name: value for name, value in body.__dict__.items() if name != "pytestmark"}
-    )
+    del bare.__dict__["__wrapped__"], bare.__dict__["pytestmark"]
     return bare
 
 
