@@ -70,6 +70,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
     log: str = ""  # path of its log, "" if none
     log_line: int = 0  # line of the log where its last words start
     resident: int = 0  # bytes at the last look, 0 if unknown
+    exit_line: str = ""  # "train.py:10 in main": the sys.exit(0) that ended it
     left_at: str = ""  # "train.py:10 in main": the sys.exit that ended it, when the code is not 0
     left_when: float = 0.0  # when it did; 0: it was not seen to
     left_saying: str = ""  # what it said by that: the text of `sys.exit("...")`, argparse's message

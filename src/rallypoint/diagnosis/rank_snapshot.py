@@ -183,9 +183,11 @@ def _oddness(group: Group) -> tuple[int, int, float, int]:
     if group.first.missing in ("stopped", "held", "kernel", "no answer"):
         kind = 0
     elif group.first.missing in ("ended", "not started"):
+        kind = 4
+    elif group.collective:
         kind = 3
-    else:
-        kind = 2 if group.collective else 1
+    else:  # one that may wait for the others in backward() is less odd than one elsewhere
+        kind = 2 if group.hidden_wait else 1
     return kind, len(group.ranks), round(group.cpu, 1), group.first.rank
 
 

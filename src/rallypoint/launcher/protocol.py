@@ -188,8 +188,8 @@ class Uncaught(Packet):
 
 
 class Leaving(Packet):
-    """worker -> agent: sys.exit with something other than success; `line` is the place,
-    "train.py:10 in main", `words` what it said.
+    """worker -> agent: sys.exit; `line` is the place, "train.py:10 in main", `words` what it said
+    when the code is not 0.
     """
 
     code: int

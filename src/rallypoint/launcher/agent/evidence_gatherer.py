@@ -199,6 +199,7 @@ class EvidenceGatherer:
             log=log,
             log_line=handle.log_line or max(1, lines - len(tail) + 1),
             resident=handle.resident,
+            exit_line=handle.exit_line,
             left_at=handle.left_at,
             left_when=handle.left_when,
             left_saying=handle.left_saying,

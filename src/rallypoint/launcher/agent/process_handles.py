@@ -179,6 +179,7 @@ class RankHandle:
         self.raised: Raised | None = None
         self.traceback_printed = False
         self.caught: dict[int, Raised] = {}
+        self.exit_line = ""
         self.left_at = ""
         self.left_when = 0.0
         self.left_saying = ""

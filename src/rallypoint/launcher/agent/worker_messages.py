@@ -81,6 +81,8 @@ class WorkerMessages:
                 handle.caught.pop(serial, None)
             case Uncaught(raised):
                 self._on_uncaught(handle, message, msgspec.structs.replace(raised, at=now))
+            case Leaving(0, line):
+                handle.exit_line = line
             case Leaving():
                 handle.left_when = now
                 handle.left_at, handle.left_saying = message.line, message.words

@@ -141,19 +141,18 @@ def exit_code(leaving: SystemExit) -> int:
 def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
     """Tell the agent that the program leaves by `sys.exit`, and where."""
     code = exit_code(leaving)
-    if code == 0:
-        hooks.tell(AtPhase("finishing"))
-        return
-    hooks.left_after(leaving)
+    if code:
+        hooks.left_after(leaving)
     frame = stacks.own_frame(exception_capture.frames_of(leaving.__traceback__))
     line = (
         f"{exception_capture.shown_path(frame.file)}:{frame.line} in {frame.function}"
         if frame
         else ""
     )
-    hooks.tell(
-        Leaving(code, line, protocol.cut(exception_capture.sayable(_said_by(leaving)), SAID_MOST))
-    )
+    words = exception_capture.sayable(_said_by(leaving)) if code else ""
+    hooks.tell(Leaving(code, line, protocol.cut(words, SAID_MOST)))
+    if not code:
+        hooks.tell(AtPhase("finishing"))
 
 
 def _said_by(leaving: SystemExit) -> str:
