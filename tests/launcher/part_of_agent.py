@@ -28,9 +28,6 @@ class Words:
         self.said: list[tuple[Any, ...]] = []
         self.lost: tuple[str, int] | None = None  # what a rank's error speaks of
         self.missing: tuple[int, ...] = ()
-        self.given_up: set[tuple[int, int]] = (
-            set()
-        )  # ranks whose torch says so of the store at a port
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith(("say", "event", "announce", "report")):
@@ -47,9 +44,6 @@ class Words:
         self, ranks: object, size: int, asked: list[Any], seen: object
     ) -> tuple[Any, ...]:
         return (asked, seen)
-
-    def has_given_up(self, rank: int, port: int) -> bool:
-        return (rank, port) in self.given_up
 
     def of(self, name: str) -> list[tuple[Any, ...]]:
         return [said[1:] for said in self.said if said[0] == name]

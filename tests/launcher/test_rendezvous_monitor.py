@@ -210,40 +210,6 @@ def test_a_look_that_never_comes_back_holds_nobody_up(scene: Scene, looks: list[
     assert parts.reached is None
 
 
-@pytest.mark.parametrize(
-    ("host", "outcome", "said"),
-    [
-        ("node99", "unresolved", 1),
-        ("node99", "answered", 1),
-        ("node99", "refused", 0),
-        ("node99", "dropped", 0),
-        ("localhost", "", 0),
-    ],
-)
-def test_an_address_that_can_never_do_is_told_at_once(
-    scene: Scene, looks: list[Sight], host: str, outcome: str, said: int
-) -> None:
-    """torch asks for a name without an address for half an hour. Where nothing listens yet rank 0
-    may still come.
-    """
-    parts = RendezvousMonitor(scene.job)
-    meeting = Meeting("env://", f"{host}:29999", 0, 2, "gloo", "train.py:7")
-    for handle in scene.ranks:
-        parts.meets(handle, Meets(meeting, differs=True))
-    scene.turn()
-    assert scene.words.of("say_nobody_there") == []
-    assert [look.address for look in looks] == ([(host, 29999)] if outcome else [])
-    for look in looks:
-        look.sees(outcome)
-    scene.pass_by(0.1)
-    assert [meeting for meeting, _ in scene.words.of("say_nobody_there")] == [meeting] * said
-    assert not parts.has_looked  # what a report says is seen then, and not now
-    for handle in scene.ranks:
-        handle.pid, handle.phase = 4000 + handle.rank, "joining"
-    parts.look_for_lost()
-    assert len(looks) == (1 if said or not outcome else 2)  # but for what does not change
-
-
 def test_what_keeps_all_from_meeting_is_looked_at_when_a_person_stops_them(
     scene: Scene, looks: list[Sight]
 ) -> None:

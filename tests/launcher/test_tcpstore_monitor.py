@@ -137,18 +137,6 @@ def test_a_request_to_a_stopped_store_is_said_and_overdue_in_time(
     assert [handle.unanswered for handle in scene.ranks] == [None, ("127.0.0.1", 29500)]
 
 
-def test_who_says_that_its_time_is_up_need_not_wait_for_it_again(
-    scene: Scene, kernel: Kernel
-) -> None:
-    watched = Watched(scene, held=True, timeout=600.0)
-    kernel.stopped, kernel.lying = {HOST}, {40000: 20}
-    watched.pass_by(20)
-    assert watched.overdue == []
-    scene.words.given_up = {(0, 29500)}
-    watched.pass_by(1)
-    assert watched.overdue[0] == ("127.0.0.1", 29500)
-
-
 def test_one_that_goes_on_again_is_forgiven(scene: Scene, kernel: Kernel) -> None:
     watched = Watched(scene, held=True)
     kernel.stopped, kernel.lying = {HOST}, {40000: 20}

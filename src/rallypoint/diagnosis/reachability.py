@@ -58,9 +58,6 @@ _BROKEN = re.compile(
 _REMOTE = re.compile(
     r"\bfailed on SocketImpl\(.{0,300}remote=\[(?:::ffff:)?([^\]]{1,300})\]:(\d{1,5})\)"
 )
-_GAVE_UP = re.compile(
-    r"waitForInput: socket SocketImpl\(.{0,300}remote=\[(?:::ffff:)?[^\]]{1,300}\]:(\d{1,5})\) timed out after \d+ms"
-)
 _TIMEOUT = re.compile(r"timed out after (\d+) ?ms", re.IGNORECASE)
 
 
@@ -95,15 +92,6 @@ def store_of(error: Raised, said: Sequence[str]) -> tuple[str, int] | None:
         return None
     found = [match for line in said if (match := _REMOTE.search(line)) is not None]
     return (found[-1][1], int(found[-1][2])) if found else None
-
-
-def gave_up(said: Sequence[str], port: int) -> bool:
-    """Whether torch said that the time for an answer from its store there is up. It then takes its
-    request back, and waits for that.
-    """
-    return any(
-        (match := _GAVE_UP.search(line)) is not None and int(match[1]) == port for line in said
-    )
 
 
 def store_lost(case: Case, reached: Reached, error: Raised) -> Report | None:
@@ -218,15 +206,6 @@ def explains(reached: Reached) -> bool:
     answers.
     """
     return not reached.first.startswith(ANSWER)
-
-
-def is_final(reached: Reached) -> bool:
-    """Whether time alone changes nothing of what was seen. (Where nothing listens somebody may
-    still begin to.)
-    """
-    return (reached.outcome == "unresolved" and not reached.unanswered) or (
-        reached.outcome == "answered" and explains(reached)
-    )
 
 
 def in_short(reached: Reached, line: str) -> str:

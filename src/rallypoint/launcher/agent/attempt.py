@@ -1,5 +1,5 @@
-"""One attempt: where its ranks meet, and the orders that start them. A restart makes a new one;
-nothing is carried over.
+"""Attempts: where the ranks meet, and the orders that start them. A restart makes a new one; nothing
+is carried over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Order(NamedTuple):
 
 
 class Attempt:
-    """All that is known only per attempt: the socket that is held, the c10d host that serves it,
+    """Everything that is known only per attempt: the socket that is held, the c10d host that serves it,
     the store, the ranks. It begins with none of them.
     """
 

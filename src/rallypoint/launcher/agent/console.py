@@ -9,11 +9,10 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 
-from rallypoint.diagnosis import catalogue, classify, reachability, render, rendezvous_mismatch
+from rallypoint.diagnosis import catalogue, classify, render, rendezvous_mismatch
 from rallypoint.diagnosis.evidence import Meeting, Raised
 from rallypoint.diagnosis.report import Report
 from rallypoint.host import signals, terminal
-from rallypoint.host.probe import Reached
 from rallypoint.host.processes import ProcessStatus, command_line
 from rallypoint.launcher import exception_capture, exits, late_variables
 from rallypoint.launcher.agent.process_handles import RankHandle
@@ -138,10 +137,6 @@ class Console:
             )
         else:
             self.say(f"rallypoint: {meeting.line} names {meeting.method}{unused}")
-
-    def say_nobody_there(self, meeting: Meeting, seen: Reached) -> None:
-        """Say why the ranks can meet nobody at the meeting point that their program has chosen."""
-        self.say(f"rallypoint: {reachability.in_short(seen, meeting.line)}")
 
     def say_spawns(self, line: str) -> None:
         """Say that a program which starts ranks of its own was started several times."""

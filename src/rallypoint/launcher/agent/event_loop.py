@@ -1,5 +1,5 @@
 """The agent's one place to wait: descriptors that become readable, and times that come. Each calls
-whoever asked for it.
+the function that was given for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rallypoint.clock import Clock
 
 
 class Loop:
-    """One thread's. A callback must not wait."""
+    """Loop of one thread. A callback must not wait."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -45,7 +45,7 @@ class Loop:
         self._timers[name] = (when, act)
 
     def by(self, name: str, when: float, act: Callable[[float], object]) -> None:
-        """The same, but what is due earlier under that name stays so."""
+        """Call `act` as `at` does, but what is due earlier under that name stays so."""
         if name not in self._timers or when < self._timers[name][0]:
             self._timers[name] = (when, act)
 
@@ -70,11 +70,11 @@ class Loop:
         self.at(name, self.now, look)
 
     def due(self, name: str) -> float | None:
-        """When it is; None when nothing is."""
+        """Return when what has this name is due; None when nothing is."""
         return self._timers[name][0] if name in self._timers else None
 
     def cancel(self, name: str) -> None:
-        """Nothing under this name is due any more."""
+        """Call nothing under this name any more."""
         self._timers.pop(name, None)
 
     def forget_all_but(self, *names: str) -> None:

@@ -45,6 +45,28 @@ DEVICES_TIMEOUT = 1.5
 ERROR_FILES_TIMEOUT = 0.5
 
 
+# Fields that a rank's handle and its evidence have alike.
+_AS_TOLD = (
+    "rank",
+    "local_rank",
+    "pid",
+    "phase",
+    "phase_at",
+    "ended",
+    "raised",
+    "meeting",
+    "unanswered",
+    "resident",
+    "exit_line",
+    "left_at",
+    "left_when",
+    "left_saying",
+    "closed_at",
+    "closed_line",
+    "not_executed",
+)
+
+
 class EvidenceGatherer:
     """Reader of the ranks' handles for the rules of diagnosis. It judges nothing and shows
     nothing.
@@ -84,12 +106,6 @@ class EvidenceGatherer:
                 if place is not None:
                     return place
         return None
-
-    def has_given_up(self, rank: int, port: int) -> bool:
-        """Return whether torch in a rank said that its time for an answer from the store at that
-        port is up.
-        """
-        return reachability.gave_up(self._console.pump.tail(rank), port)
 
     def roll_call(
         self,
@@ -174,23 +190,14 @@ class EvidenceGatherer:
         has_said = asked or handle.ended is not None
         log, lines = self._console.pump.log_position(handle.log_rank)
         tail = self._console.pump.tail(handle.log_rank)
+        # Programs try whether there is a GPU, and go on without: an error of that counts only while
+        # others wait for this rank to join.
+        tries = not waits or handle.joined_at is not None
         return RankEvidence(
-            rank=handle.rank,
-            local_rank=handle.local_rank,
-            pid=handle.pid,
-            phase=handle.phase,
-            phase_at=handle.phase_at,
-            ended=handle.ended,
-            raised=handle.raised,
-            # Programs try whether there is a GPU, and go on without: an error of that counts only
-            # while others wait for this rank to join.
+            **{name: getattr(handle, name) for name in _AS_TOLD},
             handled=tuple(
-                one
-                for one in handle.caught.values()
-                if one.call != CUDA_START or (waits and handle.joined_at is None)
+                one for one in handle.caught.values() if one.call != CUDA_START or not tries
             ),
-            meeting=handle.meeting,
-            unanswered=handle.unanswered,
             sent=tuple(handle.sent),
             stack=handle.stack() if has_said else (),
             stack_text=handle.last_words() if has_said else "",
@@ -198,15 +205,7 @@ class EvidenceGatherer:
             said_traceback=handle.traceback_printed,
             log=log,
             log_line=handle.log_line or max(1, lines - len(tail) + 1),
-            resident=handle.resident,
-            exit_line=handle.exit_line,
-            left_at=handle.left_at,
-            left_when=handle.left_when,
-            left_saying=handle.left_saying,
-            closed_at=handle.closed_at,
-            closed_line=handle.closed_line,
             error_file=written,
-            not_executed=handle.not_executed,
             cuda_forks=tuple(handle.cuda_forks),
         )
 

@@ -37,8 +37,8 @@ class Guard:
         protocol.limit_sends(sock, SEND_DEADLINE)
 
     def _tell(self, message: protocol.Packet, fds: Sequence[int] = ()) -> None:
-        """One that does not read is killed: the job ends with that, since nobody would clean up
-        after it.
+        """Send a message. A guard that does not read is killed: the job ends with that, since
+        nothing would clean up after it.
         """
         try:
             protocol.send(self._sock, message, fds)
@@ -48,26 +48,26 @@ class Guard:
             return
 
     def register(self, pid: int, pidfd: int, *, is_template: bool = False) -> None:
-        """The guard looks after this process from now on: the packet is in its socket even if we
-        are killed the next moment.
+        """Have the guard look after this process from now on: the packet is in its socket even if
+        this process is killed the next moment.
         """
         self._tell(Register(pid, is_template), [pidfd])
 
     def inherit(self, path: str) -> None:
-        """This socket and its folder are the guard's to remove if we are killed, instead of the one
-        of this name that came before.
+        """Have the guard remove this socket and its folder if this process is killed, instead of
+        the one of this name that came before.
         """
         self._tell(Inherit(path))
 
     def forget(self, pid: int) -> None:
-        """This process is being reaped: its number, and its session's, may soon be somebody
-        else's.
+        """Have the guard forget a process that is being reaped: its number, and its session's, may
+        soon be a stranger's.
         """
         self._tell(Forget(pid))
 
     def farewell(self) -> None:
-        """The job is over and clean: the guard leaves. Waits for it, and kills it when it does not:
-        it was stopped, mostly.
+        """Let the guard leave, since the job is over and clean. Waits for it, and kills it when it
+        does not: it was stopped, mostly.
         """
         if self.pidfd >= 0:
             with contextlib.suppress(
@@ -100,7 +100,7 @@ def start(marker: bytes) -> Guard:
 
 
 class _Charges:
-    """What the agent has put into the guard's hands."""
+    """Processes and sockets that the agent has put into the guard's hands."""
 
     def __init__(self) -> None:
         self.processes: dict[int, int] = {}  # pid -> pidfd
@@ -132,7 +132,7 @@ def _watch(agent: int, sock: socket.socket, marker: bytes) -> None:
 
 
 def _listen(sock: socket.socket, charges: _Charges) -> bool:
-    """One packet; False when there is none (any more). Leaves the process at a farewell."""
+    """Act on one packet; return False when there is none (any more). A farewell ends the process."""
     try:
         message, fds = protocol.receive(sock, flags=socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -1,5 +1,5 @@
-"""Where the ranks stand, while they run: asked by a visitor (`rallypoint stacks`), or because none
-has moved for a while (`--stall`).
+"""Snapshots of where the ranks stand, while they run: asked for by a visitor (`rallypoint stacks`),
+or made because no rank has moved for a while (`--stall`).
 
 Here a visitor also has the job stopped (`rallypoint stop`).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rallypoint.diagnosis import stacks
 from rallypoint.diagnosis.evidence import Frame
@@ -38,8 +38,8 @@ ANSWERS_WITHIN = 1.5
 ANSWERS_LOOK = 0.02
 
 # Seconds for which all that is left of a job must have stood still before it is said that the
-# others have ended well. torch's store, which is not a rank's here and so outlives them, keeps who
-# waits for their keys waiting for all of its timeout: half an hour, mostly.
+# others have ended well. torch's store, which is not a rank's here and so outlives them, keeps
+# ranks that wait for their keys for all of its timeout: half an hour, mostly.
 LEFT_BEHIND = 60.0
 
 
@@ -70,36 +70,30 @@ class StackSampler:
         )
 
     def standings(self, now: float) -> tuple[RankStanding, ...]:
-        """Where they stand, by rank."""
+        """Return where they stand, by rank."""
         after = activities(self._ranks)
         return tuple(self._standing(handle, after.get(handle.rank), now) for handle in self._ranks)
 
     def _standing(self, handle: RankHandle, activity: Activity | None, now: float) -> RankStanding:
-        frames = (
-            stacks.main_frames(handle.answer())
-            if handle.rank in self._asked and handle.alive
-            else ()
-        )
+        asked = handle.rank in self._asked and handle.alive
+        frames = stacks.main_frames(handle.answer()) if asked else ()
         stands_for = self._watch.still_for(handle.rank, now)
         if frames and activity is not None:
             stands_for = self._watch.stood(
                 handle.rank, stacks.trimmed(frames), activity, self._asked_at, now
             )
         missing, detail = self._why_not(handle, activity, frames)
-        used = (
-            processes.cpu_seconds(handle.pid) - self._cpu[handle.rank]
-            if handle.alive and handle.rank in self._cpu
-            else 0.0
-        )
+        state = activity.state if activity is not None else ""
+        used = 0.0
+        if handle.alive and handle.rank in self._cpu:
+            used = processes.cpu_seconds(handle.pid) - self._cpu[handle.rank]
         return RankStanding(
             rank=handle.rank,
             pid=handle.pid,
             phase=handle.phase,
             phase_for=max(0.0, now - handle.phase_at),
-            state=activity.state if activity is not None else "",
-            kernel=processes.kernel_wait(handle.pid)
-            if activity is not None and activity.state in "SD"
-            else "",
+            state=state,
+            kernel=processes.kernel_wait(handle.pid) if state in ("S", "D") else "",
             cpu=max(0.0, used / max(now - self._asked_at, MEASURED)),
             frames=frames,
             stands_for=stands_for,
@@ -120,22 +114,20 @@ class StackSampler:
             return "ended", "a status that is not known yet"
         if activity.state in "Tt":
             return ("stopped" if activity.state == "T" else "held"), ""
-        if self._plan.start == "exec":
-            return "other program", processes.command_line(handle.pid)
-        if not self._plan.hooks:
-            return "not looked into", ""
         if handle.rank in self._asked:
             return ("kernel" if activity.state == "D" else "no answer"), ""
-        if handle.phase == "preparing" or processes.handles(handle.pid, EVIDENCE_SIGNAL):  # by now
-            return "starting", ""
-        if handle.phase in (
-            "finishing",
-            "done",
-        ):  # the interpreter takes the handler down; what C++ libraries do after that may take long
-            return "closing", ""
-        return "other program", processes.command_line(
-            handle.pid
-        )  # an exec has replaced ours, and its handler with it
+        if not self._plan.hooks and self._plan.start != "exec":
+            return "not looked into", ""
+        if self._plan.hooks:
+            # by now it has a handler
+            if handle.phase == "preparing" or processes.handles(handle.pid, EVIDENCE_SIGNAL):
+                return "starting", ""
+            # The interpreter takes the handler down; what C++ libraries do after that may take
+            # long.
+            if handle.phase in ("finishing", "done"):
+                return "closing", ""
+        # or an exec has replaced ours, and its handler with it
+        return "other program", processes.command_line(handle.pid)
 
 
 def _can_answer(handle: RankHandle, before: Mapping[int, Activity]) -> bool:
@@ -147,19 +139,13 @@ def _can_answer(handle: RankHandle, before: Mapping[int, Activity]) -> bool:
 
 
 def activities(ranks: Sequence[RankHandle]) -> dict[int, Activity]:
-    """What /proc shows of the living ranks' main threads."""
-    return dict(_activities(ranks))
-
-
-def _activities(ranks: Sequence[RankHandle]) -> Iterator[tuple[int, Activity]]:
-    for handle in ranks:
-        found = processes.activity(handle.pid) if handle.alive else None
-        if found is not None:
-            yield handle.rank, found
+    """Return what /proc shows of the living ranks' main threads."""
+    found = {one.rank: processes.activity(one.pid) for one in ranks if one.alive}
+    return {rank: activity for rank, activity in found.items() if activity is not None}
 
 
 class HangMonitor:
-    """The door, the watch over all ranks, the round that is on, and who waits for its result."""
+    """Socket for visitors, watch over all ranks, and the round of questions that is on."""
 
     def __init__(self, job: Job, *, stop: Callable[[], None]) -> None:
         """`stop` is called when a visitor wants the job to end."""
@@ -176,7 +162,7 @@ class HangMonitor:
         return Watch(os.sysconf("SC_CLK_TCK"), self._job.plan.patience(self._job.size))
 
     def begin(self) -> None:
-        """Another attempt, with other processes: nothing that was seen is of them."""
+        """Begin another attempt, with other processes: nothing that was seen is of them."""
         now = self._job.loop.now
         self._watch, self._began, self._round, self._left_told = self._new_watch(), now, None, False
         self._job.loop.at("looks", self._next_look(now), self._look)
@@ -184,13 +170,13 @@ class HangMonitor:
             self._ask()
 
     def close(self) -> None:
-        """The job is over. May be called twice."""
+        """Let no visitor in any more: the job is over. May be called twice."""
         self._waiting = []
         if self._door is not None:
             self._door.close()
 
     def end(self) -> None:
-        """All of it is written down: who had it stopped hears of that. After `close`."""
+        """Tell visitors that had the job stopped that all of it is written down. After `close`."""
         if self._door is not None:
             self._door.end()
             self._door = None
@@ -198,9 +184,7 @@ class HangMonitor:
     # --- visitors
 
     def open_door(self, guard: Guard) -> None:
-        """Whoever of this user asks where the ranks are is let in. Where no folder takes a socket
-        the job goes on without.
-        """
+        """Let visitors of this user in. Where no folder takes a socket the job goes on without."""
         reporter = self._job.reporter
         if not reporter.run_dir:  # nobody could find it
             return
@@ -219,9 +203,6 @@ class HangMonitor:
         except OSError:  # no descriptor is left for it
             self._job.loop.unwatch(door.fileno())
             return
-        while (oldest := door.surplus()) is not None:
-            self._job.loop.unwatch(oldest.fileno())
-            door.hang_up(oldest)
         if visitor is not None:
             self._job.loop.watch(visitor.fileno(), lambda: self._on_question(door, visitor))
 
@@ -241,7 +222,7 @@ class HangMonitor:
         self._ask()
 
     def _on_stop(self, door: QuerySocket, visitor: socket.socket) -> None:
-        """Answered first: of a job with nothing to end, this is its end."""
+        """Answer, then stop the job: one with nothing to end is over with that."""
         again = self._job.state is State.STOPPING
         grace = self._job.plan.grace
         living = tuple(handle.rank for handle in self._job.ranks if handle.ended is None)
@@ -277,14 +258,9 @@ class HangMonitor:
 
     def _standing(self, answers: StackSampler, now: float) -> Standing:
         plan, run_dir = self._job.plan, self._job.reporter.run_dir
+        name = os.path.basename(run_dir) or plan.job
         return Standing(
-            job=exception_capture.sayable(
-                plan.job
-                if not run_dir
-                else run_dir
-                if plan.run_dir_asked
-                else os.path.basename(run_dir)
-            ),
+            job=exception_capture.sayable(run_dir if plan.run_dir_asked and run_dir else name),
             program=exception_capture.sayable(plan.program.target),
             world_size=self._job.size,
             ranks=answers.standings(now),
@@ -303,7 +279,7 @@ class HangMonitor:
         return now + self._watch.interval(now - self._began)
 
     def _look(self, now: float) -> None:
-        """At /proc, which disturbs nobody; the ranks are asked when that gives a reason to."""
+        """Look at /proc, which disturbs no rank; ask the ranks when that gives a reason to."""
         self._job.loop.at("looks", self._next_look(now), self._look)
         if self._job.is_running and self._round is None:
             self._watch.look(activities(self._job.members), now)
@@ -313,8 +289,8 @@ class HangMonitor:
         self._tell_moved()
 
     def _tell_left_behind(self, now: float) -> None:
-        """Once: some ranks have ended well, and no other has moved for a while. Nobody is asked: a
-        rank may well have work of its own.
+        """Say, once, that some ranks have ended well, and that no other has moved for a while. No
+        rank is asked: it may well have work of its own.
         """
         ended = {
             handle.rank: handle.ended for handle in self._job.ranks if handle.ended is not None
@@ -346,7 +322,7 @@ class HangMonitor:
         self._tell_moved()
 
     def _tell_moved(self) -> None:
-        """Once, when a stall that was told is over."""
+        """Say, once, that a stall which was told is over."""
         moved = self._watch.moved()
         if moved and self._job.is_running:
             self._job.reporter.report_moved(moved)

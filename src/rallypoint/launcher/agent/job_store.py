@@ -42,7 +42,7 @@ class JobStore:
 
     @property
     def address(self) -> str:
-        """What RALLYPOINT_STORE says."""
+        """Value of RALLYPOINT_STORE."""
         return f"unix://{self.path}"
 
     def fileno(self) -> int:
@@ -54,7 +54,7 @@ class JobStore:
         thread or an import may raise.
 
         `ranks` are those of the attempt, and `now` the clock that their times are of: an error that
-        somebody is missing says what is seen of him here.
+        a rank is missing says what is seen of it here.
         """
         from rallypoint.store.server.server import Server
 
@@ -94,11 +94,11 @@ _PHASES = {
     "finishing": "leaving",
     "done": "leaving",
 }
-"""Of a rank's phases those in which it stays for a while, in words that "for 41 s" can follow."""
+"""Phases in which a rank stays for a while, in words that "for 41 s" can follow."""
 
 
 def roster(ranks: Sequence[RankHandle], now: float) -> dict[int, Sighting]:
-    """What is seen of each rank. Called by the store's thread while the agent goes on: it reads one
+    """Describe what is seen of each rank. Called by the store's thread while the agent goes on: it reads one
     attribute at a time, each of which is whole, and a rank that ends meanwhile may be described as
     it was before."""
     from rallypoint.store.state.attendance import Sighting

@@ -1,4 +1,4 @@
-"""The agent's hold on each process that it has: template, c10d host, ranks."""
+"""Handles of the agent's processes: template, c10d host, ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TemplateHandle:
     """The template: ordered through one socket, watched by pidfd."""
 
     def __init__(self, pid: int, line: socket.socket, *, imports: bool) -> None:
-        """`pid` and `line`: see `boot.start_template`. It waits for its `set_up`."""
+        """`pid` and `line`: see `spawn.start_template`. It waits for its `set_up`."""
         self.imports = imports
         self.is_set_up = False
         self.pid = pid
@@ -107,7 +107,7 @@ class HostHandle:
         self.pidfd = -1
 
     def started(self, pid: int) -> None:
-        """The template has forked it."""
+        """Note the process that the template has forked."""
         self.pid, self.pidfd = pid, system_calls.pidfd_open(pid)
 
     def end(self) -> None:
@@ -120,8 +120,8 @@ class HostHandle:
 
 
 class ActivitySample(msgspec.Struct, frozen=True):
-    """What a process had done at one moment. Two of them say whether it has done anything but wait
-    in between.
+    """Work that a process had done at one moment. Two of them say whether it has done anything but
+    wait in between.
     """
 
     at: float = 0.0
@@ -130,19 +130,19 @@ class ActivitySample(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int, now: float) -> ActivitySample:
-        """A process's at this moment."""
+        """Take the sample of a process at this moment."""
         found = processes.status(pid)
         return cls(now, found.cpu if found is not None else 0, processes.other_threads(pid))
 
     def idle_since(self, before: ActivitySample) -> bool:
-        """Whether it has used no processor time to speak of."""
+        """Return whether it has used no processor time to speak of."""
         return self.cpu - before.cpu <= WOKEN_TICKS + IDLE_SHARE * os.sysconf("SC_CLK_TCK") * (
             self.at - before.at
         )
 
     def still_since(self, before: ActivitySample) -> bool:
-        """Whether no thread of it but the main one has run or is about to: then no message is on
-        its way to it.
+        """Return whether no thread of it but the main one has run or is about to: then no message
+        is on its way to it.
         """
         return before.others.keys() == self.others.keys() and all(
             _stands(before.others[number], one) for number, one in self.others.items()
@@ -158,7 +158,7 @@ def _stands(before: ThreadActivity, now: ThreadActivity) -> bool:
 
 
 class RankHandle:
-    """One rank's process, and all that it has told."""
+    """Process of a rank, and all that it has told."""
 
     def __init__(self, rank: int, local_rank: int) -> None:
         self.rank = rank
@@ -174,7 +174,7 @@ class RankHandle:
         self.failed_to_join = False  # an error left the init_process_group that `phase` speaks of
         self.debugging = False  # its debugger waits for a person
         self.ended: Ended | None = None
-        self.log_rank = rank  # whose log has its words
+        self.log_rank = rank  # the rank whose log has its words
         self.reaped = False
         self.raised: Raised | None = None
         self.traceback_printed = False
@@ -240,8 +240,8 @@ class RankHandle:
         self.their_control.close()
 
     def adopt(self, pid: int, pidfd: int, evidence: int, starter: int) -> None:
-        """It is a process that rank `starter` has spawned: with these descriptors of its own, and
-        no line to us but that rank's.
+        """Stand for a process that rank `starter` has spawned: with these descriptors of its own,
+        and no line to the agent but that rank's.
         """
         os.close(self.evidence)
         self.control.close()
@@ -294,18 +294,18 @@ class RankHandle:
         return self._asked
 
     def disregard(self) -> None:
-        """What it has answered so far counts no more: it has gone on since."""
+        """Forget what it has answered so far: it has gone on since."""
         if self.evidence >= 0:
             self._asked_from = os.fstat(self.evidence).st_size
 
     def halted(self) -> bool:
-        """Whether it is sure not to answer for now: it was stopped, or waits for a person at its
-        debugger.
+        """Return whether it is sure not to answer for now: it was stopped, or waits for a person at
+        its debugger.
         """
         return self.debugging or processes.is_stopped(self.pid)
 
     def silence(self) -> str:
-        """Why it says nothing of where it is, as far as that is seen from outside."""
+        """Say why it does not answer, as far as that is seen from outside."""
         if self.debugging:
             return f"its debugger waits for a line, pid {self.pid}"
         status = processes.status(self.pid)
@@ -314,15 +314,15 @@ class RankHandle:
         ).format(self.pid)
 
     def answered(self) -> bool:
-        """Whether the dump that `ask` asked for is whole."""
+        """Return whether the dump that `ask` asked for is whole."""
         return not self._asked or not processes.is_handling(self.pid, EVIDENCE_SIGNAL)
 
     def dump(self) -> str:
-        """All that faulthandler has written: answers, and what it wrote at a crash."""
+        """Return all that faulthandler has written: answers, and what it wrote at a crash."""
         return self._written(0)
 
     def answer(self) -> str:
-        """What it has written since it was last asked; "" when it did not answer that."""
+        """Return what it has written since it was last asked; "" when it did not answer that."""
         return self._written(self._asked_from)
 
     def _written(self, start: int) -> str:
@@ -335,13 +335,13 @@ class RankHandle:
         return self.ended is not None and self.ended.signal in crashes
 
     def last_words(self) -> str:
-        """What faulthandler wrote of where it is or was at last: its answer, or all of what it
-        wrote if it crashed.
+        """Return what faulthandler wrote of where it is or was at last: its answer, or all of what
+        it wrote if it crashed.
         """
         return self.dump() if self._crashed else self.answer()
 
     def stack(self) -> tuple[Frame, ...]:
-        """The main thread's frames when it was last asked, () when it did not answer; the crashing
+        """Return the main thread's frames when it was last asked, () when it did not answer; the crashing
         thread's of one that crashed.
         """
         if self._crashed:
@@ -362,24 +362,24 @@ class RankHandle:
         processes.send_group(self.pid, signal.SIGCONT)  # one that was stopped could not act on it
 
     def may_wait(self) -> bool:
-        """Whether its main thread sleeps though the last signal has reached it."""
+        """Return whether its main thread sleeps though the last signal has reached it."""
         reached = (signal.Signals[self.sent[-1]], ATTENTION_SIGNAL)
         return self._sleeps() and not any(
             processes.is_pending(self.pid, number) for number in reached
         )
 
     def may_be_deaf(self) -> bool:
-        """Whether its main thread sleeps though the last signal has reached it, and has not been
-        seen to heed it.
+        """Return whether its main thread sleeps though the last signal has reached it, and has not
+        been seen to heed it.
         """
         return self.may_wait() and not self._heeded()
 
     def _heeded(self) -> bool:
-        """Whether Python handlers have run since the last signal."""
+        """Return whether Python handlers have run since the last signal."""
         return self._called and processes.blocks(self.pid, ATTENTION_SIGNAL)
 
     def waits(self, now: float, *, together: bool) -> Literal["", "deaf", "waiting"]:
-        """Whether its main thread waits in C code, by the stack that it told after `may_wait`:
+        """Judge whether its main thread waits in C code, by the stack that it told after `may_wait`:
         "deaf", so that it cannot heed the last signal, or "waiting" in a call of torch.distributed,
         perhaps after it has heeded the signal.
 
@@ -419,8 +419,8 @@ class RankHandle:
         return "deaf" if (same_call and rests and in_torch) or self._looks >= DEAF_LOOKS else ""
 
     def _sleeps(self) -> bool:
-        """Whether its main thread waits for something, and not for a disk, which the kernel does
-        not interrupt.
+        """Return whether its main thread waits for something, and not for a disk, which the kernel
+        does not interrupt.
         """
         status = processes.status(f"{self.pid}/task/{self.pid}")
         return status is not None and status.state == "S"

@@ -2,8 +2,8 @@
 stopped.
 
 A Unix socket in a private folder, whose path stands in the run folder. A visitor sends one line and
-gets a memory file with the answer, so the agent's loop never waits for anybody who reads slowly, or
-not at all.
+gets a memory file with the answer, so the agent's loop never waits for a visitor that reads slowly,
+or not at all.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from rallypoint.host import processes, unix_sockets
 # Seconds that a visitor waits for the answer: what the launcher allows itself, and as much again
 # twice for a busy machine.
 VISIT_DEADLINE = 5.0
-# at a time; the oldest of more is sent away: it has probably been forgotten by its own maker
-VISITORS_MOST = 16
-# descriptors that stay free for the job: answering takes three, and to end a rank the launcher
-# needs a few, too
+# Descriptors that stay free for the job: answering takes three, and to end a rank the launcher needs
+# a few, too. So it also bounds how many visitors there are at a time.
 ROOM = 16
 QUESTION = b"rallypoint stacks 1\n"  # the number changes when the answer does
 STOP = b"rallypoint stop 1\n"
 Asked = Literal["stacks", "stop", ""]
-"""What a visitor wants; "" when that is nothing that we can answer, or it has gone."""
+"""Wish of a visitor; "" when it has no answer here, or the visitor has gone."""
 
 _Answer = TypeVar("_Answer")
 
@@ -42,13 +40,13 @@ class DoorClosed(Exception):
 
 class SentAway(DoorClosed):
     """The launcher took the connection and closed it: the job is over, or it has no descriptor for
-    a visitor, or too many came.
+    a visitor.
     """
 
 
 class LauncherSilent(Exception):
-    """The launcher took the connection and did not answer in time. `pid`: who listens there, 0 when
-    it cannot be seen.
+    """The launcher took the connection and did not answer in time. `pid`: the process that listens
+    there, 0 when it cannot be seen.
     """
 
     def __init__(self, pid: int) -> None:
@@ -57,7 +55,7 @@ class LauncherSilent(Exception):
 
 
 class OtherVersion(Exception):
-    """What answered speaks otherwise: the job was started by another version of rallypoint."""
+    """The answer is in another form: the job was started by another version of rallypoint."""
 
 
 class Stopping(msgspec.Struct, frozen=True):
@@ -76,7 +74,7 @@ class Stopping(msgspec.Struct, frozen=True):
 
 
 def ask(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
-    """Where the ranks of the job behind this door stand. `DoorClosed`, `LauncherSilent` after
+    """Ask where the ranks of the job behind this socket stand. `DoorClosed`, `LauncherSilent` after
     `timeout` seconds, `OtherVersion`.
     """
     with _asking(path, QUESTION, Standing, timeout) as (found, _):
@@ -85,7 +83,7 @@ def ask(path: str, timeout: float = VISIT_DEADLINE) -> Standing:
 
 @contextlib.contextmanager
 def stop(path: str, timeout: float = VISIT_DEADLINE) -> Iterator[tuple[Stopping, socket.socket]]:
-    """Have the job behind this door stopped: what follows, and a connection that the launcher
+    """Have the job behind this socket stopped. Yields what follows, and a connection that the launcher
     closes when the job is over. Raises as `ask` does."""
     with _asking(path, STOP, Stopping, timeout) as answer:
         yield answer
@@ -134,22 +132,22 @@ def _asked(
 
 
 class QuerySocket:
-    """Takes visitors in. Nothing here waits. `EnvironmentProblem` ("socket-unavailable") when there
+    """Listener for visitors. Nothing here waits. `EnvironmentProblem` ("socket-unavailable") when there
     is no folder for the socket.
     """
 
     def __init__(self) -> None:
         self._listener, self.path = unix_sockets.private_socket("door.sock")
         self._listener.setblocking(False)
-        self._visitors: list[socket.socket] = []
-        self._staying: list[socket.socket] = []  # of them
+        self._visitors: set[socket.socket] = set()
+        self._staying: list[socket.socket] = []
 
     def fileno(self) -> int:
-        """Readable when somebody comes."""
+        """Return the descriptor that is readable when a visitor comes."""
         return self._listener.fileno()
 
     def accept_visitor(self) -> socket.socket | None:
-        """The next visitor; None when it has gone again, is somebody else's process, or would take
+        """Return the next visitor; None when it has gone again, is another user's process, or would take
         a descriptor that the job may need. `OSError` (EMFILE) when there is none left at all."""
         try:
             sock, _ = self._listener.accept()
@@ -163,15 +161,11 @@ class QuerySocket:
             sock.close()
             return None
         sock.setblocking(False)
-        self._visitors.append(sock)
+        self._visitors.add(sock)
         return sock
 
-    def surplus(self) -> socket.socket | None:
-        """The visitor who has to leave because too many are here; None when there is room."""
-        return self._visitors[0] if len(self._visitors) > VISITORS_MOST else None
-
     def listen(self, visitor: socket.socket) -> Asked | None:
-        """What it asks; None when there is nothing to read yet."""
+        """Return what it asks; None when there is nothing to read yet."""
         try:
             said = visitor.recv(len(QUESTION) + 1)  # the longest
         except BlockingIOError:
@@ -186,7 +180,7 @@ class QuerySocket:
         return ""
 
     def answer(self, visitors: Sequence[socket.socket], answer: Any, *, stay: bool = False) -> None:
-        """Hand them the answer, and see them off; or let them `stay`, to see the job's end."""
+        """Hand visitors the answer, and close; or let them `stay`, to see the job's end."""
         content = msgspec.msgpack.encode(answer)
         for visitor in visitors:
             with contextlib.suppress(
@@ -201,27 +195,26 @@ class QuerySocket:
                 finally:
                     os.close(fd)
             if stay:
+                self._visitors.discard(visitor)
                 self._staying.append(visitor)
             else:
                 self.hang_up(visitor)
 
     def hang_up(self, visitor: socket.socket) -> None:
         """Close the line to a visitor. May be called twice."""
-        for where in (self._visitors, self._staying):
-            if visitor in where:
-                where.remove(visitor)
+        self._visitors.discard(visitor)
         visitor.close()
 
     def end(self) -> None:
-        """The job is over, and all is written down: see off who has stayed for that."""
-        for visitor in list(self._staying):
-            self.hang_up(visitor)
+        """Close the lines to visitors that have stayed: all of the job is written down."""
+        for visitor in self._staying:
+            visitor.close()
 
     def close(self) -> None:
-        """Nobody is at home any more: the socket goes, with its folder, and all visitors but those
-        who stay to see the job's end.
+        """Remove the socket with its folder, and send away all visitors but those that stay to see
+        the job's end.
         """
-        for visitor in [one for one in self._visitors if one not in self._staying]:
+        for visitor in [*self._visitors]:
             self.hang_up(visitor)
         self._listener.close()
         unix_sockets.remove(self.path)

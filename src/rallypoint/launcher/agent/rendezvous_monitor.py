@@ -1,16 +1,15 @@
-"""Whether the ranks can meet: what each says of its meeting point, what the launcher sees there,
+"""Watch over the ranks' meeting: what each says of its meeting point, what the launcher sees there,
 and when that ends the job.
 
 Ranks tell where they meet, and come and go in init_process_group. Three things follow. What is
 certain to keep them apart (a *misfit*) is judged whenever one comes, and counts once it has lasted.
 A rank that waits beyond its own deadline makes the launcher look at the meeting point. And an error
-that speaks of a peer has somebody look where it points, before the report.
+that speaks of a peer makes it look where the error points, before the report.
 """
 
 from __future__ import annotations
 
 from rallypoint.diagnosis import classify, reachability, rendezvous_mismatch
-from rallypoint.diagnosis.evidence import Meeting
 from rallypoint.diagnosis.rendezvous_mismatch import Caller, Misfit
 from rallypoint.host.probe import Looking, Reached
 from rallypoint.launcher.agent import supervisor
@@ -28,10 +27,6 @@ TORCH_OVERRUN = 0.05
 LOOK_PATIENCE = 0.8
 # Seconds between looks whether the thread has come back.
 LOOK_AGAIN = 0.004
-# Seconds for the look at a meeting point of the program's own as soon as a rank names it, and
-# between looks whether it has come back. Nobody waits for that one: a resolver that is slow, or has
-# to ask far away, gets the time that it takes as a rule.
-FIRST_LOOK, FIRST_LOOK_AGAIN = 2.0, 0.05
 # Seconds that ranks which cannot meet must be seen to wait. A call that torch refuses (a backend
 # that is not there, a port that is taken) raises in less, most of the time spent on starting CUDA,
 # and the program may have something else to try.
@@ -39,58 +34,46 @@ MISFIT_SETTLE = 2.0
 
 
 class RendezvousMonitor:
-    """One attempt's at a time."""
+    """Watch over the meeting of one attempt at a time."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._differing_told = False
-        self._answers = TcpStoreMonitor(job, self._on_unanswered)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._looking: Looking | None = None  # at the meeting point that ranks do not reach
-        self._looks_until = 0.0
-        self._first: Looking | None = None  # at once, at the one of the program's own
-        self._until: dict[
-            int, float
-        ] = {}  # when the time is up that a rank gives torch to meet the others
-        self._misfit: Misfit | None = (
-            None  # what keeps this attempt's ranks from meeting, as it looks
-        )
-        self._settled = False  # and it has lasted
-        self._gone: Misfit | None = (
-            None  # one that did not last: its ranks may just have given up waiting
-        )
+        self._tcpstore = TcpStoreMonitor(job, self._on_unanswered)
+        self.begin()
 
     def begin(self) -> None:
-        """Another attempt: nothing that was seen is of its ranks."""
-        self._forget()
-        self._answers.begin()
+        """Begin another attempt: nothing that was seen is of its ranks."""
+        self._looking: Looking | None = None  # at the meeting point that ranks do not reach
+        self._looks_until = 0.0
+        # when the time is up that a rank gives torch to meet the others
+        self._until: dict[int, float] = {}
+        self._misfit: Misfit | None = None  # what keeps the ranks from meeting, as it looks
+        self._settled = False  # and it has lasted
+        # one that did not last: its ranks may just have given up waiting
+        self._gone: Misfit | None = None
+        self._tcpstore.begin()
 
     # --- what a rank says
 
     def meets(self, handle: RankHandle, message: Meets) -> None:
-        """It is about to call init_process_group."""
-        job = self._job
-        handle.meeting, handle.at_held = (
-            message.meeting,
-            bool(job.attempt.held) and not message.differs,
-        )
+        """Handle a rank that is about to call init_process_group."""
+        job, meeting = self._job, message.meeting
+        handle.meeting, handle.at_held = meeting, bool(job.attempt.held) and not message.differs
         if message.differs and not self._differing_told:
             self._differing_told = True
-            job.console.say_differs(message.meeting, job.attempt.held)
-            self._look_at_once(message.meeting)
+            job.console.say_differs(meeting, job.attempt.held)
         if share_a_device(job.ranks):
             job.feed(supervisor.CannotMeet("ranks of one group of NCCL's have the same GPU"))
-        if message.meeting.timeout:
-            until = job.loop.now + message.meeting.timeout + TORCH_OVERRUN
+        if meeting.timeout:
+            until = job.loop.now + meeting.timeout + TORCH_OVERRUN
             self._until[handle.rank] = until
             job.loop.by("meeting", until, self._on_unmet)
-        self._answers.meets(handle)
+        self._tcpstore.meets(handle)
 
     def joining(self) -> None:
-        """A rank waits in it: whether those who wait now can meet at all. A failure that is being
-        judged by then came first.
+        """Check, when a rank begins to wait in it, that the waiting ranks can meet at all. A failure
+        that is being judged by then came first.
         """
         if self._job.is_running and self._misfit is None:
             self._misfit = self._find_misfit()
@@ -100,7 +83,7 @@ class RendezvousMonitor:
     # --- a misfit
 
     def _find_misfit(self) -> Misfit | None:
-        """What is certain to keep the ranks that are in init_process_group from meeting."""
+        """Return what is certain to keep the ranks in init_process_group from meeting."""
         ranks = self._job.members
         called = [
             (handle, Caller(handle.rank, handle.meeting, handle.at_held))
@@ -115,8 +98,8 @@ class RendezvousMonitor:
         )
 
     def _on_misfit(self, now: float) -> None:
-        """Those who could not meet a moment ago have had time to raise, and to try
-        something else.
+        """Look again: the ranks that could not meet have had time to raise, and to try something
+        else.
         """
         if not self._job.is_running:
             return
@@ -133,8 +116,8 @@ class RendezvousMonitor:
             self._job.feed(supervisor.CannotMeet(self._misfit.because))
 
     def cause_of_all(self) -> Misfit | None:
-        """The misfit, when that is what the job failed of: it has lasted, or ranks gave up waiting,
-        or could not have one seat twice.
+        """Return the misfit when the job failed of it: it has lasted, or ranks gave up waiting, or
+        could not have one seat twice.
         """
         found = self._misfit or self._gone
         if found is None or self._settled:
@@ -146,8 +129,8 @@ class RendezvousMonitor:
             and (found.code == "rank-duplicate" or classify.is_consequence(one))
             for one in raised
         )
-        # A seat that is taken twice, or one too few, leaves another one empty: whoever waits for
-        # that gives up as well.
+        # A seat that is taken twice, or one too few, leaves another one empty: the ranks that wait
+        # for that one give up as well.
         of_all = found.code in ("rank-duplicate", "world-size-differs")
         theirs = of_all or all(
             handle.rank in found.ranks for handle in ranks if handle.raised is not None
@@ -156,27 +139,8 @@ class RendezvousMonitor:
 
     # --- a look at the meeting point
 
-    def _look_at_once(self, meeting: Meeting) -> None:
-        """A name without an address stays one, however long the ranks wait: torch asks again for
-        half an hour.
-        """
-        place = reachability.place(meeting)
-        if place is not None and not rendezvous_mismatch.is_loopback(place[0]):
-            self._first = first = Looking(*place, reachability.GREETING, FIRST_LOOK)
-            until = self._job.loop.now + 2 * FIRST_LOOK
-            self._job.loop.poll(
-                "first look",
-                lambda now: first.result is not None or now >= until,
-                lambda now: self._say_first_look(meeting, first.result),
-                every=FIRST_LOOK_AGAIN,
-            )
-
-    def _say_first_look(self, meeting: Meeting, seen: Reached | None) -> None:
-        if seen is not None and reachability.is_final(seen) and self._job.is_running:
-            self._job.console.say_nobody_there(meeting, seen)
-
     def where_all_wait(self) -> tuple[str, int] | None:
-        """The meeting point of the program's own at which all ranks wait, and nobody is missing.
+        """Return the meeting point of the program's own at which all ranks wait, and nobody is missing.
         (At the held one there is a store.)
         """
         meetings = [
@@ -193,23 +157,24 @@ class RendezvousMonitor:
         return reachability.place(meetings[0])
 
     def _on_unmet(self, now: float) -> None:
-        """Ranks still wait though their own time is up. torch does not keep it when it is refused,
-        which costs up to as much again, nor ever when somebody accepts the connection and says
-        nothing. So the launcher looks; what keeps them from meeting ends the job.
+        """Look at the meeting point of ranks that wait though their own time is up. What keeps them
+        from meeting ends the job.
+
+        torch does not keep that time when it is refused, which costs up to as much again, nor ever
+        when a listener accepts the connection and says nothing.
 
         A program that catches torch's error may have another place to try, and gets it as late as
         torch is. From a silent one no error ever comes.
         """
         job = self._job
-        waiting = {
-            number: until for number, until in self._until.items() if job.ranks[number].waiting
-        }
+        ranks = {handle.rank: handle for handle in job.ranks if handle.waiting}
+        waiting = {number: until for number, until in self._until.items() if number in ranks}
         if not job.is_running or not waiting:
             return
         if (soonest := min(waiting.values())) > now:
             job.loop.at("meeting", soonest, self._on_unmet)
             return
-        late = [job.ranks[number] for number, until in waiting.items() if until <= now]
+        late = [ranks[number] for number, until in waiting.items() if until <= now]
         place = reachability.place(late[0].meeting) if late[0].meeting is not None else None
         self._look(place)
         if self.is_looking(now):
@@ -222,31 +187,32 @@ class RendezvousMonitor:
         if place is None or seen is None or not reachability.explains(seen):
             return
         hangs = seen.outcome in ("answered", "silent", "closed")
-        if hangs or not any(
-            handle.meeting is not None and handle.meeting.guarded for handle in late
-        ):
+        guarded = any(one.meeting is not None and one.meeting.guarded for one in late)
+        if hangs or not guarded:
             job.feed(supervisor.CannotMeet(f"ranks cannot meet at {seen.address}"))
 
     def _on_unanswered(self, place: StoreAddress) -> None:
-        """Ranks that have met wait for torch's store, and their time is up."""
-        now = self._job.loop.now
-        if not self._job.is_running:
-            return
-        if self.is_looking(now):
-            self._job.loop.at(
-                "unanswered", now + LOOK_AGAIN, lambda now: self._on_unanswered(place)
-            )
-            return
-        self._looking = None  # what was seen there when they met says nothing of now
-        self._look(place)
-        self._judge_unanswered(now)
+        """Look at torch's store: ranks that have met wait for it, and their time is up. A look from
+        before, when they met, says nothing of now.
+        """
+        loop = self._job.loop
+
+        def look_again(now: float) -> None:
+            if self._job.is_running:
+                self._looking = None
+                self._look(place)
+                loop.poll("unanswered", is_back, self._judge_unanswered, every=LOOK_AGAIN)
+
+        def is_back(now: float) -> bool:
+            return not self.is_looking(now)
+
+        if is_back(loop.now):
+            look_again(loop.now)
+        else:
+            loop.poll("unanswered", is_back, look_again, every=LOOK_AGAIN)
 
     def _judge_unanswered(self, now: float) -> None:
-        job = self._job
-        if self.is_looking(now):
-            job.loop.at("unanswered", now + LOOK_AGAIN, self._judge_unanswered)
-            return
-        seen = self.reached
+        job, seen = self._job, self.reached
         if not job.is_running:
             # something else has failed meanwhile, of this perhaps: the report says what is seen
             # here
@@ -261,25 +227,18 @@ class RendezvousMonitor:
         """Look where a rank's error, or torch's own log, says that somebody could not be reached;
         or where all wait when a person, or the end of their time, stops them."""
         job = self._job
-        judged = any(
-            handle.unanswered is not None for handle in job.ranks
-        )  # then somebody looks there already
-        kept = self._answers.kept_waiting()
-        if kept is not None:  # whoever waited for these ranks has given up first
+        judged = any(handle.unanswered is not None for handle in job.ranks)
+        kept = self._tcpstore.kept_waiting()
+        if kept is not None:  # a rank that waited for these has given up first
+            # If it was judged already, that look is the last word.
             self._looking = self._looking if judged else None
             self._look(kept)
             return
         untold = all(handle.raised is None and handle.ended is None for handle in job.ranks)
-        place = job.evidence.unmet(job.ranks) or (self.where_all_wait() if untold else None)
-        first = (
-            self._first.result if self._first is not None and self._first.address == place else None
-        )
-        if first is not None and reachability.is_final(first):
-            self._looking = self._first
-        self._look(place)
+        self._look(job.evidence.unmet(job.ranks) or (self.where_all_wait() if untold else None))
 
     def _look(self, place: tuple[str, int] | None) -> None:
-        """In a thread of its own; once for each place."""
+        """Begin a look, in a thread of its own; once for each place."""
         if place is not None and (self._looking is None or self._looking.address != place):
             self._looking = Looking(*place, reachability.GREETING, reachability.LOOK_TIMEOUT)
             self._looks_until = self._job.loop.now + LOOK_PATIENCE
@@ -290,12 +249,11 @@ class RendezvousMonitor:
         return self._looking is not None
 
     def is_looking(self, now: float) -> bool:
-        """Whether the result may still come."""
-        return (
-            self._looking is not None and self._looking.result is None and now < self._looks_until
-        )
+        """Return whether the result may still come."""
+        looking = self._looking
+        return looking is not None and looking.result is None and now < self._looks_until
 
     @property
     def reached(self) -> Reached | None:
-        """What the last look saw; None when there was none, or it has not come back."""
+        """Result of the last look; None when there was none, or it has not come back."""
         return self._looking.result if self._looking is not None else None

@@ -1,4 +1,4 @@
-"""Whether torch's store answers the ranks in the middle of a run, which none of them says.
+"""Watch over torch's store in the middle of a run: no rank says that the store does not answer.
 
 torch's own timeout does not hold when its store is stopped, or when packets to it are dropped:
 `get` and `wait` say that their time is up and go on waiting for the answer, `add` and `set` know no
@@ -22,14 +22,11 @@ from rallypoint.world import ranks_phrase
 LOOK_EVERY = 0.25
 # Seconds between looks while it is stopped.
 LOOK_AGAIN = 0.1
-# Seconds after which somebody at the screen is told that a stopped store keeps ranks waiting, long
-# before their time is up.
+# Seconds after which a line says that a stopped store keeps ranks waiting, long before their time
+# is up.
 SAY_AFTER = 1.0
-# Seconds for the answer to a client that has said that its time is up, and asks to be forgotten: it
-# takes the store a millisecond.
-GIVEN_UP = 0.3
 # Seconds between two looks that say that this process itself stood still: then so did the others,
-# mostly, and nobody was kept waiting.
+# mostly, and no rank was kept waiting.
 STOOD_STILL = 3.0
 
 StoreAddress = tuple[str, int]
@@ -37,15 +34,15 @@ StoreAddress = tuple[str, int]
 
 
 class UnreadBytes:
-    """Since when bytes lie in each connection, and none was taken. Pure."""
+    """Memory of since when bytes lie in each connection, and none was taken. Pure."""
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[int, float]] = {}
         self._last = 0.0
 
     def see(self, now: float, lying: Mapping[int, int]) -> dict[int, float]:
-        """`lying`: the bytes in each connection that has any. Since when it has been seen with no
-        fewer than the time before.
+        """Return since when each connection has been seen with no fewer bytes than the time before.
+        `lying`: the bytes in each connection that has any.
         """
         if now - self._last > STOOD_STILL:
             self._since = {}
@@ -60,28 +57,24 @@ class UnreadBytes:
 
 
 class TcpStoreMonitor:
-    """One attempt's at a time. `overdue` is called with a place whose answer has not come in a
-    rank's time.
-    """
+    """Watch over the stores of one attempt at a time."""
 
     def __init__(self, job: Job, overdue: Callable[[StoreAddress], None]) -> None:
+        """`overdue` is called with a place whose answer has not come in a rank's time."""
         self._job = job
         self._overdue = overdue
         self.begin()
 
     def begin(self) -> None:
-        """Another attempt: nothing that was seen is of its ranks."""
-        self._places: dict[
-            StoreAddress, float
-        ] = {}  # where ranks of this attempt meet, and the least time that one gives torch
+        """Begin another attempt: nothing that was seen is of its ranks."""
+        # where ranks of this attempt meet, and the least time that one gives torch
+        self._places: dict[StoreAddress, float] = {}
         self._lying: dict[StoreAddress, UnreadBytes] = {}
-        self._kept: dict[
-            StoreAddress, list[RankHandle]
-        ] = {}  # ranks that a stopped store keeps waiting
+        self._kept: dict[StoreAddress, list[RankHandle]] = {}  # ranks that a stopped store keeps
         self._told = False
 
     def meets(self, handle: RankHandle) -> None:
-        """It is about to meet the others, and uses the store that is there from then on."""
+        """Handle a rank that is about to meet the others, and uses the store from then on."""
         meeting = handle.meeting
         place = reachability.place(meeting) if meeting is not None else None
         if meeting is None or place is None or not meeting.timeout:
@@ -90,13 +83,11 @@ class TcpStoreMonitor:
         self._job.loop.by("answers", self._job.loop.now + LOOK_EVERY, self._look)
 
     def kept_waiting(self) -> StoreAddress | None:
-        """Something else has failed: where a store keeps ranks waiting, if one does. Who waits for
-        those may give up first.
+        """Return where a store keeps ranks waiting, if one does, when something else has failed: the
+        ranks that wait for those may give up first.
         """
         for handle in self._job.ranks:
-            if (
-                handle.unanswered is not None
-            ):  # `overdue` was told, and may have begun to look there
+            if handle.unanswered is not None:  # `overdue` was called, and may have begun to look
                 return handle.unanswered
         for place, handles in self._kept.items():
             for handle in handles:
@@ -128,18 +119,14 @@ class TcpStoreMonitor:
             if server and since and now - min(since.values()) >= SAY_AFTER:
                 self._kept[place] = [ranks[inode] for inode in since]
                 self._say(place, server, [ranks[inode].rank for inode in since])
+            # It is time to look there when the look comes back as the rank's time is over.
             left = {
-                inode: begun + self._patience(ranks[inode], place, patience) - now
+                inode: begun + patience - reachability.LOOK_TIMEOUT - now
                 for inode, begun in since.items()
             }
             late = [inode for inode, seconds in left.items() if seconds <= 0]
-            soonest = min(
-                [
-                    soonest,
-                    LOOK_AGAIN if server else soonest,
-                    *(seconds for seconds in left.values() if seconds > 0),
-                ]
-            )
+            to_come = [seconds for seconds in left.values() if seconds > 0]
+            soonest = min(soonest, LOOK_AGAIN if server else soonest, *to_come)
             if late:
                 for inode in late:
                     ranks[inode].unanswered = place
@@ -147,37 +134,20 @@ class TcpStoreMonitor:
                 self._overdue(place)
         job.loop.at("answers", now + soonest, self._look)
 
-    def _patience(self, handle: RankHandle, place: StoreAddress, given: float) -> float:
-        """Seconds until it is time to look there: when the look has come back, those that torch was
-        given are over.
-        """
-        given -= reachability.LOOK_TIMEOUT
-        return (
-            min(given, GIVEN_UP)
-            if self._job.evidence.has_given_up(handle.rank, place[1])
-            else given
-        )
-
     def _server(self, place: StoreAddress) -> int:
-        """The pid of the process of this job that serves the store there: the c10d host, or the
-        group's rank 0; 0: a stranger does.
+        """Return the pid of the process of this job that serves the store there: the c10d host, or
+        the group's rank 0; 0: a stranger does.
         """
         host = self._job.attempt.host
-        there = [
-            one
+        there = {
+            one: one.meeting
             for one in self._job.ranks
             if one.meeting is not None and reachability.place(one.meeting) == place
-        ]
+        }
         if host is not None and any(handle.at_held for handle in there):
             return host.pid
-        return next(
-            (
-                one.pid
-                for one in there
-                if one.alive and one.meeting is not None and one.meeting.rank == 0
-            ),
-            0,
-        )
+        first = (one.pid for one, meeting in there.items() if one.alive and meeting.rank == 0)
+        return next(first, 0)
 
     def _say(self, place: StoreAddress, server: int, ranks: list[int]) -> None:
         if not self._told:
