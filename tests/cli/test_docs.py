@@ -15,7 +15,35 @@ from rallypoint.cli import help, options
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 
-@pytest.mark.parametrize(("page", "section", "made"), [("run.md", "options", help.reference)])
+def reference() -> str:
+    """Return the tables of docs/reference/run.md."""
+    parts = []
+    for fate, title in options.FATES.items():
+        is_accepted = fate == "accepted"
+        last = "why it has no effect" if is_accepted else "default"
+        parts += [f"### {title}", "", f"| option | variable | meaning | {last} |"]
+        parts.append("|---|---|---|---|")
+        for option in options.RUN:
+            if option.fate == fate:
+                metavar = f" `{_cell(option.metavar)}`" if option.metavar else ""
+                names = ", ".join(f"`{name}`" for name in option.names) + metavar
+                variables = filter(None, (option.variable, option.fallback))
+                cells = (
+                    names,
+                    ", ".join(f"`{name}`" for name in variables),
+                    _cell(option.sentence),
+                    _cell(option.why if is_accepted else help.default_of(option)),
+                )
+                parts.append(f"| {' | '.join(cells)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+@pytest.mark.parametrize(("page", "section", "made"), [("run.md", "options", reference)])
 def test_reference_page_has_the_table(page: str, section: str, made: Callable[[], str]) -> None:
     path = REFERENCE / page
     text = path.read_text()

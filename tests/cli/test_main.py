@@ -181,7 +181,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["serve", "--port 29500"],
             "error[usage]: --port 29500 is one word with a blank in it, and no option",
-            "rallypoint serve --port 29500",
+            "--port 29500",
         ),
         (
             ["doctor", "shm"],

@@ -475,7 +475,7 @@ def test_the_logs_of_the_ranks_at_fault_come_before_larger_ones(
         (
             ["\u2013list"],
             "error[option-unknown]: \u2013list begins with a dash (U+2013)",
-            "rallypoint show --list",
+            "type it with hyphens",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def take_apart(
     if unread:
         unknown = hints.unknown(unread[0], argv, command)
     elif not wrong:
-        found = (hints.no_word(word, argv, command) for word in suspects)
+        found = (hints.no_word(word, command) for word in suspects)
         unknown = next(filter(None, found), None)
     for option in command.options:
         for name in (option.variable, option.fallback):

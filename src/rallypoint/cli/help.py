@@ -1,11 +1,11 @@
-"""The tables of options for people: `--help`, and the tables of docs/reference/run.md."""
+"""The tables of options for people: `--help`."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
 
-from rallypoint.cli.commands import RUN, Command
+from rallypoint.cli.commands import Command
 from rallypoint.cli.options import FATES, Option
 from rallypoint.cli.output import filled
 
@@ -37,7 +37,7 @@ def _rows(options: Iterable[Option], columns: int) -> list[str]:
     for option in options:
         names = f"  {', '.join(option.names)} {option.metavar}".rstrip()
         # of the options for several nodes the sentence says what it must be
-        default = "" if option.fate == "several-nodes" else _default(option)
+        default = "" if option.fate == "several-nodes" else default_of(option)
         told = f"{option.sentence} (default:\0{default})" if default else option.sentence
         wrapped = textwrap.wrap(told, width=columns - indent, break_long_words=False)
         sentence = [line.replace("\0", " ") for line in wrapped]
@@ -47,31 +47,7 @@ def _rows(options: Iterable[Option], columns: int) -> list[str]:
     return parts
 
 
-def reference() -> str:
-    """Return the tables of docs/reference/run.md."""
-    parts = []
-    for fate, title in FATES.items():
-        is_accepted = fate == "accepted"
-        last = "why it has no effect" if is_accepted else "default"
-        parts += [f"### {title}", "", f"| option | variable | meaning | {last} |"]
-        parts.append("|---|---|---|---|")
-        for option in RUN.options:
-            if option.fate == fate:
-                metavar = f" `{_cell(option.metavar)}`" if option.metavar else ""
-                names = ", ".join(f"`{name}`" for name in option.names) + metavar
-                variables = filter(None, (option.variable, option.fallback))
-                cells = (
-                    names,
-                    ", ".join(f"`{name}`" for name in variables),
-                    _cell(option.sentence),
-                    _cell(option.why if is_accepted else _default(option)),
-                )
-                parts.append(f"| {' | '.join(cells)} |")
-        parts.append("")
-    return "\n".join(parts)
-
-
-def _default(option: Option) -> str:
+def default_of(option: Option) -> str:
     """Return the default as one would type it; "" for none, or one that the sentence tells."""
     default = option.default
     if default in (None, "", (), ("", 0)):
@@ -81,7 +57,3 @@ def _default(option: Option) -> str:
     if isinstance(default, tuple):
         return ",".join(default)
     return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -147,18 +147,15 @@ def unknown(word: str, argv: Sequence[str], command: Command) -> UsageError:
         return UsageError("option-unknown", f"{headline}: {why_not}", help=(("leave it out", ""),))
     helps = []
     if near:
-        helps.append((f"use {near}", _replaced(word, [f"{near}{equals}{value}"], argv, command)))
+        at = argv.index(word)
+        instead = f"{near}{equals}{value}"
+        line = shlex.join(("rallypoint", command.name, *argv[:at], instead, *argv[at + 1 :]))
+        helps.append((f"use {near}", line))
     if is_run and not is_one_dashed(word) and hyphened(name) not in SYNONYMS:
         sentence = "put the program's own options after its name"
         helps.append((sentence, f"rallypoint run train.py {word}"))
     help = tuple(helps) or _see_options(command)
     return UsageError("option-unknown", f"{headline}{hint_at(near)}", help=help)
-
-
-def _replaced(word: str, instead: Sequence[str], argv: Sequence[str], command: Command) -> str:
-    """Return the line with other words in the place of one."""
-    at = argv.index(word)
-    return shlex.join(("rallypoint", command.name, *argv[:at], *instead, *argv[at + 1 :]))
 
 
 def _nearest_option(name: str, names: Collection[str]) -> str:
@@ -179,22 +176,17 @@ def _nearest_option(name: str, names: Collection[str]) -> str:
     return long.get(nearest(typed, long), "")
 
 
-def no_word(word: str, argv: Sequence[str], command: Command) -> UsageError | None:
+def no_word(word: str, command: Command) -> UsageError | None:
     """Return the error for a word that was meant as an option, from a document or from quotes."""
-    name = word.lstrip(_DASHES + "-")
-    if name and word[0] in _DASHES:
-        plain = name.translate(dict.fromkeys(map(ord, _DASHES), "-"))
-        instead = [f"{'-' if len(name.partition('=')[0]) == 1 else '--'}{plain}"]
-        headline = f"{word} begins with a dash (U+{ord(word[0]):04X}) that is no hyphen: text programs change options like that"
-        sentence, code = "type it with hyphens", "option-unknown"
-    elif len(instead := word.split()) > 1 and any(
-        instead[0] in option.spellings for option in command.options
-    ):
+    name, *rest = word.split() or [""]
+    if rest and any(name in option.spellings for option in command.options):
         headline = f"{word} is one word with a blank in it, and no option"
-        sentence, code = "give each word of it by itself", "usage"
-    else:
+        help = ("give each word of it by itself", word)
+        return UsageError("usage", headline, help=(help,))
+    if not word.startswith(tuple(_DASHES)):
         return None
-    return UsageError(code, headline, help=((sentence, _replaced(word, instead, argv, command)),))
+    headline = f"{word} begins with a dash (U+{ord(word[0]):04X}) that is no hyphen: text programs change options like that"
+    return UsageError("option-unknown", headline, help=(("type it with hyphens", ""),))
 
 
 def no_words(words: Sequence[str], typed: Sequence[str], command: Command) -> UsageError:

@@ -149,14 +149,10 @@ def reaching(path: str, command: str) -> Iterator[LauncherAddress]:
         if ends(path, door.pid):
             raise over from None
         if isinstance(closed, query_socket.SentAway):
-            pid = f"/proc/{door.pid}"
             raise _unanswered(
                 f"{launcher} took the question and closed the connection",
                 "it has hardly any descriptor left, its job is ending, or too many others ask at the same time",
-                (
-                    "see how many it may open, and has open",
-                    f"grep files {pid}/limits; ls {pid}/fd | wc -l",
-                ),
+                ("ask again", again),
             ) from None
         raise _unanswered(
             f"{launcher} runs, and its socket is not here",

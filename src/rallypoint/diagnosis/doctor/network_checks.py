@@ -250,39 +250,33 @@ def judge_firewall(
     rules: Firewall, asked: Sequence[int], interfaces: Sequence[str] = ()
 ) -> list[Finding]:
     """`asked`: ports in ascending order; `interfaces`: by which others reach this machine."""
+    inside = _first_blocked(rules, asked, ("lo",))
+    outside = _first_blocked(rules, asked, interfaces)
     found = []
-    for version, address in ((4, "127.0.0.1"), (6, "::1")):
-        if inside := _first_blocked(rules, asked, ("lo",), version):
-            port, _, blocked = inside
-            make = fault if blocked.certain and version == 4 else note
-            found.append(
-                make(
-                    "firewall-blocks",
-                    f"between processes of this machine, a connection to {address} port {port}: {blocked}",
-                    ("let everything through on the loopback, as root", _let_in(blocked)),
-                    why=(
-                        "the ranks of one machine meet at 127.0.0.1"
-                        if version == 4
-                        else "only programs that choose IPv6 meet there",
-                    ),
-                )
+    if inside is not None:
+        port, _, version, blocked = inside
+        make = fault if blocked.certain and version == 4 else note
+        address = "127.0.0.1" if version == 4 else "::1"
+        why = "the ranks of one machine meet at 127.0.0.1"
+        found.append(
+            make(
+                "firewall-blocks",
+                f"between processes of this machine, a connection to {address} port {port}: {blocked}",
+                ("let everything through on the loopback, as root", _let_in(blocked)),
+                why=(why if version == 4 else "only programs that choose IPv6 meet there",),
             )
-            break  # one rule lets the loopback through for both
-    for version in (4, 6):
-        if outside := _first_blocked(rules, asked, interfaces, version):
-            port, interface, blocked = outside
-            found.append(
-                note(
-                    "firewall-blocks",
-                    f"from another machine, a connection to port {port} over {interface}: {blocked}",
-                    (
-                        "before a job on several machines, try the way",
-                        "rallypoint doctor --listen 29500",
-                    ),
-                    why=("on one machine this does no harm",),
-                )
+        )
+    if outside is not None:
+        port, interface, _, blocked = outside
+        help = ("before a job on several machines, try the way", "rallypoint doctor --listen 29500")
+        found.append(
+            note(
+                "firewall-blocks",
+                f"from another machine, a connection to port {port} over {interface}: {blocked}",
+                help,
+                why=("on one machine this does no harm",),
             )
-            break
+        )
     if rules.unread:
         tried = (
             "the check loopback tries the way on this machine, --listen and --peer that between two"
@@ -302,14 +296,17 @@ def _let_in(blocked: Blocked) -> str:
 
 
 def _first_blocked(
-    rules: Firewall, asked: Sequence[int], interfaces: Sequence[str], version: int
-) -> tuple[int, str, Blocked] | None:
-    """Return the first of these connections that is blocked, one that certainly is before one that
-    may be."""
-    hits = [
-        (port, name, blocked)
-        for name in interfaces
-        for port in asked
-        if (blocked := rules.blocked(port, name, version))
-    ]
-    return min(hits, key=lambda hit: not hit[2].certain, default=None)
+    rules: Firewall, asked: Sequence[int], interfaces: Sequence[str]
+) -> tuple[int, str, int, Blocked] | None:
+    """Return the first of these connections that is blocked, with IPv4 before IPv6, and one that
+    certainly is before one that may be: its port, interface, version of IP, and rule."""
+    for version in (4, 6):
+        hits = [
+            (port, name, version, blocked)
+            for name in interfaces
+            for port in asked
+            if (blocked := rules.blocked(port, name, version))
+        ]
+        if hits:
+            return min(hits, key=lambda hit: not hit[3].certain)
+    return None
