@@ -63,23 +63,28 @@ CLOSE_WAITS = 2.0
 """Seconds that `close` waits for a terminal that takes nothing (Ctrl-S, a stopped pager)."""
 
 
-class _RankLog(Sink):
-    """A rank's log file and the last lines it said."""
+class _KeptText(Sink):
+    """Text that goes to a file; None: nowhere. `lines` are counted."""
 
-    def __init__(self, rank: int, file: KeptFile | None) -> None:
+    def __init__(self, file: KeptFile | None) -> None:
         super().__init__()
-        self.rank = rank
         self.file = file
         self.lines = 0
+
+
+class _RankLog(_KeptText):
+    """A rank's log file and the last lines it said."""
+
+    def __init__(self, file: KeptFile | None) -> None:
+        super().__init__(file)
         self.said: deque[bytes] = deque(maxlen=TAIL_LINES)
         self.begun: dict[object, bytes] = {}
 
     def remember(self, stream: object, piece: Piece) -> None:
         """Keep the end of what was said."""
         if piece.kind == "part":
-            self.begun[stream] = (self.begun.get(stream, b"") + piece.data[:TAIL_BYTES])[
-                :TAIL_BYTES
-            ]
+            begun = self.begun.get(stream, b"") + piece.data[:TAIL_BYTES]
+            self.begun[stream] = begun[:TAIL_BYTES]
         elif piece.kind == "lines":
             last = piece.data[:-1].rsplit(b"\n", TAIL_LINES)
             begun = self.begun.pop(stream, b"")
@@ -92,15 +97,14 @@ class _RankLog(Sink):
         self.begun.clear()
 
 
-class _Filter(Sink):
+class _Filter(_KeptText):
     """torchrun's filtered_stdout.log: lines of teed streams that contain one of the texts, in one
     file."""
 
     def __init__(self, file: KeptFile, needles: Iterable[str], header: str | None) -> None:
         """`header`: before the local rank, in brackets; None: what the stream's lines have on the
         terminal."""
-        super().__init__()
-        self.file = file
+        super().__init__(file)
         self._needles = tuple(needle.encode() for needle in needles)
         self._header = header
         self._begun: dict[object, bytes] = {}
@@ -109,11 +113,9 @@ class _Filter(Sink):
         if piece.kind == "part":
             self._begun[stream] = self._begun.get(stream, b"") + piece.data[:READ_SIZE]
         elif piece.kind == "lines":
-            header = (
-                f"[{self._header}{stream.local_rank}]:".encode()
-                if self._header is not None
-                else stream.prefix
-            )
+            header = stream.prefix
+            if self._header is not None:
+                header = f"[{self._header}{stream.local_rank}]:".encode()
             data = self._begun.pop(stream, b"") + piece.data
             for line in data.splitlines(keepends=True):
                 if any(needle in line for needle in self._needles):
@@ -216,7 +218,7 @@ class LogPump:
         self._thread = threading.Thread(target=self._run, name="rallypoint-logs", daemon=True)
         for rank in ranks:
             path = os.path.join(run_dir, f"rank{rank}.log") if run_dir else ""
-            self._logs[rank] = _RankLog(rank, KeptFile(path, self._trouble) if path else None)
+            self._logs[rank] = _RankLog(KeptFile(path, self._trouble) if path else None)
 
     def __repr__(self) -> str:
         state = (
@@ -299,10 +301,7 @@ class LogPump:
         nothing, or a disk that does not answer, can be the reason. Nothing is lost then; the pump
         goes on.
         """
-        until = self._clock.monotonic() + timeout
-        done = self._submit(self._flush).wait(timeout)
-        written = self._disk.settle(max(0.0, until - self._clock.monotonic()))
-        return done and written and self.error is None
+        return self._finish(self._flush, self._disk.settle, timeout)
 
     def drain(self, timeout: float) -> bool:
         """`settle`, then end all streams: unfinished lines are completed and the pipes closed.
@@ -310,9 +309,14 @@ class LogPump:
         A pipe that a grandchild keeps open has no end to wait for: what it holds now is read, what
         is written later is not (the writer gets SIGPIPE). False as for `settle`.
         """
+        return self._finish(self._end_all, self._disk.finish, timeout)
+
+    def _finish(
+        self, act: Callable[[], None], write: Callable[[float], bool], timeout: float
+    ) -> bool:
         until = self._clock.monotonic() + timeout
-        done = self._submit(self._end_all).wait(timeout)
-        written = self._disk.finish(max(0.0, until - self._clock.monotonic()))
+        done = self._submit(act).wait(timeout)
+        written = write(max(0.0, until - self._clock.monotonic()))
         return done and written and self.error is None
 
     def wait_for_reader(self, interrupted: Callable[[], bool]) -> None:
@@ -346,11 +350,9 @@ class LogPump:
         for stream in list(self._streams.values()):
             self._forget(stream)
         self._close_tees()
-        for log in self._logs.values():
-            if log.file:
-                self._disk.submit(log.file.close)
-        for picked in self._filters.values():
-            self._disk.submit(picked.file.close)
+        for sink in (*self._logs.values(), *self._filters.values()):
+            if sink.file:
+                self._disk.submit(sink.file.close)
         self._disk.close()
         self._obey_the_rest()
         self._epoll.close()
@@ -475,17 +477,12 @@ class LogPump:
     def _flush(self) -> None:
         """Hand over what was composed; logs first, because a terminal may keep us waiting. A disk
         does after that."""
-        for log in self._logs.values():
-            if log.out:
-                text = log.take()
-                if log.file is not None and not log.file.given_up:
-                    with self._lock:
-                        log.lines += text.count(b"\n")
-                    self._keep(log.file, text)
-        for picked in self._filters.values():
-            if picked.out:
-                text = picked.take()
-                self._keep(picked.file, text)
+        for sink in (*self._logs.values(), *self._filters.values()):
+            text = sink.take()
+            if text and sink.file is not None and not sink.file.given_up:
+                with self._lock:
+                    sink.lines += text.count(b"\n")
+                self._keep(sink.file, text)
         for console in (self._stdout, self._stderr):
             text = console.screen.take()
             if text and console.fd is not None:
@@ -575,13 +572,12 @@ class LogPump:
         self, stream: StreamName, path: str, needles: Sequence[str], header: str
     ) -> None:
         before = self._filters.pop(stream, None)
-        if before is not None:
+        if before is not None and before.file is not None:
             self._disk.submit(before.file.close)
         if needles:
-            self._filters[stream] = _Filter(
-                KeptFile(path, self._trouble), needles, None if self._own_header else header
-            )
-            self._torchruns.append(self._filters[stream].file)
+            file = KeptFile(path, self._trouble)
+            self._filters[stream] = _Filter(file, needles, None if self._own_header else header)
+            self._torchruns.append(file)
 
     def _note(self, rank: int, text: str, show: bool) -> None:
         log = self._logs[rank]
