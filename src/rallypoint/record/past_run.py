@@ -32,6 +32,7 @@ DEFAULT_GRACE = 30.0
 """Seconds of `rallypoint run --grace` when it is not given."""
 
 _STAMP = re.compile(r"(\d{8}-\d{6})(?:-|$)")
+_LIST = (("see what is kept", "rallypoint show --list"),)
 _LOG = re.compile(r"rank(\d+)\.log")
 
 
@@ -135,9 +136,12 @@ def find(root: str, word: str = "", command: str = "show") -> str:
     Raises `UsageError` when there is none, or more than one; its help is for `rallypoint COMMAND`.
     """
     if word and (os.sep in word or os.path.isdir(word)):
-        return _folder(word)
+        path = os.path.abspath(word)
+        if not os.path.isdir(path):
+            raise UsageError("usage", f"{path} is no folder", help=_LIST)
+        return path
     runs = past_runs(root)
-    if os.path.isdir(os.path.join(root, word)) and word not in ("", ".", "..", "latest"):
+    if word not in ("", ".", "..", "latest") and os.path.isdir(os.path.join(root, word)):
         return os.path.join(root, word)
     if not runs:
         helps = (
@@ -156,11 +160,7 @@ def find(root: str, word: str = "", command: str = "show") -> str:
             f"{len(fitting)} runs have {word} in their names",
             help=_choices(fitting, command),
         )
-    raise UsageError(
-        "usage",
-        f"no run is called {word}, nor has it in its name",
-        help=(("see what is kept", "rallypoint show --list"),),
-    )
+    raise UsageError("usage", f"no run is called {word}, nor has it in its name", help=_LIST)
 
 
 def _choices(runs: Sequence[PastRun], command: str, most: int = 3) -> tuple[tuple[str, str], ...]:
@@ -170,29 +170,21 @@ def _choices(runs: Sequence[PastRun], command: str, most: int = 3) -> tuple[tupl
     )
 
 
-def _folder(path: str) -> str:
-    path = os.path.abspath(path)
-    if not os.path.isdir(path):
-        raise UsageError(
-            "usage", f"{path} is no folder", help=(("see what is kept", "rallypoint show --list"),)
-        )
-    return path
-
-
 def read(path: str) -> KeptRun:
     """Return all that is kept in a run folder. Raises `UsageError` for one that no run of ours has
     written, or that may not be read."""
     damage: list[str] = []
     planned = os.path.join(path, "plan.json")
-    see = (("see what is kept", "rallypoint show --list"),)
     try:
         written = os.stat(planned).st_mtime
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
-            "usage", f"{path} is no run folder: there is no plan.json in it", help=see
+            "usage", f"{path} is no run folder: there is no plan.json in it", help=_LIST
         ) from None
     except OSError as error:
-        raise UsageError("usage", f"{path} cannot be read: {reason_of(error)}", help=see) from error
+        raise UsageError(
+            "usage", f"{path} cannot be read: {reason_of(error)}", help=_LIST
+        ) from error
     plan = KeptPlan()
     try:
         plan = msgspec.json.decode(_content(planned), type=KeptPlan)
@@ -217,20 +209,14 @@ def _missing(run: KeptRun) -> Iterator[str]:
     removed it."""
     if run.events_cut:
         yield f"events.jsonl ends early: {UNWRITABLE}"
-    over = not run.running
-    if (
-        over
-        and not os.path.exists(os.path.join(run.path, "report.json"))
-        and (run.status or run.reported)
-    ):
+    if run.running:
+        return
+    reported = os.path.exists(os.path.join(run.path, "report.json"))
+    if not reported and (run.status or run.reported):
         yield "there is no report.json: it could not be written (a full disk?), or was removed; it was shown when the job ended"
-    missing = [
-        rank
-        for rank in range(run.plan.world.local_size)
-        if rank not in {log.rank for log in run.logs}
-    ]
-    if over and run.logs and missing:
-        yield f"there is no log of {ranks_phrase(missing)}: it could not be written (a full disk?), or was removed"
+    missing = set(range(run.plan.world.local_size)) - {log.rank for log in run.logs}
+    if run.logs and missing:
+        yield f"there is no log of {ranks_phrase(sorted(missing))}: it could not be written (a full disk?), or was removed"
 
 
 def _is_cut(path: str) -> bool:
@@ -296,13 +282,11 @@ def _report(path: str, damage: list[str]) -> bytes:
 
 def _logs(path: str, damage: list[str]) -> tuple[Log, ...]:
     try:
-        entries = [
-            (found, entry) for entry in os.scandir(path) if (found := _LOG.fullmatch(entry.name))
-        ]
         return tuple(
             sorted(
                 Log(int(found[1]), entry.path, entry.stat().st_size, _is_cut(entry.path))
-                for found, entry in entries
+                for entry in os.scandir(path)
+                if (found := _LOG.fullmatch(entry.name))
             )
         )
     except OSError as error:
