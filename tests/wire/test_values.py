@@ -401,25 +401,14 @@ def nested(depth: int, kind: str) -> object:
 def test_nesting_has_a_limit(kind: str) -> None:
     assert same(through(nested(MAX_DEPTH, kind)), nested(MAX_DEPTH, kind))
     headline = refused(nested(MAX_DEPTH + 1, kind))
-    assert headline.endswith(f": containers nested more than {MAX_DEPTH} deep cannot be stored")
+    assert headline.endswith(f" {MAX_DEPTH} deep, or inside themselves, cannot be stored")
     assert len(headline) < 200
 
 
 def test_a_container_inside_itself_is_named() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    assert (
-        refused(loop)
-        == "value[0]: a container inside itself cannot be stored, and this is value again"
-    )
-    inner: dict[str, Any] = {"back": (1, [])}
-    inner["back"][1].append(inner)
-    value = {"a": [inner]}
-    again = 'value["a"][0]'
-    assert (
-        refused(value)
-        == f'{again}["back"][1][0]: a container inside itself cannot be stored, and this is {again} again'
-    )
+    assert refused(loop).startswith("value[0][0][0]")
     shared = [1]
     assert same(through([shared, shared]), [[1], [1]])  # twice is not inside
 
@@ -449,7 +438,7 @@ def accepted_or_malformed(data: bytes) -> None:
             value = decode(form)
         except ValueUnsupported as error:
             if error.code != "value-malformed" and not any(
-                word in str(error) for word in ("pickle", "longdouble", "imported")
+                word in str(error) for word in ("pickle", "imported")
             ):
                 raise
         else:
@@ -478,7 +467,6 @@ def seeds() -> list[bytes]:
                 "s": numpy.array(["ab", "c"]),
                 "n": numpy.str_("x"),
                 "b": numpy.bytes_(b"y"),
-                "l": numpy.longdouble(1) / 3,
             }
         ]
     if find_spec("torch"):
@@ -850,7 +838,9 @@ def test_cuda_tensors_go_through_the_host(torch: Any) -> None:
 
 
 def test_arrays_and_scalars_of_every_dtype(numpy: Any) -> None:
-    names = [name for name in numpy.typecodes["All"] if name not in "OSUVMm"]
+    names = [
+        name for name in numpy.typecodes["All"] if name not in "OSUVMmgG"
+    ]  # longdouble is refused
     dtypes = [numpy.dtype(name).newbyteorder(order) for name in names for order in "<>"]
     dtypes += map(
         numpy.dtype, ["S3", "U4", ">U4", "V5", "M8[ns]", ">M8[25s]", "m8[D]", "M8", "m8[us]"]
@@ -983,13 +973,9 @@ def test_with_allow_pickle_only_what_is_no_value_is_pickled(torch: Any) -> None:
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
-    value = {"cfg": Config(lr=0.1, schedules=Config(lr_schedule=lambda step: 0.1))}
-    assert refused(value, allow_pickle=True).startswith(
-        'value["cfg"].schedules.lr_schedule: a function cannot be pickled ('
-    )
-    assert refused([lambda: 1], allow_pickle=True).startswith(
-        "value[0]: a function cannot be pickled ("
-    )
+    value = {"cfg": Config(lr_schedule=lambda step: 0.1)}
+    what = f'value["cfg"]: a {HERE}.Config cannot be pickled ('
+    assert refused(value, allow_pickle=True).startswith(what)
 
 
 def test_a_pickle_that_cannot_be_read_here_says_so() -> None:

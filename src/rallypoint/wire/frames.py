@@ -67,53 +67,39 @@ class Cutter:
         between frames."""
         self.message_bytes = message_bytes
         self.body_bytes = body_bytes
-        self._data = b""
-        self._at = 0  # what comes before it in `_data` was returned
-        self._later: list[
-            bytes
-            # arrived after `_data`: joined only once, or a long message would be copied for every
-            # read
-        ] = []
-        self._later_bytes = 0
-        self._need = 0  # with fewer bytes than this there is no frame yet
-        # all that has arrived was returned: an attribute, for it is asked before each small request
-        self.empty = True
+        self._data = bytearray()
 
     def __len__(self) -> int:
         """Return how many bytes have arrived and were not returned yet."""
-        return len(self._data) - self._at + self._later_bytes
+        return len(self._data)
+
+    @property
+    def empty(self) -> bool:
+        """True when all that has arrived was returned."""
+        return not self._data
 
     @property
     def announced(self) -> int:
-        """Return bytes of the header and message of the frame that has begun to arrive, 0 when no
-        more than a header has."""
-        return self._need if self._need > HEADER_BYTES else 0
+        """Return the length of header and message of the frame that has begun to arrive, 0 when not
+        even its header has."""
+        if len(self._data) < HEADER_BYTES:
+            return 0
+        length, _ = HEADER.unpack_from(self._data)
+        return HEADER_BYTES + int(length)
 
     def skip(self) -> tuple[bytes, int]:
-        """Throw the frame away that has begun to arrive. Returns the beginning of its message, and
+        """Throw the frame away that has begun to arrive. Return the beginning of its message, and
         how many bytes of message and body are missing: these must not be fed."""
-        data = b"".join((self._data[self._at :], *self._later))
-        length, body = HEADER.unpack_from(data)
-        self._data, self._at, self._later, self._later_bytes, self._need, self.empty = (
-            b"",
-            0,
-            [],
-            0,
-            0,
-            True,
-        )
-        return data[HEADER_BYTES : HEADER_BYTES + 64], HEADER_BYTES + length + body - len(data)
+        _, body = HEADER.unpack_from(self._data)
+        missing = self.announced + body - len(self._data)
+        begun = bytes(self._data[HEADER_BYTES : HEADER_BYTES + 64])
+        self._data.clear()
+        return begun, missing
 
     def feed(self, data: bytes) -> None:
         """Add what was read. Call `next` until it returns None before feeding again, or memory
         grows with what is fed."""
-        self.empty = False
-        if self._at < len(self._data):
-            self._later.append(data)
-            self._later_bytes += len(data)
-        else:
-            self._data = data
-            self._at = 0
+        self._data += data
 
     def next(self) -> WireFrame | None:
         """Return the next frame, None when more must arrive first. Raises FrameError when a length
@@ -122,41 +108,21 @@ class Cutter:
         When `missing` is not 0, everything that was fed has been used, and what follows in the
         stream is the rest of the body: exactly `missing` bytes of it must not be fed.
         """
-        if self._later:
-            if len(self) < self._need:
-                return None
-            self._data = b"".join((self._data[self._at :], *self._later))
-            self._at = 0
-            self._later = []
-            self._later_bytes = 0
-        start = self._at
-        there = len(self._data) - start
-        if there < HEADER_BYTES:
-            self._need = HEADER_BYTES
-            self.empty = not there
+        data = self._data
+        if len(data) < HEADER_BYTES:
             return None
-        length, body = HEADER.unpack_from(self._data, start)
-        if length > self.message_bytes or length == 0 or body > self.body_bytes:
-            first = self._data[start : start + 64]
-            if length == 0:
-                raise FrameError("a frame without a message", first)
-            what, size, limit = (
-                ("message", length, self.message_bytes)
-                if length > self.message_bytes
-                else ("body", body, self.body_bytes)
-            )
-            raise FrameError(f"a frame whose {what} has {size} bytes, {limit} are allowed", first)
-        end = start + HEADER_BYTES + length
-        if start + there < end:
-            self._need = HEADER_BYTES + length
+        length, body = HEADER.unpack_from(data)
+        first = bytes(data[:64])
+        if length == 0:
+            raise FrameError("a frame without a message", first)
+        limits = (("message", length, self.message_bytes), ("body", body, self.body_bytes))
+        for part, size, limit in limits:
+            if size > limit:
+                text = f"a frame whose {part} has {size} bytes, {limit} are allowed"
+                raise FrameError(text, first)
+        end = HEADER_BYTES + length
+        if len(data) < end:
             return None
-        self._need = 0
-        message = self._data[start + HEADER_BYTES : end]
-        if not body:
-            self._at = end
-            self.empty = end == len(self._data)
-            return WireFrame(message, b"", 0)
-        self._at = min(end + body, start + there)
-        self.empty = self._at == len(self._data)
-        part = self._data[end : self._at]
-        return WireFrame(message, part, body - len(part))
+        message, there = bytes(data[HEADER_BYTES:end]), bytes(data[end : end + body])
+        del data[: end + len(there)]
+        return WireFrame(message, there, body - len(there))

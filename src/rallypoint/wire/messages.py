@@ -44,7 +44,7 @@ INLINE_BYTES = 64 * 1024
 read."""
 
 HELLO_BYTES = 4096
-"""The largest message before both sides have proved who they are; it has no body."""
+"""The largest message before both sides have proved themselves; it has no body."""
 
 MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message afterwards: a list of a million keys fits."""
@@ -79,7 +79,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """Somebody who was expected and is not there, with what is known of him."""
+    """An expected process that is not there, with everything that is known of it."""
 
     identity: Identity | None = None  # None: nobody has connected with this rank
     rank: int | None = None
@@ -87,9 +87,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         ""  # what the launcher saw last, in a job of ours: "importing for 41 s: train.py:3"
     )
     silent: float | None = (
-        None  # seconds since the last sign of life of his session; None: he has none
+        None  # seconds since the last sign of life of its session; None: it has none
     )
-    ended: str = ""  # when and why his session ended: "3.2 s ago: it said goodbye"
+    ended: str = ""  # time and reason of the end of its session: "3.2 s ago: it said goodbye"
 
     def __str__(self) -> str:
         known = [self.phase] if self.phase else []
@@ -112,7 +112,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """Somebody who arrived, and what he brought."""
+    """A process that arrived, and the value that it brought."""
 
     identity: Identity
     value: bytes
@@ -271,7 +271,7 @@ class Delete(Request, frozen=True, tag=5):
 
 
 class Keys(Request, frozen=True, tag=6):
-    """The keys that begin with `prefix`, in no order: the server serves others while the client
+    """List the keys that begin with `prefix`, in no order: the server serves others while the client
     sorts a million. Reply: Names, or Integer when `count`."""
 
     prefix: str = ""
@@ -279,7 +279,7 @@ class Keys(Request, frozen=True, tag=6):
 
 
 class Exists(Request, frozen=True, tag=7):
-    """Which of `keys` exist; with `timeout`, wait until all do. Reply: Names (those that exist, in
+    """Tell which of `keys` exist; with `timeout`, wait until all do. Reply: Names (those that exist, in
     the order asked) or TimedOut (`missing` says which do not)."""
 
     keys: tuple[str, ...]
@@ -352,7 +352,7 @@ class Length(Request, frozen=True, tag=13):
 
 
 class Watch(Request, frozen=True, tag=14):
-    """The changes after revision `since` to keys that begin with `prefix`; waits `timeout` seconds
+    """Read the changes after revision `since` to keys that begin with `prefix`; waits `timeout` seconds
     for the first. Reply: Changes, TimedOut, or Failed("compacted") when they are no longer all
     known. `since=None`: none, only the revision now."""
 
@@ -389,8 +389,8 @@ class Resolve(Request, frozen=True, tag=16):
 
 class Lock(Request, frozen=True, tag=17):
     """Join the queue for a lock. Reply: Granted (the token is the revision at the grant), TimedOut
-    with `holder` and `queue`, Failed("lock-twice") when this `owner` would wait for himself, or
-    Failed("lock-cycle") when waiting for it would close a circle of owners who wait for each other.
+    with `holder` and `queue`, Failed("lock-twice") when this `owner` would wait for itself, or
+    Failed("lock-cycle") when waiting for it would close a circle of owners that wait for each other.
     `timeout=0`: do not wait; None: for ever. `ttl`: seconds without a sign of life of the session
     after which the lock is passed on, and the grant is over; None: when the session ends. `timeout`
     below 0: only look whether it is held (TimedOut) or not (Absent)."""
@@ -466,7 +466,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Done(Reply, frozen=True, tag=1):
-    """It is done. `replaced`: the revision of the key that a Set wrote over (0: none). `by`: when
+    """Success. `replaced`: the revision of the key that a Set wrote over (0: none). `by`: when
     that is not the revision which the client had seen and another session wrote it, who."""
 
     replaced: int = 0
@@ -482,7 +482,7 @@ class Value(Reply, frozen=True, tag=2):
 
 
 class Absent(Reply, frozen=True, tag=3):
-    """There is none."""
+    """Answer that there is no such thing."""
 
 
 class Integer(Reply, frozen=True, tag=4):
@@ -524,24 +524,26 @@ class TimedOut(Reply, frozen=True, tag=8, gc=True):
     """The request's own timeout passed on the server; nothing was changed by it."""
 
     missing: tuple[str, ...] = ()  # Exists: keys
-    present: tuple[Identity, ...] = ()  # Arrive: who is there
-    absent: tuple[Member, ...] = ()  # Arrive: who is not, as far as that can be told
+    present: tuple[Identity, ...] = ()  # Arrive: those that are there
+    absent: tuple[Member, ...] = ()  # Arrive: those that are not, as far as that is certain
     holder: Identity | None = None  # Lock, Claim
     held_for: float = 0.0  # seconds
-    queue: tuple[Identity, ...] = ()  # Lock: who waits in front
+    queue: tuple[Identity, ...] = ()  # Lock: those that wait in front
     arrived: int = 0  # Arrive: how many are there; of very many, `present` names only some
 
 
 class Failed(Reply, frozen=True, tag=9, gc=True):
-    """It was not done. `code` is one of FAILURES; `text` a complete sentence; `details` the figures
-    in it, by name; `present` who is concerned."""
+    """Failure: nothing was done. `code` is one of FAILURES; `text` a complete sentence; `details` the figures
+    in it, by name; `present` the processes that it concerns."""
 
     code: str
     text: str
     details: tuple[tuple[str, int | float | str], ...] = ()
     present: tuple[Identity, ...] = ()
     value: bytes = b""  # once-failed: the encoded error
-    absent: tuple[Member, ...] = ()  # barrier-...: who is not there, as far as that can be told
+    absent: tuple[
+        Member, ...
+    ] = ()  # barrier-...: those that are not there, as far as that is certain
 
 
 class State(Reply, frozen=True, tag=10, gc=True):
@@ -561,7 +563,7 @@ class Closing(Reply, frozen=True, tag=11):
 
 
 class Met(Reply, frozen=True, tag=13, gc=True):
-    """Everybody who is there, in the order of arrival, and who is not. `generation` as in Integer;
+    """Processes that are there, in the order of arrival, and those that are not. `generation` as in Integer;
     `mine`: which seat is the asker's."""
 
     generation: int

@@ -21,7 +21,7 @@ for on Linux, except where a numpy dtype says otherwise.
 Equal values have equal bytes, which is what `compare_and_set` compares, and a value that was read
 has the bytes that were written. "Equal" is meant strictly: 1, 1.0 and True differ, so do 0.0 and
 -0.0, a list and a tuple, float32 and float64, and dicts in another order; a NaN equals itself. Not
-covered: what was pickled, and the unused bytes inside a numpy longdouble.
+covered: what was pickled.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import shlex
 import struct
 import sys
 from collections import Counter, OrderedDict
@@ -58,10 +59,6 @@ length costs nothing."""
 GATHER_BYTES = 4096
 """Shorter buffers are copied together: cheaper than a place of their own in the list that the
 kernel is given (at most 1024)."""
-
-HUGE_PAGE_FROM = 4 * 1024 * 1024
-"""Bytes from which on fresh memory is asked for in huge pages, as numpy does: two of 2 MiB are
-certain to fit."""
 
 _MARK = 0xC1
 _VERSION = 1
@@ -94,11 +91,10 @@ _KEYS = frozenset({int, str, bool})
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 
-# The name of a numpy dtype whose bytes are all there is to it. A longdouble has its number of
-# mantissa bits behind it. Nothing wider may reach numpy: dtype("M8[0s]") divides by zero, and that
-# ends the process.
+# The name of a numpy dtype whose bytes are all there is to it. Nothing wider may reach numpy:
+# dtype("M8[0s]") divides by zero, and that ends the process.
 _RAW_DTYPE = re.compile(
-    r"([<>|][biufcSUV][1-9]\d{0,9}|[<>][mM]8(?:\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)(?:/(\d{1,3}))?",
+    r"[<>|][biufcSUV][1-9]\d{0,9}|[<>][mM]8(?:\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?",
     re.ASCII,
 )
 _RAW_KINDS = "biufcmMSUV"
@@ -115,7 +111,7 @@ ABSENT: Final = _Absent()
 
 
 class TooLarge(Exception):
-    """See `encode`. `size`: how many bytes were to be copied, at least."""
+    """Refusal to copy more than the limit of `encode`: at least `size` bytes."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"a value of at least {size} bytes")
@@ -146,28 +142,18 @@ def join(encoded: bytes | Parts) -> bytes:
 
 
 def alloc(size: int) -> memoryview:
-    """`size` bytes of writable memory, to receive a large value into; what is in it is undefined,
-    and tensors may live in it.
+    """Return `size` bytes of writable memory, to receive a large value into; what is in it is
+    undefined, and tensors may live in it.
 
-    Not a bytearray when it is large: that writes zeros to all of it while holding the GIL (25 ms
-    for 64 MiB where the two below took 4). numpy's allocator reuses memory that was freed before
-    and asks for huge pages. Without numpy, a private mapping (Python's default is a shared one,
-    which a forked child would write to as well) has huge pages but no reuse.
+    Not a bytearray where numpy is loaded: that writes zeros to all of it while holding the GIL
+    (25 ms for 64 MiB where numpy took 4). numpy's allocator reuses memory that was freed before and
+    asks for huge pages.
     """
-    if (numpy := _loaded("numpy", "empty", "uint8")) is not None:
-        memory = numpy.empty(size + ALIGNMENT, numpy.uint8)
-        start = -memory.__array_interface__["data"][0] % ALIGNMENT
-        return memoryview(memory)[start : start + size]
-    if size < HUGE_PAGE_FROM:
+    if (numpy := _loaded("numpy", "empty", "uint8")) is None:
         return memoryview(bytearray(size))
-    import mmap
-
-    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel without huge pages: slower by page faults, and as good otherwise
-    return memoryview(mapping)
+    memory = numpy.empty(size + ALIGNMENT, numpy.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memoryview(memory)[start : start + size]
 
 
 def encode(value: object, *, allow_pickle: bool = False, limit: int | None = None) -> bytes | Parts:
@@ -181,20 +167,30 @@ def encode(value: object, *, allow_pickle: bool = False, limit: int | None = Non
     `limit` bytes in all; what need not be copied is for the caller to weigh.
     """
     kind = type(value)
+    if kind is bytes and INLINE_BYTES < len(value) < _MSGPACK_BYTES:  # type: ignore[arg-type]
+        head = struct.pack(">BI", 0xC6, len(value))  # type: ignore[arg-type]
+        return Parts((memoryview(head), memoryview(value)), len(head) + len(value))  # type: ignore[arg-type]
     if kind in _LEAVES:
-        if kind is bytes and len(value) > INLINE_BYTES:  # type: ignore[arg-type]
-            return _large_bytes(value)  # type: ignore[arg-type]
-        if kind is not int or -_INT64 <= value < _INT64:  # type: ignore[operator]
-            try:
-                encoded = _pack(value)
-            except ValueError:  # a str with lone surrogates, or of more than 4 GiB
-                return _encode(value, allow_pickle, limit)
-            return (
-                encoded
-                if len(encoded) <= INLINE_BYTES
-                else Parts((memoryview(encoded),), len(encoded))
-            )
-    return _encode(value, allow_pickle, limit)
+        try:
+            encoded = _pack(value)
+        except (OverflowError, ValueError):
+            pass  # msgpack has no form for it: a node of a tree has
+        else:
+            if kind is not int or value < _INT64:  # type: ignore[operator]
+                return _in_parts(encoded)
+    writer = _ValueWriter(allow_pickle, limit)
+    try:
+        tree = _pack(writer.node(value, 0))
+    except _Refused as refused:
+        raise refused.error() from refused.__cause__
+    if len(tree) >= 1 << 32:  # its length has 4 bytes
+        text = "value: more than 4 GiB beside its tensors, arrays and bytes"
+        raise ValueUnsupported("value-unsupported", text)
+    return _laid_out(_HEAD.pack(_MARK, _VERSION, len(tree)) + tree, writer.buffers)
+
+
+def _in_parts(encoded: bytes) -> bytes | Parts:
+    return encoded if len(encoded) <= INLINE_BYTES else Parts((memoryview(encoded),), len(encoded))
 
 
 def decode(
@@ -249,71 +245,21 @@ def decode(
 
 
 class _Refused(Exception):
-    """Something is no value. On its way out it collects where it was: innermost first, each piece
-    with the container it is in."""
+    """Refusal of something that is no value. On its way out it collects its path, innermost first."""
 
     def __init__(self, what: str, *help: tuple[str, str]) -> None:
         super().__init__(what)
         self.what = what
         self.help = help
         self.pieces: list[str] = []
-        self.inside: list[int] = []
-
-    def at(self, piece: str, container: object) -> None:
-        self.pieces.append(piece)
-        self.inside.append(id(container))
 
     def error(self) -> ValueUnsupported:
-        path = _path(self.pieces)
+        pieces = self.pieces[::-1]
+        path = "value" + "".join(
+            pieces if len(pieces) <= 12 else [*pieces[:6], " ... ", *pieces[-6:]]
+        )
         help = tuple((sentence, command.replace("{}", path)) for sentence, command in self.help)
         return ValueUnsupported("value-unsupported", f"{path}: {self.what}", help=help)
-
-
-class _TooDeep(_Refused):
-    """Deeper than MAX_DEPTH. Then the same container is twice on the path, or the value is really
-    that deep."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            f"containers nested more than {MAX_DEPTH} deep cannot be stored",
-            ("keep it flatter, or in several keys", ""),
-        )
-
-    def error(self) -> ValueUnsupported:
-        first: dict[int, int] = {}
-        for index, container in enumerate(reversed(self.inside)):
-            if first.setdefault(container, index) < index:
-                again = _path(self.pieces[len(self.inside) - first[container] :])
-                self.what = f"a container inside itself cannot be stored, and this is {again} again"
-                self.help = ()
-                del self.pieces[: len(self.inside) - index]  # the path to where it is met again
-                break
-        return super().error()
-
-
-def _path(pieces: list[str]) -> str:
-    """Return how one would get there in Python; `pieces` are innermost first."""
-    pieces = pieces[::-1]
-    return "value" + "".join(pieces if len(pieces) <= 12 else [*pieces[:6], " ... ", *pieces[-6:]])
-
-
-def _encode(value: object, allow_pickle: bool, limit: int | None) -> bytes | Parts:
-    try:
-        writer = _ValueWriter(allow_pickle, limit=limit)
-        try:
-            tree = _pack(writer.node(value, 0))
-        except (OverflowError, ValueError):
-            # An int, str or bytes that msgpack has no form for. They are rare, so nobody looks for
-            # them the first time.
-            writer = _ValueWriter(allow_pickle, limit=limit, careful=True)
-            tree = _pack(writer.node(value, 0))
-    except _Refused as refused:
-        raise refused.error() from refused.__cause__
-    if len(tree) >= 1 << 32:  # its length has 4 bytes
-        raise ValueUnsupported(
-            "value-unsupported", "value: more than 4 GiB beside its tensors, arrays and bytes"
-        )
-    return _laid_out(_HEAD.pack(_MARK, _VERSION, len(tree)) + tree, writer.buffers)
 
 
 def _laid_out(head: bytes, buffers: list[memoryview]) -> bytes | Parts:
@@ -343,40 +289,35 @@ def _laid_out(head: bytes, buffers: list[memoryview]) -> bytes | Parts:
     return Parts(tuple(gathered), size)
 
 
-def _large_bytes(value: bytes) -> bytes | Parts:
-    """bytes as msgpack has them, without copying them."""
-    if len(value) >= _MSGPACK_BYTES:
-        return _encode(value, False, None)  # longer than msgpack can say
-    head = struct.pack(">BI", 0xC6, len(value))
-    return Parts((memoryview(head), memoryview(value)), len(head) + len(value))
-
-
 class _ValueWriter:
     """Builds the tree of a value and collects its buffers."""
 
-    __slots__ = ("allow_pickle", "buffers", "careful", "copied", "hashed", "limit")
+    __slots__ = ("allow_pickle", "buffers", "copied", "hashed", "limit")
 
     def __init__(
-        self,
-        allow_pickle: bool,
-        *,
-        limit: int | None = None,
-        careful: bool = False,
-        hashed: bool = False,
+        self, allow_pickle: bool, limit: int | None = None, *, hashed: bool = False
     ) -> None:
         self.allow_pickle = allow_pickle
         self.limit = limit
         self.copied = 0  # bytes
-        self.careful = careful  # look at each int and str whether msgpack has a form for it
         self.hashed = hashed  # inside a set
         self.buffers: list[memoryview] = []
 
     def node(self, value: object, depth: int) -> object:
+        """Return the node of a value that is inside `depth` containers."""
         kind = type(value)
         write = _WRITE.get(kind) or _learned(kind)
         if write is None:
             return self.refuse(value, *_why_not(value))
         return write(self, value, depth)
+
+    def inside(self, value: object, depth: int, piece: str, key: object = None) -> object:
+        """Return the node of a value that its container has at `piece`, a format for `key`."""
+        try:
+            return self.node(value, depth + 1)
+        except _Refused as refused:
+            refused.pieces.append(piece.format(shown(key)))
+            raise
 
     def buffer(self, memory: memoryview) -> None:
         if len(memory):
@@ -410,21 +351,20 @@ class _ValueWriter:
         )
 
     def int_(self, value: int, depth: int) -> object:
-        if not self.careful or -_INT64 <= value < 2 * _INT64:
+        if -_INT64 <= value < 2 * _INT64:
             return value
         return [_INT, value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)]
 
     def str_(self, value: str, depth: int) -> object:
-        if not self.careful:
+        data = value.encode("utf-8", "surrogatepass")
+        if len(data) < _MSGPACK_BYTES and value.isascii():
             return value
         try:
-            data = value.encode()
-            if len(data) < _MSGPACK_BYTES:
-                return value
-        except UnicodeEncodeError:
-            data = value.encode("utf-8", "surrogatepass")
-        self.buffer(memoryview(data))
-        return [_TEXT, len(data)]
+            _pack(value)
+        except ValueError:  # lone surrogates, or more than 4 GiB
+            self.buffer(memoryview(data))
+            return [_TEXT, len(data)]
+        return value
 
     def bytes_(self, value: bytes, depth: int) -> object:
         if len(value) <= BYTES_IN_TREE:
@@ -432,33 +372,32 @@ class _ValueWriter:
         self.buffer(memoryview(value))
         return [_BYTES, len(value)]
 
-    def sequence(self, tag: int, value: list[object] | tuple[object, ...], depth: int) -> object:
+    def plain_nodes(self, values: Iterable[object], depth: int) -> bool:
+        """Tell whether msgpack has a form for all these values: then they are their own nodes."""
         if depth >= MAX_DEPTH:
-            raise _TooDeep
-        if not self.careful and _PLAIN.issuperset(map(type, value)):
-            return [tag, *value]
-        nodes: list[object] = [tag]
+            text = f"containers nested more than {MAX_DEPTH} deep, or inside themselves, cannot be stored"
+            raise _Refused(text, ("keep it flatter, or in several keys", ""))
+        if not _PLAIN.issuperset(map(type, values)):
+            return False
         try:
-            for item in value:
-                nodes.append(self.node(item, depth + 1))
-        except _Refused as refused:
-            refused.at(f"[{len(nodes) - 1}]", value)
-            raise
-        return nodes
+            _pack(values)
+        except (OverflowError, ValueError):
+            return False
+        return True
+
+    def sequence(self, tag: int, value: list[object] | tuple[object, ...], depth: int) -> object:
+        if self.plain_nodes(value, depth):
+            return [tag, *value]
+        return [tag, *(self.inside(item, depth, "[{}]", at) for at, item in enumerate(value))]
 
     def elements(self, tag: int, value: Iterable[object], depth: int) -> object:
         """Return a set's elements in the order of their bytes, because its own order differs from
         process to process."""
-        if depth >= MAX_DEPTH:
-            raise _TooDeep
         found = []
+        self.plain_nodes((), depth)
         for element in value:
-            apart = _ValueWriter(self.allow_pickle, careful=self.careful, hashed=True)
-            try:
-                node = apart.node(element, depth + 1)
-            except _Refused as refused:
-                refused.at("{...}", value)
-                raise
+            apart = _ValueWriter(self.allow_pickle, hashed=True)
+            node = apart.inside(element, depth, "{{...}}")
             found.append((_pack(node) + b"".join(apart.buffers), node, apart.buffers))
         found.sort(key=lambda each: each[0])
         for _, _, buffers in found:
@@ -468,54 +407,27 @@ class _ValueWriter:
     def ordered(self, value: OrderedDict[object, object], depth: int) -> object:
         """With `_metadata`, which `Module.state_dict()` hangs on it and `load_state_dict` reads."""
         head: list[object] = [_ORDERED, None]
-        if attributes := vars(value):
-            if list(attributes) != ["_metadata"]:
-                other = next(name for name in attributes if name != "_metadata")
-                return self.refuse(
-                    value,
-                    f"an OrderedDict with an attribute {other!r}",
-                    ("make it a dict", "dict({})"),
-                )
-            try:
-                head[1] = self.node(attributes["_metadata"], depth + 1)
-            except _Refused as refused:
-                refused.at("._metadata", value)
-                raise
+        if "_metadata" in (attributes := vars(value)):
+            head[1] = self.inside(attributes["_metadata"], depth, "._metadata")
+        return self.without_attributes(head, value, depth)
+
+    def without_attributes(self, head: list[object], value: Any, depth: int) -> object:
+        others = [name for name in vars(value) if head[0] != _ORDERED or name != "_metadata"]
+        if others:
+            what = f"{article(type(value).__name__)} with an attribute {others[0]!r}"
+            return self.refuse(value, what, ("make it a dict", "dict({})"))
         return self.items(head, value, depth)
 
-    def counter(self, value: Counter[object], depth: int) -> object:
-        if attributes := vars(value):
-            return self.refuse(
-                value,
-                f"a Counter with an attribute {next(iter(attributes))!r}",
-                ("make it a dict", "dict({})"),
-            )
-        return self.items([_COUNTER], value, depth)  # type: ignore[arg-type]
-
     def items(self, head: list[object], value: dict[object, object], depth: int) -> object:
-        if depth >= MAX_DEPTH:
-            raise _TooDeep
         if not _KEYS.issuperset(map(type, value)):
             key = next(key for key in value if type(key) not in _KEYS)
-            return self.refuse(
-                value,
-                f"a dict with the key {shown(key)} ({_name(type(key))}; int, str and bool are possible)",
-                ("make it a str", f"str({shown(key)})"),
-            )
-        if not self.careful:
-            if _PLAIN.issuperset(map(type, value.values())):
-                return [*head, *value, *value.values()]
-            nodes = [*head, *value]
-        else:
-            nodes = [*head, *(self.node(key, depth + 1) for key in value)]
-        key = None
-        try:
-            for key in value:
-                nodes.append(self.node(value[key], depth + 1))
-        except _Refused as refused:
-            refused.at(f"[{shown(key)}]", value)
-            raise
-        return nodes
+            what = f"a dict with the key {shown(key)} ({_name(type(key))}; int, str and bool are possible)"
+            return self.refuse(value, what, ("make it a str", f"str({shown(key)})"))
+        plain = self.plain_nodes(list(value), depth)
+        nodes = [*head, *(value if plain else [self.node(key, depth + 1) for key in value])]
+        if self.plain_nodes(list(value.values()), depth):
+            return [*nodes, *value.values()]
+        return [*nodes, *(self.inside(value[key], depth, "[{}]", key) for key in value)]
 
     def tensor(self, value: Any, depth: int) -> object:
         if reason := _unsuited(value):
@@ -574,13 +486,8 @@ class _ValueWriter:
         try:
             data = pickle.dumps(value, protocol=5)
         except Exception as error:  # whatever __reduce__ of somebody's class raises
-            path, culprit = _unpicklable(value)
-            refused = _Refused(
-                f"{article(_name(type(culprit)))} cannot be pickled ({type(error).__name__}: {error})"
-            )
-            if path:
-                refused.at(path, value)
-            raise refused from error
+            name = article(_name(type(value)))
+            raise _Refused(f"{name} cannot be pickled ({type(error).__name__}: {error})") from error
         self.buffer(memoryview(data))
         return [_PICKLE, len(data)]
 
@@ -598,7 +505,7 @@ _WRITE: dict[type, Callable[[_ValueWriter, Any, int], object]] = {
     frozenset: lambda writer, value, depth: writer.elements(_FROZENSET, value, depth),
     dict: lambda writer, value, depth: writer.items([_DICT], value, depth),
     OrderedDict: _ValueWriter.ordered,
-    Counter: _ValueWriter.counter,
+    Counter: lambda writer, value, depth: writer.without_attributes([_COUNTER], value, depth),
     complex: lambda writer, value, depth: [_COMPLEX, value.real, value.imag],
     _Absent: _ValueWriter.absent,
 }
@@ -712,17 +619,10 @@ def _array_dtype(dtype: Any) -> str | None:
     ):
         return None
     name: str = dtype.str
-    if (
-        not _RAW_DTYPE.fullmatch(name) or numpy.dtype(name) != dtype
-    ):  # a dtype of another package: ml_dtypes.bfloat16 is "<V2"
-        return None
-    return f"{name}/{_mantissa(numpy)}" if dtype in (numpy.longdouble, numpy.clongdouble) else name
-
-
-def _mantissa(numpy: Any) -> int:
-    """Bits of a longdouble's mantissa: what tells the x87's from that of other processors, all
-    called "<f16"."""
-    return int(numpy.finfo(numpy.longdouble).nmant)
+    if not _RAW_DTYPE.fullmatch(name) or numpy.dtype(name) != dtype:
+        return None  # a dtype of another package: ml_dtypes.bfloat16 is "<V2"
+    # A longdouble has another format on each kind of processor, all called "<f16".
+    return None if dtype in (numpy.longdouble, numpy.clongdouble) else name
 
 
 # --- why not ---
@@ -776,6 +676,8 @@ def _why_not_array(value: Any) -> tuple[str, tuple[str, str]]:
         return what, ("store its fields", "{name: {}[name] for name in {}.dtype.names}")
     if dtype.hasobject:
         return f"{what} (Python objects)", ("store a list", "{}.tolist()")
+    if dtype.char in "gG":  # longdouble
+        return what, ("store float64 or complex128, which are alike on all processors", "")
     return what, ("store it with a dtype of numpy whose elements are plain bytes", "")
 
 
@@ -807,20 +709,6 @@ def shown(key: object) -> str:
     else:
         text = repr(key)
     return text if len(text) <= 60 else f"{text[:56]}..."
-
-
-def _unpicklable(value: object, depth: int = 0) -> tuple[str, object]:
-    """Return the attribute of an object, or of one of its attributes, for which it cannot be
-    pickled: path and value."""
-    import pickle
-
-    for name, attribute in getattr(value, "__dict__", {}).items() if depth < 5 else ():
-        try:
-            pickle.dumps(attribute, protocol=5)
-        except Exception:  # whatever __reduce__ of somebody's class raises
-            path, culprit = _unpicklable(attribute, depth + 1)
-            return f".{name}{path}", culprit
-    return "", value
 
 
 # --- reading ---
@@ -1047,19 +935,10 @@ def _numpy() -> Any:
 
 
 def _absent(name: str, error: ImportError) -> ValueUnsupported:
-    import shlex  # here: nobody else needs it
-
-    help = (
-        (
-            f"install {name} where this value is read",
-            f"{shlex.quote(sys.executable)} -m pip install {name}",
-        ),
-    )
-    return ValueUnsupported(
-        "value-unsupported",
-        f"the value needs {name}, which cannot be imported here: {error}",
-        help=help,
-    )
+    text = f"the value needs {name}, which cannot be imported here: {error}"
+    command = f"{shlex.quote(sys.executable)} -m pip install {name}"
+    help = ((f"install {name} where this value is read", command),)
+    return ValueUnsupported("value-unsupported", text, help=help)
 
 
 def _text_of(node: list[object]) -> str | None:
@@ -1102,17 +981,11 @@ def _torch_dtype(name: str | None) -> Any:
 @functools.lru_cache(maxsize=64)
 def _numpy_dtype(name: str | None) -> Any:
     numpy: Any = sys.modules["numpy"]
-    if name is not None and (match := _RAW_DTYPE.fullmatch(name)):
+    if name is not None and _RAW_DTYPE.fullmatch(name):
         try:
-            dtype = numpy.dtype(match[1])
+            dtype = numpy.dtype(name)
         except (TypeError, ValueError, OverflowError):
             dtype = None
         if dtype is not None and _array_dtype(dtype) == name:
             return dtype
-        if dtype is not None and match[2]:
-            raise ValueUnsupported(
-                "value-unsupported",
-                "a numpy longdouble of another kind of processor",
-                help=(("store float64", ""),),
-            )
     raise _malformed(f"a numpy dtype {name!r:.40}")

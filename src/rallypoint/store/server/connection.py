@@ -1,6 +1,5 @@
-"""The server's end of one connection: what waits to be sent, what has half arrived, which memory
-the other end may still read.
-"""
+"""The server's end of one connection: bytes that wait to be sent, a value that has half arrived,
+memory that the other end may still read."""
 
 from __future__ import annotations
 

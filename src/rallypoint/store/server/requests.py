@@ -77,7 +77,7 @@ class Requests:
 
     def receive(self, peer: Peer, session: Session, data: bytes) -> None:
         """Carry out the requests in what was read. Raises Gone."""
-        message = single(data) if peer.cutter.empty else None
+        message = None if len(peer.cutter) else single(data)
         if message is None:
             peer.cutter.feed(data)
         self.work(peer, session, message)
@@ -97,7 +97,7 @@ class Requests:
             because = f"it acknowledged none of its last {len(session.replies)} replies"
             self._state.end(self._now(), session, because)
             raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
-        if peer.descriptors and peer.arriving is None and peer.cutter.empty:
+        if peer.descriptors and peer.arriving is None and not len(peer.cutter):
             peer.drop_unclaimed()
         self.finish(peer)
 
@@ -113,8 +113,9 @@ class Requests:
             if peer.batched > FLUSH_BYTES or peer.out is not None:
                 peer.flush_batch()
                 peer.stalled = peer.paused
-        if cutter.announced > READ_BYTES and not peer.held:
-            self._hold(peer, cutter.announced)
+        begun = cutter.announced
+        if begun > max(READ_BYTES, len(cutter)) and not peer.held:
+            self._hold(peer, begun)
 
     def _handle_message(
         self, peer: Peer, session: Session, message: bytes, body: bytes = b"", missing: int = 0

@@ -1,6 +1,6 @@
 """Connections around state.py: the store as something that is started, has an address, and stops.
 
-What happens in between is `loop.py`'s, in a thread of its own (`start`) or in the caller's
+The loop (`server_loop.py`) runs in a thread of its own (`start`) or in the caller's
 (`serve_forever`).
 """
 
@@ -69,8 +69,8 @@ class Server:
         clients of this job, or of none, are let in. `listeners`: sockets that listen already,
         instead of `host` and `port`; they are closed by `stop`. `address`: what clients are to use,
         when it is not what was bound. `local`: listen on a Unix socket too; clients on this host
-        are told, and move there by themselves. `roster`: what a launcher knows of the job's ranks,
-        for errors that name who is missing; called by the thread that serves.
+        are told, and move there by themselves. `roster`: the launcher's knowledge of the job's
+        ranks, for errors that name the missing ones; called by the thread that serves.
 
         Raises UsageError for a secret that is too short, a size, host or port that is none, and
         what `hold_port` raises.
@@ -150,9 +150,8 @@ class Server:
         self._run(loop)
 
     def adopt(self, sock: socket.socket) -> None:
-        """Serve a socket that is connected already; it belongs to the server from now on. OSError
-        when it is none of that.
-        """
+        """Serve a socket that is connected already; it belongs to the server from now on. Raises
+        OSError when it is no such socket."""
         if self._loop is None:
             raise UsageError("usage", f"the store {self.address} has been stopped")
         prepare(sock)
@@ -214,9 +213,8 @@ class Server:
         self._ended.set()
 
     def _forget(self) -> None:
-        """In a forked child: its copies of our sockets would keep the port taken, and connections
-        open, after the parent's death.
-        """
+        """Close the sockets in a forked child: its copies would keep the port taken, and connections
+        open, after the parent's death."""
         loop, self._loop, self._state = self._loop, None, "in another process"
         if loop is not None:
             loop.forget()
@@ -298,9 +296,7 @@ def _listen(host: str, port: int | str, port_range: tuple[int, int] | None) -> s
 
 
 def _port(given: int | str) -> int:
-    """A port's number, which may be text, as a variable of the environment is. What is none of
-    65,536 is left to `hold_port`.
-    """
+    """Return a port's number, which may be given as text. Its range is checked by `hold_port`."""
     if isinstance(given, int) and not isinstance(given, bool):
         return given
     if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) <= 5:
@@ -328,9 +324,8 @@ def _address(sock: socket.socket) -> Address:
 
 
 def _raise_limit_of_files() -> None:
-    """As many open files as this process may have without asking anybody: each client takes one,
-    each value in shared memory too.
-    """
+    """Allow this process as many open files as it may have without asking: each client takes one,
+    each value in shared memory too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
