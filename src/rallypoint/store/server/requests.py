@@ -75,15 +75,12 @@ class Requests:
 
     # --- in ---
 
-    def receive(self, peer: Peer, session: Session, data: bytes) -> None:
-        """Carry out the requests in what was read. Raises Gone."""
-        message = None if len(peer.cutter) else single(data)
+    def work(self, peer: Peer, session: Session, data: bytes = b"") -> None:
+        """Carry out the requests that have arrived, the last of them with `data`. Raises Gone."""
+        # Nearly always `data` is one small request, and nothing else is there.
+        message = single(data) if peer.cutter.empty else None
         if message is None:
             peer.cutter.feed(data)
-        self.work(peer, session, message)
-
-    def work(self, peer: Peer, session: Session, message: bytes | None = None) -> None:
-        """Carry out the only request that has arrived, or all in the cutter. Raises Gone."""
         try:
             if message is not None:
                 self._handle_message(peer, session, message)
@@ -97,7 +94,7 @@ class Requests:
             because = f"it acknowledged none of its last {len(session.replies)} replies"
             self._state.end(self._now(), session, because)
             raise Gone(f"it acknowledges none of {UNACKNOWLEDGED} replies")
-        if peer.descriptors and peer.arriving is None and not len(peer.cutter):
+        if peer.descriptors and peer.arriving is None and peer.cutter.empty:
             peer.drop_unclaimed()
         self.finish(peer)
 

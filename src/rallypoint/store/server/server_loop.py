@@ -294,7 +294,7 @@ class Loop:
                 # What was sent while this turn stood still counts for the client from then on, and
                 # so it must here.
                 session.heard = self._now()
-                self._requests.receive(peer, session, data)
+                self._requests.work(peer, session, data)
         elif events & HUNG_UP and not events & OUT:
             raise Gone
 
