@@ -1,4 +1,4 @@
-"""What was seen in a log: one value for each kind of thing that a failure is told by."""
+"""Sightings in a log: one value for each kind of thing that a failure is told by."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def of_rank(rank: int, mark: str = "") -> Speaker:
 
 
 class Sign(Enum):
-    """What a place in a log is."""
+    """Kinds of sightings."""
 
     # an exception: with a traceback, or a line that has an exception's form or a text of torch's
     RAISED = "raised"
@@ -48,14 +48,14 @@ class Sign(Enum):
     TOO_LARGE = "too large"
     REPORTED = "reported"  # the headline of a report of rallypoint's own
     NOT_STARTED = "not started"  # the interpreter, or Slurm, did not find the program
-    STALLED = "stalled"  # Horovod lists who waits for whom
+    STALLED = "stalled"  # Horovod lists the ranks that wait, and those that are missing
     # as many processes as a group has came to it, and some of them as the same rank
     SAME_RANK = "same rank"
     SPOKEN = "spoken"  # a line that plainly speaks of a failure, in words that are not known here
 
 
 class End(msgspec.Struct, frozen=True):
-    """How a process ended, by the word of its launcher, of Slurm, of MPI or of the shell."""
+    """The end of a process, by the word of its launcher, of Slurm, of MPI or of the shell."""
 
     code: int = 0
     signal: int = 0
@@ -63,7 +63,7 @@ class End(msgspec.Struct, frozen=True):
     local_rank: int = -1
     pid: int = 0
     host: str = ""
-    by: str = ""  # who says so: "torchrun", "srun", ...
+    by: str = ""  # its teller: "torchrun", "srun", ...
     first: bool = False  # the launcher says that this was the first
     # Windows' own word for a crash, which has no signals there: "0xC0000005 (access violation)"
     status: str = ""
@@ -77,7 +77,7 @@ NOT_RAISED = Raised("", "", (), "")
 
 
 class Collective(msgspec.Struct, frozen=True):
-    """What a rank was in when NCCL's watchdog gave up."""
+    """The collective call of a rank when NCCL's watchdog gave up."""
 
     sequence: int
     kind: str  # "ALLREDUCE"
@@ -87,7 +87,7 @@ class Collective(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where in the logs."""
+    """A place in the logs."""
 
     # the name of the log, as the report shows it; "" when it came from nowhere that can be opened
     log: str
@@ -101,7 +101,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """One thing that was seen, once or many times."""
+    """A thing that was seen, once or many times."""
 
     sign: Sign
     place: Place
@@ -111,7 +111,6 @@ class Sighting(msgspec.Struct, frozen=True):
     end: End = NOT_ENDED
     collective: Collective | None = None
     lines: tuple[str, ...] = ()  # its own words, without prefix
-    times: int = 1
     ranks: tuple[
         int, ...
     ] = ()  # that the words name: both ranks of a shared GPU, the tasks that Slurm lists
@@ -132,9 +131,13 @@ class Findings(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]  # that some line names
     stopped: tuple[int, ...]  # pids that the launcher says to have stopped
     failed: bool = False  # a launcher says that the job failed
-    empty: bool = False  # there was nothing to read
     last_words: tuple[str, ...] = ()  # before the first word of a launcher on an end
     restarts: tuple[Place, ...] = ()  # where a launcher says that it starts all ranks again
+
+    @property
+    def empty(self) -> bool:
+        """Tell whether there was nothing to read."""
+        return not self.lines
 
     def has_failed(self, end: End) -> bool:
         """Tell whether a process ended badly, and not because the launcher stopped it."""

@@ -1,4 +1,4 @@
-"""What gloo writes about a failure, mostly through torch."""
+"""Texts of gloo about a failure, mostly through torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAUSES = {
 }
 
 CHECKED = re.compile(r"enforce fail at|EnforceNotMet")
-"""What gloo writes where it checks what arrived: that is no lost connection."""
+"""Texts of gloo about wrong data that arrived: that is no lost connection."""
 
 LOST = re.compile(
     r"This is typically caused by a remote worker"

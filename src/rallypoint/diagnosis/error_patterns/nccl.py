@@ -1,4 +1,4 @@
-"""What NCCL writes about a failure, in its warnings and through torch."""
+"""Texts of NCCL about a failure, in its warnings and through torch."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rallypoint.diagnosis.report import Help, Report
 
 
 class Classic(msgspec.Struct, frozen=True):
-    """One line that many people meet."""
+    """A line that many people meet."""
 
     pattern: re.Pattern[str]
     headline: str
@@ -204,7 +204,7 @@ def _at(help: Help, address: re.Match[str]) -> Help:
 
 
 def report(line: str) -> Report | None:
-    """What such a line may mean, of one that somebody pasted alone; None for a line that is not
+    """Report what a line may mean that was pasted alone; None for a line that is not
     known.
     """
     classic = next((one for one in CLASSICS if one.pattern.search(line)), None)

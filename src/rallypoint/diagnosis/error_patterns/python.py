@@ -1,4 +1,4 @@
-"""What Python, its libraries and the system's resolver write about a failure."""
+"""Texts of Python, its libraries and the system's resolver about a failure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MEMORY_WANTED_BY_NUMPY = re.compile(r"^Unable to allocate ([\d.]+) ([KMGTPE])iB 
 SYMBOL = re.compile(
     r"(?P<library>(?<![^\s:])[^\s:]{0,400}\.so[.\d]{0,40}): undefined symbol: (?P<symbol>\w+)"
 )
-"""What the loader of shared libraries says of one that misses a symbol."""
+"""Words of the loader of shared libraries about one that misses a symbol."""
 
 NOT_PICKLED = re.compile(r"[Cc]an't pickle|[Cc]annot pickle|Can't get local object|not picklable")
 

@@ -23,8 +23,8 @@ LOST = re.compile(
     r"|\b(?:ActorDied|RayActor|ActorUnavailable|WorkerCrashed|NodeDied|OwnerDied|ObjectLost)Error\b"
     r"|\bEngineDeadError\b"
 )
-"""What Horovod, Ray and torchrun's rendezvous raise in those that are left when another one has
-gone.
+"""Exceptions that Horovod, Ray and torchrun's rendezvous raise in those that are left when another
+one has gone.
 """
 
 WAITED = re.compile(
@@ -35,11 +35,11 @@ REPORTED = r"^(?:error|stopped)\[([a-z]+(?:-[a-z]+)+)\]: (\S.*)$"
 """The headline of a report of rallypoint's own."""
 
 Told = tuple[Sign, End | Collective | None, tuple[int, ...]]
-"""What a line says: its kind, the facts in it, the ranks that it names."""
+"""The content of a line: its kind, the facts in it, the ranks that it names."""
 
 
 def ranks_of(listed: str) -> tuple[int, ...]:
-    """`1-3,7` as Slurm writes ranks."""
+    """Read ranks as Slurm writes them: `1-3,7`."""
     found: list[int] = []
     for part in listed.split(","):
         low, _, high = part.partition("-")
@@ -68,8 +68,8 @@ _NTSTATUS_CONTROL_C = 0xC000013A
 
 
 def exit_of(code: int) -> End:
-    """How a process ended, by the number that its launcher gives: -9, 137 as shells say it, or
-    Windows' -1073741819.
+    """Read how a process ended from the number that its launcher gives: -9, 137 as shells say it,
+    or Windows' -1073741819.
     """
     of_windows = code & 0xFFFFFFFF
     if of_windows in _NTSTATUS:
@@ -91,7 +91,7 @@ class _Line(NamedTuple):
     word: str
     words: re.Pattern[str]
     sign: Sign = Sign.ENDED
-    by: str = ""  # who says so
+    by: str = ""  # the one that says so
     first: bool = False  # of the process that failed first, as it says
     signal: int = 0  # where no group names it
 
@@ -283,7 +283,7 @@ _LINES = (
 
 
 def told_by(text: str) -> Told | None:
-    """What a line says, when it is one of those that are known; None otherwise."""
+    """Read a line that is known; None for others."""
     for line in _LINES:
         if line.word in text and (found := line.words.search(text)) is not None:
             return _told(line, found.groupdict())
@@ -364,15 +364,13 @@ LONGEST = 1500  # characters of a line that may be a message; what is longer is 
 
 
 def exception(text: str) -> tuple[str, str] | None:
-    """Type and message of a line with the form of an exception's last line."""
+    """Part a line with the form of an exception's last into type and message."""
     found = _EXCEPTION.match(text)
     return (found["type"], found["message"]) if found is not None else None
 
 
 def speaks_of_failure(text: str) -> bool:
-    """Whether a line plainly says that something failed, though nobody here knows what its words
-    mean.
-    """
+    """Tell whether a line plainly says that something failed, though its words are not known here."""
     if (
         len(text) > LONGEST
         or _QUIET_LEVELS.search(text)
@@ -384,12 +382,12 @@ def speaks_of_failure(text: str) -> bool:
 
 
 def restarts(text: str) -> bool:
-    """Whether a launcher says that it starts all ranks again."""
+    """Tell whether a launcher says that it starts all ranks again."""
     return "estart" in text and _RESTARTS.search(text) is not None
 
 
 def nccl_warning(text: str) -> str:
-    """The words of NCCL's own warning; "" when the line is none."""
+    """Read NCCL's own warning; "" when the line is none."""
     found = _NCCL_WARNING.search(text) if "NCCL WARN" in text else None
     return found["words"] if found is not None else ""
 
@@ -403,7 +401,7 @@ _MISSING = re.compile(
 
 
 def not_started(text: str) -> tuple[str, int]:
-    """The program that could not be started, and the errno; whoever tells it."""
+    """Read the program that could not be started, and the errno."""
     found = _MISSING.search(text)
     if found is None:
         return "the program", errno.ENOENT
@@ -418,16 +416,16 @@ _MEMBER = re.compile(
 
 
 def member(text: str) -> tuple[int, int] | None:
-    """The rank and the size of the group that a process of Lightning's says it has, before they
-    meet; None for other lines.
+    """Read the rank and the size of the group that a process of Lightning's says it has, before
+    they meet; None for other lines.
     """
     found = _MEMBER.search(text) if "GLOBAL_RANK" in text else None
     return (int(found["rank"]), int(found["all"])) if found is not None else None
 
 
 def of_slurms_stop(text: str) -> bool:
-    """Whether Slurm says that a step or a job was cancelled, and not why: it does so for whoever
-    asked, also for a task that failed.
+    """Tell whether Slurm says that a step or a job was cancelled, and not why: it does so for
+    whoever asked, also for a task that failed.
     """
     return "CANCELLED AT" in text or "Job step aborted" in text
 
@@ -438,7 +436,7 @@ def cancelled_for_no_reason(text: str) -> bool:
 
 
 def stalls(text: str) -> bool:
-    """Whether Horovod begins to tell what stalls."""
+    """Tell whether Horovod begins to tell what stalls."""
     return (
         "tensors were submitted to be reduced, gathered or broadcasted by subset of ranks" in text
         or "Stalled ops:" in text
@@ -446,13 +444,15 @@ def stalls(text: str) -> bool:
 
 
 def group_of(text: str) -> str:
-    """The process group that NCCL's watchdog names after a timeout: "0"; "" when it names none."""
+    """Name the process group that NCCL's watchdog tells after a timeout: "0"; "" when it names
+    none.
+    """
     found = re.search(r"\[PG (?:ID )?(?P<id>\d+)(?: PG GUID (?P<guid>\w+))?", text)
     return (found["guid"] or found["id"]) if found is not None else ""
 
 
 def speaking(text: str, speaker: Speaker) -> Speaker:
-    """The rank that speaks, by its prefix or by what torch writes into the line; `speaker` if
+    """Name the rank that speaks, by its prefix or by what torch writes into the line; `speaker` if
     neither tells.
     """
     found = re.search(r"\[(?:PG [^\]]*?)?Rank (\d+)\]", text)
@@ -465,7 +465,7 @@ _WRAPPERS = re.compile(
 
 
 def of_launcher(kind: str) -> bool:
-    """Whether an exception only hands on that a process failed, or that the launcher was
+    """Tell whether an exception only hands on that a process failed, or that the launcher was
     stopped.
     """
     return bool(_WRAPPERS.search(kind))

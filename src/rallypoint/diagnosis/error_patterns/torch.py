@@ -1,4 +1,4 @@
-"""What torch writes about a failure: versions 1.x to 2.13, on Linux and Windows.
+"""Texts of torch about a failure: versions 1.x to 2.13, on Linux and Windows.
 
 `CAUSES`: texts that only one cause leaves, by the name that `classify` has for it.
 """

@@ -1,1 +1,1 @@
-"""What another launcher's log says of why a job failed."""
+"""A log of any launcher as evidence of why a job failed."""

@@ -1,5 +1,5 @@
-"""Lines to what they tell together: tracebacks with their chains and long messages, dumps of
-crashes, the launcher's own summary.
+"""Blocks of lines that tell one thing together: tracebacks with their chains and long messages,
+dumps of crashes, the launcher's own summary.
 
 Each takes one line after the other and says whether it belongs to it. Ranks that share a terminal
 write into each other's tracebacks: what is no part of one is left to the others, and two headers
@@ -8,7 +8,6 @@ wait for two last lines.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 
@@ -72,8 +71,8 @@ _NATIVE = re.compile(r"^frame #\d+|^Exception raised from |^<omitting python fra
 
 
 def native(text: str) -> bool:
-    """Whether a line is part of a C++ trace, which tells where torch noticed a failure, and never
-    why.
+    """Tell whether a line is part of a C++ trace, which says where torch noticed a failure, and
+    never why.
     """
     return bool(_NATIVE.match(text))
 
@@ -86,7 +85,7 @@ def _path(file: str) -> str:
 
 
 def headless(text: str) -> bool:
-    """Whether a line is a frame of a traceback whose first lines were not pasted."""
+    """Tell whether a line is a frame of a traceback whose first lines were not pasted."""
     return _FRAME.match("  " + text.lstrip()) is not None and len(text) - len(text.lstrip()) <= 2
 
 
@@ -95,7 +94,6 @@ class Block:
 
     rank = -1  # that the words name, as mp.spawn's do
     ranks: tuple[int, ...] = ()  # that the words count
-    times = 1
     stray = 0  # lines of others that stand inside
     ignored = False  # Python says that it is: of `__del__`, or while the interpreter closes down
 
@@ -105,7 +103,7 @@ class Block:
 
 
 class Traceback(Block):
-    """One traceback, with what it was raised from."""
+    """A traceback, with those that it was raised from."""
 
     def __init__(
         self, number: int, text: str, *, ignored: bool = False, headless: bool = False
@@ -114,12 +112,12 @@ class Traceback(Block):
         # its first lines were not pasted: the line that names the exception is where it begins then
         self._headless = headless
         self.ignored = ignored
-        self._open = 1  # headers that wait for their last line
-        self._chain: list[tuple[str, Raised]] = []
+        self._chosen: Raised | None = None  # the exception that began it, of those that are read
         # ranks that an exception counts, and what each of them raised, where that is shown
         self._gathered: dict[int, tuple[str, str] | None] = {}
         self._of = -1  # the rank among these whose traceback is read now
-        self._joint = ""  # how the next one of the chain hangs together with the one before
+        # how the exception that is read now, and the next one, hang together with the one before
+        self._link = self._joint = ""
         self._begin(text)
 
     def _begin(self, text: str) -> None:
@@ -134,8 +132,8 @@ class Traceback(Block):
 
     @classmethod
     def of_gathered(cls, number: int, kind: str, message: str) -> Traceback | None:
-        """Make one whose own lines are missing, and that begins with what torch.distributed.checkpoint
-        gathered; None for other messages.
+        """Make one whose own lines are missing, and that begins with what
+        torch.distributed.checkpoint gathered; None for other messages.
         """
         if _GATHERED.match(message) is None:
             return None
@@ -145,7 +143,7 @@ class Traceback(Block):
         return block
 
     def take(self, number: int, text: str) -> bool:
-        """Whether the line belongs to this traceback; `done` afterwards when no more can come."""
+        """Tell whether the line belongs to this traceback."""
         if not self._frames and not self._indent and (deeper := _DEEPER.match(text)) is not None:
             self._indent = len(deeper[1]) - 2  # of a table or a page that was indented as a whole
         body = text[self._indent :] if text[: self._indent].isspace() else text
@@ -158,10 +156,9 @@ class Traceback(Block):
         if (frame := _FRAME.match(body)) is not None:
             self._doubtful = None
             new = Frame(_path(frame["file"]), int(frame["line"]), frame["function"] or "")
-            if self._open == 1 or new not in self._frames[-2:]:
+            if new not in self._frames[-2:]:  # another rank's, or a recursion
                 self._frames.append(new)
-        elif HEADER in body:
-            self._open += 1
+        elif HEADER in body:  # another rank's, without a prefix
             return True
         elif self._doubtful is not None and not body.startswith("    "):
             self._end(*self._doubtful)
@@ -225,27 +222,15 @@ class Traceback(Block):
             if not self._joint and not inner and of_rank is None:
                 self.done = True
                 return False
-            joint = "inside" if inner else self._joint
+            self._choose()
+            self._link, self._joint = "inside" if inner else self._joint, ""
             if of_rank is not None:
-                joint, self._of = "gathered" if self._of >= 0 else "inside", int(of_rank[1])
-            self._chain.append((joint, self._raised()))
-            self._joint = ""
+                self._link, self._of = "gathered" if self._of >= 0 else "inside", int(of_rank[1])
             self._begin(body)
             return True
         if not body.strip():
             self._blank += 1
             return self._blank <= 3
-        typed = _TYPED.match(body)
-        if (
-            self._open > 1
-            and typed
-            and (typed["type"], typed["message"] or "") == (self._kind, self._message[0])
-        ):
-            self._open -= 1
-            self.times += 1
-            return True
-        if self._open > 1 and (_FRAME.match(body) or body.startswith("    ")):
-            return True
         # A message that begins on the line after its type: indented, or in words that are known.
         below = not self._message[0] and (
             body.startswith("    ") or (self._tail == 1 and classify.recognised(body))
@@ -260,7 +245,7 @@ class Traceback(Block):
             self._keep(body)
             return True
         self.stray += not native(body)
-        self.done = self.done or self.stray > 2 + 6 * (self._open > 1)
+        self.done = self.done or self.stray > 2
         return False
 
     def _keep(self, body: str) -> None:
@@ -269,32 +254,25 @@ class Traceback(Block):
         self._lines.append(body)
 
     def error(self) -> Raised | None:
-        """The exception that began it: of those raised while one was handled the first, of those
-        wrapped the one that says more.
-        """
+        """Return the exception that began it."""
         if self._doubtful is not None:
             self._end(*self._doubtful)
-        errors = [*self._chain]
         if self._ended:
-            errors.append(("", self._raised()))
-        if not errors:
-            return None
-        chosen = errors[0][1]
-        for (joint, _), (_, error) in itertools.pairwise(errors):
-            other_way = (
-                joint == "during" and chosen.type in _TRIED and not _CLOSING.search(error.message)
-            )
-            if (
-                joint == "inside"
-                or other_way
-                or (
-                    joint == "because"
-                    and not classify.says_why(chosen)
-                    and not schedulers.of_launcher(error.type)
-                )
-            ):
-                chosen = error
-        return chosen
+            self._choose()
+        return self._chosen
+
+    def _choose(self) -> None:
+        """Take, of exceptions raised while one was handled, the first, and of those wrapped the one
+        that says more.
+        """
+        chosen, error = self._chosen, self._raised()
+        if chosen is None or self._link == "inside":
+            self._chosen = error
+        elif self._link == "during":
+            if chosen.type in _TRIED and not _CLOSING.search(error.message):
+                self._chosen = error
+        elif self._link == "because" and not classify.says_why(chosen):
+            self._chosen = chosen if schedulers.of_launcher(error.type) else error
 
     def _raised(self) -> Raised:
         frames, filename = self._frames, ""
@@ -316,7 +294,7 @@ _CALLS = re.compile(
 
 
 def _call(frames: tuple[Frame, ...]) -> str:
-    """The call of torch's that an exception left, as the hooks of `rallypoint run` name it."""
+    """Name the call of torch's that an exception left, as the hooks of `rallypoint run` name it."""
     for frame in frames:
         if _CALLS.search(frame.file) and frame.function not in stacks.WRAPPERS:
             return (
@@ -361,7 +339,7 @@ class Message(Block):
 
 
 class Crash(Block):
-    """What native code leaves: faulthandler's dump of the stacks, or the last words of an exception
+    """A report of native code: faulthandler's dump of the stacks, or the last words of an exception
     of C++.
     """
 
@@ -411,7 +389,7 @@ class Crash(Block):
 
 
 class Failure:
-    """One paragraph of torchrun's table."""
+    """A paragraph of torchrun's table."""
 
     def __init__(self, line: int, first: bool) -> None:
         self.line, self.first = line, first
@@ -475,8 +453,7 @@ class Summary(Block):
             yield Sighting(Sign.ENDED, place, end=End(*ends, failure.first))
             error = failure.traceback.error() if failure.traceback is not None else None
             if error is not None and not schedulers.of_launcher(error.type):
-                lines = tuple(error.traceback.splitlines())
-                yield Sighting(Sign.RAISED, place, of_rank(number), error=error, lines=lines)
+                yield Sighting(Sign.RAISED, place, of_rank(number), error=error)
 
 
 class MpiExit(Block):
@@ -584,4 +561,4 @@ class Stall(Block):
 
 
 Table = Summary | MpiExit | Stall
-"""The blocks that several processes are told of by."""
+"""Blocks in which a launcher tells of other processes."""

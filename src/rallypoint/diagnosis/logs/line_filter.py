@@ -64,7 +64,7 @@ class Line(NamedTuple):
 
 
 class Sifter:
-    """One log. Feed it bytes; it gives the lines worth reading, in order.
+    """A filter for one log: bytes go in, the lines worth reading come out, in order.
 
     `attentive`: hand out every line until it is False again; the reader sets it between two lines.
     `passed`: lines of the last bytes that were not handed out since the line before.
@@ -189,7 +189,7 @@ def _encoding(head: bytes) -> str:
 
 
 def is_text(head: bytes) -> bool:
-    """Whether the start of a file looks like something that was written for people."""
+    """Tell whether the start of a file looks like something that was written for people."""
     if not head or _encoding(head):
         return True
     # A progress bar has many backspaces. Random bytes have one control in eleven, which once was

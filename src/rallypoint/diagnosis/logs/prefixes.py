@@ -1,4 +1,6 @@
-"""Who said a line: the prefixes that launchers, schedulers and collectors of logs put before it."""
+"""The process that wrote a line, by its prefix: the prefixes that launchers, schedulers and
+collectors of logs put before it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from rallypoint.diagnosis.log_events import NOBODY, Speaker, of_rank
 # and one to spare
 _STRIPPED = 6
 
-# What says nothing of who speaks, but stands in front.
+# Prefixes that name no process, but stand in front.
 _CARRIERS = re.compile(
     # kubectl, docker, cri-o
     r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? (?:(?:stdout|stderr) [FP] )?"
@@ -34,36 +36,53 @@ _CARRIERS = re.compile(
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+ - [\w.]+ - (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) - (?=\[rank\d+\]: )"
     r"|[\w.-]+: (?=\[rank\d+\]:)"  # pdsh: the host
 )
-_RANK = re.compile(
-    r"\[rank(\d+)\]: ?"  # torch
-    r"|\[rank=(\d+)\] "
-    # mpirun --tag-output, horovodrun; SageMaker has "1,mpirank:11,algo-2" in its brackets. Some
-    # put a space behind it, and two are the indentation of a frame.
-    r"|\[(?:[\w@.-]{1,100},)?(?:mpirank:)?(\d+)(?:,[\w.-]{1,100})?\]<std(?:err|out|diag)>:(?: (?! ))?"
-    r"|\[(\d{1,4})\] (?=\S|  )(?!NCCL)"  # rallypoint
+_SPEAKERS = (
+    (
+        "rank {}",
+        re.compile(
+            r"\[rank(\d+)\]: ?"  # torch
+            r"|\[rank=(\d+)\] "
+            # mpirun --tag-output, horovodrun; SageMaker has "1,mpirank:11,algo-2" in its brackets.
+            # Some put a space behind it, and two are the indentation of a frame.
+            r"|\[(?:[\w@.-]{1,100},)?(?:mpirank:)?(\d+)(?:,[\w.-]{1,100})?\]<std(?:err|out|diag)>:(?: (?! ))?"
+            r"|\[(\d{1,4})\] (?=\S|  )(?!NCCL)"  # rallypoint
+            r"| ?(\d{1,5}): (?=\S|  |$)"  # srun --label
+        ),
+    ),
+    (
+        "local rank {}",
+        re.compile(
+            r"\[[A-Za-z_]{1,60}(\d{1,5})\]:(?!\d)"  # torchrun --tee: [default0]:
+            r"|[a-z][\w-]{0,60}/\d{1,5} \[(\d{1,5})\]:"  # TorchX: trainer/0 [1]:
+        ),
+    ),
+    # [trainer22|6]:RuntimeError: ...
+    (
+        "{}",
+        re.compile(
+            r"(\[[^\]\s]{1,60}\]):(?=(?:[A-Za-z_]\w{0,60}\.){0,9}[A-Z]\w{0,60}(?:Error|Exception): )"
+        ),
+    ),
+    (
+        "{} pid {}",
+        re.compile(r"\(([A-Za-z_]\w{0,60}) pid=(\d{1,9})(?:, ip=[\d.]{1,40})?\) ?"),
+    ),  # Ray, vLLM
 )
-_TASK = re.compile(r" ?(\d{1,5}): (?=\S|  |$)")  # srun --label
-_LOCAL = re.compile(r"\[[A-Za-z_]+(\d+)\]:(?!\d)")  # torchrun --tee: [default0]:
-_ROLE = re.compile(r"[a-z][\w-]*/\d+ \[(\d+)\]:")  # TorchX: trainer/0 [1]:
-_BRACKETED = re.compile(
-    r"(\[[^\]\s]{1,60}\]):(?=(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): )"
-)  # [trainer22|6]:RuntimeError: ...
-_NAMED = re.compile(r"\(([A-Za-z_]\w*) pid=(\d+)(?:, ip=[\d.]+)?\) ?")  # Ray, vLLM
+"""Names that prefixes give, and the forms of these prefixes."""
 
 
 def split(text: str) -> tuple[Speaker, str]:
-    """Who said this line, and what was said. The innermost prefix names the speaker: torch knows
-    its rank, what carries the log may not.
+    """Part a line into its speaker and its words. The innermost prefix names the speaker: torch
+    knows its rank, what carries the log may not.
     """
     speaker, mark = NOBODY, ""
     for _ in range(_STRIPPED):
         if (found := _CARRIERS.match(text)) is not None:
             text = text[found.end() :]
             continue
-        who = _speaker(text)
-        if who is None:
+        if (named := _speaker(text)) is None:
             break
-        found, told = who
+        found, told = named
         mark += found.group(0)
         speaker = told if told.rank >= 0 or speaker.rank < 0 else speaker
         text = text[found.end() :]
@@ -71,22 +90,11 @@ def split(text: str) -> tuple[Speaker, str]:
 
 
 def _speaker(text: str) -> tuple[re.Match[str], Speaker] | None:
-    head = text[:1]
-    if head == "[":
-        if (found := _RANK.match(text)) is not None:
-            rank = int(next(number for number in found.groups() if number is not None))
-            return found, of_rank(rank)
-        if (found := _LOCAL.match(text)) is not None:
-            return found, Speaker(-1, f"local rank {found.group(1)}")
-        if (found := _BRACKETED.match(text)) is not None:
-            return found, Speaker(-1, found.group(1))
-    elif head == "(":
-        if (found := _NAMED.match(text)) is not None:
-            return found, Speaker(-1, f"{found.group(1)} pid {found.group(2)}")
-    elif "/" in text[:20] and (found := _ROLE.match(text)) is not None:
-        return found, Speaker(-1, f"local rank {found.group(1)}")
-    elif (head.isdigit() or head == " ") and (found := _TASK.match(text)) is not None:
-        return found, of_rank(int(found[1]))
+    for name, forms in _SPEAKERS:
+        if (found := forms.match(text)) is not None:
+            words = [word for word in found.groups() if word is not None]
+            rank = int(words[0]) if name == "rank {}" else -1
+            return found, Speaker(rank, name.format(*words) if rank < 0 else f"rank {rank}")
     return None
 
 
@@ -109,7 +117,7 @@ class Prefixes:
         self._known: dict[str, re.Pattern[str]] = {}
 
     def split(self, text: str) -> tuple[Speaker, str]:
-        """As the function of that name, with the prefixes that this log has shown so far."""
+        """Part a line by known prefixes, and by those that this log has shown so far."""
         speaker, said = split(text)
         if len(self._known) < MOST_PREFIXES and ("  File " in said or "Traceback" in said):
             found = _BEFORE_FRAMES.match(said)
@@ -136,8 +144,8 @@ class Prefixes:
 
 
 def before_traceback(said: str, speaker: Speaker) -> tuple[Speaker, str]:
-    """What another process, or the same, wrote into the line in which a traceback begins; and whose
-    traceback it is.
+    """Part what stands before a traceback in its first line: the process that the traceback is of,
+    and the words that another process, or the same, wrote there.
     """
     if (found := re.search(r"\[rank(\d+)\]: ?$", said)) is not None:
         return of_rank(int(found[1]), found[0].rstrip()), said[: found.start()]
@@ -145,7 +153,7 @@ def before_traceback(said: str, speaker: Speaker) -> tuple[Speaker, str]:
 
 
 def of_file(path: str) -> Speaker:
-    """The rank that the name of a log tells: `rank3.log`, `.../attempt_0/3/stderr.log`,
+    """Read the rank from the name of a log: `rank3.log`, `.../attempt_0/3/stderr.log`,
     `node-0-rank-3.out`.
     """
     found = re.search(r"(?:^|[/_.-])rank[_.-]?(\d+)\b", path) or re.search(

@@ -1,5 +1,5 @@
-"""One log, line after line, to what is seen in it. Memory is bounded by what differs, not by how
-long the log is.
+"""Reading of one log, line after line, to what is seen in it. Memory is bounded by what differs,
+not by how long the log is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ and a cause is among the first.
 """
 
 MOST_SPOKEN = 100
-"""Of these, lines whose words are not known; the first ones are shown."""
+"""Lines of unknown words among these; the first ones are shown."""
 
 WENT_ON = 12
 """Lines that the same process wrote after an error until it counts as handled: threads, exit
@@ -88,10 +88,10 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 class Reader:
-    """What is seen in one log.
+    """Findings of one log, as they grow.
 
-    `log`: its name, as a report shows it; "" for text that lies in no file. `speaker`: whose log it
-    is, when its name tells.
+    `log`: its name, as a report shows it; "" for text that lies in no file. `speaker`: the
+    process of the log, when its name tells.
     """
 
     def __init__(self, log: str, speaker: Speaker = NOBODY) -> None:
@@ -115,20 +115,14 @@ class Reader:
         self._members: dict[int, int] = {}
         self._came = (0, 0)
         self._last_words: tuple[str, ...] = ()
-        self._bytes = 0
         self._failed = False
         self._broken = NOBODY  # the process of a watchdog's line that was broken before its facts
         self._spoke = 0
 
     def read(self, chunks: Iterable[bytes]) -> Findings:
-        """Read all of it."""
+        """Read all of it, and tell what was seen."""
         for chunk in as_utf8(chunks):
-            self._bytes += len(chunk)
             self._take_all(self._sifter.feed(chunk))
-        return self.finish()
-
-    def finish(self) -> Findings:
-        """Tell what was seen, when the log is at its end."""
         self._take_all(self._sifter.close())
         for name in list(self._open):
             self._settle(name)
@@ -142,7 +136,6 @@ class Reader:
             tuple(sorted(self._ranks - {-1})),
             tuple(self._stopped),
             self._failed,
-            not self._bytes,
             self._last_words,
             tuple(self._restarts),
         )
@@ -155,7 +148,7 @@ class Reader:
         self._pass()
 
     def _take(self, line: Line) -> None:
-        self._first_lines -= self._first_lines > 0
+        self._first_lines -= 1
         speaker, text = self._prefixes.split(line.text)
         if not speaker.known:
             speaker = self._speaker
@@ -266,18 +259,8 @@ class Reader:
         elif error is not None and not block.ignored:
             who = of_rank(block.rank) if block.rank >= 0 and speaker.rank < 0 else speaker
             # Where an exception counts ranks, all raise it, whichever began: these did.
-            lines = tuple(error.traceback.splitlines())
-            self._raised(
-                Sighting(
-                    Sign.RAISED,
-                    place,
-                    NOBODY if block.ranks else who,
-                    error=error,
-                    lines=lines,
-                    times=block.times,
-                    ranks=block.ranks,
-                )
-            )
+            teller = NOBODY if block.ranks else who
+            self._raised(Sighting(Sign.RAISED, place, teller, error=error, ranks=block.ranks))
             for _ in range(block.stray):
                 self._count_line(speaker.name)
 
@@ -324,17 +307,9 @@ class Reader:
         if collective is not None and speaker.rank < 0:
             speaker = of_rank(ranks[0]) if ranks else self._broken
             self._broken = NOBODY
-        words = text[:WORDS]
         seen = self._see(
             Sighting(
-                sign,
-                place,
-                speaker,
-                words,
-                end=end,
-                collective=collective,
-                lines=(words,),
-                ranks=ranks,
+                sign, place, speaker, text[:WORDS], end=end, collective=collective, ranks=ranks
             )
         )
         if seen is not None and end.by == "the shell" and not end.pid:
@@ -343,8 +318,8 @@ class Reader:
     def _note(
         self, sign: Sign, number: int, speaker: Speaker, text: str, lines: tuple[str, ...] = ()
     ) -> int | None:
-        place, words = Place(self._log, number, number), text[:WORDS]
-        return self._see(Sighting(sign, place, speaker, words, lines=lines or (words,)))
+        place = Place(self._log, number, number)
+        return self._see(Sighting(sign, place, speaker, text[:WORDS], lines=lines))
 
     def _see(self, sighting: Sighting) -> int | None:
         """Keep a sighting, once for all that are the same but for their numbers; its index, None
@@ -361,9 +336,7 @@ class Reader:
             known = self._seen[number]
             # What was handled before may leave the program now: the last one counts.
             place = sighting.place if known.went_on else known.place
-            self._seen[number] = msgspec.structs.replace(
-                known, times=known.times + sighting.times, place=place, went_on=False
-            )
+            self._seen[number] = msgspec.structs.replace(known, place=place, went_on=False)
             return number
         if len(self._seen) >= MOST_SIGHTINGS:
             return None
@@ -440,7 +413,6 @@ def together(findings: Iterable[Findings]) -> Findings:
         tuple(sorted({rank for one in every for rank in one.ranks})),
         tuple(pid for one in every for pid in one.stopped),
         any(one.failed for one in every),
-        all(one.empty for one in every),
         next((one.last_words for one in every if one.last_words), ()),
         tuple(place for one in every for place in one.restarts),
     )

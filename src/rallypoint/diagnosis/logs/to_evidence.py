@@ -47,8 +47,8 @@ _MORE_TIME_PASSED = "the same process wrote many lines after it"
 
 
 def diagnose(findings: Findings) -> tuple[Report, ...]:
-    """The causes that logs tell of, the first one first; `cause-unknown` rather than a guess. Never
-    empty.
+    """Tell the causes that logs have, the first one first; `cause-unknown` rather than a guess.
+    Never empty.
 
     Of a log with restarts what ended the last attempt counts. When that says nothing, what ended
     those before does, though the job went on after it.
@@ -68,7 +68,7 @@ def diagnose(findings: Findings) -> tuple[Report, ...]:
 
 
 def evidence_of(findings: Findings) -> JobEvidence:
-    """The job that the findings tell of."""
+    """Make the evidence of the job that the findings tell of."""
     log = _Log(findings)
     ranks = [
         *log.killed_for_memory(),
@@ -83,7 +83,7 @@ def evidence_of(findings: Findings) -> JobEvidence:
 
 
 class _Log:
-    """What was seen, apart by kind, and the processes that show it."""
+    """The sightings of a log, apart by kind, and the processes that show them."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -348,7 +348,7 @@ def _rank(sighting: Sighting) -> int:
 
 
 def _numbers(sighting: Sighting) -> list[int]:
-    """The ranks that a sighting is about, [-1] when the log does not tell."""
+    """List the ranks that a sighting is about, [-1] when the log does not tell."""
     numbers = {_rank(sighting), *sighting.ranks}
     shared, *own = (pattern.findall(sighting.error.message) for pattern in _NAMED_RANKS)
     numbers.update(int(number) for pair in shared for number in pair)
@@ -377,7 +377,7 @@ def _is_final(sighting: Sighting) -> bool:
 
 
 def _ends(findings: Findings) -> list[Sighting]:
-    """How processes failed, once each: torchrun tells it in a line and again in its table.
+    """Join the ends of processes, once each: torchrun tells one in a line and again in its table.
 
     Those that the launcher stopped did not fail.
     """
@@ -405,7 +405,7 @@ def _is_explained(ended: Sighting, said: Iterable[Sighting]) -> bool:
 
 
 def _same(error: Raised) -> Hashable:
-    """What makes the errors of two processes one cause."""
+    """Return a key that errors of one cause share."""
     cause = classify.cause_of(error)
     if cause in _OF_ONE_CAUSE:
         return cause
@@ -415,7 +415,7 @@ def _same(error: Raised) -> Hashable:
 
 
 def _absorbed(groups: list[list[Sighting]]) -> list[list[Sighting]]:
-    """The groups without those that only repeat another.
+    """Drop groups that only repeat another.
 
     These are the line that a logger wrote of an exception which has its traceback, too, and the
     news that a DataLoader's worker has ended which is known to have been killed.
@@ -449,7 +449,7 @@ def _named_as_torch_does(error: Raised) -> Raised:
 
 
 def _program(errors: Sequence[Sighting]) -> str:
-    """The program's file, for the command of a help: the outermost frame that is no library's."""
+    """Name the program's file, for the command of a help: the outermost frame that is no library's."""
     for sighting in errors[:1]:
         error = sighting.error
         frame = next((one for one in error.frames if not stacks.library(one)), None)
