@@ -1,8 +1,9 @@
-"""A worker's last words: an exception of the user's program as evidence, without our own frames."""
+"""Exception of the user's program as evidence, without our own frames."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import linecache
 import os
 import sys
@@ -28,8 +29,8 @@ _SERIAL = "_rallypoint_serial"
 
 
 def is_ours(filename: str, function: str = "<module>") -> bool:
-    """Whether a code object belongs to the launcher: to its files, or to the first line of one of
-    its processes. A function with a name that was typed behind `-c` is the user's; those that
+    """Tell whether a code object is the launcher's: of its files, or the first line of one of its
+    processes. A function with a name that was typed behind `-c` is the user's; those that
     dataclasses write have names with underscores. As `stacks.hidden` has it."""
     if filename == _TYPED:
         return function == "<module>" or function.startswith("__")
@@ -37,7 +38,7 @@ def is_ours(filename: str, function: str = "<module>") -> bool:
 
 
 def without_ours(tb: TracebackType | None) -> TracebackType | None:
-    """The same traceback with our frames taken out, wherever they stand."""
+    """Return a traceback without our frames."""
     kept: list[TracebackType] = []
     while tb is not None:
         if not is_ours(tb.tb_frame.f_code.co_filename, tb.tb_frame.f_code.co_name):
@@ -56,7 +57,7 @@ def strip(error: BaseException) -> None:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, its causes and contexts, each once, latest first."""
+    """Yield an exception, its causes and contexts, each once, latest first."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -69,12 +70,12 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_of_chain(error: BaseException) -> BaseException:
-    """The exception that began it: back along `__context__` ("during handling of the above ..."),
+    """Return the exception that began it: back along `__context__` ("during handling of the above ..."),
     where nobody said `raise ... from`.
 
     `finally: dist.destroy_process_group()` after a failed init ends in an AssertionError that hides
-    the reason; an explicit `from` is the program's own word for what it means and is kept. What
-    `except ImportError:` catches was expected there: its other way failed.
+    the reason; an explicit `from` is what the program means and is kept. What `except ImportError:`
+    catches was expected there: its other way failed.
     """
     seen = {id(error)}
     while (
@@ -98,9 +99,8 @@ _EXPECTED = frozenset(
 
 
 def _was_expected(before: BaseException, error: BaseException) -> bool:
-    """Whether `error` comes from an except clause that names the kind of `before`, and that kind is
-    one to try something else for.
-    """
+    """Tell whether `error` comes from an except clause that names the kind of `before`, and that
+    kind is one to try something else for."""
     names = {kind.__name__ for kind in type(before).__mro__} & _EXPECTED
     return bool(names) and any(
         _in_clause(frame.f_code.co_filename, line, names)
@@ -109,23 +109,22 @@ def _was_expected(before: BaseException, error: BaseException) -> bool:
 
 
 def _in_clause(filename: str, line: int, names: set[str]) -> bool:
-    """Whether a line lies in the body of an except clause that names one of these."""
-    tree = None if is_ours(filename) else _tree(filename)
-    handlers = (
-        [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
-        if tree is not None
-        else []
+    """Tell whether a line lies in the body of an except clause that names one of these."""
+    return any(
+        isinstance(node, ast.ExceptHandler)
+        and node.type is not None
+        and _fits(node.type, names)
+        and node.lineno <= line <= (node.end_lineno or 0)
+        for node in _nodes(filename, "except")
     )
-    inside = [one for one in handlers if one.lineno <= line <= (one.end_lineno or 0)]
-    return any(one.type is not None and _fits(one.type, names) for one in inside)
 
 
 def on_its_way(frame: FrameType | None) -> Exception | None:
-    """The exception that the program is clearing up after in `frame`, or in a function that called
-    it; None when there is none.
+    """Return the exception that the program is clearing up after in `frame`, or in a function that
+    called it; None when there is none.
 
-    What a `finally`, an except clause or a `with` has in hand. Not what an outer except clause has
-    caught to go another way (`except ImportError:`): that is over.
+    A `finally`, an except clause or a `with` has it in hand. One that an outer except clause has
+    caught to go another way (`except ImportError:`) is over.
     """
     error = sys.exc_info()[1]
     if not isinstance(error, Exception) or error.__traceback__ is None:
@@ -138,7 +137,7 @@ def on_its_way(frame: FrameType | None) -> Exception | None:
 
 
 def type_name(kind: type[BaseException]) -> str:
-    """As Python prints it: without `builtins.` and `__main__.`."""
+    """Return the name as Python prints it: without `builtins.` and `__main__.`."""
     module = kind.__module__
     return (
         kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
@@ -146,7 +145,7 @@ def type_name(kind: type[BaseException]) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """`str(error)`, also when that raises."""
+    """Return `str(error)`, also when that raises."""
     try:
         return str(error)
     except Exception as problem:
@@ -158,7 +157,7 @@ def message_of(error: BaseException) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    """The whole traceback as Python prints it, our frames left out."""
+    """Return the whole traceback as Python prints it, our frames left out."""
     try:
         shown = traceback.TracebackException.from_exception(error)
         waiting: list[traceback.TracebackException | None] = [shown]
@@ -183,7 +182,7 @@ def traceback_text(error: BaseException) -> str:
 
 
 def frames_of(tb: TracebackType | None) -> tuple[Frame, ...]:
-    """The user's frames of a traceback, outermost first."""
+    """Return the user's frames of a traceback, outermost first."""
     found = [
         _frame(tb_frame.f_code.co_filename, line, tb_frame.f_code.co_name)
         for tb_frame, line in traceback.walk_tb(tb)
@@ -195,7 +194,7 @@ def frames_of(tb: TracebackType | None) -> tuple[Frame, ...]:
 
 
 def sayable(text: str) -> str:
-    """Text that can be sent and printed: names that are not UTF-8 (surrogates in Python) are
+    """Return text that can be sent and printed: names that are not UTF-8 (surrogates in Python) are
     written as `\\udce9`.
     """
     return text.encode("utf-8", "backslashreplace").decode()
@@ -211,7 +210,7 @@ def _frame(filename: str, line: int, function: str) -> Frame:
 
 
 def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = None) -> Raised:
-    """The exception that began `error`'s chain, with the whole chain's traceback."""
+    """Return the exception that began `error`'s chain, with the whole chain's traceback."""
     first = first_of_chain(error)
     number = first.errno if isinstance(first, OSError) and isinstance(first.errno, int) else 0
     filename = (
@@ -234,22 +233,22 @@ def raised(error: BaseException, *, call: str = "", caught_at: Frame | None = No
 
 
 def mark(error: BaseException, serial: int) -> None:
-    """Remember in the exception that it was told about."""
+    """Note in the exception that the agent was told of it."""
     error.__dict__[_SERIAL] = serial
 
 
 def is_marked(error: BaseException) -> bool:
-    """Whether it was told about."""
+    """Tell whether the agent was told of it."""
     return _SERIAL in error.__dict__
 
 
 def serials(error: BaseException) -> list[int]:
-    """Which of the exceptions told about are in this one's chain."""
+    """Return the numbers of the exceptions in this chain that the agent was told of."""
     return [one.__dict__[_SERIAL] for one in chain(error) if _SERIAL in one.__dict__]
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The nearest caller that is neither ours nor torch's."""
+    """Return the nearest caller that is neither ours nor torch's."""
     while frame is not None:
         code = frame.f_code
         if (
@@ -262,14 +261,14 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """`train.py:88`, as short as it can be opened from the working directory."""
+    """Return `train.py:88`, as short as it can be opened from the working directory."""
     if frame is None:
         return ""
     return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def shown_path(path: str) -> str:
-    """A path relative to the working directory when it lies below it."""
+    """Return a path relative to the working directory when it lies below it."""
     try:
         relative = os.path.relpath(path)
     except (OSError, ValueError):
@@ -278,11 +277,11 @@ def shown_path(path: str) -> str:
 
 
 def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
-    """The except clause that will catch `error`, which is on its way through `frame` and its
+    """Return the except clause that will catch `error`, which is on its way through `frame` and its
     callers; None when there is none.
 
-    Read from the source: the nearest `try` around each caller's current line with a clause whose
-    words fit the exception.
+    Read from the source: the nearest `try` around each caller's current line with a clause that
+    names a class of the exception.
     """
     names = {kind.__name__ for kind in type(error).__mro__}
     while frame is not None:
@@ -296,63 +295,46 @@ def except_line(error: BaseException, frame: FrameType | None) -> Frame | None:
 
 
 def _clause(filename: str, line: int, names: set[str]) -> int | None:
-    tree = _tree(filename)
-    if tree is None:
-        return None
-    best: tuple[int, int] | None = (
-        None  # (start of the try body, line of the clause): the innermost starts last
-    )
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (
-            node.body[-1].end_lineno or 0
-        ):
-            for handler in node.handlers:
-                if _fits(handler.type, names):
-                    if best is None or node.body[0].lineno > best[0]:
-                        best = (node.body[0].lineno, handler.lineno)
-                    break
-    return best[1] if best else None
+    """Return the line of the except clause in the innermost `try` around a line."""
+    found = [
+        (node.body[0].lineno, -handler.lineno)
+        for node in _nodes(filename, "except")
+        if isinstance(node, ast.Try)
+        and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0)
+        for handler in node.handlers
+        if _fits(handler.type, names)
+    ]
+    return -max(found)[1] if found else None  # the innermost starts last; its first clause counts
 
 
-def _tree(filename: str) -> ast.Module | None:
-    """A source file with except clauses, parsed; None when there are none, or it cannot be read."""
+def _nodes(filename: str, word: str) -> Iterator[ast.AST]:
+    """Yield the syntax tree of a source file, its outermost statements first; nothing of a file
+    without this word, or that cannot be read."""
     source = "".join(linecache.getlines(filename))
-    if not source or len(source) > SOURCE_BYTES_MOST or "except" not in source:
-        return None
-    try:
-        return ast.parse(source)
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        SystemError,
-    ):  # not the text that runs, or not Python; or deep in a stack (3.11)
-        return None
+    if not is_ours(filename) and word in source and len(source) <= SOURCE_BYTES_MOST:
+        # It may not be the text that runs, or not Python; or the stack is deep (3.11).
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, SystemError):
+            yield from ast.walk(ast.parse(source))
 
 
 def unguarded_line(frame: FrameType | None) -> str:
-    """`train.py:30`: the line of the program's top level that runs now, when a mere import of the
-    program would run it as well; "" when it stands below `if __name__ == "__main__":`, or cannot be
-    seen."""
+    """Return the line of the program's top level that runs now, `train.py:30`, when a mere import
+    of the program would run it as well; "" when it stands below `if __name__ == "__main__":`, or
+    cannot be seen."""
     while frame is not None and not (
         frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
     ):
         frame = frame.f_back
-    source = "".join(linecache.getlines(frame.f_code.co_filename)) if frame is not None else ""
-    if frame is None or not source or len(source) > SOURCE_BYTES_MOST:
+    if frame is None:
         return ""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
-        return ""
-    at = next(
-        (node for node in tree.body if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)),
-        None,
-    )
-    asks = isinstance(at, ast.If) and any(
-        isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(at.test)
-    )
-    return "" if at is None or asks else line_of(frame)
+    module = next(_nodes(frame.f_code.co_filename, ""), None)
+    for node in module.body if isinstance(module, ast.Module) else ():
+        if node.lineno <= frame.f_lineno <= (node.end_lineno or 0):
+            asks = isinstance(node, ast.If) and any(
+                isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(node.test)
+            )
+            return "" if asks else line_of(frame)
+    return ""
 
 
 def _fits(kind: ast.expr | None, names: set[str]) -> bool:
@@ -360,13 +342,11 @@ def _fits(kind: ast.expr | None, names: set[str]) -> bool:
         return True
     if isinstance(kind, ast.Tuple):
         return any(_fits(one, names) for one in kind.elts)
-    if isinstance(kind, ast.Attribute):
-        return kind.attr in names
-    return isinstance(kind, ast.Name) and kind.id in names
+    return getattr(kind, "attr", getattr(kind, "id", None)) in names
 
 
 def current_frame(depth: int = 0) -> FrameType | None:
-    """The caller's frame, or one further up."""
+    """Return the caller's frame, or one further up."""
     try:
         return sys._getframe(depth + 1)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What an exit status means, and which one we leave with."""
+"""Meaning of exit statuses, and the status of the launcher."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ BY_SIGNAL = 128  # plus the signal's number, as shells say it
 
 
 def describe(code: int, signal: int = 0) -> str:
-    """How a process ended, in words: `exit code 3`, or the signal's name `SIGKILL`."""
+    """Describe the end of a process: `exit code 3`, or the signal's name `SIGKILL`."""
     return name(signal) if signal else f"exit code {code}"
 
 
 def meaning(code: int) -> str:
-    """What an exit code usually says beyond its number, by the shells' custom; "" for one without
-    such a meaning.
-    """
+    """Return the meaning of an exit code by the shells' custom; "" for one without."""
     if code == 126:
         return "a shell's word for: found, but could not be executed"
     if code == 127:
@@ -38,8 +36,8 @@ def meaning(code: int) -> str:
 
 
 def of_rank(code: int, signal: int = 0) -> int:
-    """The status we leave with when a rank that ended so is the cause: its own, so that a script's
-    codes get through.
+    """Return the launcher's status when a rank that ended so is the cause: the rank's own, so that
+    a script's codes get through.
 
     A rank that is at fault although it exited with 0 (it swallowed an error) makes 1: a failed job
     never looks well.
@@ -50,14 +48,14 @@ def of_rank(code: int, signal: int = 0) -> int:
 
 
 def of_signal(signal: int) -> int:
-    """128 + its number: the status of whoever was ended by it. Ctrl-C: 130."""
+    """Return 128 + its number: the status of a process that was ended by it. Ctrl-C: 130."""
     return BY_SIGNAL + signal
 
 
 def status(*, reports: Sequence[Report] = (), interrupted_by: str = "") -> int:
-    """The status of the whole run.
+    """Return the status of the whole run.
 
-    `reports`: the causes found, the first one first; a rank that failed before anybody interrupted
+    `reports`: the causes found, the first one first; a rank that failed before the interruption
     counts. `interrupted_by`: the name of the signal that the launcher itself got, "" if none.
     Neither: the job went well.
     """

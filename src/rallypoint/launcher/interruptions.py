@@ -18,7 +18,7 @@ TRIES = 3  # each one that fails took a signal of its own, in the millisecond th
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Whether a handler of a signal raised it, and not the code that it came through."""
+    """Tell whether a handler of a signal raised it, and not the code that it came through."""
     handlers = [
         handler
         for number in signal.valid_signals()
@@ -39,8 +39,8 @@ def raised_by_handler(error: BaseException) -> bool:
 
 
 def whole(work: Callable[[], _Result]) -> _Result:
-    """What `work` returns. When a handler raises in it, it is begun again, and then that is raised:
-    `work` must know what is done already."""
+    """Return what `work` returns. When a handler raises in it, it is begun again, and then the
+    handler's exception is raised: `work` must know what is done already."""
     first: BaseException | None = None
     for _ in range(TRIES):
         try:

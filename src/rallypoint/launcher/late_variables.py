@@ -56,7 +56,7 @@ _READ_AGAIN = frozenset(
 )  # whenever they are needed; torch sets them itself, too
 
 parts_are_loaded = False
-"""Whether this process was forked from a template that had imported such parts."""
+"""True in forks of a template that had imported such parts."""
 
 _read_by_parts: dict[str, str] | None = None
 _read: dict[str, str] | None = (
@@ -66,9 +66,8 @@ _folder = ""
 
 
 def read_when_loaded(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Of an environment, what libraries read as they load: a template that has read other values
-    does for no one else.
-    """
+    """Return the variables of an environment that libraries read as they load: a template that has
+    read other values fits no other environment."""
     return tuple(
         sorted(
             (name, value)
@@ -79,21 +78,20 @@ def read_when_loaded(environment: Mapping[str, str]) -> tuple[tuple[str, str], .
 
 
 def remember(folder: str) -> None:
-    """The program is about to begin, in a fork: what the environment says now is what the libraries
-    have read. `folder`: the program's.
-    """
+    """Remember the environment that the libraries have read, as the program begins in a fork.
+    `folder`: the program's."""
     global _read, _read_by_parts, _folder
     _read, _read_by_parts, _folder = _now(), _of_parts(), os.path.join(folder, "")
 
 
 def is_of_parts(name: str) -> bool:
-    """Whether a part of torch that is imported late reads this variable as it loads."""
+    """Tell whether a part of torch that is imported late reads this variable as it loads."""
     return name.startswith(_OF_PARTS) and name not in _READ_AGAIN
 
 
 def set_for_parts() -> dict[str, str]:
-    """What the program has set by now, and with another value than it was started with, that parts
-    of torch read as they load: variable -> where it is set, or ""."""
+    """Return the variables for parts of torch that the program has given another value by now:
+    variable -> where it is set, or ""."""
     if _read_by_parts is None:
         return {}
     now = _of_parts()
@@ -105,9 +103,8 @@ def set_for_parts() -> dict[str, str]:
 
 
 def set_late() -> Iterator[tuple[str, str]]:
-    """(variable, where it is set: `train.py:3` or "") for each whose value differs from what was
-    read.
-    """
+    """Yield (variable, where it is set: `train.py:3` or "") for each that differs from what was
+    read."""
     if _read is None:
         return
     now = _now()
@@ -131,9 +128,8 @@ def _now() -> dict[str, str]:
 
 
 def _place(name: str) -> str:
-    """The first line in the program's own files that sets the variable, as far as the words of a
-    line can tell.
-    """
+    """Return the first line in the program's own files that sets the variable, as far as the words
+    of a line can tell."""
     from rallypoint.launcher import exception_capture
 
     quoted = rf"""["']{name}["']"""

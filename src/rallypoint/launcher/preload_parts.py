@@ -48,9 +48,8 @@ _LEFT_TO_THE_RANKS = (
 
 
 def may_be_early(name: str, brought: Iterable[str]) -> bool:
-    """Whether a module of torch can be imported before the program begins. `brought`: the modules
-    that came with it.
-    """
+    """Tell whether a module of torch can be imported before the program begins. `brought`: the
+    modules that came with it."""
     if any(name == left or name.startswith(f"{left}.") for left in _LEFT_TO_THE_RANKS):
         return False
     roots = {module.partition(".")[0] for module in brought} - _BROUGHT - sys.stdlib_module_names
@@ -58,7 +57,7 @@ def may_be_early(name: str, brought: Iterable[str]) -> bool:
 
 
 def of_all(told: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """The modules that every rank has told, in the order of the first."""
+    """Return the modules that every rank has told, in the order of the first."""
     ranks = [tuple(names) for names in told]
     return (
         tuple(name for name in ranks[0] if all(name in other for other in ranks)) if ranks else ()

@@ -1,6 +1,5 @@
-"""What ranks are to run: a program, or a function of a caller's. A module of its own for the
-template, which needs no more of a plan.
-"""
+"""Program or function that ranks run. A module of its own for the template, which needs no more of
+a plan."""
 
 from __future__ import annotations
 
@@ -11,16 +10,15 @@ import msgspec
 
 
 class Program(msgspec.Struct, frozen=True):
-    """The user's program: what `python` would be given."""
+    """The user's program, as `python` would be given it."""
 
     kind: Literal["script", "module", "command", "function"]
     target: str  # path as typed, module name, executable as typed, or the name of a function
     args: tuple[str, ...] = ()
 
     def for_rank(self, local_rank: int) -> Program:
-        """The same with torchrun's macro replaced in its arguments: `${local_rank}`, and `$$`,
-        which stands for one `$`.
-        """
+        """Return the program with torchrun's macro replaced in its arguments: `${local_rank}`, and
+        `$$`, which stands for one `$`."""
         if not any("$" in arg for arg in self.args):
             return self
         args = tuple(Template(arg).safe_substitute(local_rank=local_rank) for arg in self.args)

@@ -1,4 +1,4 @@
-"""How many ranks one machine may have, and each one's share of it. Loads nothing: `launch` asks
+"""Maximum number of ranks on one machine, and each rank's share of it. Loads nothing: `launch` asks
 before it does anything else.
 """
 
@@ -9,7 +9,6 @@ LARGEST_LOCAL_SIZE = 4096
 
 
 def threads_of_a_rank(cpus: int, local_size: int) -> int:
-    """How many threads the libraries of one of several ranks should take: its share of the
-    processors that this process may use.
-    """
+    """Return the number of threads for the libraries of one of several ranks: its share of the
+    processors that this process may use."""
     return max(1, cpus // local_size)

@@ -15,7 +15,7 @@ from typing import Any
 
 _CLEAN = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\n"
 
-# A descriptor for its orders, the pid of who starts it, whether it imports torch.
+# A descriptor for its orders, the pid of the process that starts it, whether it imports torch.
 TEMPLATE = (
     _CLEAN + "from rallypoint.launcher.template.template_main import main\nmain(%d, %d, %r)()"
 )
@@ -29,14 +29,14 @@ STANDBY = _CLEAN + "from rallypoint.launcher.launch.standby_main import main\nma
 HOST = _CLEAN + "from rallypoint.launcher.template.c10d_host import main\nmain()"
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""What a batch system sends before the end of a job, to the launcher or to every process."""
+"""Signals that a batch system sends before the end of a job, to the launcher or to every process."""
 
 _LEAD = "import os\nos.setsid()\n"
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], **how: Any) -> int:
     """Start this interpreter with these arguments, `-c` and one of the texts above among them, at
-    the head of a session of its own; its pid. `how`: see `os.posix_spawn`. Raises OSError."""
+    the head of a session of its own, and return its pid. `how`: see `os.posix_spawn`. Raises OSError."""
     argv = [sys.executable, *arguments]
     try:
         return os.posix_spawn(sys.executable, argv, environment, setsid=True, **how)
@@ -49,8 +49,8 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], **how: Any) 
 
 
 def start_template(environment: Mapping[str, str], *, imports: bool) -> tuple[int, socket.socket]:
-    """Start a template with this environment: its pid, and the line to it, where it waits for its
-    `Setup`. It imports torch at once, or, without `imports`, is a starter of fresh interpreters.
+    """Start a template with this environment; return its pid, and the line to it, where it waits for
+    its `Setup`. It imports torch at once, or, without `imports`, is a starter of fresh interpreters.
     For a process with one thread. Raises OSError."""
     given = dict(environment)
     if imports:

@@ -1,4 +1,4 @@
-"""Which torch is installed here, found out without importing it."""
+"""Version of the torch that is installed here, without importing it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import sys
 
 
 def torch_version() -> str:
-    """The installed torch by metadata, without importing it; "" when there is none, "unknown" when
-    it has no metadata.
-    """
+    """Return the installed torch by its metadata; "" when there is none, "unknown" when it has no
+    metadata."""
     from importlib.machinery import PathFinder
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed

@@ -53,7 +53,6 @@ class PooledAgent:
         self.environment = dict(environment)
         self.pid = 0
         self._pidfd = OwnedFds()
-        self._continued = False  # this was said
         self._parent = os.getpid()
         passed = OwnedFds()
         try:
@@ -115,20 +114,6 @@ class PooledAgent:
         except OSError:
             return False
 
-    def go_on(self) -> None:
-        """Continue the process if it was stopped (SIGSTOP).
-
-        When the whole program is suspended the caller is stopped, too, and does not call this.
-        """
-        if processes.is_stopped(self.pid) and not self._continued:
-            self._continued = True
-            sys.stderr.write(
-                f"rallypoint: the launcher's process (pid {self.pid}) was stopped (SIGSTOP): it is continued\n"
-            )
-        if processes.is_stopped(self.pid):
-            for pidfd in self._pidfd.fds:
-                processes.send(pidfd, signal.SIGCONT)
-
     def discard(self, patience: float | None = None) -> None:
         """End the agent and its ranks, and wait for that. May be called twice.
 
@@ -147,19 +132,14 @@ class PooledAgent:
 
     def abandon(self) -> None:
         """End the agent and its ranks without waiting."""
-        if os.getpid() == self._parent:
+        if os.getpid() != self._parent:
+            self._pidfd.close()
+        else:
             if self._pidfd.fds:
                 _leaving[self.pid] = self._pidfd
-            self._hang_up()
-        else:
-            self.line.close()
-            self._pidfd.close()
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
-            self.line.shutdown(
-                socket.SHUT_RDWR
-            )  # a child that was forked meanwhile may have the socket, too
+            with contextlib.suppress(OSError):  # it has ended
+                # A child that was forked meanwhile may have the socket, too.
+                self.line.shutdown(socket.SHUT_RDWR)
         self.line.close()
 
     def __del__(self) -> None:

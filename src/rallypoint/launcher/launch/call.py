@@ -41,10 +41,6 @@ ANSWER_PATIENCE = 20.0
 one that the kernel does not let end (state D), 5 for their output, and as much again for a busy
 machine."""
 
-LOOK = 2.0
-"""Seconds between two looks at whether the agent was stopped (SIGSTOP), which has no end of
-itself."""
-
 Outcomes = dict[int, tuple[Outcome, OwnedFds]]
 
 
@@ -137,9 +133,7 @@ class LaunchCall:
 
     def _listen(self, poll: select.poll, until: float) -> None:
         waits = until - self._clock.monotonic()
-        ready = poll.poll(max(0.0, min(waits, LOOK)) * 1000 + 1)
-        if not ready:
-            self._agent.go_on()
+        ready = poll.poll(None if waits == math.inf else max(0.0, waits) * 1000 + 1)
         for fd, _ in ready:
             if fd == self._agent.line.fileno():
                 self._hearing = True

@@ -29,7 +29,7 @@ class Terms(NamedTuple):
 
 
 def main(line_fd: int, caller_pid: int) -> None:
-    """The life of a standby. `line_fd`: a socket to the caller."""
+    """Live as a standby. `line_fd`: a socket to the caller."""
     processes.open_standard_descriptors()
     line = socket.socket(fileno=line_fd)
     os.set_inheritable(line_fd, False)
@@ -67,9 +67,7 @@ def _outlive_notices() -> None:
     for number in spawn.NOTICES:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _do_nothing)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, spawn.NOTICES
-    )  # blocked by who started us, until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, spawn.NOTICES)  # blocked by the caller, until now
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Serves torch's TCPStore on a held socket.
+"""Server of torch's TCPStore on a held socket.
 
 A process of its own: it outlives ranks, and it answers while rank 0 computes (served from rank 0,
 the mesh of 64 ranks takes seven times as long). The socket was bound and was listening before any
@@ -15,7 +15,7 @@ from rallypoint.host import dns_timeouts, processes
 
 
 def forked(host: str, port: int, listener: int, ready: int, parent: int) -> None:
-    """In a fork of the template: serve until killed. Writes one byte to `ready` once it serves."""
+    """Serve in a fork of the template until killed. Writes one byte to `ready` once it serves."""
     os.setsid()
     processes.die_with(parent)
     silence = os.open(os.devnull, os.O_RDWR)
@@ -52,9 +52,8 @@ def serve(host: str, port: int, listener: int, ready: int) -> None:
 
 
 def main() -> None:
-    """Entry of an interpreter of its own (beside fresh workers): host, port and two descriptors as
-    arguments.
-    """
+    """Serve in an interpreter of its own (beside fresh workers). Arguments: host, port, two
+    descriptors and the parent's pid."""
     host, port, listener, ready, parent = sys.argv[1:6]
     processes.die_with(int(parent))
     serve(host, int(port), int(listener), int(ready))

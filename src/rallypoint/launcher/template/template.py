@@ -67,9 +67,8 @@ _DEVICE_FILES = (
 
 
 def serve(orders_fd: int, spent: float, failed: BaseException | None) -> Callable[[], None]:
-    """The template's whole life. Returns in a child what it is to run; in the template itself it
-    does not return. `spent`: seconds that torch's import took; `failed`: what that has raised, if
-    it has."""
+    """Live as a template. Returns in a child what it is to run; in the template itself it does not
+    return. `spent`: seconds that torch's import took; `failed`: the exception of that import."""
     orders = socket.socket(fileno=orders_fd)
     setup, _ = protocol.receive(orders)
     if not isinstance(setup, Setup):  # the agent is gone
@@ -82,9 +81,8 @@ def serve(orders_fd: int, spent: float, failed: BaseException | None) -> Callabl
 def _prepare(
     setup: Setup, orders: socket.socket, spent: float, failed: BaseException | None
 ) -> bool:
-    """Import all that is to be shared, and say how it went; False when nobody can be forked from
-    this process.
-    """
+    """Import all that is to be shared, and say how it went; return False when no process can be
+    forked from this one."""
     if not setup.imports:
         protocol.send(orders, Ready(0.0))
         return True
@@ -139,8 +137,8 @@ def _prepare(
 
 
 def _import_parts(names: Sequence[str]) -> tuple[str, str]:
-    """Import parts of torch that nobody has asked for: the one that made this process unfit, or
-    cannot be imported, and why; "" and "" when all is well. One that hangs or crashes ends this
+    """Import parts of torch that the program will want; return the one that made this process unfit,
+    or cannot be imported, and why; "" and "" when all is well. One that hangs or crashes ends this
     process by a signal, which the agent sees."""
     if not names:
         return "", ""
@@ -178,9 +176,8 @@ def _place_folders(setup: Setup) -> None:
 
 
 def _sources(former: set[str]) -> tuple[tuple[str, int, int], ...]:
-    """The files of the modules that came with the preload modules and are no installed packages: a
-    person may be editing them.
-    """
+    """Return the files of the modules that came with the preload modules and are no installed
+    packages: a person may be editing them."""
     found = []
     for name in sys.modules.keys() - former:
         path = getattr(sys.modules[name], "__file__", None) or ""
@@ -194,9 +191,8 @@ def _sources(former: set[str]) -> tuple[tuple[str, int, int], ...]:
 
 
 def unclean() -> str:
-    """Why this process must not be forked, "" when it may: CUDA initialised, another thread, an
-    accelerator's file open.
-    """
+    """Return why this process must not be forked, "" when it may: CUDA initialised, another thread,
+    an accelerator's file open."""
     cuda = sys.modules.get("torch.cuda")
     if (cuda is not None and cuda.is_initialized()) or devices.cuda_is_up():
         return "CUDA is initialised"
@@ -265,16 +261,14 @@ class _Template:
                     return run
 
     def _leave(self) -> NoReturn:
-        """The agent has ended without a word: end what the ranks have left here, and this process.
-        The guard does so, too, if it lives.
-        """
+        """End what the ranks have left here, and this process: the agent has ended without a word.
+        The guard does so, too, if it lives."""
         processes.kill_family(b"", (), deadline=KILL_DEADLINE, ancestor=os.getpid())
         os._exit(0)
 
     def _reap_orphans(self) -> None:
-        """Reap what the ranks have left here and has ended. The ranks themselves wait for the
-        agent's word.
-        """
+        """Reap processes that the ranks have left here and that have ended. The ranks themselves are
+        reaped when the agent orders it."""
         os.read(self._orphans, 128)
         for pid in set(processes.children()).difference(self._children.values()):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
@@ -335,7 +329,7 @@ class _Template:
         return None
 
     def _import(self, names: tuple[str, ...]) -> None:
-        """Between two jobs."""
+        """Import parts of torch between two jobs."""
         clock = Clock()
         gc.disable()
         name, why = _import_parts(names)
@@ -345,7 +339,7 @@ class _Template:
         self._tell(Ready(clock.elapsed(), unclean=why, module=name))
 
     def _forget(self) -> None:
-        """In the child: nothing of the template's stays open."""
+        """Close, in the child, everything of the template's."""
         self._epoll.close()
         self._orders.close()
         os.close(self._orphans)

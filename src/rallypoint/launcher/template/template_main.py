@@ -16,9 +16,9 @@ from rallypoint.launcher.worker import teardown
 
 
 def main(orders_fd: int, parent: int, imports: bool) -> Callable[[], None]:
-    """The template's life: see `template.serve`. `orders_fd`: a socket; `parent`: the pid of who
-    has started this process, and with whom it ends; `imports`: whether it is a template at all, and
-    no starter of fresh interpreters."""
+    """Live as a template: see `template.serve`. `orders_fd`: a socket; `parent`: the pid of the
+    process that has started this one, and with which it ends; `imports`: False for a starter of
+    fresh interpreters."""
     processes.die_with(parent)
     processes.close_others(
         {0, 1, 2, orders_fd}

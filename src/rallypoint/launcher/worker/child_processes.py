@@ -1,6 +1,5 @@
-"""Processes that a rank's program starts with `multiprocessing`: those that failed, and nothing in
-it has looked.
-"""
+"""Processes that a rank's program starts with `multiprocessing`: those that failed without the
+program looking at them."""
 
 from __future__ import annotations
 
@@ -34,9 +33,9 @@ _registered: list[
 
 
 def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
-    """From now on it is seen how the children end, as far as multiprocessing itself looks, here and
-    in forks of this process. `tell` is called when the program has ended: with those that failed,
-    and how many more did; `starts_interpreter` before a child is started that is no fork."""
+    """Watch how children end, as far as multiprocessing itself looks, here and in forks of this
+    process. `tell` is called when the program has ended: with those that failed, and how many more
+    did; `starts_interpreter` before a child is started that is no fork."""
     from multiprocessing import process
 
     kind: Any = process.BaseProcess
@@ -69,7 +68,7 @@ def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
 
 
 def _ends(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`terminate`, `kill`: however the process ends after it, the program wanted that."""
+    """Wrap `terminate` or `kill`: however the process ends after it, the program wanted that."""
 
     @functools.wraps(original)
     def end(self: Any) -> None:
@@ -127,9 +126,8 @@ def _see_ends_of(popen: type) -> None:
 
 
 def _ended(pid: int, code: int) -> None:
-    """multiprocessing has seen this end; `code` as it has it: below 0 a signal. Who was told to end
-    by SIGTERM has not failed.
-    """
+    """Note an end that multiprocessing has seen; `code` as it has it: below 0 a signal. A child that
+    was told to end by SIGTERM has not failed."""
     import signal
 
     child = _started.pop(pid, None)

@@ -20,7 +20,7 @@ Replace = Callable[[str, object, object], None]
 
 
 How = Literal["", "chosen", "given", "used", "short"]
-"""How a rank came to its GPU: the program chose it; it is LOCAL_RANK's; the program had put
+"""Reason why a rank has its GPU: the program chose it; it is LOCAL_RANK's; the program had put
 something on it; LOCAL_RANK has none.
 """
 
@@ -41,14 +41,14 @@ _fork_line = ""  # in a forked child: where it was forked, if CUDA was up
 
 
 def chosen() -> None:
-    """The program has chosen this rank's device."""
+    """Note that the program has chosen this rank's device."""
     global _chosen
     _chosen = True
 
 
 def take_device(backend: str) -> RankDevice:
-    """See that this rank has its own GPU before it joins a group with this backend ("": torch's
-    default), and say which it has.
+    """Give this rank its own GPU before it joins a group with this backend ("": torch's default),
+    and return which it has.
 
     A program that chose is left alone, and one that has put something on a GPU already, too: what
     "cuda" means must not change under it. Else LOCAL_RANK's GPU becomes the current one, if there
@@ -77,14 +77,13 @@ def take_device(backend: str) -> RankDevice:
 
 
 def _needs_gpu(backend: str, *, up: bool) -> bool:
-    """Whether collectives will run on GPUs. torch's default backend does both; a program that has
-    not touched CUDA by then uses the CPU.
-    """
+    """Tell whether collectives will run on GPUs. torch's default backend does both; a program that
+    has not touched CUDA by then uses the CPU."""
     return up if not backend else backend == "nccl" or "cuda:" in backend
 
 
 def _uuid(cuda: Any, index: int) -> str:
-    """What tells one GPU from another on this node."""
+    """Return a text that tells one GPU from another on this node."""
     uuid = getattr(cuda.get_device_properties(index), "uuid", None)  # not in every torch
     if uuid is not None:
         return f"GPU-{uuid}"
@@ -135,9 +134,8 @@ def watch_first_use(replace: Replace, failed: Callable[[Exception], None]) -> No
 
 
 def about_to_fork() -> tuple[str, str]:
-    """Before a fork of the program's: (its line, the line that first used CUDA) when CUDA is up,
-    ("", "") when the child may use it.
-    """
+    """Note a fork of the program's; return (its line, the line that first used CUDA) when CUDA is up,
+    ("", "") when the child may use it."""
     global _fork_line
     is_initialized = getattr(
         sys.modules.get("torch.cuda"), "is_initialized", None
@@ -149,9 +147,8 @@ def about_to_fork() -> tuple[str, str]:
 
 
 def _forker() -> FrameType | None:
-    """The program's frame that forks: not that of the library between (multiprocessing,
-    subprocess).
-    """
+    """Return the program's frame that forks, and not the library's between (multiprocessing,
+    subprocess)."""
     frame = nearest = exception_capture.user_frame(sys._getframe(1))
     while (
         frame is not None
@@ -163,9 +160,8 @@ def _forker() -> FrameType | None:
 
 
 def in_forked_child(replace: Replace) -> None:
-    """In a child of the program's: torch's refusal to use CUDA here shall say where the fork was,
-    and what had used CUDA before it.
-    """
+    """Make torch's refusal to use CUDA in a child of the program's say where the fork was, and what
+    had used CUDA before it."""
     if not _fork_line:
         return
     cuda: Any = sys.modules["torch.cuda"]

@@ -1,5 +1,5 @@
-"""Notices in a worker which packages take long to import: that time is spent once in every rank,
-and could be spent once.
+"""Times of imports in a worker: a package that takes long is imported once in every rank, and could
+be imported once in the template.
 
 A finder stands first in `sys.meta_path`. While nothing is being imported it finds the next module
 as the others would and times how long it takes to run; what that imports in turn is left to the
@@ -47,7 +47,7 @@ def _untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class ImportTimes(importlib.abc.MetaPathFinder):
-    """Adds up the seconds that each package's imports take.
+    """Finder that adds up the seconds of each package's imports.
 
     `folder` is the program's own: its modules are looked through, so that what they import is
     named, and not they.
@@ -55,7 +55,7 @@ class ImportTimes(importlib.abc.MetaPathFinder):
 
     def __init__(self, folder: str, on_part: Callable[[str], object] = lambda name: None) -> None:
         """`on_part` is called with the name of each part of torch that took long and can be
-        imported before the program, at once: who is killed has told by then. Such a part is looked
+        imported before the program, at once: a rank that is killed has told by then. Such a part is looked
         at also where it is imported inside another package."""
         self._folder = os.path.join(folder, "")
         self._on_part = on_part
@@ -65,13 +65,12 @@ class ImportTimes(importlib.abc.MetaPathFinder):
         self._part = False  # a part of torch is
 
     def install(self) -> None:
-        """From now on the imports of this process are timed."""
+        """Time the imports of this process from now on."""
         sys.meta_path.insert(0, self)
 
     def slow(self) -> Iterator[Imported]:
-        """The packages that took long by now, each named by the module that took longest: importing
-        that imports its parents, too.
-        """
+        """Yield the packages that took long by now, each named by the module that took longest:
+        importing that imports its parents, too."""
         for modules in self._seconds.values():
             seconds = sum(modules.values())
             if seconds >= SLOW:
@@ -81,7 +80,7 @@ class ImportTimes(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the finders after this one find; its loader also takes the time."""
+        """Find a module as the finders after this one do; its loader also takes the time."""
         if self._part or self._finding or (self._busy and not name.startswith("torch.")):
             return None
         self._finding = True  # which may import something
@@ -109,9 +108,8 @@ class ImportTimes(importlib.abc.MetaPathFinder):
         return None
 
     def _is_the_programs(self, spec: ModuleSpec) -> bool:
-        """Whether a module is the program's own; an environment that lies in the program's folder
-        is not.
-        """
+        """Tell whether a module is the program's own; an environment in the program's folder is
+        not."""
         origin = spec.origin or ""
         return origin.startswith(self._folder) and "-packages" + os.sep not in origin
 
@@ -150,6 +148,6 @@ class ImportTimes(importlib.abc.MetaPathFinder):
 
 
 def _package(name: str) -> str:
-    """The top package; of torch, which the template has, the part that is imported late."""
+    """Return the top package; of torch, which the template has, the part that is imported late."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "torch" else 1])

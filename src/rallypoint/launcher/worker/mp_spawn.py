@@ -1,5 +1,5 @@
-"""A process that the program starts with `torch.multiprocessing.spawn`: it tells the launcher where
-it is, as a rank does.
+"""Process that the program starts with `torch.multiprocessing.spawn`: it tells the launcher where it
+is, as a rank does.
 
 Only the processes of a job's only rank do: they are the ranks of the group that the program makes
 itself.
@@ -47,9 +47,8 @@ class Spawned:
 
 
 class SpawnedHooks(Hooks):
-    """What such a process tells: where it meets the others. Its exceptions reach the launcher by
-    the rank that started it.
-    """
+    """Hooks of such a process: they tell where it meets the others. Its exceptions reach the
+    launcher by the rank that started it."""
 
     def __init__(self, control: socket.socket, index: int, size: int, began: float) -> None:
         super().__init__(control, held="", began=began, single=False)
@@ -64,16 +63,14 @@ class SpawnedHooks(Hooks):
         return super().tell(OfSpawned(self._index, self._size, os.getpid(), message), fds)
 
     def preempted(self) -> bool:
-        """False, as outside a rank: what the launcher says on the line is for the rank, which has
-        it, too.
-        """
+        """Return False, as outside a rank: what the launcher says on the line is for the rank."""
         return False
 
     def spawning(self) -> None:
-        """Nothing: the launcher follows the processes of the rank itself, and not theirs."""
+        """Do nothing: the launcher follows the processes of the rank itself, and not theirs."""
 
     def _tell_of(self, error: BaseException, raised: Callable[[], Raised]) -> None:
-        """Nothing: torch brings the exception to the rank."""
+        """Do nothing: torch brings the exception to the rank."""
 
 
 def _report(control: socket.socket, index: int, size: int, began: float) -> None:

@@ -13,9 +13,9 @@ from rallypoint.launcher.worker.worker_hooks import Hooks, Variable
 
 @contextlib.contextmanager
 def opened(backend: str, timeout: float | None, line: str, hooks: Hooks) -> Iterator[None]:
-    """The default group, with this rank's device if the backend needs one. Closed also when the
-    function raises, and when the function has closed it itself nothing is left to do. `line`: where
-    `launch` was called."""
+    """Open the default group, with this rank's device if the backend needs one, and close it, also
+    when the function raises. The function may have closed it itself. `line`: where `launch` was
+    called."""
     import torch
     import torch.distributed as dist
 
@@ -41,7 +41,8 @@ def opened(backend: str, timeout: float | None, line: str, hooks: Hooks) -> Iter
 
 
 def _backend(asked: str) -> str:
-    """`auto`: NCCL where every rank of this machine has a GPU of its own, gloo elsewhere."""
+    """Return the backend; for `auto` NCCL where every rank of this machine has a GPU of its own, gloo
+    elsewhere."""
     if asked != "auto":
         return asked
     import torch

@@ -1,4 +1,4 @@
-"""A function of the caller's, run in a rank: what `launch` has instead of a program."""
+"""A function of the caller's, run in a rank: `launch` has it instead of a program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rallypoint.launcher.worker.worker_hooks import Hooks
 def run(
     task: Task, rank: int, fds: list[int], hooks: Hooks, *, signal_mask: Iterable[int]
 ) -> NoReturn:
-    """Run it, send what it returned or raised, and leave. `fds`: the parcel's, which are taken
+    """Run it, send what it returned or raised, and leave. `fds`: the payload's, which are taken
     over.
 
     A rank leaves as a child of multiprocessing does, without the interpreter's own finalisation,
@@ -59,9 +59,8 @@ def run(
 
 
 def _enter(task: Task, signal_mask: Iterable[int]) -> None:
-    """Where the caller is: its folder, its sys.path, its arguments. `__main__` is empty: the
-    caller's script is not run again.
-    """
+    """Take the caller's folder, sys.path and arguments. `__main__` is empty: the caller's script is
+    not run again."""
     try:
         os.chdir(task.folder)
     except OSError:  # it was removed; the caller itself still stands in it
@@ -111,9 +110,8 @@ def _unsendable(name: str, problem: payload.Unsendable) -> UsageError:
 
 
 def _failed(hooks: Hooks, rank: int, error: BaseException) -> int:
-    """Tell the caller, which gets the exception itself, and the agent, which judges; the exit
-    status.
-    """
+    """Tell the caller, which gets the exception itself, and the agent, which judges. Returns the exit
+    status."""
     exception_capture.strip(error)
     hooks.stop()
     _send(hooks, rank, "error", payload.pack_error(error))

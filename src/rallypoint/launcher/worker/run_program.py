@@ -94,9 +94,8 @@ def _end_by(hooks: Hooks | None, error: BaseException, given: StderrAsGiven | No
 
 
 def _tell_end(hooks: Hooks | None, error: BaseException, *, shows: bool) -> bool:
-    """Whether its traceback is shown by the launcher, which does so (`shows`) unless the program
-    has a hook of its own.
-    """
+    """Tell the agent how the program ends; return whether the launcher shows the traceback, which it
+    does (`shows`) unless the program has a hook of its own."""
     if not isinstance(error, SystemExit):
         exception_capture.strip(error)
     if hooks is None:
@@ -111,7 +110,7 @@ def _tell_end(hooks: Hooks | None, error: BaseException, *, shows: bool) -> bool
 
 def tell_uncaught(hooks: Hooks, error: BaseException, *, printed: bool) -> bool:
     """Tell the agent of an exception that leaves the program, and take back what was told of those
-    that it comes from. Whether it listens."""
+    that it comes from. Returns whether the agent listens."""
     for serial in exception_capture.serials(error):
         hooks.tell(Uncatch(serial))
     raised = exception_capture.raised(error, call=hooks.call_of(error))
@@ -156,9 +155,7 @@ def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
 
 
 def _said_by(leaving: SystemExit) -> str:
-    """What is written when the program leaves by this: the text given to `sys.exit`, or argparse's
-    message without the usage.
-    """
+    """Return the text given to `sys.exit`, or argparse's message without the usage."""
     if isinstance(leaving.code, str):
         return leaving.code
     innermost = deque(traceback.walk_tb(leaving.__traceback__), maxlen=1)
@@ -171,7 +168,7 @@ def _said_by(leaving: SystemExit) -> str:
 
 
 def folder(program: Program) -> str:
-    """What the interpreter puts first on `sys.path` before anything of the program runs."""
+    """Return the folder that the interpreter puts first on `sys.path`."""
     if _holds_main(program):
         return os.path.abspath(program.target)
     return (
@@ -190,9 +187,8 @@ def place_folder(program: Program) -> None:
 
 
 def load(program: Program) -> tuple[CodeType, ModuleType]:
-    """The program's code and its empty `__main__`; sets `sys.argv` and `sys.path[0]` as the
-    interpreter would.
-    """
+    """Return the program's code and its empty `__main__`; set `sys.argv` and `sys.path[0]` as the
+    interpreter would."""
     if program.kind == "module":
         return _module(program)
     return _main_of(program) if _holds_main(program) else _script(program)
@@ -227,7 +223,8 @@ def _nearest_module(name: str) -> str:
 
 
 def _holds_main(program: Program) -> bool:
-    """Whether the script is a folder or an archive, in which `python` looks for `__main__.py`."""
+    """Tell whether the script is a folder or an archive, in which `python` looks for
+    `__main__.py`."""
     return program.kind == "script" and bool(archives.main_of(program.target))
 
 

@@ -32,7 +32,7 @@ _NEED_THE_WHOLE_WAY = ("mpi4py",)
 
 
 class _Template:
-    """What the template leaves to its forks."""
+    """Modules and namespaces that the template leaves to its forks."""
 
     def __init__(self, modules: dict[str, ModuleType], libc: Any) -> None:
         self.libc = libc

@@ -1,6 +1,5 @@
-"""Where a rank's traceback goes beside the launcher, which shows it: to whatever the program has
-put in the place of stderr.
-"""
+"""Print of a rank's traceback to whatever the program has put in the place of stderr. The launcher
+shows it in any case."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from rallypoint.launcher import exception_capture, interruptions
 
 
 class StderrAsGiven:
-    """What stands for stderr when the program begins: the stream `sys.stderr`, and the file behind
-    descriptor 2. `is_kept`: that is a file of the user's, which nobody else writes the traceback
-    to."""
+    """Stderr as it is when the program begins: the stream `sys.stderr`, and the file behind
+    descriptor 2. `is_kept`: that is a file of the user's, to which only this process writes the
+    traceback."""
 
     def __init__(self, is_kept: bool = False) -> None:
         self._stream = sys.__stderr__

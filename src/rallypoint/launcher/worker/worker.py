@@ -1,4 +1,4 @@
-"""The first code in every worker: identity, logs, last words, then yours.
+"""First code in every worker: identity, standard streams, hooks, then the program.
 
 A fork of the template is made to look like a fresh interpreter here; where it still differs is
 docs/concepts/template.md.
@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
@@ -59,9 +59,8 @@ class Descriptors:
 
 
 def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
-    """Identity: a session of its own, the standard descriptors, environment and signal dispositions
-    as given.
-    """
+    """Give this process a session of its own, and the standard descriptors, environment and signal
+    dispositions that are ordered."""
     os.setsid()
     processes.die_with(parent)
     for number in order.ignored:
@@ -85,8 +84,7 @@ def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
 
 
 def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> Callable[[], None]:
-    """In a fork of the template: make it look like a fresh interpreter, and return what runs the
-    program.
+    """Make a fork of the template look like a fresh interpreter, and return what runs the program.
 
     It runs from the template's top level, so that nothing of ours but one frame lies below the
     program.
@@ -120,9 +118,8 @@ def fresh(
     terminal: int,
     parcel: tuple[int, ...],
 ) -> None:
-    """In an interpreter of its own (`--fresh`), started by the starter with the standard
-    descriptors in place.
-    """
+    """Run the program in an interpreter of its own (`--fresh`), which has the standard descriptors in
+    place."""
     for fd in (fd for fd in (control, evidence, secret, terminal, *parcel) if fd >= 0):
         os.set_inheritable(
             fd, False
@@ -193,8 +190,8 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
 
 
 def _out_of_the_way(fd: int) -> int:
-    """The same file under a high number: a program that closes all descriptors and opens its own
-    must not get it for one of them, with our stacks written into the user's file."""
+    """Move a file to a high number: a program that closes all descriptors and opens its own must not
+    get it for one of them, with our stacks written into the user's file."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(3, min(soft, HIGH_DESCRIPTOR) - 16))
@@ -205,18 +202,16 @@ def _out_of_the_way(fd: int) -> int:
 
 
 def _wait_for_go(control: socket.socket) -> None:
-    """Until the guard knows this process: before that nothing of the program may run, or a child of
-    it could be missed.
-    """
+    """Wait until the guard knows this process: before that nothing of the program may run, or a child
+    of it could be missed."""
     answer, _ = protocol.receive(control)
     if answer is None:  # the agent is gone
         os._exit(1)
 
 
 def _renew_streams() -> None:
-    """`sys.stdin`, `sys.stdout` and `sys.stderr` as `python -u` makes them for the descriptors that
-    are there now.
-    """
+    """Make `sys.stdin`, `sys.stdout` and `sys.stderr` as `python -u` does for the descriptors that
+    are there now."""
     encoding, errors = (
         sys.stdin.encoding,
         sys.stdin.errors,
@@ -241,7 +236,7 @@ def _renew_streams() -> None:
 
 
 def _renew_identity() -> None:
-    """What the interpreter and its modules remember of the template's process."""
+    """Renew what the interpreter and its modules remember of the template's process."""
     main = threading.main_thread()
     if hasattr(main, "_set_native_id"):  # Python's own after-fork work renews `ident` only
         main._set_native_id()
@@ -251,9 +246,7 @@ def _renew_identity() -> None:
 
 
 def _renew_randomness() -> None:
-    """Random state per process, as fresh ones have: Python's `random` does it itself at a fork,
-    numpy's and torch's generators do not.
-    """
+    """Seed the generators of numpy and torch anew: at a fork only Python's `random` does so itself."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
@@ -267,9 +260,8 @@ def _renew_randomness() -> None:
 
 
 def _restore_openblas(wanted: str | None) -> None:
-    """The template holds OpenBLAS at one thread, so that it may be forked; here it gets what a
-    fresh process would have.
-    """
+    """Give OpenBLAS the threads that it has in a fresh process: the template holds it at one, so that
+    it may be forked."""
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
     if wanted is not None:
         os.environ["OPENBLAS_NUM_THREADS"] = wanted
@@ -284,29 +276,19 @@ def _restore_openblas(wanted: str | None) -> None:
 
 
 def _openblas_threads(environment: Mapping[str, str], processors: int) -> int:
-    """How many threads OpenBLAS takes when it loads (its memory.c, `blas_get_cpu_number`): never
-    more than there are processors.
-    """
+    """Return how many threads OpenBLAS takes when it loads (its memory.c, `blas_get_cpu_number`):
+    never more than there are processors. Without `re`, whose first use writes to 300 kB that all
+    ranks share until then."""
     for name in (
         "OPENBLAS_NUM_THREADS",
         "GOTO_NUM_THREADS",
         "OMP_NUM_THREADS",
         "OPENBLAS_DEFAULT_NUM_THREADS",
     ):
-        if name in environment and (number := _leading_number(environment[name])) > 0:
-            return min(number, processors)
+        first = environment.get(name, "").partition(",")[0].strip()  # "4,2": of nested regions
+        if first.isdecimal() and int(first) > 0:
+            return min(int(first), processors)
     return processors
-
-
-def _leading_number(text: str) -> int:
-    """As C's atoi: "4,2" is 4, "x" is 0. Without `re`, whose first use writes to 300 kB that all
-    ranks share until then.
-    """
-    digits = text.strip().removeprefix("+")
-    end = next(
-        (i for i, character in enumerate(digits) if character not in "0123456789"), len(digits)
-    )
-    return int(digits[:end] or 0)
 
 
 def _openblas_libraries() -> set[str]:
@@ -317,9 +299,8 @@ def _openblas_libraries() -> set[str]:
 
 
 def _choose_debugger(order: StartWorker, terminal: int, seen: Hooks) -> None:
-    """`breakpoint()`: on the terminal in the rank that has it, one line in the others; as
-    PYTHONBREAKPOINT says where it is set.
-    """
+    """Set up `breakpoint()`: on the terminal in the rank that has it, one line in the others; as
+    PYTHONBREAKPOINT says where it is set."""
     chosen = bool(os.environ.get("PYTHONBREAKPOINT"))
     if terminal >= 0 and (chosen or not order.debugger):
         os.close(terminal)
@@ -335,9 +316,8 @@ def _choose_debugger(order: StartWorker, terminal: int, seen: Hooks) -> None:
 
 
 def _left_out(rank: int) -> Callable[[str, FrameType | None], None]:
-    """A debugger would end a rank whose stdin is /dev/null: say so once for each place, and
-    go on.
-    """
+    """Return a function that says, once for each place, that a debugger is left out: it would end a
+    rank whose stdin is /dev/null."""
     said: set[str] = set()
 
     def leave_out(what: str, frame: FrameType | None) -> None:
@@ -369,23 +349,9 @@ def _leave_debuggers_out(leave_out: Callable[[str, FrameType | None], None]) -> 
     bdb.Bdb.set_trace = set_trace  # type: ignore[method-assign]
 
 
-def _frames_of_ours(frames: list[FrameType]) -> int:
-    """How many of a program's outermost frames are the launcher's: a person at a debugger has no
-    use for them.
-    """
-    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    files = [frame.f_code.co_filename for frame in frames]
-    theirs = (
-        number
-        for number, file in enumerate(files)
-        if file != "<string>" and not file.startswith(folder)
-    )
-    return next(theirs, 0)
-
-
 def _on_terminal(terminal: int, seen: Hooks) -> Callable[..., None]:
-    """The debugger on the terminal itself: the rank's own stdout is a pipe, whose lines get a
-    prefix. While it waits for a line the agent knows that, and does not ask where everybody is."""
+    """Return a debugger on the terminal itself: the rank's own stdout is a pipe, whose lines get a
+    prefix. While it waits for a line the agent knows that, and does not ask for stacks."""
     ends: list[
         io.TextIOWrapper
     ] = []  # one reader for all calls: what was typed ahead must not be lost with it
@@ -402,13 +368,6 @@ def _on_terminal(terminal: int, seen: Hooks) -> Callable[..., None]:
             )
 
         class Debugger(pdb.Pdb):
-            def get_stack(
-                self, f: FrameType | None, t: TracebackType | None
-            ) -> tuple[list[tuple[FrameType, int]], int]:
-                stack, index = super().get_stack(f, t)
-                ours = _frames_of_ours([frame for frame, _ in stack])
-                return stack[ours:], max(0, index - ours)
-
             def interaction(self, *args: Any, **kwargs: Any) -> None:
                 seen.tell(Debugging(waits=True))
                 try:
