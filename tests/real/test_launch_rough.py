@@ -225,22 +225,6 @@ def test_variables_that_the_caller_once_had_are_still_the_ranks_own(tmp_path: Pa
     assert said == "[[True, True, True, True]]\n[[True, True, True, False]]\n"
 
 
-def test_a_caller_whose_folder_is_gone(tmp_path: Path) -> None:
-    said = script(
-        tmp_path,
-        """
-        import os
-        import rallypoint
-
-        os.mkdir("gone")
-        os.chdir("gone")
-        os.rmdir("../gone")
-        print(rallypoint.launch(lambda: os.getcwd()))
-        """,
-    )
-    assert said == "['/']\n"
-
-
 def test_a_caller_without_standard_descriptors(tmp_path: Path) -> None:
     script(
         tmp_path,

@@ -521,12 +521,18 @@ def test_breakpoint_as_the_user_has_set_it(write: Write, tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.timeout(DEADLINE)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_set_trace_of_pdb_is_a_breakpoint(write: Write, tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "debugger"), [(0, "pdb"), (1, "pdb"), (0, "ipdb")])
+def test_set_trace_of_a_debugger_is_a_breakpoint(
+    write: Write, tmp_path: Path, rank: int, debugger: str
+) -> None:
     """`import pdb; pdb.set_trace()` let the other rank read /dev/null, and the job ended by its
-    BdbQuit. `where` showed our frames.
+    BdbQuit. `where` showed our frames. ipdb read the pipe of the rank that has the terminal.
     """
-    program = write("train.py", STOPS.replace("breakpoint()", "import pdb; pdb.set_trace()"))
+    write(
+        "ipdb.py", "import bdb, sys\ndef set_trace():\n    bdb.Bdb().set_trace(sys._getframe(1))\n"
+    )
+    stop = f"import {debugger}; {debugger}.set_trace()"
+    program = write("train.py", STOPS.replace("breakpoint()", stop))
     chosen = ["--debug-rank", str(rank)] if rank else []
     status, shown = typed_at_the_prompts(
         ["-n", "2", *chosen, str(program)], [b"value += 40", b"where", b"c", b"c"], tmp_path

@@ -1,4 +1,4 @@
-"""What will start, where, with what environment."""
+"""Plan of a job: one pure function makes it from the options and the facts of the machine."""
 
 from __future__ import annotations
 
@@ -47,13 +47,12 @@ STDOUT, STDERR = 1, 2  # bits of torchrun's --redirects and --tee
 
 
 class LogPlan(msgspec.Struct, frozen=True):
-    """Where each local rank's words go besides the run folder; torchrun's flags, per local rank."""
+    """Places of each local rank's output besides the run folder; torchrun's flags, per local rank."""
 
     redirects: tuple[int, ...]
     tee: tuple[int, ...]
     console: tuple[int, ...]  # local ranks whose words reach the terminal
-    # in it comes <run id>_<random>/attempt_<n>/<local rank>/stdout.log; "" means no torchrun-style
-    # files
+    # folder of <run id>_<random>/attempt_<n>/<local rank>/stdout.log; "": no torchrun-style files
     log_dir: str = ""
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
@@ -62,59 +61,55 @@ class LogPlan(msgspec.Struct, frozen=True):
     )
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the user's that the plan takes over as they are."""
+
+    program: Program
+    master_port: int = 0  # 0: any free one
+    port_range: tuple[int, int] | None = None
+    rendezvous: str = ""  # a folder that this job alone has while it runs; see rendezvous_file.py
+    max_restarts: int = 0
+    grace: float = 30.0  # seconds between asking a rank to stop and SIGKILL
+    # seconds for which no rank moves before that is reported; 0: never; None: see `patience`
+    stall: float | None = None
+    on_failure: Literal["stop", "continue"] = "stop"
+    plain: bool = False
+    quiet: bool = False
+    error_format: Literal["text", "json"] = "text"
+    notices: tuple[str, ...] = ()  # signals that are handed to the ranks while the job goes on
+    behind: str = ""  # options of ours that stand behind the program and so are its own, as typed
+    moved: str = ""  # the command with these before the program
+
+
+class Plan(Chosen, frozen=True, kw_only=True):
     """Everything that is decided before anything starts. `--dry-run` prints it; the agent carries
     it out.
     """
 
     job: str  # unique id of this run; also RALLYPOINT_JOB in every process of it
-    program: Program
     world: World
-    start: Literal[
-        "template", "fresh", "exec"
-    ]  # forked from the template · new interpreters · a program of any kind
+    # forked from the template · new interpreters · a program of any kind
+    start: Literal["template", "fresh", "exec"]
     preload: tuple[str, ...]
-    environment: dict[
-        str, str
-    ]  # variables that we set or change for every worker (not the inherited ones)
+    environment: dict[str, str]  # variables that we set or change for every worker
     rank_environment: tuple[dict[str, str], ...]  # by local rank
     master_addr: str
-    master_port: int  # 0: any free one
-    port_range: tuple[int, int] | None
-    max_restarts: int
-    grace: float  # seconds between asking a rank to stop and SIGKILL
-    on_failure: Literal["stop", "continue"]
     debug_rank: int  # the rank that has stdin and breakpoint()
     run_dir: str
     run_dir_asked: bool  # the user named it, and wants all that can be kept in it
     logs: LogPlan
-    plain: bool
-    quiet: bool
-    error_format: Literal["text", "json"]
     signals: tuple[str, ...]  # names of the signals that stop the job, besides SIGINT
-    notices: tuple[str, ...]  # names of those that are handed to the ranks while the job goes on
     notes: tuple[str, ...] = ()  # said once at the start, a line each
-    remarks: tuple[str, ...] = ()  # what we chose without being asked; said by --dry-run only
-    parts: tuple[
-        str, ...
-    ] = ()  # of torch: what the program will import late, imported once in the template instead
-    learns: bool = False  # whether what all ranks import of torch is remembered for the next start
+    remarks: tuple[str, ...] = ()  # choices that nobody asked for; said by --dry-run only
+    parts: tuple[str, ...] = ()  # of torch: imported late by the program, once in the template
+    learns: bool = False  # the parts of torch that all ranks import are remembered
     memory: str = ""  # the file where that is kept, "" when it is not
-    # installed version by metadata, "" when there is none (then nobody can serve torch's TCPStore)
+    # installed version by metadata, "" when there is none (then no TCPStore of torch can be served)
     torch: str = ""
-    stall: float | None = (
-        # seconds for which no rank moves before that is reported; 0: never; None: not asked, see
-        # `patience`
-        None
-    )
-    task: Task | None = None  # what the ranks of `launch` run
-    rendezvous: str = ""  # a folder that this job alone has while it runs; see rendezvous_file.py
-    roll_call: float = (
-        ROLL_CALL  # seconds in init_process_group after which those who have not come are named
-    )
+    task: Task | None = None  # function that the ranks of `launch` run
+    # seconds in init_process_group after which the ranks that have not come are named
+    roll_call: float = ROLL_CALL
     cwd: str = ""  # where it was started: the program's path is relative to it
-    behind: str = ""  # options of ours that stand behind the program and so are its own, as typed
-    moved: str = ""  # the command with these before the program
 
     @property
     def hooks(self) -> bool:
@@ -144,8 +139,8 @@ _SETS_DYNAMO = re.compile(rb"""["'](TORCHDYNAMO_|TORCHINDUCTOR_(?!CACHE_DIR)|TOR
 
 
 def with_parts(plan: Plan, source: bytes, learnt: Learnt, memory: str) -> Plan:
-    """The plan, with the parts of torch in the template that this program will want: `learnt` is
-    what its earlier runs have shown, kept in the file `memory`; `source` is its text.
+    """Return the plan, with the parts of torch in the template that this program will want: `learnt`
+    is what its earlier runs have shown, kept in the file `memory`; `source` is its text.
 
     The text is a guess for the first run, which costs one import when it is wrong, and saves one in
     each rank when it is right. Only for several forked ranks, and none where the text names
@@ -179,26 +174,16 @@ def with_parts(plan: Plan, source: bytes, learnt: Learnt, memory: str) -> Plan:
     return msgspec.structs.replace(plan, parts=tuple(parts), memory=memory, remarks=tuple(remarks))
 
 
-class Options(msgspec.Struct, frozen=True):
-    """What the user asked for: each value valid by itself, not yet held against this machine."""
+class Options(Chosen, frozen=True, kw_only=True):
+    """Options of the user's: each value valid by itself, not yet held against this machine."""
 
-    program: Program
     nproc: int | Literal["auto", "cpu", "gpu"] | None = None  # None: not asked
-    backend: str = (
-        ""  # that will be opened for the program (`launch`); "": it opens its own, or none
-    )
+    backend: str = ""  # that `launch` opens for the function; "": none
     fresh: bool = False
     preload: tuple[str, ...] = ()
     master_addr: str = ""  # "": not asked
-    master_port: int = 0
-    port_range: tuple[int, int] | None = None
-    rendezvous: str = ""  # a folder that the job is to have for itself; "": none
     run_id: str = ""
     role: str = "default"
-    max_restarts: int = 0
-    grace: float = 30.0
-    stall: float | None = None
-    on_failure: Literal["stop", "continue"] = "stop"
     debug_rank: int | None = None
     run_dir: str = ""
     log_dir: str = ""
@@ -210,20 +195,12 @@ class Options(msgspec.Struct, frozen=True):
     log_line_prefix_template: str | None = None  # None: not asked
     virtual_local_rank: bool = False
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-    notices: tuple[str, ...] = ()
-    plain: bool = False
-    quiet: bool = False
-    error_format: Literal["text", "json"] = "text"
     dry_run: bool = False
     notes: tuple[str, ...] = ()
-    behind: str = ""
-    moved: str = ""
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The facts about this machine that a plan depends on. Gathered by the caller, so that `make`
-    stays pure.
-    """
+    """Facts about this machine that a plan depends on. Gathered by the caller: `make` is pure."""
 
     cpus: int  # that this process may use
     gpus: devices.Look
@@ -307,8 +284,8 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
             "RALLYPOINT_STORE is not used: a job has its own store; to join that one, give connect() its address and secret_file="
         )
     return Plan(
+        **{name: getattr(options, name) for name in Chosen.__struct_fields__},
         job=job,
-        program=options.program,
         world=world,
         start=start,
         preload=tuple(name for name in options.preload if name != preload_parts.NONE),
@@ -316,33 +293,20 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
         environment=environment,
         rank_environment=_rank_environment(options, environ, world),
         master_addr=address,
-        master_port=options.master_port,
-        port_range=options.port_range,
-        rendezvous=options.rendezvous,
-        max_restarts=options.max_restarts,
-        grace=options.grace,
-        on_failure=options.on_failure,
         debug_rank=debug_rank,
         run_dir=run_dir,
         run_dir_asked=bool(options.run_dir),
         logs=logs,
-        plain=options.plain,
-        quiet=options.quiet,
-        error_format=options.error_format,
         signals=tuple(name for name in options.signals if name != "SIGINT"),
-        notices=options.notices,
         notes=tuple(notes),
         remarks=tuple(remarks),
         torch=machine.torch,
-        stall=options.stall,
         cwd=machine.cwd,
-        behind=options.behind,
-        moved=options.moved,
     )
 
 
 def _start(options: Options, machine: Machine) -> Literal["template", "fresh", "exec"]:
-    """How workers come to be, and whether the torch that this needs is installed."""
+    """Return how workers are started. Raises when the torch that this needs is not installed."""
     if options.program.kind == "command":
         if options.preload:
             raise UsageError(
@@ -389,7 +353,7 @@ def _start(options: Options, machine: Machine) -> Literal["template", "fresh", "
 def _local_size(
     options: Options, environ: Mapping[str, str], machine: Machine
 ) -> tuple[int, list[str]]:
-    """The number of ranks on this node, and what to say about it."""
+    """Return the number of ranks on this node, and notes about it."""
     build = (
         None if options.program.kind == "command" else machine.build
     )  # another program has a torch of its own, or none
@@ -429,9 +393,8 @@ def _local_size(
 
 
 def _check_backend(options: Options, found: devices.Found, lack: str) -> None:
-    """NCCL wants a GPU for each rank. What cannot be known from here (another vendor's torch, GPUs
-    that no file shows) is let through.
-    """
+    """Refuse NCCL without a GPU for each rank. A case that cannot be known from here (another
+    vendor's torch, GPUs that no file shows) is let through."""
     size = options.nproc if isinstance(options.nproc, int) else 1
     visible = len(found.visible)
     gloo = ("or take the backend that needs no GPU", f'launch(..., nproc={size}, backend="gloo")')
@@ -461,12 +424,12 @@ def _check_backend(options: Options, found: devices.Found, lack: str) -> None:
 
 
 def _with_facts(lack: str, found: devices.Found) -> tuple[str, ...]:
-    """The reason first, and once: it may be one of the facts."""
+    """Return the reason first, and once: it may be one of the facts."""
     return tuple(dict.fromkeys((lack, *found.facts()) if lack else found.facts()))
 
 
 def _meeting_address(asked: str, machine: Machine) -> tuple[str, list[str]]:
-    """The address to listen on: always loopback, because every rank is here."""
+    """Return the address to listen on: always loopback, because every rank is here."""
     name = asked.lower()
     if not name or name in LOOPBACK:
         return LOOPBACK.get(name, "127.0.0.1"), []
@@ -486,9 +449,8 @@ def _meeting_address(asked: str, machine: Machine) -> tuple[str, list[str]]:
 
 
 def _interfaces_that_are_missing(environ: Mapping[str, str], machine: Machine) -> list[str]:
-    """Nothing is set here: on one node gloo's and NCCL's own choice always works (docs/design.md).
-    What the user set may not.
-    """
+    """Return notes about interfaces that the user has set and that are not there. Nothing is set
+    here: on one node gloo's and NCCL's own choice always works."""
     if not any(name in environ for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")):
         return []
     from rallypoint.host.addresses import chosen  # here: it loads what most starts do without
@@ -500,9 +462,8 @@ def _interfaces_that_are_missing(environ: Mapping[str, str], machine: Machine) -
 
 
 def _ports_of_the_ranks(options: Options, machine: Machine) -> list[str]:
-    """What --port-range does not reach. Gloo listens on a port of its own in every rank, and so
-    does NCCL; neither can be told which.
-    """
+    """Return a note about ports that --port-range does not reach: gloo and NCCL listen on a port of
+    their own in every rank, and neither can be told which."""
     if options.port_range is None:
         return []
     (low, high), (first, last) = options.port_range, machine.ephemeral
@@ -518,9 +479,8 @@ def _ports_of_the_ranks(options: Options, machine: Machine) -> list[str]:
 def _environment(
     options: Options, environ: Mapping[str, str], world: World, job: str, run_id: str, cpus: int
 ) -> tuple[dict[str, str], list[str]]:
-    """What every rank's environment gets: torchrun's contract, less what the agent sets for each
-    attempt.
-    """
+    """Return the variables that every rank gets, and remarks about them: torchrun's contract, less
+    what the agent sets for each attempt."""
     size = str(world.size)
     variables = {
         "RALLYPOINT_JOB": job,
@@ -551,7 +511,7 @@ def _environment(
 def _rank_environment(
     options: Options, environ: Mapping[str, str], world: World
 ) -> tuple[dict[str, str], ...]:
-    """What differs between ranks, by local rank."""
+    """Return the variables that differ between ranks, by local rank."""
     rows = []
     for seat in world.seats():
         row = {
@@ -569,9 +529,8 @@ def _rank_environment(
 
 
 def _own_gpu(listed: str | None, local_rank: int, local_size: int) -> str:
-    """The one GPU that a rank sees under --virtual-local-rank: its own entry of the list that we
-    were given.
-    """
+    """Return the one GPU that a rank sees under --virtual-local-rank: its own entry of the list that
+    we were given."""
     if listed is None:
         return str(local_rank)
     entries = [entry.strip() for entry in listed.split(",")]
@@ -588,9 +547,8 @@ def _own_gpu(listed: str | None, local_rank: int, local_size: int) -> str:
 def _logs(
     options: Options, world: World, run_dir: str, machine: Machine
 ) -> tuple[LogPlan, list[str]]:
-    """torchrun's log flags for each local rank. Ranks that a map names and the job has not are
-    said, not refused: as torchrun.
-    """
+    """Apply torchrun's log flags to each local rank. Ranks that a map names and the job has not are
+    said, not refused: as torchrun."""
     size = world.local_size
     notes = []
     for flag, asked in (
@@ -631,9 +589,8 @@ def _logs(
 
 
 def _prefixes(options: Options, world: World) -> tuple[str, ...] | None:
-    """What stands before each line of a local rank, from torchrun's template; unknown names in it
-    stay as they are.
-    """
+    """Return the prefix of each line of a local rank, from torchrun's template; unknown names in it
+    stay as they are."""
     if options.log_line_prefix_template is None:
         return None
     template = Template(options.log_line_prefix_template)
@@ -656,7 +613,7 @@ def _ranks_there_are(size: int) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """The plan for people: what `--dry-run` prints."""
+    """Return the plan as `--dry-run` prints it."""
     import shlex
 
     program = plan.program

@@ -94,6 +94,7 @@ def launch(
             preload,
             port_range,
         )
+        folder = os.getcwd()  # FileNotFoundError when it was removed
         environment = _environment(env, nproc)
         agent = agent_pool.acquire(tuple(preload), environment)
         try:
@@ -113,8 +114,6 @@ def launch(
     except UsageError as problem:  # where it was noticed says nothing: the traceback ends here
         raise problem.with_traceback(None) from problem.__cause__
     with packed:
-        folder, sources = _folder(), _sources(fn)
-        run_dir = os.path.abspath(run_dir) if run_dir is not None else ""
         request = Call(
             task=Task(
                 name=called.name,
@@ -127,7 +126,7 @@ def launch(
                 pass_rank=pass_rank,
                 backend=backend or "",
                 backend_timeout=wanted.backend_timeout,
-                sources=sources,
+                sources=_sources(fn),
             ),
             preload=tuple(preload),
             nproc=nproc,
@@ -140,7 +139,7 @@ def launch(
             on_failure=on_failure,
             timeout=wanted.timeout,
             grace=wanted.grace,
-            run_dir=os.fspath(run_dir),
+            run_dir=os.fspath(os.path.abspath(run_dir)) if run_dir is not None else "",
             port_range=wanted.port_range,
             columns=0,
             color=False,
@@ -175,14 +174,6 @@ def _sources(fn: Any) -> tuple[tuple[str, str], ...]:
         if text and room >= 0:
             found[name] = text
     return tuple(found.items())
-
-
-def _folder() -> str:
-    """Return the working directory, also when it was removed."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return os.readlink("/proc/self/cwd")
 
 
 def _refuse_recursion() -> None:

@@ -132,10 +132,8 @@ class _Standby:
             self._helpers.import_parts(new)
 
     def _carry_out(self, call: Call, fds: list[int]) -> bool:
-        try:  # where a new template begins
-            os.chdir(call.task.folder)
-        except OSError:  # it was removed; MKL ends a process that stands nowhere
-            os.chdir("/")
+        with contextlib.suppress(OSError):  # removed just now: the ranks say so
+            os.chdir(call.task.folder)  # where a new template begins
         changed = self._helpers.changed_file()
         if changed:
             with contextlib.suppress(OSError):  # the caller has just ended

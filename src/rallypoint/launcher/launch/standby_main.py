@@ -45,10 +45,6 @@ def main(line_fd: int, caller_pid: int) -> None:
     _outlive_notices()
     processes.continue_at_end_of_parent()
     files_limit = processes.prepare_to_supervise()
-    try:
-        os.getcwd()
-    except OSError:  # the caller's folder was removed; MKL ends a process that stands nowhere
-        os.chdir("/")
     clock = Clock()
     suffix = os.urandom(8).hex()
     job = f"{clock.date('%Y%m%d-%H%M%S')}-{suffix}"

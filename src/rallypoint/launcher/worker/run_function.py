@@ -61,15 +61,7 @@ def run(
 def _enter(task: Task, signal_mask: Iterable[int]) -> None:
     """Take the caller's folder, sys.path and arguments. `__main__` is empty: the caller's script is
     not run again."""
-    try:
-        os.chdir(task.folder)
-    except OSError:  # it was removed; the caller itself still stands in it
-        here = os.readlink("/proc/self/cwd")  # which may be gone, too
-        gone, now = exception_capture.sayable(task.folder), exception_capture.sayable(here)
-        print(
-            f"rallypoint: the caller's folder {gone} is gone; this rank is in {now}",
-            file=sys.stderr,
-        )
+    os.chdir(task.folder)
     sys.path[:] = task.paths
     sys.argv[:] = task.argv
     main = ModuleType("__main__")

@@ -189,37 +189,53 @@ def place_folder(program: Program) -> None:
 def load(program: Program) -> tuple[CodeType, ModuleType]:
     """Return the program's code and its empty `__main__`; set `sys.argv` and `sys.path[0]` as the
     interpreter would."""
+    sys.argv = [program.target, *program.args]
+    sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
     if program.kind == "module":
-        return _module(program)
-    return _main_of(program) if _holds_main(program) else _script(program)
+        sys.argv[0] = "-m"  # a package's __init__ sees it while the module is searched
+        sys.orig_argv.insert(2, "-m")
+    place_folder(program)
+    if program.kind != "module" and not _holds_main(program):
+        path = os.path.abspath(program.target)
+        with open(path, "rb") as file:
+            source = file.read()
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        main = _main(path, loader, __spec__=None, __package__=None, __cached__=None)
+        return compile(source, path, "exec", dont_inherit=True), main
+    import runpy
+
+    # What `python -m` itself calls; its own kind of error, or an ImportError of the module's would
+    # look the same.
+    try:
+        if program.kind == "module":
+            _, spec, code = runpy._get_module_details(program.target, runpy._Error)  # type: ignore[attr-defined]
+            sys.argv[0] = spec.origin
+        else:
+            if sys.path[0] != folder(program):  # with `python -P`, too: the program is there
+                sys.path.insert(0, folder(program))
+            _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]
+    except runpy._Error as problem:  # type: ignore[attr-defined]
+        near = _nearest_module(program.target)
+        text = f"{problem}; the nearest is {near}" if near else str(problem)
+        raise ModuleNotFoundError(text, name=program.target) from None
+    origin = {"__spec__": spec, "__package__": spec.parent, "__cached__": spec.cached}
+    return code, _main(spec.origin, spec.loader, **origin)
 
 
 def _nearest_module(name: str) -> str:
-    """The module that was meant, when one name in it is misspelt; "" when none is near. What is
-    before that name is imported by now.
-    """
+    """Return the module that was meant, when one name in it is misspelt; "" when none is near."""
     import difflib
     import pkgutil
 
     parts = name.split(".")
-    known = next(
-        (
-            n
-            for n in range(len(parts) - 1, 0, -1)
-            if hasattr(sys.modules.get(".".join(parts[:n])), "__path__")
-        ),
-        0,
-    )
-    if not known:
-        return ""
-    package = sys.modules[".".join(parts[:known])]
-    there = [one.name for one in pkgutil.iter_modules(package.__path__)]
-    near = difflib.get_close_matches(parts[known], there, n=1)
-    return (
-        ".".join([*parts[:known], near[0], *parts[known + 1 :]])
-        if near and near[0] != parts[known]
-        else ""
-    )
+    for known in range(len(parts) - 1, 0, -1):  # the part before the misspelt name is imported
+        path = getattr(sys.modules.get(".".join(parts[:known])), "__path__", None)
+        if path is not None:
+            there = [one.name for one in pkgutil.iter_modules(path)]
+            near = difflib.get_close_matches(parts[known], there, n=1)
+            parts[known : known + 1] = near
+            return ".".join(parts) if near and ".".join(parts) != name else ""
+    return ""
 
 
 def _holds_main(program: Program) -> bool:
@@ -228,61 +244,9 @@ def _holds_main(program: Program) -> bool:
     return program.kind == "script" and bool(archives.main_of(program.target))
 
 
-def _script(program: Program) -> tuple[CodeType, ModuleType]:
-    path = os.path.abspath(program.target)
-    sys.argv = [program.target, *program.args]
-    sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
-    place_folder(program)
-    with open(path, "rb") as file:
-        source = file.read()
-    main = _main(path, importlib.machinery.SourceFileLoader("__main__", path))
-    main.__dict__["__cached__"] = None
-    return compile(source, path, "exec", dont_inherit=True), main
-
-
-def _module(program: Program) -> tuple[CodeType, ModuleType]:
-    import runpy
-
-    sys.argv = ["-m", *program.args]  # what a package's __init__ sees while it is searched
-    sys.orig_argv[:] = [sys.executable, "-u", "-m", program.target, *program.args]
-    place_folder(program)
-    try:
-        # What `python -m` itself calls; its own kind of error, or an ImportError of the module's
-        # would look the same.
-        _, spec, code = runpy._get_module_details(program.target, runpy._Error)  # type: ignore[attr-defined]
-    except runpy._Error as problem:  # type: ignore[attr-defined]
-        near = _nearest_module(program.target)
-        raise ModuleNotFoundError(
-            f"{problem}; the nearest is {near}" if near else str(problem), name=program.target
-        ) from None
-    sys.argv[0] = spec.origin
-    main = _main(spec.origin, spec.loader)
-    main.__dict__.update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
-    return code, main
-
-
-def _main_of(program: Program) -> tuple[CodeType, ModuleType]:
-    import runpy
-
-    sys.argv = [program.target, *program.args]
-    sys.orig_argv[:] = [sys.executable, "-u", *sys.argv]
-    place_folder(program)
-    if sys.path[0] != folder(program):  # with `python -P`, too: this is where the program is
-        sys.path.insert(0, folder(program))
-    _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]
-    main = _main(spec.origin, spec.loader)
-    main.__dict__.update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
-    return code, main
-
-
-def _main(path: str, loader: object) -> ModuleType:
+def _main(path: str, loader: object, **origin: object) -> ModuleType:
     main = ModuleType("__main__")
     main.__dict__.update(
-        __file__=path,
-        __loader__=loader,
-        __package__=None,
-        __spec__=None,
-        __builtins__=builtins,
-        __annotations__={},
+        __file__=path, __loader__=loader, __builtins__=builtins, __annotations__={}, **origin
     )
     return main

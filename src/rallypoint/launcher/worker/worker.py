@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +28,7 @@ from rallypoint.host.signals import EVIDENCE_SIGNAL, show_attention
 from rallypoint.launcher import exception_capture, late_variables, protocol
 from rallypoint.launcher.protocol import AtPhase, Debugging, ImportedPart, Setup, StartWorker
 from rallypoint.launcher.worker import import_times, run_program, teardown, torch_hooks
+from rallypoint.launcher.worker.after_import import now_or_when_imported
 from rallypoint.launcher.worker.worker_hooks import Hooks
 from rallypoint.store import discovery
 
@@ -312,7 +313,9 @@ def _choose_debugger(order: StartWorker, terminal: int, seen: Hooks) -> None:
     elif terminal >= 0 and not chosen:
         import pdb  # 15 ms, in the one rank that has a terminal
 
-        sys.breakpointhook = pdb.set_trace = _on_terminal(terminal, seen)
+        hook = sys.breakpointhook = pdb.set_trace = _on_terminal(terminal, seen)
+        # ipdb would read the rank's own stdin and write to its pipe.
+        now_or_when_imported("ipdb", lambda module: setattr(module, "set_trace", hook))
 
 
 def _left_out(rank: int) -> Callable[[str, FrameType | None], None]:
@@ -368,6 +371,17 @@ def _on_terminal(terminal: int, seen: Hooks) -> Callable[..., None]:
             )
 
         class Debugger(pdb.Pdb):
+            def get_stack(
+                self, f: FrameType | None, t: TracebackType | None
+            ) -> tuple[list[tuple[FrameType, int]], int]:
+                stack, index = super().get_stack(f, t)
+                shown = [
+                    (frame, line)
+                    for frame, line in stack
+                    if not exception_capture.is_ours(frame.f_code.co_filename, frame.f_code.co_name)
+                ]
+                return shown, index - len(stack) + len(shown)
+
             def interaction(self, *args: Any, **kwargs: Any) -> None:
                 seen.tell(Debugging(waits=True))
                 try:
