@@ -204,7 +204,7 @@ class Model:
         ((), {"cfg": {"hook": threading.Lock()}}, 'kwargs["cfg"]["hook"]'),
         (([1, (2, {"a b": [threading.Lock()]})],), {}, 'args[0][1][1]["a b"][0]'),
         ((Model(parts=[Model(), Model(lock=threading.Lock())]),), {}, "args[0].parts[1].lock"),
-        ((deque([threading.Lock()]),), {}, "args"),
+        ((deque([threading.Lock()]),), {}, "fn or its arguments"),
         ((functools.partial(print, threading.Lock()),), {}, "args[0].args[0]"),
         (({3: {threading.Lock()}},), {}, "args[0][3] (an element)"),
     ],

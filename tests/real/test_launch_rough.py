@@ -555,7 +555,7 @@ def test_ctrl_c_between_any_two_lines_leaves_nothing(tmp_path: Path) -> None:
                 agent_pool._idle.pop().discard()
             gc.collect()
             deadline = time.monotonic() + 20
-            while agent_pool._bury() or (children() and time.monotonic() < deadline):
+            while agent_pool._reap() or (children() and time.monotonic() < deadline):
                 select.select([], [], [], 0.01)
             return len(os.listdir("/proc/self/fd")), children()
 

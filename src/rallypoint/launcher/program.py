@@ -26,22 +26,18 @@ class Program(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A function that ranks run instead of a script (`launch`). Function and arguments are in the
-    parcel.
-    """
+    """Function that ranks run instead of a script (`launch`). Function and arguments are in the
+    payload."""
 
     name: str  # of the function, for people: "train"
     line: str  # where `launch` was called: "train.py:30"
     argv: tuple[str, ...]  # the caller's
-    parcel: int  # how many descriptors it has
+    payload_fds: int  # descriptors of the payload
     folder: str  # the working directory of the caller
     paths: tuple[str, ...]  # its sys.path
-    without: tuple[
-        str, ...
-    ] = ()  # variables that the template has and the caller has not (any more)
+    without: tuple[str, ...] = ()  # variables that the template has and the caller has not
     pass_rank: bool = False
     backend: str = ""  # "": no process group
     backend_timeout: float | None = None  # seconds; None: torch's own
-    sources: tuple[
-        tuple[str, str], ...
-    ] = ()  # name and text of what is in no file: a notebook's cells
+    # name and text of source code that is in no file: a notebook's cells
+    sources: tuple[tuple[str, str], ...] = ()

@@ -63,7 +63,7 @@ class Setup(Packet):
 class StartWorker(Packet):
     """agent -> template: fork a worker. Descriptors: stdin, stdout, stderr, control channel,
     evidence memfd, the store's secret when there is a `store`, the terminal when this rank has it,
-    the task's parcel."""
+    the task's payload."""
 
     rank: int
     local_rank: int
@@ -320,7 +320,7 @@ class NotExecuted(Packet):
 
 class Outcome(Packet):
     """worker -> agent -> caller: the function of `launch` has returned, or raised, in this rank;
-    the parcel's descriptors come along.
+    the payload's descriptors come along.
     """
 
     rank: int
@@ -329,7 +329,7 @@ class Outcome(Packet):
 
 class Call(Packet):
     """caller -> standby: launch this. Descriptors: a pipe for stdout, one for stderr, the task's
-    parcel.
+    payload.
     """
 
     task: Task

@@ -19,7 +19,7 @@ _CLEAN = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\n"
 TEMPLATE = (
     _CLEAN + "from rallypoint.launcher.template.template_main import main\nmain(%d, %d, %r)()"
 )
-# Descriptors: setup, order, control, evidence, secret, terminal, and those of the parcel.
+# Descriptors: setup, order, control, evidence, secret, terminal, and those of the payload.
 FRESH = (
     _CLEAN
     + "from rallypoint.launcher.worker.worker import fresh\nfresh(%d, %d, %d, %d, %d, %d, %r)"

@@ -80,7 +80,7 @@ class PooledAgent:
         finally:
             passed.close()
             theirs.close()
-        _here.add(self)
+        _agents.add(self)
 
     def __repr__(self) -> str:
         return f"<PooledAgent pid {self.pid}>"
@@ -128,7 +128,7 @@ class PooledAgent:
                 for pidfd in self._pidfd.fds:
                     processes.send(pidfd, signal.SIGKILL)
                 processes.wait_for_ends(self._pidfd.fds, DISCARD_PATIENCE)
-            _bury()
+            _reap()
 
     def abandon(self) -> None:
         """End the agent and its ranks without waiting."""
@@ -151,7 +151,7 @@ class PooledAgent:
 _leaving: dict[int, OwnedFds] = {}  # pid -> pidfd of discarded agents that are not reaped yet
 
 
-def _bury() -> None:
+def _reap() -> None:
     """Reap discarded agents that have ended."""
     for pid, pidfd in list(_leaving.items()):
         try:
@@ -163,7 +163,7 @@ def _bury() -> None:
             pidfd.close()
 
 
-_here: weakref.WeakSet[PooledAgent] = weakref.WeakSet()  # all that there are
+_agents: weakref.WeakSet[PooledAgent] = weakref.WeakSet()  # all that there are
 _idle: list[
     PooledAgent
     # without a lock, which Ctrl-C or a fork could leave locked: what a thread does to it is one
@@ -176,7 +176,7 @@ def acquire(preload: tuple[str, ...], environment: Mapping[str, str]) -> PooledA
     `PooledAgent.discard`."""
     paths = tuple(path for path in sys.path if isinstance(path, str)) if preload else ()
     key = AgentKey(sys.executable, preload, paths, late_variables.read_when_loaded(environment))
-    _bury()
+    _reap()
     for agent in list(_idle):
         if agent.key == key and _taken(agent):
             if agent.usable:
@@ -211,7 +211,7 @@ def _after_fork() -> None:
     """Close a forked child's copies of the sockets, or the agents would not see the parent's
     end."""
     _idle.clear()
-    for agent in list(_here):  # also those that other threads of the parent use
+    for agent in list(_agents):  # also those that other threads of the parent use
         agent.abandon()
     _leaving.clear()
 

@@ -119,7 +119,7 @@ def launch(
                 name=called.name,
                 line=exception_capture.line_of(exception_capture.user_frame(sys._getframe(1))),
                 argv=tuple(sys.argv),
-                parcel=len(packed.fds),
+                payload_fds=len(packed.fds),
                 folder=folder,
                 paths=tuple(path for path in sys.path if isinstance(path, str)),
                 without=tuple(name for name in agent.environment if name not in environment),

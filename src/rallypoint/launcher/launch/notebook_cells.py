@@ -8,7 +8,7 @@ import re
 import sys
 from typing import Any
 
-_WORD = re.compile(r"""[^\s"':()]+""")
+_WORD = re.compile(r"""[^\s"':()\\]+""")  # a backslash ends a path in JSON
 _FILE = re.compile(r"ipykernel_\d{1,20}/\d{1,20}\.py\Z")  # the end of a cell's path
 
 

@@ -81,23 +81,18 @@ class _Standby:
 
     def wait(self) -> bool:
         """Wait for a call and carry it out; False when the caller or the guard has ended."""
-        helpers = self._helpers
+        guard, template = self._helpers.guard.pidfd, self._helpers.template
+        of_template = (template.socket.fileno(), template.pidfd) if template is not None else ()
         poll = select.poll()
-        for fd in (self._line.fileno(), self._caller, helpers.guard.pidfd):
+        for fd in (self._line.fileno(), self._caller, guard, *of_template):
             poll.register(fd, select.POLLIN)
-        if helpers.template is not None:
-            poll.register(helpers.template.socket, select.POLLIN)
-            poll.register(helpers.template.pidfd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll()}
-        if self._caller in ready or helpers.guard.pidfd in ready:
+        if ready & {self._caller, guard}:
             return False
-        if helpers.template is not None:
-            if helpers.template.socket.fileno() in ready:
-                self._between_calls(protocol.receive(helpers.template.socket)[0])
-                return True
-            if helpers.template.pidfd in ready:
-                self._between_calls(None)
-                return True
+        if template is not None and ready.intersection(of_template):
+            alive = template.socket.fileno() in ready
+            self._between_calls(protocol.receive(template.socket)[0] if alive else None)
+            return True
         message, fds = protocol.receive(self._line)
         if isinstance(message, Call):
             return self._carry_out(message, fds)

@@ -295,34 +295,28 @@ class _Template:
     def _start(
         self, rank: int, fds: list[int], become: Callable[[int], Callable[[], None]]
     ) -> Callable[[], None] | None:
+        why, number, pid = "", 0, -1
+        parent = os.getpid()
         try:
             why = unclean() if self._setup.imports else ""
-        except OSError as error:  # no descriptor is left to look with
-            _close(fds)
-            self._tell(NotForked(rank, error.errno or 0))
-            return None
-        if why:
-            _close(fds)
-            self._tell(NotForked(rank, 0, why))
-            return None
-        began, parent, pid = time.monotonic(), os.getpid(), -1
-        try:
-            pid = os.fork()
-            pidfd = system_calls.pidfd_open(pid) if pid else -1
+            began = time.monotonic()
+            if not why:
+                pid = os.fork()
+                pidfd = system_calls.pidfd_open(pid) if pid else -1
         except OSError as error:
-            if (
-                pid > 0
-            ):  # no descriptor left to watch it with; it waits for its `Go` and has run nothing
+            number = error.errno or 0
+            if pid > 0:  # no descriptor to watch it with; it waits for its `Go`, and ran nothing
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-            _close(fds)
-            self._tell(NotForked(rank, error.errno or 0))
-            return None
+                pid = -1
         if pid == 0:
             self._forget()
             return become(parent)
         took = time.monotonic() - began
         _close(fds)
+        if pid < 0:
+            self._tell(NotForked(rank, number, why))
+            return None
         self._children[pidfd] = pid
         self._tell(Forked(rank, pid, took))
         self._epoll.register(pidfd, select.EPOLLIN)
@@ -348,7 +342,9 @@ class _Template:
 
     def _worker(self, order: StartWorker, fds: list[int], parent: int) -> Callable[[], None]:
         descriptors = Descriptors(
-            fds, has_secret=bool(order.store), parcel=order.task.parcel if order.task else 0
+            fds,
+            has_secret=bool(order.store),
+            payload_fds=order.task.payload_fds if order.task else 0,
         )
         if self._setup.imports:
             return worker.forked(self._setup, order, descriptors, parent)
@@ -385,10 +381,10 @@ class _Template:
                 fds.secret,
                 fds.terminal,
             ]
-            for fd in (*passed, *fds.parcel):
+            for fd in (*passed, *fds.payload):
                 if fd >= 0:
                     os.set_inheritable(fd, True)
-            arguments = [sys.executable, "-u", "-c", spawn.FRESH % (*passed, tuple(fds.parcel))]
+            arguments = [sys.executable, "-u", "-c", spawn.FRESH % (*passed, tuple(fds.payload))]
         try:
             os.execvp(arguments[0], arguments)
         except OSError as error:

@@ -47,16 +47,13 @@ _keep: list[
 
 class Descriptors:
     """The descriptors that come with a `StartWorker`, in this order; `secret` and `terminal` are -1
-    when there is none. `parcel`: how many are a task's."""
+    when there is none. `payload`: those of a task, `payload_fds` many."""
 
-    __slots__ = ("control", "evidence", "parcel", "secret", "stderr", "stdin", "stdout", "terminal")
-
-    def __init__(self, fds: list[int], *, has_secret: bool = False, parcel: int = 0) -> None:
-        self.stdin, self.stdout, self.stderr, self.control, self.evidence = fds[:5]
-        self.parcel = fds[len(fds) - parcel :]
-        rest = fds[5 : len(fds) - parcel]
+    def __init__(self, fds: list[int], *, has_secret: bool = False, payload_fds: int = 0) -> None:
+        self.stdin, self.stdout, self.stderr, self.control, self.evidence, *rest = fds
         self.secret = rest.pop(0) if has_secret else -1
-        self.terminal = rest.pop(0) if rest else -1
+        self.terminal = rest.pop(0) if len(rest) > payload_fds else -1
+        self.payload = rest
 
 
 def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
@@ -71,17 +68,11 @@ def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
         os.close(source)
     for name in order.task.without if order.task is not None else ():
         os.environ.pop(name, None)
-    for (
-        name,
-        value,
-    ) in (
-        order.environment.items()
-    ):  # not `update`, which asks the abstract base classes first: 160 kB written
+    # Not `update`, which asks the abstract base classes first: 160 kB written.
+    for name, value in order.environment.items():
         os.environ[name] = value
-    if order.store:
-        os.environ.pop(
-            "RALLYPOINT_SECRET_FILE", None
-        )  # of another store than the one that RALLYPOINT_STORE names now
+    if order.store:  # which the user's secret file is not for
+        os.environ.pop("RALLYPOINT_SECRET_FILE", None)
 
 
 def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> Callable[[], None]:
@@ -117,11 +108,11 @@ def fresh(
     evidence: int,
     secret: int,
     terminal: int,
-    parcel: tuple[int, ...],
+    payload_fds: tuple[int, ...],
 ) -> None:
     """Run the program in an interpreter of its own (`--fresh`), which has the standard descriptors in
     place."""
-    for fd in (fd for fd in (control, evidence, secret, terminal, *parcel) if fd >= 0):
+    for fd in (fd for fd in (control, evidence, secret, terminal, *payload_fds) if fd >= 0):
         os.set_inheritable(
             fd, False
         )  # they came through an exec; the program's own children do not get them
@@ -129,8 +120,16 @@ def fresh(
     order = protocol.read_struct(order_fd, StartWorker)
     if setup.hooks:
         torch_hooks.install_when_imported()
-    given = [0, 1, 2, control, evidence, *(fd for fd in (secret, terminal) if fd >= 0), *parcel]
-    _run(setup, order, Descriptors(given, has_secret=secret >= 0, parcel=len(parcel)))
+    given = [
+        0,
+        1,
+        2,
+        control,
+        evidence,
+        *(fd for fd in (secret, terminal) if fd >= 0),
+        *payload_fds,
+    ]
+    _run(setup, order, Descriptors(given, has_secret=secret >= 0, payload_fds=len(payload_fds)))
 
 
 def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
@@ -175,7 +174,7 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     if order.task is not None:
         from rallypoint.launcher.worker import run_function  # here: a script needs none of it
 
-        run_function.run(order.task, order.rank, fds.parcel, seen, signal_mask=setup.signal_mask)
+        run_function.run(order.task, order.rank, fds.payload, seen, signal_mask=setup.signal_mask)
         return
     try:
         run_program.run(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
 from rallypoint.launcher import exception_capture
@@ -130,7 +130,7 @@ def _children(owner: object) -> Iterator[tuple[str, str, object]]:
         yield from ((" (an element)", "", value) for value in owner)
     elif isinstance(owner, functools.partial):
         yield from ((f".{name}", "", getattr(owner, name)) for name in ("func", "args", "keywords"))
-    elif isinstance(owner, MethodType):
+    elif isinstance(owner, MethodType | BuiltinMethodType):
         yield ".__self__", "", owner.__self__
         return
     for name, value in list(getattr(owner, "__dict__", {}).items()):

@@ -125,7 +125,9 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if isinstance(error, ObjectRefused) and error.place:
         raise inspection.refusal(error.kind, object_path.ObjectPlace(error.place))
     name = fn.__name__ if isinstance(fn, FunctionType) else "fn"
-    place = object_path.find(culprit, ((fn, name), (args, "args"), (kwargs, "kwargs")), "args")
+    place = object_path.find(
+        culprit, ((fn, name), (args, "args"), (kwargs, "kwargs")), f"{name} or its arguments"
+    )
     if isinstance(error, ObjectRefused):
         raise inspection.refusal(error.kind, place)
     raise inspection.not_pickled(culprit, error, place) from error
