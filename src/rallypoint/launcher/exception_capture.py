@@ -149,9 +149,8 @@ def message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as problem:
-        if interruptions.raised_by_handler(
-            problem
-        ):  # not its fault: the program's, on its way to the program
+        # A signal handler of the program's raised, and not `__str__`.
+        if interruptions.raised_by_handler(problem):
             raise
         return f"<message cannot be shown: {type_name(type(problem))}>"
 
@@ -173,9 +172,8 @@ def traceback_text(error: BaseException) -> str:
                     *(getattr(one, "exceptions", None) or ()),
                 ]
         return "".join(shown.format())
-    except (
-        Exception
-    ) as problem:  # an exception whose __str__ or __notes__ raises must not hide that there was one
+    except Exception as problem:
+        # An exception whose __str__ or __notes__ raises must not hide that there was one.
         if interruptions.raised_by_handler(problem):
             raise
         return f"{type_name(type(error))}: {message_of(error)}\n(its traceback cannot be shown: {type_name(type(problem))})\n"

@@ -24,9 +24,8 @@ def raised_by_handler(error: BaseException) -> bool:
         for number in signal.valid_signals()
         if callable(handler := signal.getsignal(number))
     ]
-    if (
-        isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers
-    ):  # it is C code, without a frame
+    # It is C code, without a frame.
+    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
         return True
     functions = [
         one if hasattr(one, "__code__") or hasattr(one, "__func__") else type(one).__call__

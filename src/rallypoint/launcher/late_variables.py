@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 _FAMILIES = ("OMP_", "GOMP_")  # libgomp reads all of its variables as it is loaded
+# Families of which libraries read some variables as they load.
 _LOADED = (
     "CUDA_",
     "GOMP_",
@@ -28,7 +29,7 @@ _LOADED = (
     "PYTORCH_",
     "TORCH_",
     "TORCHINDUCTOR_",
-)  # and what may be
+)
 _NAMES = frozenset(
     {
         "GOTO_NUM_THREADS",
@@ -51,9 +52,8 @@ _OF_PARTS = (
     "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_CACHING_", "TORCH_COMPILE", "TORCH_DYNAMO_", "TORCH_FAKE_", "TORCH_STRICT_", "TRITON_",
     "UNSAFE_SKIP_FSDP_", "CXX", "DUMP_AOTI_",
 )  # fmt: skip
-_READ_AGAIN = frozenset(
-    {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
-)  # whenever they are needed; torch sets them itself, too
+# Read whenever they are needed; torch sets them itself, too.
+_READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 
 parts_are_loaded = False
 """True in forks of a template that had imported such parts."""

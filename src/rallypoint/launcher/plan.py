@@ -213,10 +213,8 @@ class Machine(msgspec.Struct, frozen=True):
     runs: str  # the folder of the user's runs
     build: devices.Build | None = None  # what its torch was built for
     interfaces: tuple[str, ...] = ()  # names of its network interfaces; () when they are not known
-    ephemeral: tuple[int, int] = (
-        32768,
-        60999,
-    )  # the ports of which the kernel gives one to each connection
+    # The ports of which the kernel gives one to each connection.
+    ephemeral: tuple[int, int] = (32768, 60999)
 
 
 def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan:
@@ -277,9 +275,8 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
             "TORCHELASTIC_ENABLE_FILE_TIMER has no effect here: torchrun's watchdog by file timers is not built; --stall SECONDS reports "
             "ranks that stand still"
         )
-    if (
-        environ.get("RALLYPOINT_STORE") and "RALLYPOINT_JOB" not in environ and start != "exec"
-    ):  # in a rank it is its own job's
+    # In a rank the variable is its own job's.
+    if environ.get("RALLYPOINT_STORE") and "RALLYPOINT_JOB" not in environ and start != "exec":
         notes.append(
             "RALLYPOINT_STORE is not used: a job has its own store; to join that one, give connect() its address and secret_file="
         )
@@ -337,9 +334,8 @@ def _start(options: Options, machine: Machine) -> Literal["template", "fresh", "
                 ),
             ),
         )
-    found = re.match(
-        r"(\d+)\.(\d+)", machine.torch
-    )  # no match: a version we cannot judge, left to the user
+    # No match: a version we cannot judge, left to the user.
+    found = re.match(r"(\d+)\.(\d+)", machine.torch)
     if found and (int(found[1]), int(found[2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise UsageError(
@@ -354,9 +350,8 @@ def _local_size(
     options: Options, environ: Mapping[str, str], machine: Machine
 ) -> tuple[int, list[str]]:
     """Return the number of ranks on this node, and notes about it."""
-    build = (
-        None if options.program.kind == "command" else machine.build
-    )  # another program has a torch of its own, or none
+    # Another program has a torch of its own, or none.
+    build = None if options.program.kind == "command" else machine.build
     found = devices.Found(machine.gpus, devices.resolve(machine.gpus, environ), build)
     lack = devices.missing(found)
     gpus = 0 if lack else len(found.visible)

@@ -40,9 +40,8 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], **how: Any) 
     argv = [sys.executable, *arguments]
     try:
         return os.posix_spawn(sys.executable, argv, environment, setsid=True, **how)
-    except (
-        NotImplementedError
-    ):  # a Python that was built against a C library from before 2017: see host/system_calls.py
+    except NotImplementedError:
+        # A Python that was built against a C library from before 2017: see host/system_calls.py.
         code = argv.index("-c") + 1
         argv[code] = _LEAD + argv[code]
         return os.posix_spawn(sys.executable, argv, environment, **how)
@@ -57,9 +56,8 @@ def start_template(environment: Mapping[str, str], *, imports: bool) -> tuple[in
         given["OPENBLAS_NUM_THREADS"] = (
             "1"  # or it starts threads, and a process with threads must not be forked
         )
-    ours, theirs = socket.socketpair(
-        socket.AF_UNIX, socket.SOCK_SEQPACKET
-    )  # `channel.pair()`, which is not loaded yet
+    # `channel.pair()`, which is not loaded yet.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         theirs.set_inheritable(True)
         pid = spawn(

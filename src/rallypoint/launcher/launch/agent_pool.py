@@ -46,9 +46,8 @@ class PooledAgent:
     """A standby process and the socket to it. `environment`: that of its template."""
 
     def __init__(self, key: AgentKey, environment: Mapping[str, str]) -> None:
-        self.line, theirs = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )  # `channel.pair()`, which is not loaded yet
+        # `channel.pair()`, which is not loaded yet.
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.key = key
         self.environment = dict(environment)
         self.pid = 0
@@ -56,9 +55,8 @@ class PooledAgent:
         self._parent = os.getpid()
         passed = OwnedFds()
         try:
-            line = passed.add(
-                fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
-            )  # not where its standard streams will be
+            # 3 or more: its standard streams will be below.
+            line = passed.add(fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
             self.pid = spawn.spawn(
                 ["-c", spawn.STANDBY % (line, self._parent)],
                 self.environment,
@@ -182,9 +180,8 @@ def acquire(preload: tuple[str, ...], environment: Mapping[str, str]) -> PooledA
             if agent.usable:
                 return agent
             agent.discard()  # it was killed since
-    for agent in list(_idle)[
-        : 1 - IDLE_MOST
-    ]:  # the environment or the preload differs now, and mostly stays so
+    # Others have another environment or preload, which the program has mostly left behind.
+    for agent in list(_idle)[: 1 - IDLE_MOST]:
         if _taken(agent):
             agent.discard()
     return PooledAgent(key, environment)

@@ -124,9 +124,8 @@ class LaunchCall:
                 return self._verdict
             except KeyboardInterrupt:
                 self._interrupts += 1
-                if (
-                    self._interrupts > 2 or self._hearing
-                ):  # a message was lost: this call cannot go on
+                # Interrupted in a message, which is lost: this call cannot go on.
+                if self._interrupts > 2 or self._hearing:
                     raise
                 with contextlib.suppress(OSError):  # it is about to tell how it ended
                     protocol.send(self._agent.line, Interrupt("SIGINT"))
@@ -143,7 +142,8 @@ class LaunchCall:
                 self._read(fd, poll)
             elif self._verdict is None and self._agent.line.fileno() not in {
                 other for other, _ in poll.poll(0)
-            }:  # its last words come first
+            }:
+                # The agent has ended; what it said before comes first.
                 raise _agent_died(self._agent, self._memory)
         if not ready and waits <= 0:
             self._verdict, self._is_silent = _silent(self._agent), True
@@ -195,9 +195,8 @@ class _Show:
         if stream is not None and text:
             try:
                 stream.write(text)
-            except (
-                UnicodeEncodeError
-            ):  # what a rank says may be beyond this program's encoding, and is nothing to fail for
+            except UnicodeEncodeError:
+                # A rank's text may be beyond this program's encoding: no reason to fail.
                 encoding = stream.encoding or "ascii"
                 stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
@@ -323,9 +322,8 @@ def _member(rank: int, verdict: Verdict, error: BaseException | None) -> Excepti
     report = next(report for report in verdict.reports if rank in report.ranks)
     ended = verdict.ends[rank] if rank < len(verdict.ends) else None
     code, number = ended or (0, 0)
-    plain = (
-        report.code in ("rank-killed", "rank-exited") and len(report.ranks) == 1
-    )  # whose headline says the same
+    # The headline of such a report says the same.
+    plain = report.code in ("rank-killed", "rank-exited") and len(report.ranks) == 1
     why = tuple(line for line in (report.why if plain else report.headline,) if line)
     if number:
         return RankKilled(
@@ -353,9 +351,8 @@ def _not_ranks(verdict: Verdict) -> RallypointError:
         if verdict.status == 70
         else EnvironmentProblem
     )
-    said = (
-        "\n         | ".join((f"{one.who} said:", *one.lines)) for one in report.said
-    )  # where in a preload module it failed
+    # Lines of a preload module that failed.
+    said = ("\n         | ".join((f"{one.who} said:", *one.lines)) for one in report.said)
     why = tuple(line for line in (report.why, *report.evidence, *said) if line)
     return kind(
         report.code,

@@ -98,9 +98,8 @@ def launch(
         environment = _environment(env, nproc)
         agent = agent_pool.acquire(tuple(preload), environment)
         try:
-            from rallypoint.launcher import (
-                exception_capture,
-            )  # beside the template's import of torch
+            # Loaded while the template imports torch.
+            from rallypoint.launcher import exception_capture
             from rallypoint.launcher.launch.call import LaunchCall, results_of
             from rallypoint.launcher.launch.marshalling import inspection, payload
             from rallypoint.launcher.program import Task

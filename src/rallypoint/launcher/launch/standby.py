@@ -70,9 +70,8 @@ class _Standby:
         self._caller = terms.caller
         self._helpers = helpers
         self._calls = 0
-        self._parts: tuple[
-            str, ...
-        ] = ()  # of torch, that all ranks of a call have imported: the template does, for the next
+        # Parts of torch that all ranks of a call have imported: the template does for the next.
+        self._parts: tuple[str, ...] = ()
         self._spoilt: set[str] = set()  # those that it shall not (any more)
 
     def close(self) -> None:
@@ -101,9 +100,8 @@ class _Standby:
     def _between_calls(self, message: Packet | None) -> None:
         if isinstance(message, Ready) and message.unclean:
             self._forget({message.module})
-        elif (
-            message is None and not self._helpers.ready
-        ):  # it has crashed as it imported them, or did not come to an end
+        elif message is None and not self._helpers.ready:
+            # The template crashed as it imported them, or did not come to an end.
             self._forget(self._parts)
         self._helpers.between_jobs(message)
 
@@ -146,9 +144,8 @@ class _Standby:
             helpers=self._helpers,
             files_limit=self._terms.files_limit,
         )
-        with contextlib.closing(
-            request
-        ):  # whoever reads the pipes must see their end before it hears that the call is over
+        # The caller must see the end of the pipes before it hears that the call is over.
+        with contextlib.closing(request):
             agent = None
             try:
                 made = self._plan(call)
@@ -167,9 +164,8 @@ class _Standby:
                     # it may be about to end: the next call gets a new one
                     self._helpers.dismiss_template()
         if verdict.status == 0 and not call.run_dir:
-            with contextlib.suppress(
-                TimeoutError
-            ):  # the caller waits, and the disk may have died meanwhile
+            # The caller waits, and the disk may have died meanwhile.
+            with contextlib.suppress(TimeoutError):
                 DiskWriter().ask(lambda: run_folder.discard(verdict.run_dir), DISCARD_TIMEOUT)
         self._send(verdict)
         if agent is not None:

@@ -39,9 +39,8 @@ def main(line_fd: int, caller_pid: int) -> None:
     except ProcessLookupError:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # sent to this process alone: whoever did that means it, and the guard cleans up
+        # A signal that is sent to this process alone ends it, and the guard cleans up.
+        signal.signal(number, signal.SIG_DFL)
     _outlive_notices()
     processes.continue_at_end_of_parent()
     files_limit = processes.prepare_to_supervise()

@@ -29,9 +29,8 @@ def serve(host: str, port: int, listener: int, ready: int) -> None:
     """Hand the listening descriptor to a TCPStore and sleep. The store's own thread does
     the rest.
     """
-    os.environ.setdefault(
-        "RES_OPTIONS", dns_timeouts.OPTIONS
-    )  # torch's store asks for the name of each client
+    # torch's store asks for the name of each client.
+    os.environ.setdefault("RES_OPTIONS", dns_timeouts.OPTIONS)
     from datetime import timedelta
 
     import torch.distributed as dist

@@ -95,9 +95,8 @@ def _prepare(
                 former = set(sys.modules)
                 gc.freeze()
                 gc.enable()  # what these do when they are imported nobody knows
-            _place_folders(
-                setup
-            )  # only now: a user's `re.py` must not get between torch and its own imports
+            # Only now: a user's `re.py` must not get between torch and its own imports.
+            _place_folders(setup)
             nested_launch.importing = f"{name}, to be preloaded"
             protocol.send(orders, Importing(name))
         try:
@@ -356,10 +355,8 @@ class _Template:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
         if setup.openblas_threads is not None:
             os.environ["OPENBLAS_NUM_THREADS"] = setup.openblas_threads
-        for number in (
-            signal.SIGPIPE,
-            signal.SIGXFSZ,
-        ):  # Python ignores them for itself; a program expects the default
+        # Python ignores them for itself; a program expects the default.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         control = socket.socket(fileno=fds.control)
         if setup.program.kind == "command":
@@ -367,9 +364,8 @@ class _Template:
             if answer is None:
                 os._exit(1)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(
-                    signal.SIGINT, signal.SIG_DFL
-                )  # one that waits is the program's, not this interpreter's
+                # One that waits is the program's, not this interpreter's.
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
             arguments = [setup.program.target, *setup.program.for_rank(order.local_rank).args]
         else:

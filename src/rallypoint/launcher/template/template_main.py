@@ -20,9 +20,8 @@ def main(orders_fd: int, parent: int, imports: bool) -> Callable[[], None]:
     process that has started this one, and with which it ends; `imports`: False for a starter of
     fresh interpreters."""
     processes.die_with(parent)
-    processes.close_others(
-        {0, 1, 2, orders_fd}
-    )  # what whoever started us had open is not the ranks'
+    # Descriptors of the process that started this one are not for the ranks.
+    processes.close_others({0, 1, 2, orders_fd})
     teardown.register()
     clock = Clock()
     failed: BaseException | None = None  # of torch's import
@@ -33,9 +32,8 @@ def main(orders_fd: int, parent: int, imports: bool) -> Callable[[], None]:
         gc.disable()
         try:
             import torch  # noqa: F401
-        except (
-            BaseException
-        ) as error:  # SystemExit, too: a `torch.py` of somebody's may do anything
+        except BaseException as error:
+            # SystemExit, too: a `torch.py` of somebody's may do anything.
             failed = error
     from rallypoint.launcher.template import template
 

@@ -62,9 +62,8 @@ class AgentLine:
         while self._control is not None and self.is_rank() and not self._noticed:
             try:
                 message, _ = protocol.receive(self._control, flags=socket.MSG_DONTWAIT)
-            except (
-                OSError
-            ):  # nothing is there; or the agent is gone, and this process about to be ended
+            except OSError:
+                # No message; or the agent is gone, and the guard is about to end this process.
                 break
             if message is None:
                 break
@@ -123,9 +122,8 @@ class AgentLine:
         caller = exception_capture.current_frame(2)
         frame, error = exception_capture.user_frame(caller), exception_capture.on_its_way(caller)
         if error is None and whole and is_initialized() and not _is_giving_up(sys.exc_info()[1]):
-            by_launch = caller is not None and exception_capture.is_ours(
-                caller.f_code.co_filename
-            )  # with no line of the program's
+            # Closed by `launch`, and by no line of the program's.
+            by_launch = caller is not None and exception_capture.is_ours(caller.f_code.co_filename)
             self.tell(ClosesGroup("" if by_launch else exception_capture.line_of(frame)))
         if error is None or self._serial >= CAUGHT_MOST:
             return

@@ -24,12 +24,10 @@ _Tell = Callable[[Sequence[Child], int], object]
 _started: dict[int, Child] = {}  # by pid, until their end is seen
 _failed: dict[int, Child] = {}  # by pid, until the program asks for their exit code
 _beyond = [0]  # how many failed beyond TOLD_MOST
-_unguarded: dict[
-    str, bool
-] = {}  # by line: whether an import of the program would start processes there again
-_registered: list[
-    int
-] = []  # the process that has: multiprocessing's child begins without its parent's finalizers
+# By line: True when an import of the program would start processes there again.
+_unguarded: dict[str, bool] = {}
+# Pid of the process that has registered: a child begins without its parent's finalizers.
+_registered: list[int] = []
 
 
 def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
@@ -45,9 +43,8 @@ def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
 
     @functools.wraps(start)
     def start_and_remember(self: Any) -> None:
-        from multiprocessing import (
-            get_start_method,
-        )  # here: this module is wrapped while that one is imported
+        # Not at the top: multiprocessing is being imported while this module wraps it.
+        from multiprocessing import get_start_method
 
         if (getattr(self, "_start_method", None) or get_start_method()) != "fork":
             starts_interpreter()
@@ -89,9 +86,8 @@ def _remember(process: Any, frame: FrameType | None, tell: _Tell) -> None:
     ):
         frame = frame.f_back
     line = exception_capture.line_of(frame)
-    imports = (
-        getattr(popen, "method", "fork") != "fork"
-    )  # the child is a new interpreter, which imports the program
+    # The child is a new interpreter, which imports the program.
+    imports = getattr(popen, "method", "fork") != "fork"
     if imports and line not in _unguarded:  # its source is read once
         _unguarded[line] = bool(exception_capture.unguarded_line(frame))
     _failed.pop(process.pid, None)  # an earlier one of that number
@@ -143,6 +139,5 @@ def _ended(pid: int, code: int) -> None:
 
 def _tell(tell: _Tell) -> None:
     if _failed:
-        tell(
-            tuple(sorted(_failed.values(), key=lambda child: child.pid)), _beyond[0]
-        )  # as they were started: they end as they may
+        # In the order in which they were started.
+        tell(tuple(sorted(_failed.values(), key=lambda child: child.pid)), _beyond[0])

@@ -69,9 +69,8 @@ def take_device(backend: str) -> RankDevice:
     elif rank and cuda.memory_allocated(0):
         how = "used"
     elif rank:
-        getattr(cuda.set_device, "__wrapped__", cuda.set_device)(
-            rank
-        )  # not the wrapped one: the program has not chosen
+        # Not the wrapped one: the program has not chosen.
+        getattr(cuda.set_device, "__wrapped__", cuda.set_device)(rank)
         index = rank
     return RankDevice(_uuid(cuda, index), f"cuda:{index}", how)
 
@@ -137,9 +136,8 @@ def about_to_fork() -> tuple[str, str]:
     """Note a fork of the program's; return (its line, the line that first used CUDA) when CUDA is up,
     ("", "") when the child may use it."""
     global _fork_line
-    is_initialized = getattr(
-        sys.modules.get("torch.cuda"), "is_initialized", None
-    )  # not there while another thread imports torch
+    # The attribute is not there while another thread imports torch.
+    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
     if is_initialized is None or not is_initialized():
         return "", ""
     _fork_line = exception_capture.line_of(_forker())

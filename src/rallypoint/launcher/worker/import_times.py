@@ -116,13 +116,11 @@ class ImportTimes(importlib.abc.MetaPathFinder):
     def _timed(self, loader: importlib.abc.Loader, name: str) -> Callable[[ModuleType], None]:
         @_untraced
         def exec_module(module: ModuleType) -> None:
-            loader.__dict__.pop(
-                "exec_module", None
-            )  # the module sees its loader as it is without us
+            # The module sees its loader as it is without us.
+            loader.__dict__.pop("exec_module", None)
             outermost, part = not self._busy, name.startswith("torch.") and not self._part
-            if (
-                not outermost and not part
-            ):  # found while nothing was being imported, and run inside another import
+            # Found while nothing was being imported, and run inside another import.
+            if not outermost and not part:
                 return loader.exec_module(module)
             former = set(sys.modules) if part else set()
             self._busy, self._part = True, part

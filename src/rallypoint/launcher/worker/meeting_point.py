@@ -35,13 +35,13 @@ class HeldPoint:
         self.held = held
         self._given_back = ""  # what was held, when the program has it now
         self._began = began
+        # As the launcher set them.
         self._job_rank, self.job_size = (
             _integer(os.environ.get(name)) for name in ("RANK", "WORLD_SIZE")
-        )  # as the launcher set them
+        )
         self._one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        self._elsewhere: dict[
-            str, tuple[str, str] | None
-        ] = {}  # by host: why it is not this machine, None when it is
+        # By host: why it is not this machine, None when it is.
+        self._elsewhere: dict[str, tuple[str, str] | None] = {}
 
     def give_back(self) -> None:
         """Note that the program has the port now."""
@@ -71,9 +71,8 @@ class HeldPoint:
                 backend=backend,
                 line=exception_capture.line_of(frame),
             )
-        query = parse_qs(
-            urlsplit(method).query
-        )  # as torch's own rendezvous handlers: what stands there counts where no argument does
+        # As in torch's own rendezvous handlers, the query counts where no argument is given.
+        query = parse_qs(urlsplit(method).query)
         rank = rank if rank >= 0 else _integer(query.get("rank", [""])[0])
         size = size if size >= 0 else _integer(query.get("world_size", [""])[0])
         if method.startswith("env://"):
@@ -151,18 +150,18 @@ class HeldPoint:
 
     def _check(self, meeting: Meeting) -> None:
         """Raise for a meeting point at which the ranks cannot meet."""
-        wrong = (
-            init_method.check(meeting.method) if meeting.method != "store" else None
-        )  # a store was given, and no URL
+        # A store was given, and no URL.
+        wrong = init_method.check(meeting.method) if meeting.method != "store" else None
         if wrong is not None:
             raise UsageError(
                 "init-method-invalid", wrong.headline, why=(f"given at {meeting.line}", *filter(None, (wrong.why,))),
                 help=tuple((one.sentence, one.command) for one in wrong.help),
             )  # fmt: skip
+        # MPI gives the ranks itself.
         if meeting.rank >= meeting.world_size > 0 and meeting.backend.lower() not in (
             "mpi",
             "fake",
-        ):  # MPI gives the ranks itself
+        ):
             last = meeting.world_size - 1
             raise UsageError(
                 "rank-out-of-range",

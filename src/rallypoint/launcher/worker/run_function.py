@@ -51,9 +51,8 @@ def run(
     except BaseException as error:
         try:
             code = _failed(hooks, rank, error)
-        except (
-            BaseException
-        ) as later:  # of a signal's handler: now it is this that ends the function
+        except BaseException as later:
+            # A signal's handler raised: its exception ends the function now.
             code = _failed(hooks, rank, later)
     _leave(code)
 
@@ -135,10 +134,7 @@ def _leave(code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (
-                OSError,
-                ValueError,
-                AttributeError,
-            ):  # closed by the function, or nobody reads it any more
+            except (OSError, ValueError, AttributeError):
+                # Closed by the function, or nobody reads it any more.
                 continue
         os._exit(code)

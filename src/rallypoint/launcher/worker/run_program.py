@@ -25,9 +25,8 @@ from rallypoint.launcher.worker.worker_hooks import Hooks
 SAID_MOST = 2000  # bytes of what `sys.exit` is told of: the log has all of it
 
 _placed: list[str] = []  # what we have put first on sys.path
-_first_main: list[
-    ModuleType
-] = []  # the interpreter's own __main__, kept: finalising it early would clear the frames below us
+# The interpreter's own __main__, kept: finalising it early would clear the frames below us.
+_first_main: list[ModuleType] = []
 
 
 def run(
@@ -132,9 +131,8 @@ def exit_code(leaving: SystemExit) -> int:
     """As much of it as an exit status holds."""
     if not isinstance(leaving.code, int):
         return int(leaving.code is not None)
-    return (
-        leaving.code & 0xFF if -(1 << 63) <= leaving.code < 1 << 63 else 0xFF
-    )  # Python makes -1 of what is no C `long`
+    # Python makes -1 of a number that is no C `long`.
+    return leaving.code & 0xFF if -(1 << 63) <= leaving.code < 1 << 63 else 0xFF
 
 
 def tell_exit(hooks: Hooks, leaving: SystemExit) -> None:
@@ -160,9 +158,8 @@ def _said_by(leaving: SystemExit) -> str:
         return leaving.code
     innermost = deque(traceback.walk_tb(leaving.__traceback__), maxlen=1)
     for frame, _ in innermost:
-        if (
-            frame.f_globals.get("__name__") == "argparse" and frame.f_code.co_name == "exit"
-        ):  # ArgumentParser.exit(status, message)
+        # ArgumentParser.exit(status, message).
+        if frame.f_globals.get("__name__") == "argparse" and frame.f_code.co_name == "exit":
             return str(frame.f_locals.get("message") or "").partition(": error: ")[2]
     return ""
 

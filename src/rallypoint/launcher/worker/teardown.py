@@ -36,9 +36,8 @@ class _Template:
 
     def __init__(self, modules: dict[str, ModuleType], libc: Any) -> None:
         self.libc = libc
-        self.all_modules = (
-            sys.modules
-        )  # the interpreter's own dict: a program may put another into `sys`
+        # The interpreter's own dict: a program may put another into `sys`.
+        self.all_modules = sys.modules
         self.modules = modules
         self.namespaces = {
             id(vars(module)) for module in sys.modules.values() if isinstance(module, ModuleType)
@@ -50,9 +49,8 @@ _status: int | None = None  # of this process; None: its program has not ended y
 _interrupted = (
     False  # whether it ends by the signal that a KeyboardInterrupt which nobody has caught becomes
 )
-_running: set[int] = (
-    set()
-)  # the namespaces in which daemon threads run: the interpreter leaves them alone, too
+# The namespaces in which daemon threads run: the interpreter leaves them alone, too.
+_running: set[int] = set()
 
 
 def register() -> None:
@@ -68,17 +66,15 @@ def prepare(own: set[str]) -> None:
     global _template
     import ctypes
 
-    if os.environ.get(
-        "LD_PRELOAD"
-    ):  # a profiler, perhaps, that writes its result in a handler of C's
+    # A profiler, perhaps, that writes its result in a handler of C's.
+    if os.environ.get("LD_PRELOAD"):
         return
     # `exit` is called with the interpreter's lock: destructors of C++ (thread-local ones, and of
     # libraries that the program has loaded) may still release Python objects, and this interpreter
     # is not gone for them. Other threads that want the lock end, as they always do here.
     libc = ctypes.PyDLL(None)
-    if not all(
-        hasattr(libc, name) for name in ("on_exit", "__cxa_atexit", "fcloseall")
-    ):  # another C library than glibc
+    # Another C library than glibc.
+    if not all(hasattr(libc, name) for name in ("on_exit", "__cxa_atexit", "fcloseall")):
         return
     # `exit` calls them last first: those of the program's libraries, then these, and no older ones.
     libc.on_exit(libc._exit, None)  # is called with the status
@@ -89,9 +85,8 @@ def prepare(own: set[str]) -> None:
         cout = ctypes.addressof(ctypes.c_char.in_dll(cpp, "_ZSt4cout"))
         libc.__cxa_atexit(cpp._ZNSo5flushEv, ctypes.c_void_p(cout), None)  # cout.flush()
     held = dict(sys.modules)
-    ctypes.pythonapi.Py_IncRef(
-        ctypes.py_object(held)
-    )  # for ever: no module loses its last reference when the interpreter lets go
+    # For ever: no module loses its last reference when the interpreter lets go.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
     _template = _Template({name: module for name, module in held.items() if name not in own}, libc)
 
 
@@ -175,9 +170,8 @@ def _release_what_is_left(template: _Template) -> None:
         if type(made) is FunctionType
     }
     for number, names in namespaces.items():
-        for first in (
-            (True, False) if number not in spared else ()
-        ):  # names with one underscore come first, as in the interpreter
+        # Names with one underscore come first, as in the interpreter.
+        for first in (True, False) if number not in spared else ():
             for name in [
                 name
                 for name in names

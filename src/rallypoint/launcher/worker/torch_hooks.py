@@ -78,9 +78,8 @@ def install() -> None:
     _destroy_with_care(c10d.destroy_process_group)
     _wait_with_care()
     logger = getattr(sys.modules.get("torch.distributed.c10d_logger"), "_c10d_logger", None)
-    if isinstance(
-        logger, logging.Logger
-    ):  # torch's own name, not public: without it errors that are caught are not seen
+    # torch's own name, not public: without it errors that are caught are not seen.
+    if isinstance(logger, logging.Logger):
         logger.addHandler(_Listener(level=logging.DEBUG))
 
     import torch.cuda
@@ -207,12 +206,10 @@ def _renew_keys() -> None:
     """
     import torch.distributed as dist
 
-    rendezvous: Any = sys.modules.get(
-        "torch.distributed.rendezvous"
-    )  # the attribute of that name is a function
-    create: Callable[..., Any] | None = getattr(
-        rendezvous, "_create_c10d_store", None
-    )  # torch's own name, not public
+    # The attribute of that name is a function.
+    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
+    # torch's own name, not public.
+    create: Callable[..., Any] | None = getattr(rendezvous, "_create_c10d_store", None)
     if create is None:
         return
 
@@ -247,9 +244,8 @@ def _lead_to_the_held_store() -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         named = dict(zip(_STORE_ARGUMENTS, args, strict=False))
-        if (
-            _current is None or len(named) < len(args) or named.keys() & kwargs.keys()
-        ):  # the latter two are torch's to refuse
+        # Too many arguments, or one given twice, are torch's to refuse.
+        if _current is None or len(named) < len(args) or named.keys() & kwargs.keys():
             original(self, *args, **kwargs)
         else:
             original(self, **_current.arguments_of_store({**named, **kwargs}))

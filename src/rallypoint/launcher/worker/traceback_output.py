@@ -75,9 +75,8 @@ def _print_without_descriptor(error: BaseException) -> None:
         if line.strip()
     )
     for line in written.splitlines(keepends=True):
-        if line.strip() and not line.rstrip().endswith(
-            lines
-        ):  # torch's hook and others put something in front
+        # torch's hook and others put something in front.
+        if line.strip() and not line.rstrip().endswith(lines):
             os.write(2, line)
 
 

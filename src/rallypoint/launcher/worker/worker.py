@@ -40,9 +40,8 @@ _OPENBLAS_SETTERS = (  # by how it was built: scipy's prefix, 64-bit suffix
 
 HIGH_DESCRIPTOR = 1024  # what programs that close all descriptors go up to
 
-_keep: list[
-    object
-] = []  # what must live as long as the process: the evidence file behind faulthandler
+# Objects that live as long as the process: the evidence file behind faulthandler.
+_keep: list[object] = []
 
 
 class Descriptors:
@@ -113,9 +112,8 @@ def fresh(
     """Run the program in an interpreter of its own (`--fresh`), which has the standard descriptors in
     place."""
     for fd in (fd for fd in (control, evidence, secret, terminal, *payload_fds) if fd >= 0):
-        os.set_inheritable(
-            fd, False
-        )  # they came through an exec; the program's own children do not get them
+        # They came through an exec, and are not for the program's own children.
+        os.set_inheritable(fd, False)
     setup = protocol.read_struct(setup_fd, Setup)
     order = protocol.read_struct(order_fd, StartWorker)
     if setup.hooks:
@@ -154,9 +152,8 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
         return
     seen = Hooks(control, held=order.held, began=order.began, single=order.single)
     torch_hooks.attach(seen)
-    evidence = os.fdopen(
-        _out_of_the_way(fds.evidence), "ab", buffering=0, closefd=False
-    )  # a program that closes all descriptors is not to hear of it
+    # closefd=False: a program that closes all descriptors gets no error about it.
+    evidence = os.fdopen(_out_of_the_way(fds.evidence), "ab", buffering=0, closefd=False)
     _keep.append(evidence)
     faulthandler.enable(evidence, all_threads=True)
     faulthandler.register(EVIDENCE_SIGNAL, evidence, all_threads=True, chain=False)
@@ -166,9 +163,8 @@ def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
     _wait_for_go(control)
     folder = order.task.folder if order.task is not None else run_program.folder(setup.program)
     times = import_times.ImportTimes(folder, lambda name: seen.tell(ImportedPart(name)))
-    if (
-        setup.imports
-    ):  # in a fresh interpreter nothing could have been shared, and nothing was read before
+    # In a fresh interpreter nothing could have been shared, and nothing was read before.
+    if setup.imports:
         times.install()
         late_variables.remember(folder)
     if order.task is not None:
@@ -212,10 +208,8 @@ def _wait_for_go(control: socket.socket) -> None:
 def _renew_streams() -> None:
     """Make `sys.stdin`, `sys.stdout` and `sys.stderr` as `python -u` does for the descriptors that
     are there now."""
-    encoding, errors = (
-        sys.stdin.encoding,
-        sys.stdin.errors,
-    )  # the interpreter chose them for all three
+    # The interpreter chose them for all three.
+    encoding, errors = (sys.stdin.encoding, sys.stdin.errors)
     for number, name in ((1, "stdout"), (2, "stderr")):
         raw = io.FileIO(number, "wb", closefd=False)
         raw.name = f"<{name}>"
@@ -354,9 +348,8 @@ def _leave_debuggers_out(leave_out: Callable[[str, FrameType | None], None]) -> 
 def _on_terminal(terminal: int, seen: Hooks) -> Callable[..., None]:
     """Return a debugger on the terminal itself: the rank's own stdout is a pipe, whose lines get a
     prefix. While it waits for a line the agent knows that, and does not ask for stacks."""
-    ends: list[
-        io.TextIOWrapper
-    ] = []  # one reader for all calls: what was typed ahead must not be lost with it
+    # One reader for all calls: text that was typed ahead must not be lost with it.
+    ends: list[io.TextIOWrapper] = []
 
     def breakpointhook(*args: object, **kwargs: object) -> None:
         import pdb

@@ -40,9 +40,8 @@ class Hooks(AgentLine):
         self._single = single
         self._group_line = ""
         self._calls = 0  # of init_process_group
-        self._joined: Counter[int] = (
-            Counter()
-        )  # groups that this process has joined at the held socket, by their size
+        # Groups that this process has joined at the held socket, by their size.
+        self._joined: Counter[int] = Counter()
         self.opened_at = (
             ""  # where `launch` was called that has opened the process group, and will close it
         )
@@ -111,9 +110,8 @@ class Hooks(AgentLine):
                 )
             if isinstance(error, Exception):
                 self.caught(error, "init_process_group")
-                if (
-                    self._group_line and is_initialized()
-                ):  # it was a second call, and the first one's group is as it was
+                # A second call failed; the group of the first is as it was.
+                if self._group_line and is_initialized():
                     self.tell(AtPhase("running"))
             raise
         if held and not differs:
@@ -124,9 +122,8 @@ class Hooks(AgentLine):
             sys.__excepthook__,
             self._torch_hook,
         ):
-            self._torch_hook = (
-                sys.excepthook
-            )  # torch's own, which puts [rank2]: before each line; another one for each group
+            # torch's own hook, which puts [rank2]: before each line; another one for each group.
+            self._torch_hook = sys.excepthook
         self.tell(AtPhase("running"))
         return result
 

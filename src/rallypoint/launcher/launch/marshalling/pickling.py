@@ -142,12 +142,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _module(self, obj: ModuleType) -> Any:
         if self._importable(obj.__name__):
             return _by_value.subimport, (obj.__name__,)
-        left_out = (
-            "__builtins__",
-            "__loader__",
-            "__spec__",
-            "__cached__",
-        )  # they belong to whoever imported it here
+        # They belong to whoever imported it here.
+        left_out = ("__builtins__", "__loader__", "__spec__", "__cached__")
         return _by_value.dynamic_subimport, (
             obj.__name__,
             {name: one for name, one in vars(obj).items() if name not in left_out},
@@ -275,9 +271,7 @@ def is_shared(value: Any) -> bool:
     try:
         storage: Any = value.untyped_storage()
         address = storage.data_ptr() if storage.device.type == "cpu" else 0
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # a tensor without storage of its own: sparse, functional
+    except (RuntimeError, NotImplementedError):
+        # A tensor without storage of its own: sparse, functional.
         return False
     return Mappings().shared_at(address) is not None

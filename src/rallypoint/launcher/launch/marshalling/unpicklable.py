@@ -282,10 +282,8 @@ _TORCH = {
         "a store of torch.distributed", _OWN, f"connect in the rank: {_STORE}.c10d()"
     ),
 }
-for _module in (
-    "torch._C._distributed_c10d",
-    "torch.distributed.distributed_c10d",
-):  # the classes say now this, now that
+# The classes have either module, by torch's version.
+for _module in ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d"):
     _BY_NAME.update({f"{_module}.{_name}": _kind for _name, _kind in _TORCH.items()})
 
 _BUILTIN = frozenset({"generator", "coroutine", "async_generator"})
