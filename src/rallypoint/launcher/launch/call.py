@@ -53,18 +53,18 @@ class CallEnd(NamedTuple):
 
 
 class LaunchCall:
-    """One call, from when the agent gets it until the agent has told how it ended."""
+    """One call, from the request to the agent until its verdict."""
 
     def __init__(self, agent: agent_pool.PooledAgent) -> None:
         self._agent = agent
         self._outcomes: Outcomes = {}
         self._clock = Clock()
         self._verdict: Verdict | None = None
-        self._readers: dict[int, _Show] = {}
+        self._readers: dict[int, _StreamCopy] = {}
         self._pipes: list[OwnedFds] = []
-        self._heard = OwnedFds()
+        self._received = OwnedFds()
         self._interrupts = 0
-        self._hearing = False
+        self._receiving = False
         self._is_silent = False
         self._memory = evidence.memory_counters()
 
@@ -81,10 +81,10 @@ class LaunchCall:
                 raise
             raise _agent_died(self._agent, self._memory) from None
         finally:
-            # also after an exception of a signal handler's, or of a stream's: nobody waits any more
+            # Also after an exception of a signal handler or of a stream.
             for pipe in self._pipes:
                 pipe.close()
-            self._heard.close()
+            self._received.close()
             if done:
                 agent_pool.release(self._agent)
             else:
@@ -94,12 +94,12 @@ class LaunchCall:
     def _start(self, request: Call, payload_fds: Sequence[int]) -> None:
         theirs = OwnedFds()
         with theirs:
-            for show in (
-                _Show(lambda: sys.stdout, str),
-                _Show(lambda: sys.stderr, notebook_cells.named),
+            for copy in (
+                _StreamCopy(lambda: sys.stdout, str),
+                _StreamCopy(lambda: sys.stderr, notebook_cells.named),
             ):
                 pipe = OwnedFds(os.pipe2(os.O_CLOEXEC))
-                self._readers[pipe.fds[0]] = show
+                self._readers[pipe.fds[0]] = copy
                 theirs.add(pipe.fds.pop())
                 self._pipes.append(pipe)
             protocol.send(self._agent.line, request, [*theirs.fds, *payload_fds])
@@ -114,30 +114,30 @@ class LaunchCall:
         while True:
             try:
                 while self._verdict is None:
-                    self._listen(poll, until)
-                # The agent wrote all of it before. The pipes' end may not come: a child that was
-                # forked meanwhile has them, too.
+                    self._wait(poll, until)
+                # All output was written before the verdict. The pipes' end may not come: a child
+                # that this program forked meanwhile has them, too.
                 while any([self._read(fd, poll) for fd, _ in poll.poll(0) if fd in self._readers]):
                     continue
-                for show in self._readers.values():
-                    show.end()
+                for copy in self._readers.values():
+                    copy.end()
                 return self._verdict
             except KeyboardInterrupt:
                 self._interrupts += 1
                 # Interrupted in a message, which is lost: this call cannot go on.
-                if self._interrupts > 2 or self._hearing:
+                if self._interrupts > 2 or self._receiving:
                     raise
                 with contextlib.suppress(OSError):  # it is about to tell how it ended
                     protocol.send(self._agent.line, Interrupt("SIGINT"))
 
-    def _listen(self, poll: select.poll, until: float) -> None:
+    def _wait(self, poll: select.poll, until: float) -> None:
         waits = until - self._clock.monotonic()
         ready = poll.poll(None if waits == math.inf else max(0.0, waits) * 1000 + 1)
         for fd, _ in ready:
             if fd == self._agent.line.fileno():
-                self._hearing = True
-                self._hear()
-                self._hearing = False
+                self._receiving = True
+                self._receive()
+                self._receiving = False
             elif fd in self._readers:
                 self._read(fd, poll)
             elif self._verdict is None and self._agent.line.fileno() not in {
@@ -149,34 +149,34 @@ class LaunchCall:
             self._verdict, self._is_silent = _silent(self._agent), True
 
     def _read(self, fd: int, poll: select.poll) -> bool:
-        """Show what is in a pipe; return False at its end."""
+        """Copy the output in a pipe; return False at its end."""
         if data := os.read(fd, READ_BYTES):
-            self._readers[fd].show(data)
+            self._readers[fd].write(data)
         else:
             poll.unregister(fd)
         return bool(data)
 
-    def _hear(self) -> None:
-        message, self._heard.fds = protocol.receive(self._agent.line)
+    def _receive(self) -> None:
+        message, self._received.fds = protocol.receive(self._agent.line)
         match message:
             case Outcome(rank=rank):
-                self._outcomes[rank] = message, self._heard
+                self._outcomes[rank] = message, self._received
             case Restarted():
                 self._outcomes.clear()
             case Finished():
-                with os.fdopen(self._heard.fds.pop(), "rb") as file:
+                with os.fdopen(self._received.fds.pop(), "rb") as file:
                     text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
                 self._verdict = protocol.from_exact(
                     notebook_cells.named(text.decode()).encode(), Verdict
                 )
             case None:
                 raise _agent_died(self._agent, self._memory)
-        self._heard = OwnedFds()
+        self._received = OwnedFds()
 
 
-class _Show:
-    """Output of a pipe as text on a stream of this process: a notebook's cell, what pytest
-    captures."""
+class _StreamCopy:
+    """Copy of a pipe's output, as text, to a stream of this process. `sys.stdout` is looked up for
+    each piece: a notebook and pytest put their own there."""
 
     def __init__(self, stream: Callable[[], TextIO | None], change: Callable[[str], str]) -> None:
         """`change`: applied to each piece of text."""
@@ -184,10 +184,12 @@ class _Show:
         self._stream = stream
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
-    def show(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
+        """Copy bytes as they come."""
         self._write(self._change(self._decode(data)))
 
     def end(self) -> None:
+        """Copy the rest of a character that was cut off."""
         self._write(self._decode(b"", True))
 
     def _write(self, text: str) -> None:
@@ -245,10 +247,9 @@ def _silent(agent: agent_pool.PooledAgent) -> Verdict:
 # --- the outcome ---
 
 
-def results_of(nproc: int, over: CallEnd) -> list[Any] | BaseException:
-    """Return the results, or the exception that `launch` itself raises: frames below it would say
-    nothing."""
-    verdict, outcomes, interrupted = over
+def results_of(nproc: int, end: CallEnd) -> list[Any] | BaseException:
+    """Return the results, or the exception that `launch` itself raises, with no frame below."""
+    verdict, outcomes, interrupted = end
     if interrupted:
         for _, held in outcomes.values():
             held.close()

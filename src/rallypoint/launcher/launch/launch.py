@@ -143,8 +143,8 @@ def launch(
             columns=0,
             color=False,
         )
-        over = LaunchCall(agent).run(request, packed.fds)
-    results = results_of(nproc, over)
+        end = LaunchCall(agent).run(request, packed.fds)
+    results = results_of(nproc, end)
     if isinstance(results, BaseException):
         try:
             raise results

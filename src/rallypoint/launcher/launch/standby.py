@@ -34,9 +34,8 @@ from rallypoint.record import run_folder
 from rallypoint.record.disk_writer import DiskWriter
 from rallypoint.record.run_folder import default_root
 
-# Seconds in which the folder of a call that went well is to be gone. It is some small files, and a
-# busy disk needs tenths.
 DISCARD_TIMEOUT = 5.0
+"""Seconds for the removal of a good call's folder: some small files; a busy disk needs tenths."""
 
 
 def serve(terms: Terms) -> None:

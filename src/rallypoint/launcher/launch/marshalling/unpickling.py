@@ -58,7 +58,7 @@ class ArrivingPayload:
 
 
 class _UnpicklingThread(threading.local):
-    """The payload that this thread unpickles."""
+    """Payload that a thread unpickles."""
 
     arrival: ArrivingPayload | None = None
 
