@@ -196,7 +196,7 @@ def unclean() -> str:
     if (cuda is not None and cuda.is_initialized()) or devices.cuda_is_up():
         return "CUDA is initialised"
     count = processes.threads()
-    if count != 1:
+    if count > 1:
         return f"{count} threads"
     for number in os.listdir("/proc/self/fd"):
         try:
