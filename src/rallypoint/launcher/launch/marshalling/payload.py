@@ -257,8 +257,6 @@ def _pack(value: object, scan: inspection.Scan | None) -> Packed:
     """Pack a value; `scan`: of a call. Raises _PicklingFailed, or OSError when there is no
     memory."""
     flags = system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING
-    memfd = OwnedFds()
-    fd = memfd.add(system_calls.memfd_create("rallypoint-payload", flags))
     buffers: list[memoryview] = []
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -267,9 +265,11 @@ def _pack(value: object, scan: inspection.Scan | None) -> Packed:
             buffers.append(raw)
         return raw.nbytes < BESIDE_BYTES
 
-    writer = _PayloadWriter(fd)
-    pickler = Pickler(writer, scan, stays_inside)
-    with fd_passing.collecting() as passed:
+    # Closed also after an error, whose traceback would keep them open.
+    with OwnedFds() as memfd, fd_passing.collecting() as passed:
+        fd = memfd.add(system_calls.memfd_create("rallypoint-payload", flags))
+        writer = _PayloadWriter(fd)
+        pickler = Pickler(writer, scan, stays_inside)
         try:
             pickler.dump(value)
             pickler.dump(scan.handed_over if scan is not None else None)
