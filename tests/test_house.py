@@ -36,10 +36,8 @@ LONGER = {
 
 NOT_YET_SHORT = {
     "diagnosis/catalogue.py",
-    "diagnosis/causes/collectives.py",
     "diagnosis/causes/exceptions.py",
     "diagnosis/classify.py",
-    "diagnosis/consequences.py",
     "diagnosis/doctor/checks.py",
     "diagnosis/doctor/peer_check.py",
     "diagnosis/error_patterns/schedulers.py",

@@ -189,7 +189,8 @@ def test_different_collectives_are_a_mismatch_when_nobody_is_elsewhere() -> None
     found = job(at(0, REDUCE, since=8.0), at(1, in_collective("broadcast", 50), since=8.0))
     wrong = rank_snapshot.mismatch(found)
     assert wrong is not None
-    assert (wrong.confidence, set(wrong.names)) == ("likely", {"all_reduce", "broadcast"})
+    names = {group.collective for group in wrong.groups}
+    assert (wrong.confidence, names) == ("likely", {"all_reduce", "broadcast"})
     report = rank_snapshot.stalled(found, 60.0)
     assert report.code == "collective-mismatch"
     assert report.headline.startswith(
@@ -385,3 +386,11 @@ def test_a_rank_that_computes_its_gradients_waits_for_nobody() -> None:
     )
     assert rank_snapshot.mismatch(found) is None
     assert rank_snapshot.stalled(found, 60.0).code == "job-stalled"
+
+
+def test_the_rank_that_others_wait_for_comes_first_where_ddp_hides_the_wait() -> None:
+    """Of two ranks, one in DDP's backward() and one in its loader, the one that waits came first."""
+    ranks = (_asleep(0, *BACKWARD), _asleep(1, *LOADER))
+    report = rank_snapshot.stalled(rank_snapshot.Standing("j", "train.py", 2, ranks, 90.0), 60.0)
+    assert (report.code, report.ranks) == ("job-stalled", (1,))
+    assert "backward() of a DDP model waits" in report.why

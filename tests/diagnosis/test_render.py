@@ -120,7 +120,7 @@ def test_an_exception_of_ours() -> None:
         "option-unknown", "no option --foo", why=("a", "b"), help=(("use", "--bar"),)
     )
     assert (
-        render.error_text(error)
+        render.text(render.report_of(error))
         == """\
 error[option-unknown]: no option --foo
 

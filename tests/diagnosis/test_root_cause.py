@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from rallypoint.diagnosis import render
+from rallypoint.diagnosis import rank_kinds, render, stacks
 from rallypoint.diagnosis.catalogue import CATALOGUE
 from rallypoint.diagnosis.classify import is_consequence
 from rallypoint.diagnosis.evidence import (
@@ -1577,6 +1578,18 @@ HISTORIES = [
         "likely",
     ),
     History(
+        "one-left-by-sys-exit-0-while-the-others-waited",
+        job(
+            rank(0, phase="finishing", phase_at=1.0, exit_line="train.py:12 in main"),
+            lost(1),
+            lost(2),
+        ),
+        "rank-left-early",
+        (0,),
+        "rank 0 left train.py by sys.exit while others still needed it",
+        "likely",
+    ),
+    History(
         "two-have-closed-their-group-and-work-on",
         job(
             rank(0, phase="running", closed_at=1.2, closed_line="train.py:30"),
@@ -1903,7 +1916,7 @@ HISTORIES = [
         ),
         "address-unresolved",
         (0,),
-        "rank 0 could not reach node08:29500: node08 has no address here (Name or service not known)",
+        "rank 0 could not reach node08:29500: for node08 the resolver gave no answer within 0.2 s",
     ),
     History(
         "a-resolver-that-is-silent",
@@ -2905,3 +2918,49 @@ QUIT = (
     "    print(x)",
     "bdb.BdbQuit",
 )
+
+
+@pytest.mark.parametrize("size", [256, 1024])
+def test_the_work_grows_with_the_ranks_and_not_with_their_square(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 1,024 ranks that had lost a peer and raised was compared with each other one: 48
+    seconds.
+    """
+    calls = 0
+
+    def counted(error: Raised) -> object:
+        nonlocal calls
+        calls += 1
+        return kind_of(error)
+
+    kind_of = rank_kinds.kind_of
+    monkeypatch.setattr(rank_kinds, "kind_of", counted)
+    loss = raised("RuntimeError", CLOSED, at=0.9, call="all_reduce")
+    own = raised("ValueError", "bad batch", at=1.0)
+    ranks = [rank(i, 1, raised=own, handled=(loss,), at=1.1, order=i) for i in range(size)]
+    (report,) = diagnose(job(*ranks))
+    assert len(report.ranks) == size
+    assert calls <= 8 * size
+
+
+def test_texts_of_a_report_are_found_once_and_not_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The folder that paths are shown relative to may be looked for in the stacks of all ranks."""
+    asked = 0
+
+    def counted(program: str, frames: Iterable[Frame]) -> str:
+        nonlocal asked
+        asked += 1
+        return ""
+
+    monkeypatch.setattr(stacks, "root_of", counted)
+    for make in (
+        lambda i: rank(i, 1, raised=raised("ValueError", "bad batch"), order=i),
+        lambda i: rank(i, 1, raised=msgspec.structs.replace(raised("X", "y"), code="barrier-size")),
+        lambda i: rank(i, 3, order=i),
+        lost,
+    ):
+        diagnose(job(*(make(i) for i in range(256))))
+    assert asked < 50

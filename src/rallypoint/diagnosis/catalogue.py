@@ -379,17 +379,19 @@ _LISTED = (
 CATALOGUE = {cause.code: cause for cause in _LISTED}
 
 
-def page(code: str) -> str:
-    """The page that explains a code, as it stands in the package. Raises KeyError for a code that
-    is not in the catalogue.
-    """
-    if code not in CATALOGUE:
-        raise KeyError(code)
-    with open(
-        os.path.join(os.path.dirname(os.path.abspath(__file__)), "explain", f"{code}.md"),
-        encoding="utf-8",
-    ) as file:
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+def _read(folder: str, name: str) -> str:
+    with open(os.path.join(_FOLDER, folder, f"{name}.md"), encoding="utf-8") as file:
         return file.read()
+
+
+def page(code: str) -> str:
+    """Return the page that explains a code, as it stands in the package. Raises KeyError for a code
+    that is not in the catalogue.
+    """
+    return _read("explain", CATALOGUE[code].code)
 
 
 QUESTIONS = {
@@ -404,14 +406,10 @@ They are those of docs/questions.
 
 
 def question(name: str) -> str:
-    """The page that answers a question of `QUESTIONS`. Raises KeyError for another name."""
+    """Return the page that answers a question of `QUESTIONS`. Raises KeyError for another name."""
     if name not in QUESTIONS:
         raise KeyError(name)
-    with open(
-        os.path.join(os.path.dirname(os.path.abspath(__file__)), "questions", f"{name}.md"),
-        encoding="utf-8",
-    ) as file:
-        return file.read()
+    return _read("questions", name)
 
 
 SLIP = 0.9
@@ -421,21 +419,18 @@ then no other one was meant.
 
 
 def nearest(name: str) -> tuple[str, ...]:
-    """Up to three codes that were perhaps meant."""
+    """Return up to three codes that were perhaps meant."""
     import difflib
 
     words = name.lower().replace("_", "-").replace(" ", "-")
-    near = difflib.get_close_matches(words, CATALOGUE, n=3, cutoff=0.6)
-    like = [difflib.SequenceMatcher(a=code, b=words).ratio() for code in near]
-    if like and like[0] >= SLIP:
-        near = near[:1]
+    if slips := difflib.get_close_matches(words, CATALOGUE, n=1, cutoff=SLIP):
+        return tuple(slips)
+    near = difflib.get_close_matches(words, CATALOGUE, n=3)
     return tuple(near) or tuple(code for code in CATALOGUE if words and words in code)[:3]
 
 
 def spawn_inside_run(line: str, world_size: int, program: str) -> Report:
-    """A warning: the program starts ranks of its own under `-n 2` or more. `line`:
-    "train.py:30".
-    """
+    """Warn that the program starts ranks of its own under `-n 2` or more. `line`: "train.py:30"."""
     return Report(
         code="spawn-inside-run",
         headline=f"each of the {world_size} ranks starts ranks of its own at {line}",

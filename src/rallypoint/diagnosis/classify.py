@@ -32,7 +32,7 @@ NCCL_WARNING = "NCCL WARN"
 
 def says(cause: str, text: str) -> re.Match[str] | None:
     """Find the text that only this cause leaves; None where it is not."""
-    tried = (pattern.search(text) for pattern in _WORDS[cause])
+    tried = (pattern.search(text) for pattern in _WORDS.get(cause, ()))
     return next((found for found in tried if found is not None), None)
 
 
@@ -55,120 +55,74 @@ def _through(error: Raised, files: re.Pattern[str]) -> bool:
     return any(files.search(frame.file) for frame in error.frames)
 
 
+_PRODUCERS_ERRORS = (
+    "ConnectionRefusedError", "ConnectionResetError", "FileNotFoundError", "EOFError",
+    "BrokenPipeError",
+)  # fmt: skip
+
+
 def _producer_gone(error: Raised) -> bool:
-    """A tensor was to be taken from a process that serves it no longer."""
-    if torch.PRODUCER_GONE.search(error.message):
-        return True
-    kinds = (
-        "ConnectionRefusedError",
-        "ConnectionResetError",
-        "FileNotFoundError",
-        "EOFError",
-        "BrokenPipeError",
-    )
-    return _short(error.type) in kinds and _through(error, _REBUILDING)
-
-
-def _loader_killed(error: Raised) -> bool:
-    return loader_killed(error) is not None and not is_out_of_memory(error)
-
-
-def _files_exhausted(error: Raised) -> bool:
-    by_number = error.errno in (errno.EMFILE, errno.ENFILE)
-    return by_number or says("files-exhausted", error.message) is not None
-
-
-def _not_pickled(error: Raised) -> bool:
-    return bool(python.NOT_PICKLED.search(error.message)) and _through(error, _STARTING)
-
-
-def _url_incomplete(error: Raised) -> bool:
-    return bool(url_lacks(error))
-
-
-def _store_waits(error: Raised) -> bool:
-    return store_waits(error.message)
-
-
-def _port_in_use(error: Raised) -> bool:
-    return error.errno == errno.EADDRINUSE or says("port-in-use", error.message) is not None
-
-
-def _gpu_memory(error: Raised) -> bool:
-    of_torch = _short(error.type) == "OutOfMemoryError" and not error.type.startswith("ray.")
-    return of_torch or says("gpu-memory", error.message) is not None
-
-
-def _shared_memory(error: Raised) -> bool:
-    return says("shared-memory", error.message) is not None or semaphores_full(error)
-
-
-def _host_memory(error: Raised) -> bool:
-    kind = _short(error.type)
-    by_type = kind == "MemoryError" or (
-        kind == "OutOfMemoryError" and error.type.startswith("ray.")
-    )
-    return by_type or says("host-memory", error.message) is not None
+    """Tell whether a tensor was to be taken from a process that serves it no longer."""
+    taking = _short(error.type) in _PRODUCERS_ERRORS and _through(error, _REBUILDING)
+    return taking or bool(torch.PRODUCER_GONE.search(error.message))
 
 
 def _cuda_forked(error: Raised) -> bool:
-    """CUDA's "initialization error" means the same in a worker of a DataLoader, which is forked."""
-    if says("cuda-forked", error.message) is not None:
-        return True
-    loop = any(
-        _WORKERS_LOOP.search(frame.file) and frame.function == "_worker_loop"
+    """Tell whether CUDA was used after a fork. Its "initialization error" means that in a worker of
+    a DataLoader, which is forked.
+    """
+    loop = "_worker_loop" in error.message or any(
+        frame.function == "_worker_loop" and _WORKERS_LOOP.search(frame.file)
         for frame in error.frames
     )
-    not_started = bool(torch.CUDA_NOT_STARTED.search(error.message))
-    return not_started and (loop or "_worker_loop" in error.message)
+    return loop and bool(torch.CUDA_NOT_STARTED.search(error.message))
 
 
 def _cuda_perhaps_forked(error: Raised) -> bool:
-    """CUDA could not be started in a child of `multiprocessing` that nothing shows to have been
-    spawned.
+    """Tell whether CUDA could not be started in a child of `multiprocessing` that nothing shows to
+    have been spawned.
     """
-    not_started = bool(torch.CUDA_NOT_STARTED.search(error.message))
+    not_started = torch.CUDA_NOT_STARTED.search(error.message) is not None
     return not_started and _through(error, _IN_CHILD) and not _through(error, _SPAWNED)
 
 
-def _host_unresolved(error: Raised) -> bool:
-    """init_process_group, or torch's store, says that the host of the meeting point has no
-    address.
-    """
-    of_torch = error.call != "" or error.message.startswith("host not found")
-    return of_torch and bool(python.UNRESOLVED.search(error.message))
+def _of_ray(error: Raised) -> bool:
+    return error.type.startswith("ray.")
 
 
-def _library_differs(error: Raised) -> bool:
-    return symbol_missing(error) is not None
+def _refused(error: Raised) -> bool:
+    return _short(error.type) == "OutOfMemoryError"
 
 
-def _nccl_failed(error: Raised) -> bool:
-    return error.type == NCCL_WARNING or nccl_gave_up(error)
-
-
-def _no_input(error: Raised) -> bool:
-    return _short(error.type) == "EOFError" and error.message == "EOF when reading a line"
-
-
-_BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], bool]] = {
+_BY_MORE_THAN_WORDS: dict[str, Callable[[Raised], object]] = {
     "producer-gone": _producer_gone,
-    "loader-killed": _loader_killed,
-    "files-exhausted": _files_exhausted,
-    "not-pickled": _not_pickled,
-    "url-incomplete": _url_incomplete,
-    "store-waits": _store_waits,
-    "port-in-use": _port_in_use,
-    "gpu-memory": _gpu_memory,
-    "shared-memory": _shared_memory,
-    "host-memory": _host_memory,
+    "loader-killed": lambda error: loader_killed(error) and not is_out_of_memory(error),
+    "files-exhausted": lambda error: error.errno in (errno.EMFILE, errno.ENFILE),
+    "not-pickled": lambda error: (
+        python.NOT_PICKLED.search(error.message) and _through(error, _STARTING)
+    ),
+    "url-incomplete": lambda error: url_lacks(error),
+    "store-waits": lambda error: store_waits(error.message),
+    "port-in-use": lambda error: error.errno == errno.EADDRINUSE,
+    "gpu-memory": lambda error: _refused(error) and not _of_ray(error),
+    "shared-memory": lambda error: semaphores_full(error),
+    "host-memory": lambda error: (
+        _short(error.type) == "MemoryError" or (_refused(error) and _of_ray(error))
+    ),
     "cuda-forked": _cuda_forked,
     "cuda-perhaps-forked": _cuda_perhaps_forked,
-    "host-unresolved": _host_unresolved,
-    "library-differs": _library_differs,
-    "nccl-failed": _nccl_failed,
-    "no-input": _no_input,
+    # init_process_group, or torch's store, says that the host of the meeting point has no address.
+    "host-unresolved": lambda error: (
+        (error.call or error.message.startswith("host not found"))
+        and python.UNRESOLVED.search(error.message)
+    ),
+    "library-differs": lambda error: symbol_missing(error),
+    "nccl-failed": lambda error: error.type == NCCL_WARNING or nccl_gave_up(error),
+    "no-input": lambda error: (
+        _short(error.type) == "EOFError" and error.message == "EOF when reading a line"
+    ),
 }
+"""What names a cause beside the words, or instead of them."""
 
 CAUSES = (
     "library-differs", "url-incomplete", "address-cut", "npu-busy", "producer-gone", "loader-killed",
@@ -185,7 +139,13 @@ CAUSES = (
 def fits(cause: str, error: Raised) -> bool:
     """Tell whether an exception names this cause."""
     by_more = _BY_MORE_THAN_WORDS.get(cause)
-    return by_more(error) if by_more is not None else says(cause, error.message) is not None
+    if by_more is not None and by_more(error):
+        return True
+    return cause not in _NOT_BY_WORDS and says(cause, error.message) is not None
+
+
+# A text alone is not enough for these: other causes leave it, too.
+_NOT_BY_WORDS = ("loader-killed", "nccl-failed")
 
 
 def cause_of(error: Raised) -> str:
@@ -205,9 +165,7 @@ _ALONE = (
 
 def names_cause(message: str) -> bool:
     """Tell whether a message names a cause, whatever stands around it."""
-    if any(says(cause, message) is not None for cause in _ALONE):
-        return True
-    return says("nccl-failed", message) is not None or store_waits(message)
+    return store_waits(message) or any(says(cause, message) for cause in (*_ALONE, "nccl-failed"))
 
 
 def recognised(line: str) -> bool:
@@ -234,7 +192,7 @@ def about_devices(error: Raised) -> bool:
 
 def memory_of(error: Raised) -> str:
     """Name the memory that ran out: "GPU", "host", "shared"; "" for any other error."""
-    if _short(error.type) == "OutOfMemoryError" and error.type.startswith("ray."):
+    if _refused(error) and _of_ray(error):
         return "host"
     kinds = {"gpu-memory": "GPU", "shared-memory": "shared", "host-memory": "host"}
     return next((kind for cause, kind in kinds.items() if fits(cause, error)), "")
@@ -283,8 +241,8 @@ def is_nccl(backend: str) -> bool:
 
 
 def loader_killed(error: Raised) -> tuple[int, int] | None:
-    """The pid of a DataLoader's worker and the signal that ended it; None when the error does not
-    say so.
+    """Return the pid of a DataLoader's worker and the signal that ended it; None when the error
+    does not say so.
 
     The rank is told by a signal of its own. When it was waiting for that worker torch says less,
     and the rest stands in what that was raised from.
@@ -337,7 +295,7 @@ def semaphores_full(error: Raised) -> bool:
     files in /dev/shm.
     """
     full = error.errno == errno.ENOSPC or "[Errno 28]" in error.message
-    return full and bool(error.frames) and bool(_SHARED_FILES.search(error.frames[-1].file))
+    return full and any(_SHARED_FILES.search(frame.file) for frame in error.frames[-1:])
 
 
 def not_at_barrier(message: str) -> tuple[int, ...]:
@@ -347,12 +305,11 @@ def not_at_barrier(message: str) -> tuple[int, ...]:
 
 
 def came_to_barrier(message: str) -> frozenset[int]:
-    """The ranks that an error of rallypoint's own barrier names as those who came."""
+    """Return the ranks that an error of rallypoint's own barrier names as those that came."""
     found = _ARRIVED.search(message)
     came: set[int] = set()
-    for named in _RANKS.findall(found.group("who") if found is not None else ""):
-        for part in re.findall(r"\d+(?:-\d+)?", named):
-            first, _, last = part.partition("-")
+    for named in _RANKS.findall(found["who"] if found is not None else ""):
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", named):
             came.update(range(int(first), int(last or first) + 1))
     return frozenset(came)
 
@@ -485,16 +442,17 @@ def says_waited(lines: Iterable[str]) -> bool:
 
 
 def meaning(error: Raised) -> Meaning:
-    """What an exception says about the other ranks."""
+    """Return what an exception says about the other ranks."""
     message = error.message
     if nccl_gave_up(error):
         return Meaning.LOST
     own = store_waits(message) or gloo.CHECKED.search(message) or says("port-in-use", message)
     if own or says("group-twice", message) or about_devices(error):
         return Meaning.OWN
-    if says_waited((message,)):
-        return Meaning.LOST if "refused" in message else Meaning.WAITED
-    if says_lost((message,)):
+    waited = says_waited((message,))
+    if waited and "refused" not in message:
+        return Meaning.WAITED
+    if waited or says_lost((message,)):
         return Meaning.LOST
     if error.call or _short(error.type) in torch.TYPES:
         if torch.LOST_IN_A_CALL.search(message):
@@ -502,7 +460,7 @@ def meaning(error: Raised) -> Meaning:
         if torch.WAITED_IN_A_CALL.search(message):
             return Meaning.WAITED
     bare = _short(error.type) in python.BARE_TYPES or python.BARE.search(message)
-    if bare and not _no_input(error):
+    if bare and not fits("no-input", error):
         return Meaning.MAYBE_LOST
     words = f"{error.type}: {message}"
     if schedulers.WAITED.search(words):

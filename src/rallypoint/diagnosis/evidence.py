@@ -181,31 +181,27 @@ _LOG_RECORD_BYTES = 8192
 
 
 def memory_counters(root: str = "/") -> MemoryCounters:
-    """What the kernel counts for this process's cgroup now, version 2 or 1, and for the machine;
-    zeros where it tells nothing.
+    """Return what the kernel counts for this process's cgroup now, version 2 or 1, and for the
+    machine; zeros where it tells nothing.
 
     In a container the path of /proc/self/cgroup may lie outside what is mounted; then the nearest
     folder above it counts. `root` is for tests.
     """
-    v1, v2 = _cgroup_paths(os.path.join(root, "proc/self/cgroup"))
-    told = dict(
-        re.findall(r"^(\w+):\s+(\d+) kB", _words(os.path.join(root, "proc/meminfo")), re.MULTILINE)
-    )
+    groups = _cgroups(os.path.join(root, "proc/self/cgroup"))
+    words = _words(os.path.join(root, "proc/meminfo"))
+    told = dict(re.findall(r"^(\w+):\s+(\d+) kB", words, re.MULTILINE))
+    found = MemoryCounters()
+    for mount, version, names in _MOUNTS:
+        if version in groups and not (found.path or found.limit):
+            found = _counters(os.path.join(root, "sys/fs/cgroup", mount), groups[version], names)
     total, available = (int(told.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
-    mounts = os.path.join(root, "sys/fs/cgroup")
-    if v1:
-        found = _counters(
-            os.path.join(mounts, "memory"),
-            v1,
-            ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        )
-        if found.path:
-            return msgspec.structs.replace(found, total=total, available=available)
-    for mount in (mounts, os.path.join(mounts, "unified")):
-        found = _counters(mount, v2, ("memory.events", "memory.max", "memory.current"))
-        if found.path or found.limit:
-            return msgspec.structs.replace(found, total=total, available=available)
-    return MemoryCounters(total=total, available=available)
+    return msgspec.structs.replace(found, total=total, available=available)
+
+
+_V1 = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes")
+_V2 = ("memory.events", "memory.max", "memory.current")
+_MOUNTS = (("memory", 1, _V1), ("", 2, _V2), ("unified", 2, _V2))
+"""Folders below /sys/fs/cgroup, the version there, and its files: events, limit, use."""
 
 
 def difference(
@@ -214,15 +210,13 @@ def difference(
     killed_pids: tuple[int, ...] = (),
     kernel_log_read: bool = False,
 ) -> MemoryEvidence:
-    """What two looks at the counters, one at the kernel's log, and our own limit, which the ranks
-    have inherited, say together.
+    """Return what two looks at the counters, one at the kernel's log, and our own limit, which the
+    ranks have inherited, say together.
     """
     counted = bool(after.path) and after.path == before.path
-    kills = max(after.oom_kills - before.oom_kills, 0) if counted else 0
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    space = most if most != resource.RLIM_INFINITY else 0
     return MemoryEvidence(
-        kills,
+        max(after.oom_kills - before.oom_kills, 0) if counted else 0,
         counted,
         after.limit,
         after.current,
@@ -230,79 +224,68 @@ def difference(
         kernel_log_read,
         after.total,
         after.available,
-        address_space=space,
+        address_space=0 if most == resource.RLIM_INFINITY else most,
     )
 
 
 def kernel_oom_kills(since: float, path: str = "/dev/kmsg") -> tuple[tuple[int, ...], bool]:
-    """The pids that the kernel's log says were killed for memory, and whether the log could be
-    read.
+    """Return the pids that the kernel's log says were killed for memory, and whether the log could
+    be read.
 
     `since` is CLOCK_MONOTONIC in seconds. Never waits. The pids are those of the machine: inside a
     container with pids of its own they match no rank (such a container can rarely read the log at
     all).
     """
+    records: list[bytes] = []
+    whole = True
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return (), False
-    pids: list[int] = []
-    try:
+    with open(log, "rb", buffering=0) as file:
         for _ in range(_LOG_RECORDS):
             try:
-                record = os.read(log, _LOG_RECORD_BYTES)
-            except BlockingIOError:
+                record = file.read(_LOG_RECORD_BYTES)
+            except BrokenPipeError:
+                continue  # it was overwritten while we read; the next is the oldest that is left
+            except OSError:
+                whole = False
                 break
-            except (
-                BrokenPipeError
-            ):  # this record was overwritten while we read; the next one is the oldest that is left
-                continue
-            if not record:
+            if not record:  # at the end, where a device would wait
                 break
             # A device gives one record for one read; a plain file, as in tests, gives many lines.
-            for line in record.decode(errors="replace").splitlines():
-                head, semicolon, message = line.partition(";")
-                fields = head.split(",")
-                if (
-                    not semicolon
-                    or len(fields) < 3
-                    or not fields[2].isdigit()
-                    or int(fields[2]) / 1e6 < since - _LOG_SLACK
-                ):
-                    continue
-                pids += [int(pid) for pid in _KILLED.findall(message)]
-    except OSError:
-        return tuple(pids), False
-    finally:
-        os.close(log)
-    return tuple(dict.fromkeys(pids)), True
+            records += record.splitlines()
+    pids: dict[int, None] = {}
+    for record in records:
+        head, _, message = record.decode(errors="replace").partition(";")
+        stamp = [*head.split(","), "", "", ""][2]
+        if stamp.isdigit() and int(stamp) / 1e6 >= since - _LOG_SLACK:
+            pids.update((int(pid), None) for pid in _KILLED.findall(message))
+    return tuple(pids), whole
 
 
-def _cgroup_paths(path: str) -> tuple[str, str]:
-    """This process's cgroup for the v1 memory controller ("" if none) and for v2."""
-    v1 = v2 = ""
+def _cgroups(path: str) -> dict[int, str]:
+    """Return this process's cgroup by version: of the memory controller of 1, and of 2."""
+    found: dict[int, str] = {}
     for line in _words(path).splitlines():
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, cgroup = rest.partition(":")
+        hierarchy, controllers, cgroup = [*line.split(":", 2), "", ""][:3]
         if hierarchy == "0" and not controllers:
-            v2 = cgroup
+            found[2] = cgroup
         elif "memory" in controllers.split(","):
-            v1 = cgroup
-    return v1, v2
+            found[1] = cgroup
+    return found
 
 
 def _counters(mount: str, cgroup: str, names: tuple[str, str, str]) -> MemoryCounters:
+    """Return the counters of a cgroup, and the smallest limit of it and those above it."""
     events, limit_name, current_name = names
     kills, source, limit, current = 0, "", 0, 0
     parts = [part for part in cgroup.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
         folder = os.path.join(mount, *parts[:depth])
-        if not source and (
-            found := re.search(
-                r"^oom_kill (\d+)", _words(os.path.join(folder, events)), re.MULTILINE
-            )
-        ):
-            kills, source = int(found.group(1)), os.path.join(folder, events)
+        counted = re.search(r"^oom_kill (\d+)", _words(os.path.join(folder, events)), re.MULTILINE)
+        if counted and not source:
+            kills, source = int(counted[1]), os.path.join(folder, events)
         bound = _number(os.path.join(folder, limit_name))
         if 0 < bound < _NO_LIMIT and (not limit or bound < limit):
             limit, current = bound, _number(os.path.join(folder, current_name))

@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from rallypoint.diagnosis import stacks
+from rallypoint.diagnosis.causes.case import subject
+from rallypoint.diagnosis.causes.wording import shortened
 from rallypoint.diagnosis.evidence import Frame
 from rallypoint.diagnosis.render import plain, wrapped
 from rallypoint.diagnosis.report import Confidence, Help, Report
@@ -142,52 +145,58 @@ class Group(msgspec.Struct, frozen=True):
         """Where they wait for the others without a collective in their stack; "" when one is there,
         or they may be at work.
         """
-        if self.collective or self.cpu > AT_REST or (self.stands_for or 0.0) < SURELY:
-            return ""
-        return stacks.waits_in_ddp(self.frames)
+        idle = not self.collective and self.cpu <= AT_REST
+        return stacks.waits_in_ddp(self.frames) if idle else ""
+
+    @property
+    def waits_in(self) -> str:
+        """The call in which they are known to wait for the others; "" when in none."""
+        return self.collective or ((self.stands_for or 0.0) >= SURELY and self.hidden_wait) or ""
 
     @property
     def stands_for(self) -> float | None:
         """How long all of them are known to have stood there."""
-        known = [one.stands_for for one in self.ranks]
-        return (
-            min(time for time in known if time is not None) if known and None not in known else None
-        )
+        known = [one.stands_for for one in self.ranks if one.stands_for is not None]
+        return min(known) if len(known) == len(self.ranks) else None
 
     @property
     def cpu(self) -> float:
         return sum(one.cpu for one in self.ranks) / len(self.ranks)
 
+    @property
+    def be(self) -> str:
+        return "is" if len(self.ranks) == 1 else "are"
+
+    def verb(self, one: str, several: str = "") -> str:
+        """Return the verb for one rank, "waits", or for several."""
+        return one if len(self.ranks) == 1 else several or one.removesuffix("s")
+
 
 def groups(standing: Standing) -> tuple[Group, ...]:
-    """The ranks by place, the odd ones first.
+    """Return the ranks by place, the odd ones first.
 
-    First who cannot go on by itself (stopped, in the kernel, silent), then who is in no collective,
-    then small groups before large ones. The use of processors only orders what is equal in all
-    that, the idle first: a wait of NCCL's spins.
+    First come those that cannot go on by themselves (stopped, in the kernel, silent), then those
+    that do not wait for others, then small groups before large ones. The use of processors only
+    orders what is equal in all that, the idle first: a wait of NCCL's spins.
     """
     together: dict[tuple[object, ...], list[RankStanding]] = {}
     for one in sorted(standing.ranks, key=lambda rank: rank.rank):
+        phase = one.phase if one.missing == "not looked into" else ""
         frames = stacks.trimmed(one.frames)
-        key = (
-            (frames,)
-            if frames
-            else (one.missing, one.detail, one.phase if one.missing == "not looked into" else "")
-        )
+        key = (frames,) if frames else (one.missing, one.detail, phase)
         together.setdefault(key, []).append(one)
     made = [Group(tuple(ranks), stacks.trimmed(ranks[0].frames)) for ranks in together.values()]
     return tuple(sorted(made, key=_oddness))
 
 
 def _oddness(group: Group) -> tuple[int, int, float, int]:
+    kind = 3 if group.collective else 1
     if group.first.missing in ("stopped", "held", "kernel", "no answer"):
         kind = 0
     elif group.first.missing in ("ended", "not started"):
         kind = 4
-    elif group.collective:
-        kind = 3
-    else:  # one that may wait for the others in backward() is less odd than one elsewhere
-        kind = 2 if group.hidden_wait else 1
+    elif group.hidden_wait:  # less odd than one elsewhere
+        kind = 2
     return kind, len(group.ranks), round(group.cpu, 1), group.first.rank
 
 
@@ -196,98 +205,66 @@ def _oddness(group: Group) -> tuple[int, int, float, int]:
 
 
 def sentence(standing: Standing, *, since: bool = True) -> str:
-    """What the ranks do, in one sentence: those that wait first, then whom they may be waiting for.
-    `since`: with for how long, where that is known."""
+    """Return what the ranks do, in one sentence: those that wait first, then those which they may
+    be waiting for. `since`: with for how long, where that is known."""
     found = list(groups(standing))
     if not found:
         return "no rank has been started"
-    present = [group for group in found if group.first.missing != "ended"]
-    gone = [group for group in found if group.first.missing == "ended"]
-    if not present:
-        return "; ".join(_clause(group, standing, since) for group in gone[:SENTENCE_GROUPS])
     # The largest group is mostly the one that waits; the others follow as they stand in the list,
-    # the odd one first.
-    largest = max(present, key=lambda group: (bool(group.collective), len(group.ranks)))
-    ordered = [largest, *(group for group in present if group is not largest), *gone]
-    told, rest = ordered[:SENTENCE_GROUPS], ordered[SENTENCE_GROUPS:]
-    if len(rest) == 1:
-        told, rest = ordered, []
-    text = "; ".join(_clause(group, standing, since) for group in told)
+    # the odd one first, and those that have ended last.
+    found.sort(key=lambda group: group.first.missing == "ended")
+    present = [group for group in found if group.first.missing != "ended"]
+    if present:
+        largest = max(present, key=lambda group: (bool(group.collective), len(group.ranks)))
+        found.sort(key=lambda group: group is not largest)
+    most = SENTENCE_GROUPS + (len(found) == SENTENCE_GROUPS + 1)
+    text = "; ".join(_clause(group, standing, since) for group in found[:most])
+    rest = [one for group in found[most:] for one in group.ranks]
     if rest:
-        numbers = [number for group in rest for number in group.numbers]
-        text += f"; {ranks_phrase(numbers)} {_be(numbers)} at {len(rest)} other places"
+        others = Group(tuple(rest), ())
+        text += f"; {ranks_phrase(others.numbers)} {others.be} at {len(found) - most} other places"
     return text
 
 
 def _clause(group: Group, standing: Standing, since: bool) -> str:
-    subject = _subject(group.numbers, standing.world_size)
     known = since and group.stands_for and group.first.missing not in ("ended", "not started")
-    return f"{subject} {_doing(group, standing.root)}" + (
-        f" for {duration(group.stands_for)}" if known else ""
-    )
-
-
-def _subject(numbers: Sequence[int], world_size: int) -> str:
-    if len(numbers) == world_size > 1:
-        return "both ranks" if world_size == 2 else f"all {world_size} ranks"
-    return ranks_phrase(numbers)
-
-
-def _be(numbers: Sequence[int]) -> str:
-    return "is" if len(numbers) == 1 else "are"
+    long = f" for {duration(group.stands_for)}" if known else ""
+    return f"{subject(group.numbers, standing.world_size)} {_doing(group, standing.root)}{long}"
 
 
 def _doing(group: Group, root: str) -> str:
-    """The rest of the clause: "wait in all_reduce at train.py:42"."""
-    one, be = group.first, _be(group.numbers)
-    have = "has" if be == "is" else "have"
+    """Return the rest of the clause: "wait in all_reduce at train.py:42"."""
+    one, be, have = group.first, group.be, group.verb("has", "have")
     if not group.frames:
-        match one.missing:
-            case "stopped":
-                return f"{be} stopped by a signal (SIGSTOP, or Ctrl-Z)"
-            case "held":
-                return f"{be} held by a debugger"
-            case "kernel":
-                return f"{be} stuck in the kernel" + (f", in {one.kernel}" if one.kernel else "")
-            case "ended":
-                return f"{have} ended with {one.detail}"
-            case "not started":
-                return f"{have} not been started yet"
-            case "starting":
-                return f"{have} not begun the program yet"
-            case "closing":
-                return f"{have} left the program, and {be} closing down the interpreter"
-            case "other program":
-                return f"{'runs' if be == 'is' else 'run'} another program, {_cut(one.detail, COMMAND_CHARACTERS)}"
-            case "not looked into":
-                return (
-                    f"{be} {_STATES.get(one.state, 'alive')} (with --plain no rank is asked where)"
-                )
-            case _:
-                return f"{'does' if be == 'is' else 'do'} not answer; {be} {_STATES.get(one.state, 'alive')}"
+        state = _STATES.get(one.state, "alive")
+        known: dict[Missing, str] = {
+            "stopped": f"{be} stopped by a signal (SIGSTOP, or Ctrl-Z)",
+            "held": f"{be} held by a debugger",
+            "kernel": f"{be} stuck in the kernel" + (f", in {one.kernel}" if one.kernel else ""),
+            "ended": f"{have} ended with {one.detail}",
+            "not started": f"{have} not been started yet",
+            "starting": f"{have} not begun the program yet",
+            "closing": f"{have} left the program, and {be} closing down the interpreter",
+            "other program": f"{group.verb('runs')} another program, {shortened(one.detail, COMMAND_CHARACTERS)}",
+            "not looked into": f"{be} {state} (with --plain no rank is asked where)",
+        }
+        silent = f"{group.verb('does', 'do')} not answer; {be} {state}"
+        return known.get(one.missing, silent)
     place = group.frames[stacks.own_index(group.frames)]
     line = f"{stacks.library_path(stacks.shown(place.file, root))}:{place.line}"
     call = stacks.called(group.frames)
-    if group.collective:
-        verb = ("waits" if be == "is" else "wait") if group.cpu < WAITING else be
-        return f"{verb} in {call} at {line}"
     if call:
-        return f"{be} in {call} at {line}"
+        waits = group.collective and group.cpu < WAITING
+        return f"{group.verb('waits') if waits else be} in {call} at {line}"
     return f"{be} at {line}" + (f" in {place.function}" if place.function else "")
 
 
 def duration(seconds: float | None) -> str:
-    """`31 s`, `4 min`, `2.5 h`: what a person wants to know of it."""
+    """Return `31 s`, `4 min`, `2.5 h`: what a person wants to know of it."""
     time = seconds or 0.0
-    if time < 10:
-        return f"{time:.1f} s"
     if time < 600:
-        return f"{time:.0f} s"
+        return f"{time:.{int(time < 10)}f} s"
     return f"{time / 60:.0f} min" if time < 5400 else f"{time / 3600:.1f} h"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 # --- the collectives do not match
@@ -301,24 +278,21 @@ class Mismatch(msgspec.Struct, frozen=True):
     confidence: Confidence
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(group.collective or group.hidden_wait for group in self.groups))
-
-    @property
     def of_steps(self) -> bool:
-        """Whether some wait inside a step of DDP's, and others elsewhere."""
-        return any(group.hidden_wait for group in self.groups)
+        """True when some wait inside a step of DDP's, and others elsewhere."""
+        return not all(group.collective for group in self.groups)
 
     def __str__(self) -> str:
+        names = {group.collective for group in self.groups}
         if self.of_steps:
             return "they made different numbers of steps"
-        if len(self.names) > 1:
+        if len(names) > 1:
             return "the ranks are in different collectives, and none of these returns"
-        return f"the ranks called {self.names[0]} on different lines, and it does not return"
+        return f"the ranks called {names.pop()} on different lines, and it does not return"
 
 
 def mismatch(standing: Standing) -> Mismatch | None:
-    """Whether the ranks wait for each other in calls that do not match; None when nothing shows
+    """Return how the ranks wait for each other in calls that do not match; None when nothing shows
     that.
 
     It is said only when every rank that lives is in a collective and moves no more: a rank
@@ -330,19 +304,15 @@ def mismatch(standing: Standing) -> Mismatch | None:
     living = [
         group for group in groups(standing) if group.first.missing not in ("ended", "not started")
     ]
-    if not living or not all(group.collective or group.hidden_wait for group in living):
+    if not all(group.waits_in and group.stands_for is not None for group in living):
         return None
-    calls = {(group.collective or group.hidden_wait, _place_of(group)): group for group in living}
-    if len(calls) < 2 or any(group.stands_for is None for group in living):
+    own = [group.frames[stacks.own_index(group.frames)] for group in living]
+    names = [group.waits_in for group in living]
+    calls = {(name, at.file, at.line) for name, at in zip(names, own, strict=True)}
+    if len(calls) < 2:
         return None
     long = all((group.stands_for or 0.0) >= SURELY for group in living)
-    different = len({group.collective or group.hidden_wait for group in living}) > 1
-    return Mismatch(tuple(living), "likely" if long and different else "possible")
-
-
-def _place_of(group: Group) -> tuple[str, int]:
-    frame = group.frames[stacks.own_index(group.frames)]
-    return frame.file, frame.line
+    return Mismatch(tuple(living), "likely" if long and len(set(names)) > 1 else "possible")
 
 
 # --- a report
@@ -350,60 +320,57 @@ def _place_of(group: Group) -> tuple[str, int]:
 
 
 def stalled(standing: Standing, seconds: float, *, seen: int = 0) -> Report:
-    """No rank has moved for `seconds`. `seen`: how often their stacks were looked at meanwhile, 0
-    when /proc alone shows it.
+    """Tell that no rank has moved for `seconds`. `seen`: how often their stacks were looked at
+    meanwhile, 0 when /proc alone shows it.
 
     Its code is `collective-mismatch` when that is what the stacks show, else `job-stalled`.
     """
     found = [group for group in groups(standing) if group.first.missing != "ended"]
     wrong = mismatch(standing)
-    odd = found[0]
-    how = (
-        "none of their main threads has run"
-        if not seen
-        else f"they were found there each of {seen} times"
-    )
-    evidence = [*_lines(found, standing), f"for {duration(seconds)} {how}"]
+    odd, doing = found[0], sentence(standing, since=False)
+    how = "none of their main threads has run"
+    if seen:
+        how = f"they were found there each of {seen} times"
     where = f"pid {odd.first.pid}"
     if odd.frames:
         where = f"{stacks.place(odd.frames, standing.root)}, {where}"
     again = Help("see the whole stacks, as often as you like", f"rallypoint stacks {standing.job}")
-    then = "nothing was stopped: only a person can tell a long wait from one without end"
-    if wrong is not None:
-        return Report(
-            code="collective-mismatch",
-            headline=f"{sentence(standing, since=False)}: {wrong}",
-            where=where,
-            why=_DDP_WAITS
-            if wrong.of_steps
-            else "a collective returns when every rank of the group has called it, in the same order",
-            confidence=wrong.confidence,
-            evidence=tuple(evidence),
-            then=then,
-            help=(*_way_out(wrong), again),
-            logs=(standing.run_dir,) if standing.run_dir else (),
-            ranks=tuple(number for group in wrong.groups for number in group.numbers),
-        )
-    waits = [group for group in found if group.collective]
-    others = [group for group in found if not group.collective]
+    waits = [group for group in found if group.waits_in]
+    others = [group for group in found if not group.waits_in]
     why = ""
-    if waits and others:
-        late = [number for group in others for number in group.numbers]
-        waiting = [number for group in waits for number in group.numbers]
-        why = f"{_subject(waiting, standing.world_size)} {_wait(waiting)} until {ranks_phrase(late)} {_make(late)} the same call"
+    if waits and len(found) > 1 and not all(group.collective for group in waits):
+        why = _DDP_WAITS
+    elif wrong is not None:
+        why = "a collective returns when every rank of the group has called it, in the same order"
+    elif waits and others:
+        late = Group(tuple(one for group in others for one in group.ranks), ())
+        waiting = Group(tuple(one for group in waits for one in group.ranks), ())
+        who = subject(waiting.numbers, standing.world_size)
+        why = f"{who} {waiting.verb('waits')} until {ranks_phrase(late.numbers)} {late.verb('makes')} the same call"
     elif len(found) == 1 and waits:
-        why = f"all of them are in the same {waits[0].collective}: what it waits for is below it, in the network or in a group of some ranks"
-    return Report(
+        why = f"all of them are in the same {waits[0].waits_in}: what it waits for is below it, in the network or in a group of some ranks"
+    report = Report(
         code="job-stalled",
-        headline=f"no rank has moved for {duration(seconds)}: {sentence(standing, since=False)}",
+        headline=f"no rank has moved for {duration(seconds)}: {doing}",
         where=where,
         why=why,
-        evidence=tuple(evidence),
-        then=then,
+        evidence=(*_lines(found, standing), f"for {duration(seconds)} {how}"),
+        then="nothing was stopped: only a person can tell a long wait from one without end",
         help=(*_helps(odd), again),
         logs=(standing.run_dir,) if standing.run_dir else (),
         ranks=odd.numbers if len(found) > 1 else (),
         exit_status=0,
+    )
+    if wrong is None:
+        return report
+    return replace(
+        report,
+        code="collective-mismatch",
+        headline=f"{doing}: {wrong}",
+        confidence=wrong.confidence,
+        help=(*_way_out(wrong), again),
+        ranks=tuple(number for group in wrong.groups for number in group.numbers),
+        exit_status=1,
     )
 
 
@@ -414,68 +381,39 @@ _DDP_WAITS = (
 
 
 def _way_out(wrong: Mismatch) -> tuple[Help, ...]:
+    same = "let every rank make the same calls in the same order, outside of branches that only some take"
     if not wrong.of_steps:
-        return (
-            Help(
-                "let every rank make the same calls in the same order, outside of branches that only some take"
-            ),
-        )
-    helps = (
-        Help("give every rank as many batches", "DistributedSampler(dataset, drop_last=True)"),
-        Help("or let the ranks that are done answer the others", "with model.join():"),
-    )
-    alone = any("forward" in group.hidden_wait for group in wrong.groups)
-    return (
-        (
-            *helps[:1],
-            Help("and call the model itself where only some ranks evaluate", "model.module(batch)"),
-        )
-        if alone
-        else helps
-    )
-
-
-def _wait(numbers: Sequence[int]) -> str:
-    return "waits" if len(numbers) == 1 else "wait"
-
-
-def _make(numbers: Sequence[int]) -> str:
-    return "makes" if len(numbers) == 1 else "make"
+        return (Help(same),)
+    batches = Help("give every rank as many batches", "DistributedSampler(dataset, drop_last=True)")
+    if any("forward" in group.hidden_wait for group in wrong.groups):
+        own = "and call the model itself where only some ranks evaluate"
+        return (batches, Help(own, "model.module(batch)"))
+    return (batches, Help("or let the ranks that are done answer the others", "with model.join():"))
 
 
 def _helps(odd: Group) -> tuple[Help, ...]:
     if odd.first.missing == "stopped":
-        return (
-            Help(
-                f"let {'it' if len(odd.ranks) == 1 else 'them'} go on",
-                "kill -CONT " + " ".join(str(one.pid) for one in odd.ranks),
-            ),
-        )
+        pids = " ".join(str(one.pid) for one in odd.ranks)
+        return (Help(f"let {'it' if len(odd.ranks) == 1 else 'them'} go on", f"kill -CONT {pids}"),)
     if odd.first.missing == "kernel":
-        return (
-            Help(
-                "see what the kernel waits for, mostly a disk or a network file system",
-                f"sudo cat /proc/{odd.first.pid}/stack",
-            ),
-        )
+        look = "see what the kernel waits for, mostly a disk or a network file system"
+        return (Help(look, f"sudo cat /proc/{odd.first.pid}/stack"),)
     return ()
 
 
 def _lines(found: Sequence[Group], standing: Standing) -> list[str]:
-    """A line for each group, the odd one first: what its processes do or, where the sentence could
-    not name them all, where they stand.
+    """Return a line for each group, the odd one first: what its processes do or, where the sentence
+    could not name them all, where they stand.
     """
     named = len(found) <= SENTENCE_GROUPS + 1
+    most = EVIDENCE_LINES - 1 - (len(found) >= EVIDENCE_LINES)
     rows = [
         (ranks_phrase(group.numbers), _facts(group) if named else _doing(group, standing.root))
-        for group in found
+        for group in found[:most]
     ]
-    if len(rows) > EVIDENCE_LINES - 1:
-        rest = [number for group in found[EVIDENCE_LINES - 2 :] for number in group.numbers]
-        rows = [
-            *rows[: EVIDENCE_LINES - 2],
-            (ranks_phrase(rest), f"at {len(found) - EVIDENCE_LINES + 2} other places"),
-        ]
+    rest = [number for group in found[most:] for number in group.numbers]
+    if rest:
+        rows.append((ranks_phrase(rest), f"at {len(found) - most} other places"))
     wide = max(len(who) for who, _ in rows)
     return [f"{who.ljust(wide)}  {doing}" for who, doing in rows]
 
@@ -487,9 +425,9 @@ def _lines(found: Sequence[Group], standing: Standing) -> list[str]:
 def text(
     standing: Standing, *, width: int = 92, source: Source | None = None, others: Sequence[str] = ()
 ) -> str:
-    """The sentence, then a block for each group with its stack, in at most `MOST_LINES` lines.
-    `source` tells the text of a program's line, from file and number, "" when it is not known;
-    `others` are the names of jobs that run, too."""
+    """Return the sentence, then a block for each group with its stack, in at most `MOST_LINES`
+    lines. `source` tells the text of a program's line, from file and number, "" when it is not
+    known; `others` are the names of jobs that run, too."""
     found = groups(standing)
     lines = wrapped(plain(sentence(standing)), max(width, 40))
     wrong = mismatch(standing)
@@ -501,99 +439,70 @@ def text(
         ]
     foot = ["", _foot(standing)]
     if others:
-        foot.append(
-            f"also running: {', '.join(others[:3])}"
-            + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-        )
-    shown, rest = list(found[:MOST_GROUPS]), list(found[MOST_GROUPS:])
-    room = MOST_LINES - len(lines) - len(foot) - (2 if rest else 0)
-    blocks: list[list[str]] = []
-    for frames in range(MOST_FRAMES, -1, -1):  # fewer frames of each, rather than fewer groups
-        blocks = [_block(group, standing, frames, source) for group in shown]
-        if sum(len(block) for block in blocks) + len(blocks) <= room:
-            break
-    else:
-        blocks = [block[:1] for block in blocks][: room - 1]
-    spaced = any(len(block) > 1 for block in blocks)
-    for i, block in enumerate(blocks):
-        lines += ["", *block] if spaced or i == 0 else block
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        foot.append(f"also running: {', '.join(others[:3])}{more}")
+    shown, rest = found[:MOST_GROUPS], found[MOST_GROUPS:]
     if rest:
-        numbers = [number for group in rest for number in group.numbers]
-        lines += [
-            "",
-            f"{ranks_phrase(numbers)}: at {len(rest)} other places; --error-format json has them all",
-        ]
-    return "\n".join([*lines, *foot])
+        numbers = ranks_phrase(number for group in rest for number in group.numbers)
+        more = f"{numbers}: at {len(rest)} other places; --error-format json has them all"
+        foot = ["", more, *foot]
+    room = MOST_LINES - len(lines) - len(foot)
+    blocks: list[str] = []
+    for most in range(MOST_FRAMES, -1, -1):  # fewer frames of each, rather than fewer groups
+        blocks = [""] * (most == 0)
+        for group in shown:
+            blocks += [""] * (most > 0) + _block(group, standing, most, source)
+        if len(blocks) <= room:
+            break
+    return "\n".join([*lines, *blocks[:room], *foot])
 
 
 def _block(group: Group, standing: Standing, most: int, source: Source | None) -> list[str]:
-    head = f"{ranks_phrase(group.numbers)}  {_facts(group)}"
+    """Return what stands for a group: a line about its processes, and at most so many frames."""
+    lines = [f"{ranks_phrase(group.numbers)}  {_facts(group)}"]
     if not group.frames:
-        lines = [
-            head,
-            f"    {_doing(group, standing.root)}",
-            *(f"    {help.command}" for help in _helps(group)),
-        ]
-        return [_cut(plain(line), LINE_CHARACTERS) for line in lines[: most + 1]]
-    if most == 0:
-        return [
-            _cut(plain(f"{head} · {stacks.place(group.frames, standing.root)}"), LINE_CHARACTERS)
-        ]
-    own = group.frames[stacks.own_index(group.frames)]
-    frames = [
-        frame for frame in group.frames if frame is own or frame.function not in stacks.WRAPPERS
-    ]
-    left_out = len(frames) - most
-    if left_out > 0:
+        lines.append(f"    {_doing(group, standing.root)}")
+        lines += (f"    {help.command}" for help in _helps(group))
+        lines = lines[: most + 1]
+    elif most == 0:
+        lines[0] += f" · {stacks.place(group.frames, standing.root)}"
+    else:
+        own = group.frames[stacks.own_index(group.frames)]
+        frames = [one for one in group.frames if one is own or one.function not in stacks.WRAPPERS]
         # The program's own line stays, whatever lies below it.
-        at = frames.index(own)
-        frames = (
-            frames[-most:]
-            if at >= left_out
-            else [own, *frames[-(most - 1) :]]
-            if most > 1
-            else [own]
-        )
-    lines = [head]
-    if left_out > 0:
-        lines.append(f"    ... {left_out} more {'frame' if left_out == 1 else 'frames'}")
-    for frame in frames:
-        lines.append(f"    {_frame(frame, standing.root)}")
-        if frame is own and source is not None and (words := source(frame.file, frame.line)):
-            lines[-1] += f": {words}"
-    return [_cut(plain(line), LINE_CHARACTERS) for line in lines]
-
-
-def _frame(frame: Frame, root: str) -> str:
-    described = stacks.describe(msgspec.structs.replace(frame, file=stacks.shown(frame.file, root)))
-    return stacks.library_path(described)
+        left_out = max(len(frames) - most, 0)
+        first = [own] if frames.index(own) < left_out else []
+        kept = [*first, *frames[left_out + len(first) :]]
+        if left_out:
+            lines.append(f"    ... {left_out} more frame{'s' * (left_out > 1)}")
+        for frame in kept:
+            at = replace(frame, file=stacks.shown(frame.file, standing.root))
+            words = source(frame.file, frame.line) if frame is own and source is not None else ""
+            lines.append(f"    {stacks.library_path(stacks.describe(at))}{words and f': {words}'}")
+    return [shortened(plain(line), LINE_CHARACTERS) for line in lines]
 
 
 def _facts(group: Group) -> str:
-    """`pid 41210 · running for 33 s · asleep · 0 % CPU`, of one processor."""
+    """Return `pid 41210 · running for 33 s · asleep · 0 % CPU`, of one processor."""
     parts = []
-    pids = sorted(one.pid for one in group.ranks if one.pid)
+    first, ranks = group.first, group.ranks
+    pids = sorted(one.pid for one in ranks if one.pid)
     if pids:
         shown = pids if len(ranges(pids)) <= PID_CHARACTERS else pids[:3]
         more = f" and {len(pids) - len(shown)} more" if len(pids) > len(shown) else ""
-        parts.append(f"{'pid' if len(pids) == 1 else 'pids'} {ranges(shown)}{more}")
-    if group.first.missing in ("ended", "not started"):
-        return " · ".join(parts) or "no process"
-    phases = {one.phase for one in group.ranks}
-    if len(phases) == 1:
-        times = [one.phase_for for one in group.ranks]
-        parts.append(
-            f"{_PHASES.get(group.first.phase, group.first.phase)} for {duration(min(times))}"
-        )
-    if group.first.missing in ("stopped", "held"):
+        parts.append(f"pid{'s' * (len(pids) > 1)} {ranges(shown)}{more}")
+    if first.missing in ("ended", "not started"):
+        return parts[0] if parts else "no process"
+    if len({one.phase for one in ranks}) == 1:
+        long = duration(min(one.phase_for for one in ranks))
+        parts.append(f"{_PHASES.get(first.phase, first.phase)} for {long}")
+    if first.missing in ("stopped", "held"):
         return " · ".join(parts)
-    states = {one.state for one in group.ranks}
-    parts.append(" or ".join(sorted(_STATES.get(state, "gone") for state in states)))
-    kernel = {one.kernel for one in group.ranks if one.state == "D"} - {""}
-    if kernel:
-        parts[-1] += f" ({', '.join(sorted(kernel))})"
-    low, high = (round(100 * bound(one.cpu for one in group.ranks)) for bound in (min, max))
-    parts.append(f"{low} % CPU" if low == high else f"{low}-{high} % CPU")
+    states = sorted({_STATES.get(one.state, "gone") for one in ranks})
+    kernel = sorted({one.kernel for one in ranks if one.state == "D"} - {""})
+    parts.append(" or ".join(states) + (f" ({', '.join(kernel)})" if kernel else ""))
+    used = sorted({round(100 * bound(one.cpu for one in ranks)) for bound in (min, max)})
+    parts.append(f"{'-'.join(map(str, used))} % CPU")
     return " · ".join(parts)
 
 
@@ -611,7 +520,7 @@ def _foot(standing: Standing) -> str:
 
 
 def as_data(standing: Standing) -> dict[str, object]:
-    """The same for `--error-format json`: plain data, with every rank and every frame."""
+    """Return the same for `--error-format json`: plain data, with every rank and every frame."""
     wrong = mismatch(standing)
     return {
         "sentence": sentence(standing),

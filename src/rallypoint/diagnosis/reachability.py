@@ -49,9 +49,6 @@ _CONNECTING = re.compile(
 _PING_FAILED = re.compile(
     r"Ping failed, invalid value returned from server\. Expected: \d+, Got: (-?\d+)"
 )
-_NOT_RESOLVED = re.compile(
-    r"addresses of \(\[?([^,\]]{1,255})\]?, \d+\) cannot be retrieved \(gai error: -?\d+ - ([^)]{1,300})\)"
-)
 _BROKEN = re.compile(
     r"Failed to recv, got 0 bytes|Broken pipe|Connection reset by peer", re.IGNORECASE
 )
@@ -62,51 +59,48 @@ _TIMEOUT = re.compile(r"timed out after (\d+) ?ms", re.IGNORECASE)
 
 
 def where(error: Raised, meeting: Meeting | None) -> tuple[str, int] | None:
-    """The host and port that torch could not reach, by the error's own words or the meeting's; None
-    when that is not what it says.
+    """Return the host and port that torch could not reach, by the error's own words or the
+    meeting's; None when that is not what it says.
     """
     found = _CONNECTING.search(error.message)
     if found is not None:
-        host, port = (found[1], found[2]) if found[1] else (found[3], found[4])
-        return host, int(port)
+        return found[1] or found[3], int(found[2] or found[4])
     return place(meeting) if meeting is not None and _PING_FAILED.search(error.message) else None
 
 
 def place(meeting: Meeting) -> tuple[str, int] | None:
-    """The host and port of a meeting over TCP."""
-    if not meeting.method.startswith(("env://", "tcp://")):
-        return None
+    """Return the host and port of a meeting over TCP."""
     host, _, port = meeting.address.rpartition(":")
-    return (host.strip("[]"), int(port)) if host and port.isdigit() else None
+    over_tcp = meeting.method.startswith(("env://", "tcp://"))
+    return (host.strip("[]"), int(port)) if over_tcp and host and port.isdigit() else None
 
 
 def store_of(error: Raised, said: Sequence[str]) -> tuple[str, int] | None:
-    """The host and port of the store of torch's whose connection broke in the middle, by torch's
-    own log; None for any other error.
+    """Return the host and port of the store of torch's whose connection broke in the middle, by
+    torch's own log; None for any other error.
     """
-    if (
-        error.call
-        or not error.type.endswith("DistNetworkError")
-        or not _BROKEN.search(error.message)
-    ):
+    of_store = not error.call and error.type.endswith("DistNetworkError")
+    if not of_store or not _BROKEN.search(error.message):
         return None
     found = [match for line in said if (match := _REMOTE.search(line)) is not None]
     return (found[-1][1], int(found[-1][2])) if found else None
 
 
 def store_lost(case: Case, reached: Reached, error: Raised) -> Report | None:
-    """A store of torch's that broke a connection: it is gone, or it is there and will not have what
-    it was sent. None: not known.
+    """Tell of a store of torch's that broke a connection: it is gone, or it is there and will not
+    have what it was sent. None: not known.
     """
+    quoted = report_form.traceback_said(case.first, error)
+    at = cases.where(case, case.first, error)
     if reached.outcome == "refused":
         return report_form.account(
             case,
             "store-closed",
             f"{case.subject} lost torch's store at {reached.address}: whoever served it is gone",
-            where=cases.where(case, case.first, error),
+            where=at,
             why="nothing listens there any more",
             evidence=_seen(case, reached),
-            said=report_form.traceback_said(case.first, error),
+            said=quoted,
             help=(
                 Help("let the process that serves the store outlive those that use it"),
                 Help(
@@ -117,24 +111,22 @@ def store_lost(case: Case, reached: Reached, error: Raised) -> Report | None:
         )
     if explains(reached):
         return None
-    return Report(
-        code="value-too-large",
-        headline=f"torch's store at {reached.address} closed the connection of {case.subject}, and goes on serving others",
-        where=cases.where(case, case.first, error),
+    return report_form.account(
+        case,
+        "value-too-large",
+        f"torch's store at {reached.address} closed the connection of {case.subject}, and goes on serving others",
+        where=at,
         why="it does that to whoever sends a value of more than 8 MiB, or a key of more than 8 KiB",
-        evidence=("a new connection to it is answered as torch's store does",),
+        evidence=["a new connection to it is answered as torch's store does"],
         confidence="likely",
-        then=case.then,
-        said=report_form.traceback_said(case.first, error),
+        said=quoted,
         help=_OTHER_WAYS,
-        logs=report_form.logs(case),
-        ranks=case.numbers,
     )
 
 
 def of_words(error: Raised, meeting: Meeting | None) -> Reached | None:
-    """What torch's own words say of a foreign service, for want of a look: the four bytes that it
-    read as a number.
+    """Return what torch's own words say of a foreign service, for want of a look: the four bytes
+    that it read as a number.
     """
     found = _PING_FAILED.search(error.message)
     if found is None:
@@ -145,23 +137,28 @@ def of_words(error: Raised, meeting: Meeting | None) -> Reached | None:
 
 
 def unreached_at(words: str) -> tuple[str, str] | None:
-    """The host and port that torch says it was connecting to when its time was up."""
-    found = re.search(
-        r"(?:while trying to connect to|to any network address of) \(([^,]{1,300}), (\d+)\)", words
-    )
-    found = found or re.search(r"while trying to connect to ([\w.-]{1,300}):(\d+)", words)
-    return (found[1], found[2]) if found is not None else None
+    """Return the host and port that torch says it was connecting to when its time was up."""
+    found = _UNREACHED.search(words)
+    return (found[1] or found[3], found[2] or found[4]) if found is not None else None
+
+
+_UNREACHED = re.compile(
+    r"(?:while trying to connect to|to any network address of) \(([^,]{1,300}), (\d+)\)"
+    r"|while trying to connect to ([\w.-]{1,300}):(\d+)"
+)
 
 
 _ATTEMPT = re.compile(
     r"failed to connect to (?P<where>\S{1,300}) \(errno: (?P<errno>\d+)"
     r"|addresses of \((?P<host>[^,]{1,300}), (?P<port>\d+)\)(?: cannot be retrieved \(gai error: -?\d+ - (?P<why>[^)]{1,300}))?"
 )
-_BY_ERRNO = {0: "unresolved", 110: "dropped", 111: "refused", 113: "unreachable"}
+_BY_ERRNO: dict[int, probe.Outcome] = {110: "dropped", 111: "refused", 113: "unreachable"}
 
 
 def attempted(text: str) -> Reached | None:
-    """What torch's own words tell of a connection that did not come about; None for other words."""
+    """Return what torch's own words tell of a connection that did not come about; None for other
+    words.
+    """
     found = _ATTEMPT.search(text)
     if found is None:
         return None
@@ -171,24 +168,23 @@ def attempted(text: str) -> Reached | None:
     outcome, (host, _, port) = _BY_ERRNO.get(int(found["errno"])), where.rpartition(":")
     if outcome is None or not port.isdigit():
         return None
-    return Reached(host, int(port), (Tried(where, outcome, int(found["errno"])),))  # type: ignore[arg-type]
+    return Reached(host, int(port), (Tried(where, outcome, int(found["errno"])),))
 
 
 def too_large_in_log(case: Case, refused: Sighting) -> Report:
-    """torch's store closed a connection for the size of what came, and does not say whose
-    it was.
+    """Tell of a connection that torch's store closed for the size of what came; the log does not
+    say whose it was.
     """
     found = re.search(r"size: (\d+), max: (\d+)", refused.text)
     sent, most = (wording.size(int(number)) for number in found.groups()) if found else ("0", "0")
     who = ranks_phrase(case.numbers) if case.numbers else "a rank"
-    return Report(
-        code="value-too-large",
-        headline=f"{who} sent {sent} in one value to torch's store, which takes no more than {most}, and was cut off",
-        evidence=(wording.cut(refused.text, 200),),
-        then=case.then,
+    return report_form.account(
+        case,
+        "value-too-large",
+        f"{who} sent {sent} in one value to torch's store, which takes no more than {most}, and was cut off",
+        evidence=[wording.cut(refused.text, 200)],
         help=_OTHER_WAYS,
         logs=refused.place.shown,
-        ranks=case.numbers,
     )
 
 
@@ -202,273 +198,193 @@ _OTHER_WAYS = (
 
 
 def explains(reached: Reached) -> bool:
-    """Whether what was seen says why nobody meets there: everything but a store of torch's that
-    answers.
+    """Tell whether what was seen says why nobody meets there: everything but a store of torch's
+    that answers.
     """
     return not reached.first.startswith(ANSWER)
 
 
 def in_short(reached: Reached, line: str) -> str:
-    """What was seen at a meeting point, for the roll call: ranks have waited there for a while, and
-    may yet meet. `line` names it.
+    """Return what was seen at a meeting point, for the roll call: ranks have waited there for a
+    while, and may yet meet. `line` names it.
     """
-    if reached.outcome == "unresolved":
-        said = reached.unresolved
-        seen = (
-            f"for {reached.host} {said}"
-            if reached.unanswered
-            else f"{reached.host} has no address" + (f" ({said})" if said else "")
-        )
-    elif reached.outcome == "answered":
+    seen = _no_address(reached)
+    if reached.outcome == "answered":
         seen = f"a foreign service is at {reached.address}: it answers {probe.shown(reached.first)}"
-    else:
+    elif not seen:
         seen = str(next(one for one in reached.tried if one.outcome == reached.outcome))
     return f"seen from here: {seen}" + (f"; {line} names it" if line else "")
 
 
+def _no_address(reached: Reached) -> str:
+    """Return what the resolver said of a name; "" when it has an address."""
+    if reached.outcome != "unresolved":
+        return ""
+    if reached.unanswered:
+        return f"for {reached.host} {reached.unresolved}"
+    said = f" ({reached.unresolved})" if reached.unresolved else ""
+    return f"{reached.host} has no address here{said}"
+
+
 def report(case: Case, reached: Reached, error: Raised | None) -> Report:
-    """The cause. `case.ranks`: those that could not reach it; `error`: what the first of them
-    raised, if it came to that.
+    """Tell why a meeting point could not be reached. `case.ranks`: those that could not reach it;
+    `error`: what the first of them raised, if it came to that.
     """
-    rank = case.first
-    torch_said = (
-        (f"torch's own words: {wording.first_line(error.message)}",) if error is not None else ()
-    )
-    line = (
-        rank.meeting.line
-        if rank.meeting is not None and place(rank.meeting) == (reached.host, reached.port)
-        else ""
-    )
-    code, headline, why, helps = _judged(case, reached, error, line)
-    evidence = (*_seen(case, reached), *_rules(reached), *_hosts(case, reached), *torch_said)
-    return Report(
-        code=code,
-        headline=headline,
-        where=cases.where(case, rank, error) if error is not None else cases.whereabout(case, rank),
+    rank, meeting = case.first, case.first.meeting
+    at = (reached.host, reached.port)
+    line = meeting.line if meeting is not None and place(meeting) == at else ""
+    code, said, why, helps = _judged(case, reached, error, line)
+    evidence = [*_seen(case, reached), *_rules(reached), *_hosts(case, reached)]
+    where = cases.whereabout(case, rank)
+    if error is not None:
+        evidence.append(f"torch's own words: {wording.first_line(error.message)}")
+        where = cases.where(case, rank, error)
+    # The process that is stopped is no bystander.
+    guilty = reached.stopped and any(one.pid == reached.stopped for one in case.job.ranks)
+    return report_form.account(
+        case,
+        code,
+        f"{case.subject} {said}",
+        where=where,
         why=why,
-        confidence="likely" if _doubtful(reached) else case.confidence,
+        confidence="likely" if _is_doubtful(reached) else case.confidence,
         evidence=evidence,
-        then=""
-        if reached.stopped and any(one.pid == reached.stopped for one in case.job.ranks)
-        else case.then,  # it is no bystander
+        then="" if guilty else case.then,
         help=helps,
-        logs=report_form.logs(case),
-        ranks=case.numbers,
     )
 
 
-def _doubtful(reached: Reached) -> bool:
-    """Whether what was seen may have another reason than the one that is told."""
+def _is_doubtful(reached: Reached) -> bool:
+    """Tell whether what was seen may have another reason than the one that is told."""
     if reached.outcome == "silent":
-        return (
-            not reached.stopped
-        )  # a store on a machine that is far too busy may be silent for as long as a look takes
-    return (
-        reached.outcome == "refused"
-        and reached.rejected is not None
-        and not reached.rejected.certain
-    )
+        # A store on a machine that is far too busy may be silent for as long as a look takes.
+        return not reached.stopped
+    rejected = reached.rejected if reached.outcome == "refused" else None
+    return rejected is not None and not rejected.certain
 
 
 def _judged(
     case: Case, reached: Reached, error: Raised | None, line: str
 ) -> tuple[str, str, str, tuple[Help, ...]]:
-    """Code, headline, why and help."""
-    who, address, host = case.subject, reached.address, reached.host
-    one_command = "or start the ranks with one command, which needs no address"
-    leave_out = Help(one_command, "rallypoint run -n 2 train.py")
-    if case.job.log is None:
-        named = f" ({line})" if line else ""
-        leave_out = Help(
-            f"or leave the address out of the program{named}: rallypoint holds a meeting point for init_process_group"
-        )
-    outcome = reached.outcome
+    """Return code, headline without its subject, why and help."""
+    address, outcome = reached.address, reached.outcome
+    could_not = f"could not reach {address}:"
+    names = f"{line} names it" if line else ""
+    leave_out = Help(
+        f"or leave the address out of the program{f' ({line})' if line else ''}: rallypoint holds a meeting point for init_process_group"
+    )
+    if case.job.log is not None:
+        one_command = "or start the ranks with one command, which needs no address"
+        leave_out = Help(one_command, "rallypoint run -n 2 train.py")
     if outcome == "unresolved":
-        said = _resolvers_words(case, host) or ("" if reached.unanswered else reached.unresolved)
-        return (
-            "address-unresolved",
-            f"{who} could not reach {address}: "
-            + (
-                f"{host} has no address here ({said})"
-                if said
-                else f"for {host} {reached.unresolved}"
-            ),
-            f"{line} names it" if line else "",
-            (
-                Help("ask this machine's resolver", f"getent hosts {host}"),
-                Help("or give the address instead of the name"),
-                leave_out,
-            ),
-        )
+        ask = Help("ask this machine's resolver", f"getent hosts {reached.host}")
+        instead = Help("or give the address instead of the name")
+        said = f"{could_not} {_no_address(reached)}"
+        return "address-unresolved", said, names, (ask, instead, leave_out)
     if outcome == "refused" and reached.rejected is not None:
-        return (
-            "firewall-blocks",
-            f"{who} could not reach {address}: the connection is refused, and somebody listens there",
-            str(reached.rejected),
-            (
-                Help("see the rule among the others, as root", "nft list ruleset; iptables-save"),
-                leave_out,
-            ),
-        )
+        said = f"{could_not} the connection is refused, and somebody listens there"
+        see = Help("see the rule among the others, as root", "nft list ruleset; iptables-save")
+        return "firewall-blocks", said, str(reached.rejected), (see, leave_out)
     if outcome == "refused":
+        listen = "let rank 0 of the group listen there before the others give up, with the same address and port in all of them"
+        within = _within(case, error)
         return (
             "port-refused",
-            f"{who} found nobody at {address}: nothing listens there",
-            f"rank 0 of the group is who listens at its meeting point, and nobody did{_within(case, error)}",
-            (
-                Help(
-                    "let rank 0 of the group listen there before the others give up, with the same address and port in all of them"
-                ),
-                leave_out,
-            ),
+            f"found nobody at {address}: nothing listens there",
+            f"rank 0 of the group is who listens at its meeting point, and nobody did{within}",
+            (Help(listen), leave_out),
         )
     if outcome in ("unreachable", "dropped"):
-        how = (
-            "no answer at all: packets to it are dropped, or it is off"
-            if outcome == "dropped"
-            else str(reached.tried[0]).partition(": ")[2]
-        )
-        return (
-            "address-unreachable",
-            f"{who} could not reach {address}: {how}",
-            f"{line} names it" if line else "",
-            (
-                Help(
-                    "see which way packets to it go, and whether a firewall drops them",
-                    f"ip route get {_first_ip(reached)}",
-                ),
-                leave_out,
-            ),
-        )
+        tried = reached.tried[0]
+        how = str(tried).partition(": ")[2]
+        if outcome == "dropped":
+            how = "no answer at all: packets to it are dropped, or it is off"
+        route = f"ip route get {tried.where.rpartition(':')[0].strip('[]')}"
+        see = Help("see which way packets to it go, and whether a firewall drops them", route)
+        return "address-unreachable", f"{could_not} {how}", names, (see, leave_out)
+    holders = _holders(case, reached)
     if outcome == "answered":
-        return (
-            "store-foreign",
-            f"{who} met a foreign service at {address}: it answered {probe.shown(reached.first)}",
-            _holders(case, reached)[0]
-            if reached.holders
-            else "what answers there is no store of torch's",
-            (
-                Help("choose a port that no other service has" + (f" ({line})" if line else "")),
-                leave_out,
-            ),
-        )
-    said = (
-        "it accepts the connection, and says nothing"
-        if outcome == "silent"
-        else "it accepts the connection, and closes it"
-    )
+        said = f"met a foreign service at {address}: it answered {probe.shown(reached.first)}"
+        why = holders[0] if holders else "what answers there is no store of torch's"
+        other = Help(f"choose a port that no other service has{f' ({line})' if line else ''}")
+        return "store-foreign", said, why, (other, leave_out)
+    how = "says nothing" if outcome == "silent" else "closes it"
+    said = f"got no answer at {address}: it accepts the connection, and {how}"
     helps: tuple[Help, ...] = (
         Help("see what it is", f"ss -ltnp 'sport = :{reached.port}'"),
         leave_out,
     )
-    why = (
-        _holders(case, reached)[0]
-        if reached.holders
-        else "a store of torch's answers in a millisecond"
-    )
     if reached.stopped:
-        said, helps = (
-            f"its process (pid {reached.stopped}) is stopped (state T)",
-            (Help("let it go on", f"kill -CONT {reached.stopped}"),),
+        said = (
+            f"got no answer at {address}: its process (pid {reached.stopped}) is stopped (state T)"
         )
-    return "store-silent", f"{who} got no answer at {address}: {said}", why, helps
+        helps = (Help("let it go on", f"kill -CONT {reached.stopped}"),)
+    why = holders[0] if holders else "a store of torch's answers in a millisecond"
+    return "store-silent", said, why, helps
 
 
 def _seen(case: Case, reached: Reached) -> tuple[str, ...]:
-    """What was tried, a line for each address; who has the port on this machine, where that is not
-    said already.
+    """Return what was tried, a line for each address; who has the port on this machine, where that
+    is not said already.
     """
-    tried = tuple(str(one) for one in reached.tried)
+    tried = [str(one) for one in reached.tried[:4]]
     if reached.outcome == "refused" and reached.rejected is not None:
-        tried = tuple(line.replace(": nothing listens there", ": refused") for line in tried)
-    holders = _holders(case, reached)
-    said = holders[1:] if reached.outcome in ("answered", "silent", "closed") else holders
-    return (
-        *tried[:4],
-        *([f"and {len(tried) - 4} more addresses"] if len(tried) > 4 else []),
-        *said,
-    )
+        tried = [line.replace(": nothing listens there", ": refused") for line in tried]
+    if len(reached.tried) > 4:
+        tried.append(f"and {len(reached.tried) - 4} more addresses")
+    said = reached.outcome in ("answered", "silent", "closed")
+    return (*tried, *_holders(case, reached)[said:])
 
 
 def _rules(reached: Reached) -> tuple[str, ...]:
-    if reached.outcome != "dropped":
-        return ()
-    return (
-        reached.rules
-        if reached.here
-        else ("which firewall drops it, if one does, cannot be seen from here",)
-    )
+    if reached.outcome != "dropped" or reached.here:
+        return reached.rules if reached.outcome == "dropped" else ()
+    return ("which firewall drops it, if one does, cannot be seen from here",)
 
 
 def _holders(case: Case, reached: Reached) -> tuple[str, ...]:
-    """Who listens on that port on this machine: strangers by their command, our own by what they
-    are.
+    """Return who listens on that port on this machine: strangers by their command, our own by what
+    they are.
     """
-    ranks = {rank.pid: rank.rank for rank in case.job.ranks}
+    ranks = {str(rank.pid): rank.rank for rank in case.job.ranks}
     lines = []
     for line in reached.holders:
         found = re.search(r"\(pid (\d+),", line)
-        if found and int(found[1]) in ranks:
-            line = f"rank {ranks[int(found[1])]} of this job (pid {found[1]}) is listening on it"
+        pid = found[1] if found else ""
+        if pid in ranks:
+            line = f"rank {ranks[pid]} of this job (pid {pid}) is listening on it"
         elif reached.address == case.job.held_address:
-            line = f"it is the meeting point that rallypoint holds{f' (pid {found[1]})' if found else ''}"
+            line = f"it is the meeting point that rallypoint holds{f' (pid {pid})' if pid else ''}"
         lines.append(line)
     return tuple(dict.fromkeys(lines))
 
 
 def _hosts(case: Case, reached: Reached) -> tuple[str, ...]:
-    """Whether a rank of the job came to listen there: the group's rank 0 does."""
-    if reached.outcome not in ("refused", "dropped"):
+    """Return that no rank of the job came to listen there: the group's rank 0 does."""
+    there = [rank.meeting for rank in case.job.ranks if rank.meeting is not None]
+    at = (reached.host, reached.port)
+    came = any(meeting.rank == 0 and place(meeting) == at for meeting in there)
+    numbers = [meeting.rank for meeting in there if meeting.rank >= 0]
+    if came or not numbers or reached.outcome not in ("refused", "dropped"):
         return ()
-    there = [(rank, rank.meeting) for rank in case.job.ranks if rank.meeting is not None]
-    came = [
-        rank.rank
-        for rank, meeting in there
-        if meeting.rank == 0 and place(meeting) == (reached.host, reached.port)
-    ]
-    numbers = sorted(meeting.rank for _, meeting in there if meeting.rank >= 0)
-    if came or not numbers:
-        return ()
-    sizes = {meeting.world_size for _, meeting in there}
-    of = f" of {sizes.pop()}" if len(sizes) == 1 and min(sizes) > 0 else ""
+    sizes = {meeting.world_size for meeting in there}
+    of = f" of {max(sizes)}" if len(sizes) == 1 and max(sizes) > 0 else ""
     return (
         f"no rank of this job came as rank 0: they called init_process_group as {ranks_phrase(numbers)}{of}",
     )
 
 
-def _resolvers_words(case: Case, host: str) -> str:
-    """What the resolver told torch of that name, by torch's own log: it had more time for its
-    answer than a look has.
-    """
-    found = [
-        match
-        for rank in case.ranks
-        for line in rank.said
-        if (match := _NOT_RESOLVED.search(line)) is not None and match[1] == host
-    ]
-    return str(found[-1][2]) if found else ""
-
-
 def _within(case: Case, error: Raised | None) -> str:
+    meeting = case.first.meeting
+    seconds = meeting.timeout if meeting is not None else 0.0
     found = _TIMEOUT.search(error.message) if error is not None else None
-    seconds = (
-        int(found[1]) / 1000
-        if found
-        else case.first.meeting.timeout
-        if case.first.meeting is not None
-        else 0.0
-    )
+    if found:
+        seconds = int(found[1]) / 1000
     return f" within {seconds:g} s" if seconds else ""
 
 
-def _first_ip(reached: Reached) -> str:
-    return reached.tried[0].where.rpartition(":")[0].strip("[]") if reached.tried else reached.host
-
-
 def waits_at(rank: RankEvidence, reached: Reached) -> bool:
-    """Whether a rank waits, without a word so far, at the place that was looked at."""
-    if rank.ended is None and rank.unanswered == (reached.host, reached.port):
-        return True
-    if rank.ended is not None or rank.phase != "joining" or rank.meeting is None:
-        return False
-    return place(rank.meeting) == (reached.host, reached.port)
+    """Tell whether a rank waits, without a word so far, at the place that was looked at."""
+    at, meeting = (reached.host, reached.port), rank.meeting
+    joining = rank.phase == "joining" and meeting is not None and place(meeting) == at
+    return rank.ended is None and (rank.unanswered == at or joining)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -33,8 +34,8 @@ _RED, _CYAN, _OFF = "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
 
 
 def plain(words: str) -> str:
-    """One line of somebody's words without control sequences; of a line that redrew itself (`\\r`)
-    only the last state.
+    """Return one line of somebody's words without control sequences; of a line that redrew itself
+    (`\\r`) only the last state.
     """
     line = _ESCAPES.sub("", words)
     if "\r" in line:
@@ -43,37 +44,33 @@ def plain(words: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Lines that hold somebody's words, a file's name or a command line, without control
+    """Return lines that hold somebody's words, a file's name or a command line, without control
     sequences.
     """
-    return "\n".join(plain(line) for line in text.split("\n"))
+    return "\n".join(map(plain, text.split("\n")))
 
 
 def cleaned(report: Report) -> Report:
-    """The report with every text in it made safe to print."""
-    return Report(
-        code=plain(report.code),
-        headline=plain(report.headline),
-        where=plain(report.where),
-        why=plain(report.why),
-        confidence=report.confidence,
-        evidence=tuple(plain(line) for line in report.evidence),
-        then=plain(report.then),
-        timeline=tuple(Moment(m.at, plain(m.who), plain(m.what)) for m in report.timeline),
-        said=tuple(Said(plain(s.who), tuple(plain(line) for line in s.lines)) for s in report.said),
-        help=tuple(
-            Help(plain(h.sentence), "\n".join(plain(line) for line in h.command.splitlines()))
-            for h in report.help
-        ),
-        logs=tuple(plain(log) for log in report.logs),
-        ranks=report.ranks,
-        exit_status=report.exit_status,
-    )
+    """Return the report with every text in it made safe to print."""
+    clean: Report = _clean(report)
+    return clean
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, Help):
+        return Help(plain(value.sentence), printable(value.command))
+    if isinstance(value, tuple):
+        return tuple(map(_clean, value))
+    if isinstance(value, msgspec.Struct):
+        return type(value)(*map(_clean, msgspec.structs.astuple(value)))
+    return value
 
 
 def wrapped(words: str, width: int) -> list[str]:
-    """The words in lines of this width, never empty. A number stays on the line of its noun: `pid
-    4711` is what people look for.
+    """Return the words in lines of this width, never empty. A number stays on the line of its noun:
+    `pid 4711` is what people look for.
     """
     glued = _NUMBERED.sub(r"\1" + "\0", words)
     lines = textwrap.wrap(glued, width, break_long_words=False, break_on_hyphens=False)
@@ -81,10 +78,10 @@ def wrapped(words: str, width: int) -> list[str]:
 
 
 def text(reports: Report | Sequence[Report], *, width: int = 92, color: bool = False) -> str:
-    """The reports as people read them, without a newline at the end. Whether colour is wanted is
-    the caller's to know.
+    """Return the reports as people read them, without a newline at the end. Whether colour is
+    wanted is the caller's to know.
     """
-    listed = (reports,) if isinstance(reports, Report) else tuple(reports)
+    listed = (reports,) if isinstance(reports, Report) else reports
     blocks = ["\n".join(_lines(cleaned(report), max(width, 40), color)) for report in listed]
     if len(blocks) > 1:
         blocks.insert(0, f"{len(blocks)} causes")
@@ -92,36 +89,28 @@ def text(reports: Report | Sequence[Report], *, width: int = 92, color: bool = F
 
 
 def json(reports: Report | Sequence[Report]) -> str:
-    """The reports as one JSON object on one line: `exit_status` of the first cause, and `reports`
-    with the fields of `Report`.
+    """Return the reports as one JSON object on one line: `exit_status` of the first cause, and
+    `reports` with the fields of `Report`.
     """
-    listed = (
-        [cleaned(reports)]
-        if isinstance(reports, Report)
-        else [cleaned(report) for report in reports]
-    )
+    listed = [cleaned(one) for one in ((reports,) if isinstance(reports, Report) else reports)]
     status = listed[0].exit_status if listed else 0
     return msgspec.json.encode({"exit_status": status, "reports": listed}).decode()
 
 
 def report_of(error: RallypointError) -> Report:
-    """The report that an exception of ours stands for."""
-    status = 2 if isinstance(error, UsageError) else 70 if isinstance(error, InternalError) else 1
-    why = error.why[0] if error.why else ""
-    helps = tuple(Help(sentence, command) for sentence, command in error.help)
+    """Return the report that an exception of ours stands for."""
     return Report(
         code=error.code,
         headline=error.headline,
-        why=why,
+        why="".join(error.why[:1]),
         evidence=error.why[1:],
-        help=helps,
-        exit_status=status,
+        help=tuple(Help(*one) for one in error.help),
+        exit_status=2
+        if isinstance(error, UsageError)
+        else 70
+        if isinstance(error, InternalError)
+        else 1,
     )
-
-
-def error_text(error: RallypointError, *, width: int = 92, color: bool = False) -> str:
-    """An exception of ours as the command line prints it."""
-    return text(report_of(error), width=width, color=color)
 
 
 def _lines(report: Report, width: int, color: bool) -> list[str]:
@@ -150,33 +139,27 @@ def _label(name: str, color: bool) -> str:
     return f"  {_CYAN}{padded}{_OFF}" if color else f"  {padded}"
 
 
-def _wrapped(words: str, width: int, indent: int) -> list[str]:
-    return wrapped(words, max(width - indent, 20))
-
-
 def _labelled(name: str, words: str, width: int, color: bool) -> list[str]:
-    indent = 2 + _LABEL
-    first, *rest = _wrapped(words, width, indent)
-    return [_label(name, color) + first, *(" " * indent + line for line in rest)]
+    return _hung(_label(name, color), words, width, 2 + _LABEL)
+
+
+def _hung(first: str, words: str, width: int, indent: int) -> list[str]:
+    """Return words in lines, the first one behind `first`, the others below it."""
+    head, *rest = wrapped(words, max(width - indent, 20))
+    return [first + head, *(" " * indent + line for line in rest)]
 
 
 def _account(report: Report, width: int, color: bool) -> list[str]:
-    lines: list[str] = []
-    if report.where:
-        lines += _labelled("where", report.where, width, color)
     why, evidence = report.why, report.evidence
     if not why and evidence:
         why, evidence = evidence[0], evidence[1:]
     if report.confidence != "certain":
         why = f"{why or 'this is where it began'} ({report.confidence})"
-    if why:
-        lines += _labelled("why", why, width, color)
+    lines = _labelled("where", report.where, width, color) if report.where else []
+    lines += _labelled("why", why, width, color) if why else []
     for item in evidence:
-        first, *rest = _wrapped(item, width, 4 + _LABEL)
-        lines += [" " * (2 + _LABEL) + "- " + first, *(" " * (4 + _LABEL) + line for line in rest)]
-    if report.then:
-        lines += _labelled("then", report.then, width, color)
-    return lines
+        lines += _hung(" " * (2 + _LABEL) + "- ", item, width, 4 + _LABEL)
+    return lines + (_labelled("then", report.then, width, color) if report.then else [])
 
 
 def _timeline(moments: Sequence[Moment]) -> list[str]:
@@ -190,11 +173,8 @@ def _timeline(moments: Sequence[Moment]) -> list[str]:
 
 
 def _said(said: Said) -> list[str]:
-    return (
-        [f"  {said.who} said:", *(f"    | {line}".rstrip() for line in said.lines)]
-        if said.lines
-        else []
-    )
+    lines = [f"    | {line}".rstrip() for line in said.lines]
+    return [f"  {said.who} said:", *lines] if lines else []
 
 
 def _help(help: Help, width: int, color: bool) -> list[str]:
@@ -204,8 +184,6 @@ def _help(help: Help, width: int, color: bool) -> list[str]:
 
 
 def _ends(report: Report, color: bool) -> list[str]:
-    lines = [
-        (" " * (2 + _LABEL) if i else _label("logs", color)) + log
-        for i, log in enumerate(report.logs)
-    ]
-    return [*lines, f"{_label('more', color)}rallypoint explain {report.code}"]
+    logs = [" " * (2 + _LABEL) + log for log in report.logs[1:]]
+    first = [_label("logs", color) + log for log in report.logs[:1]]
+    return [*first, *logs, f"{_label('more', color)}rallypoint explain {report.code}"]

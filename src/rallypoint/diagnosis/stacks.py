@@ -89,70 +89,48 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def parse(dump: str) -> tuple[Thread, ...]:
-    """The threads of the last dump in `dump`, as faulthandler orders them: the newest first, the
-    main thread last.
+    """Return the threads of the last dump in `dump`, as faulthandler orders them: the newest first,
+    the main thread last.
 
     Lines that are no part of a Python stack are passed over. A dump that was cut short gives what
     is whole.
     """
-    dumps: list[list[Thread]] = [[]]
-    frames: list[Frame] | None = None
-    current, name = False, ""
-
-    def close() -> None:
-        if frames is not None:
-            dumps[-1].append(
-                Thread(current, tuple(reversed([f for f in frames if not hidden(f)])), name)
-            )
-
+    threads: list[tuple[bool, str, list[Frame]]] = []
+    inside = False  # the line before belonged to a stack
     for line in dump.splitlines():
-        header = _HEADER.match(line)
+        header, frame = _HEADER.match(line), _FRAME.match(line)
         if header:
-            close()
-            frames, current, name = (
-                [],
-                header.group(1) == "Current thread",
-                header.group("name") or "",
-            )
-        elif (found := _FRAME.match(line)) is not None:
-            if frames is not None:
-                number = found.group("line")
-                frames.append(
-                    Frame(
-                        found.group("file"),
-                        int(number) if number.isdigit() else 0,
-                        found.group("function"),
-                    )
-                )
-        elif not line.startswith("  ") and frames is not None:
-            close()
-            frames = None
+            inside = True
+            threads.append((header[1] == "Current thread", header["name"] or "", []))
+        elif frame is not None and inside:
+            number = int(frame["line"]) if frame["line"].isdigit() else 0
+            threads[-1][2].append(Frame(frame["file"], number, frame["function"]))
+        elif not line.startswith("  "):
+            inside = False
             if line.startswith("Fatal Python error"):
-                dumps.append([])
-    close()
-    for threads in reversed(dumps):
-        if threads:
-            return _last_dump(threads)
-    return ()
+                threads.clear()
+    return _last_dump(
+        [
+            Thread(current, tuple(one for one in reversed(frames) if not hidden(one)), name)
+            for current, name, frames in threads
+        ]
+    )
 
 
 def _last_dump(threads: list[Thread]) -> tuple[Thread, ...]:
-    """A rank that was asked twice has two dumps in one text: exactly one thread of each is the
-    current one and the main thread ends it.
+    """Return the threads of the last dump in a text: a rank that was asked twice has two of them.
+    Exactly one thread of each is the current one, and the main thread ends it.
     """
     marks = [i for i, thread in enumerate(threads) if thread.current]
     if len(marks) < 2:
         return tuple(threads)
-    size = len(threads) // len(marks)
-    return (
-        tuple(threads[-size:])
-        if size * len(marks) == len(threads)
-        else tuple(threads[marks[-2] + 1 :])
-    )
+    size, uneven = divmod(len(threads), len(marks))
+    return tuple(threads[marks[-2] + 1 :] if uneven else threads[-size:])
 
 
 def main_frames(dump: str) -> tuple[Frame, ...]:
-    """The main thread's stack, outermost first: faulthandler writes it last. () when there is none.
+    """Return the main thread's stack, outermost first: faulthandler writes it last. () when there
+    is none.
 
     Of more than a hundred threads it writes the newest hundred only. Then it is the one that took
     the signal, which the kernel gives to the main thread if it can; () when that is not among them
@@ -160,25 +138,25 @@ def main_frames(dump: str) -> tuple[Frame, ...]:
     """
     threads = parse(dump)
     if len(threads) >= MOST_THREADS:
-        return next((thread.frames for thread in threads if thread.current), ())
+        return current_frames(dump)
     return threads[-1].frames if threads else ()
 
 
 def current_frames(dump: str) -> tuple[Frame, ...]:
-    """The stack of the thread that crashed or took the signal, outermost first; () when the dump
-    names none.
+    """Return the stack of the thread that crashed or took the signal, outermost first; () when the
+    dump names none.
     """
     return next((thread.frames for thread in parse(dump) if thread.current), ())
 
 
 def last_stack(rank: RankEvidence) -> tuple[Frame, ...]:
-    """The frames where the rank stood, or crashed; outermost first."""
+    """Return the frames where the rank stood, or crashed; outermost first."""
     return rank.stack or current_frames(rank.stack_text) or current_frames("\n".join(rank.said))
 
 
 def hidden(frame: Frame) -> bool:
-    """True for frames that are neither the program's nor a library's: the launcher's, runpy's,
-    importlib's, those of a first line.
+    """Tell whether a frame is neither the program's nor a library's: the launcher's, runpy's,
+    importlib's, that of a first line.
     """
     if frame.file == _TYPED:
         return frame.function == "<module>" or frame.function.startswith("__")
@@ -186,78 +164,74 @@ def hidden(frame: Frame) -> bool:
 
 
 def library(frame: Frame) -> str:
-    """ "torch" for a frame of site-packages/torch, "threading" for one of the standard library, ""
-    for the program's own.
+    """Return "torch" for a frame of site-packages/torch, "threading" for one of the standard
+    library, "" for the program's own.
     """
     if frame.file.startswith(_PACKAGE):  # also where it is not installed, but run from its source
         return "rallypoint"
-    found = _PACKAGES.match(frame.file)
-    if found is None:
-        found = _STDLIB.match(frame.file)
-    if found is not None:
-        return found.group("path").partition("/")[0].removesuffix(".py")
-    return (
-        frame.file.strip("<>").removeprefix("frozen ") if frame.file.startswith("<frozen ") else ""
-    )
+    if frame.file.startswith("<frozen "):
+        return frame.file.strip("<>").removeprefix("frozen ")
+    inside = library_path(frame.file)
+    return inside.partition("/")[0].removesuffix(".py") if inside != frame.file else ""
 
 
 def own_index(frames: tuple[Frame, ...]) -> int:
-    """The index of the innermost frame that belongs to the program and not to a library; the last
-    one when none does; -1 for ().
+    """Return the index of the innermost frame that belongs to the program and not to a library; the
+    last one when none does; -1 for ().
     """
     own = [i for i, frame in enumerate(frames) if not library(frame)]
-    in_files = [
-        i for i in own if frames[i].file != _TYPED
-    ]  # libraries, too, make functions from text
+    # Libraries, too, make functions from text.
+    in_files = [i for i in own if frames[i].file != _TYPED]
     return (in_files or own or [len(frames) - 1])[-1]
 
 
 def own_frame(frames: tuple[Frame, ...]) -> Frame | None:
-    """The frame at `own_index`."""
+    """Return the frame at `own_index`."""
     return frames[own_index(frames)] if frames else None
 
 
+def _below(frames: tuple[Frame, ...]) -> list[Frame]:
+    """Return the frames of the call that the program's innermost line is in, outermost first."""
+    return [one for one in frames[own_index(frames) + 1 :] if one.function not in WRAPPERS]
+
+
 def root_of(program: str, frames: Iterable[Frame]) -> str:
-    """The folder that paths may be shown relative to: the one from which `program` was typed; ""
-    when no frame tells.
+    """Return the folder that paths may be shown relative to: the one from which `program` was
+    typed; "" when no frame tells.
     """
     typed = program.removeprefix("./")
     if not typed or typed.startswith(("/", "..")):
         return ""
-    for frame in frames:
-        if frame.file.endswith("/" + typed):
-            return frame.file[: -len(typed)]
-    return ""
+    found = (frame.file for frame in frames if frame.file.endswith("/" + typed))
+    return next(found, "").removesuffix(typed)
 
 
 def shown(path: str, root: str = "") -> str:
-    """A path as a person at `root` would open it."""
-    return path[len(root) :] if root and path.startswith(root) else path
+    """Return a path as a person at `root` would open it."""
+    return path.removeprefix(root)
 
 
 def describe(frame: Frame, root: str = "") -> str:
-    """`train.py:88 in train_step`."""
+    """Return `train.py:88 in train_step`."""
     place = f"{shown(frame.file, root)}:{frame.line}"
     return f"{place} in {frame.function}" if frame.function else place
 
 
 def place(frames: tuple[Frame, ...], root: str = "") -> str:
-    """A stack in one line: the program's innermost frame, and the library call that it is in; ""
-    for ().
+    """Return a stack in one line: the program's innermost frame, and the library call that it is
+    in; "" for ().
     """
-    if not frames:
+    own = own_frame(frames)
+    if own is None:
         return ""
-    index = own_index(frames)
-    inner = [frame for frame in frames[index + 1 :] if frame.function not in WRAPPERS] or list(
-        frames[index + 1 :]
-    )
-    called = f" ({library(inner[0])} {inner[0].function})" if inner and library(inner[0]) else ""
-    return describe(frames[index], root) + called
+    inner = [*_below(frames), *frames[own_index(frames) + 1 :]][:1]
+    called = [f" ({library(one)} {one.function})" for one in inner if library(one)]
+    return describe(own, root) + "".join(called)
 
 
 def collective(frames: tuple[Frame, ...]) -> tuple[str, int] | None:
-    """The collective that a stack is in, as the program calls it, and the index of its frame; None
-    when it is in none.
+    """Return the collective that a stack is in, as the program calls it, and the index of its
+    frame; None when it is in none.
     """
     for i, frame in enumerate(frames):
         if frame.function in COLLECTIVES and _DISTRIBUTED.search(frame.file):
@@ -267,50 +241,38 @@ def collective(frames: tuple[Frame, ...]) -> tuple[str, int] | None:
 
 
 def waits_in_ddp(frames: tuple[Frame, ...]) -> str:
-    """Where a stack may wait for the other ranks though no collective stands in it: "backward()",
-    in which DDP averages gradients, or "DDP's forward()", in which it sends buffers; "" for other
-    places."""
-    inner = frames[own_index(frames) + 1 :] if frames else ()
+    """Return where a stack may wait for the other ranks though no collective stands in it:
+    "backward()", in which DDP averages gradients, or "DDP's forward()", in which it sends buffers;
+    "" for other places."""
+    inner = frames[own_index(frames) + 1 :]
     if any(_DDP.search(frame.file) for frame in inner):
         return "DDP's forward()"
-    return (
-        "backward()"
-        if any(_BACKWARD.search(frame.file) and "backward" in frame.function for frame in inner)
-        else ""
-    )
+    back = any("backward" in frame.function and _BACKWARD.search(frame.file) for frame in inner)
+    return "backward()" if back else ""
 
 
 def called(frames: tuple[Frame, ...]) -> str:
-    """The call that the program's innermost line is in, as a person would name it: "all_reduce",
-    "DataLoader.__next__", "threading.join", "torch's backward()"; "" when it is in none, or in one
-    without Python frames (`time.sleep`)."""
-    found = collective(frames)
-    if found is not None:
-        return found[0]
-    inner = (
-        [frame for frame in frames[own_index(frames) + 1 :] if frame.function not in WRAPPERS]
-        if frames
-        else []
-    )
-    if not inner:
-        return ""
+    """Return the call that the program's innermost line is in, as a person would name it:
+    "all_reduce", "DataLoader.__next__", "threading.join", "torch's backward()"; "" when it is in
+    none, or in one without Python frames (`time.sleep`)."""
+    found, inner = collective(frames), _below(frames)
+    if found is not None or not inner:
+        return found[0] if found is not None else ""
     frame = inner[0]
-    if frame.function == "<module>" and library(frame):
-        return f"the import of {library(frame)}"
+    function, module = frame.function, library(frame)
+    if function == "<module>" and module:
+        return f"the import of {module}"
     if _LOADER.search(frame.file):
-        return (
-            "DataLoader.__next__"
-            if any(one.function == "__next__" for one in inner)
-            else f"DataLoader.{frame.function}"
-        )
-    if _STDLIB.match(frame.file) and not _PACKAGES.match(frame.file):
-        return f"{os.path.basename(frame.file).removesuffix('.py')}.{frame.function}"
-    return f"{library(frame)}'s {frame.function}()" if library(frame) else frame.function
+        fetches = any(one.function == "__next__" for one in inner)
+        return f"DataLoader.{'__next__' if fetches else function}"
+    if _is_standard(frame):
+        return f"{os.path.basename(frame.file).removesuffix('.py')}.{function}"
+    return f"{module}'s {function}()" if module else function
 
 
 def trimmed(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """A stack without what the standard library does inside the call that it is in: a wait that
-    polls is at one place, not at several.
+    """Return a stack without what the standard library does inside the call that it is in: a wait
+    that polls is at one place, not at several.
     """
     end = len(frames)
     while end > 1 and _is_standard(frames[end - 1]) and _is_standard(frames[end - 2]):
@@ -319,7 +281,7 @@ def trimmed(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 
 def debugged(frames: tuple[Frame, ...]) -> bool:
-    """Whether a stack stands in a debugger, as after `breakpoint()`."""
+    """Tell whether a stack stands in a debugger, as after `breakpoint()`."""
     return any(_DEBUGGERS.search(frame.file) for frame in frames)
 
 
@@ -328,16 +290,16 @@ def _is_standard(frame: Frame) -> bool:
 
 
 def library_path(path: str) -> str:
-    """The file of a library without the folder that it is installed in:
+    """Return the file of a library without the folder that it is installed in:
     `torch/distributed/distributed_c10d.py`; others as they are.
     """
     found = _PACKAGES.match(path) or _STDLIB.match(path)
-    return found.group("path") if found else path
+    return found["path"] if found else path
 
 
 def group(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[Group, ...]:
-    """Ranks with the same stack together, the odd one (the smallest group) first; equally large
-    ones by their lowest rank.
+    """Return ranks with the same stack together, the odd one (the smallest group) first; equally
+    large ones by their lowest rank.
     """
     together: dict[tuple[Frame, ...], list[int]] = {}
     for rank in sorted(stacks):

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from rallypoint.diagnosis.evidence import Frame, Raised
 
@@ -16,32 +16,26 @@ _IN_PROCESS = re.compile(r"^-- Process (\d+) terminated with the following error
 
 
 def in_process(error: Raised) -> tuple[str, Raised] | None:
-    """The number of a process that `mp.spawn` had started, and what it raised there; None for any
-    other error.
+    """Return the number of a process that `mp.spawn` had started, and what it raised there; None
+    for any other error.
     """
     found = _IN_PROCESS.search(error.message)
-    inner = (
-        exception_in(error.message[found.end() :].rstrip().splitlines())
-        if found is not None
-        else None
-    )
-    return (
-        (found[1], msgspec.structs.replace(inner, at=error.at, call=error.call))
-        if found is not None and inner is not None
-        else None
-    )
+    if found is None:
+        return None
+    inner = exception_in(error.message[found.end() :].rstrip().splitlines())
+    return (found[1], replace(inner, at=error.at, call=error.call)) if inner is not None else None
 
 
 _DIRECTLY = "\nThe above exception was the direct cause of the following exception:\n"
 
 
 def wrapped(error: Raised) -> Raised | None:
-    """Of an exception that was raised `from` another the first of those, as the traceback shows it;
-    None for any other.
+    """Return the first exception of a chain that was raised each `from` the one before, as the
+    traceback shows it; None for any other.
     """
     before, joint, _ = error.traceback.partition(_DIRECTLY)
     inner = exception_in(before.rstrip().splitlines()) if joint else None
-    return msgspec.structs.replace(inner, at=error.at) if inner is not None else None
+    return replace(inner, at=error.at) if inner is not None else None
 
 
 _IN_LOADER = re.compile(
@@ -50,28 +44,24 @@ _IN_LOADER = re.compile(
 
 
 def in_loader(message: str) -> tuple[str, str]:
-    """The number of a DataLoader's worker and the line that names what it raised, "ValueError: bad
-    image"; ("", "") for another message.
+    """Return the number of a DataLoader's worker and the line that names what it raised,
+    "ValueError: bad image"; ("", "") for another message.
     """
     found = _IN_LOADER.search(message)
-    lines = (
-        [line for line in message[found.end() :].splitlines() if _EXCEPTION.match(line)]
-        if found is not None
-        else []
-    )
+    after = message[found.end() :].splitlines() if found is not None else ()
+    lines = [line for line in after if _EXCEPTION.match(line)]
     return (found[1], lines[-1]) if found is not None and lines else ("", "")
 
 
 def from_loader(error: Raised) -> Raised | None:
-    """What a DataLoader's worker raised, with its frames: torch puts the worker's traceback into
-    the message. None for any other error.
+    """Return what a DataLoader's worker raised, with its frames: torch puts the worker's traceback
+    into the message. None for any other error.
     """
     found = _IN_LOADER.search(error.message)
     if found is None:
         return None
-    return exception_in(
-        [_TRACEBACK, *error.message[found.end() :].partition("\n")[2].rstrip().splitlines()]
-    )
+    _, *lines = error.message[found.end() :].rstrip().splitlines() or [""]
+    return exception_in([_TRACEBACK, *lines])
 
 
 # lines that may follow the last traceback: what threads and atexit still say, and the notes of an
@@ -91,8 +81,8 @@ _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 
 
 def exception_in(lines: Sequence[str]) -> Raised | None:
-    """The exception that a Python traceback at the end of a log tells of; None when the log does
-    not end in one.
+    """Return the exception that a Python traceback at the end of a log tells of; None when the log
+    does not end in one.
 
     Of exceptions raised while another was handled it is the first one, as for
     `RankEvidence.raised`.
@@ -110,55 +100,45 @@ def exception_in(lines: Sequence[str]) -> Raised | None:
         if found is None and any(line.strip() for line in after[AFTER_END:]):
             return None  # it went on for long after that traceback: the traceback is not its end
         found, last = _with_code(raised, after), start
-        if not any(line == _DURING for line in lines[max(start - 2, 0) : start]):
+        if _DURING not in lines[max(start - 2, 0) : start]:
             break
     return found
 
 
 def went_on(lines: Sequence[str]) -> bool:
-    """Whether something was written after the last traceback: then it may have been shown of an
-    error that was handled.
+    """Tell whether something was written after the last traceback: then it may have been shown of
+    an error that was handled.
     """
     lines = [_RANK.sub("", line) for line in lines]
-    start = max((i for i, line in enumerate(lines) if line == _TRACEBACK), default=-1)
-    block = _block(lines, start) if start >= 0 else None
+    starts = [i for i, line in enumerate(lines) if line == _TRACEBACK]
+    block = _block(lines, starts[-1]) if starts else None
     return block is not None and any(line.strip() for line in lines[block[1] :])
 
 
 def _with_code(error: Raised, after: Sequence[str]) -> Raised:
-    """An error of ours with the code that stands in its notes, which Python prints below it."""
-    if not error.type.startswith("rallypoint.errors."):
-        return error
-    code = next((found.group(1) for line in after if (found := _EXPLAIN.search(line))), "")
-    return msgspec.structs.replace(error, code=code)
+    """Return an error of ours with the code that stands in its notes, which Python prints below
+    it.
+    """
+    codes = [found[1] for found in map(_EXPLAIN.search, after) if found]
+    ours = error.type.startswith("rallypoint.errors.") and codes
+    return replace(error, code=codes[0]) if ours else error
 
 
 def _block(lines: Sequence[str], start: int) -> tuple[Raised, int] | None:
+    """Return the exception of the traceback that begins there, and the index behind it."""
     frames: list[Frame] = []
     for at in range(start + 1, len(lines)):
         line = lines[at]
         if (frame := _FRAME.match(line)) is not None:
-            source = (
-                lines[at + 1].strip()
-                if at + 1 < len(lines) and lines[at + 1].startswith("    ")
-                else ""
-            )
-            frames.append(
-                Frame(
-                    frame.group("file"),
-                    int(frame.group("line")),
-                    frame.group("function") or "",
-                    source,
-                )
-            )
+            after = lines[at + 1] if at + 1 < len(lines) else ""
+            source = after.strip() if after.startswith("    ") else ""
+            frames.append(Frame(frame["file"], int(frame["line"]), frame["function"] or "", source))
         elif line and not line.startswith(" "):
             told = _EXCEPTION.match(line)
             if told is None:
                 return None
             shown = "\n".join(lines[start : at + 1])
-            return Raised(
-                told.group("type"), told.group("message") or "", tuple(frames), shown
-            ), at + 1
+            return Raised(told["type"], told["message"] or "", tuple(frames), shown), at + 1
     return None
 
 

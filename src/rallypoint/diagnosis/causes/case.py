@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rallypoint.diagnosis import stacks, tracebacks
-from rallypoint.diagnosis.causes.wording import listed, signal_name, since, size
+from rallypoint.diagnosis.causes.wording import ending, listed, since, size
 from rallypoint.diagnosis.evidence import Frame, JobEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.report import Confidence
 from rallypoint.world import ranks_phrase
@@ -194,9 +194,8 @@ def how_ended(job: JobEvidence, rank: RankEvidence) -> str:
     ended = rank.ended
     if ended is None:
         return "has not ended"
-    if ended.signal:
-        return f"died: {signal_name(ended.signal)}"
-    return went_home(job) if job.function and not ended.code else f"exited with code {ended.code}"
+    well = ended.code == ended.signal == 0
+    return went_home(job) if job.function and well else ending(ended)
 
 
 def status_of(rank: RankEvidence) -> int:

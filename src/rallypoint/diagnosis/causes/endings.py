@@ -274,11 +274,9 @@ def left_early(case: Case) -> Report:
     over = all(rank.ended is not None and not rank.sent for rank in case.ranks)
     at_its_end = first.phase == "finishing" or (job.function and first.phase == "done")
     closed = not over and not at_its_end and bool(first.closed_at)
-    went = (
-        f"left {job.program} by sys.exit"
-        if first.exit_line
-        else f"came to the end of {job.program}"
-    )
+    went = f"came to the end of {job.program}"
+    if first.exit_line:
+        went = f"left {job.program} by sys.exit"
     went = went_home(job) if over else went
     where = (first.exit_line or f"at the end of {job.program}") if at_its_end else ""
     if closed:

@@ -6,7 +6,7 @@ import signal as signals
 from collections.abc import Sequence
 
 from rallypoint.diagnosis import tracebacks
-from rallypoint.diagnosis.evidence import Raised
+from rallypoint.diagnosis.evidence import Ended, Raised
 from rallypoint.host import signals as host_signals
 
 signal_name = host_signals.name  # one spelling everywhere
@@ -31,17 +31,13 @@ def named(error: Raised) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people: `18.9 GiB`."""
-    for unit, name in (
-        (1 << 60, "EiB"),
-        (1 << 50, "PiB"),
-        (1 << 40, "TiB"),
-        (1 << 30, "GiB"),
-        (1 << 20, "MiB"),
-    ):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} bytes"
+    """Return bytes for people: `18.9 GiB`."""
+    power = max(count.bit_length() - 1, 0) // 10
+    return (
+        f"{count / (1 << 10 * power):.1f} {'KMGTPE'[power - 1]}iB"
+        if power > 1
+        else f"{count} bytes"
+    )
 
 
 def since(at: float) -> str:
@@ -77,16 +73,25 @@ def has_name(number: int) -> bool:
     return number in {int(known) for known in signals.Signals}
 
 
+def ending(ended: Ended) -> str:
+    """Return how a process ended: `died: SIGKILL`, `exited with code 1`."""
+    return (
+        f"died: {signal_name(ended.signal)}" if ended.signal else f"exited with code {ended.code}"
+    )
+
+
+def shortened(text: str, most: int) -> str:
+    """Return the text, cut to fit."""
+    return text if len(text) <= most else text[: most - 4] + " ..."
+
+
 def first_line(message: str, most: int = HEADLINE_MESSAGE) -> str:
-    """The first line of a message that has words, cut to fit a headline."""
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    return line if len(line) <= most else line[: most - 4] + " ..."
+    """Return the first line of a message that has words, cut to fit a headline."""
+    return shortened(next(filter(None, map(str.strip, message.splitlines())), ""), most)
 
 
 def listed(lines: Sequence[str]) -> tuple[str, ...]:
-    """Lines of evidence, of a long list the first ones and how many more."""
-    return (
-        tuple(lines)
-        if len(lines) <= EVIDENCE_LINES
-        else (*lines[: EVIDENCE_LINES - 1], f"and {len(lines) - EVIDENCE_LINES + 1} more")
-    )
+    """Return lines of evidence, of a long list the first ones and how many more."""
+    if len(lines) <= EVIDENCE_LINES:
+        return tuple(lines)
+    return (*lines[: EVIDENCE_LINES - 1], f"and {len(lines) - EVIDENCE_LINES + 1} more")
