@@ -447,8 +447,8 @@ def spawn_inside_run(line: str, world_size: int, program: str) -> Report:
 
 
 def cuda_in_template(module: str, line: str, found: str) -> Report:
-    """A preloaded module left what no fork survives. `line`: where, "pkg/ops.py:12", or "";
-    `found`: "CUDA is initialised", "2 threads".
+    """Warn that a preloaded module left what no fork survives. `line`: where, "pkg/ops.py:12", or
+    ""; `found`: "CUDA is initialised", "2 threads".
     """
     return Report(
         code="cuda-in-template",

@@ -226,7 +226,7 @@ def nccl_names_peer(message: str) -> bool:
 
 
 def nccl_words(message: str) -> str:
-    """NCCL's own last words in a message of torch's, or the message's first line."""
+    """Return NCCL's own last words in a message of torch's, or the message's first line."""
     _, told, after = message.partition("Last error:\n")
     lines = (after if told else message).splitlines()
     return next((line.strip() for line in lines if line.strip()), "")
@@ -254,7 +254,7 @@ def loader_killed(error: Raised) -> tuple[int, int] | None:
 
 
 def says_loader_killed(lines: Iterable[str]) -> tuple[int, int] | None:
-    """The same from a rank's last words: torch may say it a moment after a batch failed."""
+    """Return the same from a rank's last words: torch may say it a moment after a batch failed."""
     found = next((match for line in lines if (match := says("loader-killed", line))), None)
     if found is None or found[2] not in python.SIGNALS:
         return None
@@ -262,13 +262,13 @@ def says_loader_killed(lines: Iterable[str]) -> tuple[int, int] | None:
 
 
 def loader_gone(message: str) -> tuple[int, ...]:
-    """The pids of DataLoader workers of which torch says only that they have ended."""
+    """Return the pids of DataLoader workers of which torch says only that they have ended."""
     found = torch.LOADER_GONE.search(message)
     return tuple(int(pid) for pid in found[1].split(",") if pid.strip()) if found else ()
 
 
 def port_named(message: str) -> int:
-    """The port that an error about one names; 0 if none."""
+    """Return the port that an error about one names; 0 if none."""
     found = python.PORT.search(message)
     return int(next(filter(None, found.groups()))) if found else 0
 
@@ -279,8 +279,8 @@ def is_out_of_memory(error: Raised) -> bool:
 
 
 def memory_wanted(message: str) -> int:
-    """The bytes of the host's memory that an allocation was refused; 0 when the message has no
-    number.
+    """Return the bytes of the host's memory that an allocation was refused; 0 when the message has
+    no number.
     """
     if (found := python.MEMORY_WANTED.search(message)) is not None:
         return int(found[1] or found[2])
@@ -299,7 +299,7 @@ def semaphores_full(error: Raised) -> bool:
 
 
 def not_at_barrier(message: str) -> tuple[int, ...]:
-    """The ranks that `monitored_barrier` waited for in vain, by the word of its rank 0."""
+    """Return the ranks that `monitored_barrier` waited for in vain, by the word of its rank 0."""
     found = torch.NOT_AT_BARRIER.search(message)
     return tuple(int(number) for number in re.findall(r"\d+", found[1])) if found else ()
 
@@ -315,8 +315,8 @@ def came_to_barrier(message: str) -> frozenset[int]:
 
 
 def came_short(message: str) -> tuple[int, int] | None:
-    """How many ranks torch's store had heard of at the timeout, and how many it waited for; None
-    where that is not said.
+    """Return how many ranks torch's store had heard of at the timeout, and how many it waited for;
+    None where that is not said.
     """
     found = torch.CAME_SHORT.search(message)
     if found is None:
@@ -332,16 +332,16 @@ def store_waits(message: str) -> bool:
 
 
 def keys_waited_for(message: str) -> str:
-    """The keys of torch's store that were waited for in vain, in torch's own words; "" where it
-    does not say.
+    """Return the keys of torch's store that were waited for in vain, in torch's own words; "" where
+    it does not say.
     """
     found = torch.KEYS.search(message)
     return found["keys"].strip() if found is not None else ""
 
 
 def keys_of_program(message: str) -> tuple[str, ...]:
-    """The same as the program called them; () for torch's own keys, or none. Of several, one at
-    least was not set.
+    """Return the same keys as the program called them; () for torch's own keys, or none. Of
+    several, one at least was not set.
     """
     waited_for = keys_waited_for(message)
     if not waited_for or torch.OWN_KEY.search(waited_for):
@@ -350,14 +350,14 @@ def keys_of_program(message: str) -> tuple[str, ...]:
 
 
 def not_met(message: str) -> int:
-    """The rank whose address gloo waited for in vain; -1 when the message does not say so."""
+    """Return the rank whose address gloo waited for in vain; -1 when the message does not say so."""
     found = gloo.ADDRESS_KEY.fullmatch(keys_waited_for(message))
     return int(found[1]) if found is not None else -1
 
 
 def symbol_missing(error: Raised) -> tuple[str, str, bool] | None:
-    """A library, the symbol that it misses, and whether the library is torch's own, so that another
-    version is found.
+    """Return a library, the symbol that it misses, and whether the library is torch's own, so that
+    another version is found.
 
     In an extension for torch the symbol is torch's. None where neither is: who differs from whom is
     open.
@@ -372,8 +372,8 @@ def symbol_missing(error: Raised) -> tuple[str, str, bool] | None:
 
 
 def url_lacks(error: Raised) -> str:
-    """What the URL that was given to init_process_group lacks: "host", "port", "path"; "" for any
-    other error.
+    """Return what the URL that was given to init_process_group lacks: "host", "port", "path"; ""
+    for any other error.
     """
     found = torch.URL_LACKS.search(error.message)
     if found is not None:
@@ -469,8 +469,8 @@ def meaning(error: Raised) -> Meaning:
 
 
 def in_short(error: Raised) -> str:
-    """A consequence in a few words, "all_reduce: Connection closed by peer"; torch's own texts fill
-    three lines.
+    """Return a consequence in a few words, "all_reduce: Connection closed by peer"; torch's own
+    texts fill three lines.
     """
     consequence = meaning(error) is not Meaning.OWN
     found = _LOST_WORDS.search(error.message) if consequence else None
@@ -495,7 +495,7 @@ def is_stop(error: Raised) -> bool:
 
 
 def loader_broke_off(error: Raised) -> bool:
-    """A DataLoader's worker that breaks off is another matter than a producer: something
-    ended it.
+    """Tell whether a DataLoader's worker broke off, which is another matter than a producer:
+    something ended it.
     """
     return fits("producer-gone", error) and _through(error, _LOADER)

@@ -175,8 +175,8 @@ _WORDS = 1500  # characters of a message that are looked into; what is longer is
 
 
 def of_error(error: Raised) -> str:
-    """Why an exception without a text that names a cause is not certain to be the program's own; ""
-    when it is.
+    """Return why an exception without a text that names a cause is not certain to be the program's
+    own; "" when it is.
     """
     error = tracebacks.from_loader(error) or error
     module, _, kind = error.type.rpartition(".")
@@ -215,9 +215,10 @@ def of_error(error: Raised) -> str:
 
 
 def of_place(code: str, place: Place | None, spoken: Sequence[Sighting]) -> Sighting | None:
-    """The first line before a cause that speaks of a failure in words that are not known; None when
-    there is none, or when it does not matter: the code names its cause by itself, or the same
-    process went on for long after that line."""
+    """Return the first line before a cause that speaks of a failure in words that are not known;
+    None when there is none, or when it does not matter: the code names its cause by itself, or the
+    same process went on for long after that line.
+    """
     if code not in PLACED or place is None:
         return None
     before = [
@@ -244,8 +245,8 @@ def answers(stop: Sighting, seen: Iterable[Sighting]) -> bool:
 
 
 def placed(report: Report, findings: Findings) -> Report:
-    """The report as likely where the log speaks of another failure before it, in words that are not
-    known here.
+    """Return the report as likely where the log speaks of another failure before it, in words that
+    are not known here.
     """
     if report.confidence != "certain" or not report.logs:
         return report
@@ -264,8 +265,8 @@ def placed(report: Report, findings: Findings) -> Report:
 
 
 def of_attempts(reports: Sequence[Report]) -> tuple[Report, ...]:
-    """The causes of attempts after which the job was started again: none of them is certain to have
-    ended it.
+    """Return the causes of attempts after which the job was started again: none of them is certain
+    to have ended it.
     """
     doubt = (
         "the launcher started all ranks again after it, and the log does not say what came of that"
@@ -279,7 +280,7 @@ def of_attempts(reports: Sequence[Report]) -> tuple[Report, ...]:
 
 
 def doubt_in_log(group: Sequence[Verdict], report: Report) -> str:
-    """Why a cause that a log shows may be none all the same; "" when nothing speaks for it."""
+    """Return why a cause that a log shows may be none all the same; "" when nothing speaks for it."""
     first = group[0]
     if first.rank.doubt:
         return first.rank.doubt

@@ -109,8 +109,8 @@ class _Thread:
         self.activity, self.at = activity, now
 
     def _ran(self, activity: Activity, now: float, ticks: int) -> None:
-        """It has, since it was seen last. It is calm if it has only polled, or only spun, as it did
-        before.
+        """Note that it has run since it was seen last. It is calm if it has only polled, or only
+        spun, as it did before.
         """
         passed = now - self.at
         waits, used = activity.waits - self.activity.waits, activity.cpu - self.activity.cpu
@@ -133,8 +133,8 @@ class Watch:
     """Remembers what was seen of one attempt's ranks. All times are in seconds, of one clock."""
 
     def __init__(self, ticks: int, patience: float | None = None) -> None:
-        """`ticks`: of processor time in a second. `patience`: the seconds of `--stall`; None:
-        nobody wants to hear of one.
+        """Begin. `ticks`: of processor time in a second. `patience`: the seconds of `--stall`;
+        None: nobody wants to hear of one.
         """
         self._ticks = ticks
         self._patience = patience
@@ -146,12 +146,12 @@ class Watch:
         self._told_at = 0.0
 
     def interval(self, age: float) -> float:
-        """Seconds until the next look, in an attempt that is this old."""
+        """Return seconds until the next look, in an attempt that is this old."""
         wanted = self._patience / LOOKS_IN_A_STALL if self._patience else LOOK_EVERY
         return max(SHORTEST_LOOK, min(wanted, LOOK_EVERY, age / LOOKS_AT_FIRST + 0.25))
 
     def look(self, activities: Mapping[int, Activity], now: float) -> None:
-        """The living ranks' main threads, as /proc shows them now."""
+        """Take the living ranks' main threads, as /proc shows them now."""
         for rank in self._threads.keys() - activities.keys():
             del self._threads[rank]
         for rank, activity in activities.items():
@@ -161,8 +161,8 @@ class Watch:
                 self._threads[rank] = _Thread(activity, now)
 
     def wants_stacks(self, now: float) -> bool:
-        """Whether there is reason to think that no rank moves, and their stacks should be asked
-        for.
+        """Tell whether there is reason to think that no rank moves, and their stacks should be
+        asked for.
         """
         if not self._patience or not self._threads:
             return False
@@ -179,15 +179,16 @@ class Watch:
     def stood(
         self, rank: int, frames: tuple[Frame, ...], activity: Activity, asked: float, now: float
     ) -> float | None:
-        """A rank's stack, asked for at `asked`, just after a look, and its activity at `now`.
-        Returns for how long it is known to have stood there; None when that is not known."""
+        """Take a rank's stack, asked for at `asked`, just after a look, and its activity at `now`.
+        Return for how long it is known to have stood there; None when that is not known.
+        """
         thread = self._threads.setdefault(rank, _Thread(activity, now))
         thread.stood(frames, activity, asked, now, self._ticks)
         return now - thread.frames_since if thread.frames_since < asked else None
 
     def still_for(self, rank: int, now: float) -> float | None:
-        """For how long a rank's main thread has not run at all; None when it was seen once only, or
-        has just run.
+        """Return for how long a rank's main thread has not run at all; None when it was seen once
+        only, or has just run.
         """
         thread = self._threads.get(rank)
         return (
@@ -197,8 +198,8 @@ class Watch:
         )
 
     def judge(self, now: float, *, debugged: bool) -> Stall | None:
-        """Now that the stacks were seen: the stall to tell, once; None when there is none, or a
-        person holds a rank in a debugger.
+        """Return, now that the stacks were seen, the stall to tell, once; None when there is none,
+        or a person holds a rank in a debugger.
         """
         self._asked = now
         if not self._patience or not self._threads or self._told is not None:
@@ -216,8 +217,8 @@ class Watch:
         return Stall(now - since, min(ran, default=0))
 
     def moved(self) -> tuple[int, ...]:
-        """The ranks that have moved or ended since a stall was told: it is over then. () while it
-        lasts, and when none was told.
+        """Return the ranks that have moved or ended since a stall was told: it is over then. ()
+        while it lasts, and when none was told.
         """
         if self._told is None:
             return ()

@@ -13,8 +13,8 @@ from rallypoint.diagnosis.report import Help, Report
 
 
 def check(url: str) -> Report | None:
-    """What is wrong with an `init_method` as it is written, with the corrected text; None when
-    nothing is known to be.
+    """Return what is wrong with an `init_method` as it is written, with the corrected text; None
+    when nothing is known to be.
     """
     scheme, _, rest = url.partition(":")
     problem = correct = ""
@@ -59,7 +59,7 @@ def check(url: str) -> Report | None:
 
 
 def _check_tcp(rest: str) -> tuple[str, str]:
-    """The problem with what follows `tcp:`, and the corrected whole; ("", "") when there is
+    """Return the problem with what follows `tcp:`, and the corrected whole; ("", "") when there is
     none.
     """
     place = rest.lstrip("/")
@@ -81,5 +81,5 @@ def _check_tcp(rest: str) -> tuple[str, str]:
 
 
 def is_port(text: str) -> bool:
-    """Whether this is the number of a port, as it is written in an address."""
+    """Tell whether this is the number of a port, as it is written in an address."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535

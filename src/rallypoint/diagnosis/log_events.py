@@ -27,7 +27,7 @@ NOBODY = Speaker()
 
 
 def of_rank(rank: int, mark: str = "") -> Speaker:
-    """The process of a rank."""
+    """Return the process of a rank."""
     return Speaker(rank, f"rank {rank}", mark)
 
 

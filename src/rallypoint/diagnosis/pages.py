@@ -18,14 +18,14 @@ _MOST_GLUED = 30  # characters of `code` that are kept on one line, where there 
 
 
 def without_note(text: str) -> str:
-    """The page without its note for the test suite, and without the empty line that would be left
-    of it.
+    """Return the page without its note for the test suite, and without the empty line that would be
+    left of it.
     """
     return re.sub(r"^<!--.*-->\n\n?", "", text, flags=re.MULTILINE).strip("\n") + "\n"
 
 
 def shown(text: str, columns: int, *, bold: bool = False) -> str:
-    """The page on so many columns, with a newline at its end. `bold`: headings stand out.
+    """Return the page on so many columns, with a newline at its end. `bold`: headings stand out.
 
     What is indented, tables and the program at the end stay as they are, each line: they are there
     to be copied. The program stands between two rules in place of the fences, with its name in the
@@ -43,8 +43,8 @@ def shown(text: str, columns: int, *, bold: bool = False) -> str:
 
 
 def _blocks(text: str) -> Iterator[list[str]]:
-    """Runs of lines that are laid out together: a heading, a paragraph, an item of a list, lines of
-    code, one that is empty.
+    """Yield runs of lines that are laid out together: a heading, a paragraph, an item of a list,
+    lines of code, one that is empty.
     """
     block: list[str] = []
     fenced = False
@@ -85,7 +85,7 @@ def _laid_out(block: list[str], columns: int, bold: bool) -> list[str]:
 
 
 def _filled(words: str, columns: int, hang: int) -> list[str]:
-    """The words in lines. Short `code` stays whole: it is there to be copied, too."""
+    """Return the words in lines. Short `code` stays whole: it is there to be copied, too."""
     most = min(_MOST_GLUED, columns - hang)
     glued = _CODE.sub(
         lambda code: code.group().replace(" ", "\0") if len(code.group()) <= most else code.group(),

@@ -156,8 +156,8 @@ def _cut(text: str) -> str:
 
 
 def error_file(text: str) -> Raised | None:
-    """The exception in the file that `torch.distributed.elastic`'s `@record` writes; None when it
-    is not such a file.
+    """Return the exception in the file that `torch.distributed.elastic`'s `@record` writes; None
+    when it is not such a file.
 
     `{"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback ...",
     "timestamp": "..."}}}`, or `message` a string.

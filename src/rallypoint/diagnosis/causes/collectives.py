@@ -198,7 +198,7 @@ _COMPARE_CALLS = Help(
 
 
 def described(call: Collective) -> str:
-    """`ALLREDUCE of 64 elements, call 7`."""
+    """Return `ALLREDUCE of 64 elements, call 7`."""
     size = f" of {call.elements} elements" if call.elements >= 0 else ""
     return f"{call.kind}{size}, call {call.sequence}"
 

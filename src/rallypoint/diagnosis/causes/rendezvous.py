@@ -20,7 +20,7 @@ FIRST_FREE = (
 
 
 def address_differs(case: Case, meetings: Sequence[tuple[Meeting, tuple[int, ...]]]) -> Report:
-    """Ranks of one group that look for each other at different places."""
+    """Tell of ranks of one group that look for each other at different places."""
     evidence = [
         f"{ranks_phrase(ranks)}: {at.address}" + (f", from {at.line}" if at.line else "")
         for at, ranks in meetings
@@ -41,7 +41,9 @@ def address_differs(case: Case, meetings: Sequence[tuple[Meeting, tuple[int, ...
 
 
 def stale_file(case: Case, error: Raised, path: str) -> Report:
-    """A refused connection behind a file:// rendezvous: the file names processes that are gone."""
+    """Tell of a refused connection behind a file:// rendezvous: the file names processes that are
+    gone.
+    """
     return told(
         case,
         "store-file-stale",
@@ -56,7 +58,7 @@ def stale_file(case: Case, error: Raised, path: str) -> Report:
 
 
 def group_twice(case: Case, error: Raised) -> Report:
-    """init_process_group in a process that has its default group."""
+    """Tell of init_process_group in a process that has its default group."""
     first = case.first.meeting.line if case.first.meeting else ""
     why = error.why or ((f"an earlier call is at {first}",) if first else ())
     return told(
@@ -72,7 +74,7 @@ def group_twice(case: Case, error: Raised) -> Report:
 
 
 def parameter_missing(case: Case, error: Raised) -> Report:
-    """An init_method that names a place alone, and no rank or world_size beside it."""
+    """Tell of an init_method that names a place alone, and no rank or world_size beside it."""
     found = classify.says("parameter-missing", error.message)
     assert found is not None
     name, scheme = found["name"].replace(" ", "_"), found["scheme"] or "tcp"
@@ -96,7 +98,7 @@ def parameter_missing(case: Case, error: Raised) -> Report:
 
 
 def store_waits(case: Case, error: Raised) -> Report:
-    """A TCPStore of the program's own that waits for more processes than there are."""
+    """Tell of a TCPStore of the program's own that waits for more processes than there are."""
     came, every = classify.came_short(error.message) or (0, 0)
     return told(
         case,
@@ -122,7 +124,7 @@ _LEAVE_OUT = Help(
 
 
 def url_incomplete(case: Case, error: Raised) -> Report:
-    """An init_method without what torch needs: a host, a port, a path."""
+    """Tell of an init_method without what torch needs: a host, a port, a path."""
     return told(
         case,
         "init-method-invalid",
@@ -137,7 +139,7 @@ def url_incomplete(case: Case, error: Raised) -> Report:
 
 
 def scheme_unknown(case: Case, error: Raised) -> Report:
-    """An init_method that begins with what this torch has no code for."""
+    """Tell of an init_method that begins with a scheme for which this torch has no code."""
     found = classify.says("scheme-unknown", error.message)
     scheme = found[1] if found is not None else ""
     why = "torch knows env://, tcp://HOST:PORT and file:///absolute/path"
@@ -151,7 +153,7 @@ def scheme_unknown(case: Case, error: Raised) -> Report:
 
 
 def address_cut(case: Case, error: Raised) -> Report:
-    """gloo cuts what a peer wrote by its own world_size, and got a piece of an address."""
+    """Tell that gloo got a piece of an address: it cuts what a peer wrote by its own world_size."""
     found = classify.says("address-cut", error.message)
     assert found is not None
     whole, piece = int(found[1]), int(found[2])
@@ -167,8 +169,8 @@ def address_cut(case: Case, error: Raised) -> Report:
 
 
 def host_unresolved(case: Case, error: Raised) -> Report:
-    """The host at which the ranks are to meet has no address; torch 1.x does not say which
-    it was.
+    """Tell that the host at which the ranks are to meet has no address; torch 1.x does not say
+    which it was.
     """
     found = python.HOST.search(error.message)
     host = found["host"] if found is not None else ""
@@ -184,7 +186,7 @@ def host_unresolved(case: Case, error: Raised) -> Report:
 
 
 def ssh_unresolved(case: Case, error: Raised) -> Report:
-    """ssh, by which mpirun, pdsh and others start processes elsewhere, found no address."""
+    """Tell that ssh, by which mpirun, pdsh and others start processes elsewhere, found no address."""
     found = classify.says("ssh-unresolved", error.message)
     assert found is not None
     host, alone = found["host"], found["host"].partition(":")[0]
@@ -199,8 +201,8 @@ def ssh_unresolved(case: Case, error: Raised) -> Report:
 
 
 def port_forbidden(case: Case, error: Raised) -> Report:
-    """A port that the kernel refuses: below 1024 for want of a right, beyond that by a rule of the
-    machine's.
+    """Tell of a port that the kernel refuses: below 1024 for want of a right, beyond that by a rule
+    of the machine's.
     """
     port = classify.port_named(error.message) or next(
         (int(found) for found in re.findall(r"\]:(\d+)", error.message)), 0
@@ -236,7 +238,7 @@ def port_forbidden(case: Case, error: Raised) -> Report:
 
 
 def group_missing(case: Case, error: Raised) -> Report:
-    """A call of torch.distributed in a process that has no group, or has one no more."""
+    """Tell of a call of torch.distributed in a process that has no group, or has one no more."""
     call = (
         error.call
         if error.call not in ("", "get_default_group", "get_group_size")
@@ -259,8 +261,8 @@ def group_missing(case: Case, error: Raised) -> Report:
 
 
 def variable_missing(case: Case, error: Raised) -> Report:
-    """init_process_group reads a variable that is not set: by whom it was removed, when we had set
-    it.
+    """Tell of a variable that init_process_group reads and that is not set: who removed it, when we
+    had set it.
     """
     found = classify.says("variable-missing", error.message)
     assert found is not None
@@ -296,7 +298,7 @@ def variable_missing(case: Case, error: Raised) -> Report:
 
 
 def interface_missing(case: Case, error: Raised) -> Report:
-    """gloo was told to use a network interface that is not there."""
+    """Tell that gloo was to use a network interface that is not there."""
     found = classify.says("interface-missing", error.message)
     name = found[1] if found is not None else ""
     return told(
@@ -313,7 +315,7 @@ def interface_missing(case: Case, error: Raised) -> Report:
 
 
 def port_in_use(case: Case, error: Raised) -> Report:
-    """EADDRINUSE: who holds the port, as far as it can be seen."""
+    """Tell of EADDRINUSE: who holds the port, as far as it can be seen."""
     port, job = classify.port_named(error.message), case.job
     which = f"port {port}" if port else "an address"
     own = [

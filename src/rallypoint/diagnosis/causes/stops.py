@@ -195,7 +195,7 @@ def interrupted_in_log(stop: Sighting) -> Report:
 
 
 def reported(headline: Sighting) -> Report:
-    """A report of rallypoint's own, which stands in the log of a job that it ran."""
+    """Tell of a report of rallypoint's own, which stands in the log of a job that it ran."""
     found = re.search(schedulers.REPORTED, headline.text)
     assert found is not None
     again = Help("see it again, with its timeline and the logs of all ranks", "rallypoint show")
@@ -209,7 +209,7 @@ def reported(headline: Sighting) -> Report:
 
 
 def same_rank(count: Sighting) -> Report:
-    """As many processes as the group has came, some of them as the same rank: the others
+    """Tell that as many processes as the group has came, some of them as the same rank: the others
     stay away.
     """
     return Report(

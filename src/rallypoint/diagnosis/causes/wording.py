@@ -22,7 +22,7 @@ EVIDENCE_LINES = 7  # of a list with a line for each rank or place
 
 
 def named(error: Raised) -> str:
-    """`ValueError: the message's first line`; of what a DataLoader's worker raised, that."""
+    """Return `ValueError: the message's first line`; of what a DataLoader's worker raised, that."""
     worker, inner = tracebacks.in_loader(error.message)
     if inner:
         return f"{first_line(inner)} (in DataLoader worker process {worker})"
@@ -41,12 +41,12 @@ def size(count: int) -> str:
 
 
 def since(at: float) -> str:
-    """A moment of the job: `+0.31 s`."""
+    """Return a moment of the job: `+0.31 s`."""
     return f"+{at:.2f} s"
 
 
 def cut(line: str, most: int = LINE_CHARACTERS) -> str:
-    """A line, shortened with a note when it is far too long."""
+    """Return a line, shortened with a note when it is far too long."""
     return line if len(line) <= most else f"{line[:most]} ... ({len(line) - most} more characters)"
 
 
@@ -64,12 +64,12 @@ CRASHES = frozenset(_CRASHES)
 
 
 def crash_words(number: int) -> str:
-    """What a signal that native code ends by says of it; "" for another signal."""
+    """Return what native code did that ends by this signal; "" for another signal."""
     return _CRASHES.get(number, "")
 
 
 def has_name(number: int) -> bool:
-    """Whether this is the number of a signal with a name."""
+    """Tell whether this is the number of a signal with a name."""
     return number in {int(known) for known in signals.Signals}
 
 
