@@ -125,10 +125,10 @@ def test_a_job_whose_run_folder_was_removed_is_named(
     jobs.append(Job(str(program)))
     name = os.readlink(state / "latest")
     shutil.rmtree(state)
-    for words in (["stop"], ["stop", name[-4:]], ["stacks", name]):
+    for words in (["stop"], ["stop", name[-4:]], ["stacks", name], ["stacks", str(state / name)]):
         assert cli.main(words) == 1
         said = " ".join(capsys.readouterr().err.split())
-        assert f"[launcher-silent]: job {name} runs, and its run folder was removed" in said
+        assert f"[launcher-silent]: job {name} runs, and its run folder is gone" in said
         assert f"kill {jobs[0].process.pid}" in said
     jobs[0].process.terminate()
     assert jobs[0].end() == 143

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -57,12 +57,6 @@ class CommandLine(msgspec.Struct, frozen=True):
         return "help" in self.given
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting."""
-        raise argparse.ArgumentError(None, message)
-
-
 def take_apart(
     argv: Sequence[str], environ: Mapping[str, str], command: Command = RUN
 ) -> CommandLine:
@@ -76,7 +70,7 @@ def take_apart(
             before = given.get(self.dest, ())
             given[self.dest] = (*before, Given(spelling or "", value or ""))
 
-    parser = _Parser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     short = _abbreviations(command)
     for option in command.options:
         parser.add_argument(

@@ -16,15 +16,14 @@ from rallypoint.launcher import torch_version
 if TYPE_CHECKING:
     from rallypoint.launcher.plan import Machine, Options, Plan
 
-# seconds for a name given with --master-addr: one that is not answered for is not known to be this
-# machine's
 RESOLVE_TIMEOUT = 2.0
+"""Seconds for a name given with --master-addr: one that is not answered for is not known to be this
+machine's.
+"""
 
 
 def main(argv: list[str]) -> int:
-    """`rallypoint run` with its arguments; the exit status. Errors of usage are printed, not
-    raised.
-    """
+    """Run `rallypoint run`; return the exit status."""
     return args.invoke(
         commands.RUN,
         argv,
@@ -76,16 +75,12 @@ def start(wanted: Options, environ: Mapping[str, str], typed: Sequence[str] = ()
 
 
 def _memory(made: Plan, environ: Mapping[str, str]) -> str:
-    """The file of what earlier runs of this program have shown."""
+    """Return the file of what earlier runs of this program have shown."""
     from rallypoint.record import preload_history
 
-    program = made.program
-    name = (
-        os.path.realpath(program.target)
-        if program.kind == "script"
-        else f"{program.target} in {made.cwd}"
-    )
-    return preload_history.path_for(environ, program.kind, name, sys.executable, made.torch)
+    kind, target = made.program.kind, made.program.target
+    name = os.path.realpath(target) if kind == "script" else f"{target} in {made.cwd}"
+    return preload_history.path_for(environ, kind, name, sys.executable, made.torch)
 
 
 # --- facts
@@ -93,7 +88,7 @@ def _memory(made: Plan, environ: Mapping[str, str]) -> str:
 
 
 def this_machine(wanted: Options, environ: Mapping[str, str]) -> Machine:
-    """The facts that a plan depends on. Opens no GPU (but where no file shows them), asks no
+    """Return the facts that a plan depends on. Opens no GPU (but where no file shows them), asks no
     resolver, imports no torch.
     """
     import datetime
@@ -144,8 +139,9 @@ def _interfaces() -> tuple[str, ...]:
 
 
 def _own_names(asked: str) -> tuple[str, ...]:
-    """This machine's name, short and long, and the asked address or name if it is one of ours: the
-    kernel binds no other. The resolver is asked for a name only when it is not known."""
+    """Return this machine's name, short and long, and the asked address or name if it is one of
+    ours: the kernel binds no other. The resolver is asked only for a name that is not known.
+    """
     import socket
 
     from rallypoint.launcher.plan import LOOPBACK
@@ -160,11 +156,7 @@ def _own_names(asked: str) -> tuple[str, ...]:
 def _is_here(host: str) -> bool:
     from rallypoint.host import probe, resolver
 
-    places = probe.numeric(host, 0)
-    if not places:
-        places = [
-            place
-            for ip in resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host].found
-            for place in probe.numeric(ip, 0)
-        ]
+    is_address = bool(probe.numeric(host, 0))
+    found = [host] if is_address else resolver.ask([host], timeout=RESOLVE_TIMEOUT)[host].found
+    places = (place for ip in found for place in probe.numeric(ip, 0))
     return any(probe.is_own(family, str(sockaddr[0])) for family, sockaddr in places)

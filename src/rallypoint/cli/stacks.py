@@ -85,9 +85,10 @@ def chosen(words: Sequence[str], command: str = "stacks") -> tuple[str, tuple[st
 
 
 def _refuse_without_folder(word: str) -> None:
-    """Raise `EnvironmentProblem` when a job of that name runs whose run folder was removed."""
+    """Raise `EnvironmentProblem` when a job of that name runs without its run folder."""
     from rallypoint.launcher.agent import query_socket
 
+    name = os.path.basename(word.rstrip(os.sep))
     with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
         paths = {line.split()[-1] for line in file if line.endswith("/door.sock\n")}
     for path in sorted(paths):
@@ -95,9 +96,9 @@ def _refuse_without_folder(word: str) -> None:
             query_socket.DoorClosed, query_socket.LauncherSilent, query_socket.OtherVersion
         ):
             found = query_socket.ask(path)
-            if word in found.job and not os.path.isdir(found.run_dir):
+            if name in found.job and not os.path.isdir(found.run_dir):
                 raise _unanswered(
-                    f"job {found.job} runs, and its run folder was removed: its record is lost",
+                    f"job {found.job} runs, and its run folder is gone: removed, or never made",
                     "",
                     ("end it in good order, as rallypoint stop does", f"kill {found.launcher}"),
                 )

@@ -12,6 +12,7 @@ from rallypoint.host.devices import BUSY_SHARE, Found, count, find, look_closely
 
 
 def devices() -> list[Finding]:
+    """Check the GPUs of this machine."""
     return [judge_devices(find(os.environ, look_closely()))]
 
 
@@ -22,9 +23,7 @@ def judge_devices(found: Found) -> Finding:
         return ok("no NVIDIA GPU and no driver: ranks compute on the processors")
     there = count(len(look.devices))
     if lack := missing(found):
-        if (
-            found.build is not None and not found.build.cuda
-        ):  # a choice that somebody made, perhaps on purpose
+        if found.build is not None and not found.build.cuda:  # chosen, perhaps on purpose
             install = f"{shlex.quote(sys.executable)} -m pip install torch"
             return note(
                 "device-missing",
@@ -51,9 +50,8 @@ def judge_devices(found: Found) -> Finding:
         return ok(f"{shown}; nobody holds a tenth of a visible one's memory")
     help = [("see who it is", "nvidia-smi")]
     others = ",".join(str(index) for index in visible if index not in busy)
-    alike = (
-        len({device.name for device in look.devices}) <= 1 or found.visible.by_bus
-    )  # else the numbers are not CUDA's
+    # else the numbers are not CUDA's
+    alike = len({device.name for device in look.devices}) <= 1 or found.visible.by_bus
     if others and alike and not found.visible.instance:
         help.append(("or leave it out", f"export CUDA_VISIBLE_DEVICES={others}"))
     holders = found.strangers(()) or (
