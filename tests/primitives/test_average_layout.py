@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -200,7 +200,7 @@ def test_weights_of_zero_are_not_read_and_equal_ones_are_no_weights() -> None:
         {0: 1.0, 1: 1.0},
         2.0,
     )
-    assert (Weights([1.0, 3.0]).each, Weights([1.0, 3.0]).total) == ({0: 1.0, 1: 3.0}, 4.0)
+    assert (Weights([1.0, 3.0]).each, Weights([1.0, 3.0]).total) == ({0: 0.25, 1: 0.75}, 1.0)
     assert Weights([0.0]).each == {}
 
 
@@ -211,7 +211,6 @@ def split(
     scopes: str,
     me: int,
     living: Sequence[int],
-    alone: Collection[int] = (),
     weights: Sequence[float] = (),
 ) -> Split:
     all_of_them = [
@@ -221,7 +220,7 @@ def split(
         )
         for index, scope in enumerate(scopes)
     ]
-    return Split(1_000_000, all_of_them, me, living, alone)
+    return Split(1_000_000, all_of_them, me, living)
 
 
 def test_one_host_shares_the_bytes_among_its_ranks() -> None:
@@ -231,17 +230,16 @@ def test_one_host_shares_the_bytes_among_its_ranks() -> None:
         assert found.parts == dict(enumerate(layouts.cuts(1_000_000, 3)))
 
 
-def test_a_rank_whose_memory_cannot_be_opened_is_a_host_of_its_own() -> None:
-    assert split("aaba", 0, range(4)).hosts == [[0, 1, 3], [2]]
-    found = split("aaba", 3, range(4), alone={1})
-    assert (found.hosts, found.host, found.leads) == ([[0, 3], [1], [2]], [0, 3], False)
-    assert found.parts == {0: (0, 1_000_000)}  # the first of a host has the whole mean
+def test_the_first_of_a_host_has_the_whole_mean() -> None:
+    found = split("aaba", 3, range(4))
+    assert (found.hosts, found.host, found.leads) == ([[0, 1, 3], [2]], [0, 1, 3], False)
+    assert found.parts == {0: (0, 1_000_000)}
 
 
 def test_the_dead_have_no_part_and_no_weight() -> None:
     found = split("aaa", 2, [0, 2], weights=[1.0, 2.0, 5.0])
     assert found.parts == dict(zip([0, 2], layouts.cuts(1_000_000, 2), strict=True))
-    assert (found.weights, found.total) == ({0: 1.0, 2: 5.0}, 6.0)
+    assert (found.weights, found.total) == ({0: 0.125, 2: 0.625}, 0.75)
 
 
 # --- trees ---

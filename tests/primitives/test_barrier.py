@@ -247,7 +247,7 @@ class Whole:
         (
             ("b", 2.0),
             TypeError,
-            "size=2.0: the number of those who meet at a barrier is an int, not a float",
+            "size=2.0: the number of callers of a barrier is an int, not a float",
         ),
         (("b", True), TypeError, "size=True"),
         (("b", "2"), TypeError, "size='2'"),

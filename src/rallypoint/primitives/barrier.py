@@ -8,16 +8,12 @@ a timeout.
 from __future__ import annotations
 
 import math
-import operator
 from datetime import timedelta
 
-from rallypoint.errors import BarrierTimeout, UsageError
-from rallypoint.store.client.arguments import described, key_of, seconds_of
+from rallypoint.errors import BarrierTimeout
+from rallypoint.store.client.arguments import LARGEST_SIZE, key_of, seconds_of, size_of
 from rallypoint.store.client.client import Client
 from rallypoint.wire.messages import AnyReply, Arrive, Integer, TimedOut
-
-LARGEST = 1 << 31
-"""Of sizes: more than any store serves sessions, and small enough for whatever counts."""
 
 
 def barrier(store: Client, name: str, size: int, timeout: float | timedelta | None = 30.0) -> int:
@@ -38,27 +34,13 @@ def barrier(store: Client, name: str, size: int, timeout: float | timedelta | No
     """
     if name.__class__ is not str or not name.isascii():
         name = key_of(name)
-    if size.__class__ is not int or not 0 < size < LARGEST:
-        size = _size(size)
+    if size.__class__ is not int or not 0 < size < LARGEST_SIZE:
+        size = size_of(size, "a barrier")
     seconds = timeout if timeout.__class__ is float and timeout >= 0.0 else seconds_of(timeout)
     reply, _ = store.ask(Arrive, name, size, seconds, wait=seconds)
     if type(reply) is Integer:
         return reply.number
     raise _timed_out(name, size, seconds, reply)
-
-
-def _size(given: object) -> int:
-    """A size that is no plain int, or no size at all."""
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise TypeError(
-            f"size={given!r}: the number of those who meet at a barrier is an int, not {described(given)}"
-        )
-    size = operator.index(given)
-    if not 0 < size < LARGEST:
-        raise UsageError(
-            "usage", f"size={size}: at least one comes to a barrier, and fewer than {LARGEST}"
-        )
-    return size
 
 
 def _timed_out(name: str, size: int, seconds: float, reply: AnyReply) -> BarrierTimeout:

@@ -274,71 +274,74 @@ class Lock:
         return mine
 
     def _ask(self, seconds: float, *, block: bool = False) -> Grant | wire.TimedOut:
-        """Wait for so many seconds. What a signal handler raises in here leaves nothing behind.
+        """Wait for so many seconds. An exception of a signal handler in here leaves nothing behind.
         `block`: for a `with` statement.
         """
-        store, name, me, owner = self._store, self.name, get_ident(), _owner()
         began = now = _clock.monotonic()
         tries = 0
         while True:
-            left = max(0.0, began + seconds - now)
-            lease = store.lease(name, self.ttl)
-            grant = Grant(store, name, lease)
+            lease = self._store.lease(self.name, self.ttl)
+            grant = Grant(self._store, self.name, lease)
             if block:
                 lease.end_with(self)
             try:
-                lease.begin()
-                if seconds and lease.nested:
-                    headline = f"this thread waits for the lock {shown(name)} already, and a signal handler in it asks for it again"
-                    raise WouldDeadlock("lock-twice", headline)
-                session = lease.leases.session
-                fields = (name, owner, None if left == math.inf else left, self.ttl)
-                reply, _ = session.request(wire.Lock, fields, left, into=lease)
-                now = grant._since = _clock.monotonic()
-                if isinstance(reply, wire.TimedOut):
-                    lease.state = "done"
-                    self._count_wait(lease, now - began)
-                    lease.figures.timeouts += 1
-                    self._forget(grant)
+                reply = self._ask_once(grant, max(0.0, began + seconds - now), began)
+                if reply is not None:
                     return reply
-                lease.hold()
-                mine = self._grants.setdefault(me, [])
-                mine.append(grant)
-                self._grants[me] = (
-                    # a signal handler that used this object may have thrown it away while it was
-                    # empty
-                    mine
-                )
-                if not lease.over:
-                    self._count_wait(lease, now - began)
-                    lease.figures.acquisitions += 1
-                    return grant
-                # This process was silent while it waited: it may have had the lock, and lost it. It
-                # goes to the end of the queue.
-                if not lease.gone:
-                    session.request(wire.Unlock, (name, lease.token))
-                lease.state = "done"
-                self._forget(grant)
             except WouldDeadlock as error:
                 lease.state = "done"
                 self._forget(grant)
-                held = names_held(me)
+                held = names_held(get_ident())
                 tries += 1
                 if (
                     lease.nested
-                    or (name in held if error.code == "lock-twice" else held)
+                    or (self.name in held if error.code == "lock-twice" else held)
                     or tries > STALE_TRIES
                 ):
                     raise _explained(error) from None
-                # What the server means was given up by this thread, which an exception interrupted;
-                # it is about to be told.
+                # The server means a lock that this thread has given up after an exception; the
+                # keep-alive is about to tell it.
                 lease.leave()
                 select.poll().poll(STALE_SECONDS * 1000.0)
-                now = _clock.monotonic()
             except BaseException:
                 lease.give_up()
                 self._forget(grant)
                 raise
+            now = _clock.monotonic()
+
+    def _ask_once(self, grant: Grant, seconds: float, began: float) -> Grant | wire.TimedOut | None:
+        """Wait for so many seconds; return None when it is to be asked for again."""
+        name, lease = self.name, grant._lease
+        lease.begin()
+        if seconds and lease.nested:
+            headline = f"this thread waits for the lock {shown(name)} already, and a signal handler in it asks for it again"
+            raise WouldDeadlock("lock-twice", headline)
+        session = lease.leases.session
+        fields = (name, _owner(), None if seconds == math.inf else seconds, self.ttl)
+        reply, _ = session.request(wire.Lock, fields, seconds, into=lease)
+        grant._since = _clock.monotonic()
+        if isinstance(reply, wire.TimedOut):
+            lease.state = "done"
+            self._count_wait(lease, grant._since - began)
+            lease.figures.timeouts += 1
+            self._forget(grant)
+            return reply
+        lease.hold()
+        mine = self._grants.setdefault(get_ident(), [])
+        mine.append(grant)
+        # A signal handler that used this object may have thrown the list away while it was empty.
+        self._grants[get_ident()] = mine
+        if not lease.over:
+            self._count_wait(lease, grant._since - began)
+            lease.figures.acquisitions += 1
+            return grant
+        # This process was silent while it waited: it may have had the lock, and lost it. It goes to
+        # the end of the queue.
+        if not lease.gone:
+            session.request(wire.Unlock, (name, lease.token))
+        lease.state = "done"
+        self._forget(grant)
+        return None
 
     def _forget(self, grant: Grant) -> None:
         """It is not this thread's any more, or never was."""

@@ -124,7 +124,7 @@ class Taken:
 
     def __enter__(self) -> Any:
         loan, client, name, seconds = self._loan, self._client, self._name, self._seconds
-        if loan.out:
+        if loan.owed is not None:
             raise UsageError(
                 "usage",
                 f"one take() of the queue {shown(name)} is one item, and this one is in use",
@@ -141,7 +141,7 @@ class Taken:
             self._state = "taken"
             return client.decoded(reply, body)
         except BaseException:
-            if loan.out:
+            if loan.owed is not None:
                 self._state = "given back"
             loan.give_back()
             raise

@@ -1,4 +1,4 @@
-"""What is held goes back, whatever interrupts that.
+"""Loans of the server, which go back whatever interrupts that.
 
 The server hands something out (an item of a queue, the task to compute something), and takes it
 back when it is asked to or when the session ends. Before that comes about a signal handler may
@@ -21,7 +21,7 @@ Back = tuple[type[Request], tuple[Any, ...]]
 
 
 class Loan:
-    """What the reply to one request hands out to this process, and the request that gives it back.
+    """Thing that the reply to one request hands out to this process, with the way to give it back.
 
         loan = Loan(client, give_back)
         reply, body = client.ask(Pop, ..., into=loan)
@@ -32,52 +32,48 @@ class Loan:
     keep-alive's thread sees to it.
     """
 
-    reply: AnyReply | None = (
-        # class attributes: an exception may strike before all is set, and then the destructor runs
-        None
-    )
+    # Class attributes: an exception may strike before all is set, and then the destructor runs.
+    reply: AnyReply | None = None
     session: Session | None = None
     _settled = False
 
     def __init__(self, client: Client, back: Callable[[AnyReply], Back | None]) -> None:
-        """`back`: what gives back what a reply has handed out; None when it has handed out
-        nothing.
+        """`back`: makes the request that gives back what a reply has handed out; None when the
+        reply has handed out nothing.
         """
         self._client = client
         self._pid = os.getpid()
         self._back = back
 
     @property
-    def out(self) -> bool:
-        """Whether it is to be given back."""
-        return not self._settled and self.reply is not None and self._back(self.reply) is not None
+    def owed(self) -> Back | None:
+        """Request that gives the thing back, if there is something to give back."""
+        if self._settled or self.reply is None or not self.mine:
+            return None
+        return self._back(self.reply)
 
     @property
     def mine(self) -> bool:
-        """Whether it was handed out to this process: a forked child owes nothing."""
+        """Whether the thing was handed out to this process: a forked child owes nothing."""
         return self._pid == os.getpid()
 
     def back_by(self, kind: type[Request], fields: tuple[Any, ...]) -> None:
-        """Give it back by another request."""
+        """Choose another request that gives it back."""
         self._back = lambda _: (kind, fields)
 
     def settle(self) -> None:
-        """Nothing is to be given back any more."""
+        """Note that nothing is to be given back any more."""
         self._settled = True
 
     def give_back(self) -> None:
-        """Return when it is back. When a signal handler raises, which goes on from here, or there
-        is no answer in time, the keep-alive's thread sees to it. When the session is over that has
-        given it back."""
-        back = (
-            self._back(self.reply)
-            if self.reply is not None and not self._settled and self.mine
-            else None
-        )
-        if back is None:
+        """Give the thing back, and return when the server has it. When a signal handler raises,
+        which goes on from here, or there is no answer in time, the keep-alive's thread sees to it.
+        When the session is over that has given it back."""
+        owed = self.owed
+        if owed is None:
             return
         try:
-            self._client.ask(back[0], *back[1])
+            self._client.ask(owed[0], *owed[1])
         except ConnectionError:  # SessionLost, StoreClosed, StoreUnreachable
             pass
         except StoreTimeout:
@@ -89,13 +85,9 @@ class Loan:
 
     def give_back_later(self) -> None:
         """Leave it to the keep-alive's thread. Waits for nobody, and takes no lock."""
-        back = (
-            self._back(self.reply)
-            if self.reply is not None and not self._settled and self.mine
-            else None
-        )
-        if back is not None and self.session is not None:
-            self.session.keep_alive.ask_later(*back)
+        owed = self.owed
+        if owed is not None and self.session is not None:
+            self.session.keep_alive.ask_later(*owed)
         self.settle()
 
     def __del__(self) -> None:

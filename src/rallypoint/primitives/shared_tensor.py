@@ -75,9 +75,8 @@ class SharedTensor:
         size = _checked_shape(shape)
         dtype = torch.get_default_dtype() if dtype is None else _checked_dtype(dtype)
         length = max(_SMALLEST, math.prod(size) * dtype.itemsize)
-        fd = memory.create(
-            _beside_at(length) + length
-        )  # what stands beside costs nothing before it is written
+        # The memory beside the tensor costs nothing before it is written.
+        fd = memory.create(_beside_at(length) + length)
         try:
             self._open(RecordLock.create(), fd, size, dtype)
         finally:
@@ -102,12 +101,10 @@ class SharedTensor:
         # moved to a copy in /dev/shm when it is sent.
         with torch.inference_mode(False):
             storage = torch.UntypedStorage._new_shared_fd_cpu(fd, length)  # type: ignore[attr-defined]
-            self._tensor = torch.empty(0, dtype=dtype, device="cpu").set_(
-                storage, 0, size, _strides(size)
-            )
-            self._main = (
-                self._tensor.detach()
-            )  # what a program does to its object (requires_grad_, resize_) is not done to this one
+            self._tensor: torch.Tensor = torch.empty(0, dtype=dtype, device="cpu")
+            self._tensor.set_(storage, 0, size)  # type: ignore[call-overload]
+            # A program may do things to its object (requires_grad_, resize_), and not to this one.
+            self._main: torch.Tensor = self._tensor.detach()
         self._address = self._main.data_ptr()
         self._beside: torch.Tensor | None = None
         self._lock = lock
@@ -203,31 +200,35 @@ class SharedTensor:
 
     def _timed_out(self, timeout: float) -> LockTimeout:
         holder = self._lock.holder()
-        held_for = _seconds_since(holder)
-        name = self._name(holder) if holder is not None else "somebody"
+        headline = f"the lock of SharedTensor {self._what()} was not had within {timeout:g} s: "
+        if holder is None:
+            return LockTimeout(
+                "lock-timeout",
+                f"{headline}somebody held it",
+                holder="somebody",
+                held_for=0.0,
+                why=("it was free a moment later: whoever held it has just given it back",),
+            )
         why: tuple[str, ...] = ()
-        if holder is not None and processes.is_stopped(holder.pid):
+        if processes.is_stopped(holder.pid):
             why = (f"pid {holder.pid} is stopped (SIGSTOP, Ctrl-Z, a debugger)",)
-        elif holder is None:
-            why = ("it was free a moment later: whoever held it has just given it back",)
         return LockTimeout(
             "lock-timeout",
-            f"the lock of SharedTensor {self._what()} was not had within {timeout:g} s: {name} "
-            + ("held it" if holder is None else f"holds it{_for(held_for)}{_in(holder.doing)}"),
-            holder=name,
-            held_for=0.0 if math.isnan(held_for) else held_for,
+            f"{headline}{self._name(holder)} holds it{_since(holder)}",
+            holder=self._name(holder),
+            held_for=0.0 if math.isnan(holder.since) else _seconds(holder),
             why=why,
         )
 
     def _abandoned(self, left: LockHolder) -> LockAbandoned:
+        name, what = self._name(left), f"the lock of SharedTensor {self._what()}"
+        took = f"took the lock {_seconds(left):.1f} s ago"
         if left.runs:
-            headline = (
-                f"{self._name(left)} lost the lock of SharedTensor {self._what()} while it held it"
-            )
-            why = f"it still runs, and took the lock {_ago(left)}: it has closed a descriptor of the lock's file, with which the lock goes"
+            headline = f"{name} lost {what} while it held it"
+            why = f"it still runs, and {took}: it has closed a descriptor of the lock's file, with which the lock goes"
         else:
-            headline = f"{self._name(left)} died while it held the lock of SharedTensor {self._what()}, so it may be half changed"
-            why = f"it took the lock {_ago(left)}, and did not give it back"
+            headline = f"{name} died while it held {what}, so it may be half changed"
+            why = f"it {took}, and did not give it back"
         return LockAbandoned(
             "lock-abandoned",
             headline,
@@ -252,7 +253,7 @@ class SharedTensor:
             return "free"
         if not holder.holds:
             return f"free: {self._name(holder)} died with the lock"
-        return f"held by {self._name(holder)}{_for(_seconds_since(holder))}{_in(holder.doing)}"
+        return f"held by {self._name(holder)}{_since(holder)}"
 
     @staticmethod
     def _name(holder: LockHolder) -> str:
@@ -284,13 +285,10 @@ class SharedTensor:
         value = _here(x)
 
         def add(out: torch.Tensor) -> None:
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape != out.shape
-                and not _fits(value.shape, out.shape)
-            ):
-                out.add_(value, alpha=alpha)  # torch's error
-            torch.add(self._main, value, alpha=alpha, out=out)
+            if isinstance(value, torch.Tensor) and value.shape != out.shape:
+                out.copy_(self._main).add_(value, alpha=alpha)  # never broadcasts beyond `out`
+            else:
+                torch.add(self._main, value, alpha=alpha, out=out)
 
         return self._change("add_", add, seconds_of(timeout), on_abandoned)
 
@@ -408,11 +406,9 @@ class Locked:
     ) -> None:
         lock = self._shared._lock
         try:
-            if (
-                kind is None or lock.mine
-                # in a child that was forked in the block it is not; the program's own error says
-                # more
-            ):
+            # In a child that was forked in the block the lock is not its own; the program's own
+            # error says more.
+            if kind is None or lock.mine:
                 self._shared._give_back()
         except BaseException:
             if lock.mine:
@@ -550,15 +546,6 @@ def _checked_dtype(dtype: object) -> torch.dtype:
     return dtype
 
 
-def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in elements."""
-    strides, step = [], 1
-    for length in reversed(size):
-        strides.append(step)
-        step *= max(1, length)
-    return tuple(reversed(strides))
-
-
 def _beside_at(length: int) -> int:
     """Where in the file the memory beside the tensor begins: what is mapped begins with a page."""
     return -(-length // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
@@ -573,24 +560,11 @@ def _here(x: Any) -> Any:
     return x.detach() if x.is_cpu else x.detach().to("cpu")
 
 
-def _fits(size: torch.Size, into: torch.Size) -> bool:
-    """Whether it broadcasts to `into`, and not beyond."""
-    return len(size) <= len(into) and all(
-        a in (1, b) for a, b in zip(reversed(size), reversed(into), strict=False)
-    )
+def _seconds(holder: LockHolder) -> float:
+    return _clock.monotonic() - holder.since
 
 
-def _seconds_since(holder: LockHolder | None) -> float:
-    return math.nan if holder is None else _clock.monotonic() - holder.since
-
-
-def _for(seconds: float) -> str:
-    return "" if math.isnan(seconds) else f" for {seconds:.1f} s"
-
-
-def _ago(holder: LockHolder) -> str:
-    return f"{_seconds_since(holder):.1f} s ago"
-
-
-def _in(doing: str) -> str:
-    return f", in {doing}" if doing else ""
+def _since(holder: LockHolder) -> str:
+    seconds = _seconds(holder)
+    known = "" if math.isnan(seconds) else f" for {seconds:.1f} s"
+    return known + (f", in {holder.doing}" if holder.doing else "")

@@ -18,7 +18,7 @@ from types import TracebackType
 from rallypoint.errors import UsageError
 from rallypoint.primitives.store import Store
 from rallypoint.store.address import Address
-from rallypoint.store.client.client import Options
+from rallypoint.store.client.session import Options
 from rallypoint.store.server.server import Server
 
 ADDRESS = Address("192.0.2.1", 1)

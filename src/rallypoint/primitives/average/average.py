@@ -39,12 +39,13 @@ from rallypoint.primitives.average.participants import (
     in_order,
     meeting,
     rank_order,
+    say_warning,
     scope,
 )
 from rallypoint.primitives.average.segments import ANY_ROUND, OwnSegment, cache_of, head_of
 from rallypoint.primitives.average.sync import AverageRound
 from rallypoint.primitives.average.work_split import Weights, combine, sum_of
-from rallypoint.store.client.arguments import described, key_of, seconds_of
+from rallypoint.store.client.arguments import described, key_of, seconds_of, size_of
 from rallypoint.store.state.attendance import attendance, who
 from rallypoint.store.state.quotas import quoted
 from rallypoint.wire.messages import Arrive, Identity, Member, Met, TimedOut
@@ -160,13 +161,8 @@ def average(
     return averaged._replace(value=result) if details else result
 
 
-def _check(size: object, weight: object, quorum: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, int):
-        what = f"the number of those who average is an int, not {described(size)}"
-        raise TypeError(f"size={size!r}: {what}")
-    if not 0 < size < 1 << 31:
-        what = f"at least one takes part in an average, and fewer than {1 << 31}"
-        raise UsageError("usage", f"size={size}: {what}")
+def _check(size: int, weight: object, quorum: int | None) -> None:
+    size_of(size, "an average")
     if isinstance(weight, bool | str) or not hasattr(weight, "__float__"):
         raise TypeError(f"weight={weight!r}: a weight is a number, not {described(weight)}")
     try:
@@ -179,8 +175,7 @@ def _check(size: object, weight: object, quorum: object) -> None:
     if quorum is None:
         return
     if isinstance(quorum, bool) or not isinstance(quorum, int):
-        what = f"the number of those who suffice is an int, not {described(quorum)}"
-        raise TypeError(f"quorum={quorum!r}: {what}")
+        raise TypeError(f"quorum={quorum!r}: a quorum is an int, not {described(quorum)}")
     if not 1 <= quorum <= size:
         raise UsageError("usage", f"quorum={quorum} is none of {size}: give 1 to {size}")
 
@@ -252,7 +247,7 @@ class _AverageCall:
         cache = cache_of(self._store)
         own = cache.take(head_of(self._size) + self._layout.size)
         self._layout.put(own.mapped.memory, head_of(self._size))
-        offer = self._offer(own, os.urandom(16) if cache.private else scope())
+        offer = self._offer(own)
         try:
             met, participants = self._arrive(offer)
         except (BarrierTimeout, BarrierBroken, BarrierMismatch):  # nobody reads it
@@ -275,7 +270,6 @@ class _AverageCall:
             cache,
             quorum=self._quorum,
             timeout=self._timeout,
-            say=_say,
         )
         try:
             self._weights(participants)
@@ -286,14 +280,14 @@ class _AverageCall:
         averaged = self._averaged(met, participants, *outcome)
         return averaged, self._round.copy
 
-    def _offer(self, own: OwnSegment, scope: bytes) -> Offer:
+    def _offer(self, own: OwnSegment) -> Offer:
         status = processes.status("self")
         return Offer(
             VERSION,
             self._layout.digest,
             self._weight,
             threading.get_ident(),
-            scope=scope,
+            scope=scope(),
             pid=os.getpid(),
             started=status.started if status is not None else 0,
             place=own.place,
@@ -340,12 +334,12 @@ class _AverageCall:
         identities = [one.identity for one in participants]
         if met.absent or len(participants) < self._size:
             came = attendance(self._size, len(participants), identities, met.absent)
-            _say("warning", f"{title} is complete without all of {self._size}: {came}")
+            say_warning(f"{title} is complete without all of {self._size}: {came}")
         brought = tuple((identities[index], leaves) for index, leaves in strange.items())
         if not finite:
             which = "; ".join(f"{identity} in {', '.join(leaves)}" for identity, leaves in brought)
             which = which or "the sum of finite numbers is too large"
-            _say("warning", f"{title} has NaN or infinite elements: {which}")
+            say_warning(f"{title} has NaN or infinite elements: {which}")
         lost = [one for index, one in enumerate(identities) if index not in living]
         return Averaged(
             None,
@@ -452,10 +446,3 @@ def _differences(told: Sequence[tuple[Identity, dict[str, str]]]) -> list[str]:
     if len(found) > SHOWN:
         found[SHOWN:] = [f"and {len(found) - SHOWN} more parts differ"]
     return found
-
-
-def _say(level: str, text: str) -> None:
-    from rallypoint.store.logger import logger  # here: logging takes 8 ms to load
-
-    log = logger()
-    (log.warning if level == "warning" else log.info)(text)

@@ -77,3 +77,10 @@ def rank_order(identity: Identity) -> tuple[Any, ...]:
 def scope() -> bytes:
     """Return `memory.scope()`, which is equal in processes that can open each other's memory."""
     return memory.scope()
+
+
+def say_warning(text: str) -> None:
+    """Write a line to the program's log."""
+    from rallypoint.store.logger import logger  # here: logging takes 8 ms to load
+
+    logger().warning(text)

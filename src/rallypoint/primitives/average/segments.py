@@ -106,7 +106,6 @@ class SegmentCache:
     """Segments that the averages of one store use again in this process. Threads may share it."""
 
     def __init__(self) -> None:
-        self.private = False  # other processes could not open this process's memory
         self._lock = threading.RLock()  # a signal handler may average as well
         self._rounds = 0
         self._free: list[OwnSegment] = []

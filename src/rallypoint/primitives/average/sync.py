@@ -31,7 +31,13 @@ from rallypoint.host import memory, processes
 from rallypoint.primitives.average import cross_host, work_split
 from rallypoint.primitives.average.cross_host import Exchange, HostSilent
 from rallypoint.primitives.average.layout import Layout, MeanWriter, TypedRun, not_finite, typed
-from rallypoint.primitives.average.participants import Participant, called, meeting, scope
+from rallypoint.primitives.average.participants import (
+    Participant,
+    called,
+    meeting,
+    say_warning,
+    scope,
+)
 from rallypoint.primitives.average.segments import (
     OwnSegment,
     SegmentCache,
@@ -66,8 +72,8 @@ SLOWEST = 50e6
 NAMED = 20
 """Maximum leaves with a NaN that a rank names."""
 
-FIRST = 5.0
-"""Seconds before the first line of progress. A round of 1 GB takes less."""
+QUIET = 5.0
+"""Seconds before a line names the ranks that are waited for. A round of 1 GB takes less."""
 
 _QUORUM = (("go on with those who are left", "store.average(name, value, size, quorum=...)"),)
 
@@ -81,9 +87,8 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     me: int
     gone: tuple[int, ...] = ()  # dead, as far as this rank sees
     late: bool = False  # this rank has waited long enough
-    unreadable: tuple[int, ...] = ()  # their memory cannot be opened
     failed: str = ""  # this rank cannot do its part
-    silent: bool = False  # ... because of a host that sent nothing
+    silent: bool = False  # ... because another rank, or host, is gone
     finite: bool = True  # of this rank's part
     leaves: tuple[str, ...] = ()  # in which this rank brought a NaN or an infinity
 
@@ -96,40 +101,6 @@ class Missing(Exception):
         self.absent = absent
         self.told = told  # by those who did come
         self.late = late
-
-
-class RoundProgress:
-    """Says how far a round is after 5, 10, 20, ... seconds, if it is told then."""
-
-    def __init__(self, what: str, say: Callable[[str, str], None]) -> None:
-        self._what = what
-        self._say = say
-        self._clock = Clock()
-        self._next = FIRST
-        self._doing = ""
-        self._done = self._all = 0
-
-    def begin(self, doing: str, size: int) -> None:
-        """Begin a part of the work, of `size` bytes."""
-        self._doing, self._done, self._all = doing, 0, size
-
-    def more(self, size: int) -> None:
-        """Count so many bytes more as done."""
-        self._done += size
-        share = 100 * self._done // max(1, self._all)
-        done = f"{self._done / 1e6:.0f} of {self._all / 1e6:.0f} MB ({share} %)"
-        self._tell("info", f"{self._doing}, {done}")
-
-    def waiting(self, stage: str, whom: str) -> None:
-        """Say that others have not done their part."""
-        self._tell("warning", f"waiting for {whom} ({stage})")
-
-    def _tell(self, level: str, text: str) -> None:
-        seconds = self._clock.elapsed()
-        if seconds >= self._next:
-            while self._next <= seconds:
-                self._next *= 2
-            self._say(level, f"{self._what}: {text}, after {seconds:.1f} s")
 
 
 class RoundOutcome(NamedTuple):
@@ -160,7 +131,6 @@ class AverageRound:
         *,
         quorum: int | None,
         timeout: float,
-        say: Callable[[str, str], None],
     ) -> None:
         self._store = store
         self._name = name
@@ -172,14 +142,12 @@ class AverageRound:
         self._own = own
         self._cache = cache
         self._quorum = quorum
-        self._say = say
         self._title = f"{called(name)}, round {number}"
-        self._progress = RoundProgress(self._title, say)
         self._clock = Clock()
         self._patience = max(timeout, PATIENCE) + layout.size / SLOWEST
         self._turn = 0
         self._living = list(range(len(participants)))
-        self._alone: set[int] = set()  # others cannot open their memory: each is a host of its own
+        self._noticed = False  # a line has said who is waited for
         self._open: dict[int, memoryview] = {me: own.mapped.memory}
         self._exchanges: list[Exchange] = []
         self._called_off: set[str] = set()  # keys
@@ -203,11 +171,9 @@ class AverageRound:
 
     def copy(self, targets: dict[str, Tensor]) -> None:
         """Write the mean to these tensors, by path."""
-        self._progress.begin("copying", self._layout.size)
         writer = MeanWriter(self._layout, targets)
         for index, (start, stop) in self._split.parts.items():
             writer.write(self._open[index], self._head, start, stop)
-            self._progress.more(stop - start)
         writer.finish()
         for index in self._split.parts:
             if index != self._me:
@@ -235,17 +201,20 @@ class AverageRound:
     def _done(self) -> bool:
         """Do one turn; tell whether it went well for all."""
         size, participants = self._layout.size, self._participants
-        self._split = Split(size, participants, self._me, self._living, self._alone)
+        self._split = Split(size, participants, self._me, self._living)
         if not self._split.weights:
             text = "the weights of all who are left in it are 0, and there is no such mean"
             raise UsageError("usage", f"{self._title}: {text}")
         try:
             if self._turn:  # the reduction has overwritten a part of the value
                 self._check(self._meet("ready", self._attempt(self._put)))
-            return self._is_agreed(self._meet("done", self._attempt(self._reduce)))
+            told = self._meet("done", self._attempt(self._reduce))
+            self._check(told)
         except Missing as missing:
             self._go_on_without(missing)
             return False
+        self._finite = all(one.finite for one in told.values())
+        return True
 
     def _attempt(self, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Do a part of the work, and return what there is to tell of it.
@@ -256,6 +225,8 @@ class AverageRound:
             return part()
         except HostSilent as error:
             return {"failed": error.headline, "silent": True}
+        except (FileNotFoundError, ProcessLookupError, memory.Unfit) as error:
+            return {"failed": f"the memory of another rank is gone ({error})", "silent": True}
         except (RallypointError, OSError, MemoryError, RuntimeError) as error:
             self._failed = error
             return {"failed": f"{type(error).__name__}: {error}"}
@@ -265,38 +236,18 @@ class AverageRound:
         return {}
 
     def _reduce(self) -> dict[str, Any]:
-        unreadable = self._open_others()
-        if unreadable:
-            return {"unreadable": unreadable}
-        if len(self._split.hosts) > 1:
-            return {"finite": self._exchange()} if self._split.leads else {}
-        start, stop = self._split.parts[self._me]
-        self._progress.begin("adding up", stop - start)
-        finite = True
-        for run in self._layout.runs_in(start, stop):
-            into = typed(self._own.mapped.memory, run.dtype, self._head + run.start, run.length)
-            tell = lambda count, item=run.dtype.itemsize: self._progress.more(count * item)  # noqa: E731
-            finite = self._sum_of_host(run, into, self._split.total, tell) and finite
-        return {"finite": finite}
-
-    def _open_others(self) -> tuple[int, ...]:
-        """Map the memory of this host's other ranks; return those whose memory cannot be opened."""
-        unreadable = []
         for index in self._split.host:
             if index not in self._open:
-                try:
-                    self._open[index] = self._cache.open(self._participants[index].offer)
-                except (PermissionError, FileNotFoundError, ProcessLookupError, memory.Unfit):
-                    unreadable.append(index)
-        return tuple(unreadable)
+                self._open[index] = self._cache.open(self._participants[index].offer)
+        if len(self._split.hosts) > 1:
+            return {"finite": self._exchange()} if self._split.leads else {}
+        finite = True
+        for run in self._layout.runs_in(*self._split.parts[self._me]):
+            into = typed(self._own.mapped.memory, run.dtype, self._head + run.start, run.length)
+            finite = self._sum_of_host(run, into, self._split.total) and finite
+        return {"finite": finite}
 
-    def _sum_of_host(
-        self,
-        run: TypedRun,
-        into: Tensor,
-        divisor: float = 1.0,
-        tell: Callable[[int], None] | None = None,
-    ) -> bool:
+    def _sum_of_host(self, run: TypedRun, into: Tensor, divisor: float = 1.0) -> bool:
         weights = self._split.weights
         # This rank's own value comes first: the sum may be written over it.
         host = sorted(self._split.host, key=lambda index: index != self._me)
@@ -305,7 +256,7 @@ class AverageRound:
             typed(self._open[index], run.dtype, self._head + run.start, run.length)
             for index in counted
         ]
-        return work_split.combine(into, parts, [weights[index] for index in counted], divisor, tell)
+        return work_split.combine(into, parts, [weights[index] for index in counted], divisor)
 
     def _exchange(self) -> bool:
         """Make the mean of all hosts; tell whether what this host completed of it is finite."""
@@ -315,22 +266,10 @@ class AverageRound:
             self._store, self._exchange_name, self._layout, me, len(hosts), self._left
         )
         self._exchanges.append(exchange)
-        self._progress.begin("exchanging with other hosts", self._layout.size)
         into = self._own.mapped.memory
-        more = self._progress.more
-        return exchange.run(self._sum_of_host, into, self._head, self._split.total, more)
+        return exchange.run(self._sum_of_host, into, self._head, self._split.total)
 
     # --- how it went ---
-
-    def _is_agreed(self, told: dict[int, RankReport]) -> bool:
-        """Tell whether every rank was able to do its part. Raises if one failed."""
-        self._check(told)
-        unreadable = {index for one in told.values() for index in one.unreadable}
-        self._alone |= unreadable
-        if self._me in unreadable:
-            self._cache.private = True
-        self._finite = all(one.finite for one in told.values())
-        return not unreadable
 
     def _check(self, told: dict[int, RankReport], *, silent: bool = False) -> None:
         """Raise if a rank has failed. With `silent` it is known why a host was silent."""
@@ -353,7 +292,7 @@ class AverageRound:
         else:
             why = "died or gave up before it was complete"
         if self._quorum is not None and len(left) >= self._quorum:
-            self._say("warning", f"{self._title}, goes on without {them}, who {why}")
+            say_warning(f"{self._title}, goes on without {them}, who {why}")
             self._living = left
             return
         more = ""
@@ -399,7 +338,9 @@ class AverageRound:
                 raise Missing(absent, got, late=True)
             if any(map(self._is_gone, absent)):
                 self._call_off()
-            self._progress.waiting(stage, self._who(absent))
+            if not self._noticed and self._clock.elapsed() > QUIET:
+                self._noticed = True
+                say_warning(f"{self._title}, waits for {self._who(absent)}")
             threading.Event().wait(pause)
             pause = min(PAUSE, pause * 2)
 

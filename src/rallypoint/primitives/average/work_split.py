@@ -10,7 +10,7 @@ sum of products: the mean of small whole numbers is exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rallypoint.primitives.average.layout import cuts
@@ -23,23 +23,15 @@ BLOCK_BYTES = 512 * 1024
 """Bytes of sums at a time: they stay in a core's second cache (1 MiB and more) while the values
 pass by. Below 256 KiB the calls cost more than the memory."""
 
-TELL_BLOCKS = 64
-"""Blocks between two reports of progress: 32 MiB, some 10 ms."""
-
 EXACT_MOST = 2.0**64
 """Largest power of two whose inverse is an ordinary number in every dtype of sums."""
-
-PLAIN = 64
-"""Largest exponent of two of a weight that is used as it is: every dtype of sums has room for
-more."""
 
 
 class Split:
     """Hosts and parts of the work in one turn of a round. Numbers are places among the
     participants.
 
-    `living`: who is still in the round. `alone`: ranks whose memory others cannot open; each of
-    them is a host of its own. `parts`: which bytes of the mean are in the memory of which rank of
+    `living`: those still in the round. `parts`: which bytes of the mean are in the memory of which rank of
     this host when the work is done.
     """
 
@@ -49,12 +41,10 @@ class Split:
         participants: Sequence[Participant],
         me: int,
         living: Sequence[int],
-        alone: Collection[int],
     ) -> None:
         by_scope: dict[bytes, list[int]] = {}
         for index in living:
-            scope = b"%d" % index if index in alone else participants[index].offer.scope
-            by_scope.setdefault(scope, []).append(index)
+            by_scope.setdefault(participants[index].offer.scope, []).append(index)
         self.hosts = list(by_scope.values())
         self.host = next(host for host in self.hosts if me in host)
         self.leads = self.host[0] == me
@@ -71,9 +61,9 @@ class Weights:
     """Factors of the contributions (`each`, by index), and their sum (`total`).
 
     Contributions of weight 0 are not in it: they are not read, and a NaN in them does not matter.
-    Only ratios matter. Where all weights are tiny or huge, as likelihoods are, they are multiplied
-    by a power of two, which changes no bit of a ratio: 1e-50 is 0 in float32, in which sums are
-    kept.
+    Only ratios matter. Weights are multiplied by a power of two, which changes no bit of a ratio,
+    so that the largest is below 1: all may be tiny or huge, as likelihoods are, and 1e-50 is 0 in
+    float32, in which sums are kept.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -82,8 +72,7 @@ class Weights:
             self.each = dict.fromkeys(self.each, 1.0)
         elif self.each:
             exponent = math.frexp(max(self.each.values()))[1]
-            if abs(exponent) > PLAIN:
-                self.each = {at: math.ldexp(one, -exponent) for at, one in self.each.items()}
+            self.each = {at: math.ldexp(one, -exponent) for at, one in self.each.items()}
         self.total = sum_of(self.each.values())
 
 
@@ -109,13 +98,12 @@ def combine(
     parts: Sequence[Tensor],
     weights: Sequence[float],
     divisor: float = 1.0,
-    tell: Callable[[int], None] | None = None,
 ) -> bool:
     """Write the weighted sum of `parts`, divided by `divisor`, to `into`; tell whether it is
     finite.
 
     All are flat and of one length; `into` may be the first of the parts. It goes block by block, so
-    that each byte is loaded once. `tell(n)`: called when n more elements are done.
+    that each byte is loaded once.
     """
     import torch
 
@@ -128,7 +116,7 @@ def combine(
     held_block = torch.empty(0 if own else min(block, into.numel()), dtype=sums, device="cpu")
     converted = torch.empty(min(block, into.numel()), dtype=sums, device="cpu")
     factor = _exact_inverse(divisor)
-    finite, told = True, 0
+    finite = True
     for start in range(0, into.numel(), block):
         stop = min(start + block, into.numel())
         held = into[start:stop] if own else held_block[: stop - start]
@@ -140,9 +128,6 @@ def combine(
             held.div_(divisor)
         if not own:
             into[start:stop].copy_(held)
-        if tell is not None and (stop - told >= TELL_BLOCKS * block or stop == into.numel()):
-            tell(stop - told)
-            told = stop
     return finite
 
 

@@ -9,6 +9,9 @@ from datetime import timedelta
 from rallypoint.errors import UsageError
 from rallypoint.wire import values
 
+LARGEST_SIZE = 1 << 31
+"""Limit of sizes: more than any store serves sessions, and small enough for whatever counts."""
+
 
 def key_of(key: object) -> str:
     """A key or a name, as it is given: TypeError for what is no str, UsageError for what has no
@@ -71,6 +74,20 @@ def number(name: str, given: object, what: str) -> int | None:
     if not 0 <= whole < 1 << 63:
         raise UsageError("usage", f"{name}={given!r} is not {what}")
     return whole
+
+
+def size_of(size: object, what: str) -> int:
+    """Check the number of callers of `what`, "a barrier"."""
+    if isinstance(size, bool) or not hasattr(size, "__index__"):
+        raise TypeError(
+            f"size={size!r}: the number of callers of {what} is an int, not {described(size)}"
+        )
+    number = operator.index(size)
+    if not 0 < number < LARGEST_SIZE:
+        raise UsageError(
+            "usage", f"size={size}: at least one comes to {what}, and fewer than {LARGEST_SIZE}"
+        )
+    return number
 
 
 def _number(name: str, given: object) -> float:

@@ -37,7 +37,7 @@ nothing to users.
 """
 
 
-class Call(msgspec.Struct, eq=False, weakref=True):
+class Call(msgspec.Struct, eq=False):
     """One request of a caller, and what is known about it."""
 
     kind: type[Request]

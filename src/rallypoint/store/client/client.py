@@ -44,9 +44,9 @@ from rallypoint.store.client.lease import Figures, Lease
 from rallypoint.store.client.session import (
     BYE_SECONDS,
     CLOSED,
-    Received,
+    Options,
+    ReplyKeeper,
     Session,
-    Settings,
     leave,
     stay_when_leaving,
 )
@@ -166,19 +166,6 @@ class Change(NamedTuple):
     revision: int
 
 
-class Options(NamedTuple):
-    """With which a store was made, for the child that makes it again."""
-
-    address: Address
-    rank: int | None
-    job: str
-    timeout: float
-    ttl: float
-    allow_pickle: bool
-    strict: bool
-    same_host: bool
-
-
 class Client:
     """A store's client.
 
@@ -210,19 +197,7 @@ class Client:
 
     def _connected(self) -> Session:
         """A session of this process, whose first connection is there."""
-        options = self._options
-        session = Session(
-            Settings(
-                options.address,
-                self._secret,
-                self.identity,
-                options.timeout,
-                options.ttl,
-                options.job,
-                options.same_host,
-                open_socket=self._open_socket,
-            )
-        )
+        session = Session(self._options, self._secret, self._open_socket)
         try:
             session.connect()
             _end_with_the_process()
@@ -275,7 +250,7 @@ class Client:
                 if not former.end.told:
                     former.end.told = True
                     raise former.end.error(None)
-                session = Session(former.settings, former)
+                session = Session(self._options, self._secret, self._open_socket, former)
             if self._session is not former:  # a signal handler used the store meanwhile
                 session.close()
                 return self._session
@@ -291,7 +266,7 @@ class Client:
         kind: type[Request],
         *fields: Any,
         wait: float | None = None,
-        into: Received | None = None,
+        into: ReplyKeeper | None = None,
     ) -> tuple[AnyReply, memoryview | None]:
         """For what is built on the store: send a request of `wire/messages.py`, and return its
         reply and the bytes of a large value.
@@ -677,9 +652,7 @@ class Client:
     @property
     def identity(self) -> Identity:
         """Who this process is to others."""
-        return Identity(
-            os.uname().nodename, os.getpid(), self._options.rank
-        )  # also in a forked child that has not used it yet
+        return self._options.identity
 
     def status(self) -> dict[str, int]:
         """What the server holds: keys, bytes, sessions, waiting requests, and its limits."""
@@ -725,15 +698,16 @@ class Client:
 
     def __repr__(self) -> str:
         session = self._session
-        shared = ""
+        connection = session.connection if session.end is None else None
         if self._closed or session.was_closed:
             how = "closed"
-        elif session.end is None and session.connected:
-            how = f"connected by {'a Unix socket' if session.local else 'TCP'}"
-            shared = ", shared memory" if session.local and self._options.same_host else ""
-        else:
+        elif connection is None:
             how = "not connected"  # in this process yet
-        return f"<Store {self.address}: {how}{shared}, {self.identity}>"
+        elif connection.local:
+            how = "connected by a Unix socket" + (", shared memory" if connection.shared else "")
+        else:
+            how = "connected by TCP"
+        return f"<Store {self.address}: {how}, {self.identity}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         import multiprocessing.context

@@ -10,6 +10,7 @@ from rallypoint.errors import StoreUnreachable
 from rallypoint.host import probe
 from rallypoint.store.address import Address
 from rallypoint.store.client.connect import TELLING, Failure, Reason
+from rallypoint.store.client.failures import Help
 
 CODES: dict[Reason, str] = {
     "refused": "port-refused",
@@ -27,7 +28,7 @@ CODES: dict[Reason, str] = {
     "store-closed": "store-closed",
 }
 
-HELP: dict[str, tuple[tuple[str, str], ...]] = {
+HELP: dict[str, Help] = {
     "port-refused": (
         (
             "is the server running, and is this its port? it prints its address when it starts",
@@ -110,36 +111,31 @@ def unreachable(
     ):
         why.insert(0, f"on this machine {holder.line()}")
         listener = holder.pid
-    if listener and is_stopped(listener):
-        stopped, help = stopped_server(listener)
-        why.insert(0, stopped)
-    return StoreUnreachable(code, _headline(address, told), why=tuple(why), help=help)
+    standing, how = stopped(listener)
+    return StoreUnreachable(code, _headline(address, told), why=(*standing, *why), help=how or help)
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether the server's process, which is on this host, stands still."""
+def stopped(pid: int) -> tuple[tuple[str, ...], Help]:
+    """Return why a server gives no answer and what to do, if its process, which is on this host,
+    stands still. `pid`: 0 if it is not known.
+    """
     from rallypoint.host import processes  # here: it loads ctypes, and servers rarely are
 
-    return processes.is_stopped(pid)
-
-
-def stopped_server(pid: int) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Why a server that is stopped gives no answer, and what to do."""
-    return f"the server (pid {pid}) is stopped (state T)", (("let it go on", f"kill -CONT {pid}"),)
+    if not pid or not processes.is_stopped(pid):
+        return (), ()
+    return (f"the server (pid {pid}) is stopped (state T)",), (
+        ("let it go on", f"kill -CONT {pid}"),
+    )
 
 
 def _headline(address: Address, told: Failure) -> str:
     where = f" ({told.where})" if told.where not in str(address) else ""
-    if told.reason == "refused":
+    if told.reason in ("refused", "unreachable", "foreign", "silent", "closed"):
         return f"no store at {address}: {told.text}{where}"
     if told.reason == "unresolved":
         return (
             f"no store at {address}: the host name {address.host} has no address here ({told.text})"
         )
-    if told.reason == "unreachable":
-        return f"no store at {address}: {told.text}{where}"
-    if told.reason in ("foreign", "silent", "closed"):
-        return f"no store at {address}: {told.text}{where}"
     if told.reason == "wrong-secret":
         return f"the store at {address} has another secret than this client was given"
     return f"the store at {address} refused this client: {told.text}"
@@ -159,7 +155,7 @@ def _folded(failures: Sequence[Failure], since: float, now: float) -> str:
     return f"{len(failures)} attempts{took}: {', '.join(parts)}"
 
 
-def _help(code: str, address: Address) -> tuple[tuple[str, str], ...]:
+def _help(code: str, address: Address) -> Help:
     if address.path and code in ("port-refused", "store-silent"):
         return (
             ("is its server running? the socket's folder goes with it", f"ls -l {address.path}"),

@@ -11,12 +11,15 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import itertools
 import os
 import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from rallypoint.clock import Clock
 from rallypoint.host import memory
@@ -37,6 +40,7 @@ from rallypoint.wire.messages import (
     Request,
     Value,
     decode_reply,
+    decode_request,
     encode,
 )
 from rallypoint.wire.values import Parts, alloc
@@ -99,7 +103,8 @@ class ServerCloses(Exception):
     """The server says that it stops, and will answer nothing more."""
 
 
-Received = tuple[AnyReply, memoryview | None]
+Answer = tuple[AnyReply, memoryview | None]
+"""A reply, and the bytes of a large value beside it."""
 
 
 class Connection:
@@ -107,13 +112,19 @@ class Connection:
 
     __slots__ = (
         "_closing", "_cutter", "_descriptors", "_free", "_lent", "_now", "_numbered", "_on_sign", "_pings", "_poll", "_ready", "_recv",
-        "_recvmsg", "_round", "_send", "closed", "heard", "local", "moved", "received_bytes", "sent_bytes", "shared", "sock", "where",
+        "_recvmsg", "_round", "_send", "_traffic", "closed", "heard", "local", "moved", "shared", "sock", "where",
     )  # fmt: skip
 
     def __init__(
-        self, opened: Opened, clock: Clock, *, shared_memory: bool, on_sign: Callable[[float], None]
+        self,
+        opened: Opened,
+        clock: Clock,
+        traffic: list[int],
+        *,
+        shared_memory: bool,
+        on_sign: Callable[[float], None],
     ) -> None:
-        """`shared_memory`: large values go by descriptor, over a Unix socket. `on_sign`: called
+        """`traffic`: bytes sent and received, to be added to. `shared_memory`: large values go by descriptor, over a Unix socket. `on_sign`: called
         with the time at which a sign of life was sent that the server has answered."""
         self.sock = opened.sock
         self.where = opened.where
@@ -122,8 +133,7 @@ class Connection:
         self.heard = self.moved = (
             clock.monotonic()
         )  # when bytes came last, or a request was sent; and when bytes moved last
-        self.sent_bytes = 0
-        self.received_bytes = 0
+        self._traffic = traffic
         self.closed = False
         self._closing = (
             threading.RLock()
@@ -142,7 +152,7 @@ class Connection:
         self._cutter.body_bytes = (
             1 << 62
         )  # the server has proved itself; a value that it has is one that somebody could store
-        self._ready: deque[Received] = deque()
+        self._ready: deque[Answer] = deque()
         self._descriptors: deque[int] = (
             deque()
         )  # that have arrived and belong to no reply yet; -1: this process had no room for it
@@ -204,58 +214,59 @@ class Connection:
             sent = 0
         except OSError as error:
             raise self._unsendable(error) from error
-        self.sent_bytes += sent
+        self._traffic[0] += sent
         if sent < len(frames):
             self._send_all(deque([memoryview(frames)[sent:]]), deadline, 0.0)
 
     def send_value(
         self, before: bytes, message: bytes, value: Parts, deadline: float, patience: float
-    ) -> None:
-        """Send a message with a large value behind it. The deadline moves on while bytes do: it
-        passes `patience` seconds after any went.
+    ) -> float:
+        """Send a message with a large value behind it, by shared memory if possible. Return until
+        when to wait for its reply: `patience` seconds after bytes moved last, or the deadline.
         """
-        front = memoryview(before + header(len(message), value.size) + message)
-        self._send_all(
-            deque([front, *(memoryview(buffer) for buffer in value.buffers)]), deadline, patience
-        )
-
-    def send_shared(
-        self, before: bytes, message: bytes, number: int, segment: memory.Segment, deadline: float
-    ) -> None:
-        """Send a message that announces a segment from `fill`, which is the server's until that
-        says otherwise.
-        """
-        if before:
-            self.send(before, deadline)
-        if number:
-            self._lent[number] = segment
-        frame = memoryview(header(len(message)) + message)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fileno()]))]
-        while True:
+        if self.shared:
             try:
-                sent = self.sock.sendmsg([frame], rights, NOSIGNAL)
-                break
-            except BlockingIOError:
-                self._wait_for_room(deadline)
-            except OSError as error:
-                raise self._unsendable(error) from error
-        self.sent_bytes += sent
-        if sent < len(frame):
-            self._send_all(deque([frame[sent:]]), deadline, 0.0)
+                number, segment = self._fill(value)
+            except OSError as error:  # no memory, or no descriptor, is left for it
+                if of_a_handler(error):
+                    raise
+            else:
+                request = msgspec.structs.replace(
+                    decode_request(message), shared=value.size, segment=number
+                )
+                self.send(before, deadline)
+                if number:
+                    self._lent[number] = segment
+                fds = array.array("i", [segment.fileno()])
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+                self._send_all(deque([memoryview(framed(request))]), deadline, 0.0, rights)
+                return max(deadline, self._now() + patience)
+        front = memoryview(before + header(len(message), value.size) + message)
+        pieces = deque([front, *(memoryview(buffer) for buffer in value.buffers)])
+        self._send_all(pieces, deadline, patience)
+        return max(deadline, self.moved + patience)
 
-    def _send_all(self, pieces: deque[memoryview], deadline: float, patience: float) -> None:
+    def _send_all(
+        self,
+        pieces: deque[memoryview],
+        deadline: float,
+        patience: float,
+        rights: Sequence[tuple[int, int, array.array[int]]] = (),
+    ) -> None:
+        """Send these bytes, the first of them with `rights`. The deadline moves on while bytes do:
+        it passes `patience` seconds after any went.
+        """
         self.moved = self._now()
         while pieces:
             try:
-                sent = self.sock.sendmsg(
-                    [pieces[index] for index in range(min(len(pieces), BUFFERS))], (), NOSIGNAL
-                )
+                sent = self.sock.sendmsg(list(itertools.islice(pieces, BUFFERS)), rights, NOSIGNAL)
             except BlockingIOError:
                 self._wait_for_room(max(deadline, self.moved + patience))
                 continue
             except OSError as error:
                 raise self._unsendable(error) from error
-            self.sent_bytes += sent
+            rights = ()
+            self._traffic[0] += sent
             self.moved = self._now()
             while pieces and sent >= len(pieces[0]):
                 sent -= len(pieces.popleft())
@@ -270,7 +281,7 @@ class Connection:
 
     # --- shared memory of ours ---
 
-    def fill(self, value: Parts) -> tuple[int, memory.Segment]:
+    def _fill(self, value: Parts) -> tuple[int, memory.Segment]:
         """Put a value into a segment, a free one or a new one: its number, 0 for one that is used
         only once. Raises OSError when there is no memory or no descriptor left."""
         number, segment = self._segment(value.size)
@@ -324,7 +335,7 @@ class Connection:
         silence: float,
         *,
         lends: bool,
-    ) -> Received:
+    ) -> Answer:
         """The reply to request `seq`. Raises TooLate, ConnectionBroken, ServerCloses.
 
         While it waits it gives a sign of life every `interval` seconds, and takes the connection
@@ -394,7 +405,7 @@ class Connection:
         if not data:
             raise ConnectionBroken("the server closed the connection")
         self.heard = self._now()
-        self.received_bytes += len(data)
+        self._traffic[1] += len(data)
         return data
 
     def _is_whole(self, data: bytes) -> bool:
@@ -458,7 +469,7 @@ class Connection:
             if not count:
                 raise ConnectionBroken("the server closed the connection in the middle of a value")
             self.heard = self._now()
-            self.received_bytes += count
+            self._traffic[1] += count
             missing -= count
         return view
 
@@ -503,7 +514,7 @@ class Connection:
         return broken
 
     def _broken(self, error: OSError) -> ConnectionBroken:
-        """What to raise for an error of the socket. What a signal handler raised goes on as
+        """Make the exception for an error of the socket. What a signal handler raised goes on as
         it is.
         """
         if of_a_handler(error):

@@ -24,9 +24,13 @@ from rallypoint.errors import (
     WouldDeadlock,
     WrongType,
 )
+from rallypoint.store.client.call import Call, outcome_of, told_of
 from rallypoint.wire import messages as wire
 from rallypoint.wire import values
-from rallypoint.wire.messages import Failed, Request
+from rallypoint.wire.messages import Failed, Refusal, Request
+
+Help = tuple[tuple[str, str], ...]
+"""Sentences of advice, each with what to type."""
 
 _LIMITS = {"value-too-large", "store-full", "key-too-long", "too-many-keys", "too-many-waiting"}
 _TYPES = {"wrong-type", "integer-overflow"}
@@ -132,58 +136,83 @@ def _once_failed(reply: Failed) -> OnceFailed:
     return error
 
 
-class Loss:
-    """The end of a session, told to each who waits; `headline` is the same for all."""
+class SessionEnd:
+    """Why a session is over. `told`: somebody has been told. `again`: said once more if the next
+    session finds no server."""
 
     def __init__(
         self,
-        address: str,
-        ttl: float,
-        silent: float,
+        headline: str,
         *,
-        known: bool,
-        unreached: StoreUnreachable | None = None,
-        stopped: tuple[tuple[str, ...], tuple[tuple[str, str], ...]] = ((), ()),
+        undone: bool = False,
+        again: str = "",
+        refusal: Refusal | None = None,
+        why: tuple[str, ...] = (),
+        help: Help = (),
     ) -> None:
-        """`silent`: seconds since the last sign of life that the server confirmed. `known`: the
-        server remembers the session. `unreached`: no server has said anything: what became of the
-        attempts to reach it; `stopped`: why and help, when its process is seen to stand still."""
-        self._same_server = known
-        self._help: tuple[tuple[str, str], ...] = ()
-        if unreached is not None:
-            self.headline = f"the store at {address} has not been reached for {silent:.1f} s, longer than the session's ttl of {ttl:g} s"
-            if stopped[0]:
-                self._why: tuple[str, ...] = (
-                    *stopped[0],
-                    "when it goes on, what this session held is released",
-                )
-            else:
-                released = "if it still runs, it has released what this session held; if it was ended, its data went with it"
-                self._why = (str(unreached), *unreached.why, released)
-            self._help = stopped[1] or unreached.help
-        elif known:
-            self.headline = f"the session at {address} is over: the server had no sign of life from this client for {silent:.1f} s (ttl {ttl:g} s)"
-            self._why = (
-                "a process that is stopped, has lost its network, or holds the GIL (a long call into C) cannot say that it lives",
-                "what the session held is released: locks, barrier seats, ephemeral keys, taken items",
-            )
-            self._help = (
-                (
-                    "give it a longer lease",
-                    f"rallypoint.connect(..., ttl={max(60, 3 * math.ceil(silent))})",
-                ),
-            )
-        else:
-            self.headline = f"the store at {address} does not know this session: it is another server than before, with none of its data"
-            self._why = ("the server was restarted, or its address was given to another one",)
+        """`undone`: what was sent once and has no answer was not carried out. `refusal`: the
+        session was lost, and not closed."""
+        self.headline = headline
+        self.told = False
+        self.again = again
+        self._undone = undone
+        self._refusal = refusal
+        self._why = why
+        self._help = help
 
-    def error(self, outcome: Outcome, *why: str) -> SessionLost:
-        """For one of them; `why`: what is known about its own request."""
+    def error(self, call: Call | None) -> RallypointError:
+        """Make the error for the caller of a request that has no answer, or, without one, for the
+        next caller.
+        """
+        refusal = self._refusal
+        happened = frozenset(refusal.happened) if refusal is not None and refusal.known else None
+        if call is None or (self._undone and call.tried < 2):
+            outcome: Outcome = "did not happen"
+        else:
+            outcome = outcome_of(call, happened)
+        if refusal is None:
+            return StoreClosed("store-closed", self.headline, outcome=outcome)
         return SessionLost(
             "session-lost",
             self.headline,
             outcome=outcome,
-            same_server=self._same_server,
-            why=(*self._why, *why),
+            same_server=refusal.known,
+            why=self._why if call is None else (*self._why, told_of(call, outcome)),
             help=self._help,
         )
+
+
+def lost_session(
+    address: str,
+    ttl: float,
+    silent: float,
+    refusal: Refusal,
+    unreached: StoreUnreachable | None,
+    stopped: tuple[tuple[str, ...], Help],
+) -> SessionEnd:
+    """Make the end of a session that was lost.
+
+    `silent`: seconds since the last sign of life that the server confirmed. `unreached`: no server
+    has said anything: what became of the attempts to reach it; `stopped`: why and help, when its
+    process is seen to stand still.
+    """
+    help: Help = ()
+    if unreached is not None:
+        headline = f"the store at {address} has not been reached for {silent:.1f} s, longer than the session's ttl of {ttl:g} s"
+        released = "if it still runs, it has released what this session held; if it was ended, its data went with it"
+        why = (str(unreached), *unreached.why, released)
+        if stopped[0]:
+            why = (*stopped[0], "when it goes on, what this session held is released")
+        help = stopped[1] or unreached.help
+    elif refusal.known:
+        headline = f"the session at {address} is over: the server had no sign of life from this client for {silent:.1f} s (ttl {ttl:g} s)"
+        why = (
+            "a process that is stopped, has lost its network, or holds the GIL (a long call into C) cannot say that it lives",
+            "what the session held is released: locks, barrier seats, ephemeral keys, taken items",
+        )
+        longer = f"rallypoint.connect(..., ttl={max(60, 3 * math.ceil(silent))})"
+        help = (("give it a longer lease", longer),)
+    else:
+        headline = f"the store at {address} does not know this session: it is another server than before, with none of its data"
+        why = ("the server was restarted, or its address was given to another one",)
+    return SessionEnd(headline, refusal=refusal, why=why, help=help)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint.errors import RallypointError
 from rallypoint.store.client import background
-from rallypoint.wire.messages import Request, Unlock
+from rallypoint.wire.messages import Ping, Request, Unlock
 
 if TYPE_CHECKING:
     from rallypoint.store.client.session import Session
@@ -124,7 +124,7 @@ class KeepAlive:
             del self._later[0]
         _tell_who_waits(session, now())
         if now() >= session.confirmed + self.interval:
-            session.ping(patience)
+            session.tell(Ping, (), patience)
         self.set_interval()
         return min(session.confirmed + self.interval, session.leases.look()) - now()
 

@@ -1,11 +1,12 @@
-"""How a server is reached: by which address, after which pause, and what went wrong since it was
-reached last.
+"""The way to a server: by which address, after which pause, and what went wrong since the last
+connection.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
 
 from rallypoint.clock import Clock
@@ -38,12 +39,12 @@ Greet = Callable[[bool], Joining]
 
 
 _known: dict[Address, str] = {}
-"""By which path this process has reached a server before."""
+"""Paths by which this process has reached servers before."""
 
 
 class Reach:
-    """One thread connects at a time, and `Session` sees to that; a signal handler in the middle of
-    it may connect as well.
+    """Ways to one server. Threads, and a signal handler in the middle of an attempt, may connect at
+    the same time.
     """
 
     def __init__(
@@ -60,57 +61,59 @@ class Reach:
         quarter of that, so that every request has its attempts."""
         self.address = address
         self.local_allowed = same_host
-        self._due = 0.0  # no attempt before this time
         self._most = patience / 4
         self._clock = clock
         self._open_socket = open_socket
-        self._local = ""  # the path by which it was reached
+        self._mutex = threading.RLock()  # for what follows
+        self._due = 0.0  # no attempt before this time
         self._failures: list[Failure] = []
         self._since = 0.0  # when the first of them came
         self._attempts = 0
 
     def forget(self) -> None:
-        """The connection was lost, or made: what went wrong before that is over, and the next
-        attempt is due at once.
+        """Forget what went wrong before: the connection was lost, or made, and the next attempt is
+        due at once.
         """
-        self._failures = []
-        self._attempts = 0
-        self._due = 0.0
+        with self._mutex:
+            self._failures = []
+            self._attempts = 0
+            self._due = 0.0
 
     def pause(self, now: float, deadline: float, *, first: bool) -> float:
-        """Seconds to wait before the next attempt, not beyond `deadline`; `first`: nothing but the
-        attempts themselves waits for it.
+        """Return the seconds to wait before the next attempt, not beyond `deadline`; `first`:
+        nothing but the attempts themselves waits for it.
         """
-        if first and self._failures and deadline - max(now, self._due) < LAST_SECONDS:
-            return max(0.001, deadline - now)
-        return min(self._due, deadline) - now
+        with self._mutex:
+            if first and self._failures and deadline - max(now, self._due) < LAST_SECONDS:
+                return max(0.001, deadline - now)
+            return min(self._due, deadline) - now
 
     def open(self, greet: Greet, resume: bool, deadline: float) -> Opened:
-        """One attempt, which ends at `deadline` or after ATTEMPT_SECONDS. Raises DialFailed, and
-        sets when the next one is due.
+        """Try once, until `deadline` or for ATTEMPT_SECONDS. Raises DialFailed, and sets when the
+        next attempt is due.
         """
         now = self._clock.monotonic()
         try:
             opened = self._dial(greet, resume, min(deadline, now + ATTEMPT_SECONDS))
         except DialFailed as failed:
-            if not self._failures:
-                self._since = now
-            self._failures = (self._failures + failed.failures)[-FAILURES:]
-            self._due = self._clock.monotonic() + backoff.pause(
-                self._attempts, random.random(), self._most
-            )
-            self._attempts += 1
+            with self._mutex:
+                if not self._failures:
+                    self._since = now
+                self._failures = (self._failures + failed.failures)[-FAILURES:]
+                pause = backoff.pause(self._attempts, random.random(), self._most)
+                self._due = self._clock.monotonic() + pause
+                self._attempts += 1
             raise
         self.forget()
         return opened
 
     def problem(self, *, look: bool = True) -> StoreUnreachable:
-        """What went wrong since `forget`, folded into one error. `look`: also see who has the port,
-        if it is this machine's, which takes a moment."""
-        now = self._clock.monotonic()
-        return unreachable(
-            self.address, self._failures, self._since if self._failures else now, now, look=look
-        )
+        """Make one error of what went wrong since `forget`. `look`: also see who has the port, if
+        it is this machine's, which takes a moment."""
+        with self._mutex:
+            now = self._clock.monotonic()
+            failures, since = self._failures, self._since if self._failures else now
+        return unreachable(self.address, failures, since, now, look=look)
 
     @property
     def failing(self) -> bool:
@@ -118,18 +121,9 @@ class Reach:
         return bool(self._failures)
 
     def _dial(self, greet: Greet, resume: bool, deadline: float) -> Opened:
-        if self._local:
+        if self.local_allowed and (known := _known.get(self.address)):
             try:
-                return self._dial_local(self._local, greet, resume, deadline)
-            except DialFailed as failed:
-                if failed.told.refusal is not None:
-                    raise
-                self._local = ""
-        if not self._local and self.local_allowed and (known := _known.get(self.address)):
-            try:
-                opened = self._dial_local(known, greet, resume, deadline)
-                self._local = known
-                return opened
+                return self._dial_local(known, greet, resume, deadline)
             except DialFailed as failed:
                 _known.pop(self.address, None)
                 if failed.told.refusal is not None or self._clock.monotonic() >= deadline:
@@ -141,17 +135,16 @@ class Reach:
         try:
             closer = self._dial_local(path, greet, True, deadline)
         except DialFailed as failed:
-            if (
-                failed.told.reason != "silent"
-            ):  # a server that is only busy may be asked again after the next reconnect
-                # the path is another's: a container with the same /tmp and another network
+            # A server that is only busy may be asked again after the next reconnect. Otherwise the
+            # path is another's: a container with the same /tmp and another network.
+            if failed.told.reason != "silent":
                 self.local_allowed = False
             return opened
         except BaseException:
             opened.sock.close()
             raise
         opened.sock.close()
-        self._local = _known[self.address] = path
+        _known[self.address] = path
         return closer
 
     def _dial_local(self, path: str, greet: Greet, resume: bool, deadline: float) -> Opened:

@@ -1,18 +1,17 @@
-"""A lease on the server: kept alive, lost visibly, releasing what it held; and the pool of
-connections by which it is used.
+"""A lease on the server, kept alive and lost visibly, with the pool of connections that uses it.
 
 **Slots.** A call takes a slot from the idle ones, sends its request on the slot's connection, waits
 for the reply, reads it, and puts the slot back. A slot has one request at a time and numbers of its
-own for them, so that nothing is shared between two calls: a thread, or a signal handler in the
-middle of a call, takes another slot. (So has a session of NFS 4.1: RFC 8881, section 2.10.6.)
+own for them, so that two calls share nothing: a thread, or a signal handler in the middle of a
+call, takes another slot. (A session of NFS 4.1 works alike: RFC 8881, section 2.10.6.)
 
 **Exactly once.** A request whose connection broke is sent again, with the same number, on the
 slot's next connection. The server keeps the last reply of each slot, and answers a number that it
 has seen with that reply.
 
-**After an exception** (a signal handler's, a timeout) the connection is closed, and the
-keep-alive's thread tells the server that nobody waits for this request: what it was granted, or
-will be, is taken back.
+**After an exception** (a signal handler's, a timeout) the connection is closed, and the thread of
+the keep-alive tells the server that nobody waits for this request: the server takes back what it
+granted. The same thread finds a slot whose `Ticket` was lost between two steps.
 """
 
 from __future__ import annotations
@@ -24,27 +23,26 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any, NamedTuple, Protocol
 
 from rallypoint import __version__
 from rallypoint.clock import Clock
-from rallypoint.errors import RallypointError, StoreClosed, StoreTimeout, StoreUnreachable
+from rallypoint.errors import RallypointError, StoreTimeout, StoreUnreachable
 from rallypoint.host.unix_sockets import listener_of
 from rallypoint.store.address import Address
 from rallypoint.store.client import deferred_log
 from rallypoint.store.client.call import Call, asked_of, grace, outcome_of, told_of
 from rallypoint.store.client.connect import DialFailed, Opened, OpenSocket
-from rallypoint.store.client.connect_errors import is_stopped, stopped_server
+from rallypoint.store.client.connect_errors import stopped
 from rallypoint.store.client.connection import (
+    Answer,
     Connection,
     ConnectionBroken,
     ServerCloses,
     TooLate,
     framed,
 )
-from rallypoint.store.client.failures import Loss, refused
+from rallypoint.store.client.failures import Help, SessionEnd, lost_session, refused
 from rallypoint.store.client.keepalive import KeepAlive
 from rallypoint.store.client.lease import Leases
 from rallypoint.store.client.reconnect import Reach
@@ -63,7 +61,6 @@ from rallypoint.wire.messages import (
     Ping,
     Refusal,
     Request,
-    decode_request,
     encode,
 )
 from rallypoint.wire.values import Parts
@@ -96,45 +93,71 @@ FINAL = frozenset(
 
 CLOSED = "this store object was closed"
 
-Answer = tuple[AnyReply, memoryview | None]
+
+class Options(NamedTuple):
+    """Settings of a store object, for its next session and for the child that makes it again."""
+
+    address: Address
+    rank: int | None
+    job: str
+    timeout: float  # seconds, for connecting and for every answer that waits for nobody
+    ttl: float  # seconds
+    allow_pickle: bool
+    strict: bool
+    same_host: bool  # False: stay on the given address, and use no shared memory
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of this process, also in a forked child that has not used the store yet."""
+        return Identity(os.uname().nodename, os.getpid(), self.rank)
 
 
-class Received(Protocol):
-    """What a caller gives along that must know of a reply whatever interrupts it: an exception
-    leaves it here, or the server takes it back.
+class ReplyKeeper(Protocol):
+    """Place for a reply that must be known whatever interrupts the call: an exception leaves the
+    reply here, or the server takes back what it gave.
     """
 
     reply: AnyReply | None
     session: Session | None
 
 
+class Ticket:
+    """The right to use a slot. The queue of idle slots has it, or one call. When it is lost, the
+    thread of the keep-alive brings the slot back."""
+
+    __slots__ = ("__weakref__", "slot")
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+
 class Slot:
-    """One of the requests that a session may have under way at a time. Belongs to whoever has taken
-    it from the idle ones.
-    """
+    """One of the requests that a session may have under way at a time."""
 
     __slots__ = (
-        "_call", "_on_death", "connected_at", "connection", "counts", "given_up", "into", "owed", "received_bytes", "sent_bytes", "seq", "settled"
+        "_on_loss", "_ticket", "connected_at", "connection", "counts", "given_up", "into", "owed", "seq", "settled", "traffic"
     )  # fmt: skip
 
-    def __init__(self, number: int, on_death: Callable[[object], None]) -> None:
-        """`on_death`: called when a call has ended without settling its request, whatever
-        interrupted that.
-        """
-        self.seq = self.settled = (
-            number << SLOT_BITS
-        )  # the last request's number, and the last that was answered or cancelled
+    def __init__(self, number: int, on_loss: Callable[[object], None]) -> None:
+        """`on_loss`: called when the slot's ticket is lost."""
+        # numbers of the last request, and of the last one that was answered or cancelled
+        self.seq = self.settled = number << SLOT_BITS
         self.connection: Connection | None = None
         self.connected_at = 0.0  # monotonic time
-        self.into: Received | None = None
+        self.into: ReplyKeeper | None = None  # of the request under way
         self.given_up = False  # nobody waits for the request under way
-        # what the server is to be told before the next request: that nobody waits for the former
-        # one
-        self.owed = b""
-        self._on_death = on_death
-        self._call: weakref.ref[Call] | None = None  # the one under way
+        self.owed = b""  # frames that cancel former requests, to be sent before the next one
         self.counts = [0] * (max(TAGS.values()) + 1)  # requests by kind: at its place in `TAGS`
-        self.sent_bytes = self.received_bytes = 0  # by connections that are gone
+        self.traffic = [0, 0]  # bytes sent and received
+        self._on_loss = on_loss
+        self._ticket: weakref.ref[Ticket] | None = None
+
+    def ticket(self) -> Ticket:
+        """Make the slot's only ticket; a former one does not count any more."""
+        ticket = Ticket(self)
+        self._ticket = weakref.ref(ticket, self._on_loss)
+        self.given_up = False
+        return ticket
 
     def begin(
         self,
@@ -144,35 +167,33 @@ class Slot:
         deadline: float,
         patience: float = 0.0,
         value: Parts | None = None,
-        batch: int = 0,
     ) -> Call:
-        """The next request. All before it, of `batch` before that, are answered or given up."""
+        """Make the slot's next request."""
         tag = TAGS[kind]
         seq = self.seq + 1
-        message = encode((tag, seq, seq - batch - 1, *fields))
+        message = encode((tag, seq, self.settled, *fields))
         if value is None:
             size = len(message)
-            message = HEADS[size] + message if size < len(HEADS) else header(size) + message
-        call = Call(kind, fields, seq, message, began, deadline, patience, value)
+            message = (HEADS[size] if size < len(HEADS) else header(size)) + message
         self.counts[tag] += 1
-        self._call = weakref.ref(call, self._on_death)
         self.seq = seq
-        return call
+        return Call(kind, fields, seq, message, began, deadline, patience, value)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether a request is under way for which nobody waits."""
-        return self.given_up or (self._call is not None and self._call() is None)
+        """Whether no call has the slot, and it is not idle."""
+        return self.given_up or self._ticket is None or self._ticket() is None
 
     def settle(self) -> None:
-        """All requests are answered, or need no cancelling."""
-        self.settled, self._call, self.into, self.given_up = self.seq, None, None, False
+        """Note that all requests are answered, or need no cancelling."""
+        self.settled, self.into = self.seq, None
 
     def cancel(self) -> None:
         """Let the next request tell the server that nobody waits for those before it."""
         self.disconnect()
         if self.into is not None and self.into.reply is not None:
             self.settled = self.seq  # its caller has it
+        self.into = None
         self.owed = b"".join(
             [framed(Cancel(0, 0, seq)) for seq in range(self.settled + 1, self.seq + 1)]
         )
@@ -181,65 +202,11 @@ class Slot:
         """Close the connection; the next request opens another one."""
         connection, self.connection = self.connection, None
         if connection is not None:
-            self.sent_bytes += connection.sent_bytes
-            self.received_bytes += connection.received_bytes
             connection.close()
-
-
-class End:
-    """Why a session is over. `told`: somebody has been told."""
-
-    def __init__(
-        self,
-        headline: str,
-        loss: Loss | None = None,
-        happened: frozenset[int] | None = None,
-        *,
-        undone: bool = False,
-        again: str = "",
-    ) -> None:
-        """`loss`: it was lost, and not closed; `happened`: what the server did of what it may not
-        have answered, when it knows. `undone`: what was sent once and has no answer was not carried
-        out. `again`: said once more if the next session finds no server."""
-        self.headline = headline
-        self.told = False
-        self.again = again
-        self._loss = loss
-        self._happened = happened
-        self._undone = undone
-
-    def error(self, call: Call | None) -> RallypointError:
-        """For the caller of a request that has no answer, or, without one, for the next who
-        asks.
-        """
-        outcome = outcome_of(call, self._happened) if call is not None else "did not happen"
-        if self._loss is not None:
-            return (
-                self._loss.error(outcome, told_of(call, outcome))
-                if call is not None
-                else self._loss.error(outcome)
-            )
-        if call is not None and self._undone and call.tried < 2:
-            outcome = "did not happen"
-        return StoreClosed("store-closed", self.headline, outcome=outcome)
 
 
 class SessionOver(Exception):
     """The session ended while a request was under way, or before."""
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """With which a session is made, and the next one if it is lost."""
-
-    address: Address
-    secret: bytes
-    identity: Identity
-    timeout: float  # seconds, for connecting and for every answer that waits for nobody
-    ttl: float  # seconds
-    job: str = ""
-    same_host: bool = True  # False: stay on the given address, and use no shared memory
-    clock: Clock = msgspec.field(default_factory=Clock)
-    open_socket: OpenSocket | None = None
 
 
 class Session:
@@ -247,51 +214,57 @@ class Session:
     own (`Client` sees to that).
     """
 
-    def __init__(self, settings: Settings, former: Session | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        secret: bytes,
+        open_socket: OpenSocket | None = None,
+        former: Session | None = None,
+    ) -> None:
         """`former`: the one that was lost before."""
-        self.settings = settings
-        self.address = settings.address
+        self.address = options.address
         self.id = os.urandom(SESSION_BYTES)
-        self.end: End | None = None
+        self.end: SessionEnd | None = None
         self.foreign = False  # it is the parent's, and this a forked child
-        self.timeout = settings.timeout
-        self.ttl = settings.ttl
-        self.limits: Limits | None = former.limits if former is not None else None
-        self.reconnects: int = former.reconnects if former is not None else 0
-        self.number: int = former.number + 1 if former is not None else 1
-        self.news: deferred_log.News = former.news if former is not None else deferred_log.News()
-        self._before: tuple[list[int], int, int] = (
-            former.totals() if former is not None else ([0] * len(LENDS), 0, 0)
-        )
-        self._server: bytes = (
-            former._server if former is not None else b""
-        )  # one that is started again is another one, and empty
-        self._server_ended = (
-            former.end.again if former is not None and former.end is not None else ""
-        )
+        self.timeout = options.timeout
+        self.ttl = options.ttl
+        self.limits: Limits | None = None
+        self.reconnects = 0
+        self.number = 1
+        self.news = deferred_log.News()
+        self._before: tuple[list[int], int, int] = [0] * len(LENDS), 0, 0  # totals
+        self._server = b""  # one that is started again is another one, and empty
+        self._server_ended = ""
+        if former is not None:
+            self.limits, self.reconnects, self.news = former.limits, former.reconnects, former.news
+            self.number = former.number + 1
+            self._before = former.totals()
+            self._server = former._server
+            self._server_ended = former._over().again
+        self._options = options
+        self._secret = secret
         self._server_pid = 0  # if it can be seen: on this host
-        self._clock = settings.clock
-        self._now = settings.clock.monotonic
-        self._confirmed = self._now()  # the server had a sign of life that was sent at this time
+        self._clock = Clock()
+        self._now = self._clock.monotonic
         self._welcomed = False
         self._disconnected = False  # a connection broke, and none has been made since
         self._lost_at = 0.0  # monotonic time of that
         self._mutex = threading.RLock()  # for `end`, and which connections it has to interrupt
         self._numbers = itertools.count()  # of slots
         self._slots: list[Slot] = []
-        self._idle: deque[Slot] = (
-            deque()
-        )  # with connections; the one that was used last stands last
-        self._unconnected: deque[Slot] = deque()
-        self.leases = Leases(self, self._now, lambda: self._confirmed)
+        self._idle: deque[Ticket] = deque()  # with connections; the last one was used last
+        self._unconnected: deque[Ticket] = deque()
+        # The server had a sign of life that was sent at this time.
+        self.confirmed = self._now()
+        self.leases = Leases(self, self._now, lambda: self.confirmed)
         self.keep_alive = KeepAlive(self)
-        self._set_ttl(settings.ttl)
+        self._set_ttl(options.ttl)
         self._reach = Reach(
-            settings.address,
-            same_host=settings.same_host,
-            patience=settings.timeout,
-            clock=settings.clock,
-            open_socket=settings.open_socket,
+            options.address,
+            same_host=options.same_host,
+            patience=options.timeout,
+            clock=self._clock,
+            open_socket=open_socket,
         )
 
     # --- asking ---
@@ -302,7 +275,7 @@ class Session:
         fields: tuple[Any, ...],
         wait: float | None = None,
         value: Parts | None = None,
-        into: Received | None = None,
+        into: ReplyKeeper | None = None,
     ) -> Answer:
         """Send a request and return its reply, with the bytes of a large value beside it.
 
@@ -315,29 +288,16 @@ class Session:
         """
         began = self._now()
         deadline = began + (wait + grace(wait) if wait else self.timeout)
-        calls: list[Call] = []
-        slot = self._take()
-        try:
-            slot.into = into
-            call = slot.begin(kind, fields, began, deadline, 0.0 if wait else self.timeout, value)
-            calls.append(call)
-            reply, body = self._exchange(slot, call)
-            if into is not None:
-                into.session, into.reply = self, reply
-        except BaseException as error:
-            if into is not None and into.reply is not None:
-                self._put_back(slot)
-                raise
-            self._give_up(slot, calls, cancel=kind.changes or bool(wait))
-            if isinstance(error, (TooLate, SessionOver)):
-                raise self._error(calls[0]) from None
-            raise
-        self._put_back(slot)
+        ticket = self._take()
+        slot = ticket.slot
+        slot.into = into
+        call = slot.begin(kind, fields, began, deadline, 0.0 if wait else self.timeout, value)
+        (answer,) = self._carry_out(ticket, [call])
         if self.news.lines:
             self.news.tell()
-        if type(reply) is Failed:
-            raise refused(kind, fields, reply)
-        return reply, body
+        if type(answer[0]) is Failed:
+            raise refused(kind, fields, answer[0])
+        return answer
 
     def request_many(
         self, requests: Sequence[tuple[type[Request], tuple[Any, ...]]]
@@ -349,103 +309,67 @@ class Session:
         """
         answers: list[Answer] = []
         while len(answers) < len(requests):
-            slot = self._take()
-            calls: list[Call] = []
-            received: list[Answer] = []
-            try:
-                self._begin_many(slot, requests, len(answers), calls)
-                self._exchange_many(slot, calls, received)
-            except BaseException as error:
-                self._give_up(slot, calls, cancel=True)
-                if isinstance(error, (TooLate, SessionOver)):
-                    raise self._error(calls[len(received)]) from None
-                raise
-            self._put_back(slot)
-            answers += received
+            ticket = self._take()
+            answers += self._carry_out(ticket, self._batch(ticket.slot, requests[len(answers) :]))
         return answers
 
-    def _begin_many(
-        self,
-        slot: Slot,
-        requests: Sequence[tuple[type[Request], tuple[Any, ...]]],
-        first: int,
-        calls: list[Call],
-    ) -> None:
-        """The next batch: a large value alone, or small requests."""
+    def _batch(
+        self, slot: Slot, requests: Sequence[tuple[type[Request], tuple[Any, ...]]]
+    ) -> list[Call]:
+        """Begin the next few requests: a large value alone, or small requests."""
         began = self._now()
+        calls: list[Call] = []
         size = 0
-        for kind, fields in requests[first : first + PIPELINE]:
+        for kind, fields in requests[:PIPELINE]:
             value = None
             if len(fields) > 1 and type(fields[1]) is Parts:
                 if calls:
-                    return
+                    break
                 value = fields[1]
                 fields = (fields[0], b"", *fields[2:])
-            call = slot.begin(
-                kind, fields, began, began + self.timeout, self.timeout, value, len(calls)
-            )
+            call = slot.begin(kind, fields, began, began + self.timeout, self.timeout, value)
             calls.append(call)
             size += len(call.message)
             if value is not None or size > PIPELINE_BYTES:
-                return
+                break
+        return calls
 
-    def _exchange(self, slot: Slot, call: Call) -> Answer:
-        """Send the request, on as many connections as it takes, until its reply is there."""
-        while True:
-            try:
-                connection = slot.connection or self._connect(slot, call.deadline)
-                call.tried += 1
-                if call.value is None:
-                    connection.send(slot.owed + call.message, call.deadline)
-                else:
-                    self._send_value(slot, connection, call, call.value)
-                call.sent = True
-                answer = connection.receive(
-                    call.seq,
-                    call.deadline,
-                    call.patience,
-                    self.keep_alive.interval,
-                    self._silence,
-                    lends=LENDS[TAGS[call.kind]],
-                )
-            except ConnectionBroken as broken:
-                self._lost_connection(slot, str(broken))
-            except ServerCloses as closes:
-                self._server_closes(str(closes))
-                raise SessionOver from None
-            else:
-                slot.owed = b""
-                if call.began > self._confirmed:
-                    self._confirm(call.began)
-                return answer
+    def _carry_out(self, ticket: Ticket, calls: Sequence[Call]) -> list[Answer]:
+        """Get the answers to a slot's requests, and put the slot back."""
+        answers: list[Answer] = []
+        try:
+            self._exchange(ticket.slot, calls, answers)
+        except BaseException as error:
+            self._give_up(ticket, calls)
+            if isinstance(error, (TooLate, SessionOver)):
+                raise self._error(calls[len(answers)]) from None
+            raise
+        self._put_back(ticket)
+        return answers
 
-    def _exchange_many(self, slot: Slot, calls: Sequence[Call], received: list[Answer]) -> None:
-        """The same for several. Those that have an answer are not sent again."""
-        while len(received) < len(calls):
-            left = calls[len(received) :]
-            if len(left) == 1:
-                received.append(self._exchange(slot, left[0]))
-                return
+    def _exchange(self, slot: Slot, calls: Sequence[Call], answers: list[Answer]) -> None:
+        """Send the requests, on as many connections as it takes, until all replies are there. A
+        request that has an answer is not sent again.
+        """
+        while len(answers) < len(calls):
+            left = calls[len(answers) :]
             try:
                 connection = slot.connection or self._connect(slot, left[0].deadline)
-                connection.send(
-                    slot.owed + b"".join([call.message for call in left]), left[0].deadline
-                )
+                self._send(slot, connection, left)
+                deadline = left[0].deadline
                 for call in left:
-                    call.sent = True
-                    call.tried += 1
-                for call in left:
-                    deadline = max(call.deadline, self._now() + self.timeout)
-                    received.append(
-                        connection.receive(
-                            call.seq,
-                            deadline,
-                            call.patience,
-                            self.keep_alive.interval,
-                            self._silence,
-                            lends=True,
-                        )
+                    answer = connection.receive(
+                        call.seq,
+                        deadline,
+                        call.patience,
+                        self.keep_alive.interval,
+                        self._silence,
+                        lends=LENDS[TAGS[call.kind]],
                     )
+                    if slot.into is not None:
+                        slot.into.session, slot.into.reply = self, answer[0]
+                    answers.append(answer)
+                    deadline = connection.heard + self.timeout  # the next one is on its way
             except ConnectionBroken as broken:
                 self._lost_connection(slot, str(broken))
             except ServerCloses as closes:
@@ -453,78 +377,73 @@ class Session:
                 raise SessionOver from None
             else:
                 slot.owed = b""
-                self._confirm(calls[0].began)
+                self._confirm(left[0].began)
 
-    def _send_value(self, slot: Slot, connection: Connection, call: Call, value: Parts) -> None:
-        """Send a request with a large value: by shared memory, or else by the socket. Its answer is
-        waited for from then on.
-        """
-        if connection.shared:
-            try:
-                number, segment = connection.fill(value)
-            except OSError as error:
-                if isinstance(error, RallypointError) or error.errno is None:
-                    raise  # a signal handler's
-            else:
-                request = msgspec.structs.replace(
-                    decode_request(call.message), shared=value.size, segment=number
-                )
-                connection.send_shared(slot.owed, encode(request), number, segment, call.deadline)
-                call.deadline = max(call.deadline, self._now() + call.patience)
-                return
-        connection.send_value(slot.owed, call.message, value, call.deadline, call.patience)
-        call.deadline = max(call.deadline, connection.moved + call.patience)
+    def _send(self, slot: Slot, connection: Connection, calls: Sequence[Call]) -> None:
+        last = calls[-1]
+        for call in calls:
+            call.tried += 1
+            if call is not last:
+                call.sent = True  # should the sending be broken off, it may have gone
+        if last.value is None:
+            frames = b"".join([slot.owed, *[call.message for call in calls]])
+            connection.send(frames, last.deadline)
+        else:  # it is alone, and its answer is waited for from when it is sent
+            last.deadline = connection.send_value(
+                slot.owed, last.message, last.value, last.deadline, last.patience
+            )
+        last.sent = True
 
     # --- slots ---
 
-    def _take(self) -> Slot:
-        """An idle slot, the one that was used last if there is a choice, or a new one."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._take_unconnected()
-
-    def _take_coldest(self) -> Slot:
-        """The idle slot that was not used for longest: a thread that asks all the time keeps its
-        own.
+    def _take(self, *, cold: bool = False) -> Ticket:
+        """Take an idle slot, the one that was used last if there is a choice, or a new one. `cold`:
+        the one that was not used for longest, since a thread that asks all the time keeps its own.
         """
         try:
-            return self._idle.popleft()
+            return self._idle.popleft() if cold else self._idle.pop()
         except IndexError:
             return self._take_unconnected()
 
-    def _take_unconnected(self) -> Slot:
+    def _take_unconnected(self) -> Ticket:
         try:
             return self._unconnected.pop()
         except IndexError:
-            slot = Slot(next(self._numbers), self._on_death)
+            slot = Slot(next(self._numbers), self._on_loss)
+            ticket = slot.ticket()
             self._slots.append(slot)
-            return slot
+            return ticket
 
-    def _on_death(self, _: object) -> None:
+    def _on_loss(self, _: object) -> None:
         self.keep_alive.ring()
 
-    def _put_back(self, slot: Slot) -> None:
+    def _put_back(self, ticket: Ticket, *, cold: bool = False) -> None:
+        slot = ticket.slot
         slot.settle()
-        (self._idle if slot.connection is not None else self._unconnected).append(slot)
+        if slot.connection is None:
+            self._unconnected.append(ticket)
+        elif cold:
+            self._idle.appendleft(ticket)
+        else:
+            self._idle.append(ticket)
         if self.end is not None:
             self.drop_idle()
 
-    def _give_up(self, slot: Slot, calls: Sequence[Call], *, cancel: bool) -> None:
-        """Nobody will look at the replies to these requests any more: let the server take back what
-        they gave.
+    def _give_up(self, ticket: Ticket, calls: Sequence[Call]) -> None:
+        """Leave the slot to the keep-alive if the server may have had a request: nobody will look
+        at the reply any more, and the server is to take back what it gave.
         """
-        tried = any(call.tried for call in calls)
-        if tried:
+        slot = ticket.slot
+        if calls[0].tried:
             slot.disconnect()
-        if tried and cancel and self.end is None:
-            slot.given_up = True
-            self.keep_alive.ring()
-        else:
-            self._put_back(slot)
+            if self.end is None:
+                slot.given_up = True
+                self.keep_alive.ring()
+                return
+        self._put_back(ticket)
 
     def _error(self, call: Call) -> RallypointError:
-        """Why a request has no answer."""
+        """Make the error for a request that has no answer."""
         end = self.end
         if end is None:
             return self._timed_out(call)
@@ -536,35 +455,27 @@ class Session:
     def _timed_out(self, call: Call) -> StoreTimeout:
         outcome = outcome_of(call)
         took = self._now() - call.began
-        headline = (
-            f"{asked_of(call)} got no answer from the store at {self.address} within {took:.1f} s"
-        )
         why = [told_of(call, outcome)]
         problem = self._reach.problem(look=False) if self._reach.failing else None
         if problem is not None:
             why.append(str(problem))
         elif not call.sent:
             why.append("the server did not take what was sent to it")
-        stopped, help = self._stopped(problem)
+        standing, help = self._stopped(problem)
         return StoreTimeout(
-            "store-timeout", headline, outcome=outcome, why=(*why, *stopped), help=help
+            "store-timeout",
+            f"{asked_of(call)} got no answer from the store at {self.address} within {took:.1f} s",
+            outcome=outcome,
+            why=(*why, *standing),
+            help=help,
         )
 
-    def _stopped(
-        self, problem: StoreUnreachable | None
-    ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-        """Why and help when the server's process is seen to stand still. `problem`: with reaching
-        it, if it was not reached.
+    def _stopped(self, problem: StoreUnreachable | None) -> tuple[tuple[str, ...], Help]:
+        """Return why and help when the server's process is seen to stand still. `problem`: why it
+        was not reached, if it was not.
         """
-        pid = self._server_pid
-        if (
-            not pid
-            or (problem is not None and problem.code == "port-refused")
-            or not is_stopped(pid)
-        ):
-            return (), ()
-        why, help = stopped_server(pid)
-        return (why,), help
+        refused = problem is not None and problem.code == "port-refused"
+        return stopped(0 if refused else self._server_pid)
 
     # --- connecting ---
 
@@ -572,32 +483,32 @@ class Session:
         """Open the first connection, trying again while nobody listens there, until `timeout`.
         Raises StoreUnreachable.
         """
-        slot = self._take()
+        ticket = self._take()
         try:
-            self._connect(slot, self._now() + self.timeout, first=True)
+            self._connect(ticket.slot, self._now() + self.timeout, first=True)
         except TooLate:
             raise self._reach.problem() from None
         except SessionOver:
             raise self._over().error(None) from None
         except BaseException:
-            slot.disconnect()
+            ticket.slot.disconnect()
             raise
-        self._put_back(slot)
+        self._put_back(ticket)
 
     def _connect(self, slot: Slot, deadline: float, *, first: bool = False) -> Connection:
-        """A connection for this slot. Raises TooLate, SessionOver; StoreUnreachable for what
+        """Open a connection for this slot. Raises TooLate, SessionOver; StoreUnreachable for what
         another attempt would only repeat.
         """
-        began = self._now()
-        told = not first
+        noticed = not first
+        quiet = self._now() + QUIET_SECONDS
         while True:
+            now = self._now()
             if self.end is not None:
                 raise SessionOver
-            now = self._now()
             if now >= deadline:
                 raise TooLate
-            if not told and now - began >= QUIET_SECONDS and self._reach.failing:
-                told = True
+            if not noticed and now >= quiet and self._reach.failing:
+                noticed = True
                 deferred_log.notice(
                     f"{self._reach.problem(look=False)}; still trying, for {deadline - now:.0f} s more"
                 )
@@ -614,12 +525,12 @@ class Session:
 
     def _greeting(self, resume: bool) -> Joining:
         return Joining(
-            self.settings.secret,
-            self.settings.job,
+            self._secret,
+            self._options.job,
             __version__,
             session=self.id,
             nonce=os.urandom(NONCE_BYTES),
-            identity=self.settings.identity,
+            identity=self._options.identity,
             ttl=self.ttl,
             resume=resume,
             acked=0,
@@ -629,12 +540,14 @@ class Session:
         """Take a connection into use, whose greeting was sent after `began`."""
         welcome = opened.welcome
         connection = Connection(
-            opened, self._clock, shared_memory=self._reach.local_allowed, on_sign=self._confirm
+            opened,
+            self._clock,
+            slot.traffic,
+            shared_memory=self._reach.local_allowed,
+            on_sign=self._confirm,
         )
-        if self._server not in (
-            b"",
-            welcome.server,
-        ):  # after an outage of more than a ttl: nobody was told that the data is gone
+        if self._server not in (b"", welcome.server):
+            # after an outage of more than a ttl: nobody was told that the data is gone
             connection.close()
             self._lose(Refusal("session-lost", "", known=False))
             raise SessionOver
@@ -645,11 +558,8 @@ class Session:
             slot.connection = connection
             slot.connected_at = self._now()
         self.keep_alive.start()
-        self._server, self._server_ended, self._server_pid = (
-            welcome.server,
-            "",
-            listener_of(opened.sock),
-        )
+        self._server, self._server_ended = welcome.server, ""
+        self._server_pid = listener_of(opened.sock)
         self.limits = welcome.limits
         self._set_ttl(welcome.ttl)  # there is a shortest and a longest one
         self._welcomed = True
@@ -669,8 +579,9 @@ class Session:
         self.keep_alive.set_interval()
 
     def _failed(self, failed: DialFailed, first: bool) -> None:
-        """An attempt failed. Raises when there is no use in another one."""
+        """Look at an attempt that failed. Raises when there is no use in another one."""
         told = failed.told
+        kept = max(self.leases.longest(self.ttl), self.timeout)  # seconds, by the server
         if told.reason == "session-lost" and told.refusal is not None:
             self._lose(told.refusal)
         elif told.reason == "store-closed" and not first:
@@ -678,10 +589,8 @@ class Session:
         elif told.reason in FINAL and not (told.refusal is not None and told.refusal.passing):
             raise self._reach.problem()
         elif self._server_ended and not first:
-            self._finish(End(self._server_ended, again=self._server_ended))
-        elif not first and self._now() - self._confirmed > max(
-            self.leases.longest(self.ttl), self.timeout
-        ):
+            self._finish(SessionEnd(self._server_ended, again=self._server_ended))
+        elif not first and self._now() - self.confirmed > kept:
             self._lose(Refusal("session-lost", "", known=False), self._reach.problem())
 
     def _lost_connection(self, slot: Slot, why: str) -> None:
@@ -695,8 +604,8 @@ class Session:
 
     # --- the end ---
 
-    def _finish(self, end: End, last: Slot | None = None) -> None:
-        """Nothing can be asked any more; who waits is woken, and told. `last`: the caller's own, on
+    def _finish(self, end: SessionEnd, last: Slot | None = None) -> None:
+        """End the session: calls that wait are woken, and told. `last`: the caller's own slot, on
         which something is still said.
         """
         with self._mutex:
@@ -711,35 +620,30 @@ class Session:
         self.keep_alive.ring()
 
     def _lose(self, refusal: Refusal, unreached: StoreUnreachable | None = None) -> None:
-        """All that this session held is released; everybody who waits is told, or else the next one
-        who asks.
+        """End a session that the server has ended. Calls that wait are told, or else the next one.
+        `unreached`: why no server was reached, if it was only for too long.
         """
-        silent = self._now() - self._confirmed
-        happened = frozenset(refusal.happened) if refusal.known else None
-        stopped = self._stopped(unreached) if unreached is not None else ((), ())
-        loss = Loss(
+        end = lost_session(
             str(self.address),
             self.ttl,
-            silent,
-            known=refusal.known,
-            unreached=unreached,
-            stopped=stopped,
+            self._now() - self.confirmed,
+            refusal,
+            unreached,
+            self._stopped(unreached) if unreached is not None else ((), ()),
         )
         if unreached is None and not refusal.known:
             self._server = b""  # it is told now that this is another one
-        self.news.add("error", loss.headline)
-        self._finish(End(loss.headline, loss, happened))
+        self.news.add("error", end.headline)
+        self._finish(end)
 
     def _server_closes(self, text: str) -> None:
-        """The server stops in good order. Whoever asks after that is told so again if one attempt
-        to connect finds no server, and is served by one that was started again."""
-        headline = (
-            f"the store at {self.address} was closed: {text}"
-            if text
-            else f"the store at {self.address} is closing"
+        """End the session since the server stops in good order. Calls after that are told so again
+        if one attempt to connect finds no server, and are served by one that was started again."""
+        headline = f"the store at {self.address} " + (
+            f"was closed: {text}" if text else "is closing"
         )
         self._server = b""  # another one is expected
-        self._finish(End(headline, undone=bool(text), again=headline))
+        self._finish(SessionEnd(headline, undone=bool(text), again=headline))
 
     def close(self, wait: float = BYE_SECONDS) -> None:
         """End the session: the server releases what it held. Threads that wait get StoreClosed. May
@@ -747,8 +651,9 @@ class Session:
         the session is the parent's."""
         if self.foreign or self.end is not None:
             return
-        slot = self._take()
-        end = End(CLOSED)
+        ticket = self._take()
+        slot = ticket.slot
+        end = SessionEnd(CLOSED)
         try:
             began = self._now()
             call = slot.begin(Bye, (), began, began + wait)
@@ -756,7 +661,7 @@ class Session:
                 self._connect(slot, call.deadline)
             self._finish(end, slot)
             if slot.connection is not None:
-                slot.connection.send(slot.owed + call.message, call.deadline)
+                self._send(slot, slot.connection, [call])
                 if wait > 0.0:
                     slot.connection.receive(
                         call.seq, call.deadline, 0.0, LONGEST_POLL, LONGEST_POLL, lends=False
@@ -769,21 +674,26 @@ class Session:
             self.drop_idle()
 
     def drop_idle(self) -> None:
-        """The session is over: close what nobody uses."""
+        """Close the connections that no call uses: the session is over."""
         while self._idle:
             try:
-                self._idle.pop().disconnect()
+                self._idle.pop().slot.disconnect()
             except IndexError:  # another thread does the same
-                return
+                break
+        for slot in list(self._slots):
+            if slot.is_abandoned:
+                slot.disconnect()
 
     def abandon(self) -> None:
-        """In a forked child: the session is the parent's, and so are the connections, of which the
-        child closes its descriptors.
+        """Leave the session to the parent, in a forked child, which closes its descriptors of the
+        connections.
         """
         self.foreign = True
         self._mutex = threading.RLock()
         self.leases.end("the parent process has it, not this forked child")
-        self.end = self.end or End("the call was begun in the parent process, before the fork")
+        self.end = self.end or SessionEnd(
+            "the call was begun in the parent process, before the fork"
+        )
         for slot in self._slots:
             if slot.connection is not None:
                 slot.connection.after_fork()
@@ -791,29 +701,13 @@ class Session:
     # --- for the keep-alive ---
 
     def _confirm(self, sent: float) -> None:
-        """The server had a sign of life that was sent at this time. What was over before does not
-        come back by it.
+        """Note that the server had a sign of life that was sent at this time. A lease that was over
+        before does not come back by it.
         """
         if self.leases.held:
             self.leases.look()
-        if sent > self._confirmed:
-            self._confirmed = sent
-
-    @property
-    def confirmed(self) -> float:
-        """When the last sign of life was sent that the server is known to have had."""
-        return self._confirmed
-
-    @property
-    def lease_left(self) -> float:
-        """Seconds for which the server surely keeps this session, counted from when the last
-        confirmed sign of life was *sent*.
-        """
-        return self._confirmed + self.ttl - self._now()
-
-    def ping(self, seconds: float) -> None:
-        """Give a sign of life, and wait for its answer; connect for it, if that has to be done."""
-        self.tell(Ping, (), seconds)
+        if sent > self.confirmed:
+            self.confirmed = sent
 
     def cancel_abandoned(self, seconds: float) -> None:
         """Tell the server which requests nobody waits for any more: calls that an exception ended,
@@ -821,37 +715,35 @@ class Session:
         """
         for slot in list(self._slots):
             if slot.is_abandoned:
+                ticket = slot.ticket()
                 slot.cancel()
-                self._tell(slot, Ping, (), seconds)
+                if not self._tell(ticket, Ping, (), seconds):
+                    return  # the server does not answer now
 
     def tell(self, kind: type[Request], fields: tuple[Any, ...], seconds: float) -> bool:
-        """Ask for something of which only matters that it was answered; whether it was."""
-        return self._tell(self._take_coldest(), kind, fields, seconds)
+        """Ask for something of which only matters that it was answered; return whether it was."""
+        return self._tell(self._take(cold=True), kind, fields, seconds)
 
     def _tell(
-        self, slot: Slot, kind: type[Request], fields: tuple[Any, ...], seconds: float
+        self, ticket: Ticket, kind: type[Request], fields: tuple[Any, ...], seconds: float
     ) -> bool:
+        slot = ticket.slot
         began = self._now()
-        call = slot.begin(kind, fields, began, began + seconds)
-        answered = False
+        answers: list[Answer] = []
         try:
-            self._exchange(slot, call)
-            answered = True
+            self._exchange(slot, [slot.begin(kind, fields, began, began + seconds)], answers)
         except TooLate:
             self._lost_connection(slot, f"no sign of life from the server for {seconds:.1f} s")
         except SessionOver:
             pass
         finally:
-            if answered:
-                slot.settle()
-                self._idle.appendleft(slot)
-            else:
+            if not answers:
                 slot.disconnect()
-                if slot.owed:
-                    slot.given_up = True
-                else:
-                    self._put_back(slot)
-        return answered
+            if slot.owed:
+                slot.given_up = True  # once more in the next round
+            else:
+                self._put_back(ticket, cold=True)
+        return bool(answers)
 
     def look(self) -> None:
         """Take in what has arrived on idle connections, and close those that were not used for a
@@ -859,7 +751,8 @@ class Session:
         """
         unused = self._now() - self.ttl
         for _ in range(len(self._idle)):
-            slot = self._take_coldest()
+            ticket = self._take(cold=True)
+            slot = ticket.slot
             try:
                 if slot.connection is not None:
                     slot.connection.look()
@@ -871,11 +764,11 @@ class Session:
             except ServerCloses as closes:
                 self._server_closes(str(closes))
                 slot.disconnect()
-            (self._idle if slot.connection is not None else self._unconnected).append(slot)
+            self._put_back(ticket)
 
     # --- about ---
 
-    def _over(self) -> End:
+    def _over(self) -> SessionEnd:
         assert self.end is not None
         return self.end
 
@@ -885,38 +778,19 @@ class Session:
         return self.end is not None and self.end.headline == CLOSED
 
     @property
-    def connected(self) -> bool:
-        """Whether there is a connection now."""
-        return any(slot.connection is not None for slot in list(self._slots))
-
-    @property
-    def local(self) -> bool:
-        """Whether the connections are Unix sockets."""
-        return any(
-            slot.connection is not None and slot.connection.local for slot in list(self._slots)
-        )
-
-    @property
-    def where(self) -> str:
-        """What the connections lead to: a path, or an address; "" without one."""
-        return next(
-            (slot.connection.where for slot in list(self._slots) if slot.connection is not None), ""
-        )
+    def connection(self) -> Connection | None:
+        """One of the connections, if there is any."""
+        return next((slot.connection for slot in list(self._slots) if slot.connection), None)
 
     def totals(self) -> tuple[list[int], int, int]:
-        """Requests by kind, and bytes sent and received beside what went by shared memory; of all
-        sessions of this store object.
+        """Return requests by kind, and bytes sent and received beside what went by shared memory,
+        of all sessions of this store object.
         """
         counts, sent, received = self._before
-        counts = list(counts)
         for slot in list(self._slots):
             counts = [one + more for one, more in zip(counts, slot.counts, strict=True)]
-            sent += slot.sent_bytes
-            received += slot.received_bytes
-            connection = slot.connection
-            if connection is not None:
-                sent += connection.sent_bytes
-                received += connection.received_bytes
+            sent += slot.traffic[0]
+            received += slot.traffic[1]
         return counts, sent, received
 
 
@@ -924,13 +798,13 @@ _leaving = False
 
 
 def leave() -> None:
-    """The interpreter is about to end, and closes its stores."""
+    """Note that the interpreter is about to end, and closes its stores."""
     global _leaving
     _leaving = True
 
 
 def stay_when_leaving() -> None:
-    """At the end of the interpreter a daemon thread stays where it is, as in every other wait: the
+    """Keep a daemon thread where it is at the end of the interpreter, as in every other wait: the
     program has not closed the store, and a traceback at the end of a healthy job is a false alarm.
     """
     if _leaving and threading.current_thread().daemon:
