@@ -1,4 +1,4 @@
-"""Everybody arrives, or everybody learns who did not.
+"""Barriers: all arrive, or all learn which caller did not.
 
 The decisions are the server's (`store/state/barriers.py`): one request, which is answered when all
 are there, or when it is certain that they will not be. What is here is one call, and the words for
@@ -25,13 +25,12 @@ def barrier(store: Client, name: str, size: int, timeout: float | timedelta | No
     are there already.
 
     Raises BarrierTimeout (`barrier-timeout`) when not everybody came in time. BarrierBroken
-    (`barrier-broken`) at once in everybody who waits when one of them gives up (its timeout,
-    Ctrl-C, an exception of a signal handler) or its session ends; and once in each who comes to
+    (`barrier-broken`) at once in every caller that waits when one of them gives up (its timeout,
+    Ctrl-C, an exception of a signal handler) or its session ends; and once in each that comes to
     such a round too late. BarrierMismatch (`barrier-size`) in all when two give another size. All
-    three name who came and, as far as that can be told, who did not. After any of them the caller
-    is at no barrier, and the next call is the next round; after a StoreTimeout or SessionLost it
-    may be that the others have passed.
-    """
+    three name the callers that came and, as far as that can be told, the others. After any of them
+    the caller is at no barrier, and the next call is the next round; after a StoreTimeout or
+    SessionLost it may be that the others have passed."""
     if name.__class__ is not str or not name.isascii():
         name = key_of(name)
     if size.__class__ is not int or not 0 < size < LARGEST_SIZE:

@@ -41,7 +41,7 @@ THREAD_NAME = 64
 """Characters of a thread's name that the server is told, to name it to others."""
 
 QUEUE_SHOWN = 4
-"""Of those who wait in front, so many are named in a headline; `LockTimeout.queue` has more."""
+"""Maximum callers in front that a headline names; `LockTimeout.queue` has more."""
 
 STALE_SECONDS = 0.01
 """Between two questions whether the server has been told by now what an interrupted thread gave up:
@@ -122,7 +122,7 @@ class Lock:
     - **Fenced.** `store.set(key, value, fence=grant.token)` is refused once the grant is over; so
       with `delete`, `compare_and_set`, `update`.
     - **Held by a thread.** Waiting for it in the thread that has it, by whatever object, is
-      WouldDeadlock (`lock-twice`), and so is waiting for what is held by somebody who waits, over
+      WouldDeadlock (`lock-twice`), and so is waiting for what is held by somebody that waits, over
       others perhaps, for what this thread has (`lock-cycle`). Both are told at once. Threads of one
       process queue up like others. A forked child holds nothing of its parent's.
     - **Signals.** Handlers run while it waits. One that raises (Ctrl-C) takes the caller out of the
@@ -172,13 +172,14 @@ class Lock:
         raise self._timed_out(reply, seconds)  # type: ignore[arg-type]  # which mypy does not see
 
     def acquire_nowait(self) -> Grant | None:
-        """The lock, if it is free now, else None; also when it is this thread that has it."""
+        """Return the lock, if it is free now, else None; also when it is this thread that has
+        it."""
         reply = self._ask(0.0)
         return reply if reply.__class__ is Grant else None
 
     def release(self) -> None:
-        """Give the lock back that this thread has; who waits longest has it then, before this
-        returns.
+        """Give the lock back that this thread has; the one that waits longest has it then, before
+        this returns.
 
         Raises LeaseLost when it was lost before; UsageError when this thread does not have it, a
         forked child included. When the store gives no answer (StoreTimeout), or a signal handler
@@ -227,12 +228,12 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether this thread has it now, by this object, and it is not lost. Asks nobody."""
+        """True if this thread has it now, by this object, and it is not lost. Asks nobody."""
         grant = self._newest()
         return grant is not None and not grant.lost.is_set()
 
     def locked(self) -> bool:
-        """Whether anybody has it. One request; the answer may be old when it arrives."""
+        """Tell whether anybody has it. One request; the answer may be old when it arrives."""
         reply, _ = self._store.ask(wire.Lock, self.name, _owner(), -1.0)
         return reply.__class__ is not wire.Absent
 
@@ -260,14 +261,13 @@ class Lock:
     # --- within ---
 
     def _newest(self) -> Grant | None:
-        """What this thread has had last, and has not given back."""
+        """Return the last grant of this thread that was not given back."""
         mine = self._mine()
         return mine[-1] if mine and mine[-1].pid == os.getpid() else None
 
     def _mine(self) -> list[Grant]:
-        """What this thread has, or its parent had where it was forked; without what an exception
-        has kept in the list.
-        """
+        """Return the grants of this thread, or of its parent where it was forked; without what an
+        exception has kept in the list."""
         mine = self._grants.get(get_ident(), [])
         while mine and mine[-1]._lease.state != "held":
             mine.pop()
@@ -344,7 +344,7 @@ class Lock:
         return None
 
     def _forget(self, grant: Grant) -> None:
-        """It is not this thread's any more, or never was."""
+        """Forget a grant that is not this thread's any more, or never was."""
         lease = grant._lease
         if lease.state == "done":
             lease.drop()
@@ -430,7 +430,7 @@ class Lock:
 
 
 def _again(kind: type[Lock], store: Client, name: str, ttl: float, timeout: float | None) -> Lock:
-    """A lock that travelled to another process, with its store; what it held did not."""
+    """Make a lock that travelled to another process, with its store; its grants did not."""
     return kind(store, name, ttl=ttl, timeout=timeout)
 
 
@@ -439,7 +439,7 @@ def _of_parent(name: str, pid: int) -> str:
 
 
 def _owner() -> str:
-    """This thread: its name for people, and behind "#" what no other thread has."""
+    """Name this thread: its name for people, and behind "#" what no other thread has."""
     global _process
     if _process[0] != os.getpid():
         mine = (os.getpid(), os.urandom(6).hex())

@@ -1,6 +1,7 @@
 """`store.once(name, fn)`: one process computes, the others get the value.
 
-Who computes, and who comes after it when it dies, is decided by the server (`store/state/once.py`).
+Which process computes, and which comes after it
+when it dies, is decided by the server (`store/state/once.py`).
 Like Go's `sync.Once` over processes, but that a failure is not remembered: whoever waits for it is
 told, and whoever asks later tries again.
 """
@@ -27,16 +28,16 @@ from rallypoint.wire.values import Parts, shown
 T = TypeVar("T")
 
 MESSAGE_CHARACTERS = 2_000
-"""Of an exception's message that are passed on. Together with the traceback they must fit into a
-message (`INLINE_BYTES`), at up to four bytes each; people read less."""
+"""Characters of an exception's message that are passed on. Together with the traceback they must
+fit into a message (`INLINE_BYTES`), at up to four bytes each; people read less."""
 
 TRACEBACK_CHARACTERS = 10_000
-"""Of its traceback likewise: some hundred lines. The middle is left out when there are more."""
+"""Characters of its traceback likewise: some hundred lines. The middle is left out when there are
+more."""
 
 _computing: set[tuple[int, int, str, str]] = set()
-"""What the threads of this process compute now: process (a forked child computes nothing), thread,
-store and name.
-"""
+"""Computations of the threads of this process: process (a forked child computes nothing), thread,
+store and name."""
 
 
 def once(
@@ -47,19 +48,19 @@ def once(
     timeout: float | timedelta | None = None,
     retry: bool = False,
 ) -> T:
-    """The value of `fn()`, which is called in one of all the processes and threads that ask under
-    this name; the others wait for it.
+    """Return the value of `fn()`, which is called in one of all the processes and threads that ask
+    under this name; the others wait for it.
 
     The value is one that the store can hold, None and large tensors among them, and remembered for
-    good: whoever asks later gets it at once, in this process, too. The one who computed gets what
+    good: whoever asks later gets it at once, in this process, too. The one that computed gets what
     `fn` returned, the others each a copy of their own.
 
-    When `fn` raises an Exception, that is raised here; everybody who waits gets OnceFailed with its
-    class, message and traceback, and whoever asks after that tries again. With `retry` (that of the
-    caller who computes is what counts) nobody is told, and who has waited longest computes. So does
-    he when the process that computes dies, or loses its session, and when `fn` ends by
-    KeyboardInterrupt or SystemExit: these are for one process, not for all. A value that cannot be
-    stored (ValueUnsupported, LimitExceeded) is a failure of `fn`.
+    When `fn` raises an Exception, that is raised here; everybody that waits gets OnceFailed with
+    its class, message and traceback, and whoever asks after that tries again. With `retry` (that of
+    the caller that computes is what counts) nobody is told, and the one that has waited longest
+    computes. So does it when the process that computes dies, or loses its session, and when `fn`
+    ends by KeyboardInterrupt or SystemExit: these are for one process, not for all. A value that
+    cannot be stored (ValueUnsupported, LimitExceeded) is a failure of `fn`.
 
     `timeout`: seconds to wait for somebody else's value, None: for ever. StoreTimeout
     (`wait-timeout`) names who computes, and for how long; nothing is left behind. A call from
@@ -118,7 +119,7 @@ def once(
 
 
 def _back(name: str, reply: AnyReply) -> Back | None:
-    """What lets the next in line compute."""
+    """Make the request that lets the next in line compute."""
     return (
         (Resolve, (name, b"", 0, False, True, 0, reply.token))
         if isinstance(reply, Granted)
@@ -147,9 +148,8 @@ def _told(
 
 
 def _account(error: Exception) -> bytes:
-    """What others are told of an exception: name of its class, message and traceback, from `fn` on.
-    `failure` reads it.
-    """
+    """Describe an exception for others: name of its class, message and traceback, from `fn` on.
+    `failure` reads it."""
     kind = type(error)
     name = (
         kind.__qualname__
@@ -179,9 +179,8 @@ def _account(error: Exception) -> bytes:
 
 
 def _shortened(text: str, most: int) -> str:
-    """The beginning and, three times as long, the end of a text that is longer. Characters that
-    UTF-8 cannot write are written out.
-    """
+    """Return the beginning and, three times as long, the end of a text that is longer. Characters
+    that UTF-8 cannot write are written out."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) > most:
         head, tail = text[: most // 4], text[-(most - most // 4) :]

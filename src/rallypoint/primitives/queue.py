@@ -1,6 +1,6 @@
 """Queues whose items survive their takers.
 
-The server keeps the order, and who waits for the next item (`store/state/queues.py`). An item that
+The server keeps the order, and the line for the next item (`store/state/queues.py`). An item that
 was taken belongs to the taker's session until it is acknowledged; when the session ends, it stands
 in the queue again where it stood.
 """
@@ -36,10 +36,10 @@ class Queue:
     """A queue that all clients of a store share under one name. `store.queue(name)` makes one; that
     asks the store nothing.
 
-    First in, first out, in the order in which the server got them; who has waited longest gets the
-    next one. Values are those of the store, tensors of any size among them, and what comes out is a
-    copy. A queue has no end of its own: it holds what the store has room for, and a `put` over that
-    raises LimitExceeded.
+    First in, first out, in the order in which the server got them; the one that has waited longest
+    gets the next one. Values are those of the store, tensors of any size among them, and what comes
+    out is a copy. A queue has no end of its own: it holds what the store has room for, and a `put`
+    over that raises LimitExceeded.
 
     Works from any thread. In a forked child, too; what was taken before the fork belongs to the
     parent.
@@ -79,16 +79,16 @@ class Queue:
         return value
 
     def get_nowait(self) -> Any:
-        """`get`, without waiting for an item."""
+        """Take the first value like `get`, without waiting for one."""
         return self.get(0.0)
 
     def take(self, timeout: float | timedelta | None = None) -> Taken:
-        """For a `with` block that works on one item: `with q.take() as value: ...`. Waits like
-        `get`.
+        """Take an item for a `with` block that works on one item: `with q.take() as value: ...`.
+        Waits like `get`.
 
         The item is acknowledged when the block ends, and then it is gone. When the block ends by an
         exception, when the process dies, or when its session is lost, the item goes back to where
-        it stood, and the next one who asks gets it. So an item is worked on at least once: a
+        it stood, and the next one that asks gets it. So an item is worked on at least once: a
         process that was taken for dead may still be at it.
 
         Then the end of the block raises SessionLost: the item went back, and somebody else may have
@@ -98,9 +98,8 @@ class Queue:
         return Taken(self._client, self.name, seconds_of(timeout))
 
     def __len__(self) -> int:
-        """How many values are in the queue now, without those that somebody has taken and not
-        acknowledged.
-        """
+        """Count the values in the queue now, without those that somebody has taken and not
+        acknowledged."""
         reply, _ = self._client.ask(Length, self.name)
         assert isinstance(reply, Integer)
         return reply.number
@@ -195,9 +194,8 @@ class Taken:
         self._state = "acknowledged"
 
     def _put_again(self, value: object) -> None:
-        """An exception of a signal handler struck when the item was gone and not yet returned: it
-        becomes the last of the queue.
-        """
+        """Put the item at the end: an exception of a signal handler struck when the item was gone
+        and not yet returned."""
         session = self._accepted.session
         if session is not None and isinstance(self._accepted.reply, Done):
             data = self._client.encoded(value)
@@ -220,5 +218,5 @@ class Taken:
 
 
 def _back(name: str, reply: AnyReply) -> Back | None:
-    """What puts the item of a reply back into the queue."""
+    """Make the request that puts the item of a reply back into the queue."""
     return (Settle, (name, reply.modified, False, reply.seq)) if isinstance(reply, Value) else None

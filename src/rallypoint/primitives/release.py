@@ -38,9 +38,8 @@ class Loan:
     _settled = False
 
     def __init__(self, client: Client, back: Callable[[AnyReply], Back | None]) -> None:
-        """`back`: makes the request that gives back what a reply has handed out; None when the
-        reply has handed out nothing.
-        """
+        """Begin without a reply. `back`: makes the request that gives back what a reply has handed
+        out; None when the reply has handed out nothing."""
         self._client = client
         self._pid = os.getpid()
         self._back = back
@@ -54,7 +53,7 @@ class Loan:
 
     @property
     def mine(self) -> bool:
-        """Whether the thing was handed out to this process: a forked child owes nothing."""
+        """True if the thing was handed out to this process: a forked child owes nothing."""
         return self._pid == os.getpid()
 
     def back_by(self, kind: type[Request], fields: tuple[Any, ...]) -> None:

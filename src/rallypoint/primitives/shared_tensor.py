@@ -6,7 +6,7 @@ so.
 
 `add_` and `copy_` are whole or absent, at any size, whenever their process is killed. They write
 the result beside the tensor first (a redo record), then leave a note in the lock, then copy it
-over, then remove the note. Who gets the lock and finds the note copies again, which does no harm,
+over, then remove the note. The next holder that finds the note copies again, which does no harm,
 before anything else. The other way, two halves that take turns, would give `tensor` a changing
 address.
 """
@@ -39,7 +39,7 @@ _REDO = 1
 """The lock's note: what stands beside the tensor is complete, and has to be copied over it."""
 
 _WHOLE = ("add_", "copy_")
-"""What a holder may die in without leaving anything half changed."""
+"""Calls in which a holder may die without leaving anything half changed."""
 
 _SMALLEST = 16
 """Bytes: an empty tensor has memory, too, since no file of 0 bytes can be mapped; and as many as
@@ -84,15 +84,14 @@ class SharedTensor:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> Self:
-        """A new one with the shape, dtype and values of a tensor, which may be on any device. It is
-        a copy.
-        """
+        """Make a new one with the shape, dtype and values of a tensor, which may be on any device.
+        It is a copy."""
         shared = cls(tuple(tensor.shape), tensor.dtype)
         shared._main.copy_(tensor.detach())
         return shared
 
     def _open(self, lock: RecordLock, fd: int, size: tuple[int, ...], dtype: torch.dtype) -> None:
-        """`fd` stays the caller's."""
+        """Map the memory. `fd` stays the caller's."""
         import torch
 
         length = max(_SMALLEST, math.prod(size) * dtype.itemsize)
@@ -113,7 +112,7 @@ class SharedTensor:
     @property
     def tensor(self) -> torch.Tensor:
         """The memory as a tensor. Unguarded; while an `add_` or `copy_` is under way elsewhere it
-        may be half changed, which nobody who holds the lock ever sees."""
+        may be half changed, which no holder of the lock ever sees."""
         self._check_place()
         return self._tensor
 
@@ -146,11 +145,10 @@ class SharedTensor:
 
         `timeout`: seconds to wait for it, 0 for not at all; None waits without an end. LockTimeout,
         which names the holder, afterwards. When the last holder died in its block, what it was
-        changing may be half changed: LockAbandoned says who, once, to the next one who asks; the
-        lock is free then. `on_abandoned="continue"` has the lock instead, for who can tell, or need
-        not know. WouldDeadlock (`lock-twice`) when the calling thread has it already. Who waits
-        stands in the kernel's queue; fairness is not promised.
-        """
+        changing may be half changed: LockAbandoned names it, once, to the next one that asks; the
+        lock is free then. `on_abandoned="continue"` has the lock instead, for a caller that can
+        tell, or need not know. WouldDeadlock (`lock-twice`) when the calling thread has it already.
+        A waiting thread stands in the kernel's queue; fairness is not promised."""
         if on_abandoned not in ("raise", "continue"):
             raise UsageError(
                 "usage", f'on_abandoned={on_abandoned!r} is neither "raise" nor "continue"'
@@ -189,9 +187,9 @@ class SharedTensor:
             raise
 
     def _give_back(self) -> None:
-        """Also when a signal handler has raised in the middle of `add_` or `copy_`: what is
-        complete beside the tensor is copied first. If that is broken off, too, the next holder does
-        it."""
+        """Release the lock. Memory that is complete beside the tensor is copied first, also when a
+        signal handler has raised in the middle of `add_` or `copy_`. If that is broken off, too,
+        the next holder does it."""
         try:
             if self._lock.mine:
                 self._redo()
@@ -272,7 +270,7 @@ class SharedTensor:
         timeout: float | timedelta | None = None,
         on_abandoned: OnAbandoned = "raise",
     ) -> Self:
-        """`tensor += alpha * x` under the lock, whole or absent when this process is killed.
+        """Do `tensor += alpha * x` under the lock, whole or absent when this process is killed.
 
         `x`: a tensor on any device or a number, which broadcasts and is converted as for
         `torch.Tensor.add_`, and fails with torch's error when it cannot; nothing is changed then.
@@ -299,9 +297,8 @@ class SharedTensor:
         timeout: float | timedelta | None = None,
         on_abandoned: OnAbandoned = "raise",
     ) -> Self:
-        """`tensor[...] = x` under the lock, whole or absent when this process is killed. See
-        `add_`.
-        """
+        """Do `tensor[...] = x` under the lock, whole or absent when this process is killed. See
+        `add_`."""
         import torch
 
         value = torch.as_tensor(_here(x), device="cpu")
@@ -337,16 +334,15 @@ class SharedTensor:
             raise
 
     def _redo(self) -> None:
-        """While the lock is held: finish what is complete beside the tensor, here or in a process
-        that died.
-        """
+        """Finish, while the lock is held, what is complete beside the tensor, here or in a process
+        that died."""
         if self._lock.note == _REDO:
             beside = self._beside_it()
             _compute(lambda: self._main.copy_(beside))
             self._lock.leave_note(0)
 
     def _beside_it(self) -> torch.Tensor:
-        """The memory beside the tensor, of the same form."""
+        """Map the memory beside the tensor, of the same form."""
         if self._beside is None:
             import torch
 
@@ -420,7 +416,7 @@ class Locked:
 
 
 class _Inside(Locked):
-    """While it holds the lock."""
+    """A `Locked` while it holds the lock."""
 
     __slots__ = ()
 
@@ -437,9 +433,9 @@ _we: tuple[int, str] = (0, "")
 
 
 def _compute(step: Callable[[], object]) -> None:
-    """With one thread where torch's others did not come along, see `_forked`. What it works on has
-    no gradient, so nothing is recorded; a `no_grad` around it would take longer than the step
-    itself on a small tensor."""
+    """Run a step, with one thread where torch's others did not come along, see `_forked`. What it
+    works on has no gradient, so nothing is recorded; a `no_grad` around it would take longer than
+    the step itself on a small tensor."""
     if not _bereft:
         step()
         return
@@ -463,9 +459,9 @@ def _forking() -> None:
 
 
 def _forked() -> None:
-    """A child has none of its parent's other threads. If OpenMP's were among them, its next
-    computation with several waits for them for ever (GCC's libgomp), and would do so here with the
-    lock in its hand."""
+    """Note that a child has none of its parent's other threads. If OpenMP's were among them, its
+    next computation with several waits for them for ever (GCC's libgomp), and would do so here with
+    the lock in its hand."""
     global _bereft
     _bereft = _bereft or _threads_at_fork > 1
 
@@ -480,7 +476,7 @@ def _arrived(
     size: tuple[int, ...],
     dtype: torch.dtype,
 ) -> SharedTensor:
-    """The tensor that was in a pickle: the one that this process has already, if so."""
+    """Return the tensor that was in a pickle: the one that this process has already, if so."""
     here = _living.get(lock.token)
     if here is not None and isinstance(passed, fd_passing.ByAddress):
         return here
@@ -495,9 +491,7 @@ def _arrived(
 
 
 def _who_we_are() -> str:
-    """What others are told about this process beside its pid: "rank 2", "SpawnProcess-3", or
-    nothing.
-    """
+    """Name this process for others beside its pid: "rank 2", "SpawnProcess-3", or nothing."""
     global _we
     if _we[0] != os.getpid():
         _we = (os.getpid(), _rank_or_name())
@@ -547,12 +541,13 @@ def _checked_dtype(dtype: object) -> torch.dtype:
 
 
 def _beside_at(length: int) -> int:
-    """Where in the file the memory beside the tensor begins: what is mapped begins with a page."""
+    """Return where in the file the memory beside the tensor begins: what is mapped begins with a
+    page."""
     return -(-length // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 def _here(x: Any) -> Any:
-    """On this side of the bus, before the lock is taken, and without gradient."""
+    """Bring a tensor to the CPU, before the lock is taken, and without gradient."""
     import torch
 
     if not isinstance(x, torch.Tensor):

@@ -47,8 +47,8 @@ class Store(Client):
     def lock(
         self, name: str, *, ttl: float | timedelta = 10.0, timeout: float | timedelta | None = None
     ) -> Lock:
-        """A lock that all clients of the store share under this name: first come, first served,
-        leased, fenced. See `Lock`.
+        """Make a lock that all clients of the store share under this name: first come, first
+        served, leased, fenced. See `Lock`.
 
         `ttl`: seconds without a sign of life from this process after which it is passed on.
         `timeout`: seconds to wait for it; None: for as long as the server lives.
@@ -62,7 +62,7 @@ class Store(Client):
     barrier = barrier
 
     def queue(self, name: str) -> Queue:
-        """A queue that all clients of the store share under this name. See `Queue`."""
+        """Make a queue that all clients of the store share under this name. See `Queue`."""
         from rallypoint.primitives.queue import Queue
 
         return Queue(self, name)
@@ -75,8 +75,8 @@ class Store(Client):
         timeout: float | timedelta | None = None,
         retry: bool = False,
     ) -> T:
-        """The value of `fn()`, called in one process of all that ask under this name; the others
-        wait for its value. See `primitives/once.py` for what becomes of exceptions."""
+        """Return the value of `fn()`, called in one process of all that ask under this name; the
+        others wait for its value. See `primitives/once.py` for what becomes of exceptions."""
         from rallypoint.primitives.once import once
 
         return once(self, name, fn, timeout=timeout, retry=retry)
@@ -93,9 +93,8 @@ class Store(Client):
         out: Any = None,
         details: bool = False,
     ) -> Any:
-        """The mean of a tensor, or of a dict of tensors, over `size` callers. See
-        `primitives/average/average.py`.
-        """
+        """Return the mean of a tensor, or of a dict of tensors, over `size` callers. See
+        `primitives/average/average.py`."""
         from rallypoint.primitives.average.average import average
 
         return average(
@@ -136,12 +135,12 @@ def connect(
     must come about (it is tried again while nobody listens there or the name does not resolve,
     since the server may be starting), and the server must answer whatever waits for nobody. `ttl`:
     seconds without a sign of life from this process after which the server ends its session and
-    releases what it holds. 10 s is soon enough for those who wait for a lock of a dead process, and
-    longer than a process is usually kept from running. A thread gives the sign of life: code that
-    holds the GIL for longer loses the session (`SessionLost`); give such a process a longer `ttl`.
-    `allow_pickle`: also take and return values that have to be pickled. Only with a store whose
-    every client you would let run code here. `strict`: a lost update is an error, not a warning.
-    `same_host=False`: stay on this address and use no shared memory.
+    releases what it holds. 10 s is soon enough for those that wait for a lock of a dead process,
+    and longer than a process is usually kept from running. A thread gives the sign of life: code
+    that holds the GIL for longer loses the session (`SessionLost`); give such a process a longer
+    `ttl`. `allow_pickle`: also take and return values that have to be pickled. Only with a store
+    whose every client you would let run code here. `strict`: a lost update is an error, not a
+    warning. `same_host=False`: stay on this address and use no shared memory.
 
     Raises StoreUnreachable (see there for its codes), UsageError (`no-store`, `address-malformed`,
     `secret-missing`, `secret-too-short`), EnvironmentProblem (`secret-unreadable`).

@@ -1,4 +1,4 @@
-"""Where a store is: `tcp://host:port`, `tcp://[::1]:port`, `unix:///path`."""
+"""Addresses of stores: `tcp://host:port`, `tcp://[::1]:port`, `unix:///path`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class Address(NamedTuple):
 
 
 def is_forwarded(address: Address) -> bool:
-    """Whether connections to this address are passed on, and the user has said that this is
-    meant.
-    """
+    """Tell whether connections to this address are passed on, and the user has said that this is
+    meant."""
     return str(address) in _forwarded()
 
 
@@ -55,9 +54,9 @@ def _forwarded() -> list[str]:
 
 
 def parse(text: str) -> Address:
-    """Raises UsageError `address-malformed`, with an address that would do, for anything else than
-    the three forms above. Spaces around it and one slash behind it, as copying leaves them there,
-    are no part of it."""
+    """Parse an address. Raises UsageError `address-malformed`, with an address that would do, for
+    anything else than the three forms above. Spaces around it and one slash behind it, as copying
+    leaves them there, are no part of it."""
     given, text = text, text.strip()
     if bare := text.strip("\"'"):
         if bare != text:

@@ -77,8 +77,8 @@ CHECKED_KEYS = 16_384
 
 
 def c10d(store: Client, prefix: str = "c10d/") -> Any:
-    """A `torch.distributed.Store` whose keys and queues are those of `store` under `prefix`; its
-    timeout is torch's, 300 s.
+    """Make a `torch.distributed.Store` whose keys and queues are those of `store` under `prefix`;
+    its timeout is torch's, 300 s.
 
     Works from any thread; one that waits does not hold up another. It keeps `store` alive until the
     process ends or closes it.
@@ -111,7 +111,7 @@ def _arrived(store: Client, prefix: str, timeout: timedelta) -> Any:
 
 
 class _Operations:
-    """What torch 2.13's stores can do, as requests. Values are bytes; str and bytearray are taken
+    """Operations of torch 2.13's stores, as requests. Values are bytes; str and bytearray are taken
     as well, as torch takes them.
 
     Where torch waits, so does this, for at most `timeout`, and then raises DistStoreError.
@@ -140,7 +140,7 @@ class _Operations:
         self._ask(Set, name, self._encoded(_bytes(value), name))
 
     def get(self, key: str) -> bytes:
-        """The value of a key, as soon as there is one."""
+        """Return the value of a key, as soon as there is one."""
         seconds = self._seconds(None)
         reply, body = self._ask(Get, self._name(key), seconds, wait=seconds)
         if type(reply) is Value:
@@ -159,7 +159,7 @@ class _Operations:
         return reply.number
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Whether all these keys exist now."""
+        """Tell whether all these keys exist now."""
         names = self._names(keys)
         for start in range(0, len(names), CHECKED_KEYS):
             some = names[start : start + CHECKED_KEYS]
@@ -207,13 +207,13 @@ class _Operations:
         return not isinstance(self._ask(Delete, self._name(key))[0], Absent)
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Count the keys."""
         reply, _ = self._ask(Keys, self._prefix, True)
         assert isinstance(reply, Integer)
         return reply.number
 
     def list_keys(self) -> list[str]:
-        """All keys."""
+        """Return all keys."""
         reply, _ = self._ask(Keys, self._prefix)
         assert isinstance(reply, Names)
         return [name[len(self._prefix) :] for name in reply.names]
@@ -250,11 +250,11 @@ class _Operations:
     # --- several at once ---
 
     def has_extended_api(self) -> bool:
-        """Yes: `append`, `multi_get` and `multi_set` are there."""
+        """Tell that `append`, `multi_get` and `multi_set` are there."""
         return True
 
     def multi_get(self, keys: Iterable[str]) -> list[bytes]:
-        """The values of all these keys, as soon as all exist."""
+        """Return the values of all these keys, as soon as all exist."""
         names = self._names(keys)
         seconds = self._seconds(None)
         deadline = self._now() + seconds
@@ -310,7 +310,7 @@ class _Operations:
         self._timed_out(seconds, [key])
 
     def queue_len(self, key: str) -> int:
-        """How many values are in a queue."""
+        """Count the values in a queue."""
         reply, _ = self._ask(Length, self._name(key))
         assert isinstance(reply, Integer)
         return reply.number
@@ -336,9 +336,8 @@ class _Operations:
         return tuple([prefix + _text(key) for key in _several(keys)])
 
     def _seconds(self, timeout: timedelta | float | None) -> float:
-        """How long to wait; None: the store's timeout. As in TCPStore 0 does not wait; below 0 does
-        not either.
-        """
+        """Return how long to wait; None: the store's timeout. As in TCPStore 0 does not wait; below
+        0 does not either."""
         if timeout is None:
             timeout = self.timeout
         return max(
@@ -379,7 +378,7 @@ class _Operations:
         missing: tuple[str, ...],
         allowed: float | None = None,
     ) -> None:
-        """`missing` and `allowed` are for the error."""
+        """Wait for these keys. `missing` and `allowed` are for the error."""
         until = self._now() + seconds
         for start in range(0, len(names), WAITED_KEYS):
             left = max(0.0, until - self._now()) if start else seconds
@@ -398,7 +397,7 @@ class _Operations:
         )
 
     def _encoded(self, value: bytes, name: str) -> bytes | Parts:
-        """`name`: of the key, or the queue, that it is for."""
+        """Encode a value. `name`: of the key, or the queue, that it is for."""
         try:
             return self._store.encoded(value, name)
         except (EnvironmentProblem, UsageError) as error:
@@ -450,7 +449,7 @@ def _torch(name: str) -> type[Exception]:
 
 
 def _raise(error: RallypointError) -> NoReturn:
-    """As one of torch's errors. Network: nobody answered. Store: the server refused."""
+    """Raise it as one of torch's errors. Network: nobody answered. Store: the server refused."""
     network = isinstance(error, StoreUnreachable | SessionLost | StoreClosed | StoreTimeout)
     raise _torch("DistNetworkError" if network else "DistStoreError")(
         f"{error.headline} ({error.code})"

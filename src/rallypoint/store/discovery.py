@@ -24,8 +24,8 @@ person.
 """
 
 SECRET_BYTES = 32
-"""Of a secret that is made here: as long as the SHA-256 that is keyed with it. More adds nothing.
-"""
+"""Bytes of a secret that is made here: as long as the SHA-256 that is keyed with it. More adds
+nothing."""
 
 SECRET_FILE_BYTES = 4096
 """The largest file that is taken for a secret: many times any key, and no data set that was named
@@ -34,9 +34,8 @@ by mistake.
 
 
 class Place:
-    """A store's address, the job it belongs to ("" when that is not known), and who this process is
-    there.
-    """
+    """A store's address, the job it belongs to ("" when that is not known), and the rank of this
+    process there."""
 
     __slots__ = ("_read", "address", "job", "rank")
 
@@ -51,15 +50,14 @@ class Place:
 
     @property
     def identity(self) -> Identity:
-        """Who this process is: a fork of a rank has the rank's number and its own pid."""
+        """Identity of this process: a fork of a rank has the rank's number and its own pid."""
         from rallypoint.wire.messages import Identity
 
         return Identity(os.uname().nodename, os.getpid(), self.rank)
 
     def secret(self) -> bytes:
-        """The secret, read anew. `EnvironmentProblem` ("secret-unreadable"), `UsageError`
-        ("secret-too-short").
-        """
+        """Read the secret anew. `EnvironmentProblem` ("secret-unreadable"), `UsageError`
+        ("secret-too-short")."""
         return self._read()
 
 
@@ -68,21 +66,20 @@ _without = ""  # why the job of this process has no store
 
 
 def enter(address: str, secret_fd: int, job: str, rank: int) -> None:
-    """This process is a rank of a job with this store. The descriptor stays open for as long as the
-    process lives.
-    """
+    """Note that this process is a rank of a job with this store. The descriptor stays open for as
+    long as the process lives."""
     global _place, _without
     _place, _without = Place(address, job, rank, _Descriptor(secret_fd).read), ""
 
 
 def enter_without(why: str) -> None:
-    """This process is a rank of a job that has no store. The next `no_store` says why."""
+    """Note that this process is a rank of a job that has no store. The next `no_store` says why."""
     global _place, _without
     _place, _without = None, why
 
 
 def current() -> Place | None:
-    """The store of this process's job, else the one that RALLYPOINT_STORE and
+    """Return the store of this process's job, else the one that RALLYPOINT_STORE and
     RALLYPOINT_SECRET_FILE name, else None (see `no_store`).
 
     The secret is not looked at before `Place.secret()`.
@@ -98,9 +95,8 @@ def current() -> Place | None:
 
 
 def exported_address() -> str:
-    """The address in RALLYPOINT_STORE, "" without one. `UsageError` ("address-malformed"), which
-    names the variable, when it is none.
-    """
+    """Return the address in RALLYPOINT_STORE, "" without one. `UsageError` ("address-malformed"),
+    which names the variable, when it is none."""
     import shlex
 
     from rallypoint.store.address import parse
@@ -119,17 +115,15 @@ def exported_address() -> str:
 
 
 def _from_environment(path: str) -> bytes:
-    """The secret for a store that the environment names; an error about either variable
-    names it.
-    """
+    """Read the secret for a store that the environment names; an error about either variable names
+    it."""
     exported_address()
     return secret_from_file(path, f"RALLYPOINT_SECRET_FILE={path}")
 
 
 def no_store() -> UsageError:
-    """The error for a process in which `current()` is None: what is missing here, and what to do
-    about it.
-    """
+    """Make the error for a process in which `current()` is None: what is missing here, and what to
+    do about it."""
     if _without:
         return UsageError("no-store", "this job has no store", why=(_without,), help=(_OWN_STORE,))
     if address := os.environ.get("RALLYPOINT_STORE"):
@@ -229,7 +223,7 @@ class _Descriptor:
 
 
 def secret_from_file(path: str, shown: str = "") -> bytes:
-    """The secret in a file. `shown`: how errors name the file, if not by its path.
+    """Read the secret in a file. `shown`: how errors name the file, if not by its path.
 
     `EnvironmentProblem` ("secret-unreadable") when it cannot be read, when it is another user's
     than ours or root's, or when others than its owner may read or change it; `UsageError`
@@ -260,8 +254,8 @@ _MAKE_ONE = (
 
 
 def _private(path: str, content: bytes) -> tuple[tuple[str, str], ...]:
-    """The help for a file that others may use. One that does not look like a secret may be one that
-    others need: nobody may be led to type `chmod 600 /etc/passwd`."""
+    """Make the help for a file that others may use. One that does not look like a secret may be one
+    that others need: nobody may be led to type `chmod 600 /etc/passwd`."""
     if len(content.splitlines()) <= 1:
         return ("keep it to yourself", f"chmod 600 {path}"), (
             "and make a new secret, if somebody may have read this one",
@@ -301,7 +295,8 @@ def _unreadable(shown: str, why: str, help: tuple[tuple[str, str], ...] = ()) ->
 
 
 def new_secret() -> bytes:
-    """Random bytes that `checked_secret` leaves as they are: a client may get them by a file."""
+    """Return random bytes that `checked_secret` leaves as they are: a client may get them by a
+    file."""
     while True:
         made = os.urandom(SECRET_BYTES)
         if checked_secret(made) == made:
@@ -309,9 +304,9 @@ def new_secret() -> bytes:
 
 
 def checked_secret(secret: bytes | str, name: str = "the secret") -> bytes:
-    """A secret as bytes (text as UTF-8), without line breaks at its end: it may have come from a
-    file that an editor wrote. All of them go, not one, so that a secret which has been here once
-    stays what it is.
+    """Return a secret as bytes (text as UTF-8), without line breaks at its end: it may have come
+    from a file that an editor wrote. All of them go, not one, so that a secret which has been here
+    once stays what it is.
 
     TypeError for anything but bytes and text, `UsageError` ("secret-too-short") below 16 bytes; the
     secret itself is never shown.

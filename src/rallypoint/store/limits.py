@@ -1,4 +1,4 @@
-"""What a server allows, each default with its reason, and sizes as people write them."""
+"""Limits of a server, each default with its reason, and sizes as people write them."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ _UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4
 
 
 def limits(max_bytes: int | str | None = None, *, example: str = "--max-bytes 2GiB") -> Limits:
-    """The limits of a server. `max_bytes`: what keys and values may take in all, a number or text
-    such as "2GiB"; None: a quarter of this machine's memory. Raises UsageError for a size that is
-    none, or too small to be meant; `example` is how the caller would have given one that would do.
-    """
+    """Return the limits of a server. `max_bytes`: what keys and values may take in all, a number or
+    text such as "2GiB"; None: a quarter of this machine's memory. Raises UsageError for a size that
+    is none, or too small to be meant; `example` is how the caller would have given one that would
+    do."""
     store = memory() // SHARE if max_bytes is None else size(max_bytes)
     if store < SMALLEST_STORE:
         if max_bytes is None:
@@ -71,14 +71,13 @@ def limits(max_bytes: int | str | None = None, *, example: str = "--max-bytes 2G
 
 
 def lease(ttl: float) -> float:
-    """The seconds of a lease, of a session or a lock, as they are counted."""
+    """Return the seconds of a lease, of a session or a lock, as they are counted."""
     return max(SHORTEST_TTL, min(ttl, LONGEST_TTL))  # in this order NaN becomes the shortest
 
 
 def size(given: int | str) -> int:
-    """Bytes: 2147483648, "2GiB", "1.5G", "500MB" (MB is a million, M and MiB are 1024 x 1024).
-    Raises UsageError.
-    """
+    """Return bytes: 2147483648, "2GiB", "1.5G", "500MB" (MB is a million, M and MiB are 1024 x
+    1024). Raises UsageError."""
     if isinstance(given, int) and not isinstance(given, bool):
         if given >= 0:
             return given
@@ -98,18 +97,16 @@ def size(given: int | str) -> int:
 
 
 def memory(root: str = "/") -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's where that
-    is smaller.
-    """
+    """Return the bytes of memory that this process may use: the machine's, or its control group's
+    where that is smaller."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     found += [limit for limit in map(_number, _group_files(root)) if limit > 0]
     return min(found)
 
 
 def _group_files(root: str) -> list[str]:
-    """The files that may hold a limit: of our own control group and of every one above it, versions
-    2 and 1.
-    """
+    """List the files that may hold a limit: of our own control group and of every one above it,
+    versions 2 and 1."""
     mount = os.path.join(root, "sys/fs/cgroup")
     files = []
     with (
@@ -133,7 +130,7 @@ def _group_files(root: str) -> list[str]:
 
 
 def _number(path: str) -> int:
-    """0 where there is no file, or no limit ("max")."""
+    """Read a number; 0 where there is no file, or no limit ("max")."""
     try:
         with open(path, encoding="ascii") as file:
             return int(file.read())

@@ -12,9 +12,9 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def logger(*, loud: bool = False) -> logging.Logger:
-    """The logger, with a handler: one that writes to stderr when RALLYPOINT_LOG names a level or
-    `loud` is set, else one that does nothing (without it, Python would print warnings to stderr). A
-    program's own handlers are left alone."""
+    """Return the logger, with a handler: one that writes to stderr when RALLYPOINT_LOG names a
+    level or `loud` is set, else one that does nothing (without it, Python would print warnings to
+    stderr). A program's own handlers are left alone."""
     log = logging.getLogger("rallypoint")
     if log.handlers and not (
         loud and all(isinstance(handler, logging.NullHandler) for handler in log.handlers)
@@ -33,9 +33,9 @@ def logger(*, loud: bool = False) -> logging.Logger:
 
 
 def notice(text: str) -> None:
-    """A warning for whoever waits in front of this program: also printed where logging is not set
-    up. Nobody asks for a log beforehand in order to learn that it is an address with a typing error
-    that he waits for."""
+    """Write a warning for the person in front of this program: also printed where logging is not
+    set up. Nobody asks for a log beforehand in order to learn that an address has a typing error.
+    """
     log = logger()
     log.warning(text)
     if log.isEnabledFor(logging.WARNING) and sys.stderr and not _is_handled(log):

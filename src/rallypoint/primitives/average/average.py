@@ -121,13 +121,13 @@ def average(
     weights of all must not be 0. `timeout`: seconds to wait for the others to come; None: for as
     long as the server lives. Once all are there, for their part of the work as long again (10 s at
     least). `quorum`: with fewer than `size` callers the round completes when the first caller's
-    `timeout` is over, with those who came if they are this many, or at once when all are there who
-    were in the last round and live. A rank that dies in the middle is left out as well, if the
+    `timeout` is over, with those that came if they are this many, or at once when all are there
+    that were in the last round and live. A rank that dies in the middle is left out as well, if the
     quorum remains. Ranks that were left out are logged, and are in the details. A rank that comes
     too late gets BarrierBroken (`barrier-missed`), once. `details`: return an `Averaged`.
 
     Each call is the caller's next round of this name; threads of one process take a seat each. All
-    who get a result get the same, bit by bit, and they get it all or none: BarrierTimeout
+    that get a result get the same, bit by bit, and they get it all or none: BarrierTimeout
     (`barrier-timeout`) when not enough came in time, BarrierBroken (`barrier-broken`) when a caller
     gave up or died, BarrierMismatch (`barrier-size`, `average-mismatch`) when they did not want the
     same. NaN and infinities spread, as in any sum; a warning in the log names the ranks that

@@ -7,9 +7,8 @@ is used again, since fresh pages cost ten times as much as the work on them, onc
 written the round's number into its word at the segment's head. The next meeting of the same ranks
 comes after that, so two segments are enough for each thread.
 
-After an interruption it is not known who reads what: the segment is dropped, and lives as long as a
-process has it mapped.
-"""
+After an interruption it is not known which rank reads what: the segment is dropped, and lives as
+long as a process has it mapped."""
 
 from __future__ import annotations
 

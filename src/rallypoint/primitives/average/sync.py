@@ -1,6 +1,7 @@
-"""One round of an average, from when it is known who takes part until the mean can be copied.
+"""One round of an average, from when its participants are known until the mean can be copied.
 
-    offers met       who takes part, and where their values are
+    offers met       the participants, and
+     where their values are
     reduce           each rank adds up its part of all values of this host, over its own value
     [exchange]       several hosts: the first rank of each does all of that (`cross_host.py`)
     done             a barrier at which all say how it went
@@ -314,7 +315,7 @@ class AverageRound:
     # --- barriers ---
 
     def _meet(self, stage: str, what: dict[str, Any]) -> dict[int, RankReport]:
-        """Return the statements of all who are still in the round; `what`: this rank's.
+        """Return the statements of all that are still in the round; `what`: this rank's.
 
         Raises Missing, for all at the barrier alike, and BarrierBroken (`barrier-missed`) when the
         others have gone on without this rank.
@@ -372,7 +373,7 @@ class AverageRound:
         return told if self._me in told else {}
 
     def _ended(self, met: Met | None, absent: Sequence[int]) -> set[int]:
-        """Return those of the absent whose session is over according to the server."""
+        """Return the absent ranks with a session that is over according to the server."""
         members = met.absent if met is not None else ()
         over = {member.identity for member in members if member.ended and member.identity}
         return {

@@ -31,9 +31,8 @@ class Split:
     """Hosts and parts of the work in one turn of a round. Numbers are places among the
     participants.
 
-    `living`: those still in the round. `parts`: which bytes of the mean are in the memory of which rank of
-    this host when the work is done.
-    """
+    `living`: those still in the round. `parts`: which bytes of the mean are in the memory of which
+    rank of this host when the work is done."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What users may write as a key and as a time, checked before a request is under way with it."""
+"""Keys and times as users may write them, checked before a request is under way with it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ LARGEST_SIZE = 1 << 31
 
 
 def key_of(key: object) -> str:
-    """A key or a name, as it is given: TypeError for what is no str, UsageError for what has no
-    bytes.
-    """
+    """Return a key or a name as it is given. TypeError for what is no str, UsageError for what has
+    no bytes."""
     if isinstance(key, str):
         if type(key) is not str:
             key = str.__str__(
@@ -29,7 +28,7 @@ def key_of(key: object) -> str:
 
 
 def _check_text(key: str) -> None:
-    """Raises UsageError for a str that has no bytes, before a request is under way with it."""
+    """Raise UsageError for a str that has no bytes, before a request is under way with it."""
     try:
         key.encode()
     except UnicodeEncodeError as error:
@@ -43,7 +42,8 @@ def _check_text(key: str) -> None:
 
 
 def seconds_of(timeout: float | timedelta | None) -> float:
-    """How long to wait: math.inf for None, which is for ever. UsageError below 0 and for NaN."""
+    """Return how long to wait: math.inf for None, which is for ever. UsageError below 0 and for
+    NaN."""
     if timeout is None:
         return math.inf
     seconds = _number("timeout", timeout)
@@ -53,7 +53,7 @@ def seconds_of(timeout: float | timedelta | None) -> float:
 
 
 def positive(name: str, given: float | timedelta) -> float:
-    """A time that has an end and is not 0. `name`: of the argument."""
+    """Return a time that has an end and is not 0. `name`: of the argument."""
     seconds = _number(name, given)
     if not 0 < seconds < math.inf:
         raise UsageError("usage", f"{name}={given!r} is no number of seconds above 0")
@@ -61,9 +61,8 @@ def positive(name: str, given: float | timedelta) -> float:
 
 
 def number(name: str, given: object, what: str) -> int | None:
-    """A whole number that this store gave out, or None. `name`: of the argument; `what`: what it
-    is, "the token of a lock".
-    """
+    """Return a whole number that this store gave out, or None. `name`: of the argument; `what`:
+    what it is, "the token of a lock"."""
     if given is None:
         return None
     if isinstance(given, bool) or not hasattr(given, "__index__"):
@@ -91,7 +90,7 @@ def size_of(size: object, what: str) -> int:
 
 
 def _number(name: str, given: object) -> float:
-    """Seconds, from a number of whatever kind or a timedelta."""
+    """Return seconds, from a number of whatever kind or a timedelta."""
     if isinstance(given, timedelta):
         return given.total_seconds()
     if isinstance(given, bool | str) or not hasattr(given, "__float__"):
@@ -102,7 +101,7 @@ def _number(name: str, given: object) -> float:
 
 
 def described(thing: object) -> str:
-    """What it is, for an error: "a Server", "a numpy.int64"."""
+    """Describe a thing for an error: "a Server", "a numpy.int64"."""
     kind = type(thing)
     if thing is None:
         return "None"

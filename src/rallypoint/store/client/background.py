@@ -1,6 +1,4 @@
-"""Threads of the store's own, which a program does not know of: what they leave to its threads, and
-what to each other.
-"""
+"""Threads of the store's own, which a program does not know of."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ def start(run: Callable[[], object], name: str) -> threading.Thread:
 
 
 def is_here() -> bool:
-    """Whether the caller runs in one."""
+    """Tell whether the caller runs in a thread of ours."""
     return getattr(_own, "here", False)
 
 

@@ -32,9 +32,8 @@ _ASKED: dict[type[Request], str] = {
     wire.Arrive: "arriving at {}",
     wire.Status: "the status",
 }
-"""What a request is to whoever called a method, with its key or name: the names of messages mean
-nothing to users.
-"""
+"""Words for each kind of request, with its key or name: the names of messages mean nothing to
+users."""
 
 
 class Call(msgspec.Struct, eq=False):
@@ -60,7 +59,7 @@ LEAST_GRACE = 0.15
 
 
 def grace(wait: float) -> float:
-    """How much longer than the server a client waits for an answer that is due after `wait`
+    """Return how much longer than the server a client waits for an answer that is due after `wait`
     seconds: the server's is better, for it says what is known, but a frozen one must not hold
     anybody up by more than a tenth (or what a busy machine needs anyway: a server that shares two
     processors with a test suite comes to its timers tens of milliseconds late)."""
@@ -68,9 +67,8 @@ def grace(wait: float) -> float:
 
 
 def outcome_of(call: Call, happened: frozenset[int] | None = None) -> Outcome:
-    """What is known about a request without an answer. `happened`: the numbers that the server
-    carried out, when it knows.
-    """
+    """Return what is known about a request without an answer. `happened`: the numbers that the
+    server carried out, when it knows."""
     if not call.sent or not call.kind.changes:
         return "did not happen"
     if happened is None:
@@ -79,7 +77,7 @@ def outcome_of(call: Call, happened: frozenset[int] | None = None) -> Outcome:
 
 
 def asked_of(call: Call) -> str:
-    """What was asked, in a user's words: 'reading "w"'."""
+    """Describe what was asked, in a user's words: 'reading "w"'."""
     kind, fields = call.kind, call.fields
     words = _ASKED.get(kind, kind.__name__)
     if "{}" not in words:
@@ -100,7 +98,8 @@ def asked_of(call: Call) -> str:
 
 
 def told_of(call: Call, outcome: Outcome) -> str:
-    """`outcome` in words; the request is named, for the headline may speak of something else."""
+    """Put `outcome` into words; the request is named, for the headline may speak of something
+    else."""
     asked = asked_of(call)
     if not call.kind.changes:
         return f"{asked} changes nothing: it can be asked again"

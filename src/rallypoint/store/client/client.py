@@ -86,9 +86,8 @@ SEEN_LOCKS = 1000
 """Names of locks of which `statistics` knows. The oldest are forgotten."""
 
 WATCH_SECONDS = 60.0
-"""How long one request of a watch waits on the server; then it is asked anew. Only shortens what a
-dead server costs.
-"""
+"""Seconds that one request of a watch waits on the server; then it is asked anew. Only shortens
+what a dead server costs."""
 
 TOKEN, REVISION = "the token of a lock", "a revision of this store"
 
@@ -97,8 +96,7 @@ ABSENT: Final = values.ABSENT
 """Stands for "there is no such key"."""
 
 _stores: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
-"""Those of this process that are open, and in a forked child those of its parent until they are
-used there.
+"""Open stores of this process, and in a forked child those of its parent until they are used there.
 """
 
 _ending_in = 0  # the process in which multiprocessing is to end them; 0: it was never told
@@ -112,9 +110,8 @@ def _opened() -> list[Client]:
 
 
 def _end_all() -> None:
-    """The interpreter leaves: what the sessions hold is to be released now, not when their leases
-    are over.
-    """
+    """End all stores when the interpreter leaves: what the sessions hold is to be released now, not
+    when their leases are over."""
     leave()
     clock = Clock()
     for store in _opened():
@@ -122,7 +119,8 @@ def _end_all() -> None:
 
 
 def _end_with_the_process() -> None:
-    """`atexit` is enough for most; the children of multiprocessing leave in a way of their own."""
+    """Have all stores end with the process. `atexit` is enough for most; the children of
+    multiprocessing leave in a way of their own."""
     global _ending_in
     util = sys.modules.get("multiprocessing.util")
     if util is not None and _ending_in != os.getpid():
@@ -135,8 +133,8 @@ def _end_with_the_process() -> None:
 
 
 def _end_with_the_child(_: object) -> None:
-    """A child of multiprocessing begins, and has forgotten what is to be done at its end: also what
-    it was told while its arguments, a store among them, arrived."""
+    """Arrange it again in a child of multiprocessing, which has forgotten what is to be done at its
+    end: also what it was told while its arguments, a store among them, arrived."""
     global _ending_in
     _ending_in = -1
     _end_with_the_process()
@@ -180,9 +178,8 @@ class Client:
     def __init__(
         self, options: Options, secret: bytes, open_socket: OpenSocket | None = None
     ) -> None:
-        """`options` and `secret` as `resolve` returns them. Connects; see there for what it
-        raises.
-        """
+        """Connect. `options` and `secret` as `resolve` returns them; see there for what it
+        raises."""
         self._options = options
         self._secret = secret
         self._open_socket = open_socket
@@ -196,7 +193,7 @@ class Client:
         _stores[id(self)] = self
 
     def _connected(self) -> Session:
-        """A session of this process, whose first connection is there."""
+        """Make a session of this process, with its first connection."""
         session = Session(self._options, self._secret, self._open_socket)
         try:
             session.connect()
@@ -218,9 +215,8 @@ class Client:
         self._finalizer.atexit = False
 
     def _leave_to_parent(self) -> None:
-        """In a forked child, which has no other thread: close the descriptors of the parent's
-        connections, and count anew.
-        """
+        """Leave the session to the parent, in a forked child, which has no other thread: close the
+        descriptors of the parent's connections, and count anew."""
         self._finalizer.detach()
         self._making = threading.RLock()
         self._session.abandon()
@@ -229,14 +225,14 @@ class Client:
         self._lost_updates = 0
 
     def _live(self) -> Session:
-        """The session in which to ask. Raises what became of the last one, if nobody was told."""
+        """Return the session in which to ask. Raises what became of the last one, if nobody was
+        told."""
         session = self._session
         return session if session.end is None else self._next_session()
 
     def _next_session(self) -> Session:
-        """The last session is over: it was lost or closed, or this process is a child of the one
-        that connected.
-        """
+        """Replace the last session, which is over: it was lost or closed, or this process is a
+        child of the one that connected."""
         with self._making:
             former = self._session
             if former.end is None:
@@ -268,7 +264,7 @@ class Client:
         wait: float | None = None,
         into: ReplyKeeper | None = None,
     ) -> tuple[AnyReply, memoryview | None]:
-        """For what is built on the store: send a request of `wire/messages.py`, and return its
+        """Send a request, for what is built on the store: one of `wire/messages.py`, and return its
         reply and the bytes of a large value.
 
         `fields` are those after `seq` and `acked`; an encoded value (`values.encode`) stands at its
@@ -293,9 +289,10 @@ class Client:
         return self._live().request_many(requests)
 
     def lease(self, name: str, ttl: float) -> Lease:
-        """For what is built on the store: the lease of a lock that is to be asked for with this
-        `ttl`. From `Lease.begin` on signs of life are given often enough, until `Lease.drop`. Set
-        its `token` and `state` when it is granted; if it is over by then, the grant may be, too."""
+        """Make, for what is built on the store, the lease of a lock that is to be asked for with
+        this `ttl`. From `Lease.begin` on signs of life are given often enough, until `Lease.drop`.
+        Set its `token` and `state` when it is granted; if it is over by then, the grant may be,
+        too."""
         session = self._live()
         figures = self._figures.get(name)
         if figures is None:
@@ -308,9 +305,9 @@ class Client:
         return Lease(session.leases, name, what, ttl, figures)
 
     def encoded(self, value: object, key: str | None = None, *, called: str = "") -> bytes | Parts:
-        """The value's bytes. Raises ValueUnsupported; LimitExceeded when the server would not take
-        it for its size. `key`: for which it is, to be named by the error; `called`: what else it is
-        for, as the error is to name it."""
+        """Return the value's bytes. Raises ValueUnsupported; LimitExceeded when the server would
+        not take it for its size. `key`: for which it is, to be named by the error; `called`: what
+        else it is for, as the error is to name it."""
         limits = self._session.limits
         limit = limits.value_bytes if limits is not None else None
         if key is not None:
@@ -334,7 +331,7 @@ class Client:
         return data
 
     def decoded(self, reply: Value, body: memoryview | None, device: Any = None) -> Any:
-        """The value of a reply. `device`: where its tensors are to be, None: on the CPU."""
+        """Return the value of a reply. `device`: where its tensors are to be, None: on the CPU."""
         return values.decode(
             reply.value if body is None else body,
             allow_pickle=self._options.allow_pickle,
@@ -344,7 +341,7 @@ class Client:
     # --- as a dict ---
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key. Raises KeyError when there is none."""
+        """Return the value of a key. Raises KeyError when there is none."""
         reply, body = self.ask(Get, key_of(key))
         if type(reply) is Value:
             self._saw(key, reply.modified)
@@ -362,11 +359,11 @@ class Client:
             raise KeyError(key)
 
     def __contains__(self, key: object) -> bool:
-        """Whether the key exists."""
+        """Tell whether the key exists."""
         return isinstance(key, str) and bool(_names(self.ask(Exists, (key_of(key),))[0]))
 
     def __len__(self) -> int:
-        """How many keys there are."""
+        """Count the keys."""
         return _integer(self.ask(Keys, "", True)[0])
 
     def __bool__(self) -> bool:
@@ -374,11 +371,11 @@ class Client:
         return True
 
     def __iter__(self) -> Iterator[str]:
-        """The keys of one revision, sorted."""
+        """Iterate over the keys of one revision, sorted."""
         return iter(self.keys())
 
     def keys(self, prefix: str = "") -> list[str]:
-        """The keys that begin with `prefix`, at one revision, sorted."""
+        """Return the keys that begin with `prefix`, at one revision, sorted."""
         return sorted(_names(self.ask(Keys, key_of(prefix))[0]))
 
     def items(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -394,14 +391,14 @@ class Client:
             )
 
     def values(self, prefix: str = "") -> Iterator[Any]:
-        """The values of `items`."""
+        """Iterate over the values of `items`."""
         return (value for _, value in self.items(prefix))
 
     # --- keys ---
 
     def get(self, key: str, default: Any = None, *, device: Any = None) -> Any:
-        """The value of a key, `default` when there is none: it never waits (torch's stores do; see
-        `wait`).
+        """Return the value of a key, `default` when there is none: it never waits (torch's stores
+        do; see `wait`).
 
         `device`: where tensors in it are to be; they arrive on the CPU otherwise.
         """
@@ -413,9 +410,8 @@ class Client:
         return default
 
     def read(self, key: str, *, device: Any = None) -> Entry:
-        """The value of a key and the revision at which it was written, for `compare_and_set(...,
-        revision=)`; (ABSENT, 0) without one.
-        """
+        """Return the value of a key and the revision at which it was written, for
+        `compare_and_set(..., revision=)`; (ABSENT, 0) without one."""
         reply, body = self.ask(Get, key_of(key))
         if type(reply) is Value:
             return Entry(self.decoded(reply, body, device), reply.modified)
@@ -424,8 +420,8 @@ class Client:
     def wait(
         self, key: str, timeout: float | timedelta | None = None, *, device: Any = None
     ) -> Any:
-        """The value of a key, as soon as there is one. Raises StoreTimeout (`wait-timeout`, a
-        TimeoutError) after `timeout` seconds; None: for as long as the server lives. Nothing is
+        """Return the value of a key, as soon as there is one. Raises StoreTimeout (`wait-timeout`,
+        a TimeoutError) after `timeout` seconds; None: for as long as the server lives. Nothing is
         left behind by either."""
         seconds = seconds_of(timeout)
         reply, body = self.ask(Get, key_of(key), seconds, wait=seconds)
@@ -464,7 +460,8 @@ class Client:
         ephemeral: bool = False,
         fence: int | None = None,
     ) -> int:
-        """See `set`. Called by what the user calls, so that a warning finds the user's line."""
+        """Write a key; see `set`. Called by what the user calls, so that a warning finds the user's
+        line."""
         seconds = positive("ttl", ttl) if ttl is not None else None
         fence = number("fence", fence, TOKEN)
         if not isinstance(ephemeral, bool):
@@ -504,9 +501,8 @@ class Client:
     def get_many(
         self, keys: Iterable[str], default: Any = None, *, device: Any = None
     ) -> list[Any]:
-        """The values of several keys in the same order, `default` where there is none, without
-        waiting for each answer.
-        """
+        """Return the values of several keys in the same order, `default` where there is none,
+        without waiting for each answer."""
         if isinstance(keys, str):
             raise TypeError(
                 "get_many() takes several keys, not a str: one key is store.get(key), or [key]"
@@ -623,8 +619,8 @@ class Client:
         *,
         timeout: float | timedelta | None = None,
     ) -> Iterator[Change]:
-        """The changes of keys that begin with `prefix`, in order and without a gap, from now on or
-        after revision `since`, for ever.
+        """Iterate over the changes of keys that begin with `prefix`, in order and without a gap,
+        from now on or after revision `since`, for ever.
 
         A value over 64 KiB is read when it is its turn, and is then the newest. Raises Compacted
         when `since` is too long ago, and StoreTimeout when nothing changes for `timeout` seconds
@@ -641,7 +637,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Of the server, as `connect` was given it."""
+        """Address of the server, as `connect` was given it."""
         return str(self._options.address)
 
     @property
@@ -651,11 +647,11 @@ class Client:
 
     @property
     def identity(self) -> Identity:
-        """Who this process is to others."""
+        """Identity of this process for others."""
         return self._options.identity
 
     def status(self) -> dict[str, int]:
-        """What the server holds: keys, bytes, sessions, waiting requests, and its limits."""
+        """Return what the server holds: keys, bytes, sessions, waiting requests, and its limits."""
         reply, _ = self.ask(Status)
         assert isinstance(reply, State)
         return {
@@ -670,9 +666,9 @@ class Client:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """What this store object did in this process: operations by kind, bytes (shared memory
-        apart), reconnects, lost updates, and of each lock (the last 1000 names) how often it was
-        had, not had in time and lost, and the seconds of waiting and holding."""
+        """Return what this store object did in this process: operations by kind, bytes (shared
+        memory apart), reconnects, lost updates, and of each lock (the last 1000 names) how often it
+        was had, not had in time and lost, and the seconds of waiting and holding."""
         counts, sent, received = self._session.totals()
         return {
             "operations": {
@@ -689,9 +685,8 @@ class Client:
         }
 
     def c10d(self, prefix: str = "c10d/") -> Any:
-        """This store as a `torch.distributed.Store`, for `init_process_group(store=...)`; its keys
-        begin with `prefix`.
-        """
+        """Return this store as a `torch.distributed.Store`, for `init_process_group(store=...)`;
+        its keys begin with `prefix`."""
         from rallypoint.store.c10d import c10d
 
         return c10d(self, prefix)
@@ -749,7 +744,7 @@ class Client:
         self._end(BYE_SECONDS)
 
     def _end(self, wait: float) -> None:
-        """See `close`; `wait`: seconds for the server's answer."""
+        """End the session; see `close`. `wait`: seconds for the server's answer."""
         self._finalizer.detach()
         _stores.pop(id(self), None)
         self._closed = True
@@ -775,7 +770,7 @@ class Client:
 
 
 class _Changes(Iterator[Change]):
-    """See `Client.watch`."""
+    """Iterator of `Client.watch`."""
 
     def __init__(self, store: Client, prefix: str, since: int, timeout: float) -> None:
         self._store = store
@@ -825,9 +820,8 @@ def resolve(
     strict: bool,
     same_host: bool,
 ) -> tuple[Options, bytes]:
-    """What a client is made of, from the arguments of `rallypoint.connect` and what this process
-    knows of a store of its own.
-    """
+    """Return the options and the secret of a client, from the arguments of `rallypoint.connect` and
+    what this process knows of a store of its own."""
     seconds, lease = positive("timeout", timeout), positive("ttl", ttl)
     here = discovery.current()
     rank = here.rank if here is not None else None
@@ -869,7 +863,7 @@ def resolve(
 
 
 def _address(given: object) -> Address:
-    """What `connect` was given as an address, when that can be one."""
+    """Check and parse the address that `connect` was given."""
     if not isinstance(given, str):
         if isinstance(getattr(given, "address", None), str):
             raise TypeError(f"an address is a str, not {described(given)}: give server.address")

@@ -40,15 +40,14 @@ TELLING: tuple[Reason, ...] = (
     "session-lost", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "store-full", "store-closed", "foreign",
     "silent", "closed", "refused", "unreachable", "unresolved",
 )  # fmt: skip
-"""Which failure is reported when several addresses failed differently: the one that got furthest
-first.
-"""
+"""Order in which failures are reported when several addresses failed differently: the one that got
+furthest first."""
 
 OpenSocket = Callable[[socket.AddressFamily, tuple[object, ...]], socket.socket]
 
 
 class Failure(NamedTuple):
-    """Why one address did not work."""
+    """Reason why one address did not work."""
 
     reason: Reason
     # "127.0.0.1:29500", "[::1]:29500", "/run/.../store.sock", or the name that was not resolved
@@ -196,9 +195,9 @@ class _Runner:
         return None
 
     def _way(self) -> str:
-        """What this connection leads to, for the server to compare. Raises _Lost for a Unix socket
-        of another user: the server of a store would not have us there, so it is somebody who waits
-        at a path that a store has, or had."""
+        """Return what this connection leads to, for the server to compare. Raises _Lost for a Unix
+        socket of another user: the server of a store would not have us there, so it is somebody
+        that waits at a path that a store has, or had."""
         family = self.sock.family
         if family == socket.AF_UNIX and (uid := uid_of(self.sock)) != os.geteuid():
             raise _Lost(Failure("foreign", self.where, f"the socket is another user's (uid {uid})"))
@@ -206,7 +205,7 @@ class _Runner:
         return way.partition(" ")[0] if self._forwarded else way
 
     def too_late(self) -> Failure:
-        """What is known when the deadline has passed."""
+        """Return what is known when the deadline has passed."""
         if self._connected:
             return self._foreign() or Failure(
                 "silent",
@@ -223,9 +222,8 @@ class _Runner:
         )
 
     def _foreign(self) -> Failure | None:
-        """No more will come: was there something with which no frame begins? A frame of ours may be
-        cut off anywhere by the network.
-        """
+        """Return a failure if there was, when no more will come, something with which no frame
+        begins? A frame of ours may be cut off anywhere by the network."""
         length, body = HEADER.unpack(self._first[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"))
         if len(self._first) < HEADER_BYTES and (length > HELLO_BYTES or body):
             return Failure(
@@ -325,7 +323,7 @@ not asked again by every attempt.
 
 
 def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Place]:
-    """Raises DialFailed ("unresolved")."""
+    """Return the addresses of a name. Raises DialFailed ("unresolved")."""
     if place := probe.numeric(host, port):
         return place
     key = (os.getpid(), host, port)

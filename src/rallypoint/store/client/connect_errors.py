@@ -1,6 +1,5 @@
-"""Why no conversation came about, from the failures of all attempts: one error, told apart by its
-code.
-"""
+"""Error for a server that was not reached, made of the failures of all attempts and told apart by
+its code."""
 
 from __future__ import annotations
 
@@ -85,8 +84,8 @@ WORTH_TELLING = 0.1
 def unreachable(
     address: Address, failures: Sequence[Failure], since: float, now: float, *, look: bool = True
 ) -> StoreUnreachable:
-    """The error for `failures` (in the order they came) of the attempts between `since` and `now`,
-    in seconds. `look`: name who has the port, when that can be seen; it takes a moment."""
+    """Make the error for `failures` (in the order they came) of the attempts between `since` and
+    `now`, in seconds. `look`: name who has the port, when that can be seen; it takes a moment."""
     if not failures:
         return StoreUnreachable(
             "store-silent",
@@ -142,7 +141,8 @@ def _headline(address: Address, told: Failure) -> str:
 
 
 def _folded(failures: Sequence[Failure], since: float, now: float) -> str:
-    """'14 attempts in 9.9 s: 12 x nothing listens there (127.0.0.1:29500), 2 x ...'"""
+    """Fold failures: '14 attempts in 9.9 s: 12 x nothing listens there (127.0.0.1:29500), 2 x
+    ...'"""
     counts: dict[str, int] = {}
     for failure in failures:
         line = f"{failure.text} ({failure.where})"

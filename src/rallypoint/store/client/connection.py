@@ -83,7 +83,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * DESCRIPTORS)
 
 
 def framed(message: Request) -> bytes:
-    """A small message as it is sent."""
+    """Return a small message as it is sent."""
     data = encode(message)
     return header(len(data)) + data
 
@@ -124,8 +124,9 @@ class Connection:
         shared_memory: bool,
         on_sign: Callable[[float], None],
     ) -> None:
-        """`traffic`: bytes sent and received, to be added to. `shared_memory`: large values go by descriptor, over a Unix socket. `on_sign`: called
-        with the time at which a sign of life was sent that the server has answered."""
+        """Take over a conversation. `traffic`: bytes sent and received, to be added to.
+        `shared_memory`: large values go by descriptor, over a Unix socket. `on_sign`: called with
+        the time at which a sign of life was sent that the server has answered."""
         self.sock = opened.sock
         self.where = opened.where
         self.local = opened.sock.family == socket.AF_UNIX
@@ -336,7 +337,7 @@ class Connection:
         *,
         lends: bool,
     ) -> Answer:
-        """The reply to request `seq`. Raises TooLate, ConnectionBroken, ServerCloses.
+        """Wait for the reply to request `seq`. Raises TooLate, ConnectionBroken, ServerCloses.
 
         While it waits it gives a sign of life every `interval` seconds, and takes the connection
         for broken after `silence` seconds in which nothing came. `lends`: the reply may come with a
@@ -376,7 +377,8 @@ class Connection:
                 self._notice(self._ready.popleft()[0])
 
     def _sign_of_life(self, deadline: float, silence: float) -> float:
-        """Nothing has arrived so far: give up, or say that we live; returns the time."""
+        """Give up, or say that this client lives, since nothing has arrived so far; return the
+        time."""
         now = self._now()
         if now >= deadline:
             raise TooLate
@@ -390,7 +392,7 @@ class Connection:
         return now
 
     def _read(self, size: int, *, lends: bool) -> bytes:
-        """Some bytes, none if there are none after all. Raises ConnectionBroken."""
+        """Read some bytes, none if there are none after all. Raises ConnectionBroken."""
         try:
             if lends and self.local:
                 data, ancillary, flags, _ = self._recvmsg(size, _ANCILLARY_BYTES, CLOEXEC)
@@ -409,9 +411,8 @@ class Connection:
         return data
 
     def _is_whole(self, data: bytes) -> bool:
-        """Whether this is one small frame and nothing else, as it is nearly always: the cutter
-        needs four times as long to say so.
-        """
+        """Tell whether this is one small frame and nothing else, as it is nearly always: the cutter
+        needs four times as long to say so."""
         return (
             len(data) - HEADER_BYTES < len(HEADS)
             and self._cutter.empty
@@ -453,7 +454,7 @@ class Connection:
     def _read_body(
         self, begun: bytes, missing: int, deadline: float, patience: float, silence: float
     ) -> memoryview:
-        """A large value, of which `begun` is there. The deadline moves on while bytes do."""
+        """Read a large value, of which `begun` is there. The deadline moves on while bytes do."""
         view = _room(len(begun) + missing)
         view[: len(begun)] = begun
         while missing:
@@ -483,7 +484,7 @@ class Connection:
             self._descriptors.append(-1)
 
     def _read_shared(self, size: int) -> memoryview:
-        """The bytes of a value that came as a descriptor."""
+        """Read the bytes of a value that came as a descriptor."""
         if not self._descriptors:
             raise ConnectionBroken("the server announced shared memory and sent none")
         fd = self._descriptors.popleft()
@@ -505,9 +506,8 @@ class Connection:
         return view
 
     def _unsendable(self, error: OSError) -> ConnectionBroken:
-        """The same for sending: if the server has closed the connection, what it said last may
-        still be there.
-        """
+        """Make the same for sending: if the server has closed the connection, what it said last may
+        still be there."""
         broken = self._broken(error)
         with contextlib.suppress(ConnectionBroken):
             self.look()

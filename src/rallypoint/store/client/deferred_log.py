@@ -1,6 +1,5 @@
-"""What happens to a session of its own accord, for the program's log: a connection lost, one made
-again, a lease that is over.
-"""
+"""Lines about a session for the program's log: a connection lost, one made again, a lease that is
+over."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ class News:
 
 
 def notice(text: str) -> None:
-    """Tell it now, also where nobody has set up a log: see `logbook.notice`."""
+    """Write it now, also where nobody has set up a log: see `logbook.notice`."""
     from rallypoint.store import logger
 
     logger.notice(text)

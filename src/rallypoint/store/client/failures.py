@@ -1,4 +1,4 @@
-"""What the server refused, and what was lost with a session, as the exception that says so."""
+"""Exceptions for requests that the server refused, and for those lost with a session."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _FOR: dict[type[Request], str] = {
     wire.Lock: "the lock {}",
     wire.Arrive: "{}",  # a barrier, or an average
 }
-"""What a request would have made the store keep, with its key or name."""
+"""Words for the thing that a request would have made the store keep, with its key or name."""
 
 
 def of_a_handler(error: OSError) -> bool:
-    """Whether a signal handler raised it, and not the call of ours in the middle of which that ran.
-    Handlers that raise TimeoutError, which is an OSError, are common; taken for the socket's it
-    would be lost."""
+    """Tell whether a signal handler raised it, and not the call of ours in the middle of which that
+    ran. Handlers that raise TimeoutError, which is an OSError, are common; taken for the socket's
+    it would be lost."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -66,9 +66,8 @@ def of_a_handler(error: OSError) -> bool:
 
 
 def refused(kind: type[Request], fields: tuple[Any, ...], reply: Failed) -> RallypointError:
-    """The exception for a Failed reply, which names the key, the queue, ... where the reply does
-    not.
-    """
+    """Make the exception for a Failed reply, which names the key, the queue, ... where the reply
+    does not."""
     if reply.code in _ROOM and kind in _FOR:
         reply = msgspec.structs.replace(
             reply, text=f"{_FOR[kind].format(values.shown(fields[0]))}: {reply.text}"
@@ -77,7 +76,7 @@ def refused(kind: type[Request], fields: tuple[Any, ...], reply: Failed) -> Rall
 
 
 def failure(reply: Failed) -> RallypointError:
-    """The exception for a Failed reply; a new code of the protocol gets its class here."""
+    """Make the exception for a Failed reply; a new code of the protocol gets its class here."""
     code, text = reply.code, reply.text
     if code in _LIMITS:
         return LimitExceeded(code, text)
@@ -117,7 +116,7 @@ def failure(reply: Failed) -> RallypointError:
 
 
 def _once_failed(reply: Failed) -> OnceFailed:
-    """`once` has told of the exception: the name of its class, its message and its traceback."""
+    """Make the exception for what `once` has told of another: its class, message and traceback."""
     account: Any = values.decode(reply.value)
     kind, message, told = account
     first, _, more = message.strip().partition("\n")
@@ -137,8 +136,8 @@ def _once_failed(reply: Failed) -> OnceFailed:
 
 
 class SessionEnd:
-    """Why a session is over. `told`: somebody has been told. `again`: said once more if the next
-    session finds no server."""
+    """End of a session, with its reason. `told`: somebody has been told. `again`: said once more if
+    the next session finds no server."""
 
     def __init__(
         self,
@@ -150,8 +149,8 @@ class SessionEnd:
         why: tuple[str, ...] = (),
         help: Help = (),
     ) -> None:
-        """`undone`: what was sent once and has no answer was not carried out. `refusal`: the
-        session was lost, and not closed."""
+        """Note the reason. `undone`: what was sent once and has no answer was not carried out.
+        `refusal`: the session was lost, and not closed."""
         self.headline = headline
         self.told = False
         self.again = again

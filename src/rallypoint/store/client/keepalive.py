@@ -27,7 +27,8 @@ BUSY_SECONDS = 1.0
 lease that is not much longer is lost with its connection."""
 
 LONG_WAIT = 1.0
-"""Seconds. Who waits for a lock for longer is told in the log: somebody may look for the reason."""
+"""Seconds. A wait for a lock that is longer is told in the log: somebody may look for the reason.
+"""
 
 
 class _Bell:
@@ -76,7 +77,7 @@ class KeepAlive:
         self._bell.ring()
 
     def set_interval(self) -> None:
-        """The shortest lease has changed."""
+        """Give signs of life often enough for the shortest lease, which has changed."""
         session = self._session
         former, self.interval = (
             self.interval,

@@ -1,4 +1,4 @@
-"""What a session holds for as long as it gives signs of life: the holder's side.
+"""Leases of a session, which last for as long as it gives signs of life: the holder's side.
 
 The server passes a lock on when it has heard nothing from the session for the lock's `ttl`. The
 holder cannot ask whether that is so: the answer is old when it arrives. It counts by itself, from
@@ -32,14 +32,14 @@ differ by far less than a hundredth.
 """
 
 State = Literal["asked for", "held", "unwanted", "on its way", "done"]
-"""Of a lease. `unwanted`: a signal handler's exception, or a server that does not answer, has kept
-its holder from giving it back; the keeper sees to it, and to nothing else of it: then it is `on its
-way`, and counts until the server has it. `done`: there is nothing to give back; the keeper forgets
-it, if nobody else has."""
+"""State of a lease. `unwanted`: a signal handler's exception, or a server that does not answer, has
+kept its holder from giving it back; the keeper sees to it, and to nothing else of it: then it is
+`on its way`, and counts until the server has it. `done`: there is nothing to give back; the keeper
+forgets it, if nobody else has."""
 
 
 class Figures:
-    """What was done with the locks of one name, by one store object."""
+    """Figures about the locks of one name, by one store object."""
 
     __slots__ = ("acquisitions", "hold_seconds", "losses", "timeouts", "wait_seconds")
 
@@ -59,9 +59,9 @@ class Figures:
 
 class Lost(threading.Event):
     """An event that is set when its lease is over: by the keeper's thread, or else by whoever looks
-    first. A process that was stopped for a minute finds it set, also before the keeper has run. Who
-    waits for it sleeps on a lock of his own, not on the one that an Event has: a signal handler may
-    set it while the frame below it does anything with it."""
+    first. A process that was stopped for a minute finds it set, also before the keeper has run. A
+    thread that waits for it sleeps on a lock of its own, not on the one that an Event has: a signal
+    handler may set it while the frame below it does anything with it."""
 
     def __init__(self, lease: Lease) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ class Lost(threading.Event):
         return f"<lost: {'set' if self.is_set() else 'not set'}{f', of {lease.what}' if lease is not None else ''}>"
 
     def is_set(self) -> bool:
-        """Whether the lease is over. Costs a look at the clock."""
+        """Tell whether the lease is over. Costs a look at the clock."""
         lease = self._lease()
         return self._over or (lease is not None and lease.over)
 
     def set(self) -> None:
-        """Wake everybody who waits."""
+        """Wake all threads that wait."""
         self._over = True
         lease = self._lease()
         if lease is not None:
@@ -95,7 +95,7 @@ class Lost(threading.Event):
         """Does nothing: what is lost stays lost."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Sleep until the lease is over, or for `timeout` seconds; whether it is over."""
+        """Sleep until the lease is over, or for `timeout` seconds; return whether it is over."""
         clock = Clock()
         while not self.is_set():
             left = math.inf if timeout is None else timeout - clock.elapsed()
@@ -131,7 +131,7 @@ class Lease:
     )  # fmt: skip
 
     def __init__(self, leases: Leases, name: str, what: str, ttl: float, figures: Figures) -> None:
-        """`what`: 'the lock "w"'."""
+        """Make a lease that is not asked for yet. `what`: 'the lock "w"'."""
         self.state: State = "asked for"
         self.thread = get_ident()
         self.block: weakref.ref[Any] | None = None
@@ -155,9 +155,8 @@ class Lease:
 
     @property
     def nested(self) -> bool:
-        """Whether this thread waits for the same lock already, in a frame below the signal handler
-        that it runs.
-        """
+        """True if this thread waits for the same lock already, in a frame below the signal handler
+        that it runs."""
         others = list(self.leases.held)
         return any(
             one.thread == self.thread
@@ -168,7 +167,7 @@ class Lease:
         )
 
     def begin(self) -> None:
-        """It is about to be asked for: watch over it, until `drop`."""
+        """Watch over it, which is about to be asked for, until `drop`."""
         self.began = self.leases.now()
         self.leases.held[self] = None
         self.leases.session.keep_alive.set_interval()
@@ -186,7 +185,7 @@ class Lease:
 
     @property
     def over(self) -> bool:
-        """Whether it may be somebody else's by now."""
+        """True if it may be somebody else's by now."""
         if not self.because and self.state != "done":
             now = self.leases.now()
             if now >= self.until:
@@ -196,18 +195,19 @@ class Lease:
         return self.because != ""
 
     def end(self, because: str) -> None:
-        """It is over, if it was not before."""
+        """Note that it is over, if it was not before."""
         self.because = self.because or because
         self.lost.set()
 
     def hold(self) -> None:
-        """The reply grants it."""
+        """Note that the reply grants it."""
         assert isinstance(self.reply, Granted)
         self.token = self.reply.token
         self.state = "held"
 
     def give_up(self) -> None:
-        """An exception ends its call: if it was granted, the keep-alive gives it back."""
+        """Leave it to the keep-alive to give it back, if it was granted: an exception ends its
+        call."""
         if isinstance(self.reply, Granted) and self.state != "done":
             self.token = self.reply.token
             self.state = "unwanted"
@@ -216,22 +216,22 @@ class Lease:
         self.leave()
 
     def drop(self) -> None:
-        """It is done: nobody watches it from here on."""
+        """Stop watching it: it is done."""
         self.block = None
         self.leases.held.pop(self, None)
 
     def leave(self) -> None:
-        """It is unwanted, or its block is gone: have the keeper come by."""
+        """Ring the keep-alive: it is unwanted, or its block is gone."""
         self.leases.session.keep_alive.ring()
 
     def end_with(self, block: object) -> None:
-        """It is unwanted when this object goes."""
+        """Make it unwanted when this object goes."""
         self.block = weakref.ref(block, lambda _: self.leave())
 
 
 _all: dict[weakref.ref[Leases], None] = {}
-"""Of this process; also those that a forked child has inherited, which are over. (A WeakSet cannot
-be gone through while another thread makes a session.)"""
+"""Leases of this process; also those that a forked child has inherited, which are over. (A WeakSet
+cannot be gone through while another thread makes a session.)"""
 
 
 def _forget(ref: weakref.ref[Leases], known: dict[weakref.ref[Leases], None] = _all) -> None:
@@ -239,9 +239,8 @@ def _forget(ref: weakref.ref[Leases], known: dict[weakref.ref[Leases], None] = _
 
 
 def names_held(thread: int) -> set[str]:
-    """Of the locks that a thread of this process has, by whatever session, as far as is
-    known here.
-    """
+    """Return the names of the locks that a thread of this process has, by whatever session, as far
+    as is known here."""
     return {
         lease.name
         for ref in list(_all)
@@ -257,7 +256,8 @@ class Leases:
     def __init__(
         self, session: Session, now: Callable[[], float], confirmed: Callable[[], float]
     ) -> None:
-        """`confirmed`: when the last sign of life was sent that the server is known to have had."""
+        """Begin without any. `confirmed`: when the last sign of life was sent that the server is
+        known to have had."""
         self.session = session
         self.now = now
         self.confirmed = confirmed
@@ -277,13 +277,12 @@ class Leases:
         return following
 
     def shortest(self, ttl: float) -> float:
-        """The ttl of the shortest of them, or `ttl` if that is shorter."""
+        """Return the ttl of the shortest of them, or `ttl` if that is shorter."""
         return min([ttl, *[lease.ttl for lease in list(self.held) if not lease.gone]])
 
     def longest(self, ttl: float) -> float:
-        """For how long the server keeps a session with this ttl, as far as is known here: as long
-        as the longest that it has granted.
-        """
+        """Return for how long the server keeps a session with this ttl, as far as is known here: as
+        long as the longest that it has granted."""
         return max(
             [ttl, *[lease.ttl for lease in list(self.held) if lease.token and not lease.gone]]
         )
@@ -303,7 +302,7 @@ class Leases:
         return left
 
     def end(self, because: str) -> None:
-        """The session is over, and all of them with it."""
+        """End all of them with the session."""
         for lease in list(self.held):
             lease.gone = True
             lease.end(because)

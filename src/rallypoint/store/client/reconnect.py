@@ -56,9 +56,9 @@ class Reach:
         clock: Clock,
         open_socket: OpenSocket | None,
     ) -> None:
-        """`same_host`: move to the server's Unix socket when its path exists here and leads to it.
-        `patience`: the seconds that a request waits for its answer; no pause is longer than a
-        quarter of that, so that every request has its attempts."""
+        """Begin with nothing known. `same_host`: move to the server's Unix socket when its path
+        exists here and leads to it. `patience`: the seconds that a request waits for its answer; no
+        pause is longer than a quarter of that, so that every request has its attempts."""
         self.address = address
         self.local_allowed = same_host
         self._most = patience / 4
@@ -117,7 +117,7 @@ class Reach:
 
     @property
     def failing(self) -> bool:
-        """Whether an attempt has failed since `forget`."""
+        """True if an attempt has failed since `forget`."""
         return bool(self._failures)
 
     def _dial(self, greet: Greet, resume: bool, deadline: float) -> Opened:

@@ -61,9 +61,8 @@ def _count(kinds: dict[str, int], said: str) -> None:
 
 
 def _folded(kinds: dict[str, int]) -> str:
-    """`12 x ConnectionRefusedError: ...; 1 x TimeoutError: ...; 3 others`, in the order in which
-    they came.
-    """
+    """Fold them: `12 x ConnectionRefusedError: ...; 1 x TimeoutError: ...; 3 others`, in the order
+    in which they came."""
     return "; ".join(
         f"{count} {OTHERS}" if said == OTHERS else f"{count} x {said}"
         for said, count in kinds.items()

@@ -139,7 +139,7 @@ class Slot:
     )  # fmt: skip
 
     def __init__(self, number: int, on_loss: Callable[[object], None]) -> None:
-        """`on_loss`: called when the slot's ticket is lost."""
+        """Make a slot without a ticket. `on_loss`: called when the slot's ticket is lost."""
         # numbers of the last request, and of the last one that was answered or cancelled
         self.seq = self.settled = number << SLOT_BITS
         self.connection: Connection | None = None
@@ -181,7 +181,7 @@ class Slot:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether no call has the slot, and it is not idle."""
+        """True if no call has the slot, and it is not idle."""
         return self.given_up or self._ticket is None or self._ticket() is None
 
     def settle(self) -> None:
@@ -221,7 +221,7 @@ class Session:
         open_socket: OpenSocket | None = None,
         former: Session | None = None,
     ) -> None:
-        """`former`: the one that was lost before."""
+        """Begin a session without a connection. `former`: the one that was lost before."""
         self.address = options.address
         self.id = os.urandom(SESSION_BYTES)
         self.end: SessionEnd | None = None
@@ -537,7 +537,7 @@ class Session:
         )
 
     def _opened(self, slot: Slot, opened: Opened, began: float) -> Connection:
-        """Take a connection into use, whose greeting was sent after `began`."""
+        """Take a connection into use. Its greeting was sent after `began`."""
         welcome = opened.welcome
         connection = Connection(
             opened,
@@ -774,7 +774,7 @@ class Session:
 
     @property
     def was_closed(self) -> bool:
-        """Whether this process has closed it, or its parent had before the fork."""
+        """True if this process has closed it, or its parent had before the fork."""
         return self.end is not None and self.end.headline == CLOSED
 
     @property
