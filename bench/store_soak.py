@@ -360,7 +360,8 @@ def reconnects(chance: random.Random, number: int, folder: Path, *, count: int =
     outcome = Outcome("Unix socket, shared memory" if local else "TCP")
     with written(outcome, folder), ServerProcess(folder) as server:
         with server.connect() as here:
-            path = here._session.where if local else ""
+            connection = here._session.connection
+            path = connection.where if local and connection else ""
         target, listen = (
             (f"unix://{path}", f"unix://{folder.resolve()}/proxy")
             if local

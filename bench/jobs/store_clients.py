@@ -176,18 +176,19 @@ def barrier_of_many(clients: Sequence[Any], name: str, size: int) -> None:
     under_way = []
     for client in clients:
         session = client.store._session
-        slot = session._take()
+        ticket = session._take()
+        slot = ticket.slot
         now = time.monotonic()
         call = slot.begin(Arrive, (name, size, TIMEOUT), now, now + TIMEOUT)
         connection = slot.connection or session._connect(slot, call.deadline)
         connection.send(call.message, call.deadline)
-        under_way.append((session, slot, connection, call))
-    for session, slot, connection, call in under_way:
+        under_way.append((session, ticket, connection, call))
+    for session, ticket, connection, call in under_way:
         reply, _ = connection.receive(
             call.seq, call.deadline, 0.0, session.keep_alive.interval, session.ttl, lends=False
         )
         assert isinstance(reply, Integer), reply
-        session._put_back(slot)
+        session._put_back(ticket)
 
 
 def repeat(

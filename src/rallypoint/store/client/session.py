@@ -352,7 +352,7 @@ class Session:
         request that has an answer is not sent again.
         """
         while len(answers) < len(calls):
-            left = calls[len(answers) :]
+            left = calls[len(answers) :] if answers else calls
             try:
                 connection = slot.connection or self._connect(slot, left[0].deadline)
                 self._send(slot, connection, left)
@@ -377,16 +377,18 @@ class Session:
                 raise SessionOver from None
             else:
                 slot.owed = b""
-                self._confirm(left[0].began)
+                if left[0].began > self.confirmed:
+                    self._confirm(left[0].began)
 
     def _send(self, slot: Slot, connection: Connection, calls: Sequence[Call]) -> None:
         last = calls[-1]
+        frames = slot.owed
         for call in calls:
             call.tried += 1
+            frames += call.message
             if call is not last:
                 call.sent = True  # should the sending be broken off, it may have gone
         if last.value is None:
-            frames = b"".join([slot.owed, *[call.message for call in calls]])
             connection.send(frames, last.deadline)
         else:  # it is alone, and its answer is waited for from when it is sent
             last.deadline = connection.send_value(
