@@ -155,8 +155,8 @@ class State(Ledger):
             request = replace(request, value=large)
         if request.acked:
             self.acknowledge(session, request.acked)
-        seq, replies = request.seq, session.replies
-        if request.changes:
+        seq, replies, changes = request.seq, session.replies, request.changes
+        if changes:
             if seq in replies:
                 return replies[seq]
             if session.ended or seq <= session.acked_in_slot(seq):
@@ -165,7 +165,7 @@ class State(Ledger):
             reply = self._handlers[type(request)](session, request)
         except Refused as refused:
             reply = refused.reply(seq, self.revision)
-        if request.changes:
+        if changes:
             replies[seq] = reply
         return reply
 

@@ -53,7 +53,8 @@ class Deadlines(Generic[T]):
 
     def set(self, thing: T, deadline: float) -> None:
         """Replace the deadline of `thing`."""
-        self.clear(thing)
+        if thing.deadline != NEVER:
+            self.clear(thing)
         thing.deadline = deadline
         if deadline != NEVER:
             self._count += 1
@@ -165,7 +166,12 @@ class Waiting:
 
     def remove(self, waiter: Waiter) -> None:
         """Remove the waiter from all its lines."""
-        for name in tuple(waiter.names):
-            waiter.lines.leave(waiter, name)
+        lines = waiter.lines
+        for name in waiter.names:
+            line = lines[name]
+            del line[waiter]
+            if not line:
+                del lines[name]
+        waiter.names.clear()
         self.count -= 1
         self.deadlines.clear(waiter)
