@@ -407,7 +407,7 @@ def test_a_stopped_agent_does_not_outlast_the_timeout(tmp_path: Path) -> None:
         import rallypoint
         from rallypoint.launcher.launch import call; from rallypoint.launcher.launch import agent_pool
 
-        call.ANSWER_PATIENCE, agent_pool.DISCARD_PATIENCE = 2.0, 0.5
+        call.ANSWER_PATIENCE, call.STOPPED_INTERVAL, agent_pool.DISCARD_PATIENCE = 2.0, 600.0, 0.5
 
         def work():
             with open(f"/proc/{os.getppid()}/stat") as file:
@@ -423,6 +423,26 @@ def test_a_stopped_agent_does_not_outlast_the_timeout(tmp_path: Path) -> None:
         """,
     )
     assert said == "True\n[0]\n"
+
+
+def test_a_stopped_agent_is_named_and_continued(tmp_path: Path) -> None:
+    """Without a timeout such a call lasted for ever."""
+    said = script(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        import rallypoint
+
+        def work():
+            with open(f"/proc/{os.getppid()}/stat") as file:
+                os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGSTOP)
+            return 7
+
+        sys.stderr = sys.stdout
+        print(rallypoint.launch(work))
+        """,
+    )
+    assert "was stopped (SIGSTOP): it is continued\n[7]\n" in said
 
 
 def test_a_stopped_agent_ends_with_a_killed_caller(tmp_path: Path) -> None:

@@ -106,11 +106,25 @@ class PooledAgent:
         if self.has_ended:
             return False
         try:
-            return bool(self.line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)) and False
+            self.line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
             return False
+        return False  # between two calls it sends nothing: it has closed the line, or failed
+
+    def continue_if_stopped(self) -> None:
+        """Continue the agent if it is stopped (SIGSTOP), and print a line about it.
+
+        A call without a timeout would not end otherwise. When the whole program is suspended, the
+        caller is stopped, too, and does not come here.
+        """
+        if processes.is_stopped(self.pid):
+            sys.stderr.write(
+                f"rallypoint: the launcher's process (pid {self.pid}) was stopped (SIGSTOP): it is continued\n"
+            )
+            for pidfd in self._pidfd.fds:
+                processes.send(pidfd, signal.SIGCONT)
 
     def discard(self, patience: float | None = None) -> None:
         """End the agent and its ranks, and wait for that. May be called twice.

@@ -41,6 +41,9 @@ ANSWER_PATIENCE = 20.0
 one that the kernel does not let end (state D), 5 for their output, and as much again for a busy
 machine."""
 
+STOPPED_INTERVAL = 2.0
+"""Seconds without a message after which the agent is looked at: it may be stopped (SIGSTOP)."""
+
 Outcomes = dict[int, tuple[Outcome, OwnedFds]]
 
 
@@ -132,7 +135,9 @@ class LaunchCall:
 
     def _wait(self, poll: select.poll, until: float) -> None:
         waits = until - self._clock.monotonic()
-        ready = poll.poll(None if waits == math.inf else max(0.0, waits) * 1000 + 1)
+        ready = poll.poll(max(0.0, min(waits, STOPPED_INTERVAL)) * 1000 + 1)
+        if not ready:
+            self._agent.continue_if_stopped()
         for fd, _ in ready:
             if fd == self._agent.line.fileno():
                 self._receiving = True
