@@ -394,3 +394,12 @@ def test_the_rank_that_others_wait_for_comes_first_where_ddp_hides_the_wait() ->
     report = rank_snapshot.stalled(rank_snapshot.Standing("j", "train.py", 2, ranks, 90.0), 60.0)
     assert (report.code, report.ranks) == ("job-stalled", (1,))
     assert "backward() of a DDP model waits" in report.why
+
+
+def test_a_rank_elsewhere_is_named_before_one_that_waits_in_backward() -> None:
+    """Both stand alone: the one with the lower number, which waited, came first."""
+    elsewhere = _asleep(1, Frame("/srv/train.py", 30, "<module>"))
+    found = rank_snapshot.Standing("j", "train.py", 2, (_asleep(0, *BACKWARD), elsewhere), 90.0)
+    report = rank_snapshot.stalled(found, 60.0)
+    assert (report.code, report.ranks) == ("job-stalled", (1,))
+    assert report.where.startswith("train.py:30")

@@ -2964,3 +2964,10 @@ def test_texts_of_a_report_are_found_once_and_not_for_each_rank(
     ):
         diagnose(job(*(make(i) for i in range(256))))
     assert asked < 50
+
+
+def test_a_rank_that_left_early_by_sys_exit_is_told_with_its_line() -> None:
+    left = rank(0, 0, at=1.0, phase="finishing", exit_line="train.py:4 in main")
+    [report] = diagnose(job(left, lost(1)))
+    assert report.code == "rank-left-early"
+    assert report.where.startswith("train.py:4 in main")
