@@ -819,9 +819,42 @@ def test_a_storm_of_signals_while_it_waits(server: Server, seed: int) -> None:
             stop = True
             go.set()
             holder.join()
-            return store.status()["waiting"]
+            until(lambda: store.status()["waiting"] == 0)  # the keep-alive cancels given-up calls
+            return 0
 
     assert in_child(child) == 0
+
+
+def test_a_second_signal_in_the_end_of_a_call_leaves_no_waiter(server: Server) -> None:
+    """An exception that struck while an exception was handled kept the lease as one that is asked
+    for: the thread's next call was refused as one of a signal handler."""
+    with (
+        rallypoint.connect(server.address, secret=server.secret, ttl=3.0) as store,
+        rallypoint.connect(server.address, secret=server.secret) as other,
+    ):
+        held, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with other.lock("l"):
+                held.set()
+                over.wait(DEADLINE)
+
+        holder = Thread(hold)
+        held.wait(DEADLINE)
+        lock = store.lock("l")
+
+        def raise_again(_: object) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rallypoint.store.client.lease.Lease.give_up", raise_again)
+            with alarm(0.05, lambda: 1 // 0), pytest.raises(KeyboardInterrupt):
+                lock.acquire()
+        with pytest.raises(rallypoint.LockTimeout):
+            lock.acquire(timeout=0.05)
+        until(lambda: store.status()["waiting"] == 0)
+        over.set()
+        holder.result()
 
 
 # --- what is counted and written down ---

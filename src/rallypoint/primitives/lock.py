@@ -60,7 +60,7 @@ class Grant:
     store at the grant; tokens grow, over all locks. `lost`: a `threading.Event` that is set when
     somebody else may have the lock."""
 
-    __slots__ = ("_lease", "_since", "_store", "lost", "name", "pid")
+    __slots__ = ("__weakref__", "_lease", "_since", "_store", "lost", "name", "pid")
 
     def __init__(self, store: Client, name: str, lease: Lease) -> None:
         self.name = name
@@ -282,6 +282,7 @@ class Lock:
         while True:
             lease = self._store.lease(self.name, self.ttl)
             grant = Grant(self._store, self.name, lease)
+            lease.asked_by(grant)
             if block:
                 lease.end_with(self)
             try:

@@ -122,10 +122,11 @@ class Lost(threading.Event):
 class Lease:
     """One lock that is held, or asked for: then `token` is 0. `because`: why it is over, "" while
     it is not. `gone`: its session is over, so that there is nothing to give back. `state` is set in
-    one step by whoever holds it. `block`: what must be alive while a `with` statement holds it."""
+    one step by whoever holds it. `block`: what must be alive while a `with` statement holds it.
+    `asker`: what is alive while a call asks for it."""
 
     __slots__ = (
-        "__weakref__", "because", "began", "block", "figures", "gone", "leases", "logged",
+        "__weakref__", "asker", "because", "began", "block", "figures", "gone", "leases", "logged",
         "lost", "name", "reply", "session", "state", "thread",
         "token", "ttl", "what",
     )  # fmt: skip
@@ -135,6 +136,7 @@ class Lease:
         self.state: State = "asked for"
         self.thread = get_ident()
         self.block: weakref.ref[Any] | None = None
+        self.asker: weakref.ref[Any] | None = None
         self.name = name
         self.what = what
         self.ttl = ttl
@@ -154,6 +156,12 @@ class Lease:
         return f"<Lease of {self.what}: {state}>"
 
     @property
+    def is_abandoned(self) -> bool:
+        """True if its call ended and did not say so: a second signal struck while the first one's
+        exception was handled."""
+        return self.state == "asked for" and self.asker is not None and self.asker() is None
+
+    @property
     def nested(self) -> bool:
         """True if this thread waits for the same lock already, in a frame below the signal handler
         that it runs."""
@@ -163,6 +171,7 @@ class Lease:
             and one.name == self.name
             and one.state == "asked for"
             and one is not self
+            and not one.is_abandoned
             for one in others
         )
 
@@ -214,6 +223,10 @@ class Lease:
         else:
             self.state = "done"
         self.leave()
+
+    def asked_by(self, asker: object) -> None:
+        """Note what is alive while a call asks for it."""
+        self.asker = weakref.ref(asker)
 
     def drop(self) -> None:
         """Stop watching it: it is done."""
@@ -295,6 +308,8 @@ class Leases:
         for lease in list(self.held):
             if lease.state == "held" and lease.block is not None and lease.block() is None:
                 lease.state = "unwanted"
+            if lease.is_abandoned:
+                lease.give_up()
             if lease.state == "done" or (lease.state in ("unwanted", "on its way") and lease.gone):
                 lease.drop()
             elif lease.state == "unwanted":
