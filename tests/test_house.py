@@ -45,7 +45,6 @@ NOT_YET_SHORT = {
     "diagnosis/logs/reader.py",
     "diagnosis/logs/to_evidence.py",
     "diagnosis/rank_snapshot.py",
-    "diagnosis/reachability.py",
     "diagnosis/rendezvous_mismatch.py",
     "diagnosis/root_cause.py",
     "errors.py",
@@ -57,7 +56,6 @@ NOT_YET_SHORT = {
     "launcher/agent/agent.py",
     "launcher/agent/process_handles.py",
     "launcher/template/template.py",
-    "launcher/worker/worker.py",
     "primitives/average/average.py",
     "primitives/average/sync.py",
     "primitives/lock.py",
@@ -71,13 +69,13 @@ NOT_YET_SHORT = {
 }
 """Files over MOST_LINES that are still to be split or shortened."""
 
-MOST_WEIGHT = 331_000
+MOST_WEIGHT = 302_500
 """Tokens of code in the package. Raised only deliberately, by what a change itself needs."""
 
-MOST_RIDDLES = 0.17
+MOST_RIDDLES = 0.02
 """Share of docstrings that begin with a word of RIDDLES."""
 
-MOST_PERSONS = 395
+MOST_PERSONS = 180
 """Docstrings and comments that speak of a process as of a person. Some mean a person, rightly."""
 
 RIDDLES = re.compile(

@@ -414,13 +414,13 @@ class Unlock(Request, frozen=True, tag=18):
 
 class Arrive(Request, frozen=True, tag=19):
     """Arrive at a barrier. Reply: Integer (its generation) when all `size` are there, TimedOut or
-    Failed("barrier-broken", "barrier-size", "barrier-missed") with who is there and who is not.
+    Failed("barrier-broken", "barrier-size", "barrier-missed") with the present and the absent.
 
-    With `value` (at most `INLINE_BYTES`) everybody gets Met instead of Integer: what all have
-    brought, in the order of arrival. With `quorum` it is complete, with whoever is there, when the
-    timeout of the first who arrived has passed and at least `quorum` are there, or as soon as all
-    are there who were at the former round and still have a session. Who comes too late for a round
-    that was broken, or was complete without him, is told so once: "barrier-broken",
+    With `value` (at most `INLINE_BYTES`) all get Met instead of Integer: what all have brought, in
+    the order of arrival. With `quorum` the round is complete, with the sessions that are there,
+    when the timeout of the first that arrived has passed and at least `quorum` are there, or as
+    soon as all are there that were at the former round and still live. A session that comes too
+    late for a round that was broken, or was complete without it, is told once: "barrier-broken",
     "barrier-missed".
     """
 
