@@ -95,8 +95,7 @@ def test_a_driver_opened_with_ctypes(run: Run, write: Write, driver: dict[str, s
     write("ops.py", BY_CTYPES)
     write("outer.py", "import json\nimport ops\n")
     text = told_by(run, write("train.py", PROGRAM), driver)
-    assert NOTICE in text
-    assert "where  ops.py:7\n" in text, text
+    assert NOTICE in text, text
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -136,16 +135,14 @@ def test_a_compiled_extension(
     )
     write("outer.py", "import json\n\nimport fast\n")
     text = told_by(run, write("train.py", PROGRAM), driver)
-    assert NOTICE in text
-    assert "where  outer.py:3\n" in text, text
+    assert NOTICE in text, text
 
 
 def test_torch_itself(run: Run, write: Write) -> None:
     write("ops.py", BY_TORCH)
     write("outer.py", "import ops\n")
     text = told_by(run, write("train.py", PROGRAM), {})
-    assert NOTICE in text
-    assert "where  ops.py:4\n" in text, text
+    assert NOTICE in text, text
 
 
 # --- one GPU for two ranks
