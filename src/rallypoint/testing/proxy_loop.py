@@ -138,8 +138,7 @@ class ProxyLoop:
                 self.events = dict(self._epoll.poll(self._patience()))
                 if self.events.pop(self._wake, 0):
                     os.eventfd_read(self._wake)
-                while self._timers and self._timers[0][0] <= self.now():
-                    heapq.heappop(self._timers)[2]()
+                self._run_timers()
                 self._due = self._step()
                 self.events = {}
                 while self._calls:
@@ -166,9 +165,13 @@ class ProxyLoop:
     def _clock_moved(self) -> None:
         """Return when all that is due by the clock has happened."""
         try:
-            self.call(lambda: None)
+            self.call(self._run_timers)
         except UsageError:
             pass  # closed meanwhile: nothing is due any more
+
+    def _run_timers(self) -> None:
+        while self._timers and self._timers[0][0] <= self.now():
+            heapq.heappop(self._timers)[2]()
 
     def _raise_crash(self) -> None:
         if self._crash is not None:
