@@ -1,4 +1,6 @@
-"""When a log makes a cause certain: the one place where that is decided. Pure.
+"""Confidence in a cause that was read from a log: when it is certain. Pure.
+
+For a running job `root_cause.py` decides, and each cause by its evidence.
 
 A log is the part of a job that somebody kept, and its words are those of programs that nobody here
 may know. So `certain` is earned, by three things together; whatever lacks one of them is `likely`
@@ -16,7 +18,7 @@ at most, and says which:
 
 Who failed first is told by the launcher (torchrun's root cause, mpirun's "the first process to do
 so") before it is told by the order of lines, which are of many processes, and of buffers that are
-written late; `verdict` weighs that.
+written late.
 """
 
 from __future__ import annotations

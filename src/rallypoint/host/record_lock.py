@@ -27,10 +27,8 @@ from rallypoint.clock import Clock
 from rallypoint.errors import UsageError, WouldDeadlock
 from rallypoint.host import fd_passing, processes, system_calls
 
-_MUTEX_BYTES = 64
-"""Room for a pthread_mutex_t at the beginning of the file (40 bytes on x86-64, 48 on AArch64). Its
-first word is the futex: the thread number of the holder in the lower 30 bits."""
-
+# The file begins with a pthread_mutex_t: 40 bytes on x86-64, 48 on AArch64. Its first word is the
+# futex, with the number of the holder's thread in these bits.
 _THREAD_BITS = (1 << 30) - 1
 
 _TOKEN_AT, _TOKEN_BYTES = 64, 16

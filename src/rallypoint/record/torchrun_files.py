@@ -1,5 +1,6 @@
-"""The files that torchrun's --log-dir, --redirects and --tee make, under the names that torchrun
-gives them.
+"""Names of the files that torchrun's --log-dir, --redirects and --tee make; opens them.
+
+`launcher/agent/rank_streams.py` decides which rank writes to which.
 
     <log_dir>/<run_id>_<random>/attempt_<k>/<local_rank>/stdout.log, stderr.log, error.json
     <log_dir>/<run_id>_<random>/attempt_<k>/filtered_stdout.log, filtered_stderr.log

@@ -1,5 +1,5 @@
 """Standard streams of the ranks: what each gets for stdin, stdout and stderr, and the files of
-torchrun's log flags.
+torchrun's `--tee`, `--redirects` and `--log-dir`.
 """
 
 from __future__ import annotations
