@@ -609,7 +609,7 @@ def test_what_waits_goes_on_when_the_key_comes(kind: str, stores: Callable[[str]
     assert [each.result() for each in waiting] == [result for _, result in calls]
 
 
-# Without "tcp": in one of some hundred whole runs a client of torch's TCPStore was never woken.
+# Without "tcp": a client of torch's TCPStore was once not woken within 60 s.
 @pytest.mark.parametrize("kind", ["hash", "ours"])
 def test_a_value_of_a_queue_goes_to_one_that_waits(kind: str, stores: Callable[[str], Any]) -> None:
     store = stores(kind)
