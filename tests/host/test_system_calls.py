@@ -63,3 +63,10 @@ def test_a_file_in_memory() -> None:
         assert fcntl.fcntl(fd, system_calls.F_GET_SEALS) == system_calls.F_SEAL_WRITE
     finally:
         os.close(fd)
+
+
+def test_a_machine_whose_memfd_number_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start reports what is lacking by OSError; another error was "a fault in rallypoint"."""
+    monkeypatch.setattr(system_calls, "_MEMFD_CREATE", {})
+    with pytest.raises(OSError, match="not implemented"):
+        system_calls._memfd_create("rallypoint-test")

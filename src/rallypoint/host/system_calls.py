@@ -9,6 +9,7 @@ include/uapi/asm-generic/unistd.h and the tables of the architectures.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -48,10 +49,8 @@ def _pidfd_send_signal(pidfd: int, number: int) -> None:
 
 def _memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
     machine = os.uname().machine
-    if machine not in _MEMFD_CREATE:
-        raise NotImplementedError(
-            f"memfd_create on {machine}: this Python has it not, and its number is not known here"
-        )
+    if machine not in _MEMFD_CREATE:  # this Python lacks the call, and its number is not known
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     return _ask(_MEMFD_CREATE[machine], os.fsencode(name), ctypes.c_uint(flags))
 
 
