@@ -136,4 +136,4 @@ def test_the_plan_goes_to_the_agent(folder: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("rallypoint.launcher.agent.agent.run", carry_out)
     assert run.main(["-n", "3", "--fresh", "train.py", "x"]) == 17
-    assert (plans[0].world.size, plans[0].program.args) == (3, ("x",))
+    assert (plans[0].slots, plans[0].program.args) == (3, ("x",))

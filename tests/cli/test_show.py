@@ -57,7 +57,7 @@ RAISED = (
 )
 PLAN: dict[str, Any] = {
     "program": {"kind": "script", "target": "train.py", "args": ["--lr", "a b"]},
-    "world": {"local_size": 2, "nodes": 1},
+    "slots": 2,
     "start": "template",
     "max_restarts": 3,
     "torch": "2.13.0",
@@ -421,7 +421,7 @@ def test_a_long_timeline_keeps_both_ends(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_logs_of_the_ranks_at_fault_come_before_larger_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = keep("20260102-030405-ab12", world={"local_size": 64})
+    path = keep("20260102-030405-ab12", slots=64)
     for rank in range(2, 64):
         (path / f"rank{rank}.log").write_bytes(b"x" * 5000)
     (path / "rank7.log").write_bytes(b"x" * 3_000_000)

@@ -72,9 +72,9 @@ def compare(
     size = (
         torchrun.determine_local_world_size(args.nproc_per_node)
         if args.nproc_per_node.isdigit()
-        else made.world.size
+        else made.slots
     )
-    assert made.world.size == size
+    assert made.slots == size
     assert (made.program.kind, made.program.target, list(made.program.args)) == (
         program_kind(args),
         args.training_script,
@@ -242,7 +242,7 @@ def test_flags_are_flags_and_values_values() -> None:
 def test_defaults_are_those_of_torchrun() -> None:
     made = plan.make(ours(["train.py"]), {}, MACHINE)
     args = torchrun.parse_args(["train.py"])
-    assert str(made.world.size) == args.nproc_per_node
+    assert str(made.slots) == args.nproc_per_node
     assert made.max_restarts == args.max_restarts
     assert made.environment["ROLE_NAME"] == args.role
 

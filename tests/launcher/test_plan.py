@@ -143,7 +143,7 @@ def test_virtual_local_rank() -> None:
 )
 def test_local_size(nproc: Any, gpus: int, visible: str | None, size: int) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert plan(environ, {"gpus": gpus_here(gpus)}, nproc=nproc).world.size == size
+    assert plan(environ, {"gpus": gpus_here(gpus)}, nproc=nproc).slots == size
 
 
 def test_an_exported_store_is_said_to_be_another_one() -> None:
@@ -209,22 +209,20 @@ def test_gpus_that_torch_cannot_use() -> None:
     newer = msgspec.structs.replace(
         gpus_here(4), newer=True
     )  # cuda-compat: the driver's number does not decide
-    assert plan(machine={"gpus": newer, "build": CUDA_13}, nproc="gpu").world.size == 4
-    assert plan(machine={"gpus": gpus_here(4), "build": CPU_ONLY}, nproc="auto").world.size == 8
+    assert plan(machine={"gpus": newer, "build": CUDA_13}, nproc="gpu").slots == 4
+    assert plan(machine={"gpus": gpus_here(4), "build": CPU_ONLY}, nproc="auto").slots == 8
     command = Program(kind="command", target="./train")  # has a torch of its own, or none
     assert (
-        plan(
-            machine={"gpus": gpus_here(4), "build": CPU_ONLY}, nproc="gpu", program=command
-        ).world.size
+        plan(machine={"gpus": gpus_here(4), "build": CPU_ONLY}, nproc="gpu", program=command).slots
         == 4
     )
 
 
 def test_nccl_needs_a_gpu_for_each_rank() -> None:
     cuda_12 = {"gpus": gpus_here(2), "build": Build("2.13.0+cu126", "12.6")}
-    assert plan(machine=cuda_12, nproc=2, backend="nccl").world.size == 2
-    assert plan(machine=cuda_12, nproc=3, backend="gloo").world.size == 3
-    assert plan(machine=cuda_12, nproc=3, backend="auto").world.size == 3  # gloo, then
+    assert plan(machine=cuda_12, nproc=2, backend="nccl").slots == 2
+    assert plan(machine=cuda_12, nproc=3, backend="gloo").slots == 3
+    assert plan(machine=cuda_12, nproc=3, backend="auto").slots == 3  # gloo, then
     error = refused(machine=cuda_12, nproc=3, backend="cpu:gloo,cuda:nccl")
     assert (
         error.headline
@@ -244,9 +242,9 @@ def test_nccl_needs_a_gpu_for_each_rank() -> None:
 
 def test_nccl_where_the_gpus_cannot_be_known() -> None:
     rocm = {"gpus": Look(), "build": Build("2.13.0+rocm6.4", other="ROCm 6.4")}
-    assert plan(machine=rocm, nproc=2, backend="nccl").world.size == 2
+    assert plan(machine=rocm, nproc=2, backend="nccl").slots == 2
     windows = {"gpus": Look(hidden=True), "build": Build("2.13.0+cu126", "12.6")}
-    assert plan(machine=windows, nproc=2, backend="nccl").world.size == 2
+    assert plan(machine=windows, nproc=2, backend="nccl").slots == 2
 
 
 # --- where they meet
@@ -539,7 +537,7 @@ def test_a_stall_is_reported_without_being_asked_for_where_there_are_several_ran
     a job will hang.
     """
     made = plan(**asked)
-    assert made.patience(made.world.size) == patience
+    assert made.patience(made.slots) == patience
     assert ("no rank has moved" in describe(made)) == (patience is not None)
 
 

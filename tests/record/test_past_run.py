@@ -27,7 +27,7 @@ from rallypoint.record import past_run
 def test_the_command_starts_the_same_job_again(options: dict[str, object], words: str) -> None:
     planned = {
         "program": {"kind": "script", "target": "train.py", "args": ["--lr", "1"]},
-        "world": {"local_size": 4},
+        "slots": 4,
         **options,
     }
     plan = msgspec.convert(planned, past_run.KeptPlan)

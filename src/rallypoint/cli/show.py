@@ -110,7 +110,7 @@ def text(run: KeptRun, now: float) -> str:
 def _header(run: KeptRun, reports: Sequence[Report], now: float) -> list[tuple[str, str]]:
     command = render.plain(past_run.command(run.plan))
     torch = f", torch {run.plan.torch}" if run.plan.torch else ""
-    ranks = [("ranks", f"{run.plan.world.local_size}{torch}")]
+    ranks = [("ranks", f"{run.plan.slots}{torch}")]
     folder = [("in", render.plain(run.plan.cwd))] if run.plan.cwd else []
     return [
         ("run", run.name),
@@ -183,7 +183,7 @@ def _logs(run: KeptRun, reports: Sequence[Report]) -> list[tuple[str, str]]:
     lines += [f"and {more} more"] if more > 0 else []
     lines += [f"{empty} rank{'s' * (empty > 1)} printed nothing"] if empty else []
     if not run.logs:
-        alone = ": a single rank has the terminal for itself" * (run.plan.world.local_size == 1)
+        alone = ": a single rank has the terminal for itself" * (run.plan.slots == 1)
         lines = [f"none{alone}"]
     return [("folder", run.path), ("logs", lines[0]), *(("", line) for line in lines[1:])]
 
@@ -206,7 +206,7 @@ def listed(runs: Sequence[KeptRun], root: str, now: float, columns: int | None =
     rows = [("run", "began", "took", "ranks", "ended", "command")]
     for run in runs:
         command = render.plain(past_run.command(run.plan).removeprefix("rallypoint run "))
-        ranks = str(run.plan.world.local_size) if command else "-"
+        ranks = str(run.plan.slots) if command else "-"
         row = (run.name, _date(run.began), _took(run, now), ranks, _end(run), command)
         rows.append(row)
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
@@ -241,7 +241,7 @@ def _summary(run: KeptRun, now: float) -> dict[str, Any]:
         "path": run.path,
         "command": past_run.command(run.plan),
         "folder": run.plan.cwd,
-        "ranks": run.plan.world.local_size,
+        "ranks": run.plan.slots,
         "began": began.isoformat(timespec="seconds"),
         "seconds": _seconds(run, now),
         "state": state,

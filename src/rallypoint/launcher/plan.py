@@ -16,7 +16,7 @@ from rallypoint.host import devices
 from rallypoint.launcher import preload_parts
 from rallypoint.launcher.program import Program, Task
 from rallypoint.launcher.sizes import threads_of_a_rank
-from rallypoint.world import World, ranges
+from rallypoint.world import ranges
 
 if TYPE_CHECKING:
     from rallypoint.record.preload_history import Learnt
@@ -87,7 +87,7 @@ class Plan(Chosen, frozen=True, kw_only=True):
     """
 
     job: str  # unique id of this run; also RALLYPOINT_JOB in every process of it
-    world: World
+    slots: int  # ranks that this node has
     # forked from the template · new interpreters · a program of any kind
     start: Literal["template", "fresh", "exec"]
     preload: tuple[str, ...]
@@ -149,7 +149,7 @@ def with_parts(plan: Plan, source: bytes, learnt: Learnt, memory: str) -> Plan:
     """
     if (
         plan.start != "template"
-        or plan.world.size == 1
+        or plan.slots == 1
         or not plan.learns
         or _SETS_DYNAMO.search(source)
     ):
@@ -235,7 +235,6 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
         )
     size, note = _local_size(options, environ, machine)
     notes += note
-    world = World(local_size=size)
     job = f"{machine.now:%Y%m%d-%H%M%S}-{machine.suffix}"
     run_id = options.run_id or job
     run_dir = (
@@ -257,16 +256,16 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
             help=(("give one of the two", ""),),
         )
     debug_rank = options.debug_rank or 0
-    if debug_rank >= world.size:
+    if debug_rank >= size:
         raise UsageError(
             "usage",
             f"--debug-rank {debug_rank} is not a rank of this job: {_ranks_there_are(size)}",
             help=(("give a rank that there is", "--debug-rank 0"),),
         )
-    environment, remarks = _environment(options, environ, world, job, run_id, machine.cpus)
+    environment, remarks = _environment(options, environ, size, job, run_id, machine.cpus)
     remarks += _ports_of_the_ranks(options, machine)
     notes += _interfaces_that_are_missing(environ, machine)
-    logs, note = _logs(options, world, run_dir, machine)
+    logs, note = _logs(options, size, run_dir, machine)
     notes += note
     if environ.get("PYTHON_EXEC", machine.python) != machine.python and start != "exec":
         notes.append(f"PYTHON_EXEC is not used: the workers run {machine.python}")
@@ -283,12 +282,12 @@ def make(options: Options, environ: Mapping[str, str], machine: Machine) -> Plan
     return Plan(
         **{name: getattr(options, name) for name in Chosen.__struct_fields__},
         job=job,
-        world=world,
+        slots=size,
         start=start,
         preload=tuple(name for name in options.preload if name != preload_parts.NONE),
         learns=preload_parts.NONE not in options.preload,
         environment=environment,
-        rank_environment=_rank_environment(options, environ, world),
+        rank_environment=_rank_environment(options, environ, size),
         master_addr=address,
         debug_rank=debug_rank,
         run_dir=run_dir,
@@ -472,19 +471,18 @@ def _ports_of_the_ranks(options: Options, machine: Machine) -> list[str]:
 
 
 def _environment(
-    options: Options, environ: Mapping[str, str], world: World, job: str, run_id: str, cpus: int
+    options: Options, environ: Mapping[str, str], size: int, job: str, run_id: str, cpus: int
 ) -> tuple[dict[str, str], list[str]]:
     """Return the variables that every rank gets, and remarks about them: torchrun's contract, less
     what the agent sets for each attempt."""
-    size = str(world.size)
     variables = {
         "RALLYPOINT_JOB": job,
         "GROUP_RANK": "0",
         "ROLE_NAME": options.role,
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-        "WORLD_SIZE": size,
-        "GROUP_WORLD_SIZE": str(world.nodes),
-        "ROLE_WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(size),
+        "WORLD_SIZE": str(size),
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": str(size),
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -493,10 +491,10 @@ def _environment(
     remarks = []
     if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in environ:
         variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    if world.local_size > 1 and "OMP_NUM_THREADS" not in environ:
-        threads = threads_of_a_rank(cpus, world.local_size)
+    if size > 1 and "OMP_NUM_THREADS" not in environ:
+        threads = threads_of_a_rank(cpus, size)
         variables["OMP_NUM_THREADS"] = str(threads)
-        shared = f"{world.local_size} ranks share {cpus} processors"
+        shared = f"{size} ranks share {cpus} processors"
         remarks.append(
             f"OMP_NUM_THREADS={threads}: it was not set, and {shared} (torchrun sets 1 whatever there is)"
         )
@@ -504,21 +502,19 @@ def _environment(
 
 
 def _rank_environment(
-    options: Options, environ: Mapping[str, str], world: World
+    options: Options, environ: Mapping[str, str], size: int
 ) -> tuple[dict[str, str], ...]:
     """Return the variables that differ between ranks, by local rank."""
     rows = []
-    for seat in world.seats():
+    for rank in range(size):
         row = {
-            "RANK": str(seat.rank),
-            "LOCAL_RANK": str(seat.local_rank),
-            "ROLE_RANK": str(seat.rank),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
         }
         if options.virtual_local_rank:
             row["LOCAL_RANK"] = "0"
-            row["CUDA_VISIBLE_DEVICES"] = _own_gpu(
-                environ.get("CUDA_VISIBLE_DEVICES"), seat.local_rank, world.local_size
-            )
+            row["CUDA_VISIBLE_DEVICES"] = _own_gpu(environ.get("CUDA_VISIBLE_DEVICES"), rank, size)
         rows.append(row)
     return tuple(rows)
 
@@ -539,12 +535,9 @@ def _own_gpu(listed: str | None, local_rank: int, local_size: int) -> str:
     return entries[local_rank]
 
 
-def _logs(
-    options: Options, world: World, run_dir: str, machine: Machine
-) -> tuple[LogPlan, list[str]]:
+def _logs(options: Options, size: int, run_dir: str, machine: Machine) -> tuple[LogPlan, list[str]]:
     """Apply torchrun's log flags to each local rank. Ranks that a map names and the job has not are
     said, not refused: as torchrun."""
-    size = world.local_size
     notes = []
     for flag, asked in (
         ("-r", options.redirects),
@@ -578,20 +571,20 @@ def _logs(
         log_dir=folder,
         stdout_filters=options.stdout_filters,
         stderr_filters=options.stderr_filters,
-        prefixes=_prefixes(options, world),
+        prefixes=_prefixes(options, size),
     )
     return plan, notes
 
 
-def _prefixes(options: Options, world: World) -> tuple[str, ...] | None:
+def _prefixes(options: Options, size: int) -> tuple[str, ...] | None:
     """Return the prefix of each line of a local rank, from torchrun's template; unknown names in it
     stay as they are."""
     if options.log_line_prefix_template is None:
         return None
     template = Template(options.log_line_prefix_template)
     return tuple(
-        template.safe_substitute(role_name=options.role, rank=seat.rank, local_rank=seat.local_rank)
-        for seat in world.seats()
+        template.safe_substitute(role_name=options.role, rank=rank, local_rank=rank)
+        for rank in range(size)
     )
 
 
@@ -632,7 +625,7 @@ def describe(plan: Plan) -> str:
     lines = [
         ("job", plan.job),
         ("program", typed),
-        ("ranks", f"{plan.world.local_size} on this node"),
+        ("ranks", f"{plan.slots} on this node"),
         ("start", start),
         ("meet at", f"{host}, {port}, a new one for every attempt"),
         *(
@@ -645,7 +638,7 @@ def describe(plan: Plan) -> str:
         ("grace", f"{plan.grace:g} s between asking a rank to stop and SIGKILL"),
         *(
             [("stall", f"reported when no rank has moved for {patience:g} s")]
-            if (patience := plan.patience(plan.world.size))
+            if (patience := plan.patience(plan.slots))
             else []
         ),
         ("signals", "SIGINT" + "".join(f", {name}" for name in plan.signals)),
@@ -656,7 +649,7 @@ def describe(plan: Plan) -> str:
         ),
         ("stdin", f"rank {plan.debug_rank}"),
         ("run folder", plan.run_dir),
-        *_describe_logs(plan.logs, plan.world.local_size),
+        *_describe_logs(plan.logs, plan.slots),
     ]
     if plan.plain:
         lines.append(("plain", "the workers are not looked into"))

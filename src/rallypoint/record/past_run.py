@@ -42,10 +42,6 @@ class _Program(msgspec.Struct, frozen=True):
     args: tuple[str, ...] = ()
 
 
-class _World(msgspec.Struct, frozen=True):
-    local_size: int = 1
-
-
 class _Logs(msgspec.Struct, frozen=True):
     redirects: tuple[int, ...] = ()
     tee: tuple[int, ...] = ()
@@ -62,7 +58,7 @@ class KeptPlan(msgspec.Struct, frozen=True):
 
     job: str = ""
     program: _Program = _Program()
-    world: _World = _World()
+    slots: int = 1
     start: str = "template"
     preload: tuple[str, ...] = ()
     max_restarts: int = 0
@@ -214,7 +210,7 @@ def _missing(run: KeptRun) -> Iterator[str]:
     reported = os.path.exists(os.path.join(run.path, "report.json"))
     if not reported and (run.status or run.reported):
         yield "there is no report.json: it could not be written (a full disk?), or was removed; it was shown when the job ended"
-    missing = set(range(run.plan.world.local_size)) - {log.rank for log in run.logs}
+    missing = set(range(run.plan.slots)) - {log.rank for log in run.logs}
     if run.logs and missing:
         yield f"there is no log of {ranks_phrase(sorted(missing))}: it could not be written (a full disk?), or was removed"
 
@@ -311,10 +307,10 @@ def command(plan: KeptPlan) -> str:
     """Return the line that starts the same job again; for a function that was launched, which and
     where. "" when nothing was planned yet."""
     if plan.task is not None:
-        return f"rallypoint.launch({plan.task.name}, nproc={plan.world.local_size}) at {plan.task.line}"
+        return f"rallypoint.launch({plan.task.name}, nproc={plan.slots}) at {plan.task.line}"
     if not plan.program.target:
         return ""
-    words = ["rallypoint", "run", "-n", str(plan.world.local_size)]
+    words = ["rallypoint", "run", "-n", str(plan.slots)]
     flags = {"--fresh": plan.start == "fresh", "--plain": plan.plain, "--quiet": plan.quiet}
     words += [name for name, given in flags.items() if given]
     asked = {

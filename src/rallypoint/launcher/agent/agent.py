@@ -169,7 +169,7 @@ class Agent:
         reporter = Reporter(plan, clock, folder, writer, console)
         self._loop, self._console, self._reporter = Loop(clock), console, reporter
         decider = supervisor.Supervisor(
-            world_size=plan.world.size,
+            world_size=plan.slots,
             max_restarts=plan.max_restarts,
             grace=plan.grace,
             on_failure=plan.on_failure,
@@ -320,7 +320,7 @@ class Agent:
                 job.members if spawned else job.ranks,
                 asked=asked,
                 told=reporter.told,
-                world_size=job.size if spawned else self.plan.world.size,
+                world_size=job.size if spawned else self.plan.slots,
                 attempt=job.supervisor.attempt,
                 held_address=job.attempt.held,
                 interrupted_by=self.signalled_by if action.reason == "interrupted" else "",

@@ -60,7 +60,7 @@ class Attempt:
         self._ignored = ignored
         self._payload = payload
         self._listener = -1
-        self._is_single = plan.world.size == 1 and plan.hooks
+        self._is_single = plan.slots == 1 and plan.hooks
 
     @property
     def held(self) -> str:
@@ -75,8 +75,8 @@ class Attempt:
         it, as under torchrun's static rendezvous.
         """
         plan = self._plan
-        for seat in plan.world.seats():
-            self.ranks.append(RankHandle(seat.rank, seat.local_rank))
+        for rank in range(plan.slots):
+            self.ranks.append(RankHandle(rank, rank))
         if held is None:
             held = ports.hold_port(plan.master_port, plan.master_addr, plan.port_range)
         self.host = HostHandle(f"{plan.master_addr}:{held.port}")
@@ -121,7 +121,7 @@ class Attempt:
             local_rank=handle.local_rank,
             environment=self._environment(handle, streams.columns()),
             ignored=self._ignored,
-            takes_traceback=plan.world.size > 1 or kept,
+            takes_traceback=plan.slots > 1 or kept,
             stderr_is_kept=kept,
             debugger=handle.rank == plan.debug_rank,
             held=self.held if plan.torch else "",

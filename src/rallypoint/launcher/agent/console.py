@@ -42,8 +42,8 @@ class Console:
         """
         self._plan = plan
         self.pump = LogPump(
-            logs_in if plan.world.size > 1 or keeps_copy(plan) else "",
-            [seat.rank for seat in plan.world.seats()],
+            logs_in if plan.slots > 1 or keeps_copy(plan) else "",
+            range(plan.slots),
             console=set(plan.logs.console),
             prefixes=plan.logs.prefixes,
             stdout_fd=outputs[0],
@@ -61,7 +61,7 @@ class Console:
         if not self._plan.quiet:
             for note in self._plan.notes:
                 self.say(f"rallypoint: {note}")
-            self.live(f"rallypoint: {_count(self._plan.world.size)} · importing torch")
+            self.live(f"rallypoint: {_count(self._plan.slots)} · importing torch")
 
     def say(self, text: str) -> None:
         """Write lines of the launcher's own on stderr, after the ranks' words so far. Names in them
@@ -141,7 +141,7 @@ class Console:
     def say_spawns(self, line: str) -> None:
         """Say that a program which starts ranks of its own was started several times."""
         self.print_reports(
-            (catalogue.spawn_inside_run(line, self._plan.world.size, self._plan.program.target),)
+            (catalogue.spawn_inside_run(line, self._plan.slots, self._plan.program.target),)
         )
 
     def say_leftovers(self, rank: int, members: Sequence[ProcessStatus]) -> None:
@@ -307,7 +307,7 @@ class Console:
         """Say that the ranks start again; the logs go on below a line."""
         if number:
             self.pump.attempt(number)
-            size = self._plan.world.size
+            size = self._plan.slots
             who = {1: "the rank", 2: "both ranks"}.get(size, f"all {size} ranks")
             self.say(f"rallypoint: restarting {who}, attempt {number} of {self._plan.max_restarts}")
 

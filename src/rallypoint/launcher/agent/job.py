@@ -106,7 +106,7 @@ class Job:
     @property
     def size(self) -> int:
         """Number of `members` when all have been started."""
-        return self.attempt.spawned_size if self.spawned else self.plan.world.size
+        return self.attempt.spawned_size if self.spawned else self.plan.slots
 
     @property
     def state(self) -> State:

@@ -108,7 +108,7 @@ class RankStarter:
             # It never will be started; cleaning up takes descriptors, too.
             if not handle.ordered and not handle.pid:
                 handle.close()
-        self._cannot_start(exhausted(error, self._job.plan.world.local_size))
+        self._cannot_start(exhausted(error, self._job.plan.slots))
 
     # --- the store
 

@@ -33,7 +33,7 @@ class RankStreams:
             self._files = TorchrunFiles(
                 plan.logs.log_dir,
                 plan.environment.get("TORCHELASTIC_RUN_ID", "none"),
-                plan.world.local_size,
+                plan.slots,
             )
 
     def begin_attempt(self, number: int) -> None:
@@ -62,7 +62,7 @@ class RankStreams:
         Where the launcher's stdout and stderr are one file, the rank gets one pipe for both, so
         that its lines keep their order.
         """
-        plan, alone = self._plan, self._plan.world.size == 1
+        plan, alone = self._plan, self._plan.slots == 1
         has_stdin = (
             handle.rank == plan.debug_rank
             and plan.task is None
@@ -110,7 +110,7 @@ class RankStreams:
         """Return the columns that a rank's line has on our terminal, for COLUMNS; 0 when it is none
         or the rank has it itself.
         """
-        ranks: Sequence[int] = [seat.rank for seat in self._plan.world.seats()]
+        ranks: Sequence[int] = range(self._plan.slots)
         return worker_columns(ranks, prefixes=self._plan.logs.prefixes) if len(ranks) > 1 else 0
 
 

@@ -81,7 +81,7 @@ class Reporter:
             "job-started",
             job=plan.job,
             program=exception_capture.sayable(plan.program.target),
-            world_size=plan.world.size,
+            world_size=plan.slots,
         )
 
     @property

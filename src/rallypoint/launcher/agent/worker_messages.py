@@ -126,7 +126,7 @@ class WorkerMessages:
             handle.joined_at = handle.phase_at
         job.reporter.event("phase", rank=handle.rank, phase=phase)
         whole = handle.meeting is not None and rendezvous_mismatch.whole(
-            handle.meeting, job.plan.world.size
+            handle.meeting, job.plan.slots
         )
         job.feed(supervisor.PhaseEntered(handle.rank, phase, whole))
         if phase == "joining":
@@ -149,7 +149,7 @@ class WorkerMessages:
         job.feed(supervisor.RankRaised(handle.rank, classify.is_consequence(raised), because))
 
     def _on_spawns(self, handle: RankHandle, line: str) -> None:
-        if self._job.plan.world.size == 1:
+        if self._job.plan.slots == 1:
             if handle.joined_at is None:
                 self._job.attempt.release()
             handle.released()
