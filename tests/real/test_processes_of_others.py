@@ -134,13 +134,18 @@ class _Debugger:
 
 @pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("ending", ["well", "killed"])
-def test_a_guard_that_a_debugger_holds_hides_no_end(tmp_path: Path, ending: str) -> None:
-    """It is waited for at the end, and killed."""
+@pytest.mark.parametrize("name", ["guard", "template"])
+def test_a_helper_that_a_debugger_holds_hides_no_end(
+    tmp_path: Path, name: str, ending: str
+) -> None:
+    """A guard is waited for at the end, and killed. A template told of no rank's end, and the
+    launcher waited for its word until the debugger went.
+    """
     held: list[_Debugger] = []
 
     def act(process: subprocess.Popen[bytes]) -> None:
         said(tmp_path, process, "is up", 2)
-        held.append(_Debugger(helper(tmp_path, "guard", process.pid)))
+        held.append(_Debugger(helper(tmp_path, name, process.pid)))
         (tmp_path / "go").write_text("")
 
     end = "os.kill(os.getpid(), 9)" if ending == "killed" else "sys.exit()"
@@ -158,6 +163,7 @@ def test_a_guard_that_a_debugger_holds_hides_no_end(tmp_path: Path, ending: str)
             one.end()
     assert result.rc == (137 if ending == "killed" else 0), result.everything
     assert result.codes == (["rank-killed"] if ending == "killed" else [])
+    assert ("does not tell that ranks have ended" in result.err) == (name == "template")
 
 
 @pytest.mark.usefixtures("without_torch")

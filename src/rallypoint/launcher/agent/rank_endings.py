@@ -19,6 +19,10 @@ from rallypoint.launcher.agent.process_handles import KILL_DEADLINE, RankHandle
 from rallypoint.launcher.agent.supervisor import CleanGroup, SignalGroup, State
 from rallypoint.launcher.protocol import Exited, Reap, Reaped
 
+# Seconds in which the template tells of a rank's end, which the kernel shows at the same time: more
+# than a stopped template has before it is continued.
+TOLD_PATIENCE = 2.0
+
 
 class RankEndings:
     """Owner of everything that follows when a rank is stopped or ends."""
@@ -29,6 +33,7 @@ class RankEndings:
         self._adopts_strangers = adopts_strangers
         self._marker = f"RALLYPOINT_JOB={job.plan.job}".encode()
         self._order = 0
+        self._template_is_silent = False
         self._leftovers = Leftovers(job)
 
     # --- stopping
@@ -64,7 +69,8 @@ class RankEndings:
         """Handle the template's message that a child has ended."""
         job, handle = self._job, self._of_pid(message.pid)
         if handle is not None:
-            self._on_end(handle, message.code, message.signal)
+            if handle.ended is None:  # else the template was late: see `_take_end`
+                self._on_end(handle, message.code, message.signal)
             return
         # a c10d host: this attempt's, or an earlier one's that was ended
         job.helpers.guard.forget(message.pid)
@@ -75,11 +81,31 @@ class RankEndings:
             host.end()
             job.helper_lost("c10d host", message.pid, message.code, message.signal)
 
+    def on_untold_end(self, handle: RankHandle) -> None:
+        """Wait for the template's word on an end that the kernel shows, with a deadline: a debugger
+        may hold the template.
+        """
+        loop = self._job.loop
+        loop.unwatch(handle.pidfd)
+        name, until = f"end of rank {handle.rank}", loop.now + TOLD_PATIENCE
+        loop.at(name, until, lambda now: self._take_end(handle))
+
+    def _take_end(self, handle: RankHandle) -> None:
+        template = processes.status(self._job.template.pid)
+        if handle.ended is None and (end := processes.end_of_unreaped(handle.pid)) is not None:
+            if not self._template_is_silent and template is not None:
+                self._job.console.say(
+                    f"rallypoint: the template (pid {template.pid}) does not tell that ranks have ended: state {template.state}"
+                )
+            self._template_is_silent = True
+            self._on_end(handle, *end)
+
     def _on_end(self, handle: RankHandle, code: int, number: int) -> None:
         job = self._job
         while job.messages.receive(handle, waits=False):  # its last words come before its end
             pass
         job.loop.unwatch(handle.control.fileno())
+        job.loop.unwatch(handle.pidfd)
         if job.state is State.RUNNING:
             # its answer is one to `rallypoint stacks`, a stall or a roll call, perhaps hours ago
             handle.disregard()

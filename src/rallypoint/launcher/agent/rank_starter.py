@@ -206,6 +206,7 @@ class RankStarter:
             "worker-started", rank=message.rank, pid=message.pid, fork=round(message.seconds, 4)
         )
         job.loop.watch(handle.control.fileno(), lambda: job.messages.receive(handle))
+        job.loop.watch(handle.pidfd, lambda: job.endings.on_untold_end(handle))
 
     def on_not_forked(self, message: NotForked) -> None:
         """Handle a process that the template could not fork."""
