@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, settings
 
 from rallypoint.host import devices
 
+from .nodes import netns
+
 # An example that takes long, or examples that are slowly found, tell of the machine, not of us.
 # What fails prints how to try it again. The suite tries the same examples each time;
 # `--hypothesis-profile search` has pytest look for others.
@@ -59,12 +61,19 @@ def _no_root() -> str:
     return "" if os.geteuid() == 0 else "not root"
 
 
-MISSING: dict[str, Callable[[], str]] = {"compiler": _no_compiler, "gpu": _no_gpu, "root": _no_root}
+MISSING: dict[str, Callable[[], str]] = {
+    "compiler": _no_compiler,
+    "gpu": _no_gpu,
+    "nodes": cache(netns.why_not),
+    "root": _no_root,
+}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, missing in MISSING.items():
         if item.get_closest_marker(marker) and (reason := missing()):
+            if marker == "nodes" and netns.required():
+                pytest.fail(reason)
             pytest.skip(reason)
 
 
