@@ -34,7 +34,6 @@ change.
 UNDOCUMENTED = {
     "Store": {"ask", "ask_many", "decoded", "encoded", "lease"},
     "Server": {"adopt"},
-    "Fault": {"words"},
 }
 """Members that serve other parts of the package. No page describes them, and they may change."""
 

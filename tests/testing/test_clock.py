@@ -38,38 +38,6 @@ def test_it_is_never_set_back_but_the_wall_clock_may_jump() -> None:
     assert (clock.monotonic(), clock.wall()) == (0.0, 10.0)
 
 
-def test_whoever_asked_is_told_after_each_move_and_may_move_it_too() -> None:
-    clock = ManualClock()
-    seen: list[float] = []
-
-    def tell() -> None:
-        seen.append(clock.monotonic())
-        if clock.monotonic() < 3:
-            clock.advance(1)
-
-    end = clock.when_moved(tell)
-    clock.advance(1)
-    assert seen == [1, 2, 3]
-    end()
-    end()
-    clock.advance(1)
-    assert seen == [1, 2, 3]
-
-
-def test_two_who_ask_with_the_same_function_are_two() -> None:
-    clock = ManualClock()
-    seen: list[int] = []
-
-    def tell() -> None:
-        seen.append(1)
-
-    end = clock.when_moved(tell)
-    clock.when_moved(tell)
-    end()
-    clock.advance(1)
-    assert seen == [1]
-
-
 def test_threads_that_move_it_lose_nothing() -> None:
     clock = ManualClock()
 

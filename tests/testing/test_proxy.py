@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import InternalError, UsageError
-from rallypoint.testing import ChaosProxy, ManualClock, ProxyStatistics
+from rallypoint.testing import ChaosProxy, ProxyStatistics
 
 PATIENCE = 30.0
 """Seconds after which something that must happen has not: only a broken proxy, or a machine that
@@ -103,20 +103,8 @@ def echo() -> Iterator[Echo]:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
 def proxy(echo: Echo) -> Iterator[ChaosProxy]:
     with ChaosProxy(echo.address, seed=1) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def moved(echo: Echo, clock: ManualClock) -> Iterator[ChaosProxy]:
-    """A proxy whose seconds pass when the test says so."""
-    with ChaosProxy(echo.address, seed=1, clock=clock) as proxy:
         yield proxy
 
 
@@ -267,21 +255,6 @@ def test_a_server_that_answers_and_resets_before_the_proxy_looks(
         assert proxy.statistics().unreached == 0
 
 
-def test_a_reset_after_the_end_of_the_other_direction_is_noticed(
-    proxy: ChaosProxy, open_sockets: contextlib.ExitStack
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        proxy.retarget(f"tcp://127.0.0.1:{server.getsockname()[1]}")
-        sock = open_sockets.enter_context(connect(proxy))
-        peer, _ = server.accept()
-        peer.shutdown(socket.SHUT_WR)
-        assert sock.recv(1) == b""
-        rst(peer)
-        proxy.wait_for(lambda seen: not seen.open)
-        with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            sock.sendall(b"anyone?")
-
-
 def test_bulk_arrives_as_it_was_sent(proxy: ChaosProxy, dial: Dial) -> None:
     sock = dial()
     block = os.urandom(1 << 20)
@@ -425,64 +398,44 @@ def test_ipv6(open_sockets: contextlib.ExitStack) -> None:
 # Slow lines
 
 
-def test_latency_is_added_in_each_direction(
-    moved: ChaosProxy, echo: Echo, clock: ManualClock, open_sockets: contextlib.ExitStack
-) -> None:
-    sock = open_sockets.enter_context(connect(moved))
-    moved.latency(0.05)
-    sock.sendall(b"hello")
-    moved.wait_for(lambda seen: seen.to_server.held == 5)
-    clock.advance(0.049)
-    assert moved.statistics().to_server.bytes == 0
-    clock.advance(0.002)
-    moved.wait_for(lambda seen: seen.to_client.held == 5)
-    assert echo.received == [b"hello"]
-    clock.advance(0.049)
-    assert is_silent(sock)
-    clock.advance(0.002)
-    assert read(sock, 5) == b"hello"
+def test_latency_is_added_in_each_direction(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"before")
+    proxy.latency(0.05)
+    began = time.monotonic()
+    assert say(sock, b"hello") == b"hello"
+    assert time.monotonic() - began >= 0.1
 
 
-def test_latency_holds_back_the_end_too(moved: ChaosProxy, echo: Echo, clock: ManualClock) -> None:
-    with connect(moved) as sock:
+def test_latency_holds_back_the_end_too(proxy: ChaosProxy, echo: Echo) -> None:
+    with connect(proxy) as sock:
         say(sock, b"hello")
-        moved.latency(1.0, to="server")
+        proxy.latency(0.2, to="server")
         sock.sendall(b"bye")
-        moved.wait_for(lambda seen: seen.to_server.held == 3)
-    assert echo.endings == [""]
-    moved.wait_for(
-        lambda _: all(connection.to_server.exhausted for connection in moved._engine.relays)
-    )
-    assert echo.endings == [""]
-    clock.advance(1.0)
+        began = time.monotonic()
     echo.wait_for(lambda: echo.endings != [""])
+    assert time.monotonic() - began >= 0.2
     assert echo.received == [b"hellobye"]
 
 
-def test_jitter_varies_within_its_bounds(
-    moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack
-) -> None:
-    sock = open_sockets.enter_context(connect(moved))
-    moved.latency(1.0, jitter=0.5, to="server")
-    delays: list[int] = []
-    for number in range(10):
-        sock.sendall(bytes([number]))
-        moved.wait_for(lambda seen: seen.to_server.held == 1)
-        delays.append(0)
-        while moved.statistics().to_server.held:
-            clock.advance(0.1)
-            delays[-1] += 1
-    assert all(5 <= delay <= 16 for delay in delays)
-    assert len(set(delays)) > 3
+def test_jitter_varies_within_its_bounds(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    say(sock, b"before")
+    proxy.latency(0.03, jitter=0.03, to="server")
+    delays: list[float] = []
+    for _ in range(20):
+        began = time.monotonic()
+        say(sock, b"x")
+        delays.append(time.monotonic() - began)
+    # Each is drawn between 0 and 60 ms: a busy machine makes them longer, never shorter.
+    assert min(delays) < 0.03 < max(delays)
 
 
-def test_what_is_under_way_arrives_when_the_latency_ends(
-    moved: ChaosProxy, open_sockets: contextlib.ExitStack
-) -> None:
-    sock = open_sockets.enter_context(connect(moved))
-    with moved.latency(3600.0, to="server"):
+def test_what_is_under_way_arrives_when_the_latency_ends(proxy: ChaosProxy, dial: Dial) -> None:
+    sock = dial()
+    with proxy.latency(3600.0, to="server"):
         sock.sendall(b"hello")
-        moved.wait_for(lambda seen: seen.to_server.held == 5)
+        proxy.wait_for(lambda seen: seen.to_server.held == 5)
     assert read(sock, 5) == b"hello"
 
 
@@ -511,7 +464,7 @@ def test_an_end_vanishes_in_a_black_hole(proxy: ChaosProxy, echo: Echo) -> None:
     hole = proxy.black_hole()
     rst(sock)
     proxy.wait_for(
-        lambda _: all(connection.to_server.exhausted for connection in proxy._engine.relays)
+        lambda _: all(relay.streams["server"].exhausted for relay in proxy._engine.relays)
     )
     assert echo.endings == [""]
     assert proxy.statistics().open == 1
@@ -632,20 +585,6 @@ def test_reset_cuts_all_connections_for_both_sides(
     assert say(dial(), b"again") == b"again"
 
 
-def test_reset_of_one_chosen_by_the_seed(echo: Echo) -> None:
-    def survivors(seed: int) -> list[int]:
-        with ChaosProxy(echo.address, seed=seed) as proxy, contextlib.ExitStack() as stack:
-            for _ in range(6):
-                stack.enter_context(connect(proxy))
-            proxy.reset(count=1)
-            proxy.reset(count=2)
-            assert proxy.statistics().resets == 3
-            return [connection.number for connection in proxy.connections]
-
-    assert survivors(1) == survivors(1)
-    assert len({tuple(survivors(seed)) for seed in range(8)}) > 1
-
-
 def test_reset_of_a_certain_connection(proxy: ChaosProxy, dial: Dial) -> None:
     first, second = dial(), dial()
     proxy.connection_of(first).reset()
@@ -656,24 +595,21 @@ def test_reset_of_a_certain_connection(proxy: ChaosProxy, dial: Dial) -> None:
         proxy.connection_of(first)
 
 
-def test_reset_every_so_often(
-    moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack
-) -> None:
-    fault = moved.reset_every(0.05)
+def test_reset_every_so_often(proxy: ChaosProxy, dial: Dial) -> None:
+    began = time.monotonic()
+    fault = proxy.reset_every(0.05, jitter=0.01)
     for number in range(1, 4):
-        sock = open_sockets.enter_context(connect(moved))
-        assert say(sock, b"hello") == b"hello"
-        clock.advance(0.05)
+        sock = dial()
         with pytest.raises(ConnectionResetError):
             sock.recv(1)
-        assert fault.times == number
-    clock.advance(1.01)
-    assert fault.times == 23
+        assert fault.times >= number
+    assert time.monotonic() - began >= 0.12
     fault.heal()
-    sock = open_sockets.enter_context(connect(moved))
-    clock.advance(1.0)
+    times = fault.times
+    sock = dial()
+    threading.Event().wait(0.1)  # to see that nothing happens
     assert say(sock, b"hello") == b"hello"
-    assert (fault.times, moved.statistics().resets) == (23, 3)
+    assert (fault.times, proxy.statistics().resets) == (times, 3)
 
 
 @pytest.mark.parametrize("size", [1, 5, 100_000])
@@ -722,67 +658,23 @@ def test_a_reset_that_only_one_side_learns_of(proxy: ChaosProxy, echo: Echo, dia
 # When, and together
 
 
-def test_a_fault_that_begins_and_ends_by_itself(
-    moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack
-) -> None:
-    def is_open() -> bool:
-        try:
-            open_sockets.enter_context(connect(moved))
-        except ConnectionRefusedError:
-            return False
-        return True
-
-    fault = moved.after(2.0, lasting=3.0).refuse()
-    seen = []
-    for _ in range(6):
-        seen.append(is_open())
-        clock.advance(1.0)
-    assert seen == [True, True, False, False, False, True]
-    assert (fault.active, fault.times, moved.faults) == (False, 1, ())
-
-    moved.after(0, lasting=1.0).refuse()
-    assert not is_open()
-    clock.advance(1.0)
-    assert is_open()
-
-    moved.every(10.0, lasting=1.0).refuse()
-    seen = []
-    for _ in range(22):
-        seen.append(is_open())
-        clock.advance(1.0)
-    assert [second for second, is_on in enumerate(seen) if not is_on] == [10, 20]
-
-
-def test_a_jittered_interval_stays_near_its_beat(moved: ChaosProxy, clock: ManualClock) -> None:
-    fault = moved.every(10.0, jitter=1.0).reset()
-    clock.advance(8.9)
-    assert fault.times == 0
-    for beat in range(1, 20):
-        clock.advance(2.2)
-        assert fault.times == beat
-        clock.advance(7.8)
-
-
 def test_the_last_of_a_kind_counts_and_then_the_earlier_one_again(
-    moved: ChaosProxy, clock: ManualClock, open_sockets: contextlib.ExitStack
+    proxy: ChaosProxy, dial: Dial
 ) -> None:
-    sock = open_sockets.enter_context(connect(moved))
+    sock = dial()
 
     def seconds() -> float:
-        sock.sendall(b"x")
-        moved.wait_for(lambda seen: seen.to_server.held == 1)
-        waited = 0
-        while moved.statistics().to_server.held:
-            clock.advance(1.0)
-            waited += 1
-        assert read(sock, 1) == b"x"
-        return waited
+        began = time.monotonic()
+        assert say(sock, b"x") == b"x"
+        return time.monotonic() - began
 
-    with moved.latency(2.0, to="server"):
-        with moved.latency(5.0, to="server"):
-            assert seconds() == 5
-        assert seconds() == 2
-    assert say(sock, b"at once") == b"at once"
+    with proxy.latency(3600.0, to="server"):
+        with proxy.latency(0.2, to="server"):
+            assert seconds() >= 0.2
+        sock.sendall(b"late")
+        proxy.wait_for(lambda seen: seen.to_server.held == 4)
+        assert is_silent(sock)
+    assert read(sock, 4) == b"late"
 
 
 def test_a_fault_of_one_connection_leaves_the_others_alone(proxy: ChaosProxy, dial: Dial) -> None:
@@ -832,7 +724,7 @@ def test_heal_ends_everything(proxy: ChaosProxy, dial: Dial) -> None:
 def test_all_at_once_loses_no_byte_that_it_should_not(proxy: ChaosProxy) -> None:
     """Resets, cuts and delays: whatever a client got back is a beginning of what it sent."""
     proxy.latency(0.002, jitter=0.002)
-    proxy.reset_every(0.02, count=2)
+    proxy.reset_every(0.02)
     proxy.reset_after(20_000)
     wrong: list[object] = []
 
@@ -894,22 +786,19 @@ def test_it_says_what_it_is_and_does(echo: Echo) -> None:
     [
         ("black hole that accepts nobody", lambda proxy: proxy.black_hole(accept=False)),
         (
-            "black hole to client after 3 s for 30 s",
-            lambda proxy: proxy.after(3, lasting=30).black_hole(to="client"),
-        ),
-        (
-            "frozen every 5 s ± 1 s for 0.5 s",
-            lambda proxy: proxy.every(5, jitter=1, lasting=0.5).freeze(),
+            "frozen to client after 5 B to server",
+            lambda proxy: proxy.after_bytes(5, of="server").freeze(to="client"),
         ),
         ("refusing connections", lambda proxy: proxy.refuse()),
-        ("reset of 1 at random every 2 s", lambda proxy: proxy.reset_every(2, count=1)),
+        ("reset every 2 s ± 1 s", lambda proxy: proxy.reset_every(2, jitter=1)),
+        ("latency 2 s ± 1 s to server", lambda proxy: proxy.latency(2, 1, to="server")),
     ],
 )
 def test_each_fault_has_its_words(
-    moved: ChaosProxy, words: str, begin: Callable[[ChaosProxy], object]
+    proxy: ChaosProxy, words: str, begin: Callable[[ChaosProxy], object]
 ) -> None:
-    begin(moved)
-    assert [fault.words() for fault in moved.faults] == [words]
+    begin(proxy)
+    assert words in repr(proxy)
 
 
 @pytest.mark.parametrize(
@@ -919,12 +808,8 @@ def test_each_fault_has_its_words(
         ("jitter of 2", lambda proxy: proxy.latency(1, jitter=2)),
         ("seconds is nan", lambda proxy: proxy.latency(float("nan"))),
         ("to='up'", lambda proxy: proxy.black_hole(to="up")),
-        ("count is 0", lambda proxy: proxy.reset(count=0)),
         ("interval is 0", lambda proxy: proxy.reset_every(0)),
-        ("jitter of 1 s leaves nothing", lambda proxy: proxy.every(1, jitter=1).reset()),
-        ("begin again before it has ended", lambda proxy: proxy.every(1, lasting=2).refuse()),
-        ("happens and is over", lambda proxy: proxy.after(1, lasting=2).reset()),
-        ("size is 0", lambda proxy: proxy.after_bytes(0, again=True).reset()),
+        ("jitter of 2 s does not fit", lambda proxy: proxy.reset_every(1, jitter=2)),
         ("size is -1", lambda proxy: proxy.reset_after(-1)),
         ("is no address", lambda proxy: proxy.retarget("localhost:80")),
         ("is no address", lambda proxy: proxy.retarget("tcp://localhost:http")),
@@ -993,14 +878,14 @@ def test_a_failure_of_the_proxy_is_told(echo: Echo, monkeypatch: pytest.MonkeyPa
     proxy = ChaosProxy(echo.address)
     with connect(proxy) as sock:
         say(sock, b"hello")
-        monkeypatch.setattr(proxy._engine, "accept_all", fail)
+        monkeypatch.setattr(proxy._engine, "_accept_all", fail)
         with contextlib.suppress(ConnectionResetError):
             connect(proxy).close()
         assert sock.recv(1) == b""  # it has let go of everything
     for use in (proxy.reset, proxy.statistics, proxy.heal, proxy.close, proxy.close):
         with pytest.raises(InternalError, match="broken"):
             use()
-    assert not proxy._engine.loop._thread.is_alive()
+    assert not proxy._engine.thread.is_alive()
 
 
 # What it costs, and leaves
@@ -1025,7 +910,7 @@ def use_up(rounds: int) -> None:
     with contextlib.closing(Echo()) as echo:
         for round in range(rounds):
             with (
-                ChaosProxy(echo.address, clock=ManualClock()) as proxy,
+                ChaosProxy(echo.address) as proxy,
                 contextlib.ExitStack() as stack,
             ):
                 socks = [stack.enter_context(connect(proxy)) for _ in range(10)]
@@ -1099,7 +984,7 @@ def test_it_is_quiet_when_nothing_happens(state: str) -> None:
             rst(sock)
             rst(peer)
         proxy.statistics()
-        spent = time.pthread_getcpuclockid(proxy._engine.loop._thread.ident or 0)
+        spent = time.pthread_getcpuclockid(proxy._engine.thread.ident or 0)
         before = time.clock_gettime(spent)
         threading.Event().wait(0.3)  # not to wait for something, but to see that nothing happens
         assert time.clock_gettime(spent) - before < 0.1

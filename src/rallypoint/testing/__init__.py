@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rallypoint.testing.clock import ManualClock
     from rallypoint.testing.fault_engine import ProxyStatistics, Traffic
-    from rallypoint.testing.faults import Fault, Faults, ListenerFaults
+    from rallypoint.testing.faults import Fault, Faults
     from rallypoint.testing.network import Network
     from rallypoint.testing.proxy import ChaosProxy, ProxiedConnection
 
@@ -15,7 +15,6 @@ __all__ = [
     "ChaosProxy",
     "Fault",
     "Faults",
-    "ListenerFaults",
     "ManualClock",
     "Network",
     "ProxiedConnection",
@@ -29,7 +28,6 @@ _WHERE = {
     "Traffic": "fault_engine",
     "Fault": "faults",
     "Faults": "faults",
-    "ListenerFaults": "faults",
     "Network": "network",
     "ChaosProxy": "proxy",
     "ProxiedConnection": "proxy",

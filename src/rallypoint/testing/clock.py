@@ -7,7 +7,6 @@ and no luck.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
@@ -24,10 +23,6 @@ class ManualClock(Clock):
     >>> clock.advance(30.0)
     >>> clock.elapsed()
     30.0
-
-    What waits for the kernel until a deadline (a server in `epoll`, a thread in `Event.wait`)
-    cannot see that the clock was moved; it asks to be told, with `when_moved`.
-    `ChaosProxy(clock=...)` does.
     """
 
     def __init__(self, *, wall: float = WALL) -> None:
@@ -37,7 +32,6 @@ class ManualClock(Clock):
         self._lock = threading.Lock()
         self._monotonic = 0.0
         self._wall = wall
-        self._listeners: dict[object, Callable[[], None]] = {}
         super().__init__()
 
     def __repr__(self) -> str:
@@ -52,36 +46,16 @@ class ManualClock(Clock):
         return self._wall
 
     def advance(self, seconds: float) -> None:
-        """Move both clocks forward, in one step. Returns when every listener of `when_moved` was
-        told, in the order of asking; what they raise is raised here. `UsageError` when `seconds` is
-        negative: a monotonic clock is never set back."""
+        """Move both clocks forward, in one step. `UsageError` when `seconds` is negative: a
+        monotonic clock is never set back."""
         if not seconds >= 0:
             raise UsageError("usage", f"a clock is moved forward, not by {seconds!r} s")
         with self._lock:
             self._monotonic += seconds
             self._wall += seconds
-            listeners = list(self._listeners.values())
-        # Not under the lock: whoever is told may wait for another thread, which may move the clock
-        # or ask to be told itself.
-        for tell in listeners:
-            tell()
 
     def set_wall(self, wall: float) -> None:
         """Let the wall clock jump to `wall` seconds since 1970, back too, as it does when someone
-        sets the date; the monotonic clock stays. Nobody is told: whatever waits by the wall clock
-        is wrong."""
+        sets the date; the monotonic clock stays."""
         with self._lock:
             self._wall = wall
-
-    def when_moved(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """Have `tell()` called after every `advance`, in the thread that called it. Returns a
-        function that ends this; it may be called twice."""
-        token = object()
-        with self._lock:
-            self._listeners[token] = tell
-
-        def end() -> None:
-            with self._lock:
-                self._listeners.pop(token, None)
-
-        return end

@@ -1,19 +1,22 @@
-"""The chaos proxy's engine: its connections, the faults in effect, what is planned, and counts."""
+"""The chaos proxy's engine: its connections, the faults in effect, its thread, and counts.
+
+Callers change the state themselves, under the lock; the thread then moves what may move.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import select
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from rallypoint.clock import Clock
-from rallypoint.errors import UsageError
+from rallypoint.errors import InternalError, UsageError
 from rallypoint.testing.faults import BOTH, Fault, Way
 from rallypoint.testing.proxy_listener import ListenerState, ProxyAddress, ProxyListener, resolve
-from rallypoint.testing.proxy_loop import ProxyLoop
 from rallypoint.testing.proxy_relay import ByteTrigger, Relay, StreamFaults, StreamTotals
 
 
@@ -21,12 +24,11 @@ from rallypoint.testing.proxy_relay import ByteTrigger, Relay, StreamFaults, Str
 class Traffic:
     """Counts of one direction.
 
-    `bytes` that were passed on, in so many `pieces` (writes); `held` bytes are in the proxy now,
-    `swallowed` ones will not be passed on.
+    `bytes` that were passed on; `held` bytes are in the proxy now, `swallowed` ones will not be
+    passed on.
     """
 
     bytes: int
-    pieces: int
     held: int
     swallowed: int
 
@@ -47,53 +49,88 @@ class ProxyStatistics:
     to_client: Traffic
 
 
-Condition: TypeAlias = Callable[[ProxyStatistics], object]
-
-
 class ProxyEngine:
-    """Everything but `begin` and `end` runs in the loop's thread."""
+    """The state of a proxy. Callers come in by `held`; a `Relay` is called with the lock held."""
 
-    def __init__(self, target: ProxyAddress, listen: ProxyAddress, seed: int, clock: Clock) -> None:
+    def __init__(self, target: ProxyAddress, listen: ProxyAddress, seed: int) -> None:
         self.seed = seed
+        self.now = Clock().monotonic
         self.target, self.places = resolve(target)
         self.listener = ProxyListener(listen)
         self.totals: dict[Way, StreamTotals] = {way: StreamTotals() for way in BOTH}
         self.relays: dict[Relay, None] = {}  # in the order of accepting
         self.faults: list[Fault] = []  # that are on or may still come, the oldest first
-        self.waiters: list[tuple[Condition, Future[ProxyStatistics]]] = []
         self.unreached = 0
-        self._effects: list[tuple[Fault, Relay | None]] = []  # in effect everywhere, or on one
-        self._accepted = self._resets = 0
+        self.is_closed = False
+        self.changed = threading.Condition(threading.RLock())
+        self._timers: dict[Fault, float] = {}  # when a fault that is repeated happens next
+        self._accepted = self._resets = self._rounds = 0
         self._random = random.Random(f"{seed} proxy")
-        self.loop = ProxyLoop(clock, step=self._step, at_end=self._at_end)
-        self.loop.watch(self.listener.fileno(), select.EPOLLIN)
+        self._crash: BaseException | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # A daemon: a test that forgets close() must not keep its interpreter from ending.
+        self.thread = threading.Thread(target=self._run, name="the chaos proxy", daemon=True)
+        self.thread.start()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the proxy for a look or a change, after accepting every client that has connected.
+
+        A change is in effect at the end of the block. `UsageError` when it is closed, `InternalError` when its thread has failed.
+        """
+        if not self.is_closed:  # else this may be a forked child, where nobody releases the lock
+            with self.changed:
+                if not self.is_over:
+                    self._accept_all()
+                    yield
+                    # A descriptor that was closed is closed once the thread does not wait for it.
+                    rounds = self._rounds
+                    if not self.is_over:  # by another thread, during `wait_for`
+                        os.eventfd_write(self._wake, 1)
+                    self.changed.wait_for(lambda: self._rounds > rounds or self.is_over)
+                    if not self.is_over:
+                        return
+        self._raise_crash()
+        raise UsageError("usage", "the chaos proxy is closed")
+
+    @property
+    def is_over(self) -> bool:
+        """True when nothing moves any more."""
+        return self.is_closed or self._crash is not None
 
     def begin(self, fault: Fault) -> None:
-        """Begin or plan a fault, and return when that is done."""
-        self.loop.call(lambda: self._begin(fault))
+        """Begin or plan a fault."""
+        with self.held():
+            if fault.plan.every is None and fault.plan.size is None:
+                self._happen(fault, fault.plan.only)
+                return
+            fault.planned = True
+            self.faults.append(fault)
+            if fault.plan.every is not None:
+                self._timers[fault] = self._next_beat(fault, self.now())
+            for relay in self.relays:
+                self._arm(fault, relay)
 
     def end(self, fault: Fault) -> None:
-        """End a fault and what of it is planned, and return when that is done."""
-        if not self.loop.is_over:
-            try:
-                self.loop.call(lambda: self._end([fault]))
-            except UsageError:
-                pass  # closed in this moment, by another thread
+        """End a fault and what of it is planned."""
+        if fault.active:
+            with self.held():
+                self._end([fault])
 
     def heal(self) -> None:
         """End all faults, and with them the connections that cannot go on."""
-        self._end(self.faults)
-        for relay in list(self.relays):
-            if relay.is_severed:
-                self.cut(relay, BOTH)
+        with self.held():
+            self._end(self.faults)
+            for relay in list(self.relays):
+                if relay.is_severed:
+                    self.cut(relay, BOTH)
 
     def statistics(self) -> ProxyStatistics:
         """Count what was done until now."""
         to_server, to_client = (
             Traffic(
                 self.totals[way].passed,
-                self.totals[way].pieces,
-                sum(relay.stream(way).queued for relay in list(self.relays)),
+                sum(relay.streams[way].queued for relay in self.relays),
                 self.totals[way].swallowed,
             )
             for way in BOTH
@@ -102,48 +139,60 @@ class ProxyEngine:
             self._accepted, len(self.relays), self.unreached, self._resets, to_server, to_client
         )
 
-    def accept_all(self) -> None:
-        """Accept every client that has connected: before a fault begins, and before a look."""
-        while self.listener.state == "accepting" and (found := self.listener.accept()):
-            sock, name = found
-            relay = Relay(self, self._accepted, name, sock)
-            self._accepted += 1
-            self.relays[relay] = None
-            for fault in self.faults:
-                if fault.when.size is not None and fault.planned:
-                    self._arm(fault, relay)
+    def wait_for(
+        self, condition: Callable[[ProxyStatistics], object], timeout: float
+    ) -> ProxyStatistics:
+        """Wait until the condition is true, and return the statistics of which it is."""
+        seen = self.statistics()
+
+        def is_true() -> object:
+            nonlocal seen
+            seen = self.statistics()
+            return self.is_over or condition(seen)
+
+        with self.held():
+            if not self.changed.wait_for(is_true, timeout):
+                raise TimeoutError(f"this did not come true within {timeout:g} s: {seen}")
+        return seen
+
+    def close(self) -> None:
+        """Close everything and end the thread. May be called twice."""
+        if not self.is_closed:
+            with self.changed:
+                if not self.is_over:
+                    os.eventfd_write(self._wake, 1)
+                self.is_closed = True
+            self.thread.join()
+        self._raise_crash()
 
     def forget(self) -> None:
         """Close this process's copies of the descriptors, in a forked child."""
-        for relay in list(self.relays):
+        self.is_closed = True
+        for relay in self.relays:
             for end in (relay.client_end, relay.server_end):
                 if end.socket is not None:
                     end.socket.close()
         self.listener.forget()
-        self.loop.forget()
+        os.close(self._wake)
 
     # For connections.
 
     def faults_of(self, relay: Relay, way: Way) -> StreamFaults:
         """Return the faults in effect in one direction; of latencies the one begun last."""
         found = StreamFaults()
-        for fault, only in self._effects:
-            if only in (None, relay) and way in fault.ways:
-                found.hole |= fault.kind.name == "black hole"
-                found.frozen |= fault.kind.name == "frozen"
-                if fault.kind.name == "latency":
-                    found.latency = fault.kind
+        for fault in self.faults:
+            if way in fault.plan.ways and (None in fault.places or relay in fault.places):
+                found.hole |= fault.plan.name == "black hole"
+                found.frozen |= fault.plan.name == "frozen"
+                if fault.plan.name == "latency":
+                    found.latency = fault.plan
         return found
 
     def fire(self, trigger: ByteTrigger, relay: Relay) -> None:
         """Let a fault happen on a connection on which so many bytes have passed."""
-        fault = trigger.fault
-        if fault.when.again:
-            trigger.left = fault.when.size or 0
-        else:
-            for way in fault.when.of:
-                relay.stream(way).triggers.remove(trigger)
-        self._happen(fault, relay)
+        for way in trigger.fault.plan.of:
+            relay.streams[way].triggers.remove(trigger)
+        self._happen(trigger.fault, relay)
 
     def cut(self, relay: Relay, ways: tuple[Way, ...]) -> None:
         """Reset a connection because of a fault."""
@@ -154,140 +203,116 @@ class ProxyEngine:
     def closed(self, relay: Relay) -> None:
         """Forget a connection that is over, and the faults of it alone."""
         self.relays.pop(relay, None)
-        for effect in [effect for effect in self._effects if effect[1] is relay]:
-            self._effect_over(effect)
+        for fault in self.faults:
+            if relay in fault.places:
+                fault.places.remove(relay)
+        self._tidy()
 
     # Faults.
 
-    def _begin(self, fault: Fault) -> None:
-        self.accept_all()
-        when = fault.when
-        if when.size is None and when.every is None and not when.after:
-            self._happen(fault, fault.only if isinstance(fault.only, Relay) else None)
-            return
-        fault.planned = True
-        self.faults.append(fault)
-        if when.size is not None:
-            for relay in self.relays:
+    def _accept_all(self) -> None:
+        while self.listener.state == "accepting" and (found := self.listener.accept()):
+            sock, name = found
+            relay = Relay(self, self._accepted, name, sock)
+            self._accepted += 1
+            self.relays[relay] = None
+            for fault in self.faults:
                 self._arm(fault, relay)
-        else:
-            self._plan(fault, self.loop.now(), 1)
-
-    def _plan(self, fault: Fault, began: float, number: int) -> None:
-        """Let a fault happen for the `number`th time when its time has come."""
-        when = fault.when
-
-        def happen() -> None:
-            if fault.planned:
-                self._happen(fault, None)
-                fault.planned = when.every is not None
-                self._tidy()
-                if when.every is not None:
-                    self._plan(fault, began, number + 1)
-
-        # Counted from the beginning: a busy machine does not stretch the interval.
-        delay = when.after if when.every is None else when.every * number
-        self.loop.at(began + delay + self._random.uniform(-when.jitter, when.jitter), happen)
 
     def _arm(self, fault: Fault, relay: Relay) -> None:
-        trigger = ByteTrigger(fault, fault.when.size or 0)
-        for way in fault.when.of:
-            relay.stream(way).triggers.append(trigger)
+        plan = fault.plan
+        if plan.size is not None and fault.planned:
+            trigger = ByteTrigger(fault, plan.size)
+            for way in plan.of:
+                relay.streams[way].triggers.append(trigger)
+
+    def _next_beat(self, fault: Fault, last: float) -> float:
+        jitter = fault.plan.jitter
+        return last + (fault.plan.every or 0.0) + self._random.uniform(-jitter, jitter)
 
     def _happen(self, fault: Fault, only: Relay | None) -> None:
-        self.accept_all()
         if only is not None and only.is_closed:
             return
         fault.times += 1
-        if fault.kind.name != "reset":
-            self._take_effect(fault, only)
+        if fault.plan.name == "reset":
+            for relay in list(self.relays) if only is None else [only]:
+                self.cut(relay, fault.plan.ways)
             return
-        targets = list(self.relays) if only is None else [only]
-        if fault.kind.count is not None and fault.kind.count < len(targets):
-            targets = self._random.sample(targets, fault.kind.count)
-        for relay in targets:
-            self.cut(relay, fault.ways)
-
-    def _take_effect(self, fault: Fault, only: Relay | None) -> None:
-        effect = (fault, only)
-        if effect in self._effects:
-            return  # planned again and again without an end: it is on already
-        self._effects.append(effect)
-        fault.on += 1
+        fault.places.append(only)
         if fault not in self.faults:
             self.faults.append(fault)
-        if fault.when.lasting is not None:
-            self.loop.at(self.loop.now() + fault.when.lasting, lambda: self._effect_over(effect))
-        self._watch_listener()
-
-    def _effect_over(self, effect: tuple[Fault, Relay | None]) -> None:
-        if effect in self._effects:
-            self._effects.remove(effect)
-            effect[0].on -= 1
-            self._tidy()
-            self._watch_listener()
+        self._tidy()
 
     def _end(self, faults: list[Fault]) -> None:
         for fault in faults:
-            fault.planned, fault.on = False, 0
-        self._effects = [effect for effect in self._effects if effect[0] not in faults]
+            fault.planned, fault.places = False, []
         for relay in self.relays:
-            for stream in relay.streams:
+            for stream in relay.streams.values():
                 stream.triggers = [one for one in stream.triggers if one.fault not in faults]
         self._tidy()
-        self._watch_listener()
 
     def _tidy(self) -> None:
+        """Forget faults that are over, and let the listener be as the others want it."""
         self.faults = [fault for fault in self.faults if fault.active]
-
-    def _watch_listener(self) -> None:
-        everywhere = [fault for fault, only in self._effects if only is None]
+        self._timers = {fault: due for fault, due in self._timers.items() if fault.active}
+        plans = [fault.plan for fault in self.faults if None in fault.places]
         state: ListenerState = "accepting"
-        if any(fault.kind.name == "refusing connections" for fault in everywhere):
+        if any(plan.name == "refusing connections" for plan in plans):
             state = "refusing"
-        elif any(not fault.kind.accept for fault in everywhere):
+        elif any(not plan.accept for plan in plans):
             state = "full"
-        elif any(fault.kind.name == "frozen" and fault.ways == BOTH for fault in everywhere):
+        elif any(plan.name == "frozen" and plan.ways == BOTH for plan in plans):
             state = "silent"
-        if state == self.listener.state:
-            return
-        if self.listener.state == "accepting":
-            self.loop.watch(self.listener.fileno(), None)
-        self.listener.become(state)
-        if state == "accepting":
-            self.loop.watch(self.listener.fileno(), select.EPOLLIN)
+        if state != self.listener.state:
+            self.listener.become(state)
 
-    # For the loop.
+    # The thread.
 
-    def _step(self) -> float | None:
-        self.accept_all()
+    def _run(self) -> None:
+        try:
+            while True:
+                with self.changed:
+                    if self.is_closed:
+                        break
+                    self._step()
+                    poll, patience = self._poll()
+                    self._rounds += 1
+                    self.changed.notify_all()
+                if (self._wake, select.POLLIN) in poll.poll(patience):
+                    os.eventfd_read(self._wake)
+        except BaseException as error:  # raised in the next caller, and by close()
+            self._crash = error
+        with self.changed:
+            self._end(self.faults)
+            for relay in list(self.relays):
+                relay.close()
+            self.listener.close()
+            os.close(self._wake)
+            self.changed.notify_all()
+
+    def _step(self) -> None:
+        self._accept_all()
+        for fault, due in list(self._timers.items()):
+            if due <= self.now():
+                self._timers[fault] = self._next_beat(fault, due)
+                self._happen(fault, None)
         for relay in list(self.relays):
             relay.step()
-        self._tell_waiters()
-        due = (stream.due() for relay in self.relays for stream in relay.streams)
-        return min((moment for moment in due if moment is not None), default=None)
 
-    def _tell_waiters(self) -> None:
-        if not self.waiters:
-            return
-        seen = self.statistics()
-        for condition, answer in self.waiters:
-            try:
-                if not answer.done() and condition(seen):
-                    answer.set_result(seen)
-            except InvalidStateError:
-                pass  # its caller gave up in this moment
-            except Exception as error:  # of the caller's own function
-                answer.set_exception(error)
-        self.waiters = [waiter for waiter in self.waiters if not waiter[1].done()]
+    def _poll(self) -> tuple[select.poll, float | None]:
+        """Return what to wait for, and at most how many milliseconds."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if self.listener.state == "accepting":
+            poll.register(self.listener.fileno(), select.POLLIN)
+        due = list(self._timers.values())
+        for relay in self.relays:
+            for fd, mask in relay.watched():
+                poll.register(fd, mask)
+            due += [stream.due for stream in relay.streams.values() if stream.due is not None]
+        return poll, max(0.0, (min(due) - self.now()) * 1000) if due else None
 
-    def _at_end(self) -> None:
-        for relay in list(self.relays):
-            relay.close()
-        self.listener.close()
-        for fault in self.faults:
-            fault.planned, fault.on = False, 0
-        self.faults = []
-        for _, answer in self.waiters:
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(UsageError("usage", "the chaos proxy was closed"))
+    def _raise_crash(self) -> None:
+        if self._crash is not None:
+            text = f"the chaos proxy failed: {self._crash!r}"
+            raise InternalError("internal-error", text) from self._crash

@@ -17,20 +17,17 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import TracebackType
 
-from rallypoint.clock import Clock
 from rallypoint.errors import UsageError
 from rallypoint.store.address import set_forwarded
 from rallypoint.testing.fault_engine import ProxyEngine, ProxyStatistics
 from rallypoint.testing.faults import (
     Fault,
     Faults,
-    FaultTime,
-    ListenerFaults,
     To,
-    check_positive,
+    check_at_least,
+    check_jitter,
     directions,
 )
 from rallypoint.testing.proxy_listener import ProxyAddress, name_of, resolve
@@ -67,15 +64,15 @@ class ProxiedConnection(Faults):
     @property
     def bytes_to_server(self) -> int:
         """Bytes passed on to the server so far."""
-        return self._relay.to_server.passed
+        return self._relay.streams["server"].passed
 
     @property
     def bytes_to_client(self) -> int:
         """Bytes passed on to the client so far."""
-        return self._relay.to_client.passed
+        return self._relay.streams["client"].passed
 
 
-class ChaosProxy(ListenerFaults):
+class ChaosProxy(Faults):
     """A proxy for TCP and Unix sockets, with faults. It serves until `close`; a context manager.
 
     `address` is where clients go, `target` where it passes them on. The target need not be there
@@ -83,26 +80,20 @@ class ChaosProxy(ListenerFaults):
     other one, each direction by itself, after what was sent before. Descriptors that accompany
     bytes (SCM_RIGHTS) pass when both sides are Unix sockets.
 
-    What faults draw (jitter, which connection) comes from `seed`. Not decided by the seed: when a
-    thread runs, and in which order clients that connect at the same time are numbered.
+    What faults draw (jitter) comes from `seed`. Not decided by the seed: when a thread runs, and in
+    which order clients that connect at the same time are numbered.
 
     All methods may be called from every thread, but not in a process that was forked after the
     proxy was made: there it is closed, so that the child does not keep connections open.
     """
 
     def __init__(
-        self,
-        target: ProxyAddress,
-        *,
-        seed: int = 0,
-        listen: ProxyAddress = "tcp://127.0.0.1:0",
-        clock: Clock | None = None,
+        self, target: ProxyAddress, *, seed: int = 0, listen: ProxyAddress = "tcp://127.0.0.1:0"
     ) -> None:
         """Listen, and resolve names now.
 
         `target`, `listen`: `tcp://host:port`, `tcp://[::1]:port`, `unix:///path`, or
-        `(host, port)`. Port 0 to listen on is a free one. With a `ManualClock` everything that is
-        counted in seconds happens when that is moved, and has happened when `advance` returns.
+        `(host, port)`. Port 0 to listen on is a free one.
 
         A store's client refuses an address that only passes it on to the store. Until `close`,
         RALLYPOINT_FORWARDED in this process's environment, and so in that of its children, names
@@ -111,22 +102,18 @@ class ChaosProxy(ListenerFaults):
         `UsageError` for an address of another form, `OSError` when it cannot be resolved or
         listened on.
         """
-        engine = ProxyEngine(target, listen, seed, clock or Clock())
-        super().__init__(engine)
-        self._engine: ProxyEngine = engine
+        super().__init__(ProxyEngine(target, listen, seed))
         self.seed = seed
-        self.address = engine.listener.address
-        self._is_closed = False
+        self.address = self._engine.listener.address
         set_forwarded(self.address, True)
-        engine.loop.start()
-        _open_proxies.add(self)
+        _open_engines.add(self._engine)
 
     def __repr__(self) -> str:
         names = f"{self.address} -> {self.target}"
-        if self._is_closed:
+        if self._engine.is_closed:
             return f"<ChaosProxy {names}: closed>"
         count = len(self._engine.relays)
-        faults = ", ".join(fault.words() for fault in self.faults) or "no fault"
+        faults = ", ".join(str(fault.plan) for fault in self.faults) or "no fault"
         return f"<ChaosProxy {names}: {count} {'connection' if count == 1 else 'connections'}, {faults}>"
 
     def __enter__(self) -> ChaosProxy:
@@ -145,66 +132,38 @@ class ChaosProxy(ListenerFaults):
 
         May be called twice. `InternalError` when the proxy had failed.
         """
-        self._is_closed = True
-        _open_proxies.discard(self)
         set_forwarded(self.address, False)
-        self._engine.loop.stop()
+        self._engine.close()
 
-    def after(self, seconds: float, *, lasting: float | None = None) -> ListenerFaults:
-        """Plan a fault that begins `seconds` from now.
+    def refuse(self) -> Fault:
+        """Refuse new connections (`ConnectionRefusedError`), as when no server runs.
 
-        It ends by itself after `lasting` seconds more: `proxy.after(3.0, lasting=30.0).freeze()`.
+        The port stays reserved. Connections that are open go on: `reset` them as well for a server
+        that was killed.
         """
-        check_positive("after", seconds, zero=True)
-        if lasting is not None:
-            check_positive("lasting", lasting)
-        return ListenerFaults(self._engine, FaultTime(after=seconds, lasting=lasting))
+        return self._begin("refusing connections")
 
-    def every(
-        self, interval: float, *, jitter: float = 0.0, lasting: float | None = None
-    ) -> ListenerFaults:
-        """Plan a fault that begins every `interval` seconds, give or take `jitter`.
+    def black_hole(self, *, to: To = "both", accept: bool = True) -> Fault:
+        """Let vanish what goes in that direction, as on one connection.
 
-        It begins the first time in one `interval` from now, and lasts `lasting` seconds each time
-        (without it: from the first time on): `proxy.every(5.0, lasting=0.2).refuse()`.
+        New connections are accepted by the proxy, and the server hears of them when nothing
+        vanishes in its direction any more. With `accept=False` new connections are not accepted:
+        `connect()` waits, until its own timeout or, after the hole, the kernel's next try (1 s
+        after the first, then 2 s, 4 s, ...).
         """
-        check_positive("interval", interval)
-        check_positive("jitter", jitter, zero=True)
-        if jitter >= interval:
-            text = f"a jitter of {jitter!r} s leaves nothing of an interval of {interval!r} s"
-            raise UsageError("usage", text)
-        if lasting is not None:
-            check_positive("lasting", lasting)
-            if lasting > interval - jitter:
-                text = "it would begin again before it has ended"
-                raise UsageError("usage", f"lasting {lasting!r} s every {interval!r} s: {text}")
-        return ListenerFaults(
-            self._engine, FaultTime(every=interval, jitter=jitter, lasting=lasting)
-        )
+        return self._begin("black hole", to, accept=accept)
 
-    def after_bytes(
-        self, size: int, *, of: To = "both", again: bool = False, lasting: float | None = None
-    ) -> Faults:
+    def after_bytes(self, size: int, *, of: To = "both") -> Faults:
         """Plan a fault of each connection by itself, when `size` bytes have passed there.
 
         They are counted to the byte, in the direction `of` ("both": in the two together), from now
-        or from the connection's beginning if that is later. With `again` once more after each
-        further `size` bytes.
+        or from the connection's beginning if that is later.
 
         `size` 0 is before the first byte: `proxy.after_bytes(0, of="client").reset()` lets a server
         act on a request, and its answer never arrives.
         """
-        check_positive("size", size, zero=not again)
-        if lasting is not None:
-            check_positive("lasting", lasting)
-        when = FaultTime(size=size, of=directions(of), again=again, lasting=lasting)
-        return Faults(self._engine, when)
-
-    def reset_every(
-        self, interval: float, *, count: int | None = None, jitter: float = 0.0
-    ) -> Fault:
-        """Plan `every(interval).reset()`: all connections, or `count` chosen by the seed."""
-        return self.every(interval, jitter=jitter).reset(count=count)
+        check_at_least("size", size, 0)
+        return Faults(self._engine, size=size, of=directions(of))
 
     def reset_after(self, size: int, *, of: To = "both") -> Fault:
         """Plan `after_bytes(size).reset()`: every connection lives for that many bytes.
@@ -213,14 +172,20 @@ class ChaosProxy(ListenerFaults):
         """
         return self.after_bytes(size, of=of).reset()
 
+    def reset_every(self, interval: float, *, jitter: float = 0.0) -> Fault:
+        """Reset all connections every `interval` seconds, give or take `jitter` (from the seed)."""
+        check_at_least("interval", interval, 0.001)
+        check_jitter(jitter, interval)
+        return self._begin("reset", every=interval, jitter=jitter)
+
     def heal(self) -> None:
         """End all faults and forget all plans. Does nothing after `close`.
 
         Connections that have lost bytes, and those that were cut off on one side, are reset; all
         others go on. Returns when that is so.
         """
-        if not self._is_closed:
-            self._engine.loop.call(self._engine.heal)
+        if not self._engine.is_closed:
+            self._engine.heal()
 
     @property
     def target(self) -> str:
@@ -239,12 +204,10 @@ class ChaosProxy(ListenerFaults):
         Every client whose `connect()` has returned is among them, unless none is accepted at the
         moment (`freeze`, `refuse`, `black_hole(accept=False)`).
         """
-        if self._is_closed:
+        if self._engine.is_closed:
             return ()
-
-        self._engine.loop.call(self._engine.accept_all)
-        found = self._engine.loop.call(lambda: list(self._engine.relays))
-        return tuple(ProxiedConnection(self._engine, relay) for relay in found)
+        with self._engine.held():
+            return tuple(ProxiedConnection(self._engine, relay) for relay in self._engine.relays)
 
     def connection_of(self, client: socket.socket) -> ProxiedConnection:
         """Return the connection of which this socket is the client's end.
@@ -253,18 +216,17 @@ class ChaosProxy(ListenerFaults):
         address to know it by.
         """
         name = name_of(client.getsockname())
-        found = [one for one in self.connections if one.client == name != "unix:"]
-        if not found:
-            raise UsageError("usage", f"no open connection of the proxy comes from {name}")
-        return found[0]
+        for connection in self.connections:
+            if connection.client == name != "unix:":
+                return connection
+        raise UsageError("usage", f"no open connection of the proxy comes from {name}")
 
     def statistics(self) -> ProxyStatistics:
         """Count what was done until now; after `close` until then."""
-        if self._is_closed:
-            return self._engine.statistics()
-
-        self._engine.loop.call(self._engine.accept_all)
-        return self._engine.loop.call(self._engine.statistics)
+        if not self._engine.is_closed:
+            with self._engine.held():
+                pass
+        return self._engine.statistics()
 
     def wait_for(
         self, condition: Callable[[ProxyStatistics], object], timeout: float = 30.0
@@ -272,43 +234,27 @@ class ChaosProxy(ListenerFaults):
         """Wait until `condition(statistics)` is true, and return those statistics.
 
         `proxy.wait_for(lambda seen: seen.resets >= 3)`. It is looked at whenever something has
-        happened, in the proxy's thread; what it raises is raised here.
+        happened, and the proxy stands still meanwhile; what it raises is raised here.
 
         `TimeoutError`, with the statistics, after `timeout` real seconds; `UsageError` when the
         proxy is closed first.
         """
-        answer: Future[ProxyStatistics] = Future()
-        self._engine.loop.call(lambda: self._engine.waiters.append((condition, answer)))
-        try:
-            return answer.result(timeout)
-        except TimeoutError:
-            if answer.done():
-                raise  # it was the condition that raised it
-            text = f"this did not come true within {timeout:g} s: {self.statistics()}"
-            raise TimeoutError(text) from None
-        finally:
-            answer.cancel()  # or the proxy would go on looking
+        return self._engine.wait_for(condition, timeout)
 
     def retarget(self, target: ProxyAddress) -> None:
         """Pass new connections on to another server from now on; open ones stay."""
         name, places = resolve(target)
-
-        def change() -> None:
+        with self._engine.held():
             self._engine.target, self._engine.places = name, places
 
-        self._engine.loop.call(change)
 
-    def _forget(self) -> None:
-        self._is_closed = True
-        self._engine.forget()
-
-
-_open_proxies: weakref.WeakSet[ChaosProxy] = weakref.WeakSet()
+_open_engines: weakref.WeakSet[ProxyEngine] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    for proxy in list(_open_proxies):
-        proxy._forget()
+    for engine in list(_open_engines):
+        if not engine.is_closed:
+            engine.forget()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -14,10 +14,11 @@ import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rallypoint.testing.faults import BOTH, Fault, FaultKind, Way
+from rallypoint.testing.faults import BOTH, Fault, FaultPlan, Way
 from rallypoint.testing.proxy_listener import no_delay
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ IN_FLIGHT = 4 << 20
 
 RST = struct.pack("ii", 1, 0)  # struct linger: on, no time to linger; close() then sends RST
 DESCRIPTORS = 253  # SCM_MAX_FD, the most that one message may carry
-GONE = select.EPOLLHUP | select.EPOLLERR
 
 
 @dataclass(slots=True)
@@ -39,7 +39,6 @@ class StreamTotals:
     """Counts of one direction over all connections."""
 
     passed: int = 0
-    pieces: int = 0
     swallowed: int = 0
 
 
@@ -60,7 +59,7 @@ class StreamFaults:
 
     hole: bool = False
     frozen: bool = False
-    latency: FaultKind | None = None
+    latency: FaultPlan | None = None
 
 
 @dataclass(slots=True)
@@ -84,7 +83,6 @@ class StreamEnd:
         self.socket = sock
         self.ready = sock is not None  # connected
         self.broken = False  # the peer has reset the connection
-        self.hung = False  # nothing will ever come or go again: watching it would turn the loop
 
 
 class RelayStream:
@@ -125,11 +123,12 @@ class RelayStream:
         most = IN_FLIGHT if faults.latency else 1
         return self.sink.ready and not faults.frozen and self.queued < most
 
+    @property
     def due(self) -> float | None:
-        """Return when the next chunk may pass, if only a latency holds it back."""
+        """Time at which the next chunk may pass, if only a latency holds it back."""
         faults = self.faults
         held = self.queue and faults.latency and not faults.frozen and not self.blocked
-        return self.queue[0].due if held else None
+        return self.queue[0].due if held and self.sink.ready else None
 
     def read(self) -> None:
         """Take what the source has: bytes, its end, or nothing after all."""
@@ -142,14 +141,10 @@ class RelayStream:
             data, descriptors, self.source.broken = b"", [], True
         self.exhausted = not data
         self.queued += len(data)
-        self.append(data, descriptors)
-
-    def append(self, data: bytes, descriptors: list[int]) -> None:
-        """Let bytes, or without any the end of the stream, follow what is under way."""
         due = 0.0
         if latency := self.faults.latency:
             delay = latency.seconds + self._random.uniform(-latency.jitter, latency.jitter)
-            due = self._last_due = max(self._last_due, self._owner.loop.now() + delay)
+            due = self._last_due = max(self._last_due, self._owner.now() + delay)
         self.queue.append(StreamChunk(memoryview(data), due, descriptors))
 
     def pump(self) -> None:
@@ -166,7 +161,7 @@ class RelayStream:
                 faults.frozen
                 or not self.sink.ready
                 or self.blocked
-                or (faults.latency and chunk.due > self._owner.loop.now())
+                or (faults.latency and chunk.due > self._owner.now())
             ):
                 return
             elif not chunk.data:
@@ -204,7 +199,6 @@ class RelayStream:
         self.queued -= sent
         self.passed += sent
         self._totals.passed += sent
-        self._totals.pieces += 1
         for trigger in list(self.triggers):
             trigger.left -= sent
             if not trigger.left:
@@ -224,34 +218,38 @@ class Relay:
         self.is_closed = False
         self.is_severed = False  # one side was not told that the other one was cut off
         self.client_end, self.server_end = StreamEnd(sock), StreamEnd()
-        self.to_server = RelayStream(self, "server", self.client_end, self.server_end)
-        self.to_client = RelayStream(self, "client", self.server_end, self.client_end)
-        self.streams = (self.to_server, self.to_client)
+        self.streams: dict[Way, RelayStream] = {
+            "server": RelayStream(self, "server", self.client_end, self.server_end),
+            "client": RelayStream(self, "client", self.server_end, self.client_end),
+        }
         self._places = list(owner.places)  # of the server, still to be tried
-
-    def __str__(self) -> str:
-        return f"connection {self.number}"
-
-    def stream(self, way: Way) -> RelayStream:
-        """Return the stream of this direction."""
-        return self.to_server if way == "server" else self.to_client
 
     def step(self) -> None:
         """Move what can move; reset the connection when a stream has lost something."""
         if not (self.server_end.ready or self.is_severed):
             self._reach()
-        for stream in self.streams:
+        streams = self.streams.values()
+        for stream in streams:
             if stream.wants():
                 stream.read()
             stream.pump()
-        self._look_for_reset(self.client_end, self.to_server, self.to_client)
-        self._look_for_reset(self.server_end, self.to_client, self.to_server)
-        if any(stream.lost and not stream.faults.hole for stream in self.streams):
+        if any(stream.lost and not stream.faults.hole for stream in streams):
             self.owner.cut(self, BOTH)
-        elif all(stream.exhausted and stream.ended for stream in self.streams):
+        elif all(stream.exhausted and stream.ended for stream in streams):
             self.close()
-        self._watch(self.client_end, self.to_server, self.to_client)
-        self._watch(self.server_end, self.to_client, self.to_server)
+
+    def watched(self) -> Iterator[tuple[int, int]]:
+        """Yield the descriptors to wait for, each with its events."""
+        to_server, to_client = self.streams.values()
+        for end, reads, writes in (
+            (self.client_end, to_server, to_client),
+            (self.server_end, to_client, to_server),
+        ):
+            mask = select.POLLIN if reads.wants() else 0
+            if writes.blocked or not end.ready:
+                mask |= select.POLLOUT
+            if end.socket is not None and mask:
+                yield end.socket.fileno(), mask
 
     def pass_ending(self, stream: RelayStream) -> None:
         """Tell the sink that the stream has ended, when all of it has been passed on."""
@@ -270,15 +268,11 @@ class Relay:
 
         The other stream passes this on, after what it still holds.
         """
-        back = self.to_client if stream is self.to_server else self.to_server
         stream.drop()
         stream.ended = True
         stream.sink.broken = True
-        if back.ended:
+        if self.streams["client" if stream is self.streams["server"] else "server"].ended:
             self._cut_off(stream.source)
-        elif back.exhausted:  # else what was sent before the reset is still to be read
-            back.append(b"", [])
-            back.pump()
 
     def reset(self, ways: tuple[Way, ...]) -> None:
         """Cut both sides off, or one of them without telling the other."""
@@ -297,26 +291,22 @@ class Relay:
         self.is_closed = True
         for end in (self.client_end, self.server_end):
             self._close_end(end)
-        for stream in self.streams:
+        for stream in self.streams.values():
             stream.drop()
         self.owner.closed(self)
 
     def _reach(self) -> None:
         """Connect to the server, one of its places after the other, unless it must not hear."""
         end = self.server_end
-        if end.socket is None:
-            if self.to_server.faults.hole:
-                return
-            error = 0
-        elif not self.owner.loop.events.get(end.socket.fileno()):
-            return
-        else:
-            self.owner.loop.watch(end.socket.fileno(), None)
+        if end.socket is not None:
             error = end.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error in (0, errno.ECONNRESET, errno.EPIPE):
                 # The last two come after the connection was made: read what was sent before.
-                end.ready, end.broken = True, error != 0
+                end.broken = error != 0
+                end.ready = end.broken or _is_connected(end.socket)
                 return
+        elif self.streams["server"].faults.hole:
+            return
         while self._places:
             self._close_end(end)
             family, where = self._places.pop(0)
@@ -324,48 +314,33 @@ class Relay:
             end.socket.setblocking(False)
             no_delay(end.socket)
             if end.socket.connect_ex(where) in (0, errno.EINPROGRESS):
-                self.owner.loop.watch(end.socket.fileno(), select.EPOLLOUT)
                 return
         self.owner.unreached += 1
         self.reset(BOTH)
 
-    def _look_for_reset(self, end: StreamEnd, reads: RelayStream, writes: RelayStream) -> None:
-        if end.socket is None or not reads.exhausted:
-            return
-        if self.owner.loop.events.get(end.socket.fileno(), 0) & GONE:
-            end.hung = True
-            error = end.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if error and not writes.ended:
-                self.sink_broke(writes)
-
-    def _watch(self, end: StreamEnd, reads: RelayStream, writes: RelayStream) -> None:
-        if not end.ready or end.socket is None:
-            return
-        mask: int | None = (select.EPOLLIN if reads.wants() else 0) | (
-            select.EPOLLOUT if writes.blocked else 0
-        )
-        if not mask:
-            # Half closed: a reset can still come. Mask 0 is only for that: with bytes unread,
-            # errors would turn the loop.
-            still = any(one.faults.hole or one.faults.frozen for one in self.streams)
-            mask = 0 if reads.exhausted and not (end.hung or still) else None
-        self.owner.loop.watch(end.socket.fileno(), mask)
-
     def _cut_off(self, end: StreamEnd) -> None:
         """Send RST to one side. Nothing passes from it or to it any more."""
-        for stream in self.streams:
+        for stream in self.streams.values():
             stream.drop()
             stream.ended = True
-        (self.to_client if end is self.server_end else self.to_server).exhausted = True
+            stream.exhausted |= stream.source is end
         if end.socket is not None and end.socket.family != socket.AF_UNIX:
             end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
         self._close_end(end)
 
     def _close_end(self, end: StreamEnd) -> None:
         if end.socket is not None:
-            self.owner.loop.watch(end.socket.fileno(), None)
             end.socket.close()
             end.socket, end.ready = None, False
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    """Tell whether a connection that was begun is there."""
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
