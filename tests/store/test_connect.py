@@ -65,11 +65,11 @@ def deaf() -> Iterator[tuple[str, int]]:
             caller.close()
 
 
-def of_name(monkeypatch: pytest.MonkeyPatch, *places: tuple[str, int]) -> Address:
+def of_name(monkeypatch: pytest.MonkeyPatch, *places: tuple[str, int]) -> list[Address]:
     """A name that has these addresses."""
     entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **named: entries)
-    return Address("several.test", 1)
+    return [Address("several.test", 1)]
 
 
 def test_all_addresses_of_a_name_are_tried_however_short_the_time(
@@ -150,7 +150,7 @@ def test_a_refusal_that_came_while_we_had_no_turn_is_one() -> None:
         return sock
 
     with pytest.raises(DialFailed) as caught:
-        dial(Address("127.0.0.1", 9), greet, deadline, clock, open_socket)
+        dial([Address("127.0.0.1", 9)], greet, deadline, clock, open_socket)
     assert [(failure.reason, failure.text) for failure in caught.value.failures] == [
         ("refused", "nothing listens there")
     ]
@@ -170,7 +170,7 @@ def test_a_socket_that_is_connected_with_itself_is_no_server() -> None:
 
     clock = Clock()
     with pytest.raises(DialFailed) as caught:
-        dial(Address("127.0.0.1", 9), greet, clock.monotonic() + DEADLINE, clock, open_socket)
+        dial([Address("127.0.0.1", 9)], greet, clock.monotonic() + DEADLINE, clock, open_socket)
     assert caught.value.told.reason == "refused"
 
 

@@ -500,7 +500,7 @@ def test_attempts_that_took_no_time_are_only_counted(seconds: float, told: str) 
         Failure("refused", "[::1]:29500", "nothing listens there"),
         Failure("refused", "127.0.0.1:29500", "nothing listens there"),
     ]
-    error = unreachable(Address("localhost", 29500), failures, 7.0, 7.0 + seconds)
+    error = unreachable([Address("localhost", 29500)], failures, 7.0, 7.0 + seconds)
     assert error.why == (
         f"{told}: 1 x nothing listens there ([::1]:29500), 1 x nothing listens there (127.0.0.1:29500)",
     )

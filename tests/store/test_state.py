@@ -34,7 +34,7 @@ class Client:
     numbers to the test.
     """
 
-    def __init__(self, store: Store, rank: int, ttl: float) -> None:
+    def __init__(self, store: Store, rank: int, ttl: float, **named: Any) -> None:
         self.store = store
         session = store.state.open(
             store.now,
@@ -43,6 +43,7 @@ class Client:
             m.Identity("node0", 100 + rank, rank),
             resume=False,
             acked=0,
+            **named,
         )
         assert isinstance(session, Session)
         self.session = session
@@ -937,6 +938,58 @@ def test_a_session_that_nobody_knows_is_refused(store: Store, a: Client) -> None
     lost = a.open()
     assert isinstance(lost, m.Refusal)
     assert not lost.known
+
+
+def orphan(store: Store, ttl: float = 2.0) -> Client:
+    """A client whose session lives for half a second without a connection, and holds a key."""
+    one = Client(store, 7, ttl, orphan=0.5)
+    one.set("mine", 1, ephemeral=True)
+    return one
+
+
+def test_a_session_without_a_connection_ends_if_it_asked_for_that(store: Store, a: Client) -> None:
+    one = orphan(store)
+    assert a.ask(m.Watch, "mine", store.state.revision, 60.0) is None
+    for each in (one, a):
+        store.state.leave_alone(1001.0, each.session)
+    due = store.state.due()
+    assert due is not None
+    assert due <= 1001.5
+    assert store.state.tick(1001.49) == []
+    assert store.state.tick(1001.5) == [one.session]
+    assert replies(store.woken(), m.Changes) == [0]
+    assert one.session.because == "its connections ended, and it made no other within 0.5 s"
+    assert not a.session.ended
+
+
+def test_a_session_that_connects_again_in_time_lives_on(store: Store) -> None:
+    one = orphan(store)
+    for at in (1000.0, 1000.6, 1001.2):
+        store.state.leave_alone(at, one.session)
+        store.now = at + 0.49
+        assert one.open() is one.session
+        assert store.state.tick(store.now + 0.1) == []
+    assert store.state.tick(store.now + 1.9) == []
+    assert store.state.tick(store.now + 2.0) == [one.session]
+    assert "nothing was heard of it for 2 s" in one.session.because
+
+
+def test_a_server_that_stood_still_gives_a_session_time_to_connect_again(store: Store) -> None:
+    """It cannot have seen yet that the client is back."""
+    one = orphan(store, ttl=10.0)
+    store.state.leave_alone(1000.1, one.session)
+    assert store.state.tick(1001.6) == []
+    due = store.state.due()
+    assert due is not None
+    assert due <= 1002.1
+    assert store.state.tick(1002.1) == [one.session]
+
+
+def test_the_lease_ends_a_session_without_a_connection_if_that_is_sooner(store: Store) -> None:
+    one = orphan(store, ttl=0.3)
+    store.state.leave_alone(1000.2, one.session)
+    assert store.state.tick(1000.3) == [one.session]
+    assert "nothing was heard of it for 0.3 s" in one.session.because
 
 
 def test_tombstones_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

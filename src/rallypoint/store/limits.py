@@ -41,6 +41,11 @@ SHORTEST_TTL = 0.05
 less.
 """
 
+ORPHAN = 0.5
+"""Seconds after the end of its last connection at which a session is over that asked for it: the
+kernel ends the connections of a process that dies, and a client that lives connects again in one
+round trip, or a few."""
+
 LONGEST_TTL = 7 * 24 * 3600.0
 """Seconds. What a dead client holds is released after a week at the latest."""
 

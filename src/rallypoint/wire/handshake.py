@@ -22,6 +22,7 @@ who can alter packets.
 from __future__ import annotations
 
 import hmac
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -163,11 +164,12 @@ class Joining:
         ttl: float,
         resume: bool,
         acked: int,
+        orphan: float = inf,
     ) -> None:
         self.state: Literal["hello", "proof", "open", "closed"] = "hello"
         self.hello = Hello(TAG, *VERSIONS, software, job, session, nonce)
         self._secret = secret
-        self._rest = (ttl, identity, resume, acked)
+        self._rest = (ttl, identity, resume, acked, orphan)
 
     def start(self, way: str = "") -> bytes:
         """Return the first message to send. `way`: what was connected to."""

@@ -23,6 +23,7 @@ request and the store's `revision` when it was given.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, ClassVar, get_args
 
 import msgspec
@@ -154,6 +155,9 @@ class Proof(msgspec.Struct, frozen=True, array_like=True, tag=3):
     identity: Identity
     resume: bool  # True: this session was welcomed before; do not begin a new one
     acked: Number
+    # seconds after the end of the session's last connection at which the session ends, if that is
+    # before its lease ends
+    orphan: float = inf
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=4):

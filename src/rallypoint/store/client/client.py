@@ -638,7 +638,7 @@ class Client:
     @property
     def address(self) -> str:
         """Address of the server, as `connect` was given it."""
-        return str(self._options.address)
+        return str(self._session.address)
 
     @property
     def timeout(self) -> float:

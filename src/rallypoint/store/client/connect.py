@@ -14,7 +14,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from rallypoint.clock import Clock
@@ -76,27 +76,24 @@ class Opened(NamedTuple):
     cutter: Cutter
     welcome: Welcome
     where: str
+    address: Address  # of those that were to be tried
 
 
 def dial(
-    address: Address,
+    addresses: Sequence[Address],
     greet: Callable[[], Joining],
     deadline: float,
     clock: Clock,
     open_socket: OpenSocket | None = None,
 ) -> Opened:
-    """Open a conversation before `deadline` (of `clock.monotonic`). `greet` makes the client's
-    side, anew for each connection.
+    """Open a conversation before `deadline` (of `clock.monotonic`) at one of the addresses.
+    `greet` makes the client's side, anew for each connection.
 
     Raises DialFailed. Everything that was opened and is not returned is closed, also when a signal
     handler raises.
     """
     open_socket = open_socket or probe.connecting
-    failures: list[Failure] = []
-    if address.path:
-        waiting: list[Place] = [(socket.AF_UNIX, (address.path,))]
-    else:
-        waiting = probe.by_turns(_resolve(address.host, address.port, deadline, clock))
+    waiting, failures = _places(addresses, deadline, clock)
     racing: dict[int, _Runner] = {}
     poll = select.poll()
     next_start = clock.monotonic()
@@ -107,10 +104,10 @@ def dial(
             if now >= deadline:
                 break
             if waiting and (now >= next_start or not racing):
-                family, sockaddr = waiting.pop(0)
+                address, (family, sockaddr) = waiting.pop(0)
                 next_start = now + stagger
                 try:
-                    runner = _Runner(open_socket, family, sockaddr, greet, is_forwarded(address))
+                    runner = _Runner(open_socket, family, sockaddr, greet, address)
                 except OSError as error:
                     if of_a_handler(error):
                         raise
@@ -138,7 +135,7 @@ def dial(
         if not failures:
             failures.extend(
                 Failure("unreachable", probe.described(*where), "not tried: the time was up")
-                for where in waiting
+                for _, where in waiting
             )
     finally:
         for runner in racing.values():
@@ -160,15 +157,16 @@ class _Runner:
         family: socket.AddressFamily,
         sockaddr: tuple[object, ...],
         greet: Callable[[], Joining],
-        forwarded: bool,
+        address: Address,
     ) -> None:
         self.where = probe.described(family, sockaddr)
+        self._address = address
         self._joining = greet()
         self._cutter = Cutter(HELLO_BYTES, 0)
         self._out = b""
         self._first = b""  # what was said, as long as that is no frame
         self._connected = False
-        self._forwarded = forwarded or (
+        self._forwarded = is_forwarded(address) or (
             family != socket.AF_UNIX
             and is_forwarded(Address(str(sockaddr[0]), int(str(sockaddr[1]))))
         )
@@ -261,7 +259,7 @@ class _Runner:
             while (frame := self._cutter.next()) is not None:
                 answer = self._joining.receive(frame.message)
                 if isinstance(answer, Welcome):
-                    return Opened(self.sock, self._cutter, answer, self.where)
+                    return Opened(self.sock, self._cutter, answer, self.where, self._address)
                 self._send(answer)
         except FrameError as error:
             raise _Lost(
@@ -320,6 +318,30 @@ _asked: dict[tuple[int, str, int], _Question] = {}
 """Questions without an answer yet, by process too (a thread is not forked): a hanging resolver is
 not asked again by every attempt.
 """
+
+
+def _places(
+    addresses: Sequence[Address], deadline: float, clock: Clock
+) -> tuple[list[tuple[Address, Place]], list[Failure]]:
+    """Return where a server at these addresses may listen, and the names that have no address.
+    Raises DialFailed when nothing is left."""
+    places: list[tuple[Address, Place]] = []
+    failures: list[Failure] = []
+    if len({address.host for address in addresses}) > 1:  # leave time for the others
+        deadline = (clock.monotonic() + deadline) / 2
+    for address in addresses:
+        if address.path:
+            places.append((address, (socket.AF_UNIX, (address.path,))))
+        elif all(failure.where != address.host for failure in failures):
+            try:
+                found = probe.by_turns(_resolve(address.host, address.port, deadline, clock))
+            except DialFailed as failed:
+                failures += failed.failures
+            else:
+                places += [(address, place) for place in found]
+    if not places:
+        raise DialFailed(failures)
+    return places, failures
 
 
 def _resolve(host: str, port: int, deadline: float, clock: Clock) -> list[Place]:

@@ -82,10 +82,17 @@ WORTH_TELLING = 0.1
 
 
 def unreachable(
-    address: Address, failures: Sequence[Failure], since: float, now: float, *, look: bool = True
+    addresses: Sequence[Address],
+    failures: Sequence[Failure],
+    since: float,
+    now: float,
+    *,
+    look: bool = True,
 ) -> StoreUnreachable:
     """Make the error for `failures` (in the order they came) of the attempts between `since` and
-    `now`, in seconds. `look`: name who has the port, when that can be seen; it takes a moment."""
+    `now`, in seconds, to reach one server at these addresses. `look`: name who has the port, when
+    that can be seen; it takes a moment."""
+    address = addresses[0]
     if not failures:
         return StoreUnreachable(
             "store-silent",
@@ -98,7 +105,7 @@ def unreachable(
         # what it is like now counts, unless an earlier answer says more than that nobody answers
         told = last
     code = CODES[told.reason]
-    why = [_folded(failures, since, now)] if len(failures) > 1 else []
+    why = [_folded(failures, since, now, len(addresses) + 3)] if len(failures) > 1 else []
     if told.first:
         why.insert(0, f"it said first: {probe.shown(told.first)}")
     help, listener = _help(code, address), told.listener
@@ -111,7 +118,9 @@ def unreachable(
         why.insert(0, f"on this machine {holder.line()}")
         listener = holder.pid
     standing, how = stopped(listener)
-    return StoreUnreachable(code, _headline(address, told), why=(*standing, *why), help=how or help)
+    return StoreUnreachable(
+        code, _headline(addresses, told), why=(*standing, *why), help=how or help
+    )
 
 
 def stopped(pid: int) -> tuple[tuple[str, ...], Help]:
@@ -127,7 +136,10 @@ def stopped(pid: int) -> tuple[tuple[str, ...], Help]:
     )
 
 
-def _headline(address: Address, told: Failure) -> str:
+def _headline(addresses: Sequence[Address], told: Failure) -> str:
+    address = addresses[0]
+    if len(addresses) > 1:
+        return f"no store at any of {len(addresses)} addresses: {told.text} ({told.where})"
     where = f" ({told.where})" if told.where not in str(address) else ""
     if told.reason in ("refused", "unreachable", "foreign", "silent", "closed"):
         return f"no store at {address}: {told.text}{where}"
@@ -140,17 +152,17 @@ def _headline(address: Address, told: Failure) -> str:
     return f"the store at {address} refused this client: {told.text}"
 
 
-def _folded(failures: Sequence[Failure], since: float, now: float) -> str:
-    """Fold failures: '14 attempts in 9.9 s: 12 x nothing listens there (127.0.0.1:29500), 2 x
-    ...'"""
+def _folded(failures: Sequence[Failure], since: float, now: float, kinds: int) -> str:
+    """Fold failures, of this many kinds at most: '14 attempts in 9.9 s: 12 x nothing listens there
+    (127.0.0.1:29500), 2 x ...'"""
     counts: dict[str, int] = {}
     for failure in failures:
         line = f"{failure.text} ({failure.where})"
         counts[line] = counts.get(line, 0) + 1
     most = sorted(counts.items(), key=lambda entry: -entry[1])
-    parts = [f"{count} x {line}" for line, count in most[:4]]
-    if len(most) > 4:
-        parts.append(f"and {len(most) - 4} more kinds")
+    parts = [f"{count} x {line}" for line, count in most[:kinds]]
+    if len(most) > kinds:
+        parts.append(f"and {len(most) - kinds} more kinds")
     took = f" in {now - since:.1f} s" if now - since >= WORTH_TELLING else ""
     return f"{len(failures)} attempts{took}: {', '.join(parts)}"
 

@@ -196,6 +196,7 @@ def lost_session(
     process is seen to stand still.
     """
     help: Help = ()
+    why: tuple[str, ...]
     if unreached is not None:
         headline = f"the store at {address} has not been reached for {silent:.1f} s, longer than the session's ttl of {ttl:g} s"
         released = "if it still runs, it has released what this session held; if it was ended, its data went with it"
@@ -203,6 +204,8 @@ def lost_session(
         if stopped[0]:
             why = (*stopped[0], "when it goes on, what this session held is released")
         help = stopped[1] or unreached.help
+    elif refusal.known and silent < ttl:
+        headline, why = f"the store at {address} says: {refusal.text}", ()
     elif refusal.known:
         headline = f"the session at {address} is over: the server had no sign of life from this client for {silent:.1f} s (ttl {ttl:g} s)"
         why = (

@@ -26,6 +26,10 @@ BUSY_SECONDS = 1.0
 """Least seconds for the answer to a sign of life: so long a server, or this process, may be busy. A
 lease that is not much longer is lost with its connection."""
 
+LOOKS_PER_ORPHAN = 4
+"""Looks for connections that the server has closed, or the network has reset, in the time within
+which a session must have another one."""
+
 LONG_WAIT = 1.0
 """Seconds. A wait for a lock that is longer is told in the log: somebody may look for the reason.
 """
@@ -124,10 +128,11 @@ class KeepAlive:
         while self._later and session.end is None and session.tell(*self._later[0], patience):
             del self._later[0]
         _tell_who_waits(session, now())
-        if now() >= session.confirmed + self.interval:
+        if now() >= session.confirmed + self.interval or session.connection is None:
             session.tell(Ping, (), patience)
         self.set_interval()
-        return min(session.confirmed + self.interval, session.leases.look()) - now()
+        due = min(session.confirmed + self.interval, session.leases.look())
+        return min(due - now(), session.orphan / LOOKS_PER_ORPHAN)
 
 
 def _tell_who_waits(session: Session, now: float) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rallypoint.clock import Clock
 from rallypoint.errors import StoreUnreachable
@@ -49,17 +49,18 @@ class Reach:
 
     def __init__(
         self,
-        address: Address,
+        addresses: Sequence[Address],
         *,
         same_host: bool,
         patience: float,
         clock: Clock,
         open_socket: OpenSocket | None,
     ) -> None:
-        """Begin with nothing known. `same_host`: move to the server's Unix socket when its path
+        """Begin with nothing known. `addresses`: of one server; others may listen at some of them.
+        `same_host`: move to the server's Unix socket when its path
         exists here and leads to it. `patience`: the seconds that a request waits for its answer; no
         pause is longer than a quarter of that, so that every request has its attempts."""
-        self.address = address
+        self._addresses = tuple(addresses)
         self.local_allowed = same_host
         self._most = patience / 4
         self._clock = clock
@@ -113,7 +114,12 @@ class Reach:
         with self._mutex:
             now = self._clock.monotonic()
             failures, since = self._failures, self._since if self._failures else now
-        return unreachable(self.address, failures, since, now, look=look)
+        return unreachable(self._addresses, failures, since, now, look=look)
+
+    @property
+    def address(self) -> Address:
+        """Address at which the server was reached last, or the first one."""
+        return self._addresses[0]
 
     @property
     def failing(self) -> bool:
@@ -128,7 +134,11 @@ class Reach:
                 _known.pop(self.address, None)
                 if failed.told.refusal is not None or self._clock.monotonic() >= deadline:
                     raise
-        opened = dial(self.address, lambda: greet(resume), deadline, self._clock, self._open_socket)
+        opened = dial(
+            self._addresses, lambda: greet(resume), deadline, self._clock, self._open_socket
+        )
+        others = [address for address in self._addresses if address != opened.address]
+        self._addresses = (opened.address, *others)
         path = opened.welcome.local
         if not path or self.address.path or not self.local_allowed or not os.path.exists(path):
             return opened
@@ -150,5 +160,5 @@ class Reach:
     def _dial_local(self, path: str, greet: Greet, resume: bool, deadline: float) -> Opened:
         deadline = min(deadline, self._clock.monotonic() + LOCAL_SECONDS)
         return dial(
-            Address(path=path), lambda: greet(resume), deadline, self._clock, self._open_socket
+            [Address(path=path)], lambda: greet(resume), deadline, self._clock, self._open_socket
         )

@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from rallypoint import __version__
@@ -32,7 +33,7 @@ from rallypoint.host.unix_sockets import listener_of
 from rallypoint.store.address import Address
 from rallypoint.store.client import deferred_log
 from rallypoint.store.client.call import Call, asked_of, grace, outcome_of, told_of
-from rallypoint.store.client.connect import DialFailed, Opened, OpenSocket
+from rallypoint.store.client.connect import DialFailed, Failure, Opened, OpenSocket
 from rallypoint.store.client.connect_errors import stopped
 from rallypoint.store.client.connection import (
     Answer,
@@ -44,7 +45,7 @@ from rallypoint.store.client.connection import (
 )
 from rallypoint.store.client.failures import Help, SessionEnd, lost_session, refused
 from rallypoint.store.client.keepalive import KeepAlive
-from rallypoint.store.client.lease import Leases
+from rallypoint.store.client.lease import SURE, Leases
 from rallypoint.store.client.reconnect import Reach
 from rallypoint.wire.frames import HEADS, header
 from rallypoint.wire.handshake import NONCE_BYTES, SESSION_BYTES, Joining
@@ -89,7 +90,8 @@ started is there by then.
 FINAL = frozenset(
     {"foreign", "wrong-secret", "version-skew", "wrong-job", "store-relayed", "store-full"}
 )
-"""Failures that another attempt would only repeat."""
+"""Failures that another attempt would only repeat. Where a server has several addresses, somebody
+else may have all but one of them."""
 
 CLOSED = "this store object was closed"
 
@@ -105,6 +107,8 @@ class Options(NamedTuple):
     allow_pickle: bool
     strict: bool
     same_host: bool  # False: stay on the given address, and use no shared memory
+    orphan: float = inf  # seconds that the session lives on the server without a connection
+    others: tuple[Address, ...] = ()  # that the server may have instead of `address`
 
     @property
     def identity(self) -> Identity:
@@ -228,6 +232,7 @@ class Session:
         self.foreign = False  # it is the parent's, and this a forked child
         self.timeout = options.timeout
         self.ttl = options.ttl
+        self.orphan = options.orphan
         self.limits: Limits | None = None
         self.reconnects = 0
         self.number = 1
@@ -249,6 +254,7 @@ class Session:
         self._welcomed = False
         self._disconnected = False  # a connection broke, and none has been made since
         self._lost_at = 0.0  # monotonic time of that
+        self._alone = inf  # monotonic time since when the server keeps it without a connection
         self._mutex = threading.RLock()  # for `end`, and which connections it has to interrupt
         self._numbers = itertools.count()  # of slots
         self._slots: list[Slot] = []
@@ -260,7 +266,7 @@ class Session:
         self.keep_alive = KeepAlive(self)
         self._set_ttl(options.ttl)
         self._reach = Reach(
-            options.address,
+            (options.address, *options.others),
             same_host=options.same_host,
             patience=options.timeout,
             clock=self._clock,
@@ -536,11 +542,13 @@ class Session:
             ttl=self.ttl,
             resume=resume,
             acked=0,
+            orphan=self.orphan,
         )
 
     def _opened(self, slot: Slot, opened: Opened, began: float) -> Connection:
         """Take a connection into use. Its greeting was sent after `began`."""
         welcome = opened.welcome
+        self.address = self._reach.address
         connection = Connection(
             opened,
             self._clock,
@@ -565,6 +573,7 @@ class Session:
         self.limits = welcome.limits
         self._set_ttl(welcome.ttl)  # there is a shortest and a longest one
         self._welcomed = True
+        self._alone = inf
         self._confirm(began)
         if self._disconnected:
             self._disconnected = False
@@ -588,15 +597,17 @@ class Session:
             self._lose(told.refusal)
         elif told.reason == "store-closed" and not first:
             self._server_closes("")
-        elif told.reason in FINAL and not (told.refusal is not None and told.refusal.passing):
+        elif all(map(_is_final, failed.failures if self._options.others else [told])):
             raise self._reach.problem()
         elif self._server_ended and not first:
             self._finish(SessionEnd(self._server_ended, again=self._server_ended))
         elif not first and self._now() - self.confirmed > kept:
             self._lose(Refusal("session-lost", "", known=False), self._reach.problem())
 
-    def _lost_connection(self, slot: Slot, why: str) -> None:
+    def _lost_connection(self, slot: Slot, why: str, *, by_us: bool = False) -> None:
         slot.disconnect()
+        if not by_us and self._alone == inf and self.connection is None:
+            self._alone = self._now()
         # A connection from before the last loss was lost with that one: it is not told again.
         if self.end is None and not self._disconnected and slot.connected_at >= self._lost_at:
             self._disconnected = True
@@ -735,7 +746,8 @@ class Session:
         try:
             self._exchange(slot, [slot.begin(kind, fields, began, began + seconds)], answers)
         except TooLate:
-            self._lost_connection(slot, f"no sign of life from the server for {seconds:.1f} s")
+            silence = f"no sign of life from the server for {seconds:.1f} s"
+            self._lost_connection(slot, silence, by_us=True)
         except SessionOver:
             pass
         finally:
@@ -784,6 +796,12 @@ class Session:
         """One of the connections, if there is any."""
         return next((slot.connection for slot in list(self._slots) if slot.connection), None)
 
+    @property
+    def left(self) -> float:
+        """Seconds after which the server may have ended it: see `member.py`."""
+        until = min(self.confirmed + self.ttl * SURE, self._alone + self.orphan)
+        return max(0.0, until - self._now()) if self.end is None else 0.0
+
     def totals(self) -> tuple[list[int], int, int]:
         """Return requests by kind, and bytes sent and received beside what went by shared memory,
         of all sessions of this store object.
@@ -794,6 +812,11 @@ class Session:
             sent += slot.traffic[0]
             received += slot.traffic[1]
         return counts, sent, received
+
+
+def _is_final(failure: Failure) -> bool:
+    """Tell whether another attempt would only repeat this."""
+    return failure.reason in FINAL and not (failure.refusal is not None and failure.refusal.passing)
 
 
 _leaving = False

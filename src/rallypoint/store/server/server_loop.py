@@ -399,7 +399,13 @@ class Loop:
     def _welcome(self, peer: Peer, hello: Hello, proof: Proof) -> None:
         state, resume, acked = self._state, proof.resume, proof.acked
         session = state.open(
-            self._now(), hello.session, proof.ttl, proof.identity, resume=resume, acked=acked
+            self._now(),
+            hello.session,
+            proof.ttl,
+            proof.identity,
+            resume=resume,
+            acked=acked,
+            orphan=proof.orphan,
         )
         self._gate.leave(peer)
         if isinstance(session, Refusal):
@@ -428,8 +434,10 @@ class Loop:
             del peers[peer]
             if not peers:
                 del self._by_session[session]
-                if peer.pid and not session.ended and self._asked is None:
-                    self._watch_process(peer.pid, session)
+                if not session.ended and self._asked is None:
+                    self._state.leave_alone(self._now(), session)
+                    if peer.pid:
+                        self._watch_process(peer.pid, session)
         self._gate.leave(peer)
         if peer.mask >= 0:
             peer.mask = -1

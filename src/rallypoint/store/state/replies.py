@@ -45,16 +45,26 @@ class Session:
     """
 
     __slots__ = (
-        "acked", "because", "claims", "deadline", "ended", "ended_at", "ephemeral", "heard", "id", "identity", "items", "kept", "locks",
-        "number", "replies", "routes", "ttl", "waiting",
+        "acked", "alone", "because", "claims", "deadline", "ended", "ended_at", "ephemeral", "heard", "id", "identity", "items", "kept",
+        "locks", "number", "orphan", "replies", "routes", "ttl", "waiting",
     )  # fmt: skip
 
-    def __init__(self, id: bytes, identity: Identity, ttl: float, now: float, number: int) -> None:
+    def __init__(
+        self,
+        id: bytes,
+        identity: Identity,
+        ttl: float,
+        now: float,
+        number: int,
+        orphan: float = NEVER,
+    ) -> None:
         self.id = id
         # An object of its own, so that "was it this session?" is asked by `is`, and an entry that
         # outlives its writer keeps only this.
         self.identity = Identity(identity.host, identity.pid, identity.rank)
         self.ttl = ttl
+        self.orphan = orphan  # seconds that it lives without a connection
+        self.alone = NEVER  # since when it has no connection
         self.number = number  # in the order in which the sessions of this server began
         self.heard = now
         self.deadline = NEVER

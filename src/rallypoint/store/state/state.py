@@ -54,6 +54,10 @@ times this: higher than the last one of a server that ran before it, which makes
 second. So fencing tokens, which are revisions, grow over restarts too, and no revision of one
 server is taken for one of another."""
 
+LATE = 1.5
+"""Shares of `orphan` after which a session without a connection begins to count anew: the server
+stood still for half of that time, and may not have seen yet that the client is back."""
+
 LISTED = 400
 """Requests that a refusal lists at most: it must fit a message before the proof. Of more, the
 outcome cannot be known."""
@@ -226,14 +230,17 @@ class State(Ledger):
         *,
         resume: bool,
         acked: int,
+        orphan: float = NEVER,
     ) -> Session | m.Refusal:
         """Return a new session, or the same again after a reconnect (`resume`: it has been welcomed
-        before, a new one must not begin)."""
+        before, a new one must not begin). `orphan`: seconds without a connection after which it
+        ends."""
         self.now = now
         session = self._sessions.get(session_id)
         if session is not None:
             # Also without `resume`: then the Welcome was lost, and nothing has been asked yet.
             session.heard = max(session.heard, now)
+            session.alone = NEVER
             self.acknowledge(session, acked)
             return session
         if resume:
@@ -243,12 +250,19 @@ class State(Ledger):
             text = f"the store serves {limit} sessions, and may serve {limit}; nothing raises that"
             return m.Refusal("store-full", text)
         self.opened += 1
-        session = Session(session_id, identity, lease(ttl), now, self.opened)
+        session = Session(session_id, identity, lease(ttl), now, self.opened, lease(orphan))
         self._sessions[session_id] = session
         self.acknowledge(session, acked)
         self._deadlines.set(session, now + session.ttl)
         self._tombstones.pop(session_id, None)
         return session
+
+    def leave_alone(self, now: float, session: Session) -> None:
+        """Note that the last connection of a session has ended: it ends, too, unless its client
+        connects again in time."""
+        session.alone = now
+        if now + session.orphan < session.deadline:
+            self._deadlines.set(session, now + session.orphan)
 
     def end(self, now: float, session: Session, because: str = "it was ended") -> None:
         """End a session, and pass on everything it held. May be called twice."""
@@ -279,11 +293,17 @@ class State(Ledger):
             # again. A session lives for as long as its longest lease of a lock; but the lock may be
             # given back any moment, so that is looked at in steps of the session's own ttl.
             ttl = max(session.ttl, self._locks.longest(session))
-            until = session.heard + ttl
+            until, because = session.heard + ttl, f"nothing was heard of it for {ttl:g} s"
+            orphan = session.orphan
+            if session.alone + orphan < until:
+                if now - session.alone > orphan * LATE:
+                    session.alone = now
+                until = session.alone + orphan
+                because = f"its connections ended, and it made no other within {orphan:g} s"
             if until > now:
                 self._deadlines.set(session, min(until, now + session.ttl))
             else:
-                self.end(now, session, f"nothing was heard of it for {ttl:g} s")
+                self.end(now, session, because)
                 ended.append(session)
         self._locks.expire()
         while (waiter := self.waiting.deadlines.take(now)) is not None:
