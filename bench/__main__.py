@@ -17,6 +17,7 @@ from bench import (
     harness,
     launch,
     log_corpus,
+    nodes,
     primitives,
     samples,
     start,
@@ -74,6 +75,15 @@ def _average(megabytes: int, ranks: int) -> Callable[[int, bool], Iterator[Sampl
     return lambda turns, quick: average.measure(megabytes, ranks, turns)
 
 
+def _nodes(count: int, ranks: int) -> Callable[[int, bool], Iterator[Sample]]:
+    peers = (nodes.C10D, nodes.STATIC)
+    return lambda turns, quick: nodes.first_all_reduce(count, ranks, turns, peers)
+
+
+def _fault(name: str) -> Callable[[int, bool], Iterator[Sample]]:
+    return lambda turns, quick: nodes.fault(name, 4, 2, turns, () if quick else (nodes.C10D,))
+
+
 def _verdict(
     faults: Sequence[verdict_faults.Fault],
     jobs: int = verdict.JOBS_AT_ONCE,
@@ -116,6 +126,11 @@ CASES: dict[str, dict[str, Plan]] = {
     "launch": {
         "launch-2": Plan(lambda turns, quick: launch.measure(2, turns), 3),
         "launch-8": Plan(lambda turns, quick: launch.measure(8, turns), 3),
+    },
+    "nodes": {
+        "nodes-2x2": Plan(_nodes(2, 2), 3),
+        "nodes-2x8": Plan(_nodes(2, 8), 3, quick=0),
+        **{name: Plan(_fault(name), 2) for name in nodes.CASES},
     },
     "store": {
         "latency": Plan(

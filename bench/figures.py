@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from bench import (
     launch_figures,
     log_corpus_figures,
+    nodes_figures,
     primitives_figures,
     store_figures,
     verdict_figures,
@@ -35,6 +36,7 @@ def tables(cases: Mapping[str, Case]) -> list[Table]:
         _left(cases),
         _ctrl_c(cases),
         *launch_figures.tables(cases),
+        *nodes_figures.tables(cases),
         *store_figures.tables(cases),
         *primitives_figures.tables(cases),
         *verdict_figures.tables(cases),

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bench import harness, launch, port_soak, primitives_soak, store_soak
+from bench import harness, launch, nodes_soak, port_soak, primitives_soak, store_soak
 from bench.harness import JOBS, Run, rallypoint, say
 from bench.outcome import Mode, Outcome
 
@@ -405,6 +405,7 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "kills": (kills, 100, 2),
     "ctrl-c": (ctrl_c, 100, 2),
     "stop-saves": (stop_saves, 600, 2),  # fifty of each kind
+    "nodes": (nodes_soak.nodes_soak, 54, 1),  # six of each kind
     "store-adds": (store_soak.adds, 1, 1),  # 80,000 of them
     "store-histories": (store_soak.histories, 1000, 2),
     "store-reconnects": (store_soak.reconnects, 10, 1),  # of a hundred each
