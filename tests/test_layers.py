@@ -64,6 +64,7 @@ PURE = (
     "diagnosis/init_method.py", "diagnosis/rendezvous_mismatch.py", "diagnosis/render.py",
     "diagnosis/rank_snapshot.py", "diagnosis/hang_detector.py", "launcher/program.py", "launcher/sizes.py", "launcher/plan.py",
     "launcher/agent/supervisor.py", "launcher/exits.py",
+    "launcher/nodes/messages.py", "launcher/nodes/joining.py", "launcher/nodes/refusals.py",
 )  # fmt: skip
 IMPURE = {
     "asyncio",
@@ -184,6 +185,10 @@ APART = (
     ("launcher/agent", "launcher/template"),
     ("launcher/agent", "launcher/worker"),
     ("launcher/worker", "launcher/template"),
+    ("launcher/nodes", "launcher/agent"),
+    ("launcher/nodes", "launcher/launch"),
+    ("launcher/worker", "launcher/nodes"),
+    ("launcher/template", "launcher/nodes"),
 )
 # What runs in a caller of `launch` and in its ranks.
 ON_BOTH_SIDES = ("rallypoint.launcher.launch.marshalling.",)

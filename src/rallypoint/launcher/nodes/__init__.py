@@ -1,0 +1,1 @@
+"""One job on several machines: its messages, joining, and the lead."""

@@ -1,0 +1,380 @@
+"""Applicants in, seats or refusals out: the nodes of a job of fixed size find together (a table).
+
+Pure: no socket, clock, thread or process. The lead's thread feeds `handle` with what happened and
+does what comes back.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, dataclass_transform
+
+import msgspec
+
+from rallypoint.launcher.nodes import refusals
+from rallypoint.launcher.nodes.messages import Applicant, Offers, Reachable
+from rallypoint.launcher.nodes.refusals import Decision
+from rallypoint.store.address import Address
+from rallypoint.world import Seat, World, ranges
+
+JOIN_TIMEOUT = 600.0
+"""Seconds that the nodes have to come, unless the user says otherwise; as under torchrun."""
+
+ROLL_CALL_OF_NODES = 10.0
+"""Seconds after which the nodes that wait are told which ones have not come; then twice as many,
+and so on."""
+
+TRY_PATIENCE = 3.0
+"""Seconds in which a node says which addresses of the lead it reaches. A try itself has one."""
+
+DUPLICATE_PATIENCE = 3.0
+"""Seconds that a place may have two applicants: if the older one's process has ended, its session
+is over by then, and the place is the younger one's."""
+
+
+class Stage(enum.Enum):
+    """States of joining."""
+
+    GATHERING = "gathering"
+    PROVING = "proving"  # all are here: which address of the lead do all of them reach?
+    FORMED = "formed"
+    CLOSED = "closed"  # given up
+
+
+@dataclass_transform(frozen_default=True)
+class NodeEvent(msgspec.Struct, frozen=True):
+    """Something that has happened to a job on several nodes, beside the messages of its nodes."""
+
+
+class Came(NodeEvent):
+    """An applicant's key has appeared."""
+
+    applicant: Applicant
+
+
+class Went(NodeEvent):
+    """An applicant's key is gone: its session is over."""
+
+    id: str
+
+
+class Rejected(NodeEvent):
+    """The lead's server has refused a connection (its secret differs, say)."""
+
+    host: str
+    because: str
+
+
+class Tick(NodeEvent):
+    """A time that `due` named has come."""
+
+
+class Form(Decision):
+    """The world is complete; these are the seats of its first attempt, by applicant."""
+
+    seats: dict[str, Seat]
+    world: World
+
+
+class TellMissing(Decision):
+    """Lines to be printed by every applicant that is here."""
+
+    lines: tuple[str, ...]
+
+
+class TryAddresses(Decision):
+    """Have this applicant connect to these addresses of the lead; `Reachable` is the answer."""
+
+    id: str
+    addresses: tuple[str, ...]
+
+
+class GiveUp(Decision):
+    """No world will be formed. Every applicant has been refused before."""
+
+    status: int
+    because: str
+
+
+class Joining:
+    """The one decision maker about the nodes of the world. `handle` returns what to do now."""
+
+    def __init__(self, lead: Applicant, *, timeout: float = JOIN_TIMEOUT, now: float = 0.0) -> None:
+        """`lead`: the lead's own applicant, with which all are compared; node 0 is its place. It
+        counts as here from its `Came` on.
+        """
+        self.state = Stage.GATHERING
+        self._lead = lead
+        self._count = lead.nnodes
+        self._began = now
+        self._timeout = timeout
+        self._roll_after = ROLL_CALL_OF_NODES
+        self._here: dict[str, Applicant] = {}  # in the order of coming
+        self._came_at: dict[str, float] = {}
+        self._holders = {0: lead}  # of places that were asked for
+        self._doubtful: dict[str, tuple[Applicant, float]] = {}  # and when each is refused
+        self._last_words: dict[
+            str, str
+        ] = {}  # by host: a line about each that tried and is not here
+        self._candidates: tuple[str, ...] = ()  # addresses of the lead
+        self._reached: dict[str, frozenset[str]] = {}
+        self._try_until = math.inf
+        self._address = ""  # of node 0, which all others reach
+        self._order: tuple[Applicant, ...] = ()  # by node
+
+    def __repr__(self) -> str:
+        return f"<Joining {self.state.value}, {len(self._here)} of {self._count} nodes here>"
+
+    def handle(self, event: NodeEvent | Reachable, now: float) -> list[Decision]:
+        """Return what to do about `event` at `now` (seconds, any origin, never going back)."""
+        row = TABLE[self.state].get(type(event))
+        return row(self, event, now) if row else []
+
+    @property
+    def due(self) -> float:
+        """When the next `Tick` must come at the latest; infinity when there is nothing to wait
+        for.
+        """
+        times = [until for _, until in self._doubtful.values()]
+        if self.state is Stage.GATHERING:
+            times += (self._began + self._timeout, self._began + self._roll_after)
+        elif self.state is Stage.PROVING:
+            times.append(self._try_until)
+        return min(times, default=math.inf)
+
+    # --- once the world is formed
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """The node of each applicant that has a place."""
+        return {applicant.id: node for node, applicant in enumerate(self._order)}
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each node."""
+        return tuple(applicant.host for applicant in self._order)
+
+    @property
+    def world(self) -> World:
+        """The shape of the job."""
+        return World.of(applicant.slots for applicant in self._order)
+
+    def seats(self, attempt: int, offers: Offers) -> dict[str, Seat]:
+        """Return every applicant's seat in an attempt. `offers`: what node 0 holds for it."""
+        world, store = self.world, ""
+        if self._count > 1 and offers.store_port:
+            store = str(Address(host=self._address, port=offers.store_port))
+        own = [applicant.addresses[0] if applicant.addresses else "" for applicant in self._order]
+        found = {}
+        for node, applicant in enumerate(self._order):
+            others = {(node + step) % self._count for step in (1, 2, 3)} - {0, node}
+            buddies = tuple(filter(None, (own[other] for other in sorted(others)[:2])))
+            found[applicant.id] = Seat(
+                attempt, node, world, self._address, offers.master_port, store, buddies=buddies
+            )
+        return found
+
+    # --- gathering
+
+    def _came(self, event: Came, now: float) -> list[Decision]:
+        applicant = event.applicant
+        if applicant.id in self._here or applicant.id in self._doubtful:
+            return []
+        if applicant.id != self._lead.id:
+            refused = refusals.unfit(applicant, self._lead)
+            if refused is not None:
+                self._last_words[applicant.host] = f"refused: {refused.headline}"
+                return [refused]
+            rank = applicant.node_rank
+            if rank is not None and self._holders.setdefault(rank, applicant) is not applicant:
+                self._doubtful[applicant.id] = (applicant, now + DUPLICATE_PATIENCE)
+                return []
+        return self._admit(applicant, now)
+
+    def _admit(self, applicant: Applicant, now: float) -> list[Decision]:
+        self._here[applicant.id] = applicant
+        self._came_at[applicant.id] = now
+        self._last_words.pop(applicant.host, None)
+        return self._prove(now) if len(self._here) == self._count else []
+
+    def _went(self, event: Went, now: float) -> list[Decision]:
+        self._doubtful.pop(event.id, None)
+        gone = self._here.pop(event.id, None)
+        if gone is None:
+            return []
+        self.state = Stage.GATHERING
+        lasted = now - self._came_at.pop(gone.id)
+        self._last_words[gone.host] = f"{gone.host} came, and left again after {lasted:.0f} s"
+        rank = gone.node_rank
+        if rank is None or self._holders[rank].id != gone.id or gone.id == self._lead.id:
+            return []
+        del self._holders[rank]
+        for applicant, _ in self._doubtful.values():
+            if applicant.node_rank == rank:
+                del self._doubtful[applicant.id]
+                self._holders[rank] = applicant
+                return self._admit(applicant, now)
+        return []
+
+    def _rejected(self, event: Rejected, now: float) -> list[Decision]:
+        self._last_words[event.host] = f"refused: {event.host}: {event.because}"
+        return []
+
+    def _late(self, event: Came, now: float) -> list[Decision]:
+        """Refuse an applicant that comes when all places are taken, or after all was given up. A
+        watch that begins anew tells of the others again.
+        """
+        applicant = event.applicant
+        if applicant.id in self._here or applicant.id in self._doubtful:
+            return []
+        if refused := refusals.unfit(applicant, self._lead):
+            return [refused]
+        if self.state is Stage.CLOSED:
+            return [refusals.timed_out(applicant.id, "the job was given up", [*self._roll()])]
+        nodes = f"they are {self._named(self._here.values())}"
+        return [refusals.complete(applicant, nodes, self._count)]
+
+    def _tick(self, event: Tick, now: float) -> list[Decision]:
+        decisions = self._refuse_doubtful(event, now)
+        if now >= self._began + self._timeout:
+            self.state = Stage.CLOSED
+            missing = f"{self._count - len(self._here)} of {self._count} nodes"
+            because = f"{missing} did not come within {now - self._began:.0f} s"
+            roll = [*self._roll()]
+            waiting = [*self._here, *self._doubtful]
+            self._doubtful.clear()
+            decisions += (refusals.timed_out(id, because, roll) for id in waiting)
+            return [*decisions, GiveUp(refusals.TEMPORARY, because)]
+        if now >= self._began + self._roll_after:
+            self._roll_after *= 2
+            came = f"{len(self._here)} of {self._count} nodes have come"
+            head = f"{came} after {now - self._began:.0f} s"
+            decisions.append(TellMissing((head, *self._roll())))
+        return decisions
+
+    def _refuse_doubtful(self, event: Tick, now: float) -> list[Decision]:
+        """Refuse the younger of two applicants for one place, when the older one lives."""
+        decisions: list[Decision] = []
+        for applicant, until in [*self._doubtful.values()]:
+            if now < until:
+                continue
+            del self._doubtful[applicant.id]
+            rank = applicant.node_rank or 0
+            refused = refusals.duplicate(applicant, self._holders[rank].host, rank)
+            self._last_words[applicant.host] = f"refused: {refused.headline}"
+            decisions.append(refused)
+        return decisions
+
+    def _roll(self) -> Iterator[str]:
+        """Yield a line about the nodes that are here, about the missing, and about each that tried."""
+        yield f"here: {self._named(self._here.values()) or 'none'}"
+        if all(one.node_rank is not None or one.id == self._lead.id for one in self._here.values()):
+            ids = {one.id for one in self._here.values()}
+            free = [
+                rank
+                for rank in range(self._count)
+                if rank not in self._holders or self._holders[rank].id not in ids
+            ]
+            yield (
+                f"missing: node {ranges(free)}"
+                if len(free) < 2
+                else f"missing: nodes {ranges(free)}"
+            )
+        yield from [*self._last_words.values()][-refusals.HOSTS_MOST :]
+
+    def _named(self, applicants: Iterable[Applicant]) -> str:
+        return refusals.named(applicants, self._lead.id)
+
+    # --- an address that all reach
+
+    def _prove(self, now: float) -> list[Decision]:
+        """Form the world when all have come to the lead by one address; else have all try all of
+        them.
+
+        A node that came over loopback is on the lead's host, and reaches every address of it.
+        """
+        others = self._others()
+        came_by = {one.reached for one in others}
+        distant = {address for address in came_by if not _is_loopback(address)} or came_by
+        if len(distant) < 2 and "" not in distant:
+            return self._form(next(iter(distant), "127.0.0.1"))
+        self.state = Stage.PROVING
+        self._candidates = tuple(filter(None, dict.fromkeys((*self._lead.addresses, *came_by))))
+        self._reached = {}
+        self._try_until = now + TRY_PATIENCE
+        return [TryAddresses(one.id, self._candidates) for one in others]
+
+    def _reachable(self, event: Reachable, now: float) -> list[Decision]:
+        if event.id in self._here:
+            self._reached[event.id] = frozenset(event.addresses)
+        return self._choose() if len(self._reached) == self._count - 1 else []
+
+    def _tick_while_proving(self, event: Tick, now: float) -> list[Decision]:
+        decisions = self._refuse_doubtful(event, now)
+        return decisions + (self._choose() if now >= self._try_until else [])
+
+    def _others(self) -> list[Applicant]:
+        return [one for one in self._here.values() if one.id != self._lead.id]
+
+    def _choose(self) -> list[Decision]:
+        """Take the first address that every node reaches; a silent node reaches the one by which
+        it came.
+        """
+        others = self._others()
+        reached = {one.id: self._reached.get(one.id, frozenset((one.reached,))) for one in others}
+        common = frozenset(self._candidates).intersection(*reached.values())
+        for address in self._candidates:
+            if address in common:
+                return self._form(address)
+        self.state = Stage.CLOSED
+        table: dict[frozenset[str], list[Applicant]] = {}
+        for one in others:
+            table.setdefault(reached[one.id], []).append(one)
+        refused = refusals.no_common_address(self._here, self._lead, table)
+        return [*refused, GiveUp(refusals.USAGE_STATUS, refused[0].headline)]
+
+    def _form(self, address: str) -> list[Decision]:
+        self.state, self._address = Stage.FORMED, address
+        others = self._others()
+        places = {one.node_rank: one for one in others if one.node_rank is not None}
+        places[0] = self._here[self._lead.id]
+        rest = iter([one for one in others if one.node_rank is None])
+        self._order = tuple(
+            places[node] if node in places else next(rest) for node in range(self._count)
+        )
+        seats = self.seats(0, self._lead.offers or Offers(0))
+        patches: dict[str, list[Applicant]] = {}
+        for one in self._order:
+            patches.setdefault(one.versions.torch, []).append(one)
+        if len(patches) < 2:
+            return [Form(seats, self.world)]
+        told = ", ".join(f"torch {torch} on {self._named(them)}" for torch, them in patches.items())
+        return [
+            TellMissing((f"the nodes differ in torch's last number: {told}",)),
+            Form(seats, self.world),
+        ]
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+TABLE: dict[Stage, dict[type[Any], Callable[[Joining, Any, float], list[Decision]]]] = {
+    Stage.GATHERING: {
+        Came: Joining._came,
+        Went: Joining._went,
+        Rejected: Joining._rejected,
+        Tick: Joining._tick,
+    },
+    Stage.PROVING: {
+        Came: Joining._late,
+        Went: Joining._went,
+        Reachable: Joining._reachable,
+        Tick: Joining._tick_while_proving,
+    },
+    Stage.FORMED: {Came: Joining._late, Tick: Joining._refuse_doubtful},
+    Stage.CLOSED: {Came: Joining._late},
+}
+"""The whole state machine: what an event does in each state. An event without a row does nothing."""

@@ -1,0 +1,139 @@
+"""Refusals of applicants, in the words of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import dataclass_transform
+
+import msgspec
+
+from rallypoint.launcher.nodes.messages import Applicant
+
+TEMPORARY = 75
+"""Exit status that asks a batch system for another try: EX_TEMPFAIL of sysexits.h."""
+
+USAGE_STATUS = 2
+HOSTS_MOST = 8  # that one line names
+
+
+@dataclass_transform(frozen_default=True)
+class Decision(msgspec.Struct, frozen=True):
+    """Something that the lead's thread is to do."""
+
+
+class Refuse(Decision):
+    """An applicant has no place, for this reason, in the parts of an error."""
+
+    id: str
+    code: str
+    headline: str
+    why: tuple[str, ...] = ()
+    help: tuple[tuple[str, str], ...] = ()
+    status: int = USAGE_STATUS
+
+
+def unfit(applicant: Applicant, lead: Applicant) -> Refuse | None:
+    """Return the refusal of an applicant that was started for another job than the lead, or for a
+    place that the job does not have.
+    """
+    host, node_0, count = applicant.host, f"node 0 ({lead.host})", lead.nnodes
+    theirs, ours = applicant.versions, lead.versions
+    for name, has, had in (
+        ("rallypoint", theirs.rallypoint, ours.rallypoint),
+        ("Python", _minor(theirs.python), _minor(ours.python)),
+        ("torch", _minor(theirs.torch), _minor(ours.torch)),
+    ):
+        if has != had:
+            what = f"has {name} {has}" if has else f"has no {name}"
+            return _skew(
+                applicant,
+                f"{what}, and {node_0} has {had or 'none'}",
+                f"all nodes of a job have the same version of {name}",
+                "install the same version on all nodes",
+            )
+    if applicant.nnodes != count:
+        return _skew(
+            applicant,
+            f"was started with --nnodes {applicant.nnodes}, and {node_0} with --nnodes {count}",
+            "the number of nodes is the same on all of them",
+            "give the same --nnodes on all nodes",
+        )
+    if applicant.digest != lead.digest:
+        return _skew(
+            applicant,
+            f"was started with another program, or other arguments, than {node_0}",
+            "all nodes of a job run the same program with the same arguments",
+            "start the same command on all nodes",
+        )
+    rank = applicant.node_rank
+    if rank is None or 0 <= rank < count:
+        return None
+    headline = f"{host} was started with --node-rank {rank}, and the job has {count} nodes"
+    help = ((f"give a number from 0 to {count - 1}", ""),)
+    return Refuse(applicant.id, "usage", headline, ("nodes are numbered from 0",), help)
+
+
+def _skew(applicant: Applicant, what: str, why: str, help: str) -> Refuse:
+    return Refuse(applicant.id, "node-skew", f"{applicant.host} {what}", (why,), ((help, ""),))
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def duplicate(applicant: Applicant, older: str, rank: int) -> Refuse:
+    """Return the refusal of the younger of two living applicants for one place. `older`: the host
+    of the other one.
+    """
+    headline = f"{older} and {applicant.host} were both started as node {rank}"
+    if older == applicant.host:
+        headline = f"two launchers on {older} were started as node {rank}"
+    why = f"the place belongs to the one on {older}, which came first"
+    help = "give each node a --node-rank of its own, or leave it out on all of them"
+    return Refuse(applicant.id, "node-duplicate", headline, (why,), ((help, ""),))
+
+
+def complete(applicant: Applicant, nodes: str, count: int) -> Refuse:
+    """Return the refusal of an applicant that comes when every place is taken by these `nodes`."""
+    headline = f"{applicant.host} has no place in this job: all {count} nodes have come"
+    help = "start as many nodes as --nnodes says, or raise it on all of them"
+    return Refuse(applicant.id, "job-complete", headline, (nodes,), ((help, ""),))
+
+
+def timed_out(id: str, because: str, roll: Sequence[str]) -> Refuse:
+    """Return the refusal of an applicant that has waited in vain for the others."""
+    help = (
+        ("start the same command on every node", ""),
+        ("or give them more time", "--rdzv-conf join_timeout=1200"),
+    )
+    return Refuse(id, "join-timeout", because, tuple(roll), help, TEMPORARY)
+
+
+def no_common_address(
+    ids: Iterable[str], lead: Applicant, reached: Mapping[frozenset[str], Sequence[Applicant]]
+) -> tuple[Refuse, ...]:
+    """Return the refusals of all when no address of node 0 is `reached` by every node."""
+    headline = f"no address of node 0 ({lead.host}) is reached by all nodes"
+    why = [
+        f"{named(applicants)}: {', '.join(sorted(addresses)) or 'none'}"
+        for addresses, applicants in reached.items()
+    ]
+    told = tuple(why[:HOSTS_MOST])
+    help = (
+        ("name an address that all nodes reach, on all of them", "--rdzv-endpoint ADDRESS:PORT"),
+    )
+    return tuple(Refuse(id, "no-common-address", headline, told, help) for id in ids)
+
+
+def named(applicants: Iterable[Applicant], lead: str = "") -> str:
+    """Return the hosts of applicants, with the places that they asked for. `lead`: the id of the
+    one with place 0.
+    """
+    names = [
+        applicant.host
+        if applicant.node_rank is None and applicant.id != lead
+        else f"{applicant.host} (node {applicant.node_rank or 0})"
+        for applicant in applicants
+    ]
+    more = len(names) - HOSTS_MOST
+    return ", ".join(names[:HOSTS_MOST]) + (f" and {more} more" if more > 0 else "")
