@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 
 from rallypoint.diagnosis import classify, render
-from rallypoint.diagnosis.evidence import Ended, Frame, JobEvidence, Meeting, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import (
+    Ended,
+    Frame,
+    JobEvidence,
+    Meeting,
+    NodeEvidence,
+    Raised,
+    RankEvidence,
+)
 from rallypoint.diagnosis.report import Report
 from rallypoint.diagnosis.root_cause import devices_shared, diagnose
 from rallypoint.host.devices import Build, Device, Found, Look, Process, resolve
@@ -102,10 +110,8 @@ def told(ranks: list[RankEvidence], devices: Found | None) -> Report:
     job = JobEvidence(
         "train.py",
         len(ranks),
-        tuple(ranks),
+        (NodeEvidence(tuple(ranks), devices=devices, run_dir="/state/runs/a1"),),
         held_address="127.0.0.1:41235",
-        run_dir="/state/runs/a1",
-        devices=devices,
     )
     return diagnose(job)[0]
 

@@ -4,7 +4,14 @@ exception: that one is shown.
 
 from __future__ import annotations
 
-from rallypoint.diagnosis.evidence import Ended, Frame, JobEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import (
+    Ended,
+    Frame,
+    JobEvidence,
+    NodeEvidence,
+    Raised,
+    RankEvidence,
+)
 from rallypoint.diagnosis.report import Report
 from rallypoint.diagnosis.root_cause import diagnose
 
@@ -28,7 +35,7 @@ def judged(kind: str, message: str) -> Report:
         RankEvidence(0, 0, 4000, ended=Ended(), phase="done"),
         RankEvidence(1, 1, 4001, ended=Ended(1, 0, 2.5), phase="running", raised=error),
     )
-    (report,) = diagnose(JobEvidence("train.py", 2, ranks))
+    (report,) = diagnose(JobEvidence("train.py", 2, (NodeEvidence(ranks),)))
     return report
 
 
@@ -87,8 +94,12 @@ def test_a_port_that_another_set_of_ranks_had() -> None:
         JobEvidence(
             "train.py",
             2,
-            (failed, RankEvidence(1, 1, 4001, phase="running", sent=("SIGTERM",))),
-            holders=(gone,),
+            (
+                NodeEvidence(
+                    (failed, RankEvidence(1, 1, 4001, phase="running", sent=("SIGTERM",))),
+                    holders=(gone,),
+                ),
+            ),
         )
     )
     assert report.code == "port-in-use"

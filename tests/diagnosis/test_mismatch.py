@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from rallypoint.diagnosis import render, root_cause
-from rallypoint.diagnosis.evidence import Ended, Frame, JobEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import (
+    Ended,
+    Frame,
+    JobEvidence,
+    NodeEvidence,
+    Raised,
+    RankEvidence,
+)
 
 SITE = "/venv/lib/python3.11/site-packages/torch/distributed"
 
@@ -37,7 +44,7 @@ def waiting(rank: int, frames: tuple[Frame, ...]) -> RankEvidence:
 
 
 def report(*ranks: RankEvidence) -> str:
-    (only,) = root_cause.diagnose(JobEvidence("train.py", len(ranks), ranks))
+    (only,) = root_cause.diagnose(JobEvidence("train.py", len(ranks), (NodeEvidence(ranks),)))
     return render.text(only)
 
 

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.diagnosis import rendezvous_mismatch
-from rallypoint.diagnosis.evidence import Ended, Frame, JobEvidence, Meeting, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import (
+    Ended,
+    Frame,
+    JobEvidence,
+    Meeting,
+    NodeEvidence,
+    Raised,
+    RankEvidence,
+)
 from rallypoint.diagnosis.rendezvous_mismatch import Caller
 from rallypoint.diagnosis.report import Report
 
@@ -198,7 +206,9 @@ def report(*callers: Caller, through: tuple[Caller, ...] = ()) -> Report:
         for one in sorted((*callers, *through), key=lambda one: one.rank)
     ]
     ranks += [evidence(rank) for rank in range(SIZE) if rank not in {one.rank for one in ranks}]
-    return rendezvous_mismatch.report(found, JobEvidence("train.py", SIZE, tuple(ranks)))
+    return rendezvous_mismatch.report(
+        found, JobEvidence("train.py", SIZE, (NodeEvidence(tuple(ranks)),))
+    )
 
 
 def test_the_report_of_a_duplicate_names_who_is_missing() -> None:
@@ -224,7 +234,8 @@ def test_the_report_says_what_was_asked_for_then() -> None:
     assert found is not None
     again = evidence(2, caller(2, rank=2, turn=1).meeting)
     told = rendezvous_mismatch.report(
-        found, JobEvidence("train.py", SIZE, (evidence(1, caller(1).meeting), again))
+        found,
+        JobEvidence("train.py", SIZE, (NodeEvidence((evidence(1, caller(1).meeting), again)),)),
     )
     assert told.evidence == ("ranks 1-2: rank=1, world_size=4, at train.py:7",)
 

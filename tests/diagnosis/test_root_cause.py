@@ -28,13 +28,13 @@ from rallypoint.diagnosis.evidence import (
     JobEvidence,
     Meeting,
     MemoryEvidence,
+    NodeEvidence,
     Raised,
     RankEvidence,
 )
 from rallypoint.diagnosis.reachability import ANSWER
 from rallypoint.diagnosis.root_cause import News, cause_first, diagnose, news
-from rallypoint.host.firewall import Blocked
-from rallypoint.host.probe import Outcome, Reached, Tried
+from rallypoint.host.probe import Blocked, Outcome, Reached, Tried
 
 STORIES = pathlib.Path(__file__).parent.parent / "stories" / "reports"
 
@@ -149,9 +149,10 @@ def waited(
 
 
 def job(*ranks: RankEvidence, **more: Any) -> JobEvidence:
-    return JobEvidence(
-        "train.py", more.pop("world_size", len(ranks)), ranks, run_dir="/state/runs/a1", **more
-    )
+    """Make the evidence of a job on one node. `more`: fields of the node's or the job's."""
+    own = {name: more.pop(name) for name in NodeEvidence.__struct_fields__ if name in more}
+    node = NodeEvidence(ranks, **{"run_dir": "/state/runs/a1", **own})
+    return JobEvidence("train.py", more.pop("world_size", len(ranks)), (node,), **more)
 
 
 def same(count: int, **more: Any) -> list[RankEvidence]:
@@ -2855,10 +2856,8 @@ evidence = some.builds(
     ),
 )
 jobs = some.builds(
-    lambda ranks, **more: JobEvidence(
-        "train.py",
-        len(ranks),
-        tuple(msgspec.structs.replace(one, rank=i, local_rank=i) for i, one in enumerate(ranks)),
+    lambda ranks, **more: job(
+        *(msgspec.structs.replace(one, rank=i, local_rank=i) for i, one in enumerate(ranks)),
         **more,
     ),
     some.lists(evidence, max_size=5),
@@ -2891,7 +2890,7 @@ def test_any_evidence_gives_a_report_that_does_not_depend_on_the_order_of_ranks(
     assert render.text(reports)
     shuffled = list(evidence.ranks)
     chance.shuffle(shuffled)
-    assert diagnose(msgspec.structs.replace(evidence, ranks=tuple(shuffled))) == reports
+    assert diagnose(evidence.with_ranks(shuffled)) == reports
 
 
 def test_a_module_that_is_not_there_is_wrong_usage_as_a_script_is() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.host import firewall
-from rallypoint.host.firewall import Blocked, Chain, Condition, Firewall, Rule, nft_chains
+from rallypoint.host.firewall import Chain, Condition, Firewall, Rule, nft_chains
+from rallypoint.host.probe import Blocked
 
 NFT = Path(__file__).parent / "nft"
 """Rules as they are written, and as `nft -j list ruleset` of 1.0.6 lists them."""

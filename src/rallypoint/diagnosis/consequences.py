@@ -1,20 +1,19 @@
-"""What the ranks show together when none of them shows a cause, and what became of those that are
-not at fault.
-"""
+"""What the ranks show together when none of them shows a cause."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from rallypoint.diagnosis import classify, reachability, stacks
+from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.causes import collectives, endings, exceptions, rendezvous, stops
 from rallypoint.diagnosis.causes.case import Case
-from rallypoint.diagnosis.evidence import Frame, JobEvidence, Meeting, Raised
+from rallypoint.diagnosis.evidence import Frame, JobEvidence, Meeting, NodeEvidence, Raised
 from rallypoint.diagnosis.rank_kinds import (
     HEARD_LATE,
     HURT,
@@ -24,7 +23,6 @@ from rallypoint.diagnosis.rank_kinds import (
     place_in_order,
 )
 from rallypoint.diagnosis.report import Confidence, Report
-from rallypoint.world import ranks_phrase
 
 
 def case_of(
@@ -114,9 +112,15 @@ def _unmet(scene: Scene) -> Report | None:
     """Tell of ranks that could not reach their meeting point, and what was seen there. Not while
     rank 0, which should listen there, is elsewhere.
     """
-    reached, verdicts = scene.job.reached, scene.verdicts
+    return next(filter(None, (_unmet_on(node, scene) for node in scene.job.nodes)), None)
+
+
+def _unmet_on(node: NodeEvidence, scene: Scene) -> Report | None:
+    """Tell the same of the ranks of one node, which looks from there."""
+    reached, here = node.reached, {rank.rank for rank in node.ranks}
     if reached is None or not reachability.explains(reached):
         return None
+    verdicts = [v for v in scene.verdicts if v.rank.rank in here]
     at = (reached.host, reached.port)
     said = [v for v in verdicts if v.error and reachability.where(v.error, v.rank.meeting) == at]
     spoke = {v.rank.rank for v in said}
@@ -125,10 +129,10 @@ def _unmet(scene: Scene) -> Report | None:
     ]
     late = any(
         v.kind in (Kind.ALIVE, Kind.STOPPED) and v.rank.rank == 0 and v.rank.meeting is None
-        for v in verdicts
+        for v in scene.verdicts
     )
     # Without any meeting they are not looked into, and nobody knows who has come.
-    met = any(v.rank.meeting is not None for v in verdicts)
+    met = any(v.rank.meeting is not None for v in scene.verdicts)
     if not (said or silent) or (late and met and reached.outcome == "refused"):
         return None
     at_fault = sorted(said, key=place_in_order) + silent
@@ -140,17 +144,19 @@ def _store_lost(scene: Scene) -> Report | None:
     """Tell of ranks whose connection to a store of torch's broke, and what was seen where it
     was.
     """
-    reached = scene.job.reached
-    if reached is None:
-        return None
-    at = (reached.host, reached.port)
-    broken = [
-        (v, error) for v, error in scene.errors if reachability.store_of(error, v.rank.said) == at
-    ]
-    if not broken:
-        return None
-    case = scene.case([v for v, _ in broken], "certain")
-    return reachability.store_lost(case, reached, broken[0][1])
+    for node in scene.job.nodes:
+        reached, here = node.reached, {rank.rank for rank in node.ranks}
+        broken = [
+            (v, error)
+            for v, error in scene.errors
+            if v.rank.rank in here
+            and reached is not None
+            and reachability.store_of(error, v.rank.said) == (reached.host, reached.port)
+        ]
+        if broken and reached is not None:
+            case = scene.case([v for v, _ in broken], "certain")
+            return reachability.store_lost(case, reached, broken[0][1])
+    return None
 
 
 def _store_waits(scene: Scene) -> Report | None:
@@ -322,76 +328,3 @@ def _had_done(verdict: Verdict, *, closing: bool) -> float:
     if closing and rank.closed_at:
         return rank.closed_at
     return rank.phase_at if rank.phase in ("finishing", "done") else 0.0
-
-
-# --- the others
-
-
-def then_told(
-    job: JobEvidence,
-    verdicts: list[Verdict],
-    at_fault: list[Verdict],
-    certain: Iterable[Kind],
-    *,
-    acquit: bool = True,
-) -> str:
-    """Return what became of the ranks that are not at fault, in a sentence. `acquit`: and that they
-    are not.
-    """
-    blamed = {verdict.rank.rank for verdict in at_fault}
-    # The sys.exit of these was seen, too, at the same line; what exit code it would have given is
-    # not known.
-    lines = {verdict.rank.left_at for verdict in at_fault} - {""}
-    others: dict[str, list[int]] = {}  # by what became of them
-    for verdict in verdicts:
-        rank, kind = verdict.rank, verdict.kind
-        if rank.rank in blamed or (not at_fault and kind in certain):
-            continue
-        became = _BECAME.get(kind, "")
-        if kind is Kind.DOUBTFUL and verdict.error is not None and verdict.error.code:
-            became = classify.AFTER_ANOTHER[verdict.error.code]
-        elif kind in (Kind.STOPPED, Kind.ALIVE):
-            became = "were stopped"
-            if kind is Kind.ALIVE and job.on_failure == "continue":
-                became = "go on"
-            elif rank.left_at in lines:
-                became = _LEAVING
-        elif kind in (Kind.FINISHED, Kind.SWALLOWED):
-            became += cases.went_home(job)
-        if became:
-            others.setdefault(became, []).append(rank.rank)
-    home = cases.went_home(job)
-    innocent = [_BECAME[Kind.LOST], _BECAME[Kind.WAITED], *_OF_STORE, "were stopped"]
-    rest = ["go on", _LEAVING, *map(_BECAME.get, (Kind.EXITED, Kind.NCCL, Kind.ABORTED))]
-    count = sum(len(others.get(words, ())) for words in innocent)
-    acquitted = "it is not at fault" if count == 1 else "they are not at fault"
-    told = [_sentence(others[words], words) for words in innocent if words in others]
-    told += [acquitted] if count and acquit else []
-    for words in (*rest, home, f"caught an error and {home}"):
-        if words in others:
-            told.append(_sentence(others[words], words))
-    if job.log is not None and job.log.stopped and "were stopped" not in others:
-        number = len(set(job.log.stopped))
-        told.append(f"the launcher stopped {number} other{'s' * (number != 1)}")
-    return "; ".join(told)
-
-
-_OF_STORE = tuple(dict.fromkeys(classify.AFTER_ANOTHER.values()))
-_LEAVING = "were leaving by the same sys.exit, and stopped"
-
-_BECAME = {
-    Kind.LOST: "lost the connection to a peer",
-    Kind.DOUBTFUL: "lost the connection to a peer",
-    Kind.WAITED: "waited for a peer until the timeout",
-    Kind.EXITED: "exited with a code that is not 0, likely for that reason",
-    Kind.NCCL: "had an error of NCCL's, likely for that reason",
-    Kind.ABORTED: "aborted, likely for that reason",
-    Kind.SWALLOWED: "caught an error and ",
-}
-"""What became of a rank that is not at fault, by the evidence that it shows."""
-
-
-def _sentence(ranks: Sequence[int], words: str) -> str:
-    if len(ranks) == 1:
-        words = words.replace("were ", "was ", 1).replace("go on", "goes on")
-    return f"{ranks_phrase(ranks)} {words}"

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import re
 import resource
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from rallypoint.diagnosis.log_events import Collective, Findings
 from rallypoint.diagnosis.raised import CUDA_START as CUDA_START
@@ -122,22 +126,59 @@ class HelperLost(msgspec.Struct, frozen=True):
     words: tuple[str, ...] = ()
 
 
-class JobEvidence(msgspec.Struct, frozen=True):
-    """What a diagnosis is made from. Pure data: `classify.py` needs nothing else."""
+class NodeEvidence(msgspec.Struct, frozen=True):
+    """All that one node's kernel, and the launcher's agent there, tell of a job. Times are seconds
+    since that agent's start.
+    """
+
+    ranks: tuple[RankEvidence, ...] = ()
+    node: int = 0
+    host: str = ""
+    memory: MemoryEvidence = MemoryEvidence()
+    devices: Found | None = None  # the GPUs, when an error is about them
+    holders: tuple[str, ...] = ()  # of the port that a rank could not bind, a line each
+    helper: HelperLost | None = None
+    reached: Reached | None = (
+        None  # what is at the meeting point that ranks could not reach, when somebody looked
+    )
+    run_dir: str = ""
+    now: float = 0.0
+    began: float = 0.0  # the agent's start, in seconds since 1970 by its own clock
+    offset: float = 0.0  # seconds to add to a time of this node's for the lead's
+    error: float = 0.0  # seconds by which that sum may be wrong
+
+
+How = Literal["connection ended", "lease over"]
+Look = Literal["", "refused", "silent", "dropped", "unreachable"]
+
+
+class LostNode(msgspec.Struct, frozen=True):
+    """A node from which the lead hears nothing any more, and what a look at its host showed."""
+
+    node: int
+    host: str
+    ranks: tuple[int, ...]
+    how: How
+    at: float  # seconds since the lead's start when it was taken for lost
+    silent: float = 0.0  # seconds since its last sign of life then
+    looked: Look = ""  # "": nobody looked, or the look has shown nothing yet
+    address: str = ""  # that was looked at
+    started: bool = True  # its ranks had been started
+
+
+class JobEvidence(msgspec.Struct, frozen=True, dict=True):
+    """What a diagnosis is made from. Pure data: `root_cause.py` needs nothing else."""
 
     program: str  # as typed: "train.py"; the name of the function when there is one
     world_size: int
-    ranks: tuple[RankEvidence, ...]
+    nodes: tuple[NodeEvidence, ...]  # of which there is evidence: one for a job on one node
+    lost: tuple[LostNode, ...] = ()
     attempt: int = 0
     max_restarts: int = 0
     held_address: str = ""  # host:port of the socket that the launcher holds for init_process_group
     interrupted_by: str = ""  # the signal that the launcher itself got: "SIGINT", "SIGTERM", ...
     overdue: float = 0.0  # seconds that the whole job was given, when they are over
     stop_reason: str = ""
-    memory: MemoryEvidence = MemoryEvidence()
-    helper: HelperLost | None = None
-    holders: tuple[str, ...] = ()  # who holds the port that a rank could not bind, a line each
-    run_dir: str = ""
     on_failure: str = "stop"
     function: bool = False  # the program is a function that `rallypoint.launch` calls in each rank
     behind: str = ""  # options of `rallypoint run` that stand behind the program, which got them
@@ -145,13 +186,48 @@ class JobEvidence(msgspec.Struct, frozen=True):
     # that paths are shown relative to, with a "/" at its end; "": the one from which `program` was
     # typed
     folder: str = ""
-    devices: Found | None = None  # the GPUs, when an error is about them
     python: str = ""  # the interpreter that the ranks run, as a shell takes it; "": not known
-    reached: Reached | None = (
-        None  # what is at the meeting point that ranks could not reach, when somebody looked
-    )
-    now: float = 0.0
     log: Findings | None = None  # of a job that a log tells of: all that was seen in it
+
+    @cached_property
+    def ranks(self) -> tuple[RankEvidence, ...]:
+        """The evidence of all ranks: of several nodes, by rank."""
+        if len(self.nodes) == 1:
+            return self.nodes[0].ranks
+        found = (rank for node in self.nodes for rank in node.ranks)
+        return tuple(sorted(found, key=lambda rank: rank.rank))
+
+    @cached_property
+    def _nodes(self) -> dict[int, NodeEvidence]:
+        return {rank.rank: node for node in self.nodes for rank in node.ranks}
+
+    def node_of(self, rank: int) -> NodeEvidence:
+        """Return the evidence of the node that a rank is on."""
+        return self._nodes.get(rank) or next(iter(self.nodes), NodeEvidence())
+
+    @cached_property
+    def clock_error(self) -> float:
+        """Seconds by which times of two nodes may be wrong beside each other."""
+        return sum(sorted(node.error for node in self.nodes)[-2:])
+
+    @property
+    def now(self) -> float:
+        """When the evidence was gathered, in seconds since the job's start."""
+        return max((node.now for node in self.nodes), default=0.0)
+
+    @property
+    def helper(self) -> HelperLost | None:
+        """The first process of the launcher's own that ended by itself, on any node."""
+        lost = [node.helper for node in self.nodes if node.helper is not None]
+        return min(lost, key=lambda one: one.ended.at, default=None)
+
+    def with_ranks(self, ranks: Iterable[RankEvidence]) -> JobEvidence:
+        """Return the same job with this evidence of its ranks, or of some of them."""
+        found: dict[int, list[RankEvidence]] = {}
+        for rank in ranks:
+            found.setdefault(self.node_of(rank.rank).node, []).append(rank)
+        nodes = (replace(node, ranks=tuple(found.get(node.node, ()))) for node in self.nodes)
+        return replace(self, nodes=tuple(nodes))
 
 
 class MemoryCounters(msgspec.Struct, frozen=True):

@@ -7,9 +7,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from rallypoint.diagnosis import classify, reachability, stacks
+from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import collectives, stops
 from rallypoint.diagnosis.causes.case import Case, was
-from rallypoint.diagnosis.consequences import Scene, never_set, then_told
+from rallypoint.diagnosis.consequences import Scene, never_set
 from rallypoint.diagnosis.log_events import Findings, Sign
 from rallypoint.diagnosis.rank_kinds import Kind, Verdict, place_in_order
 from rallypoint.diagnosis.report import Report

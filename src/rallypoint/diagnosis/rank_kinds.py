@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rallypoint.diagnosis import classify, stacks, tracebacks
 from rallypoint.diagnosis.causes.wording import CRASHES, signal_name
 from rallypoint.diagnosis.evidence import JobEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.node_evidence import of_one_clock
 
 SIGKILL, SIGABRT = 9, 6
 # Seconds after a lost connection in which what its rank raises is taken for a consequence of it,
@@ -73,7 +74,8 @@ def look_at(job: JobEvidence) -> tuple[JobEvidence, list[Verdict]]:
     """Return the job with its ranks in order, and what each of them shows beside the others."""
     if job.log is not None:
         return job, [_verdict_in_log(rank) for rank in job.ranks]
-    job = replace(job, ranks=_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
+    job = of_one_clock(job)
+    job = job.with_ranks(_placed(sorted(job.ranks, key=lambda rank: rank.rank)))
     verdicts = [_verdict(rank, job) for rank in job.ranks]
     return job, _shared(_after_a_loss(_stopped_after(verdicts)))
 
@@ -252,7 +254,7 @@ def _by_launcher(rank: RankEvidence, job: JobEvidence) -> bool:
     number = rank.ended.signal
     if job.interrupted_by:
         return not number or signal_name(number) == job.interrupted_by
-    return job.helper is not None and number == SIGKILL
+    return job.node_of(rank.rank).helper is not None and number == SIGKILL
 
 
 # --- one rank beside the others

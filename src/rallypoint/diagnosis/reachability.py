@@ -240,7 +240,7 @@ def report(case: Case, reached: Reached, error: Raised | None) -> Report:
         evidence.append(f"torch's own words: {wording.first_line(error.message)}")
         where = cases.where(case, rank, error)
     # The process that is stopped is no bystander.
-    guilty = reached.stopped and any(one.pid == reached.stopped for one in case.job.ranks)
+    guilty = reached.stopped and any(one.pid == reached.stopped for one in case.node.ranks)
     return report_form.account(
         case,
         code,
@@ -346,7 +346,7 @@ def _holders(case: Case, reached: Reached) -> tuple[str, ...]:
     """Return who listens on that port on this machine: strangers by their command, our own by what
     they are.
     """
-    ranks = {str(rank.pid): rank.rank for rank in case.job.ranks}
+    ranks = {str(rank.pid): rank.rank for rank in case.node.ranks}
     lines = []
     for line in reached.holders:
         found = re.search(r"\(pid (\d+),", line)

@@ -182,7 +182,7 @@ def report(found: Misfit, job: JobEvidence) -> Report:
     """Return what does not fit, with every rank's own line."""
     asked = {caller.rank: caller.meeting for caller in found.callers}
     ranks = tuple(replace(rank, meeting=asked.get(rank.rank)) for rank in job.ranks)
-    job = replace(job, ranks=ranks)
+    job = job.with_ranks(ranks)
     others = [rank.rank for rank in ranks if rank.ended is None and rank.rank not in found.ranks]
     were, they_are = ("was", "it is") if len(others) == 1 else ("were", "they are")
     then = f"{ranks_phrase(others)} {were} stopped; {they_are} not at fault" if others else ""

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rallypoint.diagnosis import classify, confidence, reachability, stacks, tracebacks
+from rallypoint.diagnosis.bystanders import then_told
 from rallypoint.diagnosis.causes import case as cases
 from rallypoint.diagnosis.causes import children, endings, exceptions, gpus, resources, stops
 from rallypoint.diagnosis.causes.case import Case
@@ -24,7 +25,6 @@ from rallypoint.diagnosis.consequences import (
     different_collectives,
     of_consequences,
     scene_of,
-    then_told,
 )
 from rallypoint.diagnosis.error_patterns import schedulers
 from rallypoint.diagnosis.evidence import JobEvidence, Meeting, Raised, RankEvidence
@@ -82,8 +82,13 @@ def diagnose(job: JobEvidence) -> tuple[Report, ...]:
     rows = ROWS[:1] if job.helper or job.interrupted_by or job.overdue else ROWS
     if job.helper is not None:
         died = (stops.launcher_died(job, then_told(job, verdicts, [], STRONG)),)
-    joined = [(rank.rank, rank.meeting) for rank in job.ranks if rank.meeting]
-    shared = devices_shared(joined, job.world_size)
+    shared = {
+        rank
+        for node in job.nodes
+        for rank in devices_shared(
+            ((one.rank, one.meeting) for one in node.ranks if one.meeting), job.world_size
+        )
+    }
     for row in rows:
         found = [verdict for verdict in verdicts if verdict.kind in row]
         # NCCL refuses a shared GPU, and whatever has a reason of its own comes before that.
@@ -160,7 +165,7 @@ def news(job: JobEvidence, told: Iterable[int], at_fault: Iterable[int]) -> News
     known = told.union(*followed.values())
     rest = tuple(rank for rank in job.ranks if rank.rank not in known)
     return News(
-        diagnose(replace(job, ranks=rest)) if any(map(has_failed, rest)) else (),
+        diagnose(job.with_ranks(rest)) if any(map(has_failed, rest)) else (),
         tuple(
             f"{ranks_phrase(ranks)} followed {before}: {words}"
             for (before, words), ranks in followed.items()
@@ -185,12 +190,13 @@ def _seen_where_they_wait(job: JobEvidence) -> tuple[str, ...]:
     """Return what keeps ranks that somebody stopped from meeting, when that was seen: nobody would
     wait another half hour for it.
     """
-    reached = job.reached
-    if reached is None or not reachability.explains(reached):
-        return ()
-    for rank in job.ranks:
-        if rank.meeting is not None and reachability.waits_at(rank, reached):
-            return (reachability.in_short(reached, rank.meeting.line),)
+    for node in job.nodes:
+        reached = node.reached
+        if reached is None or not reachability.explains(reached):
+            continue
+        for rank in node.ranks:
+            if rank.meeting is not None and reachability.waits_at(rank, reached):
+                return (reachability.in_short(reached, rank.meeting.line),)
     return ()
 
 
@@ -331,12 +337,18 @@ def _same(verdict: Verdict, job: JobEvidence) -> Hashable:
         worker = classify.loader_killed(error)
         if worker is not None:  # that place says nothing of the worker
             pid, number = worker
-            place = (number, number == SIGKILL and resources.for_memory(job.memory, pid))
+            place = (number, number == SIGKILL and _for_memory(job, rank, pid))
         return (kind, error.type, error.code, place)
     if ended is None:
         return (kind, rank.not_executed)
     killed = kind is Kind.KILLED and ended.signal == SIGKILL
-    return (kind, ended.signal, ended.code, killed and resources.for_memory(job.memory, rank.pid))
+    return (kind, ended.signal, ended.code, killed and _for_memory(job, rank, rank.pid))
+
+
+def _for_memory(job: JobEvidence, rank: RankEvidence, pid: int) -> Hashable:
+    """Return the number of the node if its kernel killed that process for memory, else None."""
+    node = job.node_of(rank.rank)
+    return node.node if resources.for_memory(node.memory, pid) else None
 
 
 def _raised(case: Case, error: Raised | None) -> Report:
@@ -344,7 +356,7 @@ def _raised(case: Case, error: Raised | None) -> Report:
     assert error is not None
     rank = case.first
     if (foreign := reachability.of_words(error, rank.meeting)) is not None:
-        reached = case.job.reached
+        reached = case.node.reached
         if reached is None or reached.outcome != "answered":
             reached = foreign
         return reachability.report(case, reached, error)

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rallypoint.host.probe import Blocked
+
 LOOK_TIMEOUT = 3.0
 """Seconds for nft. The rules of a cluster node are listed in a tenth of one."""
 
@@ -62,21 +64,6 @@ class Chain:
     rules: tuple[Rule, ...]
     policy: str = ""
     hook: str = ""  # one of `_HOOKS` where there is a policy
-
-
-class Blocked(NamedTuple):
-    """Verdict on a connection that does not come through."""
-
-    does: str  # "drop" (the caller waits) or "reject" (the caller is told)
-    where: str  # "nft: inet filter input"
-    rule: str  # the rule as it is listed
-    certain: bool  # False: a rule before it, or it itself, has a condition that is not evaluated
-
-    def __str__(self) -> str:
-        said = f"{self.where}: {self.rule}"
-        if not self.certain:
-            return f"the firewall may {self.does} it ({said})"
-        return f"the firewall {'drops' if self.does == 'drop' else 'rejects'} it ({said})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import msgspec
 from rallypoint.clock import Clock
 
 if TYPE_CHECKING:
-    from rallypoint.host.firewall import Blocked, Firewall
+    from rallypoint.host.firewall import Firewall
     from rallypoint.host.ports import PortHolder
 
 FIRST_BYTES = 128
@@ -85,6 +85,21 @@ _OUTCOMES: dict[Outcome, str] = {
     "unreachable": "there is no way to it",
     "dropped": "no answer at all",
 }
+
+
+class Blocked(msgspec.Struct, frozen=True):
+    """Verdict of a firewall (`host/firewall.py`) on a connection that does not come through."""
+
+    does: str  # "drop" (the caller waits) or "reject" (the caller is told)
+    where: str  # "nft: inet filter input"
+    rule: str  # the rule as it is listed
+    certain: bool  # False: a rule before it, or it itself, has a condition that is not evaluated
+
+    def __str__(self) -> str:
+        said = f"{self.where}: {self.rule}"
+        if not self.certain:
+            return f"the firewall may {self.does} it ({said})"
+        return f"the firewall {'drops' if self.does == 'drop' else 'rejects'} it ({said})"
 
 
 class Reached(msgspec.Struct, frozen=True):

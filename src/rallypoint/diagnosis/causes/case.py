@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from rallypoint.diagnosis import stacks, tracebacks
 from rallypoint.diagnosis.causes.wording import ending, listed, since, size
-from rallypoint.diagnosis.evidence import Frame, JobEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import Frame, JobEvidence, NodeEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.report import Confidence
 from rallypoint.world import ranks_phrase
 
@@ -43,6 +43,11 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def first(self) -> RankEvidence:
         return self.ranks[0]
+
+    @property
+    def node(self) -> NodeEvidence:
+        """The node of the first rank at fault."""
+        return self.job.node_of(self.first.rank if self.ranks else -1)
 
     @property
     def numbers(self) -> tuple[int, ...]:

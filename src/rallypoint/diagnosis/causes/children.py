@@ -25,7 +25,7 @@ def producer_gone(case: Case, error: Raised) -> Report:
     case = case if sure else likely(case)
     if any(_LOADER.search(frame.file) for frame in error.frames):
         headline = f"{_workers(case)} did not hand over {'its batch' if len(case.ranks) == 1 else 'their batches'}: {named(error)}"
-        memory = case.job.memory
+        memory = case.node.memory
         killed = process_ids(memory.killed_pids) if memory.killed_pids else ""
         return told(
             case,
@@ -81,7 +81,7 @@ def loader_killed(case: Case, error: Raised, pid: int, number: int) -> Report:
     """Tell that a signal ended a worker of a DataLoader; its rank, which lives, raises in whatever
     line it had come to.
     """
-    memory, name, rank, in_log = case.job.memory, signal_name(number), case.first, case.job.log
+    memory, name, rank, in_log = case.node.memory, signal_name(number), case.first, case.job.log
     # What was caught in torch's loader, and raised again in other words, has no line of the
     # program's; torch's handler of SIGCHLD raises wherever the rank is.
     own = any(not stacks.library(frame) for frame in error.frames)
@@ -108,12 +108,12 @@ def loader_killed(case: Case, error: Raised, pid: int, number: int) -> Report:
         )
         why = resources.why_killed(memory, certain=certain)
         evidence += resources.kills_known(memory, process_ids(sorted(workers)) if certain else "")
-        evidence += resident(case.job.ranks)
+        evidence += resident(case.node.ranks)
         helps = resources.less_memory(case.job)
         case = case if certain else likely(case)
     elif number == signals.SIGKILL:
         evidence += resources.no_kill_known(memory, process_ids(sorted(workers)))
-        evidence += resident(case.job.ranks)
+        evidence += resident(case.node.ranks)
         helps = resources.ask_the_kernel(memory)
     headline = f"{_workers(case)} {did}"
     if in_log is not None:

@@ -95,7 +95,7 @@ def not_run(case: Case, caught: Raised | None = None) -> Report:
 
 def killed(case: Case, caught: Raised | None = None) -> Report:
     """Tell of a signal from outside, or of the kernel, which sends one when memory runs out."""
-    rank, memory = case.first, case.job.memory
+    rank, memory = case.first, case.node.memory
     number = rank.ended.signal if rank.ended is not None else signals.SIGKILL
     if rank.killed_by:
         return resources.killed_for_memory(case)

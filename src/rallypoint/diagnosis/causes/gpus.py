@@ -67,7 +67,7 @@ _OWN_GPU = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
 
 def device_missing(case: Case, error: Raised) -> Report:
     """Tell that the GPU, or torch's support for one, is not there."""
-    found, message = case.job.devices, error.message
+    found, message = case.node.devices, error.message
     why, facts = lack_and_facts(found)
     stopped = found is not None and bool(found.visible.stopped)
     helps: list[Help] = []
@@ -101,7 +101,7 @@ def device_missing(case: Case, error: Raised) -> Report:
 
 def cuda_init_failed(case: Case, error: Raised) -> Report:
     """Tell that CUDA does not start on a GPU that there may be."""
-    found, message = case.job.devices, error.message
+    found, message = case.node.devices, error.message
     why, facts = lack_and_facts(found)
     problem = found.look.problem if found is not None else ""
     why = why or problem
@@ -143,7 +143,7 @@ def device_busy(case: Case, error: Raised) -> Report:
         f"{case.subject} did not get its GPU: {named(error)}",
         error,
         why=strangers[0] if strangers else why,
-        evidence=(*strangers[1:], *lack_and_facts(case.job.devices)[1]),
+        evidence=(*strangers[1:], *lack_and_facts(case.node.devices)[1]),
         help=(
             Help(
                 "see who uses the GPUs, and in which mode they are",
@@ -167,9 +167,9 @@ def device_shared(case: Case, error: Raised | None) -> Report:
     """Tell that ranks of one group of NCCL's have the same GPU. `error`: NCCL's own refusal, when
     it came to that.
     """
-    job, found = case.job, case.job.devices
+    job, node, found = case.job, case.node, case.node.devices
     by_device: dict[str, list[tuple[int, Meeting]]] = {}
-    for rank in job.ranks:
+    for rank in node.ranks:
         if rank.meeting is not None and rank.meeting.device:
             by_device.setdefault(rank.meeting.device, []).append((rank.rank, rank.meeting))
     at_fault = [one for ranks in by_device.values() if len(ranks) > 1 for one in ranks]
@@ -280,6 +280,6 @@ def lack_and_facts(found: Found | None) -> tuple[str, tuple[str, ...]]:
 
 def strangers_of(case: Case) -> tuple[str, ...]:
     """Return who else uses these GPUs, a line each; () when nobody looked."""
-    if case.job.devices is None:
+    if case.node.devices is None:
         return ()
-    return listed(case.job.devices.strangers(rank.pid for rank in case.job.ranks))
+    return listed(case.node.devices.strangers(rank.pid for rank in case.node.ranks))

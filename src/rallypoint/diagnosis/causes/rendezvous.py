@@ -316,16 +316,16 @@ def interface_missing(case: Case, error: Raised) -> Report:
 
 def port_in_use(case: Case, error: Raised) -> Report:
     """Tell of EADDRINUSE: who holds the port, as far as it can be seen."""
-    port, job = classify.port_named(error.message), case.job
+    port, holders = classify.port_named(error.message), case.node.holders
     which = f"port {port}" if port else "an address"
     own = [
         rank
-        for rank in job.ranks
-        if any(re.search(rf"\bpid {rank.pid}\b", holder) for holder in job.holders)
+        for rank in case.node.ranks
+        if any(re.search(rf"\bpid {rank.pid}\b", holder) for holder in holders)
     ]
-    evidence = tuple(job.holders[1:])
+    evidence = holders[1:]
     if own:
-        why = f"rank {own[0].rank} of this job has it: {job.holders[0]}"
+        why = f"rank {own[0].rank} of this job has it: {holders[0]}"
         helps: tuple[Help, ...] = (
             Help(
                 "bind it in one rank only, or give each rank its own",
@@ -333,12 +333,12 @@ def port_in_use(case: Case, error: Raised) -> Report:
             ),
         )
     else:
-        why = job.holders[0] if job.holders else "who holds it could not be seen"
-        nobody = not any("(pid " in holder or " of user " in holder for holder in job.holders)
-        if error.type.endswith("DistNetworkError") and job.holders and nobody:
+        why = holders[0] if holders else "who holds it could not be seen"
+        nobody = not any("(pid " in holder or " of user " in holder for holder in holders)
+        if error.type.endswith("DistNetworkError") and holders and nobody:
             why, evidence = (
                 "whoever listened there has gone since",
-                job.holders,
+                holders,
             )  # torch's sockets may be bound beside TIME_WAIT
         chosen = case.first.meeting is not None and error.call == "init_process_group"
         line = (
@@ -354,7 +354,7 @@ def port_in_use(case: Case, error: Raised) -> Report:
                 "bind port 0, and ask the socket which number it got", "sock.getsockname()[1]"
             ),
         )
-        if not job.holders:
+        if not holders:
             helps += (
                 Help(
                     "or see who holds it, as root",

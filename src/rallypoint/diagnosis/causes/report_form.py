@@ -181,6 +181,6 @@ def timeline(case: Case) -> tuple[Moment, ...]:
 def logs(case: Case) -> tuple[str, ...]:
     """Return the log of the first rank at fault, at the line of its last words."""
     if not case.ranks or not case.first.log:
-        return (case.job.run_dir,) if case.job.run_dir else ()
+        return (case.node.run_dir,) if case.node.run_dir else ()
     rank = case.first
     return (f"{rank.log}:{rank.log_line}" if rank.log_line else rank.log,)

@@ -19,7 +19,7 @@ ASK_THAT_KERNEL = Help(
 
 def out_of_memory(case: Case) -> Report:
     """Tell of SIGKILL where the kernel says that it killed for memory."""
-    memory = case.job.memory
+    memory = case.node.memory
     in_log = [rank for rank in case.ranks if rank.pid in memory.killed_pids]
     certain = len(in_log) == len(case.ranks)
     return of_end(
@@ -30,7 +30,7 @@ def out_of_memory(case: Case) -> Report:
         evidence=(
             *kills_known(memory, pids(in_log) if in_log else ""),
             f"{case.subject} ended by SIGKILL; rallypoint had sent {'it' if len(case.ranks) == 1 else 'them'} no signal",
-            *resident(case.job.ranks),
+            *resident(case.node.ranks),
         ),
         help=less_memory(case.job),
     )
@@ -183,7 +183,7 @@ def _refused_at_once(case: Case, error: Raised, wanted: int) -> Report:
     """Tell of one allocation that was too large for what there was: more than the whole machine
     has, or more than was left of it.
     """
-    memory = case.job.memory
+    memory = case.node.memory
     limited = 0 < memory.limit < memory.total
     most = memory.limit if limited else memory.total
     helps = less_memory(case.job)

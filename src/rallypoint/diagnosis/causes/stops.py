@@ -41,7 +41,7 @@ def unknown(case: Case, error: Raised | None) -> Report:
         )
     first = case.first
     evidence = ["no rank was ended by a signal from outside, and none raised an error of its own"]
-    if job.memory.counted and not job.memory.oom_kills:
+    if all(node.memory.counted and not node.memory.oom_kills for node in job.nodes):
         evidence.append("the kernel killed nothing in this cgroup for lack of memory")
     helps = [
         Help("read the last lines of every rank", "rallypoint show"),
@@ -118,8 +118,9 @@ def _cut_short(
 
 def launcher_died(job: JobEvidence, then: str) -> Report:
     """Tell that the template, the guard or the c10d host ended by itself."""
-    lost, memory = job.helper, job.memory
+    lost = job.helper
     assert lost is not None
+    memory = next(node.memory for node in job.nodes if node.helper is lost)
     ended = lost.ended
     name = signal_name(ended.signal) if ended.signal else ""
     by_signal = bool(name) and ended.signal not in CRASHES

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from rallypoint.diagnosis.doctor.checks import text_of
 from rallypoint.diagnosis.doctor.finding import Finding, fault, note, ok, unknown
 from rallypoint.host.addresses import LOOK_TIMEOUT, Host, Problem, chosen, look
-from rallypoint.host.firewall import Blocked, Firewall, read_firewall
+from rallypoint.host.firewall import Firewall, read_firewall
+from rallypoint.host.probe import Blocked
 
 LOOPBACK_TIMEOUT = 1.0
 """Seconds for a packet from this machine to itself, which takes microseconds."""

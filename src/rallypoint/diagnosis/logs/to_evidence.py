@@ -18,7 +18,7 @@ from rallypoint.diagnosis import classify, confidence, rank_kinds, root_cause, s
 from rallypoint.diagnosis.causes.wording import CRASHES
 from rallypoint.diagnosis.classify import Meaning
 from rallypoint.diagnosis.error_patterns import schedulers
-from rallypoint.diagnosis.evidence import Ended, JobEvidence, Raised, RankEvidence
+from rallypoint.diagnosis.evidence import Ended, JobEvidence, NodeEvidence, Raised, RankEvidence
 from rallypoint.diagnosis.log_events import Findings, Sighting, Sign
 from rallypoint.diagnosis.report import Report
 
@@ -79,7 +79,7 @@ def evidence_of(findings: Findings) -> JobEvidence:
         *log.stopped(),
     ]
     ranks.sort(key=lambda rank: rank.order)
-    return JobEvidence(log.program, 0, tuple(ranks), log=findings)
+    return JobEvidence(log.program, 0, (NodeEvidence(tuple(ranks)),), log=findings)
 
 
 class _Log:

@@ -307,6 +307,7 @@ class Agent:
         """Gather the evidence, judge it, show the reports."""
         job, reporter = self.job, self._reporter
         from rallypoint.diagnosis import root_cause
+        from rallypoint.launcher import job_evidence
 
         if job.problem is not None and action.reason == "start":
             found = reporter.of_problem(job.problem)
@@ -316,18 +317,22 @@ class Agent:
             asked = self.plan.on_failure != "continue" or outside
             misfit = job.rendezvous.cause_of_all() if action.reason == "failure" else None
             spawned = misfit is not None or action.reason == "interrupted"
-            evidence = job.evidence.gather(
+            here = job.evidence.gather(
                 job.members if spawned else job.ranks,
                 asked=asked,
                 told=reporter.told,
+                helper=job.lost if action.reason == "helper" else None,
+                reached=job.rendezvous.reached,
+            )
+            evidence = job_evidence.of_nodes(
+                self.plan,
+                (here,),
                 world_size=job.size if spawned else self.plan.slots,
                 attempt=job.supervisor.attempt,
                 held_address=job.attempt.held,
                 interrupted_by=self.signalled_by if action.reason == "interrupted" else "",
                 overdue=self._overdue if action.reason == "overdue" else 0.0,
-                helper=job.lost if action.reason == "helper" else None,
                 stop_reason=action.because,
-                reached=job.rendezvous.reached,
             )
             found = reporter.judge(evidence, misfit, all_again=asked)
         reports = reporter.show(found)

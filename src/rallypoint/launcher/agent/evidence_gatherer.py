@@ -5,11 +5,8 @@ this machine shows.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
-import sys
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from rallypoint.clock import Clock
 from rallypoint.diagnosis import (
@@ -24,14 +21,14 @@ from rallypoint.diagnosis import (
 from rallypoint.diagnosis.evidence import (
     CUDA_START,
     HelperLost,
-    JobEvidence,
     MemoryEvidence,
+    NodeEvidence,
     RankEvidence,
 )
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
 from rallypoint.host.probe import Reached
-from rallypoint.launcher import exception_capture
+from rallypoint.launcher import job_evidence
 from rallypoint.launcher.agent.console import SETTLE_TIMEOUT, Console
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.plan import Plan
@@ -129,7 +126,7 @@ class EvidenceGatherer:
             for one in ranks
             if one.alive and one.rank not in told and (one in asked or one.halted())
         }
-        root = self._folder_of_task() or stacks.root_of(
+        root = job_evidence.folder_of_task(self._plan) or stacks.root_of(
             self._plan.program.target, [frame for one in here for frame in one.stack]
         )
         waiting = [handle.rank for handle in ranks if handle.waiting]
@@ -143,43 +140,39 @@ class EvidenceGatherer:
     # --- for a report
 
     def gather(
-        self, ranks: Sequence[RankHandle], *, asked: bool, told: Collection[int], **known: Any
-    ) -> JobEvidence:
-        """Return the evidence: what is `known` of the job, its ranks, the machine and the plan.
-        `asked`: the living ranks were asked for their stacks. `told`: ranks whose failure stands in
-        a report.
+        self,
+        ranks: Sequence[RankHandle],
+        *,
+        asked: bool,
+        told: Collection[int],
+        helper: HelperLost | None = None,
+        reached: Reached | None = None,
+        node: int = 0,
+    ) -> NodeEvidence:
+        """Return the evidence of this node: its ranks, and what this machine shows. `asked`: the
+        living ranks were asked for their stacks. `told`: ranks whose failure stands in a report.
         """
         self._console.pump.settle(SETTLE_TIMEOUT)
-        plan = self._plan
         waits = any(handle.phase == "joining" for handle in ranks)
         looked_at = [handle for handle in ranks if not (asked and handle.rank in told)]
         files = self._error_files(looked_at)
-        return JobEvidence(
-            program=exception_capture.sayable(plan.program.target),
+        now = self._clock.elapsed()
+        return NodeEvidence(
             ranks=tuple(
                 self._rank(handle, file, asked=asked, waits=waits)
                 for handle, file in zip(looked_at, files, strict=True)
             ),
-            max_restarts=plan.max_restarts,
-            memory=self._memory(ranks, known["helper"]),
-            holders=_holders(ranks),
-            run_dir=self._run_dir,
-            on_failure=plan.on_failure,
-            function=plan.task is not None,
-            behind=plan.behind,
-            moved=plan.moved,
-            folder=self._folder_of_task(),
+            node=node,
+            host=os.uname().nodename,
+            memory=self._memory(ranks, helper),
             devices=self._devices(ranks),
-            python=shlex.quote(sys.executable) if sys.executable else "",
-            now=self._clock.elapsed(),
-            **known,
+            holders=_holders(ranks),
+            helper=helper,
+            reached=reached,
+            run_dir=self._run_dir,
+            now=now,
+            began=self._clock.wall() - now,
         )
-
-    def _folder_of_task(self) -> str:
-        """Return the folder of a caller of `launch`: paths are shown relative to it. "" for a
-        program, whose own place tells.
-        """
-        return os.path.join(self._plan.task.folder, "") if self._plan.task is not None else ""
 
     def _rank(
         self, handle: RankHandle, written: str = "", *, asked: bool, waits: bool

@@ -1,0 +1,81 @@
+"""Ranks that are not at fault, and what became of them, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rallypoint.diagnosis import classify
+from rallypoint.diagnosis.causes import case as cases
+from rallypoint.diagnosis.evidence import JobEvidence
+from rallypoint.diagnosis.rank_kinds import Kind, Verdict
+from rallypoint.world import ranks_phrase
+
+
+def then_told(
+    job: JobEvidence,
+    verdicts: list[Verdict],
+    at_fault: list[Verdict],
+    certain: Iterable[Kind],
+    *,
+    acquit: bool = True,
+) -> str:
+    """Return what became of the ranks that are not at fault, in a sentence. `acquit`: and that they
+    are not.
+    """
+    blamed = {verdict.rank.rank for verdict in at_fault}
+    # The sys.exit of these was seen, too, at the same line; what exit code it would have given is
+    # not known.
+    lines = {verdict.rank.left_at for verdict in at_fault} - {""}
+    others: dict[str, list[int]] = {}  # by what became of them
+    for verdict in verdicts:
+        rank, kind = verdict.rank, verdict.kind
+        if rank.rank in blamed or (not at_fault and kind in certain):
+            continue
+        became = _BECAME.get(kind, "")
+        if kind is Kind.DOUBTFUL and verdict.error is not None and verdict.error.code:
+            became = classify.AFTER_ANOTHER[verdict.error.code]
+        elif kind in (Kind.STOPPED, Kind.ALIVE):
+            became = "were stopped"
+            if kind is Kind.ALIVE and job.on_failure == "continue":
+                became = "go on"
+            elif rank.left_at in lines:
+                became = _LEAVING
+        elif kind in (Kind.FINISHED, Kind.SWALLOWED):
+            became += cases.went_home(job)
+        if became:
+            others.setdefault(became, []).append(rank.rank)
+    home = cases.went_home(job)
+    innocent = [_BECAME[Kind.LOST], _BECAME[Kind.WAITED], *_OF_STORE, "were stopped"]
+    rest = ["go on", _LEAVING, *map(_BECAME.get, (Kind.EXITED, Kind.NCCL, Kind.ABORTED))]
+    count = sum(len(others.get(words, ())) for words in innocent)
+    acquitted = "it is not at fault" if count == 1 else "they are not at fault"
+    told = [_sentence(others[words], words) for words in innocent if words in others]
+    told += [acquitted] if count and acquit else []
+    for words in (*rest, home, f"caught an error and {home}"):
+        if words in others:
+            told.append(_sentence(others[words], words))
+    if job.log is not None and job.log.stopped and "were stopped" not in others:
+        number = len(set(job.log.stopped))
+        told.append(f"the launcher stopped {number} other{'s' * (number != 1)}")
+    return "; ".join(told)
+
+
+_OF_STORE = tuple(dict.fromkeys(classify.AFTER_ANOTHER.values()))
+_LEAVING = "were leaving by the same sys.exit, and stopped"
+
+_BECAME = {
+    Kind.LOST: "lost the connection to a peer",
+    Kind.DOUBTFUL: "lost the connection to a peer",
+    Kind.WAITED: "waited for a peer until the timeout",
+    Kind.EXITED: "exited with a code that is not 0, likely for that reason",
+    Kind.NCCL: "had an error of NCCL's, likely for that reason",
+    Kind.ABORTED: "aborted, likely for that reason",
+    Kind.SWALLOWED: "caught an error and ",
+}
+"""What became of a rank that is not at fault, by the evidence that it shows."""
+
+
+def _sentence(ranks: Sequence[int], words: str) -> str:
+    if len(ranks) == 1:
+        words = words.replace("were ", "was ", 1).replace("go on", "goes on")
+    return f"{ranks_phrase(ranks)} {words}"
