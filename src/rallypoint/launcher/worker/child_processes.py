@@ -3,7 +3,6 @@ program looking at them."""
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.protocol import Child
+from rallypoint.launcher.worker.function_hooks import wrap
 
 TOLD_MOST = 100  # of one rank: a program that starts processes for ever must not fill the agent
 # multiprocessing calls finalizers below 0 when it has joined the children that the program left to
@@ -37,22 +37,23 @@ def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
     from multiprocessing import process
 
     kind: Any = process.BaseProcess
-    start, look = kind.start, kind.exitcode.fget
-    if hasattr(start, "_rallypoint"):
+    if hasattr(kind.start, "_rallypoint"):
         return
+    look = kind.exitcode.fget
 
-    @functools.wraps(start)
-    def start_and_remember(self: Any) -> None:
+    def start(original: Callable[[Any], None], self: Any) -> None:
         # Not at the top: multiprocessing is being imported while this module wraps it.
         from multiprocessing import get_start_method
 
         if (getattr(self, "_start_method", None) or get_start_method()) != "fork":
             starts_interpreter()
-        start(self)
+        original(self)
         _remember(self, sys._getframe(1), tell)
 
-    start_and_remember._rallypoint = True  # type: ignore[attr-defined]
-    kind.start = start_and_remember
+    def end(original: Callable[[Any], None], self: Any) -> None:
+        # However the process ends after that, the program wanted it.
+        _started.pop(self.pid, None)
+        original(self)
 
     def exitcode(self: Any) -> int | None:
         code: int | None = look(self)
@@ -60,26 +61,18 @@ def watch(tell: _Tell, starts_interpreter: Callable[[], object]) -> None:
             _failed.pop(self.pid, None)
         return code
 
+    wrap(kind, "start", start)
+    wrap(kind, "terminate", end)
+    wrap(kind, "kill", end)
     kind.exitcode = property(exitcode, doc=kind.exitcode.__doc__)
-    kind.terminate, kind.kill = _ends(kind.terminate), _ends(kind.kill)
-
-
-def _ends(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap `terminate` or `kill`: however the process ends after it, the program wanted that."""
-
-    @functools.wraps(original)
-    def end(self: Any) -> None:
-        _started.pop(self.pid, None)
-        original(self)
-
-    return end
 
 
 def _remember(process: Any, frame: FrameType | None, tell: _Tell) -> None:
     popen = process._popen
     if not hasattr(popen, "poll"):  # another start method than multiprocessing's own
         return
-    _see_ends_of(type(popen))
+    owner = next(kind for kind in type(popen).__mro__ if "poll" in vars(kind))
+    wrap(owner, "poll", _poll)
     while frame is not None and (
         exception_capture.is_ours(frame.f_code.co_filename)
         or any(one in frame.f_code.co_filename for one in _LIBRARIES)
@@ -104,21 +97,11 @@ def _remember(process: Any, frame: FrameType | None, tell: _Tell) -> None:
         util.Finalize(None, _tell, args=(tell,), exitpriority=_LAST)
 
 
-def _see_ends_of(popen: type) -> None:
-    owner: Any = next((one for one in popen.__mro__ if "poll" in vars(one)), None)
-    if owner is None or hasattr(owner.poll, "_rallypoint"):
-        return
-    original = owner.poll
-
-    @functools.wraps(original)
-    def poll(self: Any, *args: Any, **kwargs: Any) -> int | None:
-        code: int | None = original(self, *args, **kwargs)
-        if code is not None:
-            _ended(self.pid, code)
-        return code
-
-    poll._rallypoint = True  # type: ignore[attr-defined]
-    owner.poll = poll
+def _poll(original: Callable[..., int | None], self: Any, *args: Any, **kwargs: Any) -> int | None:
+    code = original(self, *args, **kwargs)
+    if code is not None:
+        _ended(self.pid, code)
+    return code
 
 
 def _ended(pid: int, code: int) -> None:

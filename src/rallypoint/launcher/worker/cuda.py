@@ -14,10 +14,7 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 from rallypoint.launcher import exception_capture
-
-Replace = Callable[[str, object, object], None]
-"""Type of `loaded_modules.replace`."""
-
+from rallypoint.launcher.worker.function_hooks import wrap
 
 How = Literal["", "chosen", "given", "used", "short"]
 """Reason why a rank has its GPU: the program chose it; it is LOCAL_RANK's; the program had put
@@ -38,6 +35,7 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # the standard library
 _chosen = False  # the program has called torch.cuda.set_device
 _first_use = ""  # "train.py:12"
 _fork_line = ""  # in a forked child: where it was forked, if CUDA was up
+_refusal = ""  # in a forked child: note of an error when it tries to use CUDA
 
 
 def chosen() -> None:
@@ -94,42 +92,33 @@ def _uuid(cuda: Any, index: int) -> str:
     return listed[index] if index < len(listed) else str(index)
 
 
-# --- the first use, and forks after it
-# -------------------------------------------------------------------------------
+# --- the first use, and forks after it ---
 
 
-def watch_first_use(replace: Replace, failed: Callable[[Exception], None]) -> None:
-    """Remember the line that initialises CUDA in this process. After that torch has its own
-    function back.
+def watch_first_use(failed: Callable[[Exception], None]) -> None:
+    """Remember the line that initialises CUDA in this process. torch's refusal to do so in a forked
+    child of the program's says where the fork was.
 
-    `failed` is told of an error of it, with the program's frame as its caller's caller, except
-    those of `set_device`, which has a hook.
+    `failed` is told of an error, except those of `set_device`, which has a hook.
     """
     import torch.cuda
 
     module: Any = torch.cuda
-    original: Any = getattr(module, "_lazy_init", None)  # torch's own name, not public
-    if original is None or hasattr(original, "_rallypoint"):
-        return
 
-    def _lazy_init() -> None:
+    def lazy_init(original: Callable[[], None]) -> None:
         global _first_use
-        was = module.is_initialized()
         try:
             original()
         except Exception as error:
-            if sys._getframe(1).f_code.co_name != "set_device":
+            if _refusal:
+                error.add_note(_refusal)
+            if sys._getframe(2).f_code.co_name != "set_device":
                 failed(error)
             raise
-        if not was and module.is_initialized():
+        if not _first_use and module.is_initialized():
             _first_use = exception_capture.line_of(exception_capture.user_frame(sys._getframe(1)))
-            replace("torch.cuda", _lazy_init, original)
 
-    _lazy_init._rallypoint = True  # type: ignore[attr-defined]
-    module._lazy_init = _lazy_init
-    for name in ("torch.cuda.random", "torch.cuda.memory"):  # they have copies of the name
-        if name in sys.modules and vars(sys.modules[name]).get("_lazy_init") is original:
-            sys.modules[name]._lazy_init = _lazy_init  # type: ignore[attr-defined]
+    wrap(module, "_lazy_init", lazy_init, "torch.cuda")  # torch's own name, not public
 
 
 def about_to_fork() -> tuple[str, str]:
@@ -157,24 +146,10 @@ def _forker() -> FrameType | None:
     return frame or nearest
 
 
-def in_forked_child(replace: Replace) -> None:
-    """Make torch's refusal to use CUDA in a child of the program's say where the fork was, and what
-    had used CUDA before it."""
-    if not _fork_line:
-        return
-    cuda: Any = sys.modules["torch.cuda"]
-    original = cuda._lazy_init
-    first = f", after {_first_use} had used CUDA" if _first_use else ", after CUDA had been used"
-    note = (
-        f"this process was forked at {_fork_line}{first}\nmore: rallypoint explain cuda-before-fork"
-    )
-
-    def _lazy_init() -> None:
-        try:
-            original()
-        except RuntimeError as error:
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-            raise
-
-    replace("torch.cuda", original, _lazy_init)
+def in_forked_child() -> None:
+    """Prepare the note of torch's refusal to use CUDA in a child of the program's: where the fork
+    was, and what had used CUDA before it."""
+    global _refusal
+    if _fork_line:
+        first = f"{_first_use} had used CUDA" if _first_use else "CUDA had been used"
+        _refusal = f"this process was forked at {_fork_line}, after {first}\nmore: rallypoint explain cuda-before-fork"

@@ -17,7 +17,7 @@ from rallypoint.errors import UsageError
 from rallypoint.host.dns_timeouts import quick_lookups
 from rallypoint.launcher import exception_capture, late_variables, protocol
 from rallypoint.launcher.protocol import AtPhase, ForksCuda, Meets, Released, SetLate, Spawns
-from rallypoint.launcher.worker import cuda, loaded_modules, meeting_point
+from rallypoint.launcher.worker import cuda, meeting_point
 from rallypoint.launcher.worker.agent_line import AgentLine, is_initialized
 from rallypoint.launcher.worker.meeting_point import HeldPoint
 
@@ -64,7 +64,7 @@ class Hooks(AgentLine):
         if self._control is not None:
             self._control.close()
             self._control = None
-        cuda.in_forked_child(loaded_modules.replace)
+        cuda.in_forked_child()
 
     def joining(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -91,7 +91,7 @@ class Hooks(AgentLine):
             hook_before = sys.excepthook
             self.tell(Meets(meeting, differs))
             self.tell(AtPhase("joining"))
-            for name, line in late_variables.set_late():
+            for name, line in late_variables.set_late().items():
                 self.tell(SetLate(name, line))
             # torch asks for the name of the host that it connects to; nobody needs the held
             # store's.
