@@ -1,4 +1,6 @@
-"""Acts that wait until the program has imported a module (fresh interpreters)."""
+"""Hooks on imports: a module that the program imports is loaded in another way, or something is
+done once it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +9,86 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Finder that calls `act` once the program has imported a module. A mere look where the module
-    is does not count, and an import that failed may be tried again."""
+def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Hide a function's frames in the traceback of a failed import: Python cuts importlib's frames
+    out, and knows them by their file.
+    """
+    function.__code__ = function.__code__.replace(
+        co_filename=importlib.machinery.PathFinder.find_spec.__code__.co_filename
+    )
+    return function
+
+
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Finder in front of the others. It finds a module as they do, and has `load` run it."""
+
+    _finding = False  # by the others; one of the program's may ask all again
+
+    def wants(self, name: str) -> bool:
+        """Tell whether a module of this name is to be looked at."""
+        raise NotImplementedError
+
+    def takes(self, spec: importlib.machinery.ModuleSpec) -> bool:
+        """Tell whether `load` is to run a module that was found so."""
+        return True
+
+    def load(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
+        """Load a module, which `run` does as without this hook."""
+        raise NotImplementedError
+
+    @untraced
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find a module as the finders after this one do. Nothing is done by that, and nothing by
+        an import that failed: it may be tried again."""
+        if self._finding or not self.wants(name):
+            return None
+        self._finding = True
+        spec = None
+        try:
+            for finder in sys.meta_path:
+                if finder is not self and hasattr(finder, "find_spec"):
+                    spec = finder.find_spec(name, path, target)
+                    if spec is not None:
+                        break
+        finally:
+            self._finding = False
+        loader = spec.loader if spec is not None and self.takes(spec) else None
+        if loader is not None:
+            run = loader.exec_module
+
+            @untraced
+            def exec_module(module: ModuleType) -> None:
+                # The module sees its loader as it is without us.
+                loader.__dict__.pop("exec_module", None)
+                self.load(run, module)
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class AfterImport(ImportHook):
+    """Hook that calls `act` with a module once the program has imported it."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._act = act
-        self._asking = False  # the other finders; one of the program's may ask all again
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name or self._asking:
-            return None
-        self._asking = True
-        try:
-            # Not by importlib.util: it is not there yet.
-            others = [
-                one.find_spec
-                for one in sys.meta_path
-                if one is not self and hasattr(one, "find_spec")
-            ]
-            spec = next(
-                (found for find in others if (found := find(name, path, target)) is not None), None
-            )
-        finally:
-            self._asking = False
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+    def wants(self, name: str) -> bool:
+        return name == self._name
 
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                    self._act(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    def load(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
+        run(module)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._act(module)
 
 
 def now_or_when_imported(name: str, act: Callable[[ModuleType], None]) -> None:

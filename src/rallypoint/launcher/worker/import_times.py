@@ -9,12 +9,10 @@ everything pays nothing.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.machinery import (
     ExtensionFileLoader,
     ModuleSpec,
@@ -22,32 +20,19 @@ from importlib.machinery import (
     SourcelessFileLoader,
 )
 from types import ModuleType
-from typing import ParamSpec, TypeVar
 
 from rallypoint.launcher import late_variables, preload_parts
 from rallypoint.launcher.protocol import Imported
+from rallypoint.launcher.worker.after_import import ImportHook, untraced
 
 SLOW = 1.0  # seconds; a package that takes less is not worth an option on the command line
 
 # Loaders that have an instance for each module: what is set on one meets no other import.
 _LOADERS = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
-
-def _untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Python cuts importlib's frames out of the traceback of a failed import, and knows them by
-    their file. Ours are to go with them.
-    """
-    function.__code__ = function.__code__.replace(
-        co_filename=importlib.machinery.PathFinder.find_spec.__code__.co_filename
-    )
-    return function
-
-
-class ImportTimes(importlib.abc.MetaPathFinder):
-    """Finder that adds up the seconds of each package's imports.
+class ImportTimes(ImportHook):
+    """Hook that adds up the seconds of each package's imports.
 
     `folder` is the program's own: its modules are looked through, so that what they import is
     named, and not they.
@@ -60,8 +45,7 @@ class ImportTimes(importlib.abc.MetaPathFinder):
         self._folder = os.path.join(folder, "")
         self._on_part = on_part
         self._seconds: dict[str, dict[str, float]] = {}  # of each package: by module
-        self._busy = False  # an import is being timed, or looked for
-        self._finding = False
+        self._busy = False  # an import is being timed
         self._part = False  # a part of torch is
 
     def install(self) -> None:
@@ -76,67 +60,36 @@ class ImportTimes(importlib.abc.MetaPathFinder):
             if seconds >= SLOW:
                 yield Imported(max(modules, key=modules.__getitem__), seconds)
 
-    @_untraced
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find a module as the finders after this one do; its loader also takes the time."""
-        if self._part or self._finding or (self._busy and not name.startswith("torch.")):
-            return None
-        self._finding = True  # which may import something
-        try:
-            spec = self._found(name, path, target)
-        finally:
-            self._finding = False
-        if (
-            spec is not None
-            and isinstance(spec.loader, _LOADERS)
-            and not self._is_the_programs(spec)
-        ):
-            spec.loader.__dict__["exec_module"] = self._timed(spec.loader, name)
-        return spec
+    def wants(self, name: str) -> bool:
+        return not self._part and (not self._busy or name.startswith("torch."))
 
-    @_untraced
-    def _found(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is not self:
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    return spec
-        return None
-
-    def _is_the_programs(self, spec: ModuleSpec) -> bool:
-        """Tell whether a module is the program's own; an environment in the program's folder is
-        not."""
+    def takes(self, spec: ModuleSpec) -> bool:
+        """Tell whether a module's import is timed: the program's own are not; an environment in the
+        program's folder is not its own."""
         origin = spec.origin or ""
-        return origin.startswith(self._folder) and "-packages" + os.sep not in origin
+        own = origin.startswith(self._folder) and "-packages" + os.sep not in origin
+        return isinstance(spec.loader, _LOADERS) and not own
 
-    def _timed(self, loader: importlib.abc.Loader, name: str) -> Callable[[ModuleType], None]:
-        @_untraced
-        def exec_module(module: ModuleType) -> None:
-            # The module sees its loader as it is without us.
-            loader.__dict__.pop("exec_module", None)
-            outermost, part = not self._busy, name.startswith("torch.") and not self._part
-            # Found while nothing was being imported, and run inside another import.
-            if not outermost and not part:
-                return loader.exec_module(module)
-            former = set(sys.modules) if part else set()
-            self._busy, self._part = True, part
-            began = time.monotonic()
-            try:
-                loader.exec_module(module)
-            finally:
-                seconds = time.monotonic() - began
-                self._busy, self._part = not outermost, False
-                if outermost:
-                    modules = self._seconds.setdefault(_package(name), {})
-                    modules[name] = modules.get(name, 0.0) + seconds
-            if part and seconds >= preload_parts.LEAST and self._may_be_early(name, former):
-                self._on_part(name)
-
-        return exec_module
+    @untraced
+    def load(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
+        name = module.__name__
+        outermost, part = not self._busy, name.startswith("torch.") and not self._part
+        # Found while nothing was being imported, and run inside another import.
+        if not outermost and not part:
+            return run(module)
+        former = set(sys.modules) if part else set()
+        self._busy, self._part = True, part
+        began = time.monotonic()
+        try:
+            run(module)
+        finally:
+            seconds = time.monotonic() - began
+            self._busy, self._part = not outermost, False
+            if outermost:
+                modules = self._seconds.setdefault(_package(name), {})
+                modules[name] = modules.get(name, 0.0) + seconds
+        if part and seconds >= preload_parts.LEAST and self._may_be_early(name, former):
+            self._on_part(name)
 
     def _may_be_early(self, name: str, former: set[str]) -> bool:
         return (
