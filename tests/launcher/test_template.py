@@ -14,6 +14,7 @@ import pytest
 
 from rallypoint.host import processes
 from rallypoint.launcher import protocol
+from rallypoint.launcher.protocol import StartWorker
 from rallypoint.launcher.template import template
 from rallypoint.launcher.worker import worker
 
@@ -89,7 +90,20 @@ def test_a_setup_is_read_once() -> None:
 
 def test_descriptors_in_their_order() -> None:
     def rest(fds: list[int], *, has_secret: bool) -> tuple[int, int]:
-        found = worker.Descriptors(fds, has_secret=has_secret)
+        order = StartWorker(
+            rank=0,
+            local_rank=0,
+            environment={},
+            ignored=(),
+            takes_traceback=False,
+            stderr_is_kept=False,
+            debugger=False,
+            held="",
+            began=0.0,
+            single=True,
+            store="127.0.0.1:1" if has_secret else "",
+        )
+        found = worker.Descriptors(order, fds)
         return found.secret, found.terminal
 
     assert rest([3, 4, 5, 6, 7], has_secret=False) == (-1, -1)

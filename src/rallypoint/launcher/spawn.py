@@ -19,11 +19,8 @@ _CLEAN = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\n"
 TEMPLATE = (
     _CLEAN + "from rallypoint.launcher.template.template_main import main\nmain(%d, %d, %r)()"
 )
-# Descriptors: setup, order, control, evidence, secret, terminal, and those of the payload.
-FRESH = (
-    _CLEAN
-    + "from rallypoint.launcher.worker.worker import fresh\nfresh(%d, %d, %d, %d, %d, %d, %r)"
-)
+# Descriptors: setup, order, and a list of those that came with the order.
+FRESH = _CLEAN + "from rallypoint.launcher.worker.worker import fresh\nfresh(%d, %d, %r)"
 # A descriptor, the caller's line, and its pid.
 STANDBY = _CLEAN + "from rallypoint.launcher.launch.standby_main import main\nmain(%d, %d)"
 HOST = _CLEAN + "from rallypoint.launcher.template.c10d_host import main\nmain()"

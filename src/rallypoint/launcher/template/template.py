@@ -340,21 +340,14 @@ class _Template:
         self._children = {}
 
     def _worker(self, order: StartWorker, fds: list[int], parent: int) -> Callable[[], None]:
-        descriptors = Descriptors(
-            fds,
-            has_secret=bool(order.store),
-            payload_fds=order.task.payload_fds if order.task else 0,
-        )
+        descriptors = Descriptors(order, fds)
         if self._setup.imports:
             return worker.forked(self._setup, order, descriptors, parent)
-        worker.become_rank(order, descriptors, parent)
+        worker.become_rank(self._setup, order, descriptors, parent)
         self._execute(order, descriptors)
 
     def _execute(self, order: StartWorker, fds: Descriptors) -> NoReturn:
         setup = self._setup
-        os.environ.pop("OPENBLAS_NUM_THREADS", None)
-        if setup.openblas_threads is not None:
-            os.environ["OPENBLAS_NUM_THREADS"] = setup.openblas_threads
         # Python ignores them for itself; a program expects the default.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -369,18 +362,10 @@ class _Template:
             signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
             arguments = [setup.program.target, *setup.program.for_rank(order.local_rank).args]
         else:
-            passed = [
-                _memory(setup),
-                _memory(order),
-                fds.control,
-                fds.evidence,
-                fds.secret,
-                fds.terminal,
-            ]
-            for fd in (*passed, *fds.payload):
-                if fd >= 0:
-                    os.set_inheritable(fd, True)
-            arguments = [sys.executable, "-u", "-c", spawn.FRESH % (*passed, tuple(fds.payload))]
+            told = _memory(setup), _memory(order)
+            for fd in (*told, *fds.others):
+                os.set_inheritable(fd, True)
+            arguments = [sys.executable, "-u", "-c", spawn.FRESH % (*told, fds.others)]
         try:
             os.execvp(arguments[0], arguments)
         except OSError as error:
@@ -396,19 +381,8 @@ class _Template:
         os.setsid()
         for fd in (listener, ready):
             os.set_inheritable(fd, True)
-        os.execv(
-            sys.executable,
-            [
-                sys.executable,
-                "-c",
-                spawn.HOST,
-                order.host,
-                str(order.port),
-                str(listener),
-                str(ready),
-                str(parent),
-            ],
-        )
+        numbers = map(str, (order.port, listener, ready, parent))
+        os.execv(sys.executable, [sys.executable, "-c", spawn.HOST, order.host, *numbers])
 
     def _ended(self, pidfd: int) -> None:
         self._epoll.unregister(pidfd)

@@ -45,24 +45,27 @@ _keep: list[object] = []
 
 
 class Descriptors:
-    """The descriptors that come with a `StartWorker`, in this order; `secret` and `terminal` are -1
-    when there is none. `payload`: those of a task, `payload_fds` many."""
+    """Descriptors that come with a `StartWorker`, in this order; `secret` and `terminal` are -1
+    when there is none. `payload`: those of a task."""
 
-    def __init__(self, fds: list[int], *, has_secret: bool = False, payload_fds: int = 0) -> None:
-        self.stdin, self.stdout, self.stderr, self.control, self.evidence, *rest = fds
-        self.secret = rest.pop(0) if has_secret else -1
+    def __init__(self, order: StartWorker, fds: list[int]) -> None:
+        self.standard = fds[:3]
+        self.others = fds[3:]
+        self.control, self.evidence, *rest = self.others
+        self.secret = rest.pop(0) if order.store else -1
+        payload_fds = order.task.payload_fds if order.task is not None else 0
         self.terminal = rest.pop(0) if len(rest) > payload_fds else -1
         self.payload = rest
 
 
-def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
+def become_rank(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> None:
     """Give this process a session of its own, and the standard descriptors, environment and signal
     dispositions that are ordered."""
     os.setsid()
     processes.die_with(parent)
     for number in order.ignored:
         signal.signal(number, signal.SIG_IGN)
-    for source, target in ((fds.stdin, 0), (fds.stdout, 1), (fds.stderr, 2)):
+    for target, source in enumerate(fds.standard):
         os.dup2(source, target)
         os.close(source)
     for name in order.task.without if order.task is not None else ():
@@ -72,6 +75,10 @@ def become_rank(order: StartWorker, fds: Descriptors, parent: int) -> None:
         os.environ[name] = value
     if order.store:  # which the user's secret file is not for
         os.environ.pop("RALLYPOINT_SECRET_FILE", None)
+    # The template holds OpenBLAS at one thread, so that it may be forked.
+    os.environ.pop("OPENBLAS_NUM_THREADS", None)
+    if setup.openblas_threads is not None:
+        os.environ["OPENBLAS_NUM_THREADS"] = setup.openblas_threads
 
 
 def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> Callable[[], None]:
@@ -80,8 +87,8 @@ def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> C
     It runs from the template's top level, so that nothing of ours but one frame lies below the
     program.
     """
-    become_rank(order, fds, parent)
-    _restore_openblas(setup.openblas_threads)
+    become_rank(setup, order, fds, parent)
+    _give_openblas_threads()
     _renew_streams()
     _renew_identity()
     _renew_randomness()
@@ -100,34 +107,17 @@ def forked(setup: Setup, order: StartWorker, fds: Descriptors, parent: int) -> C
     return run
 
 
-def fresh(
-    setup_fd: int,
-    order_fd: int,
-    control: int,
-    evidence: int,
-    secret: int,
-    terminal: int,
-    payload_fds: tuple[int, ...],
-) -> None:
+def fresh(setup_fd: int, order_fd: int, others: list[int]) -> None:
     """Run the program in an interpreter of its own (`--fresh`), which has the standard descriptors in
-    place."""
-    for fd in (fd for fd in (control, evidence, secret, terminal, *payload_fds) if fd >= 0):
+    place. `others`: as in `Descriptors`."""
+    for fd in others:
         # They came through an exec, and are not for the program's own children.
         os.set_inheritable(fd, False)
     setup = protocol.read_struct(setup_fd, Setup)
     order = protocol.read_struct(order_fd, StartWorker)
     if setup.hooks:
         torch_hooks.install_when_imported()
-    given = [
-        0,
-        1,
-        2,
-        control,
-        evidence,
-        *(fd for fd in (secret, terminal) if fd >= 0),
-        *payload_fds,
-    ]
-    _run(setup, order, Descriptors(given, has_secret=secret >= 0, payload_fds=len(payload_fds)))
+    _run(setup, order, Descriptors(order, [0, 1, 2, *others]))
 
 
 def _run(setup: Setup, order: StartWorker, fds: Descriptors) -> None:
@@ -253,12 +243,8 @@ def _renew_randomness() -> None:
         torch.default_generator.seed()
 
 
-def _restore_openblas(wanted: str | None) -> None:
-    """Give OpenBLAS the threads that it has in a fresh process: the template holds it at one, so that
-    it may be forked."""
-    os.environ.pop("OPENBLAS_NUM_THREADS", None)
-    if wanted is not None:
-        os.environ["OPENBLAS_NUM_THREADS"] = wanted
+def _give_openblas_threads() -> None:
+    """Give OpenBLAS the threads that it has in a fresh process."""
     count = _openblas_threads(os.environ, len(os.sched_getaffinity(0)))
     if count == 1:
         return
