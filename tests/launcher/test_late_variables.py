@@ -47,7 +47,7 @@ def test_the_line_is_found(program: Path, monkeypatch: pytest.MonkeyPatch, line:
     )
     late_variables.remember(str(program.parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert list(late_variables.set_late()) == [("OMP_NUM_THREADS", "train.py:3")]
+    assert late_variables.set_late() == {"OMP_NUM_THREADS": "train.py:3"}
 
 
 def test_a_line_that_is_not_found_is_not_made_up(
@@ -56,7 +56,7 @@ def test_a_line_that_is_not_found_is_not_made_up(
     program.write_text("for name in names:\n    os.environ[name] = '2'\n")
     late_variables.remember(str(program.parent))
     monkeypatch.setenv("TORCH_LOGS", "dynamo")
-    assert list(late_variables.set_late()) == [("TORCH_LOGS", "")]
+    assert late_variables.set_late() == {"TORCH_LOGS": ""}
 
 
 def test_only_a_value_that_differs_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_only_a_value_that_differs_counts(monkeypatch: pytest.MonkeyPatch, tmp_p
     late_variables.remember(str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.delenv("MKL_NUM_THREADS")
-    assert [name for name, _ in late_variables.set_late()] == ["MKL_NUM_THREADS"]
+    assert [*late_variables.set_late()] == ["MKL_NUM_THREADS"]
 
 
 def test_only_what_is_read_at_load_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_only_what_is_read_at_load_counts(monkeypatch: pytest.MonkeyPatch, tmp_p
         "TOKENIZERS_PARALLELISM",
     ):
         monkeypatch.setenv(name, "1")
-    assert list(late_variables.set_late()) == []
+    assert late_variables.set_late() == {}
 
 
 def test_a_fresh_interpreter_has_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert list(late_variables.set_late()) == []
+    assert late_variables.set_late() == {}

@@ -12,7 +12,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 _FAMILIES = ("OMP_", "GOMP_")  # libgomp reads all of its variables as it is loaded
 # Families of which libraries read some variables as they load.
@@ -58,10 +58,9 @@ _READ_AGAIN = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 parts_are_loaded = False
 """True in forks of a template that had imported such parts."""
 
-_read_by_parts: dict[str, str] | None = None
-_read: dict[str, str] | None = (
-    None  # what the libraries found; None: nothing was loaded before the program
-)
+_read: dict[str, str] | None = None
+"""Environment that the libraries have read; None when none was loaded before the program."""
+
 _folder = ""
 
 
@@ -80,8 +79,8 @@ def read_when_loaded(environment: Mapping[str, str]) -> tuple[tuple[str, str], .
 def remember(folder: str) -> None:
     """Remember the environment that the libraries have read, as the program begins in a fork.
     `folder`: the program's."""
-    global _read, _read_by_parts, _folder
-    _read, _read_by_parts, _folder = _now(), _of_parts(), os.path.join(folder, "")
+    global _read, _folder
+    _read, _folder = dict(os.environ), os.path.join(folder, "")
 
 
 def is_of_parts(name: str) -> bool:
@@ -92,39 +91,21 @@ def is_of_parts(name: str) -> bool:
 def set_for_parts() -> dict[str, str]:
     """Return the variables for parts of torch that the program has given another value by now:
     variable -> where it is set, or ""."""
-    if _read_by_parts is None:
-        return {}
-    now = _of_parts()
-    return {
-        name: _place(name)
-        for name in sorted(_read_by_parts.keys() | now.keys())
-        if _read_by_parts.get(name) != now.get(name)
-    }
+    return _changed(is_of_parts)
 
 
-def set_late() -> Iterator[tuple[str, str]]:
-    """Yield (variable, where it is set: `train.py:3` or "") for each that differs from what was
+def set_late() -> dict[str, str]:
+    """Return (variable -> where it is set: `train.py:3` or "") for each that differs from what was
     read."""
+    late = _changed(lambda name: name in _NAMES or name.startswith(_FAMILIES))
+    return late | set_for_parts() if parts_are_loaded else late
+
+
+def _changed(matters: Callable[[str], bool]) -> dict[str, str]:
     if _read is None:
-        return
-    now = _now()
-    for name in sorted(_read.keys() | now.keys()):
-        if _read.get(name) != now.get(name):
-            yield name, _place(name)
-    if parts_are_loaded:
-        yield from set_for_parts().items()
-
-
-def _of_parts() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if is_of_parts(name)}
-
-
-def _now() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in _NAMES or name.startswith(_FAMILIES)
-    }
+        return {}
+    names = sorted(filter(matters, _read.keys() | os.environ.keys()))
+    return {name: _place(name) for name in names if _read.get(name) != os.environ.get(name)}
 
 
 def _place(name: str) -> str:
