@@ -97,9 +97,7 @@ def _rank(line: socket.socket, setting: bytes, fds: list[int]) -> None:
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         fn, args, kwargs = payload.unpack_call(fds)
-        kind, text, packed = "value", "", payload.pack_result(fn(*args, **kwargs))
-    except payload.Unsendable as problem:
-        kind, text, packed = "unsendable", str(problem), payload.pack_error(problem)
+        kind, text, packed = "value", "", payload.pack_result(fn(*args, **kwargs), "fn")
     except BaseException as error:
         kind, text, packed = "error", "", payload.pack_error(error)
     with packed:

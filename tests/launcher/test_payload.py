@@ -23,7 +23,7 @@ import pytest
 import rallypoint
 from rallypoint.errors import RemoteError, RemoteTraceback, UsageError
 from rallypoint.launcher.launch.marshalling import payload, unpickling
-from rallypoint.launcher.launch.marshalling.payload import Packed, Unsendable
+from rallypoint.launcher.launch.marshalling.payload import Packed
 
 from .ranks import Ranks
 
@@ -49,7 +49,7 @@ def taken(packed: Packed) -> list[int]:
 
 
 def returned(value: Any) -> Any:
-    return payload.unpack_result(taken(payload.pack_result(value)))
+    return payload.unpack_result(taken(payload.pack_result(value, "fn")))
 
 
 def called(*args: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,9 @@ def test_tied_weights_of_a_model_stay_tied(ranks: Ranks) -> None:
 
 def test_only_the_part_of_a_storage_that_is_used_is_sent() -> None:
     large = torch.zeros(50_000_000)
-    with payload.pack_result([large[1_000_000:1_000_100], large[1_000_050:1_000_200]]) as packed:
+    with payload.pack_result(
+        [large[1_000_000:1_000_100], large[1_000_050:1_000_200]], "fn"
+    ) as packed:
         assert packed.size < 10_000
         one, other = payload.unpack_result([os.dup(fd) for fd in packed.fds])
     one[50] = 3
@@ -363,7 +365,7 @@ def test_large_buffers_are_aligned() -> None:
 
 
 def test_a_parcel_cannot_be_changed_any_more() -> None:
-    with payload.pack_result(torch.ones(2 * MIB)) as packed:
+    with payload.pack_result(torch.ones(2 * MIB), "fn") as packed:
         for act in (lambda fd: os.pwrite(fd, b"x", 0), lambda fd: os.ftruncate(fd, 0)):
             with pytest.raises(PermissionError):
                 act(packed.fds[0])
@@ -375,8 +377,8 @@ def test_nothing_stays_open() -> None:
         returned([torch.ones(2 * MIB), torch.ones(3)])
         called(torch.ones(3).share_memory_())
         raised(ValueError("x"))
-        with pytest.raises(Unsendable):
-            payload.pack_result([torch.ones(3), threading.Lock()])
+        with pytest.raises(UsageError):
+            payload.pack_result([torch.ones(3), threading.Lock()], "fn")
         with pytest.raises(UsageError):
             payload.pack_call(print, (torch.ones(3).share_memory_(), threading.Lock()), {})
     gc.collect()
@@ -712,17 +714,17 @@ def iter_of_nothing() -> Iterator[int]:
         ({"model": Holder(lock=threading.Lock())}, 'result["model"].lock: a threading.Lock does not guard anything between processes'),
         ([1, iter_of_nothing()], "result[1]: a generator cannot be copied: it stands in the middle of a function"),
         (torch.ones(2, requires_grad=True).sum(),
-         "result: a tensor with a graph behind it cannot be sent back: give loss.detach() or loss.item()"),
+         "result: a tensor with a graph behind it cannot cross: requires_grad is set and it was computed from others, and autograd "
+         "does not reach into another process"),
         (Holder(a=[Holder(b=sys._getframe())]),
-         "result.a[0].b: a frame cannot be sent to another process: TypeError: cannot pickle 'frame' object"),
+         "result.a[0].b: a frame cannot cross into another process: TypeError: cannot pickle 'frame' object"),
     ],
     ids=["lock", "generator", "graph", "frame"],
 )  # fmt: skip
 def test_what_cannot_come_back_is_named(value: Any, text: str) -> None:
-    with pytest.raises(Unsendable) as caught:
-        payload.pack_result(value)
-    assert str(caught.value) == text
-    assert caught.value.path == text.partition(":")[0]
+    with pytest.raises(UsageError) as caught:
+        payload.pack_result(value, "fn")
+    assert str(caught.value) == f"what fn returned cannot be sent back: {text}"
 
 
 def test_a_result_that_says_how_it_is_pickled_is_taken_at_its_word() -> None:
@@ -744,16 +746,16 @@ def test_the_search_for_what_cannot_go_passes_over_plain_data_quickly() -> None:
         "tensor": torch.ones(MIB),
         "bad": threading.Lock(),
     }
-    with pytest.raises(Unsendable, match=r'^result\["bad"\]: a threading.Lock'):
-        payload.pack_result(value)
+    with pytest.raises(UsageError, match=r'cannot be sent back: result\["bad"\]: a threading.Lock'):
+        payload.pack_result(value, "fn")
 
 
 def test_a_result_nested_too_deep_is_named() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(Unsendable, match="recursion"):
-        payload.pack_result(deep)
+    with pytest.raises(UsageError, match="recursion"):
+        payload.pack_result(deep, "fn")
     while deep:
         deep = deep[0]
 

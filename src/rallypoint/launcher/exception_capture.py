@@ -57,7 +57,7 @@ def strip(error: BaseException) -> None:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, its causes and contexts, each once, latest first."""
+    """Yield an exception, its causes, contexts and members of groups, each once, latest first."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -66,6 +66,8 @@ def chain(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(one))
         yield one
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
         waiting += [one.__context__, one.__cause__]
 
 

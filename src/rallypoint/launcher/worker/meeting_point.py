@@ -56,40 +56,33 @@ class HeldPoint:
         return msgspec.structs.replace(meeting, timeout=_patience(given, meeting))
 
     def _described(self, given: dict[str, Any], frame: FrameType | None) -> Meeting:
-        backend, rank, size = (
-            str(given.get("backend") or ""),
-            given.get("rank", -1),
-            given.get("world_size", -1),
+        backend, line = str(given.get("backend") or ""), exception_capture.line_of(frame)
+        rank, size = (
+            value if isinstance(value, int) else -1
+            for value in (given.get("rank"), given.get("world_size"))
         )
-        rank, size = (value if isinstance(value, int) else -1 for value in (rank, size))
         method = given.get("init_method") or "env://"
         if given.get("store") is not None or not isinstance(method, str):
-            return Meeting(
-                "store",
-                rank=rank,
-                world_size=size,
-                backend=backend,
-                line=exception_capture.line_of(frame),
-            )
+            return Meeting("store", "", rank, size, backend, line)
         # As in torch's own rendezvous handlers, the query counts where no argument is given.
-        query = parse_qs(urlsplit(method).query)
-        rank = rank if rank >= 0 else _integer(query.get("rank", [""])[0])
-        size = size if size >= 0 else _integer(query.get("world_size", [""])[0])
+        url = urlsplit(method)
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        rank = rank if rank >= 0 else _integer(query.get("rank"))
+        size = size if size >= 0 else _integer(query.get("world_size"))
+        address = method
         if method.startswith("env://"):
+            method = "env://"
             rank = rank if rank >= 0 else _integer(os.environ.get("RANK"))
             size = size if size >= 0 else _integer(os.environ.get("WORLD_SIZE"))
             host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
             address = f"{host}:{port}" if host and port else ""
-            line = _setting_line(frame) if address and not _same_address(address, self.held) else ""
-            return Meeting(
-                "env://", address, rank, size, backend, line or exception_capture.line_of(frame)
-            )
-        address = method
-        if method.startswith("tcp://"):
-            address = urlsplit(method).netloc.rpartition("@")[2]
+            if address and not _same_address(address, self.held):
+                line = _setting_line(frame) or line
+        elif method.startswith("tcp://"):
+            address = url.netloc.rpartition("@")[2]
         elif method.startswith("file://"):
-            address = urlsplit(method).path
-        return Meeting(method, address, rank, size, backend, exception_capture.line_of(frame))
+            address = url.path
+        return Meeting(method, address, rank, size, backend, line)
 
     def differs(self, meeting: Meeting) -> bool:
         """Return whether ranks meet over TCP somewhere else than at the held address."""

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
-from rallypoint.errors import UsageError
 from rallypoint.launcher import exception_capture, exits, nested_launch
 from rallypoint.launcher.launch.marshalling import payload
 from rallypoint.launcher.program import Task
@@ -36,16 +35,14 @@ def run(
     try:
         _enter(task, signal_mask)
         hooks.tell(AtPhase("importing"))
-        _send(hooks, rank, "value", payload.pack_result(_called(task, rank, fds, hooks)))
+        _send(hooks, rank, "value", payload.pack_result(_called(task, rank, fds, hooks), task.name))
         hooks.stop()
         hooks.tell(AtPhase("finishing"))
-    except payload.Unsendable as problem:
-        code = _failed(hooks, rank, _unsendable(task.name, problem))
     except SystemExit as leaving:
         code = run_program.exit_code(leaving)
         run_program.tell_exit(hooks, leaving)
         if code == 0:
-            _send(hooks, rank, "value", payload.pack_result(None))
+            _send(hooks, rank, "value", payload.pack_result(None, task.name))
         elif not isinstance(leaving.code, int):
             print(leaving.code, file=sys.stderr)  # as the interpreter does
     except BaseException as error:
@@ -86,18 +83,6 @@ def _called(task: Task, rank: int, fds: list[int], hooks: Hooks) -> Any:
 
     with process_group.opened(task.backend, task.backend_timeout, task.line, hooks):
         return function(*args, **kwargs)
-
-
-def _unsendable(name: str, problem: payload.Unsendable) -> UsageError:
-    how = (
-        "return what can be copied: numbers, text, containers, tensors, arrays",
-        "return model.state_dict()",
-    )
-    if problem.type_name == "generator":
-        how = ("let the rank run through it", "return list(...)")
-    return UsageError(
-        "result-unsupported", f"what {name} returned cannot be sent back: {problem}", help=(how,)
-    )
 
 
 def _failed(hooks: Hooks, rank: int, error: BaseException) -> int:

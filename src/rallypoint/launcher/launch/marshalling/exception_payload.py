@@ -8,6 +8,8 @@ arguments there than `args` has, and plain pickle fails on those where they arri
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +48,7 @@ class ExceptionRecord(msgspec.Struct):
 
 def records_of(error: BaseException, dumps: Dumps) -> tuple[str, list[ExceptionRecord]]:
     """Return the traceback's text, and the records of an exception, of its chain and members."""
-    found = _chain(error)
+    found = [*itertools.islice(exception_capture.chain(error), CHAIN_MOST)]
     numbers = {id(one): number for number, one in enumerate(found)}
     text = _text(exception_capture.traceback_text(error))
     return text, [_record(one, dumps, numbers) for one in found]
@@ -55,20 +57,6 @@ def records_of(error: BaseException, dumps: Dumps) -> tuple[str, list[ExceptionR
 def name_of(error: BaseException) -> tuple[str, list[ExceptionRecord]]:
     """Return the same of an exception whose texts cannot be had."""
     return "", [ExceptionRecord(type(error).__name__, "<message cannot be shown>", [])]
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting and len(found) < CHAIN_MOST:
-        one = waiting.pop(0)
-        if one is None or any(one is other for other in found):
-            continue
-        found.append(one)
-        waiting += [one.__cause__, one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
-    return found
 
 
 def _text(text: str) -> str:
@@ -118,14 +106,13 @@ def _data(error: BaseException, dumps: Dumps, record: ExceptionRecord) -> tuple[
     state = {name: one for name, one in (rest[0] if rest else {}).items() if name != "__notes__"}
     if record.members is not None:
         args = ()
-    try:
-        return dumps((kind, args, state)), ""
-    except Exception as problem:
-        why = _why(problem)
-    try:
-        return dumps((kind, args, {})), why
-    except Exception:
-        return dumps((kind, (record.message,), {})), why
+    why = ""
+    for sent, attributes in ((args, state), (args, None), ((record.message,), None)):
+        try:
+            return dumps((kind, sent, attributes or {})), why
+        except Exception as problem:
+            why = why or _why(problem)
+    raise pickle.PicklingError(why)
 
 
 def _why(problem: BaseException) -> str:
@@ -190,10 +177,7 @@ def _built(data: Any, record: ExceptionRecord, members: list[BaseException]) -> 
     return error
 
 
-def _by_c(kind: type, name: str) -> Callable[..., Any]:
+def _by_c(kind: type, name: str) -> Any:
     """Return the interpreter's nearest `__new__` or `__init__`, which takes `args` as they are."""
-    for base in kind.__mro__:
-        method = base.__dict__.get(name)
-        if method is not None and not hasattr(getattr(method, "__func__", method), "__code__"):
-            return getattr(base, name)  # type: ignore[no-any-return]
-    return getattr(BaseException, name)  # type: ignore[no-any-return]
+    methods = (getattr(base, name) for base in kind.__mro__ if name in vars(base))
+    return next(method for method in methods if not hasattr(method, "__code__"))

@@ -52,8 +52,7 @@ def _of_code(code: CodeType, namespace: dict[str, Any], cells: dict[str, object]
     module = here
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
-        positions = instruction.positions
-        line = (positions.lineno if positions is not None else None) or line
+        line = getattr(instruction.positions, "lineno", None) or line
         name = instruction.argval
         match instruction.opname:
             case "LOAD_GLOBAL" | "LOAD_NAME":
@@ -65,7 +64,7 @@ def _of_code(code: CodeType, namespace: dict[str, Any], cells: dict[str, object]
                 if isinstance(value, ModuleType):
                     module = value.__name__
                 value = _attribute(value, name)
-            case "CACHE" | "PUSH_NULL" | "EXTENDED_ARG" | "PRECALL" | "RESUME" | "NOP":
+            case "EXTENDED_ARG":
                 continue
             case _:
                 value = _MISSING

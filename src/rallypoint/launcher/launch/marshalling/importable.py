@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -87,9 +87,8 @@ def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     hook."""
     for finder in sys.meta_path:
         kind = finder if isinstance(finder, type) else type(finder)
-        # Editable installs have finders from `.pth` files.
-        of_site = kind.__module__.startswith("_") and not kind.__module__.startswith("_pytest")
-        if of_site or kind in (BuiltinImporter, FrozenImporter, PathFinder):
+        # The interpreter's own, and those of editable installs, from `.pth` files.
+        if kind.__module__.startswith("_") and not kind.__module__.startswith("_pytest"):
             # A finder that looks at a half imported parent may raise.
             with contextlib.suppress(ImportError, AttributeError, ValueError, TypeError):
                 spec = finder.find_spec(name, path)

@@ -21,7 +21,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launcher.launch.marshalling import object_path, unpicklable
 from rallypoint.launcher.launch.marshalling.global_reads import Read, reads
 from rallypoint.launcher.launch.marshalling.importable import is_users
-from rallypoint.launcher.launch.marshalling.unpicklable import ObjectRefused, UnpicklableKind
+from rallypoint.launcher.launch.marshalling.unpicklable import ObjectRefused
 from rallypoint.wire.values import shown
 
 SCANNED_MOST = 5000
@@ -263,39 +263,52 @@ def _read_text(function: FunctionType, read: Read) -> str:
     return text if len(read.names) == 1 else f"{'.'.join(read.names)} ({text})"
 
 
-def refusal(kind: UnpicklableKind, place: object_path.ObjectPlace) -> UsageError:
-    """Make the error for an object of this kind, or for a library's object that it is a part of."""
-    holder = place.holder
-    if holder is not None and kind.code != "mp-object-in-launch":
-        name = type(holder).__qualname__
-        what = (
-            f"{_article(name)} {type(holder).__module__}.{name} cannot cross into another process"
-        )
-        return UsageError(
-            "launch-argument",
-            f"{place.holder_text}: {what}",
-            why=(f"it holds {kind.name}: {place.text}",),
-            help=(("make it in the function, in every rank", ""),),
-        )
-    said = f"{kind.name} {kind.reason}"
-    argument = kind.code == "launch-argument"
-    text = f"{place.text}: {said}" if argument else f"{said}: {place.text}"
-    return UsageError(kind.code, text, help=kind.help)
+_DATA = "numbers, text, containers, tensors, arrays"
+_RETURN = ("return what can be copied: " + _DATA, "return model.state_dict()")
+_RETURN_INSTEAD = {
+    "a generator": ("let the rank run through it", "return list(...)"),
+    unpicklable.NOT_A_LEAF.name: ("give its numbers", "return loss.detach()   # or loss.item()"),
+}
+"""Help for a result, by the name of its kind."""
 
 
-def not_pickled(
-    culprit: object, error: BaseException, place: object_path.ObjectPlace
+def refusal(
+    error: Exception, culprit: object, roots: Sequence[tuple[object, str]], returned_by: str
 ) -> UsageError:
-    """Make the error for an object that pickle itself refuses."""
-    made_of = "numbers, text, containers, tensors, arrays"
-    name = type_name(culprit)
-    return UsageError(
-        "launch-argument",
-        f"{place.holder_text or place.text}: {_article(name)} {name} cannot cross into another process: {describe(error)}",
-        help=(
-            (f"make it in the function, in every rank; or give what it is made of: {made_of}", ""),
-        ),
-    )
+    """Make the error for an object in the named roots that was refused, or for a library's object
+    that it is a part of.
+
+    `returned_by`: name of the function, when the root is its result.
+    """
+    if isinstance(error, ObjectRefused) and error.place:
+        place = object_path.ObjectPlace(error.place)
+    else:
+        otherwise = "result" if returned_by else f"{roots[0][1]} or its arguments"
+        place = object_path.find(culprit, roots, otherwise)
+    kind = error.kind if isinstance(error, ObjectRefused) else None
+    code: str = "launch-argument"
+    why: tuple[str, ...] = ()
+    if kind is not None and (place.holder is None or kind.code == "mp-object-in-launch"):
+        code, at, reason, help = kind.code, place.text, f"{kind.name} {kind.reason}", kind.help
+    else:
+        name = type_name(culprit if place.holder is None else place.holder)
+        at = place.holder_text or place.text
+        reason = f"{_article(name)} {name} cannot cross into another process"
+        if kind is None:
+            reason = f"{reason}: {describe(error)}"
+        else:
+            why = (f"it holds {kind.name}: {place.text}",)
+        help = (
+            ("make it in the function, in every rank; or give what it is made of: " + _DATA, ""),
+        )
+    text = f"{at}: {reason}" if code == "launch-argument" else f"{reason}: {at}"
+    if returned_by:
+        code = "result-unsupported"
+        text = f"what {returned_by} returned cannot be sent back: {at}: {reason}"
+        help = (_RETURN_INSTEAD.get(kind.name if kind is not None else "", _RETURN),)
+    problem = UsageError(code, text, why=why, help=help)
+    problem.__cause__ = error if kind is None else None
+    return problem
 
 
 def type_name(value: object) -> str:

@@ -30,9 +30,8 @@ import msgspec
 from rallypoint.errors import RemoteError, RemoteTraceback, UsageError
 from rallypoint.host import fd_passing, memory, system_calls
 from rallypoint.host.fd_passing import OwnedFds
-from rallypoint.launcher.launch.marshalling import unpicklable, unpickling
+from rallypoint.launcher.launch.marshalling import unpickling
 from rallypoint.launcher.launch.marshalling.pickling import Pickler, is_shared, write_storage
-from rallypoint.launcher.launch.marshalling.unpicklable import ObjectRefused
 from rallypoint.launcher.launch.marshalling.unpickling import (
     MAPPED_BYTES,
     ArrivingPayload,
@@ -86,29 +85,6 @@ class Packed(OwnedFds):
         self._kept.close()
 
 
-class Unsendable(Exception):
-    """Result that cannot be sent. `path`: "result[0].model"; `reason`: a clause. The text is one
-    sentence."""
-
-    def __init__(self, path: str, type_name: str, reason: str) -> None:
-        super().__init__(path, type_name, reason)
-        self.path = path
-        self.type_name = type_name
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
-
-
-class _PicklingFailed(Exception):
-    """Pickling stopped at `culprit`, with `error`."""
-
-    def __init__(self, culprit: object, error: Exception) -> None:
-        super().__init__()
-        self.culprit = culprit
-        self.error = error
-
-
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:
     """Pack a function and its arguments, for any number of ranks.
 
@@ -116,21 +92,11 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     by path what cannot be sent; OSError when there is no memory.
     """
     # Not at the top: ranks, which import this module, need it only when something fails.
-    from rallypoint.launcher.launch.marshalling import inspection, object_path
+    from rallypoint.launcher.launch.marshalling import inspection
 
-    try:
-        return _pack((fn, args, kwargs), inspection.Scan(is_shared))
-    except _PicklingFailed as failed:
-        error, culprit = failed.error, failed.culprit
-    if isinstance(error, ObjectRefused) and error.place:
-        raise inspection.refusal(error.kind, object_path.ObjectPlace(error.place))
     name = fn.__name__ if isinstance(fn, FunctionType) else "fn"
-    place = object_path.find(
-        culprit, ((fn, name), (args, "args"), (kwargs, "kwargs")), f"{name} or its arguments"
-    )
-    if isinstance(error, ObjectRefused):
-        raise inspection.refusal(error.kind, place)
-    raise inspection.not_pickled(culprit, error, place) from error
+    roots = (fn, name), (args, "args"), (kwargs, "kwargs")
+    return _pack((fn, args, kwargs), inspection.Scan(is_shared), roots)
 
 
 def unpack_call(fds: Sequence[int]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -152,30 +118,13 @@ def unpack_call(fds: Sequence[int]) -> tuple[Callable[..., Any], tuple[Any, ...]
     return fn, args, kwargs
 
 
-def pack_result(value: object) -> Packed:
-    """Pack what a function returned.
+def pack_result(value: object, name: str) -> Packed:
+    """Pack what the function of this name returned.
 
-    Raises Unsendable, which names by path what cannot be sent; OSError when there is no memory.
+    Raises UsageError (`result-unsupported`), which names by path what cannot be sent; OSError when
+    there is no memory.
     """
-    try:
-        return _pack(value, None)
-    except _PicklingFailed as failed:
-        error, culprit = failed.error, failed.culprit
-    from rallypoint.launcher.launch.marshalling import inspection, object_path
-
-    place = object_path.find(culprit, ((value, "result"),), "result")
-    kind = error.kind if isinstance(error, ObjectRefused) else None
-    name = inspection.type_name(culprit if place.holder is None else place.holder)
-    if kind is None:
-        reason = f"a {name} cannot be sent to another process: {inspection.describe(error)}"
-    elif place.holder is not None:
-        reason = f"a {name} cannot be sent to another process (it holds {kind.name})"
-    elif kind is unpicklable.NOT_A_LEAF:
-        reason = f"{kind.name} cannot be sent back: give loss.detach() or loss.item()"
-    else:
-        reason = f"{kind.name} {kind.reason}"
-    cause = error if kind is None else None
-    raise Unsendable(place.holder_text or place.text, name, reason) from cause
+    return _pack(value, None, ((value, "result"),), returned_by=name)
 
 
 def unpack_result(fds: Sequence[int]) -> Any:
@@ -253,9 +202,14 @@ class _PayloadWriter:
         return self.at
 
 
-def _pack(value: object, scan: inspection.Scan | None) -> Packed:
-    """Pack a value; `scan`: of a call. Raises _PicklingFailed, or OSError when there is no
-    memory."""
+def _pack(
+    value: object,
+    scan: inspection.Scan | None,
+    roots: Sequence[tuple[object, str]] = (),
+    returned_by: str = "",
+) -> Packed:
+    """Pack a value; `scan`: of a call. Raises OSError when there is no memory, and for what cannot
+    be sent the UsageError of `inspection.refusal`."""
     flags = system_calls.MFD_CLOEXEC | system_calls.MFD_ALLOW_SEALING
     buffers: list[memoryview] = []
 
@@ -273,12 +227,13 @@ def _pack(value: object, scan: inspection.Scan | None) -> Packed:
         try:
             pickler.dump(value)
             pickler.dump(scan.handed_over if scan is not None else None)
-        except (MemoryError, _PicklingFailed):
-            raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            if isinstance(error, MemoryError) or getattr(error, "errno", 0) in _NO_ROOM:
                 raise
-            raise _PicklingFailed(pickler.last, error) from None
+            from rallypoint.launcher.launch.marshalling import inspection
+
+            problem = inspection.refusal(error, pickler.last, roots, returned_by)
+            raise problem from problem.__cause__
         length = writer.at - _HEAD_BYTES
         kept = passed[DESCRIPTORS_MOST:]
         footer = Footer([], [], os.getpid(), kept)
