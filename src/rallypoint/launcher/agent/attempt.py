@@ -106,8 +106,8 @@ class Attempt:
         """
         if self._listener >= 0 and self.host is not None:
             self.host_ready, theirs = os.pipe2(os.O_CLOEXEC)
-            fds, self._listener = [self._listener, theirs], -1
-            yield Order(None, StartHost(self._plan.master_addr, self.host.port), fds, fds)
+            message = StartHost(self._plan.master_addr, self.host.port)
+            yield Order(None, message, [self._listener, theirs], [theirs])
         for handle in self.ranks:
             yield self._order(handle, streams)
 
@@ -163,11 +163,22 @@ class Attempt:
             environment["COLUMNS"] = str(columns)
         return environment
 
-    def release(self) -> None:
-        """Give the meeting point back: end its host, wherever it is by now."""
+    def host_started(self, pid: int) -> None:
+        """Note the host's process, which has the listening socket now. Until then the agent keeps
+        it: of a socket that only lies in a message to the template nobody can tell whose it is.
+        """
+        if self.host is not None:
+            self.host.started(pid)
+            self._let_go()
+
+    def _let_go(self) -> None:
         if self._listener >= 0:
             os.close(self._listener)
             self._listener = -1
+
+    def release(self) -> None:
+        """Give the meeting point back: end its host, wherever it is by now."""
+        self._let_go()
         if self.host is not None:
             self.host.end()
 

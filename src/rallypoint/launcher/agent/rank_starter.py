@@ -191,7 +191,7 @@ class RankStarter:
         handle = job.rank(message.rank)
         if handle is None:
             if job.attempt.host is not None:
-                job.attempt.host.started(message.pid)
+                job.attempt.host_started(message.pid)
                 guard.register(message.pid, job.attempt.host.pidfd)
             return
         handle.forked(message.pid)
