@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import tempfile
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,9 @@ from typing import Any, cast
 import pytest
 
 from rallypoint.clock import Clock
+from rallypoint.diagnosis import render
 from rallypoint.diagnosis.evidence import Ended, Raised
+from rallypoint.diagnosis.report import Report
 from rallypoint.launcher.agent import console, evidence_gatherer
 from rallypoint.launcher.agent.console import Console
 from rallypoint.launcher.agent.evidence_gatherer import EvidenceGatherer
@@ -141,3 +144,62 @@ def test_a_module_to_preload_that_is_not_there_is_said_once(
     report = told.import_failed(ImportFailed("nothing", raised))
     assert report.why == f"--preload asks for it: {last}"
     assert bool(report.said) == quoted
+
+
+@pytest.mark.parametrize(
+    ("variables", "shared"),
+    [
+        ("", False),
+        ("SLURM_JOB_ID SLURM_NODEID", False),  # in a batch script: only this node is on its screen
+        ("SLURM_JOB_ID SLURM_STEP_ID", True),
+        ("PMI_RANK PMI_FD", True),
+        ("PMIX_RANK", True),
+        ("OMPI_COMM_WORLD_RANK", True),
+        ("KUBERNETES_SERVICE_HOST JOB_COMPLETION_INDEX", False),
+    ],
+)
+def test_srun_and_mpirun_show_all_nodes_on_one_screen(variables: str, shared: bool) -> None:
+    environ = dict.fromkeys(variables.split(), "1")
+    read, write = os.pipe()
+    try:
+        assert console.shares_screen(environ, write) is shared
+    finally:
+        os.close(read)
+        os.close(write)
+    with tempfile.TemporaryFile() as file:  # srun --output=log.%N
+        assert not console.shares_screen(environ, file.fileno())
+
+
+def test_nodes_on_one_screen_print_one_report() -> None:
+    """Eight nodes under srun would print the same thirty lines eight times."""
+    said: list[str] = []
+    printed: list[Any] = []
+    kept: list[Any] = []
+    screen: Any = SimpleNamespace(
+        say=said.append,
+        live=lambda text: None,
+        print_reports=lambda reports, before: printed.append(reports),
+    )
+    folder: Any = SimpleNamespace(
+        write_plan=lambda plan: None, write_report=kept.append, file=lambda name: ""
+    )
+    cause = Report("rank-raised", "rank 5 on gpu02 raised ValueError: bad batch", ranks=(5,))
+    for node, brief in ((0, ""), (1, render.in_one_line(cause, 1, "gpu02"))):
+        writer = DiskWriter()
+        told = Reporter(plan(nproc=1), Clock(), folder, writer, screen)
+        ranks = range(4 * node, 4 * node + 4)
+        here = render.own_part(cause, node, f"gpu0{node + 1}", ranks, 0.41)
+        told.show((cause,), ("ranks 0-3 followed rank 5",), here=here, brief=brief)
+        assert writer.finish(30.0)
+    assert said == [
+        "rallypoint: ranks 0-3 followed rank 5",
+        "rallypoint: ranks 0-3 followed rank 5",
+        "rallypoint: node 1 (gpu02) stops: rank 5 on gpu02 raised ValueError: bad batch",
+    ]
+    assert [[one.here for one in reports] for reports in printed] == [
+        ["node 0 (gpu01): ranks 0-3, stopped 0.4 s after it"]
+    ]
+    assert [reports[0].here for reports in kept] == [
+        "node 0 (gpu01): ranks 0-3, stopped 0.4 s after it",
+        "node 1 (gpu02): ranks 4-7; it began here, in rank 5",
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from rallypoint.diagnosis.catalogue import CATALOGUE
 from rallypoint.diagnosis.report import Help, Moment, Report, Said
 from rallypoint.errors import InternalError, RallypointError, UsageError
+from rallypoint.world import ranks_phrase
 
 _LABEL = 7  # columns of "where  ", "why    ", ...: the longest label and two blanks
 _ESCAPES = re.compile(
@@ -95,6 +96,25 @@ def json(reports: Report | Sequence[Report]) -> str:
     listed = [cleaned(one) for one in ((reports,) if isinstance(reports, Report) else reports)]
     status = listed[0].exit_status if listed else 0
     return msgspec.json.encode({"exit_status": status, "reports": listed}).decode()
+
+
+def own_part(
+    report: Report, node: int, host: str, ranks: Iterable[int], after: float | None = None
+) -> str:
+    """Return the line about a node's own part in a cause, for `Report.here`. `after`: seconds
+    between the cause and now, when the node stops its ranks; None when that is not known.
+    """
+    own = sorted(ranks)
+    at_fault = [rank for rank in own if rank in report.ranks]
+    part = f"node {node} ({host}): {ranks_phrase(own)}"
+    if at_fault:
+        return f"{part}; it began here, in {ranks_phrase(at_fault)}"
+    return part if after is None else f"{part}, stopped {max(after, 0.0):.1f} s after it"
+
+
+def in_one_line(report: Report, node: int, host: str) -> str:
+    """Return what a node says that shares the screen of node 0, which shows the whole report."""
+    return f"node {node} ({host}) stops: {report.headline}"
 
 
 def report_of(error: RallypointError) -> Report:
@@ -186,4 +206,6 @@ def _help(help: Help, width: int, color: bool) -> list[str]:
 def _ends(report: Report, color: bool) -> list[str]:
     logs = [" " * (2 + _LABEL) + log for log in report.logs[1:]]
     first = [_label("logs", color) + log for log in report.logs[:1]]
+    if report.here:
+        first.insert(0, _label("here", color) + report.here)
     return [*first, *logs, f"{_label('more', color)}rallypoint explain {report.code}"]

@@ -46,4 +46,5 @@ class Report(msgspec.Struct, frozen=True):
     help: tuple[Help, ...] = ()
     logs: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()  # the ranks at fault
+    here: str = ""  # of several nodes: the part in it of the node that shows this
     exit_status: int = 1  # what the launcher leaves with when this is the first cause

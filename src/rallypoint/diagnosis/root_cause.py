@@ -35,6 +35,7 @@ from rallypoint.diagnosis.log_consequences import (
     watched_calls,
 )
 from rallypoint.diagnosis.log_events import NOT_ENDED, Findings, Sighting, Sign
+from rallypoint.diagnosis.node_evidence import of_one_clock
 from rallypoint.diagnosis.rank_kinds import (
     CONSEQUENCES,
     HEARD_LATE,
@@ -123,6 +124,20 @@ class News(msgspec.Struct, frozen=True):
 
     reports: tuple[Report, ...] = ()
     followed: tuple[str, ...] = ()  # a line each: ranks that lost one of those at fault
+
+
+def beginning(job: JobEvidence, reports: Iterable[Report]) -> float:
+    """Return when the first of the causes happened, in seconds since the job's start; 0 when no
+    rank shows it.
+    """
+    first = next(iter(reports), None)
+    at_fault = set(first.ranks) if first is not None else set[int]()
+    ranks = [rank for rank in of_one_clock(job).ranks if rank.rank in at_fault]
+    ends = [rank.left_when or (rank.ended.at if rank.ended else 0.0) for rank in ranks]
+    ends += [rank.raised.at for rank in ranks if rank.raised is not None]
+    if first is not None and first.code == "node-lost":
+        ends += [one.at - one.silent for one in job.lost]
+    return min(filter(None, ends), default=0.0)
 
 
 # Exceptions that come from outside the program: the same may go well a minute later.

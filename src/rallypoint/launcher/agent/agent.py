@@ -307,10 +307,10 @@ class Agent:
         """Gather the evidence, judge it, show the reports."""
         job, reporter = self.job, self._reporter
         from rallypoint.diagnosis import root_cause
-        from rallypoint.launcher import job_evidence
+        from rallypoint.launcher.job_diagnosis import job_evidence
 
         if job.problem is not None and action.reason == "start":
-            found = reporter.of_problem(job.problem)
+            reports = reporter.show(reporter.of_problem(job.problem))
         else:
             # A job that goes on when ranks fail asks nobody for a stack.
             outside = action.reason in ("interrupted", "overdue")
@@ -324,7 +324,7 @@ class Agent:
                 helper=job.lost if action.reason == "helper" else None,
                 reached=job.rendezvous.reached,
             )
-            evidence = job_evidence.of_nodes(
+            evidence = job_evidence(
                 self.plan,
                 (here,),
                 world_size=job.size if spawned else self.plan.slots,
@@ -334,8 +334,9 @@ class Agent:
                 overdue=self._overdue if action.reason == "overdue" else 0.0,
                 stop_reason=action.because,
             )
+            reporter.has_gathered(here)
             found = reporter.judge(evidence, misfit, all_again=asked)
-        reports = reporter.show(found)
+            reports = reporter.show(found.reports, found.followed)
         job.feed(supervisor.Judged(reports[0].exit_status, root_cause.same_again(reports[0])))
 
     def _clean_up(self, action: supervisor.CleanUp) -> None:

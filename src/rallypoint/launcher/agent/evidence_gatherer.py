@@ -28,7 +28,7 @@ from rallypoint.diagnosis.evidence import (
 from rallypoint.host import devices
 from rallypoint.host.devices import Found
 from rallypoint.host.probe import Reached
-from rallypoint.launcher import job_evidence
+from rallypoint.launcher import job_diagnosis
 from rallypoint.launcher.agent.console import SETTLE_TIMEOUT, Console
 from rallypoint.launcher.agent.process_handles import RankHandle
 from rallypoint.launcher.plan import Plan
@@ -126,7 +126,7 @@ class EvidenceGatherer:
             for one in ranks
             if one.alive and one.rank not in told and (one in asked or one.halted())
         }
-        root = job_evidence.folder_of_task(self._plan) or stacks.root_of(
+        root = job_diagnosis.folder_of_task(self._plan) or stacks.root_of(
             self._plan.program.target, [frame for one in here for frame in one.stack]
         )
         waiting = [handle.rank for handle in ranks if handle.waiting]

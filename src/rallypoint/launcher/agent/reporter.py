@@ -9,15 +9,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from rallypoint.clock import Clock
-from rallypoint.diagnosis import render, rendezvous_mismatch, root_cause
-from rallypoint.diagnosis.evidence import JobEvidence
+from rallypoint.diagnosis import render, root_cause
+from rallypoint.diagnosis.evidence import JobEvidence, NodeEvidence
 from rallypoint.diagnosis.rendezvous_mismatch import Misfit
 from rallypoint.diagnosis.report import Help, Report, Said
 from rallypoint.errors import RallypointError
 from rallypoint.launcher import exception_capture
 from rallypoint.launcher.agent.console import Console, say_directly
 from rallypoint.launcher.agent.evidence_gatherer import ERROR_FILES_TIMEOUT
+from rallypoint.launcher.job_diagnosis import Diagnosis, Judgement
 from rallypoint.launcher.plan import Plan
 from rallypoint.launcher.protocol import ImportFailed, NotForked
 from rallypoint.record import preload_history
@@ -75,7 +78,8 @@ class Reporter:
         self._earlier: tuple[Report, ...] = ()  # reports of earlier attempts
         self._reports: tuple[Report, ...] = ()  # of this one, its cause first
         self._error_files: dict[int, str] = {}  # of this attempt, by rank: what `@record` wrote
-        self.told: set[int] = set()  # ranks of this attempt whose failure stands in a report
+        self.told: set[int] = set()  # ranks of this attempt that have failed, as gathered so far
+        self._diagnosis = Diagnosis()
         folder.write_plan(plan)
         self.event(
             "job-started",
@@ -111,6 +115,7 @@ class Reporter:
         self.event("attempt-started", because=because, attempt=number)
         self._earlier, self._reports = self.reports, ()
         self._error_files, self.told = {}, set()
+        self._diagnosis.begin_attempt()
 
     # --- notices, which end nothing
 
@@ -136,37 +141,41 @@ class Reporter:
 
     # --- reports
 
-    def judge(
-        self, evidence: JobEvidence, misfit: Misfit | None, *, all_again: bool
-    ) -> tuple[Report, ...]:
-        """Return the reports that come of the evidence, the cause first.
+    def has_gathered(self, here: NodeEvidence) -> None:
+        """Keep of this node's evidence what later questions need, whoever judges it."""
+        self.told |= {rank.rank for rank in here.ranks if root_cause.has_failed(rank)}
+        self._error_files |= {one.rank: one.error_file for one in here.ranks if one.error_file}
 
-        `misfit`: why the ranks could not meet; errors of the ranks came after it. Unless
-        `all_again`, only what is new since the last reports of this attempt.
-        """
-        before = tuple(self.told)
-        self.told |= {rank.rank for rank in evidence.ranks if root_cause.has_failed(rank)}
-        self._error_files |= {one.rank: one.error_file for one in evidence.ranks if one.error_file}
-        if misfit is not None:
-            return (rendezvous_mismatch.report(misfit, evidence),)
-        if not before or all_again:
-            return root_cause.diagnose(evidence)
-        blamed = {rank for report in self._reports for rank in report.ranks}
-        news = root_cause.news(evidence, before, tuple(blamed))
-        for line in news.followed:
-            self._console.say(f"rallypoint: {line}")
-        return news.reports
+    def judge(self, evidence: JobEvidence, misfit: Misfit | None, *, all_again: bool) -> Judgement:
+        """Judge the evidence as `Diagnosis.judge` does."""
+        return self._diagnosis.judge(evidence, misfit, all_again=all_again)
 
     def of_problem(self, problem: RallypointError | Report) -> tuple[Report, ...]:
         """Return the report on why nothing could be started."""
         return (problem if isinstance(problem, Report) else render.report_of(problem),)
 
-    def show(self, reports: tuple[Report, ...]) -> tuple[Report, ...]:
-        """Print and keep reports; return all of this attempt, the cause first."""
+    def show(
+        self,
+        reports: tuple[Report, ...],
+        followed: Sequence[str] = (),
+        *,
+        here: str = "",
+        brief: str = "",
+    ) -> tuple[Report, ...]:
+        """Print and keep reports; return all of this attempt, the cause first. `followed`: lines
+        about ranks that lost one of those at fault. `here`: this node's own part, of several.
+        `brief`: the line to print instead, on a screen where another node shows the reports.
+        """
+        if here and reports:
+            reports = (replace(reports[0], here=here), *reports[1:])
         self._console.live(None)
+        for line in followed:
+            self._console.say(f"rallypoint: {line}")
         for report in reports:
             self.event("report", code=report.code, headline=report.headline)
-        if self._plan.task is None and reports:  # else the caller's exception says it
+        if brief and reports:
+            self._console.say(f"rallypoint: {brief}")
+        elif self._plan.task is None and reports:  # else the caller's exception says it
             self._print(reports)
         self._reports = kept = root_cause.cause_first((*self._reports, *reports))
         self._writer.submit(lambda: self._folder.write_report(kept))
