@@ -25,7 +25,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bench import harness, launch, nodes_soak, port_soak, primitives_soak, store_soak
+from bench import (
+    harness,
+    launch,
+    lease_soak,
+    nodes_soak,
+    port_soak,
+    primitives_soak,
+    store_soak,
+)
 from bench.harness import JOBS, Run, rallypoint, say
 from bench.outcome import Mode, Outcome
 
@@ -411,6 +419,7 @@ MODES: dict[str, tuple[Mode, int, int]] = {  # mode: (what, count, jobs at a tim
     "store-reconnects": (store_soak.reconnects, 10, 1),  # of a hundred each
     "store-strangers": (store_soak.strangers, 1, 1),  # 10,000 of them
     "store-deadlines": (store_soak.deadlines, 200, 4),
+    "store-leases": (lease_soak.leases, 8, 1),  # of 40 s: two of each fault
     "primitives-histories": (primitives_soak.histories, 100, 2),  # of a thousand each
     "primitives-kills": (
         primitives_soak.kills,

@@ -45,6 +45,10 @@ LISTENING_SHARE = 0.5
 """Share of the time for a look that is for an answer to the greeting alone. A web server wants a
 whole line before it answers, or the end of what is said: then it gets that."""
 
+THIN_LINEAR_TIMEOUTS = 16
+"""TCP_THIN_LINEAR_TIMEOUTS of tcp(7), which Python does not name: connections with less than four
+packets on their way send a lost one up to six times in equal intervals."""
+
 Place = tuple[socket.AddressFamily, tuple[object, ...]]
 """A family, and an address as its sockets take it."""
 
@@ -222,7 +226,7 @@ def connecting(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> so
     try:
         sock.setblocking(False)
         if family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_for_small_messages(sock)
         error = sock.connect_ex(sockaddr if family != socket.AF_UNIX else str(sockaddr[0]))
         if error not in (0, errno.EINPROGRESS):
             raise OSError(error, os.strerror(error))
@@ -230,6 +234,14 @@ def connecting(family: socket.AddressFamily, sockaddr: tuple[object, ...]) -> so
         sock.close()
         raise
     return sock
+
+
+def set_for_small_messages(sock: socket.socket) -> None:
+    """Have TCP send a small message at once, and again every 0.2 s while it is lost: where a fifth
+    of all packets is lost, twice the time after each loss would soon be longer than a lease."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):  # no Linux
+        sock.setsockopt(socket.IPPROTO_TCP, THIN_LINEAR_TIMEOUTS, 1)
 
 
 def arrived(sock: socket.socket) -> None:

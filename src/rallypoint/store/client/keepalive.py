@@ -19,9 +19,6 @@ from rallypoint.wire.messages import Ping, Request, Unlock
 if TYPE_CHECKING:
     from rallypoint.store.client.session import Session
 
-SIGNS_PER_LEASE = 3
-"""Signs of life per ttl, of the session or of the shortest lease in it: two may be lost or late."""
-
 BUSY_SECONDS = 1.0
 """Least seconds for the answer to a sign of life: so long a server, or this process, may be busy. A
 lease that is not much longer is lost with its connection."""
@@ -85,7 +82,7 @@ class KeepAlive:
         session = self._session
         former, self.interval = (
             self.interval,
-            session.leases.shortest(session.ttl) / SIGNS_PER_LEASE,
+            session.leases.shortest(session.ttl) / session.signs,
         )
         if self.interval < former:
             self._bell.ring()

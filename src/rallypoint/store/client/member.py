@@ -24,6 +24,10 @@ from rallypoint.store.client.client import Client
 from rallypoint.store.client.session import Options, Session
 from rallypoint.store.limits import ORPHAN
 
+SIGNS = 10
+"""Signs of life per lease. A server that stands still for three quarters of the lease must not make
+a node believe that it was lost: three signs would leave two thirds."""
+
 
 class Member(Client):
     """See the module. A session that was lost is not replaced: its process has been taken for dead,
@@ -52,6 +56,7 @@ class Member(Client):
             allow_pickle=False,
             strict=False,
             same_host=False,
+            signs=SIGNS,
             orphan=ORPHAN,
             others=tuple(others),
         )

@@ -107,6 +107,7 @@ class Options(NamedTuple):
     allow_pickle: bool
     strict: bool
     same_host: bool  # False: stay on the given address, and use no shared memory
+    signs: int = 3  # of life per ttl, of the session or the shortest lease in it
     orphan: float = inf  # seconds that the session lives on the server without a connection
     others: tuple[Address, ...] = ()  # that the server may have instead of `address`
 
@@ -233,6 +234,7 @@ class Session:
         self.timeout = options.timeout
         self.ttl = options.ttl
         self.orphan = options.orphan
+        self.signs = options.signs
         self.limits: Limits | None = None
         self.reconnects = 0
         self.number = 1

@@ -20,6 +20,7 @@ from functools import partial
 from rallypoint import __version__
 from rallypoint.clock import Clock
 from rallypoint.host import system_calls
+from rallypoint.host.probe import set_for_small_messages
 from rallypoint.host.unix_sockets import listener_of, uid_of, way_of
 from rallypoint.store.logger import logger
 from rallypoint.store.server.admission import GREETING, Gate, Greeting, TurnedAway
@@ -550,7 +551,7 @@ def prepare(sock: socket.socket) -> None:
     them (tcp(7))."""
     sock.setblocking(False)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_for_small_messages(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
