@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rallypoint.diagnosis.evidence import Ended, Meeting, Raised
+from rallypoint.diagnosis.rendezvous_mismatch import MISFIT_SETTLE
 from rallypoint.host.probe import Reached, Tried
 from rallypoint.launcher.agent import rendezvous_monitor, supervisor
 from rallypoint.launcher.agent.rendezvous_monitor import (
     LOOK_PATIENCE,
-    MISFIT_SETTLE,
     TORCH_OVERRUN,
     RendezvousMonitor,
 )

@@ -30,6 +30,11 @@ from rallypoint.world import ranks_phrase
 # half a small terminal
 PLACES_MOST = 8
 LINE_CHARACTERS = 200  # of one line: two rows of a wide terminal
+MISFIT_SETTLE = 2.0
+"""Seconds that ranks which cannot meet must be seen to wait. A call that torch refuses (a backend
+that is not there, a port that is taken) raises in less, most of the time spent on starting CUDA,
+and the program may have something else to try."""
+
 _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1"))
 # Their groups are complete without the others (torch's own stand-in for tests), or ask somebody
 # else who they are.
@@ -329,13 +334,14 @@ def lines(
     world_size: int,
     now: float,
     root: str = "",
+    named: Callable[[Iterable[int]], str] = ranks_phrase,
 ) -> tuple[str, ...]:
     """Return the roll call: who waits, and where those are who have not come. The first line is a
     sentence; () when nobody waits.
 
     `waiting`: ranks that are inside init_process_group. `states`: of ranks that did not tell where
     they are, why ("stopped (SIGSTOP)"). `now`: seconds since the job's start. `root`: the folder
-    that paths are shown relative to, with a "/" at its end.
+    that paths are shown relative to, with a "/" at its end. `named`: how ranks are called.
     """
     by_rank = {rank.rank: rank for rank in ranks}
     inside = _met(by_rank[number] for number in waiting)
@@ -344,15 +350,15 @@ def lines(
     said = _partial(inside, now, world_size)
     if together:
         missing = [by_rank[number] for number in absent(ranks, waiting, world_size)]
-        places = _places(missing, states, now, root)
-        places += (f"rank {rank.rank} in another group: {_asked(at)}" for rank, at in elsewhere)
+        places = _places(missing, states, now, root, named)
+        places += (f"{named([rank.rank])} in another group: {_asked(at)}" for rank, at in elsewhere)
         count = f"all {world_size} ranks"
         if len(together) < world_size:
             count = f"{len(together)} of {world_size} ranks"
         head = _waits(count, [rank for rank, _ in together], now)
         said = [head + ("; not there yet:" if places else ", and nobody is missing")]
         said += (f"  {line}" for line in _few(places))
-        if differing := _few(_differing(together)):
+        if differing := _few(_differing(together, named)):
             said += ("  those who wait were told:", *(f"    {line}" for line in differing))
     return tuple(wording.shortened(line, LINE_CHARACTERS) for line in said)
 
@@ -388,7 +394,11 @@ def _partial(
 
 
 def _places(
-    missing: Sequence[RankEvidence], states: Mapping[int, str], now: float, root: str
+    missing: Sequence[RankEvidence],
+    states: Mapping[int, str],
+    now: float,
+    root: str,
+    named: Callable[[Iterable[int]], str],
 ) -> list[str]:
     """Return a line for all that are at one place, with the time of the one that has been there
     longest.
@@ -417,7 +427,7 @@ def _places(
     found = []
     for key, ranks in groups.items():
         word, known_of = key
-        who, seconds = ranks_phrase(ranks), now - since[key]
+        who, seconds = named(ranks), now - since[key]
         told = f"{who} {word} for {seconds:.0f} s" + (f": {known_of}" if known_of else "")
         found.append(told if word else f"{who} {known_of}, {seconds:.0f} s ago")
     return found
@@ -451,7 +461,9 @@ def _imported(frames: tuple[Frame, ...]) -> int:
     return max(modules, default=-1)
 
 
-def _differing(together: Sequence[tuple[RankEvidence, Meeting]]) -> list[str]:
+def _differing(
+    together: Sequence[tuple[RankEvidence, Meeting]], named: Callable[[Iterable[int]], str]
+) -> list[str]:
     """Return what each was told, where they were not all told the same."""
     told: dict[str, list[int]] = {}
     # torch's keys count the calls, failed ones included.
@@ -459,7 +471,7 @@ def _differing(together: Sequence[tuple[RankEvidence, Meeting]]) -> list[str]:
     for rank, meeting in together:
         turn = f", call {meeting.turn + 1} of that rank" if several else ""
         told.setdefault(_asked(meeting) + turn, []).append(rank.rank)
-    lines = [f"{ranks_phrase(ranks)}: {what}" for what, ranks in told.items()]
+    lines = [f"{named(ranks)}: {what}" for what, ranks in told.items()]
     return lines if len(lines) > 1 else []
 
 

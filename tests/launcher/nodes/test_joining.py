@@ -118,6 +118,15 @@ def test_who_comes_when_all_places_are_taken_is_told_that() -> None:
     assert "gpu00 (node 0)" in refused.why[0]
 
 
+def test_the_leads_own_place_is_kept_for_it() -> None:
+    """Its own applicant is a message like all others, and may come last."""
+    machine = joining()
+    (refused,) = come(machine, applicant(1), applicant(2), applicant(3))
+    assert isinstance(refused, Refuse)
+    assert (refused.id, refused.code) == ("a3", "job-complete")
+    assert isinstance(come(machine, LEAD)[0], Form)
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

@@ -10,7 +10,7 @@ that speaks of a peer makes it look where the error points, before the report.
 from __future__ import annotations
 
 from rallypoint.diagnosis import classify, reachability, rendezvous_mismatch
-from rallypoint.diagnosis.rendezvous_mismatch import Caller, Misfit
+from rallypoint.diagnosis.rendezvous_mismatch import MISFIT_SETTLE, Caller, Misfit
 from rallypoint.host.probe import Looking, Reached
 from rallypoint.launcher.agent import supervisor
 from rallypoint.launcher.agent.evidence_gatherer import share_a_device
@@ -27,10 +27,6 @@ TORCH_OVERRUN = 0.05
 LOOK_PATIENCE = 0.8
 # Seconds between looks whether the thread has come back.
 LOOK_AGAIN = 0.004
-# Seconds that ranks which cannot meet must be seen to wait. A call that torch refuses (a backend
-# that is not there, a port that is taken) raises in less, most of the time spent on starting CUDA,
-# and the program may have something else to try.
-MISFIT_SETTLE = 2.0
 
 
 class RendezvousMonitor:

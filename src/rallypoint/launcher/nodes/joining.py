@@ -183,14 +183,18 @@ class Joining:
         if applicant.id in self._here or applicant.id in self._doubtful:
             return []
         if applicant.id != self._lead.id:
-            refused = refusals.unfit(applicant, self._lead)
-            if refused is not None:
+            if refused := refusals.unfit(applicant, self._lead):
                 self._last_words[applicant.host] = f"refused: {refused.headline}"
                 return [refused]
             rank = applicant.node_rank
-            if rank is not None and self._holders.setdefault(rank, applicant) is not applicant:
+            if rank in self._holders:
                 self._doubtful[applicant.id] = (applicant, now + DUPLICATE_PATIENCE)
                 return []
+            # The place of the lead, which may come last, is kept.
+            if len(self._here) - (self._lead.id in self._here) == self._count - 1:
+                return [self._complete(applicant)]
+            if rank is not None:
+                self._holders[rank] = applicant
         return self._admit(applicant, now)
 
     def _admit(self, applicant: Applicant, now: float) -> list[Decision]:
@@ -233,8 +237,11 @@ class Joining:
             return [refused]
         if self.state is Stage.CLOSED:
             return [refusals.timed_out(applicant.id, "the job was given up", [*self._roll()])]
+        return [self._complete(applicant)]
+
+    def _complete(self, applicant: Applicant) -> Decision:
         nodes = f"they are {self._named(self._here.values())}"
-        return [refusals.complete(applicant, nodes, self._count)]
+        return refusals.complete(applicant, nodes, self._count)
 
     def _tick(self, event: Tick, now: float) -> list[Decision]:
         decisions = self._refuse_doubtful(event, now)

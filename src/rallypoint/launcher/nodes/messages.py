@@ -12,7 +12,7 @@ from typing import Any, Literal, dataclass_transform
 
 import msgspec
 
-from rallypoint.diagnosis.evidence import Meeting, RankEvidence
+from rallypoint.diagnosis.evidence import Meeting, NodeEvidence, RankEvidence
 from rallypoint.diagnosis.rank_snapshot import RankStanding
 from rallypoint.diagnosis.report import Report
 from rallypoint.world import Seat
@@ -101,6 +101,13 @@ class Failing(NodeMessage):
     signal: str = ""
 
 
+class EvidenceOf(NodeMessage):
+    """All that a node knows when an attempt has failed."""
+
+    node: int
+    evidence: NodeEvidence
+
+
 class AllWait(NodeMessage):
     """Each living rank of a node that is stopped from outside waits for others, or (`waits` False)
     one of them goes on.
@@ -111,14 +118,13 @@ class AllWait(NodeMessage):
 
 
 class Over(NodeMessage):
-    """A node whose ranks have all ended, with everything that they left running.
+    """The end of all ranks of a node, with everything that they left running.
 
-    `well`: all with exit code 0, and none was stopped. `offers`: of node 0, for another attempt.
+    `well`: all with exit code 0, and none was stopped.
     """
 
     node: int
     well: bool
-    offers: Offers | None = None
 
 
 class NodeAnswer(NodeMessage):

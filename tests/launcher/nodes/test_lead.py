@@ -1,0 +1,448 @@
+"""The lead is pure: histories of what nodes say, and what it decides."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rallypoint.diagnosis.evidence import Frame, Meeting, NodeEvidence, RankEvidence
+from rallypoint.diagnosis.rendezvous_mismatch import MISFIT_SETTLE
+from rallypoint.diagnosis.report import Report
+from rallypoint.launcher.nodes.all_ranks import LOOK_AFTER, ROLL_CALL_PATIENCE
+from rallypoint.launcher.nodes.joining import Tick
+from rallypoint.launcher.nodes.lead import (
+    CAUSE_PATIENCE,
+    EVIDENCE_PATIENCE,
+    OVER_PATIENCE,
+    AskNodes,
+    Diagnose,
+    Diagnosed,
+    DismissAll,
+    InVainAll,
+    JudgeAll,
+    Lead,
+    Lost,
+    NextAttempt,
+    Phase,
+    SentenceAll,
+)
+from rallypoint.launcher.nodes.messages import (
+    AllWait,
+    EvidenceOf,
+    Failing,
+    NodeAnswer,
+    Over,
+    RankView,
+    RollCall,
+    Views,
+    decode,
+    encode,
+)
+from rallypoint.launcher.restarts import ENOUGH_TIMES, SOON_AFTER_START, Restarts
+from rallypoint.world import World
+
+HOSTS = ("gpu01", "gpu02", "gpu03")
+MEETS = Meeting("env://", "10.0.0.1:29500", rank=0, world_size=6, backend="gloo", line="train.py:7")
+REPORT = Report("rank-raised", "rank 5 raised ValueError")
+
+
+class Play:
+    """Feeds events at given times and keeps every decision."""
+
+    def __init__(self, *, nodes: int = 3, max_restarts: int = 0) -> None:
+        self.machine = Lead(
+            World.of([2] * nodes), HOSTS[:nodes], now=0.0, restarts=Restarts(max_restarts), grace=5.0
+        )  # fmt: skip
+        self.decisions: list[Any] = []
+
+    def at(self, now: float, *events: Any) -> list[Any]:
+        fresh = [decision for event in events for decision in self.machine.handle(event, now)]
+        self.decisions += fresh
+        return fresh
+
+    def judging(self, now: float = 5.0, node: int = 1, **failing: Any) -> list[Any]:
+        return self.at(now, Failing(node, "rank 2 raised ValueError", **failing))
+
+    def stopping(
+        self, now: float = 5.0, *, status: int = 1, same: str = "", **failing: Any
+    ) -> None:
+        self.judging(now, **failing)
+        self.at(
+            now + 0.2, *(evidence(node) for node in range(3)), Diagnosed(status, same, (REPORT,))
+        )
+        assert self.machine.state is Phase.STOPPING
+
+    def tick(self) -> list[Any]:
+        return self.at(self.machine.due, Tick())
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [decision for decision in self.decisions if isinstance(decision, kind)]
+
+
+def evidence(node: int) -> EvidenceOf:
+    return EvidenceOf(node, NodeEvidence(node=node, host=HOSTS[node]))
+
+
+def view(rank: int, phase: str = "joining", **known: Any) -> RankView:
+    asked = {"meeting": replace(MEETS, rank=rank)} if phase != "started" else {}
+    return RankView(rank, phase, **{**asked, **known})
+
+
+def views(node: int, *changed: RankView) -> Views:
+    return Views(node, changed)
+
+
+def joining(node: int, **known: Any) -> Views:
+    return views(node, *(view(rank, **known) for rank in (2 * node, 2 * node + 1)))
+
+
+def over(*nodes: int, well: bool = False) -> list[Over]:
+    return [Over(node, well) for node in nodes]
+
+
+def test_a_job_that_goes_well_on_all_nodes() -> None:
+    play = Play()
+    assert play.machine.due == math.inf
+    assert play.at(100.0, *over(1, 0, well=True)) == []
+    (dismissed,) = play.at(200.0, *over(2, well=True))
+    assert (dismissed.status, play.machine.state) == (0, Phase.OVER)
+    assert play.machine.due == math.inf
+
+
+def test_a_failure_on_one_node_is_judged_on_all() -> None:
+    play = Play()
+    assert play.judging() == [JudgeAll(1, "rank 2 raised ValueError")]
+    assert play.at(5.1, evidence(1), evidence(0)) == []
+    (diagnose,) = play.at(5.2, evidence(2))
+    assert isinstance(diagnose, Diagnose)
+    assert {*diagnose.evidence} == {0, 1, 2}
+    assert (diagnose.lost, diagnose.silent) == ({}, ())
+    (sentence,) = play.at(5.3, Diagnosed(3, "", (REPORT,)))
+    assert sentence == SentenceAll((REPORT,), 3)
+    assert play.at(5.5, *over(0, 1)) == []
+    (dismissed,) = play.at(5.6, *over(2))
+    assert dismissed == DismissAll(3, "rank 2 raised ValueError")
+
+
+def test_failures_of_several_nodes_are_one_judgement() -> None:
+    play = Play()
+    play.judging()
+    assert play.at(5.01, Failing(2, "rank 4 lost a peer", sure=False)) == []
+    play.at(5.2, *(evidence(node) for node in range(3)))
+    play.at(5.3, Diagnosed(1), Failing(0, "rank 0 lost a peer", sure=False))
+    assert len(play.of(JudgeAll)) == len(play.of(Diagnose)) == len(play.of(SentenceAll)) == 1
+
+
+def test_a_silent_node_is_named_and_not_waited_for() -> None:
+    play = Play()
+    play.judging()
+    play.at(5.2, evidence(0), evidence(1))
+    assert play.machine.due == 5.0 + EVIDENCE_PATIENCE
+    (diagnose,) = play.tick()
+    assert diagnose.silent == (2,)
+    assert play.at(6.1, evidence(2)) == []
+    play.at(6.2, Diagnosed(1))
+    assert play.machine.state is Phase.STOPPING
+
+
+def test_the_node_on_which_it_failed_is_given_longer() -> None:
+    play = Play()
+    play.judging()
+    play.at(5.2, evidence(0), evidence(2))
+    assert play.tick() == []
+    assert play.machine.due == 5.0 + CAUSE_PATIENCE
+    (diagnose,) = play.at(6.4, evidence(1))
+    assert diagnose.silent == ()
+
+
+def test_a_lost_node_is_judged_without_it_and_ends_the_job() -> None:
+    play = Play(max_restarts=3)
+    (judge,) = play.at(5.0, Lost(2, "no packet comes back"))
+    assert judge.but == -1
+    assert "gpu03" in judge.because
+    (diagnose,) = play.at(5.2, evidence(0), evidence(1))
+    assert diagnose.lost == {2: "no packet comes back"}
+    play.at(5.3, Diagnosed(75))
+    (dismissed,) = play.at(5.5, *over(0, 1))
+    assert (dismissed.status, type(dismissed)) == (75, DismissAll)
+    assert "gpu03" in dismissed.because
+
+
+@pytest.mark.parametrize(("max_restarts", "status"), [(0, 3), (1, 75)])
+def test_a_node_lost_after_a_failure_forbids_another_attempt(
+    max_restarts: int, status: int
+) -> None:
+    """The exit status is that of the failure, unless only the loss keeps the job from going on."""
+    play = Play(max_restarts=max_restarts)
+    play.stopping(status=3)
+    play.at(6.0, *over(0, 1))
+    (dismissed,) = play.at(7.0, Lost(2, "its connection ended"))
+    assert dismissed.status == status
+
+
+def test_what_a_lost_node_still_says_counts_no_more() -> None:
+    play = Play()
+    play.at(
+        5.0, Lost(2, "silent"), evidence(2), *over(2), Failing(2, "rank 4 raised", signal="INT")
+    )
+    assert len(play.of(JudgeAll)) == 1
+    (diagnose,) = play.at(5.2, evidence(0), evidence(1))
+    assert {*diagnose.evidence} == {0, 1}
+
+
+def test_evidence_that_came_before_its_node_was_lost_is_kept() -> None:
+    play = Play()
+    play.judging(node=2)
+    play.at(5.1, evidence(2), Lost(2, "silent"))
+    (diagnose,) = play.at(5.2, evidence(0), evidence(1))
+    assert {*diagnose.evidence} == {0, 1, 2}
+    assert diagnose.lost == {2: "silent"}
+
+
+def test_the_loss_of_a_node_that_is_done_hurts_nobody() -> None:
+    play = Play()
+    play.at(5.0, *over(2, well=True), Lost(2, "silent"))
+    assert play.machine.state is Phase.RUNNING
+    (dismissed,) = play.at(9.0, *over(0, 1, well=True))
+    assert dismissed.status == 0
+
+
+def test_a_node_that_is_done_gives_evidence_too() -> None:
+    play = Play()
+    play.at(4.0, *over(0, well=True))
+    play.judging()
+    assert play.at(5.1, evidence(1), evidence(2)) == []
+    assert {*play.at(5.2, evidence(0))[0].evidence} == {0, 1, 2}
+    play.at(5.3, Diagnosed(1))
+    (dismissed,) = play.at(5.5, *over(1, 2))
+    assert dismissed.status == 1
+
+
+def test_one_that_ended_well_when_it_was_asked_still_gives_evidence() -> None:
+    play = Play()
+    play.judging()
+    assert play.at(5.1, *over(0, well=True), evidence(1), evidence(2)) == []
+    assert play.machine.state is Phase.JUDGING
+    assert isinstance(play.at(5.2, evidence(0))[0], Diagnose)
+
+
+def test_a_node_that_reports_by_itself_and_stops() -> None:
+    """The lead was slow: the node's own patience for the sentence was over."""
+    play = Play()
+    play.judging()
+    assert play.at(5.1, *over(1), evidence(0)) == []
+    assert isinstance(play.at(5.2, evidence(2))[0], Diagnose)
+
+
+def test_a_node_that_ends_without_saying_why_is_a_failure() -> None:
+    play = Play()
+    (judge,) = play.at(5.0, *over(1))
+    assert judge.but == 1
+    assert "gpu02" in judge.because
+
+
+def test_another_attempt_on_all_nodes() -> None:
+    play = Play(max_restarts=1)
+    play.stopping()
+    assert play.at(6.0, *over(0, 2)) == []
+    assert play.at(6.5, *over(1)) == [NextAttempt(1, "rank 2 raised ValueError")]
+    assert (play.machine.state, play.machine.attempt) == (Phase.RUNNING, 1)
+    play.stopping(20.0, status=4)
+    (dismissed,) = play.at(21.0, *over(0, 1, 2))
+    assert (dismissed.status, dismissed.times) == (4, 0)
+
+
+def test_the_same_failure_again_and_again_soon_after_each_start_ends_the_job() -> None:
+    play = Play(max_restarts=9)
+    now = 0.0
+    for _ in range(ENOUGH_TIMES):
+        now += 1.0
+        play.stopping(now, same="ValueError train.py:7")
+        now += 1.0
+        play.at(now, *over(0, 1, 2))
+    assert len(play.of(NextAttempt)) == ENOUGH_TIMES - 1
+    assert play.decisions[-1].times == ENOUGH_TIMES
+
+
+def test_the_same_failure_late_in_each_attempt_does_not() -> None:
+    play = Play(max_restarts=9)
+    now = 0.0
+    for _ in range(2 * ENOUGH_TIMES):
+        now += SOON_AFTER_START + 1.0
+        play.stopping(now, same="ValueError train.py:7")
+        now += 1.0
+        play.at(now, *over(0, 1, 2))
+    assert len(play.of(NextAttempt)) == 2 * ENOUGH_TIMES
+
+
+def test_a_job_that_is_stopped_from_outside_is_not_started_again() -> None:
+    play = Play(max_restarts=3)
+    (judge,) = play.judging(node=0, signal="SIGINT")
+    assert (judge.but, judge.signal) == (0, "SIGINT")
+    (diagnose,) = play.at(5.1, *(evidence(node) for node in range(3)))
+    assert diagnose.signal == "SIGINT"
+    play.at(5.2, Diagnosed(130))
+    (dismissed,) = play.at(6.0, *over(0, 1, 2))
+    assert dismissed.status == 130
+
+
+def test_a_signal_that_a_batch_system_sends_to_every_node_is_one_wish() -> None:
+    play = Play()
+    play.judging(node=0, signal="SIGTERM")
+    assert play.at(5.02, Failing(1, "the launcher got SIGTERM", signal="SIGTERM")) == []
+    play.at(5.2, *(evidence(node) for node in range(3)), Diagnosed(143))
+    assert play.at(5.4, Failing(2, "the launcher got SIGTERM", signal="SIGTERM")) == []
+
+
+@pytest.mark.parametrize("is_judged", [False, True])
+def test_a_second_signal_to_one_node_is_told_to_all(is_judged: bool) -> None:
+    play = Play()
+    play.judging(node=0, signal="SIGINT")
+    if is_judged:
+        play.at(5.2, *(evidence(node) for node in range(3)), Diagnosed(130))
+    again = Failing(0, "the launcher got SIGINT a second time", signal="SIGINT")
+    assert play.at(7.0, again) == [JudgeAll(0, again.because, "SIGINT")]
+
+
+def test_ctrl_c_while_a_failure_is_judged_or_its_ranks_are_stopped_is_told_to_all() -> None:
+    for is_judged in (False, True):
+        play = Play(max_restarts=3)
+        play.judging()
+        if is_judged:
+            play.at(5.2, *(evidence(node) for node in range(3)), Diagnosed(1))
+        signal = Failing(0, "the launcher got SIGINT", signal="SIGINT")
+        assert play.at(5.3, signal) == [JudgeAll(0, signal.because, "SIGINT")]
+        play.at(5.4, *(evidence(node) for node in range(3)), Diagnosed(1))
+        (dismissed,) = play.at(6.0, *over(0, 1, 2))
+        assert isinstance(dismissed, DismissAll)
+
+
+def test_a_node_that_does_not_end_its_ranks_is_given_up() -> None:
+    play = Play()
+    play.stopping()
+    play.at(6.0, *over(0, 1))
+    assert play.machine.due == pytest.approx(5.2 + 5.0 + OVER_PATIENCE)
+    (dismissed,) = play.tick()
+    assert dismissed.status == 1
+
+
+def test_when_no_rank_of_any_node_goes_on_all_are_told() -> None:
+    play = Play()
+    play.stopping(status=143, node=0, signal="SIGTERM")
+    assert play.at(6.0, AllWait(0), AllWait(1)) == []
+    assert isinstance(play.at(6.1, AllWait(2))[0], InVainAll)
+
+
+def test_one_rank_that_ends_or_goes_on_may_end_the_wait_of_others() -> None:
+    play = Play()
+    play.stopping(status=143, node=0, signal="SIGTERM")
+    assert play.at(6.0, AllWait(0), AllWait(1), views(1, view(2, ended=(0, 0))), AllWait(2)) == []
+    assert play.at(6.2, AllWait(0), AllWait(1, waits=False)) == []
+    assert play.at(6.3, *over(1), AllWait(0)) == []
+    assert isinstance(play.at(6.4, AllWait(2))[0], InVainAll)
+
+
+# --- the ranks of all nodes
+
+
+def test_a_rank_that_left_well_while_ranks_of_other_nodes_wait_for_it() -> None:
+    """No node can see that alone."""
+    play = Play()
+    play.at(3.0, joining(0), joining(1), views(2, view(4)))
+    assert play.machine.due == 33.0
+    play.at(4.0, views(2, view(5, "done", ended=(0, 0))))
+    assert play.machine.due == 4.0 + LOOK_AFTER
+    (judge,) = play.tick()
+    assert judge.but == -1
+    assert "rank 5 on gpu03 left" in judge.because
+
+
+def test_one_that_has_met_the_others_may_leave_before_they_have_told_of_that() -> None:
+    play = Play()
+    play.at(3.0, joining(0), joining(1), joining(2))
+    play.at(4.0, views(2, *(view(rank, "done", ended=(0, 0), joined=1) for rank in (4, 5))))
+    assert play.tick() == []
+    play.at(4.1, *(views(node, *(view(rank, "running", joined=1) for rank in (2 * node, 2 * node + 1))) for node in (0, 1)))  # fmt: skip
+    assert play.machine.due == math.inf
+    assert not play.decisions
+
+
+def test_ranks_of_two_nodes_that_look_for_each_other_at_different_places() -> None:
+    play = Play()
+    other = replace(MEETS, address="10.0.0.1:29555")
+    play.at(3.0, joining(0), joining(1), joining(2, meeting=other))
+    while play.machine.due < 3.0 + MISFIT_SETTLE:
+        assert play.tick() == []
+    (judge,) = play.tick()
+    assert "different addresses" in judge.because
+    (diagnose,) = play.at(6.0, *(evidence(node) for node in range(3)))
+    assert diagnose.misfit.code == "address-differs"
+
+
+def test_one_that_tries_another_place_in_time_is_no_misfit() -> None:
+    play = Play()
+    other = replace(MEETS, address="10.0.0.1:29555")
+    play.at(3.0, joining(0), joining(1), joining(2, meeting=other))
+    play.tick()
+    play.at(3.5, joining(2))
+    while play.machine.due < 30.0:
+        assert play.tick() == []
+    assert play.at(40.0, Failing(1, "rank 2 raised")) == [JudgeAll(1, "rank 2 raised")]
+    (diagnose,) = play.at(40.2, *(evidence(node) for node in range(3)))
+    assert diagnose.misfit is None
+
+
+def test_a_roll_call_asks_the_nodes_of_the_missing_and_names_rank_and_host() -> None:
+    play = Play()
+    play.at(3.0, joining(0), views(1, view(2)), views(2, view(4, "importing", lasted=2.0)))
+    (asked,) = play.tick()
+    assert isinstance(asked, AskNodes)
+    assert asked.nodes == {1: (3,), 2: (4, 5)}
+    stack = (Frame("/job/data.py", 88, "build_index", "index = build()"),)
+    play.at(33.1, NodeAnswer(1, asked.number, (RankEvidence(3, 1, 9, "importing", stack=stack),)))
+    (roll,) = play.at(33.2, NodeAnswer(2, asked.number, states={4: "stopped (SIGSTOP)"}))
+    assert isinstance(roll, RollCall)
+    text = "\n".join(roll.lines)
+    assert "3 of 6 ranks" in roll.lines[0]
+    assert "rank 3 on gpu02" in text
+    assert "data.py:88" in text
+    assert "rank 4 on gpu03" in text
+    assert "stopped (SIGSTOP)" in text
+    assert play.machine.due == 63.0
+    assert play.machine.state is Phase.RUNNING
+
+
+def test_a_node_that_does_not_answer_a_roll_call_is_not_waited_for() -> None:
+    play = Play()
+    play.at(3.0, joining(0), joining(1))
+    (asked,) = play.tick()
+    assert asked.nodes == {2: (4, 5)}
+    assert play.machine.due == 33.0 + ROLL_CALL_PATIENCE
+    (roll,) = play.tick()
+    assert "ranks 4-5 on gpu03" in "\n".join(roll.lines)
+
+
+def test_nobody_is_called_while_a_person_is_at_a_debugger() -> None:
+    play = Play()
+    play.at(3.0, joining(0), views(1, view(2, "running", debugged=True)))
+    assert play.tick() == []
+    assert play.machine.due == 63.0
+
+
+def test_another_attempt_knows_nothing_of_the_ranks_before_it() -> None:
+    play = Play(max_restarts=1)
+    play.at(3.0, views(2, view(5, "done", ended=(0, 0))))
+    play.stopping()
+    play.at(6.0, *over(0, 1, 2))
+    play.at(7.0, joining(0))
+    assert play.machine.due == 37.0
+
+
+@pytest.mark.parametrize(
+    "message", [evidence(1), joining(0), NodeAnswer(1, 2, (), {3: "stopped"}), *over(1, well=True)]
+)
+def test_messages_come_through_as_they_were(message: Any) -> None:
+    assert decode(encode(message)) == message
